@@ -1,0 +1,41 @@
+"""The one place where the math of one head is lifted over batch, key/value heads and their groups."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def over_heads(one_head: Callable[[Any], Any], operands: Any, axes: int, sequential: int = 0) -> Any:
+    """`one_head(operands)` for every batch entry and head: the first `axes` axes of every array.
+
+    Each of these axes has its full size or 1; one of size 1 is shared, never repeated, and its gradient is the sum
+    over those that shared it. The first `sequential` axes run one after another (`lax.map`), the others together
+    (`vmap`).
+
+    Args:
+      one_head: A function of a pytree of arrays.
+      operands: Pytree of arrays [axes..., what one head takes...].
+      axes: How many leading axes to map over.
+      sequential: How many of these to loop over.
+    """
+    if axes == 0:
+        return one_head(operands)
+    leaves, tree = jax.tree.flatten(operands)
+    sizes = {leaf.shape[0] for leaf in leaves}
+    size = next((n for n in sizes if n != 1), 1)
+    if size == 1:
+        alone = over_heads(one_head, jax.tree.map(lambda x: x[0], operands), axes - 1, sequential - 1)
+        return jax.tree.map(lambda x: x[None], alone)
+
+    own = [leaf.shape[0] == size for leaf in leaves]
+    shared = [leaf[0] for leaf, mine in zip(leaves, own, strict=True) if not mine]
+
+    def one_entry(mapped: list) -> Any:
+        queues = {True: iter(mapped), False: iter(shared)}
+        entry = jax.tree.unflatten(tree, [next(queues[mine]) for mine in own])
+        return over_heads(one_head, entry, axes - 1, sequential - 1)
+
+    mapped = [leaf for leaf, mine in zip(leaves, own, strict=True) if mine]
+    return lax.map(one_entry, mapped) if sequential > 0 else jax.vmap(one_entry)(mapped)

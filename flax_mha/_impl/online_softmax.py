@@ -1,0 +1,48 @@
+"""The running softmax: what was seen so far of a row's keys, in three numbers and an output.
+
+Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867; the output as in FlashAttention,
+arXiv:2205.14135, section 3.1.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+class State(NamedTuple):
+    """Per row: the largest score, the sum of exp(score - largest), and the values weighted by the same."""
+
+    largest: Float[Array, " t"]
+    total: Float[Array, " t"]
+    output: Float[Array, "t Hv"]
+
+
+def start(rows: int, features: int, sink: Float[Array, ""] | None, dtype: DTypeLike) -> State:
+    """Nothing seen yet but the sink, a score that counts in the sum and has no value."""
+    largest = jnp.full((rows,), -jnp.inf if sink is None else sink, dtype)
+    total = jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), jnp.ones_like(largest))
+    return State(largest, total, jnp.zeros((rows, features), dtype))
+
+
+def update(state: State, scores: Float[Array, "t s"], weigh: Callable[[Array], Array]) -> State:
+    """Takes in the scores of more keys; `weigh` multiplies their weights [t, s] by their values -> [t, Hv]."""
+    largest = jnp.maximum(state.largest, jnp.max(scores, axis=1))
+    shift = finite(largest)
+    weights = jnp.exp(scores - shift[:, None])
+    decay = jnp.exp(state.largest - shift)
+    total = state.total * decay + jnp.sum(weights, axis=1)
+    return State(largest, total, state.output * decay[:, None] + weigh(weights))
+
+
+def finite(largest: Float[Array, " t"]) -> Float[Array, " t"]:
+    """What to subtract before exp: a row that saw nothing has -inf, and -inf - -inf is NaN."""
+    return jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
+
+
+def finish(state: State) -> tuple[Float[Array, "t Hv"], Float[Array, " t"]]:
+    """Output and log-sum-exp: 0 and -inf for a row that saw nothing."""
+    total = jnp.where(state.total == 0, jnp.ones_like(state.total), state.total)
+    return state.output / total[:, None], jnp.log(total) + state.largest

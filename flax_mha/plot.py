@@ -1,0 +1,39 @@
+"""`plot_mask`: a mask as a picture; needs matplotlib."""
+
+from typing import TYPE_CHECKING
+
+from flax_mha.masks import Mask
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def plot_mask(mask: Mask, queries: int, keys: int, axes: "Axes | None" = None) -> "Axes":
+    """Draws what the first batch entry's first head sees: a row a query, a column a key.
+
+    Args:
+      mask: A mask object.
+      queries: How many queries T.
+      keys: How many keys S.
+      axes: Where to draw; None makes a new figure.
+
+    Returns:
+      The axes; `axes.figure.savefig("mask.png")` writes the picture.
+
+    Raises:
+      ModuleNotFoundError: Without matplotlib; `pip install matplotlib` brings it.
+
+    Example:
+      >>> from flax_mha import masks, plot
+      >>> plot.plot_mask(masks.CausalMask() & masks.LocalMask(2, 0), 8, 8).get_title()
+      'visible: 33 % of 8 x 8'
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("plot_mask needs matplotlib; pip install matplotlib brings it") from error
+    seen = mask.picture(queries, keys)
+    axes = Figure(figsize=(5, 5), layout="constrained").subplots() if axes is None else axes
+    axes.imshow(seen, cmap="Greys", vmin=0, vmax=1.6, interpolation="nearest", aspect="equal")
+    axes.set(xlabel="key", ylabel="query", title=f"visible: {100 * seen.mean():.0f} % of {queries} x {keys}")
+    return axes
