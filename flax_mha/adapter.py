@@ -1,0 +1,173 @@
+"""`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.attention import dot_product_attention as linen_attention
+from flax.nnx.nn import dtypes
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from flax_mha._impl.scores import accumulation_dtype
+from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
+from flax_mha.masks import Mask
+
+
+def attention_fn(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | Mask | None = None,
+    broadcast_dropout: bool = False,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Any = None,
+    promote_dtype: Callable | None = None,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+    *,
+    implementation: Implementation | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_segment_ids: Array | None = None,
+    key_value_segment_ids: Array | None = None,
+    query_offset: int | Array = 0,
+    logits_soft_cap: float | None = None,
+    sinks: Array | None = None,
+    score_mod: ScoreMod | None = None,
+) -> Array:
+    """`flax_mha.dot_product_attention` for the `attention_fn=` of a Flax module, ours or Flax's own.
+
+    Args:
+      query: [B..., T, N, H].
+      key: [B..., S, K, H].
+      value: [B..., S, K, Hv].
+      bias: Broadcasts to [B..., N, T, S]; added to the scores.
+      mask: Broadcasts to [B..., N, T, S]; bool, or the 0 and 1 in numbers that Flax's `make_causal_mask` gives. Or a
+        mask object.
+      broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's modules pass their own.)
+      dropout_rng: Key of `jax.random`.
+      dropout_rate: Share of the weights to drop, in [0, 1).
+      deterministic: True drops nothing.
+      dtype: Of the computation; None infers it from query, key and value, which are promoted to it.
+      precision: Of the matrix products.
+      module: Where to sow the softmax's weights [B..., N, T, S] as `attention_weights`, before dropout; None does not.
+      promote_dtype: Flax nnx's function to promote (query, key, value); None promotes as Flax does.
+      is_causal: As in `dot_product_attention`, like all that follow.
+      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always in float32 at least.
+      qk_attn_weights_einsum: A quantized einsum, as Flax linen's; goes to Flax's function together with its partner.
+      attn_weights_value_einsum: Its partner.
+      implementation: Which one; None chooses.
+      local_window_size: (left, right).
+      query_segment_ids: int [B..., T].
+      key_value_segment_ids: int [B..., S].
+      query_offset: Position of the first query.
+      logits_soft_cap: What no scaled score exceeds.
+      sinks: [N].
+      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
+
+    Returns:
+      [B..., T, N, Hv].
+
+    Raises:
+      ValueError: As `dot_product_attention`. Complex inputs and quantized einsums are computed by Flax's own function;
+        together with what that does not know they are refused.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> import flax_mha
+      >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=flax_mha.attention_fn)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((1, 3, 8)))[0].shape
+      (1, 3, 8)
+    """
+    query, key, value = (promote_dtype or dtypes.promote_dtype)((query, key, value), dtype=dtype)
+    mask = mask if mask is None or isinstance(mask, Mask) else jnp.asarray(mask).astype(bool)
+    dropout: dict[str, Any] = {
+        "dropout_rate": 0.0 if deterministic else dropout_rate,
+        "dropout_rng": None if deterministic else dropout_rng,
+        "broadcast_dropout": broadcast_dropout,
+    }
+    einsums: dict[str, Any] = {
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    ours: dict[str, Any] = {
+        "is_causal": is_causal,
+        "local_window_size": local_window_size,
+        "query_segment_ids": query_segment_ids,
+        "key_value_segment_ids": key_value_segment_ids,
+        "query_offset": query_offset,
+        "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks,
+        "score_mod": score_mod,
+    }
+    if jnp.iscomplexobj(query) or any(einsums.values()):
+        ours.pop("is_causal")
+        _check_flax_computes(implementation=implementation, mask=mask if isinstance(mask, Mask) else None, **ours)
+        assert not isinstance(mask, Mask)
+        if is_causal:
+            seen = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[(None,) * (query.ndim - 2)]
+            mask = seen if mask is None else mask & seen
+        key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value))
+        flax_only = {"module": module, "force_fp32_for_softmax": force_fp32_for_softmax, "precision": precision}
+        return linen_attention(query, key, value, bias, mask, **dropout, **einsums, **flax_only)
+    scored: dict[str, Any] = {"bias": bias, "mask": mask, "precision": precision, **ours}
+    if module is not None:
+        weights = attention_weights(query, key, **scored)
+        weights = weights if force_fp32_for_softmax else weights.astype(query.dtype)
+        module.sow(
+            nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", "attention_weights", weights
+        )
+    return dot_product_attention(query, key, value, implementation=implementation, **scored, **dropout)
+
+
+def _check_flax_computes(**ours: Any) -> None:
+    given = [name for name, value in ours.items() if value is not None and not (isinstance(value, int) and value == 0)]
+    if given:
+        raise ValueError(
+            f"complex inputs and quantized einsums are computed by Flax's own attention, which knows no "
+            f"{', '.join(given)}; leave them out, or use real inputs and no einsum."
+        )
+
+
+def attention_weights(
+    query: Array, key: Array, bias: Array | None = None, **arguments: Any
+) -> Float[Array, "*B N T S"]:
+    """The softmax itself, before dropout; rows that see nothing are 0. Holds T x S values, as it must.
+
+    The weights are the derivative of the scores' log-sum-exp, so what the core scores and masks is what shows here.
+
+    Args:
+      query: [B..., T, N, H].
+      key: [B..., S, K, H].
+      bias: As in `dot_product_attention`.
+      **arguments: As in `dot_product_attention`: all that scores and hides.
+
+    Returns:
+      [B..., N, T, S] in float32, or float64 for such inputs.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.ones((2, 1, 4))
+      >>> attention_weights(x, x, is_causal=True)
+      Array([[[1. , 0. ],
+              [0.5, 0.5]]], dtype=float32)
+    """
+    batch, (length, heads, _) = query.shape[:-3], query.shape[-3:]
+    dtype = accumulation_dtype(query.dtype)
+    bias = jnp.zeros((), dtype) if bias is None else jnp.asarray(bias).astype(dtype)
+
+    def total(bias: Array) -> Array:
+        _, lse = dot_product_attention(query, key, key, bias, implementation="xla", return_residual=True, **arguments)
+        return jnp.sum(lse)
+
+    return jax.grad(total)(jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3])))

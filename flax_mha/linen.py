@@ -1,0 +1,273 @@
+"""`MultiHeadDotProductAttention` and `MultiHeadAttention` for `flax.linen`: Flax's modules around our attention."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax.linen.module import merge_param
+from jaxtyping import Array, Bool, Float, Int
+
+from flax_mha import _check
+from flax_mha.adapter import attention_fn as default_attention_fn
+from flax_mha.attention import Implementation, ScoreMod
+from flax_mha.kv_cache import KVCache, nan_without
+from flax_mha.masks import Mask
+
+
+class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
+    """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
+
+    Same attributes and call, same parameters, cache variables and sown weights, so Flax checkpoints load unconverted.
+    What differs is listed in the README. Flax's attributes are not repeated here.
+
+    Attributes:
+      broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)
+      attention_fn: A function with the signature of Flax's `dot_product_attention`.
+      num_kv_heads: Number of key and value heads, a divisor of `num_heads` (grouped-query attention); None means as
+        many.
+      implementation: Which implementation of the attention; None chooses. See `dot_product_attention`.
+      local_window_size: (left, right): how many positions before and after its own a query sees; see
+        `dot_product_attention`.
+      logits_soft_cap: What no scaled score exceeds; see `dot_product_attention`.
+      sinks: Learn one more logit a head, the parameter `sinks` [N], that takes part in the softmax's sum only.
+      normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
+        does, "rms_norm" without subtracting the mean.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax_mha import linen
+      >>> layer = linen.MultiHeadDotProductAttention(num_heads=8, num_kv_heads=2)
+      >>> output, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)), is_causal=True)
+      >>> output.shape, variables["params"]["key"]["kernel"].shape
+      ((2, 10, 64), (64, 2, 8))
+    """
+
+    broadcast_dropout: bool = False
+    attention_fn: Callable[..., Array] = default_attention_fn
+    num_kv_heads: int | None = None
+    implementation: Implementation | None = None
+    local_window_size: int | tuple[int | None, int | None] | None = None
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+    normalize_qk: bool | Literal["layer_norm", "rms_norm"] = False  # type: ignore[assignment]
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: Float[Array, "*B T D"],
+        inputs_k: Float[Array, "*B S Dk"] | None = None,
+        inputs_v: Float[Array, "*B S Dv"] | None = None,
+        *,
+        inputs_kv: Float[Array, "*B S Dk"] | None = None,
+        mask: Array | Mask | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
+        sow_weights: bool = False,
+        is_causal: bool = False,
+        bias: Float[Array, "..."] | None = None,
+        segment_ids: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
+        score_mod: ScoreMod | None = None,
+    ) -> Float[Array, "*B T Dout"]:
+        """Projects to heads, attends, and projects back.
+
+        Args:
+          inputs_q: Queries.
+          inputs_k: Keys; None means `inputs_q` (self-attention).
+          inputs_v: Values; None means `inputs_k`.
+          inputs_kv: Keys and values in one; Flax deprecates it.
+          mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object of `flax_mha.masks`.
+          deterministic: True switches dropout off; None means the attribute.
+          dropout_rng: Key for dropout; None draws one from the collection `dropout`.
+          sow_weights: Sow the weights [B..., N, T, S] as `attention_weights` in the collection `intermediates`.
+          is_causal: A query sees keys up to its own position. A decoding call always does.
+          bias: Broadcasts to [B..., N, T, S]; added to the scores.
+          segment_ids: Documents packed into one sequence: [B..., T], or a pair for queries and keys.
+          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
+
+        Returns:
+          The output.
+
+        Raises:
+          ValueError: If inputs do not fit the module or each other, if the cache has another shape or, where its index
+            is known, is full. Under `jit` a step past the end answers NaN and leaves the cache as it was.
+        """
+        if inputs_kv is not None:
+            inputs_k = inputs_v = _deprecated_inputs(inputs_k, inputs_v, inputs_kv)
+        elif inputs_k is not None and inputs_v is not None:
+            _warn_of_mask(inputs_v)
+        inputs_k, inputs_v = _check.given_or_same(inputs_q, inputs_k, inputs_v)
+        # First the projections, so that features which do not fit the parameters get Flax's own error.
+        query, key, value = self._projected(inputs_q, inputs_k, inputs_v)
+        _check.module_inputs(inputs_q, inputs_k, inputs_v)
+
+        ours: dict[str, Any] = {
+            "implementation": self.implementation,
+            "local_window_size": self.local_window_size,
+            "logits_soft_cap": self.logits_soft_cap,
+            "score_mod": score_mod,
+        }
+        if self.sinks:
+            ours["sinks"] = self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
+        ours |= _check.module_segment_ids(segment_ids)
+        room: Bool[Array, ""] | bool = True
+        if self.decode:
+            if segment_ids is not None:
+                raise ValueError("segment_ids must be None while decoding, but got ids; a cache holds one document.")
+            starting = not self.has_variable("cache", "cached_key")
+            variables = self._cache_variables(key, value)
+            if not starting:
+                cache = self._cache(variables, query)
+                room, longer = cache.room, cache.append(key, value)
+                for variable, new in zip(variables, (longer.key, longer.value, longer.index), strict=True):
+                    variable.value = new
+                key, value = longer.key, longer.value
+                # A decoding query is the newest token: nothing that it must not see is in the cache yet.
+                by_position = isinstance(mask, Mask) or self.local_window_size is not None or score_mod is not None
+                mask, is_causal = cache.masked(mask), False
+                ours["query_offset"] = cache.index if by_position else None
+
+        x = self._attended(
+            (query, key, value),
+            deterministic,
+            dropout_rng,
+            sow_weights,
+            bias=bias,
+            mask=mask,
+            is_causal=is_causal,
+            **ours,
+        )
+        return nan_without(room, self._out(x, inputs_q.shape[-1]))
+
+    def _projected(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:
+        """Query, key and value [B..., length, heads, head size], normalized if asked."""
+        features = inputs_q.shape[-1] if self.qkv_features is None else self.qkv_features
+        _check.module_heads(self.num_heads, self.num_kv_heads, features)
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        head_size = features // self.num_heads
+        dense = functools.partial(
+            nn.DenseGeneral,
+            axis=-1,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            use_bias=self.use_bias,
+            precision=self.precision,
+            dot_general=self.qkv_dot_general,
+            dot_general_cls=self.qkv_dot_general_cls,
+        )
+        query = dense(features=(self.num_heads, head_size), name="query")(inputs_q)
+        key = dense(features=(num_kv_heads, head_size), name="key")(inputs_k)
+        value = dense(features=(num_kv_heads, head_size), name="value")(inputs_v)
+        if self.normalize_qk:
+            rms = _check.normalization(self.normalize_qk) == "rms_norm"
+            kind = nn.RMSNorm if rms else functools.partial(nn.LayerNorm, use_bias=False)
+            norm = functools.partial(kind, dtype=self.dtype, param_dtype=self.param_dtype)
+            query, key = norm(name="query_ln")(query), norm(name="key_ln")(key)
+        return query, key, value
+
+    def _attended(
+        self,
+        arrays: tuple[Array, Array, Array],
+        deterministic: bool | None,
+        dropout_rng: Array | None,
+        sow_weights: bool,
+        **given: Any,
+    ) -> Float[Array, "*B T N Hv"]:
+        """The attention function's answer; of Flax's own arguments it gets those that it has, as in Flax."""
+        keeps_all = self.dropout_rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
+        if not keeps_all and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        classes = {
+            "qk_attn_weights_einsum": self.qk_attn_weights_einsum_cls,
+            "attn_weights_value_einsum": self.attn_weights_value_einsum_cls,
+        }
+        flax_arguments = {
+            "mask": given.pop("mask"),
+            "dropout_rng": dropout_rng,
+            "dropout_rate": self.dropout_rate,
+            "broadcast_dropout": self.broadcast_dropout,
+            "deterministic": keeps_all,
+            "dtype": self.dtype,
+            "precision": self.precision,
+            "force_fp32_for_softmax": self.force_fp32_for_softmax,
+            **{name: einsum_cls() if einsum_cls else None for name, einsum_cls in classes.items()},
+        }
+        known = inspect.signature(self.attention_fn).parameters
+        arguments = {name: argument for name, argument in flax_arguments.items() if name in known}
+        # What is not given is not passed on, so that any function with Flax's signature will do.
+        arguments |= {
+            name: argument for name, argument in given.items() if argument is not None and argument is not False
+        }
+        if sow_weights:
+            arguments["module"] = self
+        return self.attention_fn(*arrays, **arguments)
+
+    def _out(self, x: Float[Array, "*B T N Hv"], features: int) -> Float[Array, "*B T Dout"]:
+        """Back to features."""
+        return nn.DenseGeneral(
+            features=self.out_features or features,
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            dot_general=self.out_dot_general,
+            dot_general_cls=self.out_dot_general_cls,
+            name="out",
+        )(x)
+
+    def _cache_variables(self, key: Array, value: Array) -> tuple[nn.Variable, nn.Variable, nn.Variable]:
+        return (
+            self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype),
+            self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype),
+            self.variable("cache", "cache_index", lambda: jnp.array(0, dtype=jnp.int32)),
+        )
+
+    def _cache(self, variables: tuple[nn.Variable, ...], query: Float[Array, "*B 1 N H"]) -> KVCache:
+        """What the cache variables hold, if the keys that come with this `query` fit their shape."""
+        cache = KVCache(*(variable.value for variable in variables))
+        *batch, _, _, size = cache.key.shape
+        expected = (*batch, 1, self.num_heads, size)
+        if query.shape != expected:
+            raise ValueError(
+                f"Autoregressive cache shape error, expected query shape {expected} instead got {query.shape}."
+            )
+        return cache
+
+
+class MultiHeadAttention(MultiHeadDotProductAttention):
+    """`MultiHeadDotProductAttention` under the name by which Flax numbers it `MultiHeadAttention_0`, as Flax has it."""
+
+
+def _deprecated_inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array) -> Array:
+    if inputs_k is not None or inputs_v is not None:
+        raise ValueError(
+            "If either `inputs_k` or `inputs_v` is not None, `inputs_kv` must be None. If `inputs_kv` is not None, "
+            "both `inputs_k` and `inputs_v` must be None."
+        )
+    warnings.warn(
+        "The inputs_kv arg will be deprecated soon. Use inputs_k and inputs_v instead. See "
+        "https://github.com/google/flax/discussions/3389 for more information.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return inputs_kv
+
+
+def _warn_of_mask(inputs_v: Array) -> None:
+    if inputs_v.shape[-1] == inputs_v.shape[-2]:
+        warnings.warn(
+            f"You are passing an array of shape {inputs_v.shape} to the `inputs_v` arg, when you may have intended to "
+            "pass it to the `mask` arg. As of Flax version 0.7.4, the function signature of "
+            "MultiHeadDotProductAttention's `__call__` method has changed: use the kwarg `mask` instead. See "
+            "https://github.com/google/flax/discussions/3389 for more information.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
