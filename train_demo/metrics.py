@@ -1,0 +1,66 @@
+"""`metrics.jsonl`: one JSON object a line, `step` with `loss` or `step` with `val_loss`, in nats a character."""
+
+import json
+import math
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self, SupportsFloat
+
+from train_demo.errors import UserError
+from train_demo.run_folder import write_atomically
+
+FILE = "metrics.jsonl"
+Metric = dict[str, float]
+
+
+def read(out: Path) -> list[Metric]:
+    """Reads a run's metrics; a half-written line, as a killed or a running run may leave, is not one."""
+    path = out / FILE
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    metrics = []
+    for line in lines:
+        try:
+            metrics.append(json.loads(line))
+        except ValueError:
+            continue
+    return metrics
+
+
+class Log:
+    """Appends to a run's metrics; a context manager.
+
+    Args:
+        out: the run's folder.
+        start: the step that the run goes on from; what a killed run noted beyond it is dropped.
+    """
+
+    def __init__(self, out: Path, start: int):
+        kept = [json.dumps(metric) + "\n" for metric in read(out) if metric["step"] <= start]
+        write_atomically(out / FILE, "".join(kept).encode())
+        # Line by line, so that whoever looks at a running run sees all of it.
+        self._file = (out / FILE).open("a", buffering=1)
+
+    def write(self, name: str, step: int, value: SupportsFloat) -> tuple[int, float]:
+        """Notes what was measured at a step, and returns the step and the number.
+
+        Raises:
+            UserError: the number is not finite.
+        """
+        number = float(value)
+        if not math.isfinite(number):
+            raise UserError(f"the {name} is {number} at step {step}: take a lower --learning-rate and another --out")
+        self._file.write(json.dumps({"step": step, name: number}) + "\n")
+        return step, number
+
+    def sync(self) -> None:
+        """Brings all lines to the disk, which a checkpoint must find done: a resumed run never writes them again."""
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()

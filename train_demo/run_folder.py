@@ -1,0 +1,129 @@
+"""A run's folder: the configuration it was started with, files that appear whole, one writer at a time."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from train_demo import data
+from train_demo.errors import UserError
+from train_demo.settings import Settings
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing keeps two runs out of one folder there
+    fcntl = None  # type: ignore[assignment]
+
+CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `config.json` holds: enough to resume, to sample and to plot without being told anything again.
+
+    Attributes:
+        settings: the run's numbers.
+        data: the text file; None means Python's documentation.
+        sha256: the text's fingerprint.
+        vocabulary: the text's distinct characters, in order.
+        sentence: the piece of the validation part that the attention picture shows.
+    """
+
+    settings: Settings
+    data: str | None
+    sha256: str
+    vocabulary: str
+    sentence: str
+
+
+def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) -> tuple[Config, data.Text]:
+    """Settles a run's configuration and text without writing anything.
+
+    Args:
+        out: the run's folder, which need not exist.
+        path: the text file; None means the resumed run's, or Python's documentation.
+        given: the settings that were named; the others come from the resumed run, or are the defaults.
+        resume: whether a run that is there already may go on.
+
+    Raises:
+        UserError: the folder holds a run and `resume` is false, or its run has another configuration; or the text or
+            the settings are unfit.
+    """
+    saved = read_config(out) if (out / CONFIG).exists() else None
+    if saved and not resume:
+        raise UserError(f"{out} holds a run already: pass --resume to go on with it, or another --out")
+    if not saved and (out / CHECKPOINTS).exists():
+        raise UserError(f"{out} holds checkpoints without their {CONFIG}: choose another --out")
+    settings = replace(saved.settings if saved else Settings(), **given)
+    path = saved.data if path is None and saved else path
+    text = data.load(path, settings.context_length)
+    found = None if path is None else str(Path(path).resolve())
+    config = Config(settings, found, text.sha256, text.vocabulary, text.sentence(settings.context_length))
+    if saved:
+        _refuse_differences(out, saved, config)
+    return config, text
+
+
+def write_config(out: Path, config: Config) -> None:
+    """Writes the configuration that marks a folder as a run's."""
+    write_atomically(out / CONFIG, json.dumps(asdict(config), indent=2).encode())
+
+
+def read_config(out: Path) -> Config:
+    """Reads the configuration of the run in a folder.
+
+    Raises:
+        UserError: there is no run, or its `config.json` is damaged.
+    """
+    try:
+        fields = json.loads((out / CONFIG).read_bytes())
+        return Config(**{**fields, "settings": Settings(**fields["settings"])})
+    except FileNotFoundError:
+        raise UserError(f"{out} holds no run: start one with python -m train_demo --out {out}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{out / CONFIG} is damaged ({error}): start anew with another --out") from error
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file that is, at every moment and after a power cut, either the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@contextmanager
+def sole_writer(out: Path) -> Iterator[None]:
+    """Makes the folder if need be and keeps a second run out of it; the lock falls with the process, however it ends.
+
+    Raises:
+        UserError: another run writes there now.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w") as file:
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another run writes into {out} now: wait for it, or choose another --out") from None
+        yield
+
+
+def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
+    before, after = _named(saved), _named(now)
+    differing = [f"{name} {before[name]} there, {after[name]} here" for name in before if before[name] != after[name]]
+    if differing:
+        names = "; ".join(differing)
+        raise UserError(f"{out} holds a run of another configuration ({names}): drop these or choose another --out")
+
+
+def _named(config: Config) -> dict[str, Any]:
+    options = {f"--{name.replace('_', '-')}": value for name, value in asdict(config.settings).items()}
+    # The text counts, not where it lies.
+    return {**options, "--data with the sha256": config.sha256[:12]}

@@ -1,0 +1,83 @@
+"""What decides a run besides its text: every setting, its default, and which values are sane."""
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from train_demo.errors import UserError
+
+
+def count(text: str) -> int:
+    """Reads a whole number from 1 to 2**31 - 1.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is anything else.
+    """
+    return _checked(text, int, lambda number: 0 < number < 2**31, "a whole number from 1 to 2147483647")
+
+
+def seed(text: str) -> int:
+    """Reads a whole number from 0 to 2**32 - 1.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is anything else.
+    """
+    return _checked(text, int, lambda number: 0 <= number < 2**32, "a whole number from 0 to 4294967295")
+
+
+def positive(text: str) -> float:
+    """Reads a finite number above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is anything else.
+    """
+    return _checked(text, float, lambda number: number > 0, "a finite number above 0")
+
+
+def rate(text: str) -> float:
+    """Reads a number from 0 up to, but not including, 1.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is anything else.
+    """
+    return _checked(text, float, lambda number: 0 <= number < 1, "a number from 0 up to, but not including, 1")
+
+
+def _checked(text: str, kind: Callable[[str], Any], is_sane: Callable[[Any], bool], expected: str) -> Any:
+    try:
+        number = kind(text)
+        if math.isfinite(number) and is_sane(number):
+            return number
+    except (ValueError, OverflowError):  # not a number, or a whole one too large for math.isfinite
+        pass
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+
+def _option(default: Any, parse: Callable[[str], Any], explanation: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "help": explanation})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of one run; each field is also an option of the command line."""
+
+    seed: int = _option(0, seed, "where the weights, the batches and the dropout start")
+    steps: int = _option(2000, count, "parameter updates")
+    batch_size: int = _option(12, count, "windows of text an update")
+    context_length: int = _option(64, count, "characters a window")
+    learning_rate: float = _option(4e-3, positive, "AdamW's highest, after the warm-up")
+    layers: int = _option(2, count, "transformer blocks")
+    heads: int = _option(4, count, "attention heads a block")
+    features: int = _option(128, count, "width of the model")
+    dropout_rate: float = _option(0.0, rate, "share of the activations dropped while training")
+    eval_every: int = _option(200, count, "steps between two validation losses")
+    save_every: int = _option(200, count, "steps between two checkpoints")
+
+    def __post_init__(self) -> None:
+        if self.features % self.heads:
+            raise UserError(
+                f"--features {self.features} cannot be shared by --heads {self.heads}: "
+                "choose a number of features that the heads divide"
+            )
