@@ -1,0 +1,172 @@
+"""What the drop-ins for flax.nnx and flax.linen are tested with alike: cases, inputs and comparisons."""
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flax_mha
+from flax_mha import masks
+
+BATCH, QUERIES, KEYS, HEADS, FEATURES = 2, 7, 11, 3, 15
+
+
+class Case(NamedTuple):
+    """One use of a module: what is built, what goes in, and the other arguments of the call."""
+
+    options: dict = {}  # noqa: RUF012
+    batch: tuple[int, ...] = (BATCH,)
+    features: tuple[int, ...] = (FEATURES,)  # of the queries, the keys and the values, as far as they are given
+    arguments: dict = {}  # noqa: RUF012
+
+    def inputs(self):
+        lengths = (QUERIES, KEYS, KEYS)
+        return [normal(i, *self.batch, lengths[i], size) for i, size in enumerate(self.features)]
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def visible(*shape):
+    """A mask that hides a third of the keys, but never the first: Flax answers mean(V) for a row without keys."""
+    mask = np.random.default_rng(0).random(shape) > 1 / 3
+    mask[..., 0] = True
+    return mask
+
+
+CROSS = (FEATURES, FEATURES)
+CASES = {
+    "self": Case(),
+    "no batch": Case(batch=()),
+    "two batch axes": Case(batch=(2, 3)),
+    "keys and values": Case(features=(FEATURES,) * 3),
+    "mask": Case(features=CROSS, arguments={"mask": visible(BATCH, HEADS, QUERIES, KEYS)}),
+    "padding": Case(features=CROSS, arguments={"mask": visible(BATCH, 1, 1, KEYS)}),
+    "mask without batch": Case(batch=(), arguments={"mask": visible(HEADS, QUERIES, QUERIES)}),
+    "mask with two batch axes": Case(batch=(2, 3), arguments={"mask": visible(2, 3, 1, QUERIES, QUERIES)}),
+    "mask of numbers": Case(arguments={"mask": np.tri(QUERIES, dtype=np.float32)[None, None]}),
+    "without bias": Case({"use_bias": False}),
+    "sizes": Case({"qkv_features": 21, "out_features": 13}, features=CROSS),
+    "normalized": Case({"normalize_qk": True}),
+}
+
+
+def each(cases, *names):
+    """The cases of these names, by default all, one test each."""
+    names = names or tuple(cases)
+    return pytest.mark.parametrize("case", [cases[name] for name in names], ids=names)
+
+
+@contextlib.contextmanager
+def flax_rules():
+    """JAX's own rules again, for what Flax itself computes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def raw(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+
+def scaled(key, shape, dtype, out_sharding=None):
+    """An initializer of kernels and biases that is quick, since nothing is compiled for it."""
+    seed = 0 if isinstance(key, jax.core.Tracer) else np.asarray(raw(key))  # linen traces for the shapes alone
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / np.sqrt(FEATURES), dtype)
+
+
+def assert_same(got, expected):
+    """Trees with the same paths, shapes, dtypes and values to the bit."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_array_equal(raw(one), raw(other))
+
+
+def assert_close(got, expected):
+    """Trees of float32 that differ by rounding: 1e-5 of the largest value is about 80 units in its last place.
+
+    A result here goes through four products and a softmax, with sums of at most 30 terms in each.
+    """
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+
+
+def assert_grads_close(got, expected):
+    """As `assert_close`, but for the key bias: it shifts all scores of a row alike, so only rounding is left of it.
+
+    (Not where keys are normalized afterwards.)
+    """
+    for grads in (got, expected):
+        if "bias" in grads["key"] and "key_ln" not in grads:
+            size = np.abs(grads["query"]["bias"]).max()
+            np.testing.assert_allclose(grads["key"].pop("bias"), 0, atol=1e-5 * size)
+    assert_close(got, expected)
+
+
+def assert_no_worse(got, peer, reference):
+    """FlashAttention's rule for 16 bits: at most twice the error of the plain computation, and one rounding."""
+    assert (got.shape, got.dtype) == (peer.shape, peer.dtype)
+    got, reference = np.asarray(got, np.float32), np.asarray(reference, np.float32)
+    rounding = float(jnp.finfo(peer.dtype).eps) / 2 * np.abs(reference).max()
+    allowed = 2 * np.abs(np.asarray(peer, np.float32) - reference).max() + rounding
+    assert np.abs(got - reference).max() <= allowed
+
+
+def recording(attention_fn=flax_mha.attention_fn):
+    """The attention function, and the list of the keyword arguments of its calls."""
+    calls = []
+
+    @functools.wraps(attention_fn)
+    def recorder(*arrays, **arguments):
+        calls.append(arguments)
+        return attention_fn(*arrays, **arguments)
+
+    return recorder, calls
+
+
+def by_distance(score, b, h, q_idx, kv_idx):
+    """A score_mod that looks at both positions and at the head."""
+    return score * 2 - (q_idx - kv_idx).astype(score.dtype) * (h + 1).astype(score.dtype) / 8
+
+
+# Options and call arguments of ours that Flax lacks, alike in both modules.
+ADDED = {
+    "logits_soft_cap": ({"logits_soft_cap": 0.5}, {}),
+    "sinks": ({"sinks": True}, {}),
+    "score_mod": ({}, {"score_mod": jax.tree_util.Partial(by_distance)}),
+    "mask object": ({}, {"mask": masks.LocalMask(2, 1)}),
+    "rms_norm": ({"normalize_qk": "rms_norm"}, {}),
+}
+DECODING_ADDED = {
+    "mask object": Case(arguments={"mask": masks.LocalMask(2, None)}),
+    "sinks, cap and score_mod": Case(
+        {"sinks": True, "logits_soft_cap": 0.5}, arguments={"score_mod": jax.tree_util.Partial(by_distance)}
+    ),
+}
+
+
+def cut(arguments, t):
+    """Arrays with a row for every query become that of query t; all else stays."""
+    return {
+        name: x[..., t : t + 1, :] if isinstance(x, np.ndarray) and x.shape[-2] > 1 else x
+        for name, x in arguments.items()
+    }
+
+
+def assert_same_arguments(ours, flax):
+    """One call each: what Flax hands to an attention function, ours hands on alike."""
+    (ours,), (flax,) = ours, flax
+    assert (ours.get("module") is None) == (flax.get("module") is None)
+    for name, expected in flax.items():
+        given = ours.get(name)
+        if isinstance(expected, jax.Array | np.ndarray):
+            np.testing.assert_array_equal(raw(given), raw(expected))
+        elif name != "module":
+            assert given == expected or (given is None and expected is False)

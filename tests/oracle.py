@@ -1,0 +1,120 @@
+"""Attention in float64 numpy: the equation for all heads at once, with its gradient written by hand."""
+
+import numpy as np
+
+
+def attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    query_offset=0,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    logits_soft_cap=None,
+    sinks=None,
+    added=None,
+    keep=None,
+    cotangents=None,
+):
+    """(output, lse), and given their cotangents also the gradients of query, key, value, bias and sinks.
+
+    `added` [..., N, T, S] is what a `score_mod` adds to the scores; -inf hides. Its gradient comes first of all.
+    `keep` [..., N, T, S] is what dropout multiplies the weights with.
+    """
+    q, k, v = (
+        np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (query, key, value)
+    )  # [..., heads, length, size]
+    group = q.shape[-3] // k.shape[-3]
+    k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
+    scale = 1 / np.sqrt(q.shape[-1]) if scale is None else float(scale)
+    visible = _visible(
+        q.shape[:-1] + k.shape[-2:-1],
+        mask,
+        is_causal,
+        query_seq_lengths,
+        key_value_seq_lengths,
+        local_window_size,
+        query_offset,
+        query_segment_ids,
+        key_value_segment_ids,
+    )
+    scores, slope = scale * (q @ np.swapaxes(k, -1, -2)), 1.0
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
+        slope = 1 - (scores / logits_soft_cap) ** 2
+    for term in (added, bias):
+        if term is not None:
+            term = np.asarray(term, np.float64)
+            visible = visible & (term != -np.inf)
+            scores = scores + np.where(term == -np.inf, 0, term)
+    scores = np.where(visible, scores, -np.inf)
+    sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[..., None, None]
+    largest = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), sink)
+    shift = np.where(largest == -np.inf, 0, largest)
+    e = np.exp(scores - shift)
+    total = e.sum(-1, keepdims=True) + np.exp(sink - shift)
+    weights = e / np.where(total == 0, 1, total)
+    with np.errstate(divide="ignore"):
+        lse = (np.log(total) + np.where(largest == -np.inf, 0, largest))[..., 0]
+    keep = np.ones(()) if keep is None else keep
+    answer = np.moveaxis((weights * keep) @ v, -3, -2), np.moveaxis(lse, -2, -1)
+    if cotangents is None:
+        return answer
+
+    d_output, d_lse = np.moveaxis(np.float64(cotangents[0]), -2, -3), np.moveaxis(np.float64(cotangents[1]), -1, -2)
+    d_weights = (d_output @ np.swapaxes(v, -1, -2)) * keep
+    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True) + d_lse[..., None])
+    d_dots = scale * slope * d_scores
+    d_q, d_k = d_dots @ k, np.swapaxes(d_dots, -1, -2) @ q
+    d_v = np.swapaxes(weights * keep, -1, -2) @ d_output
+    d_k, d_v = (x.reshape(*x.shape[:-3], -1, group, *x.shape[-2:]).sum(-3) for x in (d_k, d_v))
+    gradients = [np.moveaxis(x, -3, -2) for x in (d_q, d_k, d_v)]
+    if bias is not None:
+        gradients.append(_sum_to(d_scores, np.shape(bias)))
+    if sinks is not None:
+        share = np.exp(sink - shift) / np.where(total == 0, 1, total)
+        d_sink = share * (d_lse[..., None] - (weights * d_weights).sum(-1, keepdims=True))
+        gradients.append(_sum_to(d_sink[..., 0].sum(-1), np.shape(sinks)))
+    if added is not None:
+        gradients.insert(0, d_scores)
+    return answer, gradients
+
+
+def _visible(shape, mask, is_causal, query_lengths, key_lengths, window, offset, query_ids, key_ids):
+    visible = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
+    row, column = np.arange(shape[-2])[:, None], np.arange(shape[-1])[None, :]
+    position = row + _over_heads(offset)
+    left, right = (window, window) if window is None or isinstance(window, int) else window
+    if is_causal:
+        visible = visible & (column <= position)
+    if left is not None:
+        visible = visible & (column >= position - left)
+    if right is not None:
+        visible = visible & (column <= position + right)
+    if query_lengths is not None:
+        visible = visible & (row < _over_heads(query_lengths))
+    if key_lengths is not None:
+        visible = visible & (column < _over_heads(key_lengths))
+    if query_ids is not None or key_ids is not None:
+        query_ids = np.asarray(key_ids if query_ids is None else query_ids)
+        key_ids = np.asarray(query_ids if key_ids is None else key_ids)
+        visible = visible & (query_ids[..., None, :, None] == key_ids[..., None, None, :])
+    return visible
+
+
+def _over_heads(x):
+    return np.asarray(x)[..., None, None, None]
+
+
+def _sum_to(x, shape):
+    """What broadcasting `shape` to that of `x` did, undone for a gradient."""
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    return x.sum(tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1), keepdims=True)

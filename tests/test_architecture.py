@@ -1,0 +1,113 @@
+"""The house keeps its plan: imports point down only, the core needs jax and flax alone, the README runs."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "flax_mha"
+
+# Each may import what stands in its own line, and nothing else of the package.
+BELOW = {
+    "__init__": {"adapter", "attention", "nnx"},
+    "recipes": {"masks"},
+    "plot": {"masks"},
+    "nnx": {"_check", "adapter", "attention", "kv_cache", "masks"},
+    "linen": {"_check", "adapter", "attention", "kv_cache", "masks"},
+    "adapter": {"_impl.scores", "attention", "masks"},
+    "attention": {"_call", "_check", "_impl.scores", "_impl.tiling", "_program", "_tiles", "masks"},
+    "_call": {
+        "_impl.blockwise",
+        "_impl.dense",
+        "_impl.heads",
+        "_impl.scores",
+        "_impl.tiling",
+        "_program",
+        "_tiles",
+        "masks",
+    },
+    "_impl.blockwise": {"_impl.online_softmax", "_impl.scores", "_impl.tiling", "_tiles", "masks"},
+    "_impl.dense": {"_impl.scores", "_tiles"},
+    "_impl.tiling": {"_tiles", "masks"},
+    "_impl.scores": {"_program", "_tiles", "masks"},
+    "_impl.heads": set(),
+    "_impl.online_softmax": set(),
+    "_impl.__init__": set(),
+    "masks": {"_check", "_program", "_tiles"},
+    "_tiles": set(),
+    "_program": set(),
+    "_check": set(),
+    "kv_cache": {"masks"},
+    "convert": set(),
+}
+
+
+def imports(path):
+    """Dotted names of all that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                is_file = (ROOT / node.module.replace(".", "/") / f"{alias.name}.py").exists()
+                yield f"{node.module}.{alias.name}" if is_file else node.module
+
+
+FILES = {
+    str(path.relative_to(PACKAGE).with_suffix("")).replace("/", "."): path for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def test_every_file_has_its_line_in_the_plan():
+    assert set(FILES) == set(BELOW)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_point_down_only(name):
+    inside = {n.removeprefix("flax_mha.") for n in imports(FILES[name]) if n.startswith("flax_mha")}
+    assert inside <= BELOW[name]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_only_jax_and_flax_are_needed(name):
+    allowed = {"matplotlib"} if name == "plot" else set()
+    allowed |= {"flax", "flax_mha", "jax", "jaxtyping", "ml_dtypes", "numpy", *sys.stdlib_module_names}
+    assert {n.split(".")[0] for n in imports(FILES[name])} <= allowed
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_private_of_jax_or_flax(name):
+    assert not [n for n in imports(FILES[name]) if re.search(r"^(jax|flax)\..*\b_", n)]
+
+
+def test_the_demo_uses_the_public_names():
+    for path in (ROOT / "train_demo").glob("*.py"):
+        assert not [n for n in imports(path) if re.match(r"flax_mha\._|torch", n)]
+
+
+def test_importing_the_package_brings_no_peer_and_no_demo():
+    code = "import flax_mha, sys; print(*sorted({'torch', 'matplotlib', 'train_demo'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def readme_blocks():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_readme_runs():
+    assert readme_blocks()
+    for block in readme_blocks():
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a reader has it
+            exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_readme_names_every_file():
+    text = (ROOT / "README.md").read_text()
+    for path in [*FILES.values(), *(ROOT / "train_demo").glob("*.py")]:
+        assert path.name in text

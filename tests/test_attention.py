@@ -1,0 +1,137 @@
+"""Every case of the table x every implementation x {forward, gradients, jit, vmap}, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import CASES, DROPOUT_CASES, Case
+
+from flax_mha import attention, dot_product_attention
+
+IMPLEMENTATIONS = ("xla", "blockwise")
+KEY = jax.random.key(5)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    """Several tiles each way, the last ones partly empty."""
+    monkeypatch.setattr(attention, "LARGEST_TILE", (16, 32))
+
+
+def call(case, implementation, arrays, traced, **more):
+    more = {"implementation": implementation, "return_residual": True, **more}
+    return dot_product_attention(**arrays, **traced, **case.static, **more)
+
+
+def gradients(case, implementation, arrays, cotangents, traced, **more):
+    """Output, log-sum-exp and all gradients. A log-sum-exp of -inf takes part in no loss, so its cotangent is 0."""
+
+    def loss(arrays):
+        output, lse = call(case, implementation, arrays, traced, **more)
+        total = jnp.sum(output * cotangents[0]).astype(lse.dtype)
+        return total + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) * cotangents[1]), (output, lse)
+
+    grads, answer = jax.grad(loss, has_aux=True)(arrays)
+    return answer, [grads[name] for name in case.shapes]  # jax sorts the names of a dict
+
+
+def assert_close(got, expected, terms, eps=None):
+    """Up to the rounding of sums of `terms` numbers, relative to the largest result."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    eps = np.finfo(got.dtype).eps if eps is None else eps
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.where(finite, 0, got), np.where(finite, 0, expected))
+    scale = max(1.0, np.abs(expected[finite]).max(initial=0))
+    np.testing.assert_allclose(
+        np.where(finite, got, 0), np.where(finite, expected, 0), rtol=0, atol=terms * eps * scale
+    )
+
+
+def terms(case):
+    return case.t + case.s
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_gradients_under_jit(name, implementation):
+    case = CASES[name]
+    arrays, cotangents = case.arrays(), case.cotangents()
+    answer, grads = jax.jit(lambda a, c, t: gradients(case, implementation, a, c, t))(arrays, cotangents, case.traced)
+
+    expected, expected_grads = oracle.attention(**arrays, **case.traced, **case.static, cotangents=cotangents)
+    for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
+        assert got.shape == want.shape
+        assert_close(got, want, terms(case))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "name", ["no batch", "grouped heads", "lengths", "segments", "mask", "bias of keys", "one query", "everything"]
+)
+def test_vmap_is_a_loop(name, implementation):
+    case = CASES[name]
+    pairs = jax.tree.map(lambda *pair: np.stack(pair), case.arrays(0), case.arrays(7))
+    together = jax.vmap(lambda a: call(case, implementation, a, case.traced))(pairs)
+    for i in range(2):
+        alone = call(case, implementation, {name: x[i] for name, x in pairs.items()}, case.traced)
+        for got, want in zip(together, alone, strict=True):
+            assert_close(got[i], want, terms(case))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", DROPOUT_CASES)
+def test_dropout_and_its_gradient(name, implementation):
+    """The weights that are kept show in the output when the values are the identity matrix."""
+    case = DROPOUT_CASES[name]
+    arrays, cotangents = case.arrays(), case.cotangents()
+    identity = jnp.broadcast_to(jnp.eye(case.s)[:, None], (*case.batch, case.s, case.shapes["key"][-2], case.s))
+    shown, _ = call(case, "xla", arrays | {"value": identity}, case.traced, dropout_rng=KEY)
+    keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - case.static["dropout_rate"])
+
+    answer, grads = gradients(case, implementation, arrays, cotangents, case.traced, dropout_rng=KEY)
+    arguments = {k: v for k, v in case.static.items() if k not in ("dropout_rate", "broadcast_dropout")}
+    expected, expected_grads = oracle.attention(**arrays, **arguments, **case.traced, keep=keep, cotangents=cotangents)
+    for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
+        assert_close(got, want, terms(case) / (1 - case.static["dropout_rate"]))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_float64(implementation):
+    with jax.enable_x64(True):
+        case = CASES["everything"]
+        arrays, cotangents = case.arrays(dtype=np.float64), case.cotangents(dtype=np.float64)
+        answer, grads = gradients(case, implementation, arrays, cotangents, case.traced)
+        expected, expected_grads = oracle.attention(**arrays, **case.traced, **case.static, cotangents=cotangents)
+        for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
+            assert got.dtype == jnp.float64
+            assert_close(got, want, terms(case))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_low_precision_by_the_rule_of_flash_attention(implementation, dtype):
+    """At most twice the error of the naive computation in the same dtype, plus one rounding of the result."""
+    case = Case(k=2, t=67, s=67, is_causal=True)
+    arrays = {name: jnp.asarray(x, dtype) for name, x in case.arrays().items()}
+    d_output, d_lse = jnp.asarray(case.cotangents()[0], dtype), np.zeros(case.output_shapes[1], np.float32)
+
+    def naive(arrays):
+        query, key, value = (arrays[name] for name in case.shapes)
+        key, value = (jnp.repeat(x, 3, axis=-2) for x in (key, value))
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.asarray(np.sqrt(query.shape[-1]), dtype)
+        scores = jnp.where(jnp.tril(jnp.ones((67, 67), bool)), scores, jnp.asarray(-jnp.inf, dtype))
+        output = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
+        return jnp.sum(output * d_output), output
+
+    with jax.numpy_rank_promotion("allow"):
+        naive_grads, naive_output = jax.grad(naive, has_aux=True)(arrays)
+    (output, lse), grads = gradients(case, implementation, arrays, (d_output, d_lse), {})
+    exact = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
+    (want, _), want_grads = oracle.attention(**exact, is_causal=True, cotangents=(np.float64(d_output), d_lse))
+    assert lse.dtype == jnp.float32
+    ours, simple = (output, *grads), (naive_output, *(naive_grads[name] for name in case.shapes))
+    for got, naive_got, truth in zip(ours, simple, (want, *want_grads), strict=True):
+        assert got.dtype == dtype
+        error, naive_error = (np.abs(np.float64(x) - truth).max() for x in (got, naive_got))
+        assert error <= 2 * naive_error + float(jnp.finfo(dtype).eps) * np.abs(truth).max()

@@ -1,0 +1,250 @@
+"""The conversion of weights, as far as it goes without PyTorch; test_torch_convert.py has the rest."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from flax_mha import convert
+
+HEADS, HEAD_DIM = 3, 5
+FEATURES = HEADS * HEAD_DIM
+DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
+
+
+def make_params(sizes=(FEATURES,) * 4, biased=convert.ALL, kv_heads=HEADS, dtype=np.float32):
+    """Makes parameters of random bits; sizes are the inputs of query, key, value and the output."""
+    rng = np.random.default_rng(0)
+    params = {}
+    for name, size in zip(convert.ALL, sizes, strict=True):
+        heads = (kv_heads if name in ("key", "value") else HEADS, HEAD_DIM)
+        kernel, bias = ((*heads, size), (size,)) if name == "out" else ((size, *heads), heads)
+        shapes = {"kernel": kernel, "bias": bias} if name in biased else {"kernel": kernel}
+        params[name] = {leaf: rng.normal(size=shape).astype(dtype) for leaf, shape in shapes.items()}
+    return params
+
+
+def assert_same_bits(got, expected):
+    """Compares trees: the same keys, shapes, dtypes and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+
+
+HOLDS = [
+    ("torch", {}),
+    ("torch", {"biased": ()}),
+    ("torch_separate", {"sizes": (FEATURES, 7, 11, FEATURES)}),
+    ("torch_separate", {"sizes": (FEATURES, 7, 11, FEATURES), "biased": ()}),
+    ("note_mha", {}),
+    ("bert_self_attention", {}),
+    ("d2l_mha", {"sizes": (2, 7, 11, FEATURES), "biased": ()}),
+    ("masked_self_attention", {}),
+    ("hf_bert", {}),
+    ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1}),
+    ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1, "biased": ()}),
+    ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1, "biased": convert.ALL[:3]}),
+]
+
+
+def test_every_layout_is_tried():
+    assert {layout for layout, _ in HOLDS} == {*convert.LAYOUTS}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("layout", "case"), HOLDS)
+def test_round_trip_is_exact(layout, case, dtype):
+    params = make_params(**case, dtype=dtype)
+    state_dict = convert.to_torch(params, layout)
+    back = convert.from_torch(state_dict, HEADS, case.get("kv_heads"))
+    assert_same_bits(back, params)
+    assert_same_bits(convert.to_torch(back, layout), state_dict)
+    for array in [*state_dict.values(), *jax.tree.leaves(back)]:
+        assert type(array) is np.ndarray
+        assert array.flags.c_contiguous
+        assert array.flags.owndata
+        assert array.flags.writeable
+
+
+def test_special_values_pass():
+    params = make_params()
+    params["query"]["kernel"].flat[:6] = [np.nan, np.inf, -np.inf, -0.0, 1e-45, np.finfo(np.float32).max]
+    assert_same_bits(convert.from_torch(convert.to_torch(params), HEADS), params)
+
+
+def test_heads_are_slices_of_the_feature_axis():
+    params = convert.from_torch(convert.to_torch(make_params(), "note_mha"), HEADS)
+    state_dict = convert.to_torch(params, "note_mha")
+    head = slice(HEAD_DIM, 2 * HEAD_DIM)
+    np.testing.assert_array_equal(params["key"]["kernel"][:, 1], state_dict["w_k.weight"][head].T)
+    np.testing.assert_array_equal(params["key"]["bias"][1], state_dict["w_k.bias"][head])
+    np.testing.assert_array_equal(params["out"]["kernel"][1], state_dict["w_out.weight"][:, head].T)
+
+
+def test_packed_rows_are_query_key_value():
+    params = make_params()
+    state_dict, separate = convert.to_torch(params), convert.to_torch(params, "torch_separate")
+    weights = [separate[f"{name}_proj_weight"] for name in "qkv"]
+    np.testing.assert_array_equal(state_dict["in_proj_weight"], np.concatenate(weights))
+    np.testing.assert_array_equal(state_dict["in_proj_bias"], separate["in_proj_bias"])
+
+
+def test_results_share_no_memory():
+    params = make_params()
+    state_dict = convert.to_torch(params, "hf_llama")
+    back = convert.from_torch(state_dict, HEADS)
+    for leaf in jax.tree.leaves(back):
+        assert not any(np.shares_memory(leaf, array) for array in state_dict.values())
+    for array in state_dict.values():
+        assert not any(np.shares_memory(leaf, array) for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_takes_the_parameters_of_flax(dtype, use_bias):
+    sizes = {"num_heads": HEADS, "qkv_features": FEATURES, "use_bias": use_bias, "param_dtype": dtype}
+    module = nnx.MultiHeadAttention(in_features=FEATURES, decode=False, rngs=nnx.Rngs(0), **sizes)
+    params = nnx.state(module, nnx.Param)
+    state_dict = convert.to_torch(params)
+    assert state_dict["in_proj_weight"].dtype == dtype
+    back = convert.from_torch(state_dict, HEADS)
+    assert_same_bits(back, jax.tree.map(np.asarray, nnx.to_pure_dict(params)))
+    nnx.update(module, back)
+
+    inputs = jnp.ones((1, 2, FEATURES), dtype)
+    variables = linen.MultiHeadDotProductAttention(**sizes).init(jax.random.key(0), inputs)
+    back = convert.from_torch(convert.to_torch(variables["params"]), HEADS)
+    assert_same_bits(back, jax.tree.map(np.asarray, variables["params"]))
+
+
+def test_takes_jax_arrays():
+    params = make_params(dtype=ml_dtypes.bfloat16)
+    on_device = jax.tree.map(jnp.asarray, params)
+    assert_same_bits(convert.to_torch(on_device), convert.to_torch(params))
+    assert_same_bits(convert.from_torch(jax.tree.map(jnp.asarray, convert.to_torch(params)), HEADS), params)
+
+
+@pytest.mark.parametrize(
+    ("layout", "extra"),
+    [("hf_bert", "output.LayerNorm.weight"), ("hf_bert", "output.LayerNorm.beta"), ("hf_llama", "rotary_emb.inv_freq")],
+)
+def test_what_is_no_attention_is_left_out(layout, extra):
+    params = make_params()
+    state_dict = convert.to_torch(params, layout) | {extra: np.ones(2)}
+    assert_same_bits(convert.from_torch(state_dict, HEADS), params)
+
+
+def changed(layout, **changes):
+    """Makes a state_dict with some entries replaced, or taken out where None."""
+    biased = () if layout == "d2l_mha" else convert.ALL
+    state_dict = convert.to_torch(make_params(biased=biased), layout)
+    state_dict |= {key.replace("__", "."): value for key, value in changes.items()}
+    return {key: value for key, value in state_dict.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "heads", "message"),
+    [
+        ({}, (HEADS,), r"got \[\]\. Strip"),
+        ({"c_attn.weight": np.ones(2)}, (HEADS,), r"got \['c_attn\.weight'\]\. Strip a prefix"),
+        ({"c_attn.weight": np.ones(2)}, (HEADS,), r"\n  d2l_mha: W_k\.weight, W_o\.weight, W_q\.weight, W_v\.weight\n"),
+        (
+            changed("note_mha", w_k__weight=None),
+            (HEADS,),
+            r"Nearest is note_mha: missing \['w_k\.weight'\], extra \[\]",
+        ),
+        (changed("torch", scale=np.ones(1)), (HEADS,), r"Nearest is torch: missing \[\], extra \['scale'\]"),
+        (
+            changed("hf_llama", o_proj__weight=None, out_proj__weight=np.eye(FEATURES)),
+            (HEADS,),
+            r"Nearest is hf_llama: missing \['o_proj\.weight'\], extra \['out_proj\.weight'\]",
+        ),
+        (changed("torch", bias_k=np.ones(1), bias_v=np.ones(1)), (HEADS,), "do without bias_k, bias_v: .*add_bias_kv"),
+        (
+            changed("torch", in_proj_bias=None),
+            (HEADS,),
+            "biases must be on query, key, value, out or on none, got .* out",
+        ),
+        (changed("hf_bert", self__key__bias=None), (HEADS,), "'hf_bert', but biases must .* on query, value, out"),
+        (changed("d2l_mha", W_o__bias=np.ones(FEATURES)), (HEADS,), "biases must be on none, got them on out"),
+        (
+            changed("torch", in_proj_weight=np.ones((44, 15))),
+            (HEADS,),
+            r"value/kernel .* shape \(15, V\) .* got \(14, 15\)",
+        ),
+        (changed("torch", in_proj_weight=np.ones((45, 7))), (HEADS,), "one number, got query in 7, .* query out 15"),
+        (
+            changed("note_mha", w_q__weight=np.ones(15)),
+            (HEADS,),
+            r"query/kernel must have shape \(A, Q\) .* got \(15,\)",
+        ),
+        (changed("note_mha", w_q__weight=np.float32(1)), (HEADS,), r"query/kernel must have shape \(A, Q\)"),
+        (changed("note_mha", w_q__bias=np.ones(14)), (HEADS,), r"query/bias must have shape \(15\) .* got \(14,\)"),
+        (changed("hf_llama", v_proj__weight=np.ones((5, 15))), (HEADS,), r"value/kernel must have shape \(15, V\)"),
+        (changed("hf_llama", k_proj__weight=np.ones((15, 7))), (HEADS,), "one number, got .* key in 7"),
+        (changed("torch"), (4,), "15 query and 15 key features into heads of one size, got 4 and 4"),
+        (changed("torch"), (0,), "positive .* got 0 and 0"),
+        (changed("torch"), (-3,), "positive .* got -3 and -3"),
+        (changed("torch"), (3, 0), "positive .* got 3 and 0"),
+        (changed("torch"), (3, 2), "multiple of num_kv_heads"),
+        (changed("torch"), (3, 1), "15 key features .* got 3 and 1"),
+        (convert.to_torch(make_params(kv_heads=1), "hf_llama"), (3,), "15 query and 5 key .* got 3 and 3"),
+    ],
+)
+def test_from_torch_refuses(state_dict, heads, message):
+    with pytest.raises(ValueError, match=message):
+        convert.from_torch(state_dict, *heads)
+
+
+def with_leaf(path, value, **case):
+    params = make_params(**case)
+    name, leaf = path.split("/")
+    params.setdefault(name, {})[leaf] = value
+    return params
+
+
+@pytest.mark.parametrize(
+    ("params", "layout", "message"),
+    [
+        (make_params(), "keras", "layout must be one of torch, .*, hf_llama, got 'keras'"),
+        (make_params(kv_heads=1), "torch", "cannot hold params: its .* key out 5, .*; layouts that can: hf_llama"),
+        (make_params((15, 7, 7, 15)), "torch", "key in 7, .*; layouts that can: torch_separate$"),
+        (make_params((15, 7, 7, 15), ()), "torch", "layouts that can: torch_separate, d2l_mha$"),
+        (make_params((15, 15, 15, 7)), "torch_separate", "out 7; layouts that can: none$"),
+        (make_params((7, 7, 7, 7)), "note_mha", "query in 7, .* query out 15, .*; layouts that can: hf_llama$"),
+        (make_params((15, 15, 7, 15), ()), "hf_llama", "value in 7.*; layouts that can: torch_separate, d2l_mha$"),
+        (make_params(), "d2l_mha", "biases must be on none, got them on query, key, value, out"),
+        (make_params(biased=()), "note_mha", "biases must be on query, key, value, out, got them on none"),
+        (make_params(biased=("out",)), "torch", "biases must be on .* got them on out; layouts that can: none"),
+        (
+            with_leaf("query/bias", np.ones((3, 5))),
+            "torch",
+            "in_proj_bias must stack arrays of one dtype, got float32, float64",
+        ),
+        (with_leaf("query_ln/scale", np.ones(5)), "torch", r"missing \[\], extra \['query_ln'\]"),
+        (with_leaf("query/scale", np.ones(5)), "torch", r"extra \['query/scale'\]"),
+        ({"params": make_params()}, "torch", r"missing \['key/kernel', .*\], extra \['params'\]"),
+        (with_leaf("value/kernel", np.ones((15, 1, 15))), "torch", r"value/kernel must have shape \(V, 3, 5\)"),
+        (
+            with_leaf("out/kernel", np.ones((15, 15))),
+            "torch",
+            r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)",
+        ),
+        (with_leaf("query/kernel", None), "torch", r"query/kernel must have shape \(Q, N, H\)"),
+    ],
+)
+def test_to_torch_refuses(params, layout, message):
+    with pytest.raises(ValueError, match=message):
+        convert.to_torch(params, layout)
+
+
+def test_import_leaves_torch_alone():
+    code = "import sys, flax_mha.convert; assert not [name for name in sys.modules if name.split('.')[0] == 'torch']"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,153 @@
+"""Bad input gets an error before any compute: which argument, what is expected, what was got."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention
+from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, SegmentMask
+
+B, T, S, N, K, H = 2, 5, 7, 6, 3, 4
+SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
+RNG = jax.random.key(0)
+
+
+def call(**arguments):
+    arrays = {name: jnp.ones(arguments.pop(name, shape)) for name, shape in SHAPES.items()}
+    dtypes = arguments.pop("dtypes", {})
+    arrays = {name: x.astype(dtypes.get(name, jnp.float32)) for name, x in arrays.items()}
+    return dot_product_attention(**arrays, **arguments)
+
+
+REFUSED = {
+    "ranks": ({"key": (S, K, H), "value": (S, K, H)}, r"query, key, value must have same rank, .*\(7, 3, 4\)"),
+    "rank 2": ({"query": (T, H), "key": (S, H), "value": (S, H)}, "query must be .*rank 3 or more"),
+    "batch": ({"key": (3, S, K, H), "value": (3, S, K, H)}, "query, key, value batch dims must match"),
+    "lengths": ({"value": (B, 8, K, H)}, "key, value lengths must match, but got 7 and 8"),
+    "head sizes": ({"key": (B, S, K, 3)}, "query, key depths must match, but got 4 and 3"),
+    "heads of key and value": ({"value": (B, S, 2, H)}, "key, value heads must match, but got 3 and 2"),
+    "groups": (
+        {"key": (B, S, 4, H), "value": (B, S, 4, H)},
+        "query heads must be a multiple of key/value heads.*6 and 4",
+    ),
+    "no heads": ({"key": (B, S, 0, H), "value": (B, S, 0, H)}, "both at least 1, but got 6 and 0"),
+    "head size 0": ({"query": (B, T, N, 0), "key": (B, S, K, 0)}, "query head size must be at least 1"),
+    "mixed dtypes": ({"dtypes": {"key": jnp.bfloat16}}, r"must share one dtype out of .*key bfloat16.*use \.astype"),
+    "integers": ({"dtypes": dict.fromkeys(SHAPES, jnp.int32)}, "out of float16, bfloat16, float32, float64.*int32"),
+    "complex": ({"dtypes": dict.fromkeys(SHAPES, jnp.complex64)}, "complex64"),
+    "mask dtype": ({"mask": np.ones((T, S), np.float32)}, r"mask must be bool .*float32; use mask.astype\(bool\)"),
+    "mask shape": ({"mask": np.ones((B, N, T, 6), bool)}, r"mask must broadcast to .*\(2, 6, 5, 7\).*\(2, 6, 5, 6\)"),
+    "mask of key heads": ({"mask": np.ones((B, K, T, S), bool)}, r"mask must broadcast to .*got shape \(2, 3, 5, 7\)"),
+    "mask rank": ({"mask": np.ones((1, B, N, T, S), bool)}, "mask must broadcast to"),
+    "bias dtype": ({"bias": np.ones((T, S), bool)}, "bias must have a dtype out of .*bool; a boolean array is a mask"),
+    "bias of ints": ({"bias": np.ones((T, S), int)}, "bias must have a dtype out of .*int"),
+    "bias shape": ({"bias": np.ones((T, 6), np.float32)}, r"bias must broadcast to .*got shape \(5, 6\)"),
+    "lengths' shape": ({"key_value_seq_lengths": np.ones(3, int)}, r"key_value_seq_lengths must broadcast to .*\(2,\)"),
+    "lengths' dtype": ({"query_seq_lengths": np.ones(2)}, "query_seq_lengths must be integers, but got float"),
+    "ids' length": ({"query_segment_ids": np.ones((B, 6), int)}, r"key_value_segment_ids must be given too"),
+    "ids' shape": (
+        {"query_segment_ids": np.ones((B, 6), int), "key_value_segment_ids": np.ones((B, S), int)},
+        r"query_segment_ids must be \[batch..., 5\].*got shape \(2, 6\)",
+    ),
+    "ids' batch": (
+        {"query_segment_ids": np.ones((3, T), int), "key_value_segment_ids": np.ones((B, S), int)},
+        "query_segment_ids must broadcast to",
+    ),
+    "ids' dtype": (
+        {"query_segment_ids": np.ones((B, T)), "key_value_segment_ids": np.ones((B, S), int)},
+        "query_segment_ids must be integers",
+    ),
+    "ids without partner": ({"key_value_segment_ids": np.ones((B, S), int)}, "query_segment_ids must be given too"),
+    "rate 1": ({"dropout_rate": 1.0, "dropout_rng": RNG}, r"dropout_rate must be a number in \[0, 1\), .*got 1.0"),
+    "rate below 0": ({"dropout_rate": -0.1, "dropout_rng": RNG}, r"dropout_rate .*got -0.1"),
+    "rate NaN": ({"dropout_rate": float("nan"), "dropout_rng": RNG}, r"dropout_rate .*got nan"),
+    "no key": ({"dropout_rate": 0.1}, r"dropout_rng must be a key where dropout_rate > 0, but got None"),
+    "not a key": ({"dropout_rate": 0.1, "dropout_rng": 0}, "dropout_rng must be one key"),
+    "many keys": ({"dropout_rate": 0.1, "dropout_rng": jax.random.split(RNG)}, "dropout_rng must be one key"),
+    "window below 0": ({"local_window_size": (3, -1)}, r"local_window_size must be an int >= 0, .*got \(3, -1\)"),
+    "window of three": ({"local_window_size": (3, 1, 2)}, "local_window_size must be"),
+    "window of floats": ({"local_window_size": 1.5}, "local_window_size must be .*got 1.5"),
+    "causal as a number": ({"is_causal": 1}, "is_causal must be True or False, but got 1"),
+    "residual as a string": ({"return_residual": "yes"}, "return_residual must be True or False, but got 'yes'"),
+    "broadcast as None": ({"broadcast_dropout": None}, "broadcast_dropout must be True or False, but got None"),
+    "scale NaN": ({"scale": float("nan")}, "scale must be one finite number, but got nan"),
+    "scale a vector": ({"scale": jnp.ones(2)}, r"scale must be one number, but got an array of shape \(2,\)"),
+    "scale a string": ({"scale": "1"}, "scale must be one finite number, but got '1'"),
+    "offset a float": ({"query_offset": 0.5}, "query_offset must be integers"),
+    "offset's shape": ({"query_offset": np.zeros(3, int)}, "query_offset must broadcast to"),
+    "cap 0": ({"logits_soft_cap": 0.0}, "logits_soft_cap must be a finite number > 0, .*got 0.0"),
+    "cap NaN": ({"logits_soft_cap": float("nan")}, "logits_soft_cap must be a finite number > 0, .*got nan"),
+    "cap a string": ({"logits_soft_cap": "30"}, "logits_soft_cap must be a finite number > 0, .*got '30'"),
+    "sinks' shape": ({"sinks": np.ones(K, np.float32)}, r"sinks must broadcast to .*\(2, 6\), but got shape \(3,\)"),
+    "sinks' dtype": ({"sinks": np.ones(N, int)}, "sinks must have a dtype out of .*int"),
+    "score_mod's shape": (
+        {"score_mod": lambda score, b, h, q, k: score[None]},
+        r"score_mod\(score, b, h, q_idx, kv_idx\) must answer one float32 scalar .*<lambda>.* answered float32\[1\]",
+    ),
+    "score_mod's dtype": ({"score_mod": lambda score, b, h, q, k: q}, r"score_mod\(.*answered int32\[\]; use .astype"),
+    "score_mod's answers": (
+        {"score_mod": lambda score, b, h, q, k: (score, q)},
+        r"score_mod\(.*float32\[\], int32\[\]",
+    ),
+    "score_mod's arguments": (
+        {"score_mod": lambda score: score},
+        r"score_mod\(.*raised TypeError: .*takes 1 positional",
+    ),
+    "score_mod raises": ({"score_mod": lambda score, b, h, q, k: 1 / 0}, r"score_mod\(.*raised ZeroDivisionError"),
+    "score_mod branches": (
+        {"score_mod": lambda score, b, h, q, k: score if q > k else -score},
+        r"score_mod\(.*raised TracerBoolConversionError",
+    ),
+    "mask_mod's dtype": (
+        {"mask": FunctionMask(lambda b, h, q, k: q - k)},
+        r"mask_mod\(b, h, q_idx, kv_idx\) must answer one bool scalar .*answered int32\[\]",
+    ),
+    "mask_mod in a mask": (
+        {"mask": CausalMask() & ~FunctionMask(lambda b, h, q, k: jnp.ones(3, bool))},
+        r"mask_mod\(.*answered bool\[3\]",
+    ),
+    "mask object's lengths": ({"mask": LengthMask(np.ones(3, int))}, "key_value_lengths must broadcast to"),
+    "mask object's ids": ({"mask": SegmentMask(np.ones(6, int), np.ones(S, int))}, "query_segment_ids must be"),
+    "mask object's array": ({"mask": ArrayMask(np.ones((T, 6), bool))}, "mask must broadcast to"),
+    "implementation": (
+        {"implementation": "flash"},
+        'implementation must be "xla", "blockwise".*or None, but got \'flash\'',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    arguments, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"implementation": "cudnn"},
+        {"implementation": "splash"},
+    ],
+)
+def test_what_is_not_there_yet_says_so(arguments):
+    with pytest.raises(NotImplementedError, match=next(iter(arguments))):
+        call(**arguments)
+
+
+def test_an_error_comes_before_any_compute():
+    """Tracing alone is enough to meet it: no value is looked at."""
+    with pytest.raises(ValueError, match="depths must match"):
+        jax.eval_shape(dot_product_attention, *(jax.ShapeDtypeStruct((1, 2, 1, n), jnp.float32) for n in (3, 4, 4)))
+
+
+def test_a_traced_rate_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"dropout_rate must be a number .*known while tracing"):
+        jax.jit(lambda rate: call(dropout_rate=rate, dropout_rng=RNG))(0.1)
+
+
+def test_forward_mode_through_tiles_is_refused_by_jax():
+    arrays = [jnp.ones(shape) for shape in SHAPES.values()]
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda *a: dot_product_attention(*a, implementation="blockwise"), arrays, arrays)

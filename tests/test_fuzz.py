@@ -1,0 +1,190 @@
+"""Random combinations of every argument, all implementations against float64: outputs and gradients, no NaN.
+
+A drawn structure (which arguments, which sizes) is compiled once and met by many draws of the data (lengths, offsets,
+ids, masks, biases, values). FUZZ_STRUCTURES in the environment draws more than the few that every run does.
+"""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flax_mha import attention, dot_product_attention
+from flax_mha.masks import CausalMask, FunctionMask, LocalMask
+
+STRUCTURES = int(os.environ.get("FUZZ_STRUCTURES", "15"))
+DRAWS = int(os.environ.get("FUZZ_DRAWS", "20"))
+KEY = jax.random.key(11)
+
+
+@st.composite
+def structures(draw):
+    """Sizes, static arguments, and which arrays there are with which axes."""
+    flip = functools.partial(draw, st.booleans())
+    k, g = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2)]))
+    batch = draw(st.sampled_from([(), (2,), (2, 1)]))
+    t, s = draw(st.sampled_from([(1, 19), (21, 21), (37, 5), (19, 40)]))
+
+    def broadcast(*shape):
+        return tuple(n if flip() else 1 for n in shape)[draw(st.integers(0, len(shape))) :]
+
+    scores = (*batch, k * g, t, s)
+    return {
+        "sizes": (batch, t, s, k * g, k, draw(st.sampled_from([3, 8])), draw(st.sampled_from([3, 8]))),
+        "is_causal": flip(),
+        "window": draw(st.sampled_from([None, None, (3, 1), (None, 4), (7, None)])),
+        "soft_cap": draw(st.sampled_from([None, None, 1.3])),
+        "scale": draw(st.sampled_from([None, 0.2])),
+        "rate": draw(st.sampled_from([0.0, 0.0, 0.3])),
+        "bias": broadcast(*scores) if flip() else None,
+        "mask": broadcast(*scores) if flip() else None,
+        "sinks": broadcast(*batch, k * g) if draw(st.integers(0, 2)) == 0 else None,
+        "lengths": flip(),
+        "ids": flip(),
+        "offset": flip(),
+        "score_mod": flip(),
+        "mask_object": draw(st.sampled_from([None, None, "function", "combined"])),
+    }
+
+
+def data(structure, seed):
+    """Arrays that get gradients, and arrays that do not."""
+    rng = np.random.default_rng(seed)
+    batch, t, s, n, k, h, hv = structure["sizes"]
+    shapes = {"query": (*batch, t, n, h), "key": (*batch, s, k, h), "value": (*batch, s, k, hv)}
+    shapes |= {name: structure[name] for name in ("bias", "sinks") if structure[name] is not None}
+    learned = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    if structure["bias"] is not None:
+        learned["bias"] = np.where(rng.random(learned["bias"].shape) < 0.1, -np.inf, learned["bias"]).astype(np.float32)
+    if structure["score_mod"]:
+        learned["slopes"] = rng.random(n).astype(np.float32)
+    fixed = {}
+    if structure["mask"] is not None and structure["mask_object"] is None:
+        fixed["mask"] = rng.random(structure["mask"]) < rng.choice([0.2, 0.8, 1.0])
+    if structure["lengths"]:
+        fixed["query_seq_lengths"] = rng.integers(0, t + 1, batch)
+        fixed["key_value_seq_lengths"] = rng.integers(0, s + 1, batch)
+    if structure["ids"]:
+        fixed["query_segment_ids"] = rng.integers(0, 3, (*batch, t))
+        fixed["key_value_segment_ids"] = np.sort(rng.integers(0, 3, (*batch, s)), -1)
+    if structure["offset"]:
+        fixed["query_offset"] = rng.integers(-5, s + 5, batch)
+    if structure["mask_object"] is not None:
+        fixed["marks"] = rng.random(s) < 0.5
+    return learned, jax.tree.map(lambda x: x if x.dtype == bool else x.astype(np.int32), fixed)
+
+
+def ours(structure, implementation, learned, fixed):
+    learned, fixed = dict(learned), dict(fixed)
+    slopes, marks = learned.pop("slopes", None), fixed.pop("marks", None)
+    if marks is not None:
+        mask = FunctionMask(lambda b, h, q_idx, kv_idx: marks[kv_idx] | ((q_idx + h) % 3 == 0))
+        fixed["mask"] = mask if structure["mask_object"] == "function" else ~(CausalMask(-4) & mask) | LocalMask(0, 0)
+    if slopes is not None:
+        fixed["score_mod"] = lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k).astype(score.dtype)
+    return dot_product_attention(
+        **learned,
+        **fixed,
+        is_causal=structure["is_causal"],
+        local_window_size=structure["window"],
+        logits_soft_cap=structure["soft_cap"],
+        scale=structure["scale"],
+        dropout_rate=structure["rate"],
+        dropout_rng=KEY,
+        implementation=implementation,
+        return_residual=True,
+    )
+
+
+def with_gradients(structure, implementation, learned, fixed, cotangents):
+    def loss(learned):
+        output, lse = ours(structure, implementation, learned, fixed)
+        total = jnp.sum(output * cotangents[0]) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) * cotangents[1])
+        return total, (output, lse)
+
+    grads, answer = jax.grad(loss, has_aux=True)(learned)
+    return answer, grads
+
+
+def exact(structure, learned, fixed, cotangents, keep):
+    learned, fixed = dict(learned), dict(fixed)
+    slopes, marks = learned.pop("slopes", None), fixed.pop("marks", None)
+    _, t, s, n, *_ = structure["sizes"]
+    row, column, head = np.arange(t)[:, None], np.arange(s)[None, :], np.arange(n)[:, None, None]
+    position = row + np.asarray(fixed.get("query_offset", 0))[..., None, None, None]
+    if marks is not None:
+        mask = marks[column] | ((position + head) % 3 == 0)
+        fixed["mask"] = (
+            mask
+            if structure["mask_object"] == "function"
+            else ~((column <= position - 4) & mask) | (column == position)
+        )
+    distance = abs(position - column)
+    if slopes is not None:
+        fixed["added"] = -slopes[:, None, None] * distance
+    answer, grads = oracle.attention(
+        **learned,
+        **fixed,
+        is_causal=structure["is_causal"],
+        local_window_size=structure["window"],
+        logits_soft_cap=structure["soft_cap"],
+        scale=structure["scale"],
+        keep=keep,
+        cotangents=cotangents,
+    )
+    named = dict(zip((["slopes"] if slopes is not None else []) + list(learned), grads, strict=True))
+    if slopes is not None:
+        d_scores = -named["slopes"] * distance
+        named["slopes"] = d_scores.sum((*range(d_scores.ndim - 3), -2, -1))
+    return answer, named
+
+
+@settings(
+    max_examples=STRUCTURES,
+    deadline=None,
+    derandomize="FUZZ_STRUCTURES" not in os.environ,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(structure=structures(), first_seed=st.integers(0, 2**31))
+def test_every_combination(structure, first_seed):
+    batch, t, s, n, k, _, hv = structure["sizes"]
+    attention.LARGEST_TILE, before = (16, 16), attention.LARGEST_TILE
+    try:
+        run = {name: jax.jit(functools.partial(with_gradients, structure, name)) for name in ("xla", "blockwise")}
+        show = jax.jit(functools.partial(ours, structure, "xla"))
+        for seed in range(first_seed, first_seed + DRAWS):
+            learned, fixed = data(structure, seed)
+            rng = np.random.default_rng(seed + 1)
+            cotangents = [
+                rng.standard_normal(shape).astype(np.float32) for shape in ((*batch, t, n, hv), (*batch, t, n))
+            ]
+            keep = None
+            if structure["rate"]:
+                identity = np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (*batch, s, k, s))
+                shown, _ = show(learned | {"value": identity}, fixed)
+                keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - structure["rate"])
+            want = exact(structure, learned, fixed, cotangents, keep)
+            for implementation in run:
+                compare(run[implementation](learned, fixed, cotangents), want, t + s, structure["rate"])
+    finally:
+        attention.LARGEST_TILE = before
+
+
+def compare(got, want, terms, rate):
+    (output, lse), grads = got
+    (want_output, want_lse), want_grads = want
+    pairs = [(output, want_output), (lse, want_lse)] + [(grads[name], x) for name, x in want_grads.items()]
+    assert len(grads) == len(want_grads)
+    for got_one, want_one in pairs:
+        finite = np.isfinite(want_one)
+        np.testing.assert_array_equal(np.where(finite, 0, got_one), np.where(finite, 0, want_one))
+        tolerance = 4 * terms * np.finfo(np.float32).eps / (1 - rate)
+        largest = max(1.0, np.abs(want_one, where=finite, out=np.zeros(np.shape(want_one))).max(initial=0))
+        np.testing.assert_allclose(
+            np.where(finite, got_one, 0), np.where(finite, want_one, 0), rtol=0, atol=tolerance * largest
+        )

@@ -1,0 +1,181 @@
+"""Mask objects: what they show, what they say of tiles, how they combine, print, and reach the attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from flax_mha import attention, dot_product_attention, masks, plot
+from flax_mha._check import Shape
+from flax_mha._tiles import Grid
+from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
+
+B, N, T, S = 2, 6, 48, 64
+SHAPE = Shape((B,), T, S, N, 2, 8, 8)
+GROUPS = (2, 3)
+row, column = np.arange(T)[:, None], np.arange(S)[None, :]
+rng = np.random.default_rng(0)
+IDS = np.sort(rng.integers(0, 3, (B, S)), -1)
+ARRAY = rng.random((B, N, T, S)) < 0.5
+TABLE = rng.random((N, 6, 8)) < 0.3
+
+# mask, the same as an array that broadcasts to [B, N, T, S], query offset
+MASKS = {
+    "causal": (CausalMask(), column <= row, 0),
+    "causal, later": (CausalMask(3), column <= row + 3, 0),
+    "causal, offset": (CausalMask(), column <= row + 7, 7),
+    "local": (LocalMask(5, 2), (column >= row - 5) & (column <= row + 2), 0),
+    "local, one side": (LocalMask(None, 2), column <= row + 2, 0),
+    "lengths": (
+        LengthMask(np.array([40, 0]), np.array([48, 20])),
+        (column < np.array([40, 0])[:, None, None, None]) & (row < np.array([48, 20])[:, None, None, None]),
+        0,
+    ),
+    "segments": (SegmentMask(IDS[:, :T], IDS), IDS[:, None, :T, None] == IDS[:, None, None, :], 0),
+    "array": (ArrayMask(ARRAY), ARRAY, 0),
+    "array of keys": (ArrayMask(ARRAY[:1, :1, :1]), ARRAY[:1, :1, :1], 0),
+    "function": (FunctionMask(lambda b, h, q, k: (q - k) % 5 == 0), (row - column) % 5 == 0, 0),
+    "function, offset": (FunctionMask(lambda b, h, q, k: (q - k) % 5 == 0), (row + 7 - column) % 5 == 0, 7),
+    "function of head": (
+        FunctionMask(lambda b, h, q, k: jnp.asarray(TABLE)[h, q // 8, k // 8]),
+        TABLE[:, row // 8, column // 8],
+        0,
+    ),
+    "function of batch": (
+        FunctionMask(lambda b, h, q, k: k < 20 * (b + 1)),
+        np.broadcast_to(column, (B, 1, 1, S)) < np.array([20, 40])[:, None, None, None],
+        0,
+    ),
+    "and, or, not": (
+        (CausalMask() & ~LocalMask(9, 9)) | FunctionMask(lambda b, h, q, k: k < 4),
+        ((column <= row) & (abs(row - column) > 9)) | (column < 4),
+        0,
+    ),
+    "not of and": (~(CausalMask() & ArrayMask(ARRAY)), ~((column <= row) & ARRAY), 0),
+}
+each = pytest.mark.parametrize("name", MASKS)
+
+
+def heads_of(mask):
+    """The mask of every batch entry and head, as the attention cuts it: (b, n, mask)."""
+    by_head = mask.checked(SHAPE).by_head(GROUPS)
+    for b, n in np.ndindex(B, N):
+        place = (b, *divmod(n, GROUPS[1]))
+        cut = lambda x, place=place: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))]  # noqa: E731
+        yield b, n, jax.tree.map(cut, by_head)
+
+
+@each
+@pytest.mark.parametrize("tile_shape", [(16, 16), (48, 32)])
+def test_tiles_and_their_occupancy(name, tile_shape):
+    """Every tile shows what the array shows; what is called empty is, what is called full is."""
+    mask, array, offset = MASKS[name]
+    array = np.broadcast_to(array, (B, N, T, S))
+    grid = Grid((T // tile_shape[0], S // tile_shape[1]), tile_shape, offset)
+    for b, n, one in list(heads_of(mask))[:: 1 if array.strides[1] else N]:
+        occupancy = [np.broadcast_to(x, grid.counts) for x in one.occupancy(grid)]
+        for i, j in np.ndindex(grid.counts):
+            tile = grid.tile(i, j)
+            want = array[b, n, tile.row : tile.row + tile_shape[0], tile.column : tile.column + tile_shape[1]]
+            np.testing.assert_array_equal(np.broadcast_to(one.tile(tile, offset), tile_shape), want)
+            assert occupancy[0][i, j] or not want.any()
+            assert want.all() or not occupancy[1][i, j]
+
+
+@pytest.mark.parametrize("name", ["causal", "causal, offset", "local", "lengths", "function", "function of head"])
+def test_these_know_exactly_which_tiles_are_empty_and_full(name):
+    mask, array, offset = MASKS[name]
+    grid = Grid((6, 8), (8, 8), offset)
+    for b, n, one in heads_of(mask):
+        tiles = np.broadcast_to(array, (B, N, T, S))[b, n].reshape(6, 8, 8, 8)
+        some, full = (np.broadcast_to(x, grid.counts) for x in one.occupancy(grid))
+        np.testing.assert_array_equal(some, tiles.any((1, 3)))
+        np.testing.assert_array_equal(full, tiles.all((1, 3)))
+
+
+@each
+@pytest.mark.parametrize(
+    ("implementation", "traced"),
+    [("xla", False), ("blockwise", False), ("blockwise", True)],
+    ids=["xla", "known", "traced"],
+)
+def test_attention_sees_what_the_array_shows(name, implementation, traced, monkeypatch):
+    """Also where arrays of the mask are arguments of a jitted function, so that nothing of them is known before."""
+    monkeypatch.setattr(attention, "LARGEST_TILE", (16, 32))
+    mask, array, offset = MASKS[name]
+    inputs = {
+        "query": rng.standard_normal((B, T, N, 8)),
+        "key": rng.standard_normal((B, S, 2, 8)),
+        "value": rng.standard_normal((B, S, 2, 8)),
+    }
+    inputs = {name: x.astype(np.float32) for name, x in inputs.items()}
+    cotangents = np.ones((B, T, N, 8), np.float32), np.zeros((B, T, N), np.float32)
+
+    def outputs(inputs, mask, offset):
+        attend = lambda inputs: dot_product_attention(  # noqa: E731
+            **inputs, mask=mask, query_offset=offset, implementation=implementation
+        )
+        output, pull = jax.vjp(attend, inputs)
+        return output, pull(jnp.ones_like(output))[0]
+
+    output, grads = jax.jit(outputs)(inputs, mask, offset) if traced else outputs(inputs, mask, offset)
+    (want, _), want_grads = oracle.attention(**inputs, mask=array, cotangents=cotangents)
+    for got, expected in zip((output, *(grads[n] for n in inputs)), (want, *want_grads), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=(T + S) * np.finfo(np.float32).eps * 4)
+
+
+def test_ids_captured_by_a_function_may_be_traced():
+    query = jnp.ones((1, 600, 1, 4))
+    value = jnp.asarray(rng.standard_normal((1, 600, 1, 4)), jnp.float32)
+
+    @jax.jit
+    def packed(ids):
+        mask = FunctionMask(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx])
+        return dot_product_attention(query, query, value, mask=mask)
+
+    ids = jnp.arange(600) // 200
+    want = jnp.repeat(value.reshape(3, 200, 4).mean(1), 200, 0)
+    np.testing.assert_allclose(packed(ids)[0, :, 0], want, rtol=0, atol=1e-5)
+
+
+def test_a_mask_says_the_same_as_the_arguments_and_adds_to_them():
+    arrays = [jnp.asarray(rng.standard_normal((B, T, 2, 8)), jnp.float32) for _ in range(3)]
+    arguments = {"is_causal": True, "local_window_size": (9, 0), "key_value_seq_lengths": jnp.array([40, 30])}
+    mask = CausalMask() & LocalMask(9, 0) & LengthMask(jnp.array([40, 30]))
+    want = dot_product_attention(*arrays, **arguments)
+    np.testing.assert_array_equal(dot_product_attention(*arrays, mask=mask), want)
+    np.testing.assert_array_equal(dot_product_attention(*arrays, mask=LocalMask(9, 0), **arguments), want)
+
+
+def test_the_same_mod_made_anew_compiles_nothing_anew():
+    x = jnp.ones((1, 600, 1, 4))
+
+    def call():
+        mask = FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0)
+        return dot_product_attention(x, x, x, mask=mask, score_mod=lambda score, b, h, q, k: score * 2)
+
+    from flax_mha import _call
+
+    call()
+    size = _call.attend._cache_size()
+    call()
+    assert _call.attend._cache_size() == size
+
+
+def test_pictures():
+    assert str(CausalMask() & LocalMask(2, 0)).splitlines()[:4] == ["█·······", "██······", "███·····", "·███····"]
+    assert str(SegmentMask(np.array([0, 0, 1]), np.array([0, 1, 1, 1]))) == "█···\n█···\n·███"
+    assert repr(CausalMask(2)) == "CausalMask(offset=2)"
+    axes = plot.plot_mask(~CausalMask(), 5, 7)
+    assert axes.get_title() == "visible: 57 % of 5 x 7"
+    np.testing.assert_array_equal(axes.images[0].get_array(), ~np.tri(5, 7, dtype=bool))
+
+
+def test_masks_are_pytrees_and_values():
+    assert jax.tree.leaves(CausalMask() & LocalMask(1, 0)) == []
+    assert CausalMask() == CausalMask(0)
+    assert hash(CausalMask() | LocalMask(1, 0)) == hash(CausalMask() | LocalMask(1, 0))
+    assert len(jax.tree.leaves(SegmentMask(IDS, IDS))) == 2
+    with pytest.raises(AttributeError):
+        masks.CausalMask().offset = 1

@@ -1,0 +1,265 @@
+"""The meanings decided once, the same on every implementation: what is hidden, empty, extreme, or wrong."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, N, S, T
+from jax.test_util import check_grads
+
+from flax_mha import attention, dot_product_attention
+
+IMPLEMENTATIONS = ("xla", "blockwise")
+BOTH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    monkeypatch.setattr(attention, "LARGEST_TILE", (16, 32))
+
+
+def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):
+    rng = np.random.default_rng(seed)
+    return [
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((batch, t, n, h), *[(batch, s, k, h)] * 2)
+    ]
+
+
+def output_and_gradients(arrays, **arguments):
+    """Every output and the gradients of a loss over those that are finite."""
+
+    def loss(arrays):
+        output, lse = dot_product_attention(*arrays, return_residual=True, **arguments)
+        terms = (jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in (output, lse))
+        return sum(terms), (output, lse)
+
+    grads, answer = jax.grad(loss, has_aux=True)(arrays)
+    return answer, grads
+
+
+@BOTH
+def test_a_query_that_sees_nothing_answers_zero_with_zero_gradients(implementation):
+    arrays = inputs()
+    mask = np.ones((2, 1, T, S), bool)
+    mask[0, :, 3], mask[1] = False, False
+    (output, lse), (d_query, d_key, d_value) = output_and_gradients(arrays, mask=mask, implementation=implementation)
+    hidden = ~mask.any(-1)[:, 0]
+    assert (output[hidden] == 0).all()
+    assert (lse[hidden] == -jnp.inf).all()
+    assert (d_query[hidden] == 0).all()
+    assert (d_key[1] == 0).all()
+    assert (d_value[1] == 0).all()
+    assert all(jnp.isfinite(x).all() for x in (output, d_query, d_key, d_value))
+
+
+HIDERS = {
+    "mask": {"mask": np.broadcast_to(np.arange(S) < 40, (1, 1, 1, S))},
+    "lengths": {"key_value_seq_lengths": np.array([40, 40], np.int32)},
+    "segments": {"query_segment_ids": np.zeros((2, T), int), "key_value_segment_ids": np.arange(S)[None] // 40},
+    "bias of -inf": {"bias": np.where(np.arange(S) < 40, 0, -np.inf).astype(np.float32)},
+    "causal": {"is_causal": True, "query_offset": 39 - (T - 1)},
+    "window": {"local_window_size": (None, 39 - (T - 1))},
+}
+
+
+@BOTH
+@pytest.mark.parametrize("hider", HIDERS)
+@pytest.mark.parametrize("filling", [np.nan, np.inf, -np.inf, 3e38])
+def test_what_hidden_keys_and_values_hold_reaches_nothing(hider, filling, implementation):
+    query, key, value = inputs()
+    arguments = HIDERS[hider] | {"implementation": implementation}
+    spoilt = [query, key.at[:, 40:].set(filling), value.at[:, 40:].set(filling)]
+    clean = [query, key.at[:, 40:].set(0), value.at[:, 40:].set(0)]
+    for got, want in zip(
+        jax.tree.leaves(output_and_gradients(spoilt, **arguments)),
+        jax.tree.leaves(output_and_gradients(clean, **arguments)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+@BOTH
+@pytest.mark.parametrize("filling", [np.nan, np.inf])
+def test_the_future_changes_nothing_and_who_sees_nan_answers_nan(filling, implementation):
+    query, key, value = inputs(t=S)
+    arguments = {"is_causal": True, "implementation": implementation}
+    (output, _), grads = output_and_gradients(
+        [query, key.at[:, 40].set(filling), value.at[:, 45, 0, 3].set(filling)], **arguments
+    )
+    (want, _), want_grads = output_and_gradients([x[:, :40] for x in (query, key, value)], **arguments)
+    # Another length is another order of sums.
+    np.testing.assert_allclose(output[:, :40], want, rtol=0, atol=2 * S * np.finfo(np.float32).eps)
+    assert jnp.isnan(output[:, 40:]).all()
+    for got, expected in zip(grads, want_grads, strict=True):
+        np.testing.assert_allclose(got[:, :40], expected, rtol=0, atol=2 * S * np.finfo(np.float32).eps)
+        assert (got[:, 40:] == 0).all()
+
+
+@BOTH
+def test_logits_of_ten_thousand(implementation):
+    query, key, value = inputs()
+    answer, grads = output_and_gradients([query * 1e4, key, value], implementation=implementation)
+    assert all(jnp.isfinite(x).all() for x in (*answer, *grads))
+    best = jnp.argmax(jnp.einsum("btngh,bsnh->btngs", query.reshape(2, T, 2, 3, 8), key), -1).reshape(2, T, N)
+    picked = jnp.take_along_axis(jnp.repeat(value, 3, 2), best[..., None], 1)
+    certain = jnp.abs(answer[0] - picked).max(-1) < 1e-5
+    assert certain.mean() > 0.99  # few have two keys within rounding of each other
+
+
+@BOTH
+def test_permuted_keys_change_nothing_but_the_order_of_sums(implementation):
+    query, key, value = inputs()
+    mask = np.random.default_rng(1).random((2, N, T, S)) < 0.5
+    order = np.random.default_rng(2).permutation(S)
+    attend = functools.partial(dot_product_attention, implementation=implementation)
+    np.testing.assert_allclose(
+        attend(query, key[:, order], value[:, order], mask=mask[..., order]),
+        attend(query, key, value, mask=mask),
+        rtol=0,
+        atol=S * np.finfo(np.float32).eps,
+    )
+
+
+@BOTH
+def test_same_call_same_bits(implementation):
+    arrays = inputs()
+    first, second = (
+        output_and_gradients(arrays, is_causal=True, implementation=implementation, **DROP) for _ in range(2)
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("tile", [(16, 16), (48, 16), (16, 64), (512, 512)])
+def test_tiles_change_nothing_but_the_order_of_sums(tile, monkeypatch):
+    """Dropout included: which weights it drops is a matter of the key and their place alone."""
+    arrays = inputs()
+    arguments = {"is_causal": True, "query_offset": 20, **DROP}
+    want = output_and_gradients(arrays, implementation="xla", **arguments)
+    monkeypatch.setattr(attention, "LARGEST_TILE", tile)
+    got = output_and_gradients(arrays, implementation="blockwise", **arguments)
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=4 * S * np.finfo(np.float32).eps)
+    jax.tree.map(close, got, want)
+
+
+@pytest.mark.parametrize("empty", ["t", "s", "batch"])
+@BOTH
+def test_empty_axes(empty, implementation):
+    arrays = inputs(**{empty: 0})
+    (output, lse), grads = output_and_gradients(arrays, is_causal=True, implementation=implementation)
+    assert output.shape == arrays[0].shape
+    assert (output == 0).all()
+    assert (lse == -jnp.inf).all()
+    assert all((g == 0).all() and g.shape == x.shape for g, x in zip(grads, arrays, strict=True))
+
+
+DROP = {"dropout_rate": 0.2, "dropout_rng": jax.random.key(3)}
+
+
+def dropped(shape, **arguments):
+    """Which weights are kept, [B, N, T, S], shown by values that are the identity matrix."""
+    batch, t, n, s = shape
+    query, key = jnp.zeros((batch, t, n, 1)), jnp.zeros((batch, s, n, 1))
+    identity = jnp.broadcast_to(jnp.eye(s)[:, None], (batch, s, n, s))
+    return jnp.moveaxis(dot_product_attention(query, key, identity, **arguments), -2, 1) * s
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_keeps_as_many_as_it_says_and_scales_them(rate):
+    weights = dropped((4, 256, 4, 256), dropout_rate=rate, dropout_rng=jax.random.key(0))
+    kept = weights != 0
+    standard_error = np.sqrt(rate * (1 - rate) / kept.size)
+    assert kept.size > 1e6
+    assert abs(kept.mean() - (1 - rate)) < 4 * standard_error
+    np.testing.assert_allclose(weights[kept], 1 / (1 - rate), rtol=1e-6)
+
+
+def test_dropout_is_independent_from_place_to_place():
+    """Neighbours below, beside, in the next head and batch entry agree as often as chance says."""
+    kept = dropped((2, 256, 4, 256), dropout_rate=0.5, dropout_rng=jax.random.key(0)) != 0
+    for axis in range(4):
+        first = jnp.take(kept, jnp.arange(kept.shape[axis] - 1), axis)
+        second = jnp.take(kept, jnp.arange(1, kept.shape[axis]), axis)
+        assert abs((first == second).mean() - 0.5) < 4 * np.sqrt(0.25 / first.size)
+
+
+@BOTH
+def test_broadcast_dropout_is_shared_and_plain_dropout_is_not(implementation):
+    shared = dropped((2, 19, 3, 23), **DROP, broadcast_dropout=True, implementation=implementation)
+    assert (shared == shared[:1, :1]).all()
+    own = dropped((2, 19, 3, 23), **DROP, implementation=implementation)
+    assert not any((own[i, j] == own[0, 0]).all() for i in range(2) for j in range(3) if (i, j) != (0, 0))
+
+
+def test_dropout_takes_every_kind_of_key():
+    new = jax.random.key(7)
+    arguments = {"dropout_rate": 0.5}
+    a = dropped((1, 5, 1, 7), dropout_rng=new, **arguments)
+    np.testing.assert_array_equal(a, dropped((1, 5, 1, 7), dropout_rng=jax.random.key_data(new), **arguments))
+    dropped((1, 5, 1, 7), dropout_rng=jax.random.key(7, impl="rbg"), **arguments)
+
+
+def test_dropout_of_rate_zero_needs_no_key_and_ignores_one():
+    arrays = inputs()
+    np.testing.assert_array_equal(
+        dot_product_attention(*arrays, dropout_rng=jax.random.key(0)), dot_product_attention(*arrays)
+    )
+
+
+def test_dense_is_differentiable_twice_and_forward():
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(x, jnp.float64) for x in inputs(batch=1, t=3, s=5, n=2, k=1, h=3)]
+        bias = jnp.ones((2, 1, 5))
+        attend = lambda q, k, v, b: dot_product_attention(  # noqa: E731
+            q, k, v, b, is_causal=True, query_offset=1, implementation="xla", return_residual=True
+        )
+        check_grads(attend, (*arrays, bias), order=2, modes=["fwd", "rev"], atol=1e-6, rtol=1e-6)
+
+
+def test_blockwise_gradient_in_float64():
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(x, jnp.float64) for x in inputs(batch=1, t=19, s=37, n=2, k=1, h=3)]
+        attend = lambda *a: dot_product_attention(  # noqa: E731
+            *a, is_causal=True, query_offset=1, implementation="blockwise", return_residual=True
+        )
+        check_grads(attend, (*arrays, jnp.ones((2, 1, 37))), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+@BOTH
+def test_a_traced_scale_has_a_gradient(implementation):
+    arrays = inputs()
+    loss = lambda scale: jnp.sum(jnp.sin(dot_product_attention(*arrays, scale=scale, implementation=implementation)))  # noqa: E731
+    step = 1e-2
+    slope = (loss(0.3 + step) - loss(0.3 - step)) / (2 * step)
+    np.testing.assert_allclose(jax.grad(loss)(jnp.float32(0.3)), slope, rtol=1e-2)
+
+
+def test_the_choice_is_by_size_and_both_give_the_same():
+    """Short: dense; long: tiles. No array of T x S scores is left then."""
+    short, long = inputs(t=64, s=64), inputs(batch=1, t=1031, s=1031, n=2)
+    assert "64,64" in str(jax.make_jaxpr(dot_product_attention)(*short))
+    assert "1031,1031" not in str(jax.make_jaxpr(dot_product_attention)(*long))
+    for arrays in (short, long):
+        np.testing.assert_allclose(
+            dot_product_attention(*arrays), dot_product_attention(*arrays, implementation="xla"), rtol=0, atol=1e-5
+        )
+
+
+def test_the_signature_is_a_superset_of_jax_nn():
+    import inspect
+
+    ours, theirs = (inspect.signature(f).parameters for f in (dot_product_attention, jax.nn.dot_product_attention))
+    assert set(theirs) <= set(ours)
+    assert [*ours][:5] == [*theirs][:5] == ["query", "key", "value", "bias", "mask"]
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped heads", "causal", "window", "bias", "mask"])
+def test_same_as_jax_nn(name):
+    case = CASES[name]
+    arrays, arguments = case.arrays(), {**case.traced, **case.static}
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        want = jax.nn.dot_product_attention(**jax.tree.map(jnp.asarray, arrays), **arguments)
+    np.testing.assert_allclose(dot_product_attention(**arrays, **arguments), want, rtol=0, atol=1e-5)

@@ -1,0 +1,79 @@
+"""Temporaries of the blockwise attention grow with T, not with T x T; XLA's own account of them is exact."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention
+
+N, H = 4, 64
+KEY = jax.random.key(0)
+
+CASES = {
+    "plain": lambda t: {},
+    "causal": lambda t: {"is_causal": True},
+    "bias of keys": lambda t: {"bias": jax.ShapeDtypeStruct((N, 1, t), jnp.float32)},
+    "dropout": lambda t: {"dropout_rate": 0.1, "dropout_rng": KEY},
+    "causal window, segments, lengths": lambda t: {
+        "is_causal": True,
+        "local_window_size": (1000, 0),
+        "query_segment_ids": jax.ShapeDtypeStruct((1, t), jnp.int32),
+        "key_value_seq_lengths": jax.ShapeDtypeStruct((1,), jnp.int32),
+    },
+}
+
+
+def compiled(t, gradient, arguments, attend=dot_product_attention):
+    x = jax.ShapeDtypeStruct((1, t, N, H), jnp.float32)
+    arrays = {name: a for name, a in arguments.items() if isinstance(a, jax.ShapeDtypeStruct)}
+    static = {name: a for name, a in arguments.items() if name not in arrays}
+
+    def loss(qkv, bias, others):
+        return attend(*qkv, bias, **others, **static).sum()
+
+    f = jax.grad(loss, argnums=(0, 1) if "bias" in arrays else 0) if gradient else loss
+    bias = arrays.pop("bias", None)
+    return jax.jit(f).lower((x, x, x), bias, arrays)
+
+
+def temporaries(*call, **more):
+    return compiled(*call, **more).compile().memory_analysis().temp_size_in_bytes
+
+
+@functools.cache
+def dense_temporaries(t, gradient):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return temporaries(t, gradient, {}, attend=jax.nn.dot_product_attention)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("name", CASES)
+def test_four_times_the_length_takes_at_most_five_times_the_memory(name, gradient):
+    short, long = (temporaries(t, gradient, CASES[name](t)) for t in (2048, 8192))
+    assert long <= 5 * short
+    assert long <= dense_temporaries(8192, gradient) / 10
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_array_has_both_lengths(name):
+    """Not even as a shape that XLA might fuse away."""
+    text = compiled(8192, True, CASES[name](8192)).as_text()
+    assert "8192x" in text
+    assert "8192x8192" not in text
+
+
+def test_heads_of_a_group_share_their_keys():
+    """Repeating keys and values for the heads of a group would show in the temporaries."""
+
+    def gradient(n, k):
+        query = jax.ShapeDtypeStruct((1, 4096, n, H), jnp.float32)
+        key = jax.ShapeDtypeStruct((1, 4096, k, H), jnp.float32)
+        f = jax.grad(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True).sum(), (0, 1, 2))
+        return jax.jit(f).lower(query, key, key).compile().memory_analysis().temp_size_in_bytes
+
+    saved = gradient(8, 8) - gradient(8, 1)
+    one_head = np.float32(0).nbytes * 4096 * H
+    assert saved >= 2 * 7 * one_head  # the keys and values of seven heads, at the least

@@ -1,0 +1,190 @@
+"""The gallery: each recipe equals its dense formula, in output and every gradient, those of captured arrays too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from flax_mha import attention, dot_product_attention, recipes
+
+B, N, K, H, S = 2, 6, 2, 8, 67
+row, column = np.arange(S)[:, None], np.arange(S)[None, :]
+CAUSAL = column <= row
+rng = np.random.default_rng(0)
+IDS = np.sort(rng.integers(0, 4, (B, S)), -1)
+BLOCKS = rng.random((N, 9, 9)) < 0.4
+TABLE = rng.standard_normal((12, N)).astype(np.float32)
+SINKS = rng.standard_normal(N).astype(np.float32)
+SLOPES = 2.0 ** (-8 * np.arange(1, N + 1) / N)
+
+
+def t5_buckets():
+    """Raffel et al.: exact up to half of the buckets, then logarithmic up to the largest distance, 40 here."""
+    distance = np.maximum(row - column, 0)
+    large = 6 + (np.log(np.maximum(distance, 1) / 6) / np.log(40 / 6) * 6).astype(int)
+    return np.where(distance < 6, distance, np.minimum(large, 11))
+
+
+# how to make it (of what is learned), what is learned, and the arguments of the dense formula
+RECIPES = {
+    "causal": (recipes.causal, None, {"mask": CAUSAL}),
+    "sliding window": (lambda: recipes.sliding_window(9), None, {"mask": CAUSAL & (column >= row - 9)}),
+    "prefix-LM": (lambda: recipes.prefix_lm(20), None, {"mask": CAUSAL | (column < 20)}),
+    "documents": (
+        lambda: recipes.documents(jnp.asarray(IDS)),
+        None,
+        {"mask": CAUSAL & (IDS[:, None, :, None] == IDS[:, None, None, :])},
+    ),
+    "ALiBi": (
+        lambda: recipes.alibi(N),
+        None,
+        {"mask": CAUSAL, "added": -SLOPES[:, None, None] * (row - column)},
+    ),
+    "T5 bias": (
+        lambda table: recipes.t5_bias(table, max_distance=40),
+        TABLE,
+        {"mask": CAUSAL, "added": np.moveaxis(TABLE[t5_buckets()], -1, 0)},
+    ),
+    "soft cap": (lambda: recipes.soft_cap(1.5), None, {"mask": CAUSAL, "logits_soft_cap": 1.5}),
+    "attention sinks": (
+        lambda sinks: recipes.attention_sinks(sinks, 9),
+        SINKS,
+        {"mask": CAUSAL & (column >= row - 9), "sinks": SINKS},
+    ),
+    "dilated": (lambda: recipes.dilated(3), None, {"mask": CAUSAL & ((row - column) % 3 == 0)}),
+    "block-sparse": (
+        lambda: recipes.block_sparse(jnp.asarray(BLOCKS), 8),
+        None,
+        {"mask": BLOCKS[:, row // 8, column // 8]},
+    ),
+}
+
+
+def inputs(dtype=np.float32):
+    shapes = {"query": (B, S, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
+    generator = np.random.default_rng(1)
+    return {name: jnp.asarray(generator.standard_normal(shape), dtype) for name, shape in shapes.items()}
+
+
+def run(name, implementation, inputs, cotangent, **more):
+    """Output, and the gradients of query, key, value and what is learned."""
+    make, learned, _ = RECIPES[name]
+
+    def loss(inputs, learned):
+        arguments = make() if learned is None else make(learned)
+        output = dot_product_attention(**inputs, **arguments, implementation=implementation, **more)
+        return jnp.sum(output * cotangent), output
+
+    (d_inputs, d_learned), output = jax.grad(loss, (0, 1), has_aux=True)(inputs, learned)
+    grads = [d_inputs[n] for n in ("query", "key", "value")]
+    return output, grads if learned is None else [*grads, d_learned]
+
+
+def dense(name, inputs, cotangent, keep=None):
+    arguments = RECIPES[name][2]
+    arrays = {n: np.asarray(x, np.float64) for n, x in inputs.items()}
+    cotangents = np.asarray(cotangent, np.float64), np.zeros((B, S, N))
+    (output, _), grads = oracle.attention(**arrays, **arguments, keep=keep, cotangents=cotangents)
+    if "added" in arguments:
+        d_added = grads.pop(0)
+        if name == "T5 bias":
+            d_table = np.zeros((12, N))
+            np.add.at(d_table, t5_buckets(), np.moveaxis(d_added.sum(0), 0, -1))
+            grads.append(d_table)
+    return output, grads
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    monkeypatch.setattr(attention, "LARGEST_TILE", (32, 32))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("rate", [0.0, 0.25], ids=["", "dropout"])
+def test_equals_its_dense_formula(name, implementation, rate):
+    """To 1e-5 relative; with dropout too, whose mask shows in the output when the values are the identity."""
+    arrays, cotangent = inputs(), rng.standard_normal((B, S, N, H)).astype(np.float32)
+    drop, keep = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}, None
+    if rate:
+        flat = {n: jnp.zeros_like(x) for n, x in arrays.items()} | {
+            "value": jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
+        }
+        keep = (np.moveaxis(np.asarray(dot_product_attention(**flat, **drop)), -2, -3) != 0) / (1 - rate)
+    output, grads = run(name, implementation, arrays, cotangent, **drop)
+    want, want_grads = dense(name, arrays, cotangent, keep)
+    for got, expected in zip((output, *grads), (want, *want_grads), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [(name, ("xla", "blockwise")[i % 2]) for i, name in enumerate(RECIPES)]
+)
+def test_bfloat16_by_the_rule_of_flash_attention(name, implementation):
+    """At most twice the error of the dense formula with its scores and weights in bfloat16, plus one rounding."""
+    arrays = inputs(jnp.bfloat16)
+    arguments = RECIPES[name][2]
+
+    def naive(query, key, value):
+        key, value = (jnp.repeat(x, N // K, 2) for x in (key, value))
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.asarray(np.sqrt(H), jnp.bfloat16)
+        if cap := arguments.get("logits_soft_cap"):
+            scores = cap * jnp.tanh(scores / cap)
+        scores = jnp.where(arguments["mask"], scores + jnp.asarray(arguments.get("added", 0.0), jnp.bfloat16), -jnp.inf)
+        sink = jnp.asarray(arguments.get("sinks", np.full(N, -np.inf)), jnp.bfloat16)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink[:, None, None], (B, N, S, 1))], -1)
+        weights = jnp.nan_to_num(jax.nn.softmax(scores))[..., :-1]
+        return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        simple = naive(**arrays)
+    output, _ = run(name, implementation, arrays, jnp.ones((B, S, N, H), jnp.bfloat16))
+    truth, _ = dense(name, arrays, np.ones((B, S, N, H)))
+    error, naive_error = (np.abs(np.float64(x) - truth).max() for x in (output, simple))
+    assert error <= 2 * naive_error + float(jnp.finfo(jnp.bfloat16).eps) * np.abs(truth).max()
+
+
+@pytest.mark.parametrize("name", ["T5 bias", "attention sinks", "block-sparse"])
+def test_under_jit_vmap_and_remat(name):
+    make, learned, _ = RECIPES[name]
+    arrays = inputs()
+    attend = lambda inputs, learned: dot_product_attention(  # noqa: E731
+        **inputs, **(make() if learned is None else make(learned)), implementation="blockwise"
+    )
+    want = attend(arrays, learned)
+    close = {"rtol": 0, "atol": 1e-5}
+    np.testing.assert_allclose(jax.jit(attend)(arrays, learned), want, **close)
+    pair = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), arrays)
+    np.testing.assert_allclose(jax.vmap(attend, (0, None))(pair, learned)[1], want[::-1], **close)
+    gradient, again = (
+        jax.grad(lambda inputs, f=f: jnp.sum(jnp.sin(f(inputs, learned))))(arrays)
+        for f in (attend, jax.checkpoint(attend))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), gradient, again)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_memory_at_16k(name, gradient, monkeypatch):
+    """At most 1/20 of the dense computation's temporaries, and no array that has both lengths."""
+    monkeypatch.undo()
+    length, heads = 16384, 4
+    x = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32)
+    fixed = {
+        "documents": lambda: recipes.documents(jnp.arange(length) // 1024),
+        "ALiBi": lambda: recipes.alibi(heads),
+        "T5 bias": lambda: recipes.t5_bias(jnp.ones((32, heads))),
+        "attention sinks": lambda: recipes.attention_sinks(jnp.ones(heads)),
+        "block-sparse": lambda: recipes.block_sparse(jnp.asarray(rng.random((heads, 32, 32)) < 0.2), 512),
+    }
+    make = fixed.get(name, RECIPES[name][0])
+
+    def loss(query, key, value):
+        return dot_product_attention(query, key, value, **make()).sum()
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2)) if gradient else loss).lower(x, x, x)
+    assert "16384x16384" not in lowered.as_text()
+    # The scores alone of the dense computation; its gradient holds the weights' cotangent too.
+    dense_bytes = heads * length**2 * 4 * (2 if gradient else 1)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes <= dense_bytes / 20

@@ -1,0 +1,209 @@
+"""Every layout of flax_mha.convert against the PyTorch module that writes it."""
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch_port import D2LMHA, BertSelfAttention, GroupedQueryAttention, MaskedSelfAttention, NoteMHA
+
+from flax_mha import convert
+
+BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 5, 7, 3, 13
+FEATURES = HEADS * HEAD_DIM
+
+
+class HFBert(nn.Module):
+    """Names the weights of a BertSelfAttention as Hugging Face's BertAttention does."""
+
+    def __init__(self):
+        super().__init__()
+        port = BertSelfAttention(SimpleNamespace(hidden_size=FEATURES, num_of_attention_heads=HEADS))
+        self.self, self.output, self.forward = nn.Module(), nn.Module(), port.forward
+        self.self.query, self.self.key, self.self.value = port.query, port.key, port.value
+        self.output.dense, self.output.LayerNorm = port.dense, nn.LayerNorm(FEATURES)
+
+
+def llama(biased=()):
+    """Makes a module of the names and sizes of Llama's attention, or with biases on q, k, v of Qwen2's."""
+    module = GroupedQueryAttention(hidden_size=11, num_heads=HEADS, num_kv_heads=1, head_dim=HEAD_DIM)
+    for name in biased:
+        linear = getattr(module, name)
+        linear.bias = nn.Parameter(torch.randn(linear.out_features))
+    return module
+
+
+def torch_mha(**options):
+    return nn.MultiheadAttention(FEATURES, HEADS, batch_first=True, **options)
+
+
+SELF = (FEATURES,) * 4
+# name: (layout, module, the features of queries, keys, values and output, key and value heads)
+MODULES = {
+    "torch": ("torch", torch_mha, SELF, HEADS),
+    "torch without bias": ("torch", lambda: torch_mha(bias=False), SELF, HEADS),
+    "torch kdim": ("torch_separate", lambda: torch_mha(kdim=17, vdim=19), (FEATURES, 17, 19, FEATURES), HEADS),
+    "torch vdim without bias": (
+        "torch_separate",
+        lambda: torch_mha(vdim=19, bias=False),
+        (FEATURES, FEATURES, 19, FEATURES),
+        HEADS,
+    ),
+    "note_mha": ("note_mha", lambda: NoteMHA(FEATURES, HEADS), SELF, HEADS),
+    "bert_self_attention": (
+        "bert_self_attention",
+        lambda: BertSelfAttention(SimpleNamespace(hidden_size=FEATURES, num_of_attention_heads=HEADS)),
+        SELF,
+        HEADS,
+    ),
+    "d2l_mha": ("d2l_mha", lambda: D2LMHA(17, 11, 19, FEATURES, HEADS, 0.5), (11, 17, 19, FEATURES), HEADS),
+    "masked_self_attention": ("masked_self_attention", lambda: MaskedSelfAttention(FEATURES, HEADS), SELF, HEADS),
+    "hf_bert": ("hf_bert", HFBert, SELF, HEADS),
+    "llama": ("hf_llama", llama, (11,) * 4, 1),
+    "qwen2": ("hf_llama", lambda: llama(["q_proj", "k_proj", "v_proj"]), (11,) * 4, 1),
+    "llama with biases": ("hf_llama", lambda: llama(["q_proj", "k_proj", "v_proj", "o_proj"]), (11,) * 4, 1),
+}
+SELF_ATTENTION = (BertSelfAttention, MaskedSelfAttention, HFBert, GroupedQueryAttention)
+
+
+@pytest.fixture(params=MODULES)
+def case(request):
+    """A layout, its module with biases that are not zero, the features and the key heads."""
+    torch.manual_seed(0)
+    layout, make, features, kv_heads = MODULES[request.param]
+    module = make().eval()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layout, module, features, kv_heads
+
+
+def attend(params, *inputs):
+    """The equation of attention in float64 for inputs (batch, length, features)."""
+    query, key, value = (
+        np.einsum("btd,dnh->bnth", x, params[name]["kernel"]) + params[name].get("bias", np.zeros((1, 1)))[:, None]
+        for name, x in zip(("query", "key", "value"), inputs, strict=True)
+    )
+    groups = query.shape[1] // key.shape[1]
+    scores = np.einsum("bnth,bnsh->bnts", query, key.repeat(groups, 1)) / np.sqrt(query.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("bnts,bnsh,nho->bto", weights, value.repeat(groups, 1), params["out"]["kernel"])
+    return out + params["out"].get("bias", 0)
+
+
+def run(module, *inputs):
+    with torch.no_grad():
+        result = module(*(inputs[:1] if isinstance(module, SELF_ATTENTION) else inputs))
+    return (result[0] if isinstance(result, tuple) else result).numpy()
+
+
+def make_inputs(module, features):
+    """Makes the queries, keys and values that the module takes: one and the same, or of one length, or of two."""
+    length = QUERIES if isinstance(module, NoteMHA) else KEYS
+    query, key, value = (
+        torch.randn(BATCH, n, size, dtype=torch.float64)
+        for n, size in zip((QUERIES, length, length), features[:3], strict=True)
+    )
+    return (query,) * 3 if isinstance(module, SELF_ATTENTION) else (query, key, value)
+
+
+def test_every_layout_is_tried():
+    assert {layout for layout, *_ in MODULES.values()} == {*convert.LAYOUTS}
+
+
+def test_outputs_agree(case):
+    _, module, features, kv_heads = case
+    module.double()
+    inputs = make_inputs(module, features)
+    params = convert.from_torch(module.state_dict(), HEADS, kv_heads)
+    np.testing.assert_allclose(attend(params, *(x.numpy() for x in inputs)), run(module, *inputs), rtol=0, atol=1e-12)
+
+
+def test_shapes(case):
+    _, module, (query, key, value, out), kv_heads = case
+    biases = any(name.endswith("bias") and "LayerNorm" not in name for name, _ in module.named_parameters())
+    params = convert.from_torch(module.state_dict(), HEADS, kv_heads)
+    assert {name: param["kernel"].shape for name, param in params.items()} == {
+        "query": (query, HEADS, HEAD_DIM),
+        "key": (key, kv_heads, HEAD_DIM),
+        "value": (value, kv_heads, HEAD_DIM),
+        "out": (HEADS, HEAD_DIM, out),
+    }
+    expected = {"query": (HEADS, HEAD_DIM), "key": (kv_heads, HEAD_DIM), "value": (kv_heads, HEAD_DIM), "out": (out,)}
+    shapes = {name: param["bias"].shape for name, param in params.items() if "bias" in param}
+    assert bool(shapes) == biases
+    assert shapes.items() <= expected.items()
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_round_trip_is_exact(case, dtype):
+    layout, module, _, kv_heads = case
+    original = {key: value.clone() for key, value in module.to(dtype).state_dict().items()}
+    params = convert.from_torch(original, HEADS, kv_heads)
+    assert {leaf.dtype for param in params.values() for leaf in param.values()} == {numpy_dtype(dtype)}
+    state_dict = convert.to_torch(params, layout)
+    assert state_dict.keys() == {key for key in original if "LayerNorm" not in key}
+
+    again = convert.from_torch(state_dict, HEADS, kv_heads)
+    assert again.keys() == params.keys()
+    for name, param in params.items():
+        assert {leaf: array.tobytes() for leaf, array in again[name].items()} == {
+            leaf: array.tobytes() for leaf, array in param.items()
+        }
+
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    narrow = dtype == torch.bfloat16
+    tensors = {key: torch.from_numpy(array.astype("float32") if narrow else array) for key, array in state_dict.items()}
+    missing, unexpected = module.load_state_dict(tensors, strict=layout != "hf_bert")
+    assert not unexpected
+    assert all("LayerNorm" in key for key in missing)
+    for key, value in module.state_dict().items():
+        assert "LayerNorm" in key or torch.equal(bits(value), bits(original[key]))
+
+
+def numpy_dtype(dtype):
+    return np.dtype(ml_dtypes.bfloat16 if dtype == torch.bfloat16 else str(dtype).removeprefix("torch."))
+
+
+def test_every_bfloat16_is_exact():
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).reshape(256, 256)
+    state_dict = {f"{name}_proj.weight": numbers for name in "qkvo"}
+    result = convert.to_torch(convert.from_torch(state_dict, 2), "hf_llama")["k_proj.weight"]
+    np.testing.assert_array_equal(result.view(np.uint16), numbers.view(torch.uint16).numpy())
+
+
+def test_parameters_stay_as_they_are():
+    module = torch_mha()
+    parameters = dict(module.named_parameters())
+    assert all(parameter.requires_grad for parameter in parameters.values())
+    params = convert.from_torch(parameters, HEADS)
+    before = params["out"]["kernel"].copy()
+    nn.init.zeros_(module.out_proj.weight)
+    np.testing.assert_array_equal(params["out"]["kernel"], before)
+    assert all(parameter.requires_grad for parameter in parameters.values())
+
+
+def test_refuses_extra_key_and_value_bias():
+    with pytest.raises(ValueError, match="do without bias_k, bias_v"):
+        convert.from_torch(torch_mha(add_bias_kv=True).state_dict(), HEADS)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"), [((2,), "39 query"), ((0,), "got 0 and 0"), ((3, 1), "39 key .* 3 and 1")]
+)
+def test_refuses_heads_that_do_not_fit(heads, message):
+    with pytest.raises(ValueError, match=message):
+        convert.from_torch(torch_mha().state_dict(), *heads)
+
+
+def test_refuses_a_prefix():
+    module = nn.ModuleDict({"attention": torch_mha()})
+    with pytest.raises(ValueError, match=r"got \['attention\.in_proj_bias'.*Strip a prefix"):
+        convert.from_torch(module.state_dict(), HEADS)

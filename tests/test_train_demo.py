@@ -1,0 +1,370 @@
+"""`python -m train_demo`: killed, interrupted and fed with nonsense, as a new user or a bad day would."""
+
+import itertools
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from train_demo import __main__ as command_line
+from train_demo import checkpoint, data, metrics, run_folder, settings
+
+ROOT = Path(__file__).parent.parent
+STEPS, SAVE_EVERY, EVAL_EVERY = 12, 4, 3
+TEXT = "The quick brown fox jumps over the lazy dog. " * 40 + "\n$_%"
+TINY = (
+    *("--steps", STEPS, "--save-every", SAVE_EVERY, "--eval-every", EVAL_EVERY, "--batch-size", 2),
+    *("--context-length", 8, "--layers", 1, "--heads", 2, "--features", 8, "--dropout-rate", 0.1),
+)
+# Runs the command line in a process that sends itself a signal at a moment that the test chooses.
+SABOTAGED = """
+import os, signal, sys
+from train_demo import metrics
+from train_demo.__main__ import main
+
+where, number, *arguments = sys.argv[1:]
+
+def strike(event, details):
+    if event == "os.rename" and str(details[1]).endswith(where):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def strike_at(self, name, step, value, write=metrics.Log.write):
+    if (name, step) == ("loss", int(where)):
+        os.kill(os.getpid(), int(number))
+    return write(self, name, step, value)
+
+if where.isdigit():
+    metrics.Log.write = strike_at
+else:
+    sys.addaudithook(strike)
+sys.exit(main(arguments))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment(tmp_path_factory):
+    """What the processes have in common: what they compile, and a GPU where there is one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        yield
+
+
+def demo(*arguments, code=0, start=("-m", "train_demo")):
+    done = subprocess.run([sys.executable, *start, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert not done.stderr or code == 2
+    return done.stdout
+
+
+def struck(where, number, *arguments):
+    code = 128 + number if number == signal.SIGINT else -number
+    return demo(*arguments, code=code, start=("-c", SABOTAGED, str(where), str(int(number))))
+
+
+def refusal(capsys, *arguments):
+    """Runs the command line in this process, where it has to refuse in one line that says what is wrong."""
+    with pytest.raises(SystemExit) as ended:
+        command_line.main([str(argument) for argument in arguments])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("python -m train_demo")
+    assert said.count("\n") == 1
+    assert said.endswith("\n")
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text):
+    """A run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    said = demo("--data", text, "--out", out, *TINY)
+    assert f"step {STEPS:>6}  validation loss" in said
+    assert f"python -m train_demo sample --out {out}" in said
+    return out
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "copy"))
+
+
+def params(out):
+    """The newest checkpoint's step and its arrays by name, all of them: the optimizer's too."""
+    config = run_folder.read_config(out)
+    from train_demo.model import initial_params
+    from train_demo.update import State, make_optimizer
+
+    first = initial_params(len(config.vocabulary), config.settings)
+    like = State(first, make_optimizer(config.settings).init(first))._asdict()
+    step, trees = checkpoint.restore_newest(out, like, pytest.fail)
+    return step, {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trees)}
+
+
+def assert_same_run(one, other):
+    (step, trees), (other_step, other_trees) = params(one), params(other)
+    assert step == other_step == STEPS
+    for name, leaf in trees.items():
+        np.testing.assert_array_equal(leaf, other_trees[name], err_msg=name, strict=True)
+    assert metrics.read(one) == metrics.read(other)
+
+
+# A run's life
+
+
+def test_a_finished_run_leaves_what_was_promised(finished):
+    lines = [json.loads(line) for line in (finished / metrics.FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines if set(line) == {"step", "loss"}] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if set(line) == {"step", "val_loss"}] == [3, 6, 9, 12]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert json.loads((finished / run_folder.CONFIG).read_bytes())["settings"]["steps"] == STEPS
+    assert sorted(path.name for path in (finished / run_folder.CHECKPOINTS).iterdir()) == ["12", "4", "8"]
+    for picture in ("loss.png", "attention.png"):
+        assert (finished / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_killed_three_times_and_interrupted_ends_as_if_it_never_stopped(finished, text, tmp_path):
+    out = tmp_path / "run"
+    resume = ("--resume", "--out", out)
+    kill = signal.SIGKILL
+
+    struck(3, kill, "--data", text, "--out", out, *TINY)  # before there is a checkpoint
+    assert not list(out.glob("checkpoints/*/"))
+
+    struck("checkpoints/8", kill, *resume)  # while a checkpoint is written: Orbax never gets to name it
+    assert (out / "checkpoints/4").is_dir()
+    assert not (out / "checkpoints/8").exists()
+    assert list(out.glob("checkpoints/8.*"))
+
+    said = struck("checkpoints/8/sha256.json", kill, *resume)  # while a checkpoint is sealed
+    assert "Checkpoint 8 is not used (it was never finished)" in said
+    assert "Going on from the checkpoint of step 4" in said
+    assert (out / "checkpoints/8").exists()
+
+    said = struck(11, kill, *resume)  # between two checkpoints, and in the middle of a line
+    assert "Going on from the checkpoint of step 4" in said
+    with (out / metrics.FILE).open("a") as file:
+        file.write('{"step": 11, "lo')
+
+    said = struck(9, signal.SIGINT, *resume)
+    assert "Going on from the checkpoint of step 8" in said
+    assert f"Go on with: python -m train_demo --resume --out {out}" in said
+
+    said = demo(*resume)
+    assert "Going on from the checkpoint of step 1" in said  # 10 or 11: where Ctrl-C came
+    assert_same_run(out, finished)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(text, tmp_path):
+    out = tmp_path / "run"
+    said = struck(2, signal.SIGINT, "--resume", "--data", text, "--out", out, *TINY)
+    assert f"{out} holds no finished checkpoint: starting from the beginning" in said
+
+
+@pytest.mark.parametrize("harm", ["missing", "truncated", "changed", "empty folder"])
+def test_a_damaged_checkpoint_is_passed_over(monkeypatch, copy, finished, harm):
+    newest = copy / run_folder.CHECKPOINTS / str(STEPS)
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = largest.read_bytes()
+    if harm == "missing":
+        largest.unlink()
+    elif harm == "empty folder":
+        shutil.rmtree(newest)
+        newest.mkdir()
+    else:
+        half = len(content) // 2
+        largest.write_bytes(content[:half] + (bytes(len(content) - half) if harm == "changed" else b""))
+    said = []
+    restored = checkpoint.restore_newest(copy, {}, said.append)
+    assert restored.step == STEPS - SAVE_EVERY
+    assert len(said) == 1
+    assert f"Checkpoint {STEPS} is not used" in said[0]
+    if harm == "truncated":  # once in full: the run goes on, compiled anew, and saves that step again
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+        assert said[0] in demo("--resume", "--out", copy)
+        assert_same_run(copy, finished)
+
+
+def test_sample_and_plot(copy, capfd):
+    (copy / "loss.png").unlink()
+    (copy / "attention.png").write_bytes(b"")
+    assert demo("plot", "--out", copy).count(".png") == 2
+    assert (copy / "loss.png").stat().st_size > 1000
+    assert (copy / "attention.png").stat().st_size > 1000
+
+    prompt = "The quick brown fox jumps"  # longer than the context
+    texts = [demo("sample", "--out", copy, "--prompt", prompt, "--length", 30, "--seed", seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith(prompt) and len(text) == len(prompt) + 30 + 1 for text in texts)
+
+
+def test_ctrl_c_before_the_training_is_no_traceback(monkeypatch, capsys, tmp_path):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "prepare", interrupt)
+    assert command_line.main(["--out", str(tmp_path / "run")]) == 130
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# What the command line refuses
+
+NO_COUNTS = ("0", "-3", "1.5", "x", "")
+NO_POSITIVES = ("0", "-0.1", "nan", "inf", "x")
+COUNTS = ("steps", "batch-size", "context-length", "eval-every", "save-every", "layers", "heads", "features")
+BAD_NUMBERS = [
+    *itertools.product(COUNTS, NO_COUNTS),
+    *itertools.product(["learning-rate"], NO_POSITIVES),
+    *itertools.product(["seed"], ("-1", "4294967296", "x")),
+    *itertools.product(["dropout-rate"], ("-0.1", "1", "nan")),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), BAD_NUMBERS)
+def test_bad_numbers(capsys, tmp_path, option, value):
+    said = refusal(capsys, "train", "--out", tmp_path / "run", f"--{option}={value}")
+    assert f"--{option}" in said
+    assert f"got {value!r}" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["cannot read", "No such file"]),
+        (b"", ["is empty"]),
+        (b"short", ["holds 5 characters", "at least 90"]),
+        (b"x" * 89, ["holds 89 characters", "at least 90"]),
+        (b"abc\xff" * 50, ["not UTF-8", "byte 3"]),
+    ],
+)
+def test_bad_text(capsys, tmp_path, content, words):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    said = refusal(capsys, "--data", path, "--out", tmp_path / "run", *TINY)
+    assert all(word in said for word in [str(path), *words])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--heads", "3"], ["--features 128", "--heads 3"]),
+        (["--data", "."], ["cannot read --data ."]),
+        (["--out", __file__], ["File exists"]),
+        (["--out", f"{__file__}/run"], ["Not a directory"]),
+        (["--step", "5"], ["--step"]),
+        (["sing"], ["sing"]),
+        (["sample", "--out", "x"], ["--prompt"]),
+        (["sample", "--out", "x", "--prompt", "x", "--temperature", "0"], ["--temperature", "got '0'"]),
+        (["sample", "--out", "x", "--prompt", "x", "--length", "0"], ["--length", "got '0'"]),
+        (["sample", "--out", "no-such-folder", "--prompt", "x"], ["no-such-folder holds no run", "start one"]),
+        (["plot", "--out", "no-such-folder"], ["no-such-folder holds no run", "start one"]),
+    ],
+)
+def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    said = refusal(capsys, *arguments)
+    assert all(word in said for word in words)
+
+
+def test_a_folder_with_a_run(capsys, finished, text):
+    said = refusal(capsys, "--data", text, "--out", finished, *TINY)
+    assert "holds a run already: pass --resume" in said
+    assert "another --out" in said
+
+
+def test_a_run_of_another_configuration(capsys, finished, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT + "!")
+    said = refusal(
+        capsys, "--resume", "--out", finished, "--data", other, "--batch-size", 3, "--learning-rate", 0.5, "--seed", 0
+    )
+    assert "--batch-size 2 there, 3 here" in said
+    assert "--learning-rate 0.004 there, 0.5 here" in said
+    assert "--data" in said
+    assert "--seed" not in said
+
+
+def test_the_same_text_elsewhere_is_the_same_configuration(finished, tmp_path):
+    moved = tmp_path / "moved.txt"
+    moved.write_text(TEXT)
+    config, _ = run_folder.prepare(finished, str(moved), {"steps": STEPS}, resume=True)
+    assert config.settings == run_folder.read_config(finished).settings
+
+
+@pytest.mark.parametrize("prompt", ["Ünknown é", ""])
+def test_bad_prompts(capsys, finished, prompt):
+    said = refusal(capsys, "sample", "--out", finished, "--prompt", prompt)
+    assert ("'Ü' 'é'" in said) if prompt else ("empty" in said)
+
+
+@pytest.mark.parametrize("command", [["sample", "--prompt", "fox"], ["plot"]])
+def test_a_run_without_a_checkpoint(capsys, copy, command):
+    shutil.rmtree(copy / run_folder.CHECKPOINTS)
+    assert "holds no finished checkpoint" in refusal(capsys, *command, "--out", copy)
+
+
+def test_a_damaged_configuration(capsys, copy):
+    (copy / run_folder.CONFIG).write_text('{"settings": ')
+    for arguments in (["--resume"], ["sample", "--prompt", "fox"], ["plot"]):
+        assert "config.json is damaged" in refusal(capsys, *arguments, "--out", copy)
+
+
+def test_a_loss_that_is_not_finite(tmp_path):
+    with metrics.Log(tmp_path, 0) as log, pytest.raises(command_line.UserError, match="loss is nan at step 7"):
+        log.write("loss", 7, math.nan)
+    assert metrics.read(tmp_path) == []
+
+
+@pytest.mark.skipif(run_folder.fcntl is None, reason="no flock here")
+def test_two_runs_never_share_a_folder(tmp_path):
+    with (
+        run_folder.sole_writer(tmp_path),
+        pytest.raises(command_line.UserError, match="another run writes"),
+        run_folder.sole_writer(tmp_path),
+    ):
+        pass
+
+
+# The text
+
+
+def test_the_validation_windows_predict_every_character():
+    numbers = np.arange(1003)
+    windows = data.validation_windows(numbers, 8)
+    assert windows.shape == (4, data.WINDOWS, 9)
+    assert set(windows[..., 1:].ravel()) == set(range(1, 1003))
+    assert (np.diff(windows) == 1).all()
+
+
+def test_the_parts_of_a_text(text):
+    loaded = data.load(str(text), 8)
+    assert loaded.training + loaded.validation == TEXT
+    assert len(loaded.validation) == len(TEXT) // 10
+    numbers = data.encode(TEXT, loaded.vocabulary)
+    assert "".join(loaded.vocabulary[number] for number in numbers) == TEXT
+
+
+def test_the_python_documentation_is_the_default():
+    config = settings.Settings()
+    loaded = data.load(None, config.context_length)
+    assert len(loaded.characters) > 400_000
+    assert len(loaded.sentence(config.context_length)) > 20
