@@ -110,7 +110,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "logits_soft_cap": self.logits_soft_cap,
             "score_mod": score_mod,
         }
-        if self.sinks:
+        if _check.flag("sinks", self.sinks):
             ours["sinks"] = self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
         ours |= _check.module_segment_ids(segment_ids)
         room: Bool[Array, ""] | bool = True
@@ -163,8 +163,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         query = dense(features=(self.num_heads, head_size), name="query")(inputs_q)
         key = dense(features=(num_kv_heads, head_size), name="key")(inputs_k)
         value = dense(features=(num_kv_heads, head_size), name="value")(inputs_v)
-        if self.normalize_qk:
-            rms = _check.normalization(self.normalize_qk) == "rms_norm"
+        if _check.normalization(self.normalize_qk):
+            rms = self.normalize_qk == "rms_norm"
             kind = nn.RMSNorm if rms else functools.partial(nn.LayerNorm, use_bias=False)
             norm = functools.partial(kind, dtype=self.dtype, param_dtype=self.param_dtype)
             query, key = norm(name="query_ln")(query), norm(name="key_ln")(key)

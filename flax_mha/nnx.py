@@ -76,6 +76,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     ) -> None:
         _check.module_heads(num_heads, num_kv_heads, in_features if qkv_features is None else qkv_features)
         _check.window(local_window_size)
+        _check.flag("sinks", sinks)
         super().__init__(
             num_heads,
             in_features,

@@ -136,28 +136,61 @@ def by_distance(score, b, h, q_idx, kv_idx):
     return score * 2 - (q_idx - kv_idx).astype(score.dtype) * (h + 1).astype(score.dtype) / 8
 
 
+def thinned(b, h, q_idx, kv_idx):
+    """A mask_mod that looks at all four; it hides the only key that a causal query 0 of head 0 could see."""
+    return (q_idx + kv_idx + b) % (h + 2) != b
+
+
+ENTRY, HEAD, ROW, COLUMN = np.ogrid[:BATCH, :HEADS, :QUERIES, :QUERIES]
+IDS = np.array([5, 5, 5, 5, 3, 3, 3])
+# Mask objects, and the same as arrays.
+MASKS = {
+    "CausalMask": (masks.CausalMask(-1), COLUMN < ROW),
+    "LocalMask": (masks.LocalMask(2, 1), (ROW - 2 <= COLUMN) & (COLUMN <= ROW + 1)),
+    "SegmentMask": (masks.SegmentMask(IDS, IDS), IDS[ROW] == IDS[COLUMN]),
+    "FunctionMask": (masks.FunctionMask(thinned), thinned(ENTRY, HEAD, ROW, COLUMN)),
+}
+SEGMENTS, THINNED = ({"mask": MASKS[name][0]} for name in ("SegmentMask", "FunctionMask"))
+MODIFIED = {"score_mod": jax.tree_util.Partial(by_distance)}
 # Options and call arguments of ours that Flax lacks, alike in both modules.
+GROUPED = {"num_heads": 6, "num_kv_heads": 2, "qkv_features": 30}
+EVERYTHING = (
+    GROUPED | {"sinks": True, "logits_soft_cap": 0.5, "normalize_qk": "rms_norm", "local_window_size": (3, 1)},
+    MODIFIED | THINNED,
+)
 ADDED = {
     "logits_soft_cap": ({"logits_soft_cap": 0.5}, {}),
     "sinks": ({"sinks": True}, {}),
-    "score_mod": ({}, {"score_mod": jax.tree_util.Partial(by_distance)}),
-    "mask object": ({}, {"mask": masks.LocalMask(2, 1)}),
+    "score_mod": ({}, MODIFIED),
     "rms_norm": ({"normalize_qk": "rms_norm"}, {}),
+    "window": ({"local_window_size": (2, 1)}, {}),
+    "everything": EVERYTHING,
 }
+# Two at a time, since every case is compiled for each implementation; of what needs positions there is one in each.
 DECODING_ADDED = {
-    "mask object": Case(arguments={"mask": masks.LocalMask(2, None)}),
-    "sinks, cap and score_mod": Case(
-        {"sinks": True, "logits_soft_cap": 0.5}, arguments={"score_mod": jax.tree_util.Partial(by_distance)}
-    ),
+    "sinks, score_mod": Case({"sinks": True}, arguments=MODIFIED),
+    "logits_soft_cap, FunctionMask": Case({"logits_soft_cap": 0.5}, arguments=THINNED),
+    "rms_norm, SegmentMask": Case({"normalize_qk": "rms_norm"}, arguments=SEGMENTS),
+    "CausalMask, LocalMask": Case(arguments={"mask": masks.CausalMask(-1) & masks.LocalMask(2, 1)}),
+    "everything": Case(EVERYTHING[0], arguments=EVERYTHING[1]),
 }
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+
+
+def trained(params):
+    """The same but for the vectors: sinks and the norms' scales start as zeros and ones, which show too little."""
+    return jax.tree.map(lambda w: w + normal(4, *w.shape) if w.ndim == 1 else w, params)
 
 
 def cut(arguments, t):
-    """Arrays with a row for every query become that of query t; all else stays."""
-    return {
-        name: x[..., t : t + 1, :] if isinstance(x, np.ndarray) and x.shape[-2] > 1 else x
-        for name, x in arguments.items()
-    }
+    """Arrays with a row for every query, and segments, become those of query t; all else stays."""
+
+    def of_query(x):
+        if isinstance(x, masks.SegmentMask):
+            return masks.SegmentMask(x.query_ids[t : t + 1], x.key_value_ids)
+        return x[..., t : t + 1, :] if isinstance(x, np.ndarray) and x.shape[-2] > 1 else x
+
+    return {name: of_query(x) for name, x in arguments.items()}
 
 
 def assert_same_arguments(ours, flax):

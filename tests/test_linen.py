@@ -19,7 +19,9 @@ from flax_cases import (
     DECODING_ADDED,
     FEATURES,
     HEADS,
+    IMPLEMENTATIONS,
     KEYS,
+    MASKS,
     QUERIES,
     Case,
     assert_close,
@@ -33,6 +35,7 @@ from flax_cases import (
     normal,
     recording,
     scaled,
+    trained,
     visible,
 )
 
@@ -326,7 +329,6 @@ OUR_DECODING = DECODING | {
     "bias": Case(arguments={"bias": np.asarray(normal(7, HEADS, QUERIES, QUERIES))}),
     "window": Case({"local_window_size": 2}, arguments={"mask": visible(BATCH, 1, 1, QUERIES)}),
     "blockwise": Case({"num_kv_heads": 1, "implementation": "blockwise", "local_window_size": (3, None)}),
-    **DECODING_ADDED,
 }
 
 
@@ -339,6 +341,18 @@ def test_decoding_equals_the_whole_forward(case):
     got, variables = decode(module, variables, x, jax.jit, **case.arguments)
     assert_close(got, np.asarray(expected))
     assert variables["cache"]["cache_index"] == QUERIES
+
+
+@IMPLEMENTATIONS
+@each(DECODING_ADDED)
+def test_decoding_with_what_flax_lacks(case, implementation):
+    (x,) = case.inputs()
+    module = make(OURS, **case.options)
+    variables = module.clone(decode=True).init(KEY, x)
+    variables["params"] = trained(variables["params"])
+    expected = module.apply(variables, x, is_causal=True, **case.arguments)
+    module = module.clone(decode=True, implementation=implementation)
+    assert_close(decode(module, variables, x, jax.jit, **case.arguments)[0], np.asarray(expected))
 
 
 @each(DECODING)
@@ -514,7 +528,7 @@ def _repeated(layer):
     return {name: np.repeat(array, HEADS, axis=-2) for name, array in layer.items()}
 
 
-@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@IMPLEMENTATIONS
 @pytest.mark.parametrize(
     ("options", "arguments", "same_as"),
     [
@@ -547,16 +561,33 @@ def test_segments_across_inputs_and_bias():
         assert_close(got, theirs.apply(checkpoint, X, Y, mask=mask))
 
 
+@pytest.mark.parametrize(("mask", "array"), MASKS.values(), ids=MASKS)
+def test_mask_objects_equal_arrays(mask, array):
+    checkpoint = make(FLAX).init(KEY, X)
+    expected = make(OURS).apply(checkpoint, X, mask=array)
+    assert_close(make(OURS).apply(checkpoint, X, mask=mask), expected)
+    assert not np.allclose(expected, make(OURS).apply(checkpoint, X), atol=1e-3)
+
+
 @pytest.mark.parametrize(("options", "arguments"), ADDED.values(), ids=ADDED)
 def test_what_flax_lacks_equals_that_of_nnx(options, arguments):
     """And test_nnx.py compares nnx's with the core."""
-    peer = flax_mha.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0), **options)
-    params = nnx.to_pure_dict(nnx.state(peer, nnx.Param))
-    params |= {"sinks": normal(4, HEADS)} if "sinks" in params else {}
-    nnx.update(peer, params)
+    options = {"num_heads": HEADS} | options
+    peer = flax_mha.MultiHeadAttention(in_features=FEATURES, decode=False, rngs=nnx.Rngs(0), **options)
     module = make(OURS, **options)
-    assert jax.tree.structure(module.init(KEY, X)) == jax.tree.structure({"params": params})
+    params = module.init(KEY, X)["params"]
+    assert_same(*(jax.tree.map(jnp.zeros_like, p) for p in (params, nnx.to_pure_dict(nnx.state(peer, nnx.Param)))))
+    params = trained(params)
+    nnx.update(peer, params)
     assert_close(module.apply({"params": params}, X, **arguments), peer(X, **arguments))
+
+
+def test_sinks_are_learned():
+    module = make(OURS, sinks=True)
+    params = module.init(KEY, X)["params"]
+    assert_same(params["sinks"], jnp.zeros(HEADS))
+    grads = jax.grad(lambda params: jnp.sum(module.apply({"params": params}, X) ** 2))(params)
+    assert np.all(np.abs(grads["sinks"]) > 1e-3)
 
 
 def test_vmap_over_modules():
@@ -591,7 +622,10 @@ COMPLEX = X.astype(jnp.complex64)
         ({"num_kv_heads": 2}, [X], {}, ValueError, r"num_heads \(3\) must be divisible by num_kv_heads \(2\)"),
         ({"local_window_size": -1}, [X], {}, ValueError, "local_window_size must be an int >= 0, .* but got -1"),
         ({"logits_soft_cap": 0.0}, [X], {}, ValueError, r"logits_soft_cap must be .*got 0\.0"),
+        ({"logits_soft_cap": -1}, [X], {}, ValueError, "logits_soft_cap must be .*got -1"),
         ({"normalize_qk": "batch_norm"}, [X], {}, ValueError, "normalize_qk must be False, True"),
+        ({"normalize_qk": ""}, [X], {}, ValueError, "normalize_qk must be .*got ''"),
+        ({"sinks": np.zeros(HEADS, np.float32)}, [X], {}, ValueError, "sinks must be True or False, but got"),
         ({}, [X, Y[0]], {}, ValueError, r"inputs must have same rank.*\(2, 7, 15\).*\(11, 15\)"),
         ({}, [X[0, 0]], {}, ValueError, "rank, 2 or more"),
         ({}, [X, Y[:1]], {}, ValueError, "batch dims must match"),
@@ -599,6 +633,7 @@ COMPLEX = X.astype(jnp.complex64)
         ({}, [X, None, Y], {}, ValueError, "`inputs_k` cannot be None if `inputs_v` is not None"),
         ({}, [X], {"mask": np.ones((7, 11), bool)}, ValueError, r"mask must broadcast.*\(2, 3, 7, 7\).*\(7, 11\)"),
         ({}, [X], {"bias": np.ones((2, 7, 7), np.float32)}, ValueError, "bias must broadcast"),
+        ({}, [X], {"score_mod": lambda score: score}, ValueError, r"score_mod\(score, b, h, q_idx, kv_idx\) must"),
         ({}, [X], {"segment_ids": ONES[:, :3]}, ValueError, "query_segment_ids must be"),
         ({}, [X, Y], {"segment_ids": ONES}, ValueError, "key_value_segment_ids must be"),
         ({"implementation": "fast"}, [X], {}, ValueError, "implementation must be \"xla\".*but got 'fast'"),

@@ -15,8 +15,11 @@ from flax_cases import (
     CASES,
     DECODING_ADDED,
     FEATURES,
+    GROUPED,
     HEADS,
+    IMPLEMENTATIONS,
     KEYS,
+    MASKS,
     QUERIES,
     Case,
     assert_close,
@@ -30,13 +33,13 @@ from flax_cases import (
     normal,
     recording,
     scaled,
+    trained,
     visible,
 )
 
 import flax_mha
 
 OURS, FLAX = flax_mha.MultiHeadAttention, nnx.MultiHeadAttention
-GROUPED = {"num_heads": 6, "num_kv_heads": 2, "qkv_features": 30}
 CASES = CASES | {
     "causal, fewer queries": Case(features=(FEATURES,) * 2, arguments={"is_causal": True}),
     "causal with mask": Case(arguments={"is_causal": True, "mask": visible(BATCH, HEADS, QUERIES, QUERIES)}),
@@ -343,7 +346,6 @@ OUR_DECODING = DECODING | {
     "window with groups": Case({"local_window_size": (3, None), **GROUPED}),
     "window with mask": Case({"local_window_size": 2}, arguments={"mask": visible(BATCH, 1, 1, QUERIES)}),
     "blockwise": Case({"implementation": "blockwise", "local_window_size": (1, 0)}),
-    **DECODING_ADDED,
 }
 
 
@@ -356,6 +358,18 @@ def test_decoding_equals_the_whole_forward(case):
     module.init_cache(x.shape)
     assert_close(decode(module, x, jitted_step, **case.arguments), expected)
     assert module.cache_index[...] == QUERIES
+
+
+@IMPLEMENTATIONS
+@each(DECODING_ADDED)
+def test_decoding_with_what_flax_lacks(case, implementation):
+    (x,) = case.inputs()
+    module = make_quickly(OURS, **case.options)
+    nnx.update(module, trained(params(module)))
+    expected = module(x, is_causal=True, **case.arguments)
+    module.implementation, module.decode = implementation, True
+    module.init_cache(x.shape)
+    assert_close(decode(module, x, jitted_step, **case.arguments), expected)
 
 
 @each(DECODING, "no batch", "normalized", "groups", "mask")
@@ -597,8 +611,10 @@ def test_what_the_call_does_not_know_reaches_attention_fn():
     positions = jnp.broadcast_to(jnp.arange(QUERIES, dtype=jnp.float32), (BATCH, QUERIES))
     result = module(x, input_positions=positions)
     assert_close(result, module.out(module.query(x) * positions[..., None, None]))
+    module = make_quickly(OURS)
+    assert module.attention_fn is flax_mha.attention_fn
     with pytest.raises(TypeError, match="maks"):
-        make_quickly(OURS)(x, maks=x)
+        module(x, maks=0)
 
 
 # What Flax lacks -----------------------------------------------------------------------------------------------------
@@ -615,9 +631,6 @@ def test_bias_of_the_call():
         assert_close(got, flax(q, k))
     grad = jax.grad(lambda bias: jnp.sum(ours(q, k, bias=bias) ** 2))(bias)
     assert np.abs(grad).max() > 1e-3
-
-
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 
 
 @IMPLEMENTATIONS
@@ -665,19 +678,33 @@ def test_local_window(size, left, right):
     assert_close(module(x), make_quickly(OURS)(x, mask=mask[None, None]))
 
 
+@pytest.mark.parametrize(("mask", "array"), MASKS.values(), ids=MASKS)
+def test_mask_objects_equal_arrays(mask, array):
+    module, x = make_quickly(OURS), normal(0, BATCH, QUERIES, FEATURES)
+    expected = module(x, mask=array)
+    assert_close(module(x, mask=mask), expected)
+    assert not np.allclose(expected, module(x), atol=1e-3)
+
+
 @pytest.mark.parametrize(("options", "arguments"), ADDED.values(), ids=ADDED)
 def test_what_flax_lacks_equals_the_core_between_the_projections(options, arguments):
     module, x = make_quickly(OURS, **options), normal(0, BATCH, QUERIES, FEATURES)
     query, key = module.query(x), module.key(x)
-    core = arguments | {name: options[name] for name in ("logits_soft_cap",) if name in options}
+    core = arguments | {name: options[name] for name in ("logits_soft_cap", "local_window_size") if name in options}
     if "sinks" in options:
-        assert_same(module.sinks[...], jnp.zeros(HEADS))
-        module.sinks[...] = core["sinks"] = normal(4, HEADS)
+        assert_same(module.sinks[...], jnp.zeros(module.num_heads))
+    nnx.update(module, trained(params(module)))
+    learned = params(module)
+    assert learned.keys() - {"query", "key", "value", "out"} == {
+        *(["sinks"] if "sinks" in options else []),
+        *(["query_ln", "key_ln"] if "normalize_qk" in options else []),
+    }
+    if "sinks" in options:
+        core["sinks"] = learned["sinks"]
     if "normalize_qk" in options:
-        module.query_ln.scale[...], module.key_ln.scale[...] = scales = normal(5, 2, FEATURES // HEADS)
         query, key = (
-            y / jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6) * scale[None, None, None]
-            for y, scale in zip((query, key), scales, strict=True)
+            y / jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6) * learned[name]["scale"][None, None, None]
+            for y, name in ((query, "query_ln"), (key, "key_ln"))
         )
     expected = module.out(flax_mha.dot_product_attention(query, key, module.value(x), **core))
     assert_close(module(x, **arguments), expected)
@@ -738,7 +765,10 @@ def test_sharded_projections():
         ({"local_window_size": -1}, "local_window_size must be an int >= 0, .* but got -1"),
         ({"local_window_size": (1, -2)}, r"local_window_size must be .* but got \(1, -2\)"),
         ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be .*got 0\.0"),
+        ({"logits_soft_cap": -1}, "logits_soft_cap must be .*got -1"),
         ({"normalize_qk": "batch_norm"}, 'normalize_qk must be False, True, "layer_norm" or "rms_norm"'),
+        ({"normalize_qk": ""}, "normalize_qk must be .*got ''"),
+        ({"sinks": np.zeros(HEADS, np.float32)}, r"sinks must be True or False, but got array\(\[0"),
     ],
 )
 def test_constructor_refuses(options, message):
@@ -764,6 +794,7 @@ X, Y = jnp.ones((BATCH, QUERIES, FEATURES)), jnp.ones((BATCH, KEYS, FEATURES))
         ({}, [X], {"mask": np.ones((7, 11), bool)}, ValueError, r"mask must broadcast.*\(2, 3, 7, 7\).*\(7, 11\)"),
         ({}, [X], {"mask": np.ones((1, 1, 1, 1, 1), bool)}, ValueError, "mask must broadcast"),
         ({}, [X], {"bias": np.ones((2, 7, 7), np.float32)}, ValueError, "bias must broadcast"),
+        ({}, [X], {"score_mod": lambda score: score}, ValueError, r"score_mod\(score, b, h, q_idx, kv_idx\) must"),
         ({}, [X], {"segment_ids": jnp.ones((BATCH, KEYS), int)}, ValueError, "query_segment_ids must be"),
         ({}, [X, Y], {"segment_ids": jnp.ones((BATCH, QUERIES), int)}, ValueError, "key_value_segment_ids must be"),
         ({"implementation": "fast"}, [X], {}, ValueError, "implementation must be \"xla\".*but got 'fast'"),
