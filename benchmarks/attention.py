@@ -1,0 +1,178 @@
+"""How fast is attention alone, beside jax.nn's and PyTorch's, and how much memory does it take?
+
+    python benchmarks/attention.py [--lengths 128,512] [--dtypes float32] [--passes forward] [--masks causal]
+                                   [--head-dims 64] [--seconds S | --rounds N] [--out benchmarks/results/NAME]
+
+On a CPU the shapes (batch, length, heads, head size) are (8,128,8,64), (4,512,8,64), (1,2048,8,64), (1,8192,4,64) and
+(1,16384,4,64); on a GPU or TPU 16k tokens in 2048 features, as in FlashAttention's paper. `backward` is the value and
+the gradients of query, key and value for a given cotangent.
+
+Columns:
+  spread      distance between the quartiles, in % of the median
+  MiB         temporaries (jax's programs say)
+  compile     seconds to trace and compile
+  GFLOP/s     4 B N T S H forward, 3.5 times that with backward, half of it if causal
+  x matmul    the same as a share of a matrix product by jax, in this dtype, measured in the same rounds
+  x torch     milliseconds as a multiple of torch's scaled_dot_product_attention; on a GPU of its best backend
+  x jax.nn    the same of jax.nn.dot_product_attention, as Flax's modules call it
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+
+import flax_mha
+
+COLUMNS = {
+    "shape": "B, T, N, H",
+    "mask": "mask",
+    "dtype": "dtype",
+    "pass": "pass",
+    "implementation": "implementation",
+    "ms": "ms",
+    "spread": "spread",
+    "temporaries_mib": "MiB",
+    "compile_s": "compile",
+    "gflops": "GFLOP/s",
+    "of_matmul": "x matmul",
+    "to_torch": "x torch",
+    "to_jax_nn": "x jax.nn",
+    "note": "",
+}
+OURS = {f"flax_mha {name or 'automatic'}": name for name in (None, "xla", "blockwise", "cudnn", "splash")}
+
+
+class Cell(NamedTuple):
+    """What all peers have to compute."""
+
+    length: int
+    head_dim: int
+    dtype: str
+    mask: str
+    direction: str
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[B, T, N, H]."""
+        if not measure.ON_CPU:
+            return max(1, 16384 // self.length), self.length, 2048 // self.head_dim, self.head_dim
+        batch = 8 if self.length <= 128 else 4 if self.length <= 512 else 1
+        return batch, self.length, 8 if self.length <= 2048 else 4, self.head_dim
+
+    @property
+    def gflop(self) -> float:
+        """Of the matrix products, of what is visible."""
+        batch, length, heads, size = self.shape
+        forward = 4 * batch * heads * length**2 * size / 1e9
+        return forward * (3.5 if self.direction == "backward" else 1) * (0.5 if self.mask == "causal" else 1)
+
+    def arrays(self) -> list[np.ndarray]:
+        """Query, key, value, cotangent."""
+        rng = np.random.default_rng(0)
+        return [rng.standard_normal(self.shape, np.float32) for _ in range(4)]
+
+
+def by_jax(attend: Callable, cell: Cell, memory: float) -> measure.Ready:
+    attend = functools.partial(attend, is_causal=cell.mask == "causal")
+    *inputs, cotangent = (jnp.asarray(x, cell.dtype) for x in cell.arrays())
+    if cell.direction == "backward":
+        attend, inputs = measure.value_and_pullback(attend), [cotangent, *inputs]
+    return measure.compiled(attend, *inputs, memory=memory)
+
+
+def by_torch(cell: Cell) -> measure.Ready:
+    """On a GPU, the fastest of its backends."""
+    torch, device = measure.torch_here()
+    tensors = (torch.from_numpy(x.swapaxes(1, 2).copy()) for x in cell.arrays())  # [B, N, T, H]
+    *inputs, cotangent = (x.to(device, getattr(torch, cell.dtype)) for x in tensors)
+    backward = cell.direction == "backward"
+    for x in inputs:
+        x.requires_grad_(backward)
+
+    def call() -> object:
+        for x in inputs:
+            x.grad = None
+        out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=cell.mask == "causal")
+        if backward:
+            out.backward(cotangent)
+        return out
+
+    if device == "cpu":
+        return measure.Ready(call, measure.torch_wait)
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    candidates, reasons = {}, []
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
+        peer = measure.Ready(sdpa_kernel(getattr(SDPBackend, name))(call), measure.torch_wait, note=name.lower())
+        try:
+            candidates[min(measure.seconds_of(peer, 3) for _ in range(5))] = peer
+        except RuntimeError as error:
+            reasons.append(str(error))
+    if not candidates:
+        raise NotImplementedError("; ".join(reasons))
+    return candidates[min(candidates)]
+
+
+def peers(cell: Cell, memory: float) -> measure.Peers:
+    def ours(name: str | None) -> measure.Ready:
+        return by_jax(functools.partial(flax_mha.dot_product_attention, implementation=name), cell, memory)
+
+    def theirs(name: str | None) -> measure.Ready:
+        return by_jax(functools.partial(jax.nn.dot_product_attention, implementation=name), cell, memory)
+
+    everyone = {label: functools.partial(ours, name) for label, name in OURS.items()}
+    everyone["jax.nn"] = functools.partial(theirs, None)
+    if jax.default_backend() == "gpu":
+        everyone["jax.nn cudnn"] = functools.partial(theirs, "cudnn")
+    return everyone | {"torch SDPA": functools.partial(by_torch, cell)}
+
+
+def plot(rows: list[measure.Row], out: Path) -> None:
+    """Speed against length; dashed, the matrix product."""
+    rows = [row | {"panel": f"{row['mask']}, {row['dtype']}, head size {row['head_dim']}"} for row in rows]
+    figure, panels = measure.grid(rows, "pass", "panel", ("length", "GFLOP/s"), sharey=True)
+    for axes, own in panels:
+        measure.lines(axes, own, "length", "gflops")
+        product = {row["length"]: row["matmul_gflops"] for row in own}
+        axes.plot(product.keys(), product.values(), "--", color="grey", label="matrix product by jax")
+    figure.suptitle(f"Attention alone ({measure.about()['device']}); higher is better")
+    measure.save(figure, out)
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__)
+    lengths = [128, 512, 2048, 8192, 16384] if measure.ON_CPU else [1024, 2048, 4096, 8192, 16384]
+    parser.add_argument("--lengths", type=measure.numbers, default=lengths)
+    parser.add_argument("--head-dims", type=measure.numbers, default=[64] if measure.ON_CPU else [64, 128])
+    dtypes = ["float32", "bfloat16"] if measure.ON_CPU else ["bfloat16"]
+    parser.add_argument("--dtypes", type=measure.names, default=dtypes)
+    parser.add_argument("--passes", type=measure.names, default=["forward", "backward"])
+    parser.add_argument("--masks", type=measure.names, default=["full", "causal"])
+    options = parser.parse_args()
+    cells = [
+        Cell(length, head_dim, dtype, mask, direction)
+        for dtype in options.dtypes
+        for head_dim in options.head_dims
+        for length in options.lengths
+        for mask in options.masks
+        for direction in options.passes
+    ]
+    with measure.Report("Attention alone", COLUMNS, options) as report:
+        for cell in report.each(cells):
+            facts = cell._asdict() | {"shape": ", ".join(map(str, cell.shape)), "pass": cell.direction}
+            everyone = peers(cell, options.memory)
+            results = measure.compare_speed(everyone, cell.gflop, cell.dtype, options, report.say)
+            measure.ratios(results, "torch SDPA", "to_torch")
+            measure.ratios(results, "jax.nn", "to_jax_nn")
+            report.add(facts, results)
+    plot(report.rows, options.out)
+
+
+if __name__ == "__main__":
+    main()

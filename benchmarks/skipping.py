@@ -1,0 +1,166 @@
+"""What does skipping empty tiles pay, and does a window's cost grow linearly with the length?
+
+    python benchmarks/skipping.py [--length 16384] [--passes forward,backward]
+                                  [--seconds S | --rounds N] [--out benchmarks/results/NAME]
+
+One sequence of T = `--length` tokens, 4 heads of size 64, float32: all cases take turns. Then full against causal
+attention at T / 2, and the same window at T / 4, T / 2, T and 4 T. `backward` is the value and the gradients of query,
+key and value.
+
+Columns:
+  spread      distance between the quartiles, in % of the median
+  x full      milliseconds as a multiple of those of full attention of the same length
+  tiles       share of the tiles of 512 x 512 scores in which something may be visible, and which are thus visited
+  MiB         temporaries (jax's programs say)
+  compile     seconds to trace and compile
+  ms / 1k     milliseconds for a thousand tokens: the same for every length where the cost grows linearly
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+from matplotlib.figure import Figure
+
+from flax_mha import attention, recipes
+from flax_mha._check import Shape
+from flax_mha._impl import tiling
+from flax_mha._tiles import Grid
+from flax_mha.masks import CausalMask, LocalMask, Mask, SegmentMask
+
+COLUMNS = {
+    "length": "T",
+    "pass": "pass",
+    "implementation": "attention",
+    "ms": "ms",
+    "spread": "spread",
+    "to_full": "x full",
+    "tiles": "tiles",
+    "temporaries_mib": "MiB",
+    "compile_s": "compile",
+    "ms_per_1k": "ms / 1k",
+    "note": "",
+}
+HEADS, HEAD_DIM = 4, 64
+TILE = attention.LARGEST_TILE[0]
+WINDOW = "window of 256"
+
+
+class Case(NamedTuple):
+    """Arguments of `dot_product_attention`, and a mask that says the same."""
+
+    arguments: dict[str, Any]
+    mask: Mask | None
+
+
+def full(length: int) -> Case:
+    return Case({}, None)
+
+
+def documents(length: int) -> Case:
+    ids = jnp.repeat(jnp.arange(16, dtype=jnp.int32), -(-length // 16))[None, :length]
+    return Case({"query_segment_ids": ids}, SegmentMask(ids, ids))
+
+
+def causal(length: int) -> Case:
+    return Case({"is_causal": True}, CausalMask())
+
+
+def window(length: int) -> Case:
+    return Case({"is_causal": True, "local_window_size": (255, 0)}, LocalMask(255, 0))
+
+
+def big_bird(length: int) -> Case:
+    """The diagonal, the first tile, and one tile in ten at random, for each head others; every score of these."""
+    count = -(-length // TILE)
+    table = np.random.default_rng(0).random((HEADS, count, count)) < 0.1
+    table |= np.eye(count, dtype=bool) | (np.arange(count) == 0)
+    return of_recipe(recipes.block_sparse(table, TILE))
+
+
+def of_recipe(arguments: dict[str, Any]) -> Case:
+    return Case(arguments, arguments.get("mask"))
+
+
+CASES: dict[str, Callable[[int], Case]] = {
+    "full": full,
+    "16 documents": documents,
+    "causal": causal,
+    WINDOW: window,
+    "prefix-LM, a quarter": lambda length: of_recipe(recipes.prefix_lm(length // 4)),
+    "dilated by 4": lambda length: of_recipe(recipes.dilated(4)),
+    "block-sparse": big_bird,
+    "score_mod that changes nothing": lambda length: of_recipe({"score_mod": lambda score, b, h, q_idx, kv_idx: score}),
+}
+
+
+def share_of_tiles(mask: Mask | None, length: int) -> float | None:
+    """The mean over the heads."""
+    if mask is None:
+        return None
+    layout = tiling.layout((length, length), attention.LARGEST_TILE)
+    mask = mask.checked(Shape((1,), length, length, HEADS, HEADS, HEAD_DIM, HEAD_DIM))
+    mask = mask.known(Grid(layout.counts, layout.tile_shape)).by_head((HEADS, 1))
+    heads = [jax.tree.map(lambda x, h=h: x[0, h % x.shape[1], 0], mask) for h in range(HEADS)]
+    return float(np.mean([tiling.plan(layout, head, 0).some for head in heads])) / layout.counts[1]
+
+
+def peer(case: Case, length: int, direction: str, memory: float) -> measure.Ready:
+    rng = np.random.default_rng(0)
+    x = [jnp.asarray(rng.standard_normal((1, length, HEADS, HEAD_DIM), np.float32)) for _ in range(4)]
+    attend = functools.partial(attention.dot_product_attention, **case.arguments)
+    if direction == "backward":
+        return measure.compiled(measure.value_and_pullback(attend), *x, memory=memory)
+    return measure.compiled(attend, *x[:3], memory=memory)
+
+
+def plot(rows: list[measure.Row], options) -> None:
+    """What each case costs, and the window by length."""
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    rows = [row for row in rows if "ms" in row]
+    measure.bars(left, [row for row in rows if row["length"] == options.length], "implementation", "to_full", "pass")
+    left.set(title=f"T = {options.length:,}", xlabel="milliseconds / those of full attention; lower is better")
+    windows = [row for row in rows if row["implementation"] == WINDOW]
+    measure.lines(right, windows, "length", "ms", "pass")
+    right.set(title=WINDOW, xlabel="length", ylabel="ms")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"What skipping pays ({measure.about()['device']})")
+    measure.save(figure, options.out)
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--passes", type=measure.names, default=["forward", "backward"])
+    options = parser.parse_args()
+    names = {
+        options.length: list(CASES),
+        options.length // 2: ["full", "causal", WINDOW],
+        options.length // 4: [WINDOW],
+        options.length * 4: [WINDOW],
+    }
+    cells = [(length, direction) for length in names for direction in options.passes]
+    with measure.Report("What skipping pays", COLUMNS, options) as report:
+        for length, direction in report.each(cells):
+            cases = {name: CASES[name](length) for name in names[length]}
+            peers = {
+                name: functools.partial(peer, case, length, direction, options.memory) for name, case in cases.items()
+            }
+            results = measure.compare(peers, options, report.say)
+            for name, result in results.items():
+                result["tiles"] = share_of_tiles(cases[name].mask, length)
+                if "ms" in result:
+                    result["ms_per_1k"] = 1000 * result["ms"] / length
+            measure.ratios(results, "full", "to_full")
+            report.add({"length": length, "pass": direction}, results)
+    plot(report.rows, options)
+
+
+if __name__ == "__main__":
+    main()
