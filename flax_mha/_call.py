@@ -1,19 +1,21 @@
-"""One call, compiled: all arrays take the layout of one head, are mapped over, and go back."""
+"""One call: its arguments checked once, and put into the form that every implementation takes."""
 
 import functools
+import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from flax_mha._impl import blockwise, dense, heads, tiling
-from flax_mha._impl.scores import Learned, Scores, accumulation_dtype
-from flax_mha._program import Program
-from flax_mha._tiles import array_by_head
-from flax_mha.masks import Mask
+from flax_mha import _check
+from flax_mha._program import Program, trace
+from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
+
+ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 
 
 class Operands(NamedTuple):
@@ -30,9 +32,19 @@ class Operands(NamedTuple):
     scale: Array | None
     dropout_rng: Array | None
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """T and S."""
+        return self.query.shape[-3], self.key.shape[-3]
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """K, and G = N / K."""
+        return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
+
 
 class Options(NamedTuple):
-    """What is known of a call while tracing; without a `layout` of tiles it is dense."""
+    """What is known of a call while tracing."""
 
     static_offset: int
     scale: float
@@ -41,102 +53,115 @@ class Options(NamedTuple):
     program_learns: tuple[bool, ...]
     dropout_rate: float
     broadcast_dropout: bool
+    return_residual: bool
     precision: lax.PrecisionLike
-    layout: tiling.Layout | None
-    sequential: bool
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def attend(operands: Operands, options: Options) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
-    """Output and log-sum-exp of all heads."""
-    query, key, value = operands.query, operands.key, operands.value
-    groups = (key.shape[-2], query.shape[-2] // key.shape[-2])
-    axes = query.ndim - 1
-    # Matrix products too: on a CPU, XLA's bfloat16 ones are slower than float32.
-    dtype = accumulation_dtype(query.dtype)
-    scaled = query.astype(dtype) if operands.scale is None else query.astype(dtype) * operands.scale.astype(dtype)
-    key, value, poison = _without_poison(key.astype(dtype), value.astype(dtype), operands, options)
-    scores = _scores(operands, options, groups, poison)
-    learned = Learned(
-        bias=None if operands.bias is None else array_by_head(operands.bias, groups),
-        sink=None if operands.sinks is None else _vector_by_head(operands.sinks, groups).astype(dtype),
-        captured=_shared(operands.captured, options.program_learns, True, axes),
+class Call(NamedTuple):
+    """What every implementation takes."""
+
+    operands: Operands
+    options: Options
+
+
+def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """In what softmax and sums are computed: float32, or float64 for such inputs."""
+    return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
+
+
+def checked(
+    *,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None,
+    mask: ArrayLike | Mask | None,
+    scale: float | ArrayLike | None,
+    is_causal: bool,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
+    local_window_size: int | tuple[int | None, int | None] | None,
+    query_offset: int | ArrayLike,
+    query_segment_ids: ArrayLike | None,
+    key_value_segment_ids: ArrayLike | None,
+    logits_soft_cap: float | None,
+    sinks: ArrayLike | None,
+    score_mod: ScoreMod | None,
+    dropout_rate: float,
+    dropout_rng: Array | None,
+    broadcast_dropout: bool,
+    return_residual: bool,
+    precision: lax.PrecisionLike,
+) -> Call:
+    """The arguments of `dot_product_attention`, if they fit together; all that hides becomes one mask."""
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    shape = _check.inputs(query, key, value)
+    static_scale, scale_array = _check.scale(scale, shape)
+    static_offset, offset_array = _check.offset(query_offset, shape)
+    query_ids, key_ids = _check.segment_ids(query_segment_ids, key_value_segment_ids, shape)
+    rate = _check.dropout(dropout_rate, dropout_rng)
+    window = _check.window(local_window_size)
+    lengths = (
+        _check.per_sequence("key_value_seq_lengths", key_value_seq_lengths, shape),
+        _check.per_sequence("query_seq_lengths", query_seq_lengths, shape),
     )
-    arrays = (_grouped(scaled, groups), _grouped(key, (groups[0], 1)), _grouped(value, (groups[0], 1)), learned, scores)
-    if options.layout is None:
-        output, lse = heads.over_heads(lambda head: dense.attend(*head), arrays, axes)
-    else:
-        plan = _plan(scores, options.layout, axes)
-        one_head = functools.partial(blockwise.attend, layout=options.layout)
-        sequential = axes if options.sequential else 0
-        output, lse = heads.over_heads(lambda head: one_head(*head), (*arrays, plan), axes, sequential)
-    return _ungrouped(output).astype(query.dtype), _ungrouped(lse[..., None])[..., 0]
-
-
-def _without_poison(
-    key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"], operands: Operands, options: Options
-) -> tuple[Array, Array, Float[Array, "*B K 1 S"] | None]:
-    """Where something may be hidden: keys and values, zero where not finite, and where that was; see `Scores`."""
-    if operands.mask is None and operands.bias is None and options.program is None:
-        return key, value, None
-    finite = jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1)
-    key, value = (jnp.where(finite[..., None], x, jnp.zeros_like(x)) for x in (key, value))
-    poison = jnp.where(finite, np.float32(0), np.float32(np.nan))
-    return key, value, _grouped(poison[..., None], (key.shape[-2], 1))[..., 0]
-
-
-def _scores(operands: Operands, options: Options, groups: tuple[int, int], poison: Array | None) -> Scores:
-    batch, axes = operands.query.shape[:-3], operands.query.ndim - 1
-    entry = head = seed = None
-    if options.program is not None:
-        entry = jnp.arange(np.prod(batch, dtype=int), dtype=jnp.int32).reshape(*batch, 1, 1)
-        head = jnp.arange(groups[0] * groups[1], dtype=jnp.int32).reshape((1,) * len(batch) + groups)
-    if operands.dropout_rng is not None:
-        own = (1,) * axes if options.broadcast_dropout else (*batch, *groups)
-        seed = jax.random.bits(operands.dropout_rng, (*own, 2), jnp.uint32)
-    return Scores(
-        mask=None if operands.mask is None else operands.mask.by_head(groups),
-        poison=poison,
-        query_offset=None if operands.query_offset is None else operands.query_offset[..., None, None],
-        dropout_seed=seed,
-        batch=entry,
-        head=head,
-        constants=_shared(operands.captured, options.program_learns, False, axes),
-        static_offset=options.static_offset,
-        scale=options.scale,
-        soft_cap=options.soft_cap,
-        program=options.program,
-        program_learns=options.program_learns,
-        dropout_rate=options.dropout_rate,
-        precision=options.precision,
+    masks = [
+        CausalMask() if _check.flag("is_causal", is_causal) else None,
+        None if window is None else LocalMask(*window),
+        None if lengths == (None, None) else LengthMask(*lengths),
+        None if query_ids is None or key_ids is None else SegmentMask(query_ids, key_ids),
+        mask.checked(shape) if isinstance(mask, Mask) else _array_mask(_check.mask(mask, shape)),
+    ]
+    present = [m for m in masks if m is not None]
+    program, learns, captured = _score_program(score_mod, accumulation_dtype(query.dtype))
+    operands = Operands(
+        query=query,
+        key=key,
+        value=value,
+        bias=_check.bias(bias, shape),
+        sinks=_check.sinks(sinks, shape),
+        mask=functools.reduce(operator.and_, present) if present else None,
+        captured=captured,
+        query_offset=offset_array,
+        scale=scale_array,
+        dropout_rng=dropout_rng if rate else None,
     )
-
-
-def _plan(scores: Scores, layout: tiling.Layout, axes: int) -> tiling.Plan:
-    """What tiles to visit, once for all heads that share it, and without any tracing where it is static."""
-    if not jax.tree.leaves((scores.mask, scores.query_offset)):
-        plan = tiling.plan(layout, scores.mask, scores.static_offset)
-        return jax.tree.map(lambda x: x[(None,) * axes], plan)
-    places = (scores.mask, scores.query_offset)
-    return heads.over_heads(
-        lambda p: tiling.plan(layout, p[0], scores.static_offset if p[1] is None else p[1]), places, axes
+    options = Options(
+        static_offset=static_offset,
+        scale=static_scale,
+        soft_cap=_check.soft_cap(logits_soft_cap),
+        program=program,
+        program_learns=learns,
+        dropout_rate=rate,
+        broadcast_dropout=_check.flag("broadcast_dropout", broadcast_dropout),
+        return_residual=_check.flag("return_residual", return_residual),
+        precision=precision,
     )
+    return Call(operands, options)
 
 
-def _shared(captured: list[Array], learns: tuple[bool, ...], which: bool, axes: int) -> list[Array]:
-    """Those of the captured arrays that are learned, or that are not, with the axes of what all heads share."""
-    return [x[(None,) * axes] for x, learned in zip(captured, learns, strict=True) if learned is which]
+def _array_mask(visible: Array | None) -> Mask | None:
+    return None if visible is None else ArrayMask(visible)
 
 
-def _grouped(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[Array, "*B K G L F"]:
-    return jnp.moveaxis(x.reshape(*x.shape[:-2], *groups, x.shape[-1]), -4, -2)
+def _score_program(
+    score_mod: ScoreMod | None, dtype: jnp.dtype
+) -> tuple[Program | None, tuple[bool, ...], list[Array]]:
+    """The traced `score_mod`, which of the arrays that it captured get gradients, and all of these arrays."""
+    if score_mod is None:
+        return None, (), []
+    signature = {"score": dtype} | dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
+    program, captured = trace("score_mod", score_mod, signature, dtype.name)
+    return program, tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in captured), captured
 
 
-def _ungrouped(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
-    x = jnp.moveaxis(x, -2, -4)
-    return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
+def platform() -> str:
+    """What a call is compiled for: "cpu", "gpu" or "tpu"."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
-def _vector_by_head(x: Float[Array, "*B N"], groups: tuple[int, int]) -> Float[Array, "*B K G"]:
-    """[B..., N | 1] -> [B..., K | 1, G | 1]."""
-    return x.reshape(*x.shape[:-1], *(groups if x.shape[-1] != 1 else (1, 1)))
+def sharded() -> bool:
+    """Whether a mesh may split arrays unseen; inside `jax.shard_map` they are what they seem."""
+    axes = jax.sharding.get_abstract_mesh().axis_types
+    return any(kind is not jax.sharding.AxisType.Manual for kind in axes)

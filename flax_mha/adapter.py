@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha._impl.scores import accumulation_dtype
+from flax_mha._call import accumulation_dtype
 from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
 from flax_mha.masks import Mask
 

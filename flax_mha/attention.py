@@ -1,35 +1,20 @@
 """`dot_product_attention`: check everything once, make it canonical, choose an implementation.
 
-The way of a call: arguments -> `_check.*` (errors, before any compute) -> `_Options` (static) and `_Operands` (arrays)
--> `_attend` (jit): one `Scores` a head -> `_impl.heads.over_heads` -> `_impl.dense` or `_impl.blockwise`.
+The way of a call: arguments -> `_call.checked` (errors, before any compute) -> `Call`: operands (arrays) and options
+(static) -> `_choose` -> `_impl.portable` (one head's math, lifted over all heads), `_impl.cudnn` or `_impl.splash`.
 """
 
-import functools
-import operator
-from collections.abc import Callable
+import inspect
 from typing import Any, Literal, overload
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha import _check
-from flax_mha._call import Operands, Options, attend
-from flax_mha._impl import tiling
-from flax_mha._impl.scores import accumulation_dtype
-from flax_mha._program import Program, trace
-from flax_mha._tiles import Grid
-from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
-
-ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
-Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
-
-# Up to this many scores a head, T * S, all of them at once are fastest.
-DENSE_SCORES = 256 * 256
-# Rows and columns of a tile: large enough for fast matrix products, small enough for the caches.
-LARGEST_TILE = (512, 512)
+from flax_mha import _call, _choose
+from flax_mha._call import ScoreMod
+from flax_mha._choose import Explanation, Implementation
+from flax_mha.masks import Mask
 
 
 @overload
@@ -118,7 +103,8 @@ def dot_product_attention(  # type: ignore[misc]  # the overloads say **argument
         implementation.
       broadcast_dropout: Drop the same weights in every batch entry and head.
       implementation: None chooses; "xla" holds [T, S] scores of every head, and can be differentiated any number of
-        times in both modes; "blockwise" holds tiles of them, and has a first-order reverse gradient.
+        times in both modes; "blockwise" holds tiles of them, and has a first-order reverse gradient, as have the fused
+        kernels "cudnn" of NVIDIA's GPUs and "splash" of TPUs, which know fewer arguments. See `explain_implementation`.
       return_residual: Also return the log-sum-exp of the scores.
       precision: Of the matrix products; None means `jax.default_matmul_precision`.
 
@@ -128,7 +114,7 @@ def dot_product_attention(  # type: ignore[misc]  # the overloads say **argument
 
     Raises:
       ValueError: If arguments do not fit together; the message names the argument, what is expected and what was got.
-      NotImplementedError: If a named implementation, or a named argument, cannot do what is asked.
+      NotImplementedError: If a named implementation cannot compute this; the message lists every reason.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -142,84 +128,35 @@ def dot_product_attention(  # type: ignore[misc]  # the overloads say **argument
       Vaswani et al., Attention is all you need, arXiv:1706.03762; Ainslie et al., GQA, arXiv:2305.13245; Dao,
       FlashAttention-2, arXiv:2307.08691.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    shape = _check.inputs(query, key, value)
-    static_scale, scale_array = _check.scale(scale, shape)
-    static_offset, offset_array = _check.offset(query_offset, shape)
-    query_ids, key_ids = _check.segment_ids(query_segment_ids, key_value_segment_ids, shape)
-    rate = _check.dropout(dropout_rate, dropout_rng)
-    window = _check.window(local_window_size)
-    lengths = (
-        _check.per_sequence("key_value_seq_lengths", key_value_seq_lengths, shape),
-        _check.per_sequence("query_seq_lengths", query_seq_lengths, shape),
-    )
-    masks = [
-        CausalMask() if _check.flag("is_causal", is_causal) else None,
-        None if window is None else LocalMask(*window),
-        None if lengths == (None, None) else LengthMask(*lengths),
-        None if query_ids is None or key_ids is None else SegmentMask(query_ids, key_ids),
-        mask.checked(shape) if isinstance(mask, Mask) else _array_mask(_check.mask(mask, shape)),
-    ]
-    program, learns, captured = _score_program(score_mod, accumulation_dtype(query.dtype))
-    chosen = _choose(implementation, shape)
-    layout = tiling.layout((shape.query_length, shape.key_length), LARGEST_TILE)
-    present = [m for m in masks if m is not None]
-    visible = functools.reduce(operator.and_, present) if present else None
-    if visible is not None and chosen == "blockwise":
-        visible = visible.known(
-            Grid(layout.counts, layout.tile_shape, static_offset if offset_array is None else offset_array)
-        )
-    operands = Operands(
-        query=query,
-        key=key,
-        value=value,
-        bias=_check.bias(bias, shape),
-        sinks=_check.sinks(sinks, shape),
-        mask=visible,
-        captured=captured,
-        query_offset=offset_array,
-        scale=scale_array,
-        dropout_rng=dropout_rng if rate else None,
-    )
-    options = Options(
-        static_offset=static_offset,
-        scale=static_scale,
-        soft_cap=_check.soft_cap(logits_soft_cap),
-        program=program,
-        program_learns=learns,
-        dropout_rate=rate,
-        broadcast_dropout=_check.flag("broadcast_dropout", broadcast_dropout),
-        precision=precision,
-        layout=layout if chosen == "blockwise" else None,
-        sequential=jax.default_backend() == "cpu" and jax.sharding.get_abstract_mesh().empty,
-    )
-    _check.flag("return_residual", return_residual)
-    output, lse = attend(operands, options)
-    return (output, lse) if return_residual else output
+    arguments = dict(locals())
+    output, lse = _choose.attend(_call.checked(**_without_implementation(arguments)), implementation)
+    return (output, lse) if return_residual else output  # type: ignore[return-value]  # then no lse is None
 
 
-def _array_mask(visible: Array | None) -> Mask | None:
-    return None if visible is None else ArrayMask(visible)
+def explain_implementation(*arguments: Any, **keywords: Any) -> Explanation:
+    """Which implementation computes a call, and why the others do not.
+
+    Args:
+      *arguments: Those of `dot_product_attention`.
+      **keywords: Likewise. Only shapes, dtypes and what is known while tracing count, so this works under `jit` too.
+
+    Returns:
+      What `implementation=None` chooses, and for each implementation the reasons why it cannot run, none where it can.
+
+    Raises:
+      ValueError: As `dot_product_attention`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.ones((2, 1000, 4, 64))
+      >>> explanation = explain_implementation(x, x, x, is_causal=True)
+      >>> explanation.chosen, explanation.refusals["blockwise"]
+      ('blockwise', [])
+    """
+    bound = inspect.signature(dot_product_attention).bind(*arguments, **keywords)
+    bound.apply_defaults()
+    return _choose.explain(_call.checked(**_without_implementation(bound.arguments)))
 
 
-def _score_program(
-    score_mod: ScoreMod | None, dtype: jnp.dtype
-) -> tuple[Program | None, tuple[bool, ...], list[Array]]:
-    """The traced `score_mod`, which of the arrays that it captured get gradients, and all of these arrays."""
-    if score_mod is None:
-        return None, (), []
-    signature = {"score": dtype} | dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
-    program, captured = trace("score_mod", score_mod, signature, dtype.name)
-    return program, tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in captured), captured
-
-
-def _choose(implementation: str | None, shape: _check.Shape) -> str:
-    """The implementation to run: for None the fastest of those with the same result."""
-    if implementation is None:
-        return "xla" if shape.query_length * shape.key_length <= DENSE_SCORES else "blockwise"
-    if implementation in ("cudnn", "splash"):
-        raise NotImplementedError(f'implementation="{implementation}" is not available yet; use None to choose.')
-    if implementation not in ("xla", "blockwise"):
-        names = '"xla", "blockwise", "cudnn", "splash" or None'
-        raise ValueError(f"implementation must be {names}, but got {implementation!r}.")
-    return implementation
+def _without_implementation(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: given for name, given in arguments.items() if name != "implementation"}

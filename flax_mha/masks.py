@@ -331,15 +331,12 @@ class _TracedMask(Mask):
         return Occupancy(*lax.map(row, jnp.arange(rows, dtype=jnp.int32)))
 
     def known(self, grid: Grid) -> Mask:
-        if any(isinstance(x, jax.core.Tracer) for x in (*self.captured, grid.query_offset)):
-            return self
+        if not isinstance(grid.query_offset, int) or any(isinstance(x, jax.core.Tracer) for x in self.captured):
+            return self  # an offset that is an array may differ from entry to entry, and from call to call
         batch, head = np.broadcast_arrays(self.batch[..., None], self.head)
-
-        def look(place: tuple[Array, Array]) -> Occupancy:
-            return dataclasses.replace(self, batch=place[0], head=place[1]).occupancy(grid)
-
+        places = dataclasses.replace(self, batch=batch.ravel(), head=head.ravel())
         with jax.ensure_compile_time_eval():
-            seen = lax.map(look, (jnp.asarray(batch.ravel()), jnp.asarray(head.ravel())))
+            seen = _look(places, grid.query_offset, grid.counts, grid.tile_shape)
         some, full = (x.reshape(*batch.shape, *grid.counts) for x in seen)
         return dataclasses.replace(self, some=some, full=full)
 
@@ -354,6 +351,16 @@ class _TracedMask(Mask):
             None if self.full is None else array_by_head(self.full, groups),
             self.program,
         )
+
+
+@functools.partial(jax.jit, static_argnames=("counts", "tile_shape"))
+def _look(places: _TracedMask, offset: Scalar, counts: tuple[int, int], tile_shape: tuple[int, int]) -> Occupancy:
+    """The occupancy [places, rows, columns] for one batch entry and head after the other."""
+
+    def one(place: tuple[Array, Array]) -> Occupancy:
+        return dataclasses.replace(places, batch=place[0], head=place[1]).occupancy(Grid(counts, tile_shape, offset))
+
+    return lax.map(one, (jnp.asarray(places.batch), jnp.asarray(places.head)))
 
 
 def _picture_size(mask: Mask) -> tuple[int, int]:

@@ -14,7 +14,9 @@ import oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flax_mha import attention, dot_product_attention
+from flax_mha import dot_product_attention
+from flax_mha._impl import portable
+from flax_mha._impl.tiling import Tiling
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask
 
 STRUCTURES = int(os.environ.get("FUZZ_STRUCTURES", "15"))
@@ -153,7 +155,7 @@ def exact(structure, learned, fixed, cotangents, keep):
 @given(structure=structures(), first_seed=st.integers(0, 2**31))
 def test_every_combination(structure, first_seed):
     batch, t, s, n, k, _, hv = structure["sizes"]
-    attention.LARGEST_TILE, before = (16, 16), attention.LARGEST_TILE
+    portable.TILINGS, before = (Tiling(16, 16), Tiling(32, 16, 2)), portable.TILINGS
     try:
         run = {name: jax.jit(functools.partial(with_gradients, structure, name)) for name in ("xla", "blockwise")}
         show = jax.jit(functools.partial(ours, structure, "xla"))
@@ -172,7 +174,7 @@ def test_every_combination(structure, first_seed):
             for implementation in run:
                 compare(run[implementation](learned, fixed, cotangents), want, t + s, structure["rate"])
     finally:
-        attention.LARGEST_TILE = before
+        portable.TILINGS = before
 
 
 def compare(got, want, terms, rate):

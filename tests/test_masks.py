@@ -6,8 +6,10 @@ import numpy as np
 import oracle
 import pytest
 
-from flax_mha import attention, dot_product_attention, masks, plot
+from flax_mha import dot_product_attention, masks, plot
 from flax_mha._check import Shape
+from flax_mha._impl import portable
+from flax_mha._impl.tiling import Tiling
 from flax_mha._tiles import Grid
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
@@ -18,6 +20,7 @@ row, column = np.arange(T)[:, None], np.arange(S)[None, :]
 rng = np.random.default_rng(0)
 IDS = np.sort(rng.integers(0, 3, (B, S)), -1)
 ARRAY = rng.random((B, N, T, S)) < 0.5
+OFFSETS = np.array([0, 30], np.int32)[:, None, None, None]
 TABLE = rng.random((N, 6, 8)) < 0.3
 
 # mask, the same as an array that broadcasts to [B, N, T, S], query offset
@@ -47,6 +50,11 @@ MASKS = {
         np.broadcast_to(column, (B, 1, 1, S)) < np.array([20, 40])[:, None, None, None],
         0,
     ),
+    "function, offset a sequence": (
+        FunctionMask(lambda b, h, q, k: (k <= q) & (k >= q - 3)),
+        (column <= row + OFFSETS) & (column >= row + OFFSETS - 3),
+        OFFSETS[:, 0, 0, 0],
+    ),
     "and, or, not": (
         (CausalMask() & ~LocalMask(9, 9)) | FunctionMask(lambda b, h, q, k: k < 4),
         ((column <= row) & (abs(row - column) > 9)) | (column < 4),
@@ -70,10 +78,11 @@ def heads_of(mask):
 @pytest.mark.parametrize("tile_shape", [(16, 16), (48, 32)])
 def test_tiles_and_their_occupancy(name, tile_shape):
     """Every tile shows what the array shows; what is called empty is, what is called full is."""
-    mask, array, offset = MASKS[name]
+    mask, array, offsets = MASKS[name]
     array = np.broadcast_to(array, (B, N, T, S))
-    grid = Grid((T // tile_shape[0], S // tile_shape[1]), tile_shape, offset)
     for b, n, one in list(heads_of(mask))[:: 1 if array.strides[1] else N]:
+        offset = int(np.broadcast_to(offsets, B)[b])
+        grid = Grid((T // tile_shape[0], S // tile_shape[1]), tile_shape, offset)
         occupancy = [np.broadcast_to(x, grid.counts) for x in one.occupancy(grid)]
         for i, j in np.ndindex(grid.counts):
             tile = grid.tile(i, j)
@@ -102,7 +111,7 @@ def test_these_know_exactly_which_tiles_are_empty_and_full(name):
 )
 def test_attention_sees_what_the_array_shows(name, implementation, traced, monkeypatch):
     """Also where arrays of the mask are arguments of a jitted function, so that nothing of them is known before."""
-    monkeypatch.setattr(attention, "LARGEST_TILE", (16, 32))
+    monkeypatch.setattr(portable, "TILINGS", (Tiling(16, 32), Tiling(2 * 16, 32, 2)))
     mask, array, offset = MASKS[name]
     inputs = {
         "query": rng.standard_normal((B, T, N, 8)),
@@ -155,12 +164,10 @@ def test_the_same_mod_made_anew_compiles_nothing_anew():
         mask = FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0)
         return dot_product_attention(x, x, x, mask=mask, score_mod=lambda score, b, h, q, k: score * 2)
 
-    from flax_mha import _call
-
     call()
-    size = _call.attend._cache_size()
+    size = portable._attend._cache_size()
     call()
-    assert _call.attend._cache_size() == size
+    assert portable._attend._cache_size() == size
 
 
 def test_pictures():

@@ -9,7 +9,9 @@ import pytest
 from cases import CASES, N, S, T
 from jax.test_util import check_grads
 
-from flax_mha import attention, dot_product_attention
+from flax_mha import dot_product_attention
+from flax_mha._impl import portable
+from flax_mha._impl.tiling import Tiling
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 BOTH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -17,7 +19,7 @@ BOTH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    monkeypatch.setattr(attention, "LARGEST_TILE", (16, 32))
+    monkeypatch.setattr(portable, "TILINGS", (Tiling(16, 32), Tiling(2 * 16, 32, 2)))
 
 
 def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):
@@ -131,13 +133,13 @@ def test_same_call_same_bits(implementation):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-@pytest.mark.parametrize("tile", [(16, 16), (48, 16), (16, 64), (512, 512)])
+@pytest.mark.parametrize("tile", [(16, 16), (48, 16), (16, 64), (512, 512), (32, 16, 2), (64, 16, 4)])
 def test_tiles_change_nothing_but_the_order_of_sums(tile, monkeypatch):
     """Dropout included: which weights it drops is a matter of the key and their place alone."""
     arrays = inputs()
     arguments = {"is_causal": True, "query_offset": 20, **DROP}
     want = output_and_gradients(arrays, implementation="xla", **arguments)
-    monkeypatch.setattr(attention, "LARGEST_TILE", tile)
+    monkeypatch.setattr(portable, "TILINGS", (Tiling(*tile),))
     got = output_and_gradients(arrays, implementation="blockwise", **arguments)
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=4 * S * np.finfo(np.float32).eps)
     jax.tree.map(close, got, want)

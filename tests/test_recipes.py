@@ -6,7 +6,9 @@ import numpy as np
 import oracle
 import pytest
 
-from flax_mha import attention, dot_product_attention, recipes
+from flax_mha import dot_product_attention, recipes
+from flax_mha._impl import portable
+from flax_mha._impl.tiling import Tiling
 
 B, N, K, H, S = 2, 6, 2, 8, 67
 row, column = np.arange(S)[:, None], np.arange(S)[None, :]
@@ -97,7 +99,7 @@ def dense(name, inputs, cotangent, keep=None):
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    monkeypatch.setattr(attention, "LARGEST_TILE", (32, 32))
+    monkeypatch.setattr(portable, "TILINGS", (Tiling(32, 32), Tiling(2 * 32, 32, 2)))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])

@@ -1,7 +1,7 @@
 """Attention of one head, written as the equation: the whole [T, S] score matrix at once.
 
-softmax(scale * Q K^T + bias) V, Vaswani et al., Attention is all you need, arXiv:1706.03762, equation 1. Short
-sequences run fastest this way; it is differentiable any number of times, forward and reverse.
+softmax(Q K^T + bias) V with scaled queries, Vaswani et al., Attention is all you need, arXiv:1706.03762, equation 1.
+Short sequences run fastest this way; it is differentiable any number of times, forward and reverse.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ def attend(
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     """Output and log-sum-exp of one head: 0 and -inf for a row that sees nothing."""
     whole = Tile(0, 0, (query.shape[0], key.shape[0]))
-    s = dataclasses.replace(scores, poison=None).tile(query, key, learned, whole, scores.mask)
+    products = scores.dot(query, key, transpose_b=True)
+    s = dataclasses.replace(scores, poison=None).tile(products, learned, whole, scores.mask)
     # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
     largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=-jnp.inf))
     if learned.sink is not None:
@@ -39,6 +40,6 @@ def attend(
     lse = jnp.log(divisor) + largest
     if scores.poison is not None:
         # Rows that see a key or value that is not finite answer NaN, and send nothing back.
-        poisoned = jnp.isnan(scores.tile(query, key, learned, whole, scores.mask)).any(axis=1, keepdims=True)
+        poisoned = jnp.isnan(scores.tile(products, learned, whole, scores.mask)).any(axis=1, keepdims=True)
         output, lse = (jnp.where(poisoned, jnp.full_like(x, jnp.nan), x) for x in (output, lse))
     return output, lse[:, 0]

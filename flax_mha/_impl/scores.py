@@ -1,4 +1,4 @@
-"""From query and key to the scores of one tile of one head: what every portable implementation computes alike."""
+"""From products of query and key to scores, a tile of one head: what the portable implementations compute alike."""
 
 import dataclasses
 import functools
@@ -10,17 +10,12 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
+from flax_mha._call import accumulation_dtype
 from flax_mha._program import Program
 from flax_mha._tiles import Scalar, Tile
 from flax_mha.masks import Mask
-
-
-def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """In what softmax and sums are computed: float32, or float64 for such inputs."""
-    return jnp.dtype("float64" if jnp.dtype(dtype) == jnp.float64 else "float32")
 
 
 class Learned(NamedTuple):
@@ -53,7 +48,7 @@ class Learned(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How one head scores a key for a query: scale, soft cap, `score_mod`, bias, mask; and later dropout.
+    """What one head makes of the product of a scaled query and a key: cap, `score_mod`, bias, mask; and later dropout.
 
     Its arrays, like those of the masks, have leading axes for batch and heads until `heads.over_heads` has mapped them.
 
@@ -67,7 +62,6 @@ class Scores:
       head: Number of the head, for `score_mod`.
       constants: What `score_mod` captured besides floats, which are `Learned`.
       static_offset: Position of the first query, where it is known while tracing.
-      scale: What multiplies the dot product.
       soft_cap: What the scaled scores never exceed; None caps nothing.
       program: The traced `score_mod`, or None.
       program_learns: Which of the arrays that it captured are learned, in order.
@@ -83,7 +77,6 @@ class Scores:
     head: Int[Array, "..."] | None
     constants: list[Array]
     static_offset: int = dataclasses.field(metadata={"static": True})
-    scale: float = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     program: Program | None = dataclasses.field(metadata={"static": True})
     program_learns: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
@@ -95,16 +88,8 @@ class Scores:
         """Position of the first query."""
         return self.static_offset if self.query_offset is None else self.query_offset
 
-    def tile(
-        self,
-        query: Float[Array, "t H"],
-        key: Float[Array, "s H"],
-        learned: Learned,
-        tile: Tile,
-        mask: Mask | None,
-    ) -> Float[Array, "t s"]:
-        """The scores of one tile, -inf where hidden; `query`, `key` and `learned` are the tile's own parts."""
-        scores = self.dot(query * self.scale, key, transpose_b=True)
+    def tile(self, scores: Float[Array, "t s"], learned: Learned, tile: Tile, mask: Mask | None) -> Float[Array, "t s"]:
+        """The scores of one tile, -inf where hidden, from its products; `learned` is the tile's own part."""
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
         visible = []
