@@ -1,0 +1,204 @@
+"""Who computes a call: what is chosen, what is refused and why, read out of the lowered text for devices not here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
+
+from flax_mha import dot_product_attention, explain_implementation, masks
+from flax_mha._impl import cudnn, portable
+
+B, T, N, K, H = 2, 256, 4, 2, 64
+HOPPER = cudnn.Device("NVIDIA H200", (9, 0))
+IDS = jnp.zeros((B, T), jnp.int32)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As on a GPU of this kind, whose plans all compile."""
+    for module in (cudnn, portable):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")
+    monkeypatch.setattr("flax_mha._choose.platform", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "device", lambda: HOPPER)
+    monkeypatch.setattr(cudnn, "failure", lambda kernel: [])
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def inputs(t=T, s=T, *, batch=(B,), n=N, k=K, h=H, hv=None, dtype=jnp.bfloat16):
+    shapes = (*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, h if hv is None else hv)
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def lowered(arrays, gradient=False, **arguments):
+    """What a GPU would be given."""
+
+    def attend(*arrays):
+        return dot_product_attention(*arrays, **arguments)
+
+    def both(*arrays):
+        output, pull = jax.vjp(attend, *arrays)
+        return output, pull(output)
+
+    return jax.jit(both if gradient else attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+FUSED = {
+    "plain": (inputs(), {}),
+    "float16": (inputs(dtype=jnp.float16), {}),
+    "causal": (inputs(), {"is_causal": True}),
+    "no batch": (inputs(batch=()), {"is_causal": True}),
+    "two batch axes": (inputs(batch=(2, 3)), {}),
+    "lengths": (inputs(), {"key_value_seq_lengths": jnp.array([200, 0]), "query_seq_lengths": jnp.array([100, 256])}),
+    "causal, lengths": (inputs(), {"is_causal": True, "key_value_seq_lengths": jnp.array([200, 0])}),
+    "causal window": (inputs(), {"is_causal": True, "local_window_size": 100}),
+    "window backwards": (inputs(), {"local_window_size": (100, 0)}),
+    "odd lengths": (inputs(301, 517), {}),
+    "mask objects": (inputs(), {"mask": masks.CausalMask() & masks.LocalMask(100, 5)}),
+    "window wider than the keys": (inputs(), {"local_window_size": (1000, 1000)}),
+    "head size 256": (inputs(h=256), {"scale": 0.5}),
+    "as many heads": (inputs(k=N), {"is_causal": True}),
+}
+NOT_FUSED = {
+    "float32": (inputs(dtype=jnp.float32), {}, "float16 and bfloat16"),
+    "head size": (inputs(h=60), {}, "multiple of 8"),
+    "large head size": (inputs(h=264), {}, "multiple of 8"),
+    "value head size": (inputs(hv=32), {}, "value head size"),
+    "bias": (inputs(), {"bias": jnp.zeros((1, T, T))}, "bias"),
+    "array mask": (inputs(), {"mask": jnp.ones((B, 1, 1, T), bool)}, "ArrayMask"),
+    "segments": (inputs(), {"query_segment_ids": IDS}, "segments"),
+    "dropout": (inputs(), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
+    "soft cap": (inputs(), {"logits_soft_cap": 30.0}, "logits_soft_cap"),
+    "sinks": (inputs(), {"sinks": jnp.zeros(N)}, "sinks"),
+    "score_mod": (inputs(), {"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
+    "residual": (inputs(), {"return_residual": True}, "return_residual"),
+    "window ahead": (inputs(), {"local_window_size": (100, 5)}, "window must end"),
+    "window ahead only": (inputs(), {"local_window_size": (None, 5)}, "window must end"),
+    "offset": (inputs(), {"is_causal": True, "query_offset": 7}, "window must end"),
+    "offset as data": (inputs(), {"is_causal": True, "query_offset": jnp.array([7, 9])}, "query_offset"),
+    "causal, other lengths": (inputs(s=384), {"is_causal": True}, "as many queries as keys"),
+    "scale as data": (inputs(), {"scale": jnp.float32(0.3)}, "scale"),
+    "function": (inputs(), {"mask": masks.FunctionMask(lambda b, h, q, k: q > k)}, "none of causal"),
+    "either": (inputs(), {"mask": masks.CausalMask() | masks.LocalMask(3, 3)}, "Or"),
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", FUSED)
+def test_a_gpu_gets_the_fused_kernel(name):
+    arrays, arguments = FUSED[name]
+    text = lowered(arrays, gradient=True, **arguments)
+    assert "__cudnn$fmhaSoftmax" in text
+    assert "__cudnn$fmhaSoftmaxBackward" in text
+    assert "ScaleBias" not in text  # no mask or bias as an array
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_a_gpu_gets_the_portable_one_where_the_kernel_would_answer_something_else(name):
+    arrays, arguments, reason = NOT_FUSED[name]
+    assert "__cudnn" not in lowered(arrays, **arguments)
+    with pytest.raises(NotImplementedError, match=reason):
+        lowered(arrays, implementation="cudnn", **arguments)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_every_reason_is_named():
+    with pytest.raises(NotImplementedError) as error:
+        lowered(inputs(dtype=jnp.float32, h=60), implementation="cudnn", logits_soft_cap=1.0, local_window_size=3)
+    for reason in ("float16", "multiple of 8", "logits_soft_cap", "window", "Use None"):
+        assert reason in str(error.value)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_one_query_and_short_sequences():
+    assert "__cudnn" not in lowered(inputs(t=1))
+    assert "__cudnn" in lowered(inputs(t=2), implementation="cudnn")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_vmap_over_some_of_the_inputs():
+    query, key, value = inputs()
+    queries = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
+    attend = jax.vmap(lambda q, k, v: dot_product_attention(q, k, v, implementation="cudnn"), (0, None, None))
+    text = jax.jit(attend).trace(queries, key, value).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmax" in text
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_plan_that_fails_is_a_reason(monkeypatch):
+    monkeypatch.setattr(cudnn, "failure", lambda kernel: ["cuDNN has no plan for it: out of luck"])
+    assert "__cudnn" not in lowered(inputs())
+    with pytest.raises(NotImplementedError, match="out of luck"):
+        lowered(inputs(), implementation="cudnn")
+
+
+def test_what_fails_to_compile_has_no_plan():
+    kernel = cudnn.Kernel((1, 128, 1, 64), (1, 128, 1, 64), jnp.dtype("bfloat16"), 1.0, True, None, False)
+    [reason] = cudnn.failure(kernel)  # there is no cuDNN on a CPU, and on a GPU this has no reason
+    assert reason.startswith("cuDNN has no plan for it: ")
+
+
+def dense_kernel(kernel, query, key, value, query_lengths, key_lengths):
+    """What cuDNN computes, by jax.nn's own dense way."""
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=kernel.scale,
+        is_causal=kernel.is_causal,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
+        local_window_size=kernel.window,
+        implementation="xla",
+    )
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", [name for name in FUSED if name != "head size 256"])
+def test_around_the_kernel_our_meanings_are_kept(name, monkeypatch):
+    """With a dense computation in the kernel's place: rows that see nothing, NaN in hidden and in visible keys."""
+    monkeypatch.setattr(cudnn.Kernel, "__call__", dense_kernel)
+    monkeypatch.setattr(cudnn, "DTYPES", (jnp.float32,))
+    shapes, arguments = FUSED[name]
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in shapes]
+    if arguments and name != "window wider than the keys":
+        arrays[1] = arrays[1].at[..., 150, 0, :].set(np.nan)
+        arrays[2] = arrays[2].at[..., 20, 1, :].set(np.inf)
+
+    def run(implementation):
+        def attend(*arrays):
+            return dot_product_attention(*arrays, implementation=implementation, **arguments)
+
+        output, pull = jax.vjp(attend, *arrays)
+        return output, pull(jnp.where(jnp.isfinite(output), jnp.cos(output), 0))
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        (got, got_grads), (want, want_grads) = run("cudnn"), run("xla")
+    for answer, expected in zip((got, *got_grads), (want, *want_grads), strict=True):
+        np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-4)
+
+
+def test_on_this_machine():
+    x = jnp.ones((1, 1000, 2, 64), jnp.bfloat16)
+    explanation = explain_implementation(x, x, x, is_causal=True)
+    assert list(explanation.refusals) == ["xla", "blockwise", "cudnn", "splash"]
+    assert explanation.refusals["xla"] == explanation.refusals["blockwise"] == []
+    assert not explanation.refusals[explanation.chosen]
+    assert explanation.chosen in str(explanation)
+    with pytest.raises(ValueError, match='implementation must be "xla", "blockwise", "cudnn", "splash" or None'):
+        dot_product_attention(x, x, x, implementation="flash")
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what a CPU is told")
+def test_on_a_cpu():
+    x = jnp.ones((1, 8, 2, 64))
+    assert explain_implementation(x, x, x).chosen == "xla"
+    for name, words in (("cudnn", "runs on NVIDIA GPUs, and this runs on cpu"), ("splash", "runs on TPUs")):
+        with pytest.raises(NotImplementedError, match=words):
+            dot_product_attention(x, x, x, implementation=name)
