@@ -1,0 +1,331 @@
+"""TPU attention: interpreted against the dense computation, lowered for a TPU that is not here, chosen or refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from flax_mha import dot_product_attention, explain_implementation, masks
+from flax_mha._impl import fused, splash
+
+B, T, N, K, H = 2, 256, 2, 1, 32
+# Ids in no order, the least and the greatest among them.
+SEGMENTS = np.random.default_rng(1).choice(np.array([-(2**31), -1, 0, 1, 2**31 - 1], np.int32), (B, T))
+PACKED = np.sort(SEGMENTS, axis=-1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tpu():
+    """As on a TPU, in small tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("_choose", "_impl.splash", "_impl.portable"):
+            patch.setattr(f"flax_mha.{module}.platform", lambda: "tpu")
+        patch.setattr(splash, "TILES", (128,))
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels run here, as XLA programs; jax's own code promotes."""
+    monkeypatch.setattr(splash, "attend", functools.partial(splash.attend, interpret=True))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def shapes(t=T, s=T, *, batch=(B,), n=N, k=K, h=H, hv=None):
+    return (*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, h if hv is None else hv)
+
+
+def lengths(*numbers):
+    return np.array(numbers, np.int32)
+
+
+def gradients(implementation, arguments):
+    """Jitted: the output and the gradients of query, key and value; none come from rows that are not finite."""
+    data = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
+    static = {name: x for name, x in arguments.items() if name not in data}
+
+    @jax.jit
+    def run(arrays, data):
+        attend = functools.partial(dot_product_attention, implementation=implementation, **static, **data)
+        output, pull = jax.vjp(attend, *arrays)
+        return output, *pull(jnp.where(jnp.isfinite(output), jnp.cos(output), jnp.zeros_like(output)))
+
+    return lambda arrays: jax.device_get(run(arrays, data))
+
+
+def normal(sizes, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(size).astype(dtype) for size in sizes]
+
+
+PLAIN = {
+    "as many heads": (shapes(k=N), {"scale": -0.3}),
+    "odd lengths, groups, value head size": (shapes(200, 333, n=6, k=2, h=8, hv=5), {}),
+    "two batch axes, window wider than the keys": (shapes(130, batch=(2, 1)), {"local_window_size": (1000, 1000)}),
+}
+HIDING = {
+    "causal": (shapes(), {"is_causal": True}),
+    "no batch, causal window, soft cap": (
+        shapes(300, 300, batch=()),
+        {"is_causal": True, "local_window_size": 100, "logits_soft_cap": 2.0},
+    ),
+    "groups, window": (shapes(n=4, k=2, h=8), {"local_window_size": (100, 5)}),
+    "window ahead, offset, one length for all": (
+        shapes(130, 400),
+        {"local_window_size": (None, 5), "query_offset": 150, "key_value_seq_lengths": lengths(260)},
+    ),
+    "offset below, whole tiles see nothing": (shapes(400, 260), {"is_causal": True, "query_offset": -140}),
+    "nobody sees anything": (shapes(), {"is_causal": True, "query_offset": -1000}),
+    "lengths": (shapes(), {"key_value_seq_lengths": lengths(200, 0), "query_seq_lengths": lengths(100, 256)}),
+    "groups, segments": (shapes(n=4, k=2, h=8), {"query_segment_ids": SEGMENTS}),
+    "packed segments, causal, lengths": (
+        shapes(),
+        {"key_value_segment_ids": PACKED, "is_causal": True, "key_value_seq_lengths": lengths(200, 256)},
+    ),
+    "two batch axes, shared segments, window, lengths": (
+        shapes(s=333, batch=(2, B)),
+        {
+            "query_segment_ids": SEGMENTS,
+            "key_value_segment_ids": np.pad(SEGMENTS, ((0, 0), (0, 77))),
+            "local_window_size": 60,
+            "query_seq_lengths": lengths(256, 0),
+            "key_value_seq_lengths": np.array([[300, 50], [-1, 100]], np.int32),
+        },
+    ),
+    "mask objects": (shapes(), {"mask": masks.CausalMask(3) & masks.LocalMask(100, -2)}),
+}
+
+
+def assert_close(answers, expected):
+    for got, want in zip(answers, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.nanmax(np.abs(want), initial=1))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", [*PLAIN, *HIDING])
+def test_output_and_gradients(name):
+    """Then, where something is hidden, the same with NaN in a key and inf in a value: where seen, the row is NaN."""
+    sizes, arguments = (PLAIN | HIDING)[name]
+    ours, dense = gradients("splash", arguments), gradients("xla", arguments)
+    arrays = _, key, value = normal(sizes)
+    expected = dense(arrays)
+    assert all(np.isfinite(x).all() for x in expected)
+    assert_close(ours(arrays), expected)
+    if name in HIDING:
+        key[..., 150, 0, :], value[..., 20, -1, 0] = np.nan, np.inf
+        assert_close(ours(arrays), dense(arrays))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ({"is_causal": True, "logits_soft_cap": 3.0}, np.tri(T, dtype=bool)),
+        ({"query_segment_ids": PACKED[:1]}, PACKED[0][:, None] == PACKED[0][None, :]),
+    ],
+)
+def test_bfloat16_by_the_rule_of_flash_attention(arguments, seen):
+    """At most twice the error of scores and weights in bfloat16, plus one rounding of the result."""
+
+    def naive(query, key, value):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, jnp.repeat(key, 2, 2)) * arguments.get("scale", H**-0.5)
+        if cap := arguments.get("logits_soft_cap"):
+            scores = cap * jnp.tanh(scores / cap)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+        return jnp.einsum("bnts,bsnh->btnh", weights, jnp.repeat(value, 2, 2))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def answers(attend, arrays):
+        output, pull = jax.vjp(attend, *arrays)
+        return output, *pull(jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype))
+
+    arrays = normal(shapes(), jnp.bfloat16)
+    ours, exact = (functools.partial(dot_product_attention, implementation=x, **arguments) for x in ("splash", "xla"))
+    truth = answers(exact, [x.astype(jnp.float32) for x in arrays])
+    for got, simple, want in zip(answers(ours, arrays), answers(naive, arrays), truth, strict=True):
+        assert got.dtype == simple.dtype == jnp.bfloat16
+        error, naive_error = (np.abs(np.float64(x) - np.float64(want)).max() for x in (got, simple))
+        assert error <= 2 * naive_error + float(jnp.finfo(jnp.bfloat16).eps) * np.abs(want).max()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_vmap_over_some_of_the_inputs():
+    query, key, value = normal(shapes(t=130))
+    queries = jnp.stack([query, -query])
+
+    def mapped(implementation):
+        def attend(query, length):
+            lengths = {"key_value_seq_lengths": length}
+            return dot_product_attention(query, key, value, is_causal=True, implementation=implementation, **lengths)
+
+        return jax.vmap(attend)(queries, jnp.array([[200, 0], [7, 256]]))
+
+    np.testing.assert_allclose(mapped("splash"), mapped("xla"), rtol=0, atol=1e-5)
+
+
+def test_tiles_of_a_mask():
+    """What splash is told of a tile is what its kernel computes there; of one value throughout, that value alone."""
+    for left, right, keys in ((None, 0, 512), (70, 40, 450), (-30, None, 512), (None, None, 300), (20, -10, 512)):
+        band = splash.Band((384, 512), left, right, keys)
+        whole = np.broadcast_to(band.mask_function(*np.ogrid[:384, :512]), (384, 512))
+        for i, j in np.ndindex(6, 8):
+            rows, columns = slice(64 * i, 64 * i + 64), slice(64 * j, 64 * j + 64)
+            answer, want = band[rows, columns], whole[rows, columns]
+            np.testing.assert_array_equal(np.broadcast_to(answer, want.shape), want)
+            assert answer.size == 1 or not (want.all() or not want.any())
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "keys", "kind"),
+    [
+        (None, None, 256, "FullMask"),
+        (None, None, 200, "Band"),
+        (None, -255, 256, "Band"),
+        (None, -256, 256, "FullMask"),
+        (-255, None, 256, "Band"),
+        (-256, None, 256, "FullMask"),
+        (-5, 5, 256, "Band"),
+        (-5, 4, 256, "FullMask"),
+    ],
+)
+def test_a_mask_that_hides_all_is_none(left, right, keys, kind):
+    words = fused.Visible(left, right, None, None, None, ())
+    assert type(splash._mask(words, (256, keys), (128, 128))).__name__ == kind
+
+
+@pytest.mark.parametrize(
+    ("length", "tile"),
+    [(1, 128), (128, 128), (200, 256), (300, 128), (512, 512), (640, 128), (1100, 256), (8200, 512), (32768, 512)],
+)
+def test_tiles_divide_the_length_or_nearly_so(length, tile, monkeypatch):
+    monkeypatch.setattr(splash, "TILES", (512, 256, 128))
+    assert splash._tile(length) == tile
+
+
+def abstract(*lengths, dtype=jnp.bfloat16, **sizes):
+    return [jax.ShapeDtypeStruct(size, dtype) for size in shapes(*lengths, **sizes)]
+
+
+def lowered(arrays, attend=dot_product_attention, **arguments):
+    """What a TPU would be given for output and gradients."""
+
+    def both(*arrays):
+        output, pull = jax.vjp(functools.partial(attend, **arguments), *arrays)
+        return output, pull(output)
+
+    return export.export(jax.jit(both), platforms=["tpu"])(*arrays).mlir_module()
+
+
+CHOSEN = {
+    "plain": (abstract(t=1024, s=1024), {}),
+    "float32": (abstract(dtype=jnp.float32), {"is_causal": True}),
+    "causal": (abstract(), {"is_causal": True}),
+    "no batch": (abstract(batch=(), h=64), {"is_causal": True}),
+    "two batch axes": (abstract(batch=(2, 3)), {"scale": 2}),
+    "groups": (abstract(n=6, k=2, h=128), {}),
+    "head size": (abstract(h=33, hv=20), {}),
+    "odd lengths": (abstract(301, 517), {"local_window_size": (100, 5)}),
+    "offset": (abstract(300, 512), {"is_causal": True, "query_offset": 212}),
+    "lengths": (abstract(), {"query_seq_lengths": lengths(100, 256), "key_value_seq_lengths": lengths(9, 0)}),
+    "segments": (abstract(), {"query_segment_ids": SEGMENTS, "key_value_seq_lengths": lengths(9, 0)}),
+    "soft cap": (abstract(), {"logits_soft_cap": 30.0}),
+    "mask objects": (abstract(), {"mask": masks.CausalMask() & masks.SegmentMask(PACKED, PACKED)}),
+    "precision": (abstract(), {"precision": "default"}),
+}
+REFUSED = {
+    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, and this is float16"),
+    "bias": (abstract(), {"bias": jnp.zeros((1, T, T))}, "bias"),
+    "array mask": (abstract(), {"mask": np.ones((T, T), bool)}, "ArrayMask"),
+    "function": (abstract(), {"mask": masks.FunctionMask(lambda b, h, q, k: q > k)}, "none of causal"),
+    "either": (abstract(), {"mask": masks.CausalMask() | masks.LocalMask(3, 3)}, "Or"),
+    "not": (abstract(), {"mask": ~masks.CausalMask()}, "Not"),
+    "two segmentations": (
+        abstract(),
+        {"query_segment_ids": PACKED, "mask": masks.SegmentMask(SEGMENTS, SEGMENTS)},
+        "SegmentMask",
+    ),
+    "dropout": (abstract(), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
+    "sinks": (abstract(), {"sinks": jnp.zeros(N)}, "sinks"),
+    "score_mod": (abstract(), {"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
+    "residual": (abstract(), {"return_residual": True}, "return_residual"),
+    "offset as data": (abstract(), {"is_causal": True, "query_offset": lengths(7, 9)}, "query_offset"),
+    "scale as data": (abstract(), {"scale": jnp.float32(0.3)}, "scale"),
+    "precision": (abstract(), {"precision": "highest"}, "this asks for highest"),
+    "no keys": (abstract(s=0), {}, "an axis is empty"),
+    "no value features": (abstract(hv=0), {}, "an axis is empty"),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_tpu_gets_the_kernels(name):
+    arrays, arguments = CHOSEN[name]
+    text = lowered(arrays, **arguments)
+    assert text.count("tpu_custom_call") == 3
+    for phase in ("fwd", "dq", "dkv"):
+        assert f"splash_mha_{phase}" in text
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tpu_gets_the_portable_one_where_the_kernels_would_answer_something_else(name):
+    arrays, arguments, reason = REFUSED[name]
+    attend = functools.partial(dot_product_attention, **arguments)
+    assert "tpu_custom_call" not in str(jax.make_jaxpr(attend)(*arrays))
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(functools.partial(attend, implementation="splash"), *arrays)
+
+
+def test_every_reason_is_named(monkeypatch):
+    monkeypatch.setattr(splash, "platform", lambda: "cpu")
+    with pytest.raises(NotImplementedError) as error:
+        lowered(abstract(dtype=jnp.float16), implementation="splash", return_residual=True, bias=jnp.zeros((T, T)))
+    for reason in ("it runs on TPUs, and this runs on cpu", "float16", "bias", "return_residual", "Use None"):
+        assert reason in str(error.value)
+
+
+def mesh():
+    return jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def refusals(dtype=jnp.float32):
+    x = jnp.zeros(shapes()[0], dtype)
+    return explain_implementation(x, x, x, is_causal=True).refusals["splash"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        (lambda: jax.enable_x64(True), "jax_enable_x64"),
+        (lambda: jax.default_matmul_precision("high"), "this asks for high"),
+        (lambda: jax.set_mesh(mesh()), "under a mesh"),
+    ],
+)
+def test_settings_that_the_kernels_do_not_know(setting, reason):
+    assert refusals() == []
+    with setting():
+        [refusal] = refusals()
+    assert reason in refusal
+
+
+def test_float64_is_refused():
+    with jax.enable_x64(True):
+        assert "it computes float32 and bfloat16, and this is float64" in refusals(jnp.float64)
+
+
+def test_inside_shard_map():
+    """The kernels do not say how their results vary over the mesh, which `check_vma` wants to know."""
+
+    def lowered_with(check_vma):
+        attend = functools.partial(dot_product_attention, is_causal=True)
+        spec = jax.P("x")
+        return lowered(
+            abstract(), attend=jax.shard_map(attend, mesh=mesh(), in_specs=spec, out_specs=spec, check_vma=check_vma)
+        )
+
+    assert "tpu_custom_call" in lowered_with(False)
+    assert "tpu_custom_call" not in lowered_with(True)
