@@ -1,5 +1,11 @@
 """Strictness for every test: shapes are checked at run time, and nothing promotes or broadcasts in silence."""
 
+import os
+
+# Most of the time goes into compiling, and half of that into machine code that runs once. Without LLVM's optimizations
+# only rounding differs. Set XLA_FLAGS, if only to nothing, to have them; .ci/run does both.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 import jax
 from jaxtyping import install_import_hook
 
