@@ -74,15 +74,21 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def compiled(f: Callable, *inputs: Any, memory: float) -> Ready:
-    """`f(*inputs)` under jit, unless its temporaries exceed `memory` GiB."""
+def program(f: Callable, *inputs: Any, memory: float) -> tuple[Callable, dict[str, float]]:
+    """The jitted `f` compiled for `inputs`, and what that cost; its temporaries must not exceed `memory` GiB."""
     start = time.perf_counter()
-    program = jax.jit(f).lower(*inputs).compile()
+    executable = f.lower(*inputs).compile()
     seconds = time.perf_counter() - start
-    mib = program.memory_analysis().temp_size_in_bytes / 2**20
+    mib = executable.memory_analysis().temp_size_in_bytes / 2**20
     if mib > 1024 * memory:
         raise MemoryError(f"{mib:,.0f} MiB of temporaries, more than {memory:g} GiB")
-    return Ready(lambda: program(*inputs), jax.block_until_ready, compile_s=seconds, temporaries_mib=mib)
+    return executable, {"compile_s": seconds, "temporaries_mib": mib}
+
+
+def compiled(f: Callable, *inputs: Any, memory: float) -> Ready:
+    """`f(*inputs)` under jit, unless its temporaries exceed `memory` GiB."""
+    call, costs = program(jax.jit(f), *inputs, memory=memory)
+    return Ready(lambda: call(*inputs), jax.block_until_ready, **costs)
 
 
 def value_and_pullback(f: Callable) -> Callable:

@@ -28,8 +28,7 @@ from matplotlib.figure import Figure
 
 from flax_mha import attention, recipes
 from flax_mha._check import Shape
-from flax_mha._impl import tiling
-from flax_mha._tiles import Grid
+from flax_mha._impl import portable, tiling
 from flax_mha.masks import CausalMask, LocalMask, Mask, SegmentMask
 
 COLUMNS = {
@@ -46,7 +45,7 @@ COLUMNS = {
     "note": "",
 }
 HEADS, HEAD_DIM = 4, 64
-TILE = attention.LARGEST_TILE[0]
+TILE = portable.TILINGS[0].height
 WINDOW = "window of 256"
 
 
@@ -102,9 +101,9 @@ def share_of_tiles(mask: Mask | None, length: int) -> float | None:
     """The mean over the heads."""
     if mask is None:
         return None
-    layout = tiling.layout((length, length), attention.LARGEST_TILE)
+    layout = tiling.layout((length, length), portable.TILINGS[0])
     mask = mask.checked(Shape((1,), length, length, HEADS, HEADS, HEAD_DIM, HEAD_DIM))
-    mask = mask.known(Grid(layout.counts, layout.tile_shape)).by_head((HEADS, 1))
+    mask = mask.known(layout.band_grid(0)).by_head((HEADS, 1))
     heads = [jax.tree.map(lambda x, h=h: x[0, h % x.shape[1], 0], mask) for h in range(HEADS)]
     return float(np.mean([tiling.plan(layout, head, 0).some for head in heads])) / layout.counts[1]
 
