@@ -7,6 +7,7 @@ hold reaches nothing.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -23,6 +24,10 @@ from flax_mha._impl.fused import Visible
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
+# In float32 with all that there is to hide, twice this no longer compiles for TPU v4: 16 MiB hold the tiles.
+LARGEST_HEAD = 256
+# A megabyte of scalar memory holds three bytes for each.
+MOST_TILES = 512 * 512
 # Rows and columns of a tile; lengths are padded to multiples of them.
 TILES = (512, 256, 128)
 
@@ -79,6 +84,12 @@ def refusals(call: Call) -> list[str]:
         reasons.append(f"it runs on TPUs, and this runs on {platform()}")
     if operands.query.dtype not in DTYPES:
         reasons.append(f"it computes float32 and bfloat16, and this is {operands.query.dtype}")
+    if max(operands.query.shape[-1], operands.value.shape[-1]) > LARGEST_HEAD:
+        reasons.append(f"head sizes must be up to {LARGEST_HEAD}, or the tiles do not fit next to the matrix unit")
+    if math.prod(length // _tile(length) for length in operands.lengths) > MOST_TILES:
+        reasons.append(
+            f"its table of tiles does not fit, for {operands.lengths[0]} queries and {operands.lengths[1]} keys"
+        )
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         reasons.append("its kernels do not compile with jax_enable_x64")
     for precision in (call.options.precision, jax.config.jax_default_matmul_precision):  # type: ignore[attr-defined]
