@@ -139,11 +139,14 @@ def exact(structure, learned, fixed, cotangents, keep):
         keep=keep,
         cotangents=cotangents,
     )
+    sizes = {}
     named = dict(zip((["slopes"] if slopes is not None else []) + list(learned), grads, strict=True))
     if slopes is not None:
         d_scores = -named["slopes"] * distance
-        named["slopes"] = d_scores.sum((*range(d_scores.ndim - 3), -2, -1))
-    return answer, named
+        summed = (*range(d_scores.ndim - 3), -2, -1)
+        # Here large numbers cancel: what is lost in a sum goes with the size of what is summed up.
+        named["slopes"], sizes["slopes"] = d_scores.sum(summed), np.abs(d_scores).sum(summed).max(initial=0)
+    return answer, named, sizes
 
 
 @settings(
@@ -179,14 +182,15 @@ def test_every_combination(structure, first_seed):
 
 def compare(got, want, terms, rate):
     (output, lse), grads = got
-    (want_output, want_lse), want_grads = want
-    pairs = [(output, want_output), (lse, want_lse)] + [(grads[name], x) for name, x in want_grads.items()]
+    (want_output, want_lse), want_grads, sizes = want
+    pairs = [(output, want_output, 1.0), (lse, want_lse, 1.0)]
+    pairs += [(grads[name], x, sizes.get(name, 1.0)) for name, x in want_grads.items()]
     assert len(grads) == len(want_grads)
-    for got_one, want_one in pairs:
+    for got_one, want_one, size in pairs:
         finite = np.isfinite(want_one)
         np.testing.assert_array_equal(np.where(finite, 0, got_one), np.where(finite, 0, want_one))
         tolerance = 4 * terms * np.finfo(np.float32).eps / (1 - rate)
-        largest = max(1.0, np.abs(want_one, where=finite, out=np.zeros(np.shape(want_one))).max(initial=0))
+        largest = max(1.0, size, np.abs(want_one, where=finite, out=np.zeros(np.shape(want_one))).max(initial=0))
         np.testing.assert_allclose(
             np.where(finite, got_one, 0), np.where(finite, want_one, 0), rtol=0, atol=tolerance * largest
         )
