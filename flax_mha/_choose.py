@@ -2,13 +2,15 @@
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from jaxtyping import Array, Float
 
 from flax_mha._call import Call, platform
+from flax_mha._impl import portable
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
+NAMES: tuple[str, ...] = get_args(Implementation)
 Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None]
 
 # Up to this many scores a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
@@ -46,8 +48,6 @@ def _candidate(name: str) -> _Candidate:
     if name in ("cudnn", "splash"):
         module: Any = importlib.import_module(f"flax_mha._impl.{name}")
         return _Candidate(module.refusals, module.attend)
-    from flax_mha._impl import portable
-
     return _Candidate(lambda call: [], portable.attend_whole if name == "xla" else portable.attend_in_tiles)
 
 
@@ -72,11 +72,10 @@ def attend(call: Call, implementation: str | None) -> Output:
       ValueError: If there is no such implementation.
       NotImplementedError: If the named one cannot compute this call.
     """
-    names = Implementation.__args__  # type: ignore[attr-defined]
     if implementation is None:
         return _candidate(chosen(call)).attend(call)
-    if implementation not in names:
-        known = ", ".join(f'"{name}"' for name in names)
+    if implementation not in NAMES:
+        known = ", ".join(f'"{name}"' for name in NAMES)
         raise ValueError(f"implementation must be {known} or None, but got {implementation!r}.")
     candidate = _candidate(implementation)
     if reasons := candidate.refusals(call):
@@ -88,5 +87,4 @@ def attend(call: Call, implementation: str | None) -> Output:
 
 def explain(call: Call) -> Explanation:
     """The whole table."""
-    names = Implementation.__args__  # type: ignore[attr-defined]
-    return Explanation(chosen(call), {name: _candidate(name).refusals(call) for name in names})
+    return Explanation(chosen(call), {name: _candidate(name).refusals(call) for name in NAMES})

@@ -287,8 +287,8 @@ class FunctionMask(Mask):
     """What a function of single positions says: `mask_mod(b, h, q_idx, kv_idx) -> bool`, as FlexAttention's.
 
     Its arguments are int32 scalars: batch entry (of several batch axes, counted through), head, position of the query
-    (`query_offset` included) and of the key. It may capture arrays. Where those are known while tracing, tiles are
-    looked at once, then, and the empty ones skipped ever after; else they are looked at in every call.
+    (`query_offset` included) and of the key. It may capture arrays. Where those are known while tracing, and the
+    offset is a number, tiles are looked at once, then, and the empty ones skipped ever after; else in every call.
     """
 
     mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(metadata={"static": True})

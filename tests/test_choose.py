@@ -82,6 +82,7 @@ NOT_FUSED = {
     "offset as data": (inputs(), {"is_causal": True, "query_offset": jnp.array([7, 9])}, "query_offset"),
     "causal, other lengths": (inputs(s=384), {"is_causal": True}, "as many queries as keys"),
     "scale as data": (inputs(), {"scale": jnp.float32(0.3)}, "scale"),
+    "precision": (inputs(), {"precision": "highest"}, "precision must be the default"),
     "function": (inputs(), {"mask": masks.FunctionMask(lambda b, h, q, k: q > k)}, "none of causal"),
     "either": (inputs(), {"mask": masks.CausalMask() | masks.LocalMask(3, 3)}, "Or"),
 }

@@ -5,6 +5,7 @@ sees nothing answers 0, and what hidden keys hold reaches nothing.
 """
 
 import functools
+import math
 import re
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ class Kernel(NamedTuple):
 
 def _kernel(call: Call, words: Visible) -> Kernel:
     query, key = call.operands.query, call.operands.key
-    (queries, keys), batch = call.operands.lengths, query[..., 0, 0, 0].size
+    (queries, keys), batch = call.operands.lengths, math.prod(query.shape[:-3])
     rows, columns = (length + -length % SIDE for length in (queries, keys))
     padded = (rows, columns) != (queries, keys) or words.query_lengths is not None or words.key_lengths is not None
     return Kernel(
@@ -140,10 +141,7 @@ def _attend(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"]:
     batch = query.shape[0]
     if words.hides:
         key, value, bad = fused.finite_keys(key, value)
-        first, end = (
-            jnp.broadcast_to(x, (*operands.query.shape[:-3], queries)).reshape(batch, queries)
-            for x in fused.seen_range(words, (queries, keys))
-        )
+        first, end = fused.seen_range(words.flat(operands.query.shape[:axes]), batch, (queries, keys))
         query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
     seen_queries = seen_keys = None
     if kernel.padded:

@@ -5,10 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._call import Call
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
+
+DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 
 class Visible(NamedTuple):
@@ -95,6 +98,8 @@ def refusals(call: Call, words: Visible, caps: bool = False) -> list[str]:
         "return_residual": options.return_residual and "needs a log-sum-exp with a gradient, in float32",
         "query_offset": operands.query_offset is not None and "must be a number known while tracing",
         "scale": operands.scale is not None and "must be a number known while tracing",
+        "precision": options.precision not in DEFAULT_PRECISION
+        and f"must be the default, all that kernels have, and this asks for {options.precision}",
     }
     reasons = [f"{name} {why}" for name, why in unknown.items() if why]
     return reasons + [
@@ -120,8 +125,8 @@ def together(*arrays: Array) -> tuple[Array, ...]:
     return tuple(jnp.where(never, jnp.zeros_like(x), x) for x in arrays)
 
 
-def seen_range(words: Visible, lengths: tuple[int, int]) -> tuple[Int[Array, "*B T"], Int[Array, "*B T"]]:
-    """First visible key of each query, and the one after the last; segments left aside."""
+def seen_range(words: Visible, batch: int, lengths: tuple[int, int]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """First visible key of each query, and the one after the last, of `words.flat`; segments left aside."""
     queries, keys = lengths
     rows = jnp.arange(queries, dtype=jnp.int32)
     first = jnp.zeros_like(rows) if words.left is None else jnp.clip(rows - words.left, 0, keys)
@@ -131,7 +136,7 @@ def seen_range(words: Visible, lengths: tuple[int, int]) -> tuple[Int[Array, "*B
     if words.query_lengths is not None:
         rows, end = jnp.broadcast_arrays(rows, end)
         end = jnp.where(rows < words.query_lengths[..., None], end, jnp.zeros_like(end))
-    return tuple(jnp.broadcast_arrays(first, end))  # type: ignore[return-value]
+    return jnp.broadcast_to(first, (batch, queries)), jnp.broadcast_to(end, (batch, queries))
 
 
 def counted(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[Array, "B T"]) -> Int[Array, "B T K"]:
@@ -169,6 +174,6 @@ def answers(
 ) -> Float[Array, "B T N Hv"]:
     """The kernel's output, but 0 for queries that see nothing and NaN for those that see a key that is not finite."""
     group = output.shape[2] // poisoned.shape[2]
-    poisoned = jax.numpy.repeat(poisoned, group, axis=2)[..., None]
+    poisoned = jnp.repeat(poisoned, group, axis=2)[..., None]
     output = jnp.where(poisoned, jnp.full_like(output, jnp.nan), output)
     return jnp.where(hidden[:, :, None, None], jnp.zeros_like(output), output)

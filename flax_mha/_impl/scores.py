@@ -132,7 +132,7 @@ class Scores:
         dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
         return jnp.where(dropped, np.float32(0), np.float32(1 / (1 - self.dropout_rate)))
 
-    def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_a: bool = False, transpose_b: bool = False) -> Array:
-        """The matrix product a @ b, either of them transposed first."""
-        contract = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
+    def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
+        """The matrix product a @ b, or a @ b.T."""
+        contract = ((1,), (1 if transpose_b else 0,))
         return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision)

@@ -23,7 +23,6 @@ from flax_mha._impl import fused
 from flax_mha._impl.fused import Visible
 
 DTYPES = (jnp.float32, jnp.bfloat16)
-DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 # In float32 with all that there is to hide, twice this no longer compiles for TPU v4: 16 MiB hold the tiles.
 LARGEST_HEAD = 256
 # A megabyte of scalar memory holds three bytes for each.
@@ -92,9 +91,9 @@ def refusals(call: Call) -> list[str]:
         )
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         reasons.append("its kernels do not compile with jax_enable_x64")
-    for precision in (call.options.precision, jax.config.jax_default_matmul_precision):  # type: ignore[attr-defined]
-        if precision not in DEFAULT_PRECISION:
-            reasons.append(f"its matrix products have the default precision, and this asks for {precision}")
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if precision not in fused.DEFAULT_PRECISION:
+        reasons.append(f"its matrix products have the default precision, and this asks for {precision}")
     if 0 in operands.query.shape or 0 in operands.value.shape:
         reasons.append("an axis is empty")
     if sharded():
@@ -141,7 +140,7 @@ def _attend(operands: Operands, options: Options, interpret: bool) -> Float[Arra
 def _rows(words: Visible, bad: Bool[Array, "B S K"], queries: int) -> tuple[Bool[Array, "B T"], Bool[Array, "B T K"]]:
     """Which queries see nothing, and which see a key that is not finite; the latter is looked for if there is one."""
     batch, keys, heads = bad.shape
-    first, end = (jnp.broadcast_to(x, (batch, queries)) for x in fused.seen_range(words, (queries, keys)))
+    first, end = fused.seen_range(words, batch, (queries, keys))
     sees = functools.partial(fused.sees, first=first, end=end, segments=words.segments)
     hidden = end <= first if words.segments is None else ~sees(jnp.ones((batch, keys), bool))
     none = jnp.zeros((heads, batch, queries), bool)
