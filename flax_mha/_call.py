@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from flax_mha import _check
 from flax_mha._program import Program, trace
@@ -153,6 +153,18 @@ def _score_program(
     signature = {"score": dtype} | dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
     program, captured = trace("score_mod", score_mod, signature, dtype.name)
     return program, tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in captured), captured
+
+
+def finite_keys(
+    key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"]
+) -> tuple[Array, Array, Bool[Array, "*B S K"]]:
+    """Keys and values, zero where one of the two is not finite, and where that was.
+
+    What is hidden must reach nothing, but a weight of 0 times NaN is NaN.
+    """
+    bad = jnp.sum(key * 0, axis=-1) + jnp.sum(value * 0, axis=-1) != 0  # which NaN is; read once, and not stored
+    key, value = (jnp.where(bad[..., None], jnp.zeros_like(x), x) for x in (key, value))
+    return key, value, bad
 
 
 def platform() -> str:

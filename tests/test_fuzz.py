@@ -158,7 +158,8 @@ def exact(structure, learned, fixed, cotangents, keep):
 @given(structure=structures(), first_seed=st.integers(0, 2**31))
 def test_every_combination(structure, first_seed):
     batch, t, s, n, k, _, hv = structure["sizes"]
-    portable.TILINGS, before = (Tiling(16, 16), Tiling(32, 16, 2)), portable.TILINGS
+    before = portable.TILINGS, portable.SPLIT
+    portable.TILINGS, portable.SPLIT = (Tiling(16, 16), Tiling(32, 16, 2)), 40 * 40
     try:
         run = {name: jax.jit(functools.partial(with_gradients, structure, name)) for name in ("xla", "blockwise")}
         show = jax.jit(functools.partial(ours, structure, "xla"))
@@ -177,7 +178,7 @@ def test_every_combination(structure, first_seed):
             for implementation in run:
                 compare(run[implementation](learned, fixed, cotangents), want, t + s, structure["rate"])
     finally:
-        portable.TILINGS = before
+        portable.TILINGS, portable.SPLIT = before
 
 
 def compare(got, want, terms, rate):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha._call import Call, Operands, Options, platform, sharded
+from flax_mha._call import Call, Operands, Options, finite_keys, platform, sharded
 from flax_mha._impl import fused
 from flax_mha._impl.fused import Visible
 
@@ -140,7 +140,7 @@ def _attend(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"]:
     query, key, value = (fused.flat(x, axes) for x in fused.together(operands.query, operands.key, operands.value))
     batch = query.shape[0]
     if words.hides:
-        key, value, bad = fused.finite_keys(key, value)
+        key, value, bad = finite_keys(key, value)
         first, end = fused.seen_range(words.flat(operands.query.shape[:axes]), batch, (queries, keys))
         query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
     seen_queries = seen_keys = None

@@ -24,9 +24,14 @@ def attend(
     """Output and log-sum-exp of one head: 0 and -inf for a row that sees nothing."""
     whole = Tile(0, 0, (query.shape[0], key.shape[0]))
     products = scores.dot(query, key, transpose_b=True)
-    s = dataclasses.replace(scores, poison=None).tile(products, learned, whole, scores.mask)
+    s = scores.tile(products, learned, whole, scores.mask)
     # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
     largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=-jnp.inf))
+    poisoned = largest == jnp.inf
+    if scores.poison is not None:
+        # Rows that see a key or value that is not finite answer NaN, and send nothing back.
+        s = dataclasses.replace(scores, poison=None).tile(products, learned, whole, scores.mask)
+        s, largest = (jnp.where(poisoned, jnp.zeros_like(x), x) for x in (s, largest))
     if learned.sink is not None:
         largest = jnp.maximum(largest, lax.stop_gradient(learned.sink))
     shift = jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
@@ -39,7 +44,5 @@ def attend(
     output = scores.dot(e if keep is None else e * keep.astype(e.dtype), value) / divisor
     lse = jnp.log(divisor) + largest
     if scores.poison is not None:
-        # Rows that see a key or value that is not finite answer NaN, and send nothing back.
-        poisoned = jnp.isnan(scores.tile(products, learned, whole, scores.mask)).any(axis=1, keepdims=True)
         output, lse = (jnp.where(poisoned, jnp.full_like(x, jnp.nan), x) for x in (output, lse))
     return output, lse[:, 0]

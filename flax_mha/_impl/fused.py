@@ -160,15 +160,6 @@ def sees(
     return seen.any(-1)
 
 
-def finite_keys(
-    key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"]
-) -> tuple[Array, Array, Bool[Array, "B S K"]]:
-    """Keys and values, zero where one of the two is not finite, and where that was: 0 * NaN is NaN, in kernels too."""
-    bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
-    key, value = (jnp.where(bad[..., None], jnp.zeros_like(x), x) for x in (key, value))
-    return key, value, bad
-
-
 def answers(
     output: Float[Array, "B T N Hv"], hidden: Bool[Array, "B T"], poisoned: Bool[Array, "B T K"]
 ) -> Float[Array, "B T N Hv"]:

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
-def over_heads(one_head: Callable[[Any], Any], operands: Any, axes: int, sequential: int = 0) -> Any:
+def over_heads(
+    one_head: Callable[[Any], Any], operands: Any, axes: int, sequential: int = 0, side_by_side: int = 1
+) -> Any:
     """`one_head(operands)` for every batch entry and head: the first `axes` axes of every array.
 
     Each of these axes has its full size or 1; one of size 1 is shared, never repeated, and its gradient is the sum
@@ -19,6 +22,8 @@ def over_heads(one_head: Callable[[Any], Any], operands: Any, axes: int, sequent
       operands: Pytree of arrays [axes..., what one head takes...].
       axes: How many leading axes to map over.
       sequential: How many of these to loop over.
+      side_by_side: Into how many parts to cut what runs together, at most: XLA's CPU computes a batch of small matrix
+        products on one core, and what does not depend on one another on several.
     """
     if axes == 0:
         return one_head(operands)
@@ -26,16 +31,25 @@ def over_heads(one_head: Callable[[Any], Any], operands: Any, axes: int, sequent
     sizes = {leaf.shape[0] for leaf in leaves}
     size = next((n for n in sizes if n != 1), 1)
     if size == 1:
-        alone = over_heads(one_head, jax.tree.map(lambda x: x[0], operands), axes - 1, sequential - 1)
+        first = jax.tree.map(lambda x: x[0], operands)
+        alone = over_heads(one_head, first, axes - 1, sequential - 1, side_by_side)
         return jax.tree.map(lambda x: x[None], alone)
 
     own = [leaf.shape[0] == size for leaf in leaves]
     shared = [leaf[0] for leaf, mine in zip(leaves, own, strict=True) if not mine]
+    mapped = [leaf for leaf, mine in zip(leaves, own, strict=True) if mine]
+    parts_below = side_by_side if sequential > 0 else 1
 
     def one_entry(mapped: list) -> Any:
         queues = {True: iter(mapped), False: iter(shared)}
         entry = jax.tree.unflatten(tree, [next(queues[mine]) for mine in own])
-        return over_heads(one_head, entry, axes - 1, sequential - 1)
+        return over_heads(one_head, entry, axes - 1, sequential - 1, parts_below)
 
-    mapped = [leaf for leaf, mine in zip(leaves, own, strict=True) if mine]
-    return lax.map(one_entry, mapped) if sequential > 0 else jax.vmap(one_entry)(mapped)
+    if sequential > 0:
+        return lax.map(one_entry, mapped)
+    parts = next(n for n in range(side_by_side, 0, -1) if size % n == 0)
+    if parts == 1:
+        return jax.vmap(one_entry)(mapped)
+    one_part = jax.jit(jax.vmap(one_entry), inline=True)  # jit: to be traced once
+    answers = [one_part(list(part)) for part in zip(*(jnp.split(x, parts) for x in mapped), strict=True)]
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *answers)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from flax_mha._call import Call, Operands, Options, accumulation_dtype, platform, sharded
+from flax_mha._call import Call, Operands, Options, accumulation_dtype, finite_keys, platform, sharded
 from flax_mha._impl import blockwise, dense, heads, tiling
 from flax_mha._impl.scores import Learned, Scores
 from flax_mha._impl.tiling import Tiling
@@ -21,10 +21,13 @@ TILINGS = (Tiling(512, 512), Tiling(1024, 512, 2), Tiling(2048, 512, 4), Tiling(
 # Up to so many scores a head, all heads run together on a CPU; up to so many, those of one batch entry.
 TOGETHER, OF_AN_ENTRY = 128 * 128, 512 * 512
 
+# From so many scores of all heads on, short sequences are computed in so many parts side by side on a CPU.
+PARTS, SPLIT = 4, 512 * 1024
+
 
 def attend_whole(call: Call) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Output and log-sum-exp, through all scores at once."""
-    return _attend(call.operands, call.options, None, _in_turn(call))
+    return _attend(call.operands, call.options, None, _in_turn(call), _side_by_side(call))
 
 
 def attend_in_tiles(call: Call) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
@@ -48,16 +51,25 @@ def _in_turn(call: Call) -> int:
     return 0 if scores <= TOGETHER else axes - 2 if scores <= OF_AN_ENTRY else axes
 
 
-@functools.partial(jax.jit, static_argnames=("options", "layout", "in_turn"))
+def _side_by_side(call: Call) -> int:
+    """In how many parts to compute what runs together, at most."""
+    scores = call.operands.query.size // call.operands.query.shape[-1] * call.operands.key.shape[-3]
+    return PARTS if platform() == "cpu" and not sharded() and scores >= SPLIT else 1
+
+
+@functools.partial(jax.jit, static_argnames=("options", "layout", "in_turn", "side_by_side"))
 def _attend(
-    operands: Operands, options: Options, layout: tiling.Layout | None, in_turn: int
+    operands: Operands, options: Options, layout: tiling.Layout | None, in_turn: int, side_by_side: int = 1
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     query, key, value, groups = operands.query, operands.key, operands.value, operands.groups
     axes = query.ndim - 1
     # Matrix products too: on a CPU, XLA's bfloat16 ones are slower than float32.
     dtype = accumulation_dtype(query.dtype)
     scaled = query.astype(dtype) * (options.scale if operands.scale is None else operands.scale.astype(dtype))
-    key, value, poison = _without_poison(key.astype(dtype), value.astype(dtype), operands, options)
+    key, value, poison = key.astype(dtype), value.astype(dtype), None
+    if any(x is not None for x in (operands.mask, operands.bias, options.program)):  # something may be hidden
+        key, value, bad = finite_keys(key, value)
+        poison = _grouped(jnp.where(bad, np.float32(np.inf), np.float32(0))[..., None], (groups[0], 1))[..., 0]
     scores = _scores(operands, options, groups, poison)
     learned = Learned(
         bias=None if operands.bias is None else array_by_head(operands.bias, groups),
@@ -66,24 +78,12 @@ def _attend(
     )
     arrays = (_grouped(scaled, groups), _grouped(key, (groups[0], 1)), _grouped(value, (groups[0], 1)), learned, scores)
     if layout is None:
-        output, lse = heads.over_heads(lambda head: dense.attend(*head), arrays, axes, in_turn)
+        output, lse = heads.over_heads(lambda head: dense.attend(*head), arrays, axes, in_turn, side_by_side)
     else:
         plan = _plan(scores, layout, axes)
         one_head = functools.partial(blockwise.attend, layout=layout)
         output, lse = heads.over_heads(lambda head: one_head(*head), (*arrays, plan), axes, in_turn)
     return _ungrouped(output).astype(query.dtype), _ungrouped(lse[..., None])[..., 0]
-
-
-def _without_poison(
-    key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"], operands: Operands, options: Options
-) -> tuple[Array, Array, Float[Array, "*B K 1 S"] | None]:
-    """Where something may be hidden: keys and values, zero where not finite, and where that was; see `Scores`."""
-    if operands.mask is None and operands.bias is None and options.program is None:
-        return key, value, None
-    finite = jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1)
-    key, value = (jnp.where(finite[..., None], x, jnp.zeros_like(x)) for x in (key, value))
-    poison = jnp.where(finite, np.float32(0), np.float32(np.nan))
-    return key, value, _grouped(poison[..., None], (key.shape[-2], 1))[..., 0]
 
 
 def _scores(operands: Operands, options: Options, groups: tuple[int, int], poison: Array | None) -> Scores:

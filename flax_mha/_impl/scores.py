@@ -54,8 +54,8 @@ class Scores:
 
     Attributes:
       mask: What is visible; None shows everything.
-      poison: NaN for keys whose key or value is not finite, else 0; their arrays hold zeros instead, so that what is
-        hidden reaches nothing (0 * NaN is NaN) and what is visible still answers NaN.
+      poison: Infinite for keys whose key or value is not finite, else 0; their arrays hold zeros instead, so that what
+        is hidden reaches nothing (0 * NaN is NaN), and the softmax of a row that sees infinity is NaN.
       query_offset: Position of the first query, where it is data; else None.
       dropout_seed: Two random words; None drops nothing.
       batch: Number of the batch entry, for `score_mod`.

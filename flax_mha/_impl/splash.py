@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha._call import Call, Operands, Options, platform, sharded
+from flax_mha._call import Call, Operands, Options, finite_keys, platform, sharded
 from flax_mha._impl import fused
 from flax_mha._impl.fused import Visible
 
@@ -115,7 +115,7 @@ def _attend(operands: Operands, options: Options, interpret: bool) -> Float[Arra
     words = fused.visible(Call(operands, options)).flat(operands.query.shape[:axes])
     query, key, value = (fused.flat(x, axes) for x in (operands.query, operands.key, operands.value))
     if words.hides:
-        key, value, bad = fused.finite_keys(key, value)
+        key, value, bad = finite_keys(key, value)
         hidden, poisoned = _rows(words, bad, queries)
         query = jnp.where(hidden[:, :, None, None], jnp.zeros_like(query), query)
     query = (query.astype(jnp.float32) * options.scale).astype(query.dtype)
