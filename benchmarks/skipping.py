@@ -20,7 +20,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
@@ -28,7 +27,7 @@ from matplotlib.figure import Figure
 
 from flax_mha import attention, recipes
 from flax_mha._check import Shape
-from flax_mha._impl import portable, tiling
+from flax_mha._impl import heads, portable, tiling
 from flax_mha.masks import CausalMask, LocalMask, Mask, SegmentMask
 
 COLUMNS = {
@@ -101,11 +100,11 @@ def share_of_tiles(mask: Mask | None, length: int) -> float | None:
     """The mean over the heads."""
     if mask is None:
         return None
-    layout = tiling.layout((length, length), portable.TILINGS[0])
-    mask = mask.checked(Shape((1,), length, length, HEADS, HEADS, HEAD_DIM, HEAD_DIM))
-    mask = mask.known(layout.band_grid(0)).by_head((HEADS, 1))
-    heads = [jax.tree.map(lambda x, h=h: x[0, h % x.shape[1], 0], mask) for h in range(HEADS)]
-    return float(np.mean([tiling.plan(layout, head, 0).some for head in heads])) / layout.counts[1]
+    lengths = (length, length)
+    layout = tiling.layout(lengths, portable.TILINGS[0])
+    mask = mask.checked(Shape((1,), *lengths, HEADS, HEADS, HEAD_DIM, HEAD_DIM)).known(lengths, 0, tiling.CELL)
+    each = [heads.one_of(mask.by_head((HEADS, 1)), (0, head, 0)) for head in range(HEADS)]
+    return float(np.mean([tiling.plan(layout, one, 0).some for one in each])) / layout.cells
 
 
 def peer(case: Case, length: int, direction: str, memory: float) -> measure.Ready:

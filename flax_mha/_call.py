@@ -162,7 +162,7 @@ def finite_keys(
 
     What is hidden must reach nothing, but a weight of 0 times NaN is NaN.
     """
-    bad = jnp.sum(key * 0, axis=-1) + jnp.sum(value * 0, axis=-1) != 0  # which NaN is; read once, and not stored
+    bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
     key, value = (jnp.where(bad[..., None], jnp.zeros_like(x), x) for x in (key, value))
     return key, value, bad
 

@@ -172,7 +172,8 @@ def soft_cap(value: float | None) -> float | None:
     """A number > 0."""
     if value is None:
         return None
-    if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
         raise ValueError(f"logits_soft_cap must be a finite number > 0, known while tracing, but got {value!r}.")
     return float(value)
 

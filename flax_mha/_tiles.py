@@ -1,6 +1,6 @@
 """The geometry of tiles: rectangles of the score matrix of one head, and the grid that they form."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,14 +33,14 @@ class Tile(NamedTuple):
         """The tile's part of `x` [T | 1, S | 1]; an axis of length 1 is broadcast and stays whole."""
         for axis, start in enumerate((self.row, self.column)):
             if x.shape[axis] != 1:
-                x = lax.dynamic_slice_in_dim(x, start, self.shape[axis], axis)
+                x = lax.dynamic_slice_in_dim(x, start, self.shape[axis], axis, allow_negative_indices=False)
         return x
 
     def add(self, x: Array, part: Array) -> Array:
         """`x` with `part` added where `cut` takes it from."""
         origin = (jnp.asarray(x, jnp.int32) for x in (self.row, self.column))
         start = [first * 0 if n == 1 else first for n, first in zip(x.shape, origin, strict=True)]
-        return lax.dynamic_update_slice(x, self.cut(x) + part, start)
+        return lax.dynamic_update_slice(x, self.cut(x) + part, start, allow_negative_indices=False)
 
 
 class Grid(NamedTuple):
@@ -71,12 +71,12 @@ class Grid(NamedTuple):
         return first + self.query_offset, last + self.query_offset
 
 
-def pad(x: Array, shape: tuple[int, int]) -> Array:
+def pad(x: Array | np.ndarray, shape: tuple[int, int]) -> Array:
     """`x` [T | 1, S | 1] lengthened with zeros to `shape`; axes of length 1 are broadcast and stay."""
     widths = [(0, 0 if size == 1 else length - size) for size, length in zip(x.shape, shape, strict=True)]
-    return jnp.pad(x, widths)
+    return jnp.pad(x, widths) if any(after for _, after in widths) else jnp.asarray(x)
 
 
-def array_by_head(x: Array, groups: tuple[int, int]) -> Array:
+def array_by_head(x: Any, groups: tuple[int, int]) -> Any:
     """[B..., N | 1, ., .] -> [B..., K | 1, G | 1, ., .]."""
     return x.reshape(*x.shape[:-3], *(groups if x.shape[-3] != 1 else (1, 1)), *x.shape[-2:])

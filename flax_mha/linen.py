@@ -200,9 +200,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         known = inspect.signature(self.attention_fn).parameters
         arguments = {name: argument for name, argument in flax_arguments.items() if name in known}
         # What is not given is not passed on, so that any function with Flax's signature will do.
-        arguments |= {
-            name: argument for name, argument in given.items() if argument is not None and argument is not False
-        }
+        if given["is_causal"] is False:
+            del given["is_causal"]
+        arguments |= {name: argument for name, argument in given.items() if argument is not None}
         if sow_weights:
             arguments["module"] = self
         return self.attention_fn(*arrays, **arguments)

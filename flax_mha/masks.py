@@ -55,8 +55,8 @@ class Mask:
         """
         return self
 
-    def known(self, grid: Grid) -> "Mask":
-        """A checked mask with what can be known of the tiles of `grid` before the call runs."""
+    def known(self, lengths: tuple[int, int], query_offset: int, cell: int) -> "Mask":
+        """A checked mask with what can be known before the call runs of squares of `cell` rows and columns."""
         return self
 
     def by_head(self, groups: tuple[int, int]) -> "Mask":
@@ -98,8 +98,8 @@ class _Combined(Mask):
     def checked(self, shape: Shape) -> Mask:
         return self._map(lambda mask: mask.checked(shape))
 
-    def known(self, grid: Grid) -> Mask:
-        return self._map(lambda mask: mask.known(grid))
+    def known(self, lengths: tuple[int, int], query_offset: int, cell: int) -> Mask:
+        return self._map(lambda mask: mask.known(lengths, query_offset, cell))
 
     def by_head(self, groups: tuple[int, int]) -> Mask:
         return self._map(lambda mask: mask.by_head(groups))
@@ -297,20 +297,24 @@ class FunctionMask(Mask):
         signature = dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
         program, captured = trace("mask_mod", self.mask_mod, signature, "bool")
         batch, head = shape.indices(program.uses(0), program.uses(1))
-        return _TracedMask(captured, batch, head, None, None, program)
+        return _TracedMask(captured, batch, head, program)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _TracedMask(Mask):
-    """A traced `mask_mod`, with the batch entry and head that it is asked for, and what is known of its tiles."""
+    """A traced `mask_mod`, with the batch entry and head that it is asked for.
+
+    Attributes:
+      seen: What was found by looking at it: the occupancy of squares of `cell` rows and columns.
+    """
 
     captured: list[Array]
     batch: Int[Array, "..."] | np.ndarray
     head: Int[Array, "..."] | np.ndarray
-    some: Bool[Array, "... rows columns"] | None
-    full: Bool[Array, "... rows columns"] | None
     program: Program = dataclasses.field(metadata={"static": True})
+    seen: Occupancy | None = None
+    cell: int = dataclasses.field(default=0, metadata={"static": True})
 
     def tile(self, tile: Tile, query_offset: Scalar) -> Bool[Array, "#t #s"]:
         one = functools.partial(self.program, self.captured, jnp.asarray(self.batch), jnp.asarray(self.head))
@@ -319,8 +323,8 @@ class _TracedMask(Mask):
 
     def occupancy(self, grid: Grid) -> Occupancy:
         """Looks at every score, a row of tiles at a time, unless that has been done."""
-        if self.some is not None and self.full is not None:
-            return Occupancy(self.some, self.full)
+        if self.seen is not None:
+            return _coarser(self.seen, self.cell, grid)
         (rows, columns), (height, width) = grid.counts, grid.tile_shape
 
         def row(i: Int[Array, ""]) -> tuple[Array, Array]:
@@ -330,35 +334,78 @@ class _TracedMask(Mask):
 
         return Occupancy(*lax.map(row, jnp.arange(rows, dtype=jnp.int32)))
 
-    def known(self, grid: Grid) -> Mask:
-        if not isinstance(grid.query_offset, int) or any(isinstance(x, jax.core.Tracer) for x in self.captured):
-            return self  # an offset that is an array may differ from entry to entry, and from call to call
+    def known(self, lengths: tuple[int, int], query_offset: int, cell: int) -> Mask:
+        if any(isinstance(x, jax.core.Tracer) for x in self.captured):
+            return self
+        counts = (max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell)))
         batch, head = np.broadcast_arrays(self.batch[..., None], self.head)
+        if not self.captured and batch.size == 1:
+            return _fixed(self.program, query_offset, counts, cell)
         places = dataclasses.replace(self, batch=batch.ravel(), head=head.ravel())
-        with jax.ensure_compile_time_eval():
-            seen = _look(places, grid.query_offset, grid.counts, grid.tile_shape)
-        some, full = (x.reshape(*batch.shape, *grid.counts) for x in seen)
-        return dataclasses.replace(self, some=some, full=full)
+        seen = Occupancy(*(x.reshape(*batch.shape, *counts) for x in _look(places, query_offset, counts, cell)))
+        return dataclasses.replace(self, seen=seen, cell=cell)
 
     def by_head(self, groups: tuple[int, int]) -> Mask:
         rank = self.batch.ndim
         own = groups if self.head.size > 1 else (1, 1)
-        return _TracedMask(
-            [x[(None,) * (rank + 2)] for x in self.captured],
-            self.batch[..., None, None],
-            self.head.reshape((1,) * rank + own),
-            None if self.some is None else array_by_head(self.some, groups),
-            None if self.full is None else array_by_head(self.full, groups),
-            self.program,
+        return dataclasses.replace(
+            self,
+            captured=[x[(None,) * (rank + 2)] for x in self.captured],
+            batch=self.batch[..., None, None],
+            head=self.head.reshape((1,) * rank + own),
+            seen=jax.tree.map(lambda x: array_by_head(x, groups), self.seen),
         )
 
 
-@functools.partial(jax.jit, static_argnames=("counts", "tile_shape"))
-def _look(places: _TracedMask, offset: Scalar, counts: tuple[int, int], tile_shape: tuple[int, int]) -> Occupancy:
-    """The occupancy [places, rows, columns] for one batch entry and head after the other."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _FixedMask(Mask):
+    """A traced `mask_mod` that captures nothing and is the same for all heads: all of it is known while tracing."""
 
+    program: Program = dataclasses.field(metadata={"static": True})
+    some: bytes = dataclasses.field(metadata={"static": True})
+    full: bytes = dataclasses.field(metadata={"static": True})
+    counts: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    cell: int = dataclasses.field(metadata={"static": True})
+
+    def tile(self, tile: Tile, query_offset: Scalar) -> Bool[Array, "#t #s"]:
+        return _TracedMask([], np.zeros((), np.int32), np.zeros((), np.int32), self.program).tile(tile, query_offset)
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        seen = Occupancy(*(np.frombuffer(x, bool).reshape(self.counts) for x in (self.some, self.full)))
+        return _coarser(seen, self.cell, grid)
+
+
+def _coarser(seen: Occupancy, cell: int, grid: Grid) -> Occupancy:
+    """What is known of the tiles of `grid` from that of squares of `cell` rows and columns."""
+    some, full = seen
+    for axis in (0, 1):
+        first, last = (np.minimum(x.ravel() // cell, some.shape[axis] - 1) for x in grid.bounds(axis))
+        places = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
+        rows = (slice(None),) * axis
+        some, full = some[(*rows, places)].any(axis + 1), full[(*rows, places)].all(axis + 1)  # type: ignore[assignment]
+    return Occupancy(some, full)
+
+
+@functools.lru_cache(maxsize=64)
+def _fixed(program: Program, offset: int, counts: tuple[int, int], cell: int) -> _FixedMask:
+    """The mask of a program, after a look at all of it."""
+    place = np.zeros(1, np.int32)
+    some, full = (np.asarray(x) for x in _look(_TracedMask([], place, place, program), offset, counts, cell))
+    return _FixedMask(program, some.tobytes(), full.tobytes(), counts, cell)
+
+
+def _look(places: _TracedMask, offset: int, counts: tuple[int, int], cell: int) -> Occupancy:
+    """The occupancy [places, rows, columns], at once, for one batch entry and head after the other."""
+    with jax.ensure_compile_time_eval():
+        return _occupancies(places, offset, Grid(counts, (cell, cell)))
+
+
+@functools.partial(jax.jit, static_argnames="grid")
+def _occupancies(places: _TracedMask, offset: Scalar, grid: Grid) -> Occupancy:
     def one(place: tuple[Array, Array]) -> Occupancy:
-        return dataclasses.replace(places, batch=place[0], head=place[1]).occupancy(Grid(counts, tile_shape, offset))
+        mask = dataclasses.replace(places, batch=place[0], head=place[1])
+        return mask.occupancy(grid._replace(query_offset=offset))
 
     return lax.map(one, (jnp.asarray(places.batch), jnp.asarray(places.head)))
 

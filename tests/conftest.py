@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 # Before the package is imported: the shapes in the signatures of these files become checks. (Not in those with pytrees,
@@ -14,5 +15,15 @@ from jaxtyping import install_import_hook
 CHECKED = ("_impl.dense", "_impl.blockwise", "_impl.online_softmax", "_impl.heads", "_tiles")
 install_import_hook([f"flax_mha.{name}" for name in CHECKED], "beartype.beartype")
 
+from flax_mha._impl import portable, tiling  # noqa: E402
+from flax_mha._impl.tiling import Tiling  # noqa: E402
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles each way in lengths of a few dozen, cut into cells and bands."""
+    monkeypatch.setattr(portable, "TILINGS", (Tiling(16, 32), Tiling(32, 32, 2), Tiling(16, 16)))
+    monkeypatch.setattr(tiling, "CELL", 8)

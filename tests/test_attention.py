@@ -8,17 +8,12 @@ import pytest
 from cases import CASES, DROPOUT_CASES, Case
 
 from flax_mha import dot_product_attention
-from flax_mha._impl import portable
-from flax_mha._impl.tiling import Tiling
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 KEY = jax.random.key(5)
 
 
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
-    """Several tiles each way, the last ones partly empty."""
-    monkeypatch.setattr(portable, "TILINGS", (Tiling(16, 32), Tiling(2 * 16, 32, 2)))
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def call(case, implementation, arrays, traced, **more):

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention
 from flax_mha._impl import portable
-from flax_mha._impl.tiling import Tiling
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask
 
 STRUCTURES = int(os.environ.get("FUZZ_STRUCTURES", "15"))
@@ -149,6 +149,7 @@ def exact(structure, learned, fixed, cotangents, keep):
     return answer, named, sizes
 
 
+@pytest.mark.usefixtures("small_tiles")
 @settings(
     max_examples=STRUCTURES,
     deadline=None,
@@ -158,8 +159,8 @@ def exact(structure, learned, fixed, cotangents, keep):
 @given(structure=structures(), first_seed=st.integers(0, 2**31))
 def test_every_combination(structure, first_seed):
     batch, t, s, n, k, _, hv = structure["sizes"]
-    before = portable.TILINGS, portable.SPLIT
-    portable.TILINGS, portable.SPLIT = (Tiling(16, 16), Tiling(32, 16, 2)), 40 * 40
+    before = portable.SPLIT
+    portable.SPLIT = 40 * 40
     try:
         run = {name: jax.jit(functools.partial(with_gradients, structure, name)) for name in ("xla", "blockwise")}
         show = jax.jit(functools.partial(ours, structure, "xla"))
@@ -178,7 +179,7 @@ def test_every_combination(structure, first_seed):
             for implementation in run:
                 compare(run[implementation](learned, fixed, cotangents), want, t + s, structure["rate"])
     finally:
-        portable.TILINGS, portable.SPLIT = before
+        portable.SPLIT = before
 
 
 def compare(got, want, terms, rate):

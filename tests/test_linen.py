@@ -623,6 +623,8 @@ COMPLEX = X.astype(jnp.complex64)
         ({"local_window_size": -1}, [X], {}, ValueError, "local_window_size must be an int >= 0, .* but got -1"),
         ({"logits_soft_cap": 0.0}, [X], {}, ValueError, r"logits_soft_cap must be .*got 0\.0"),
         ({"logits_soft_cap": -1}, [X], {}, ValueError, "logits_soft_cap must be .*got -1"),
+        ({"logits_soft_cap": False}, [X], {}, ValueError, "logits_soft_cap must be .*got False"),
+        ({"local_window_size": False}, [X], {}, ValueError, "local_window_size must be .*got False"),
         ({"normalize_qk": "batch_norm"}, [X], {}, ValueError, "normalize_qk must be False, True"),
         ({"normalize_qk": ""}, [X], {}, ValueError, "normalize_qk must be .*got ''"),
         ({"sinks": np.zeros(HEADS, np.float32)}, [X], {}, ValueError, "sinks must be True or False, but got"),

@@ -9,7 +9,6 @@ import pytest
 from flax_mha import dot_product_attention, masks, plot
 from flax_mha._check import Shape
 from flax_mha._impl import portable
-from flax_mha._impl.tiling import Tiling
 from flax_mha._tiles import Grid
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
@@ -103,15 +102,15 @@ def test_these_know_exactly_which_tiles_are_empty_and_full(name):
         np.testing.assert_array_equal(full, tiles.all((1, 3)))
 
 
+@pytest.mark.usefixtures("small_tiles")
 @each
 @pytest.mark.parametrize(
     ("implementation", "traced"),
     [("xla", False), ("blockwise", False), ("blockwise", True)],
     ids=["xla", "known", "traced"],
 )
-def test_attention_sees_what_the_array_shows(name, implementation, traced, monkeypatch):
+def test_attention_sees_what_the_array_shows(name, implementation, traced):
     """Also where arrays of the mask are arguments of a jitted function, so that nothing of them is known before."""
-    monkeypatch.setattr(portable, "TILINGS", (Tiling(16, 32), Tiling(2 * 16, 32, 2)))
     mask, array, offset = MASKS[name]
     inputs = {
         "query": rng.standard_normal((B, T, N, 8)),

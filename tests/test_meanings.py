@@ -17,9 +17,7 @@ IMPLEMENTATIONS = ("xla", "blockwise")
 BOTH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
-    monkeypatch.setattr(portable, "TILINGS", (Tiling(16, 32), Tiling(2 * 16, 32, 2)))
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):

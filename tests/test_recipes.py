@@ -7,8 +7,6 @@ import oracle
 import pytest
 
 from flax_mha import dot_product_attention, recipes
-from flax_mha._impl import portable
-from flax_mha._impl.tiling import Tiling
 
 B, N, K, H, S = 2, 6, 2, 8, 67
 row, column = np.arange(S)[:, None], np.arange(S)[None, :]
@@ -97,9 +95,7 @@ def dense(name, inputs, cotangent, keep=None):
     return output, grads
 
 
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
-    monkeypatch.setattr(portable, "TILINGS", (Tiling(32, 32), Tiling(2 * 32, 32, 2)))
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])

@@ -9,8 +9,6 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flax_mha import dot_product_attention, recipes
-from flax_mha._impl import portable
-from flax_mha._impl.tiling import Tiling
 
 B, N, K, H, S = 2, 6, 2, 8, 67
 rng = np.random.default_rng(0)
@@ -56,10 +54,10 @@ RECIPES = {
 }
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_same_as_flex_attention(name, implementation, monkeypatch):
-    monkeypatch.setattr(portable, "TILINGS", (Tiling(32, 32), Tiling(2 * 32, 32, 2)))
+def test_same_as_flex_attention(name, implementation):
     arguments, mask_mod, score_mod = RECIPES[name]
     arrays = [
         np.random.default_rng(i).standard_normal((B, S, n, H)).astype(np.float32) for i, n in enumerate((N, K, K))

@@ -18,18 +18,36 @@ from jaxtyping import Array, Float, Int
 from flax_mha._impl import online_softmax
 from flax_mha._impl.scores import Learned, Scores
 from flax_mha._impl.tiling import Layout, Plan, to_the_grid
-from flax_mha._tiles import Tile, pad
+from flax_mha._tiles import Scalar, Tile, pad
 from flax_mha.masks import Mask
 
 T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """What is computed at once: some rows, within their row of tiles, of the tile in column `j`."""
+    """What is computed at once: a tile, whose first row is this one of its row of tiles."""
 
-    j: Int[Array, ""]
-    rows: slice
+    first: int
     tile: Tile
+
+    def rows(self, x: Array, axis: int = 0) -> Array:
+        """The tile's part of what belongs to its row of tiles."""
+        height = self.tile.shape[0]
+        return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
+
+    def put_rows(self, x: Array, part: Array) -> Array:
+        """What belongs to the row of tiles, with the tile's part replaced."""
+        return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, 0)
+
+    def keys(self, x: Float[Array, "S F"]) -> Float[Array, "s F"]:
+        """The tile's part of keys or values."""
+        return lax.dynamic_slice_in_dim(x, self.tile.column, self.tile.shape[1], 0, allow_negative_indices=False)
+
+    def add_keys(self, x: Float[Array, "F S"], part: Float[Array, "F s"]) -> Float[Array, "F S"]:
+        """Sums of keys or values, on their side, with the tile's part added."""
+        column, width = self.tile.column, self.tile.shape[1]
+        part = part + lax.dynamic_slice_in_dim(x, column, width, 1, allow_negative_indices=False)
+        return lax.dynamic_update_slice_in_dim(x, part, column, 1, allow_negative_indices=False)
 
 
 def attend(
@@ -59,48 +77,57 @@ def _over_keys(
     step: Callable[[Step, Mask | None, T], T],
     state: T,
 ) -> T:
-    """Folds `step` over the tiles of row i that hold something; of tiles to mask, over the rows that hold something."""
-    (height, width), every_row = layout.tile_shape, slice(0, layout.tile_shape[0])
+    """Folds `step` over the tiles of row i that hold something; of tiles to mask, over the rows that hold something.
 
-    def visit(rows: slice, mask: Mask | None, n: Int[Array, ""], state: T) -> T:
-        j = plan.order[i, n]
-        tile = Tile(i * height + rows.start, j * width, (rows.stop - rows.start, width))
-        return step(Step(j, rows, tile), mask, state)
+    `plan` is the row's own.
+    """
+    height, width = layout.tile_shape
+
+    def visit(rows: tuple[int, int], mask: Mask | None, n: Scalar, state: T) -> T:
+        first, end = rows
+        tile = Tile(i * height + first, _at(plan.column, n), (end - first, width))
+        return step(Step(first, tile), mask, state)
 
     if plan.any_full:
-        state = lax.fori_loop(0, plan.full[i], functools.partial(visit, every_row, None), state)
+        state = lax.fori_loop(0, plan.full, functools.partial(visit, (0, height), None), state)
     if plan.any_partial:
-        parts = [functools.partial(visit, slice(*rows), mask) for rows in plan.parts]
-        one = parts[0] if len(parts) == 1 else lambda n, state: lax.switch(plan.part[i, n], parts, n, state)
-        state = lax.fori_loop(plan.full[i], plan.some[i], one, state)
+        parts = [functools.partial(visit, rows, mask) for rows in plan.parts]
+        one = parts[0] if len(parts) == 1 else lambda n, state: lax.switch(_at(plan.part, n), parts, n, state)
+        state = one(0, state) if plan.single else lax.fori_loop(plan.full, plan.some, one, state)
     return state
 
 
-def _tiled(x: Float[Array, "L F"], count: int) -> Float[Array, "count side F"]:
-    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+def _at(x: Int[Array, " n"], i: Scalar) -> Int[Array, ""]:
+    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
+
+
+def _by_row(layout: Layout, plan: Plan, *arrays: Array) -> tuple:
+    """What belongs to each row of tiles: its number, its plan, its part of the arrays [T, F]."""
+    shape = (layout.rows, layout.tile_shape[0])
+    return jnp.arange(layout.rows, dtype=jnp.int32), plan, *(x.reshape(*shape, *x.shape[1:]) for x in arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     layout: Layout, query: Array, key: Array, value: Array, learned: Learned, scores: Scores, plan: Plan
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    rows, columns = layout.counts
     mask = to_the_grid(scores.mask, layout)
-    queries, keys, values = _tiled(query, rows), _tiled(key, columns), _tiled(value, columns)
 
-    def row(i: Int[Array, ""]) -> tuple[Array, Array]:
+    def row(own: tuple) -> tuple[Array, Array]:
+        i, plan, q = own
+
         def step(step: Step, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
-            j, rows, tile = step
-            products = scores.dot(queries[i][rows], keys[j], transpose_b=True)
+            tile = step.tile
+            products = scores.dot(step.rows(q), step.keys(key), transpose_b=True)
             s, keep = scores.tile(products, learned.cut(tile), tile, mask), scores.keep(tile)
-            before = jax.tree.map(lambda x: x[rows], state)
-            after = online_softmax.update(before, s, lambda p: scores.dot(_times(p, keep), values[j]))
-            return jax.tree.map(lambda x, part: x.at[rows].set(part), state, after)
+            before = online_softmax.State(*map(step.rows, state))
+            after = online_softmax.update(before, s, lambda p: scores.dot(_times(p, keep), step.keys(value)))
+            return online_softmax.State(*map(step.put_rows, state, after))
 
         nothing = online_softmax.start(layout.tile_shape[0], value.shape[1], learned.sink, value.dtype)
         return online_softmax.finish(_over_keys(plan, layout, mask, i, step, nothing))
 
-    output, lse = lax.map(row, jnp.arange(rows, dtype=jnp.int32))
+    output, lse = lax.map(row, _by_row(layout, plan, query))
     return output.reshape(-1, value.shape[1]), lse.reshape(-1)
 
 
@@ -113,40 +140,37 @@ def _attend_backward(layout: Layout, saved: tuple, cotangents: tuple[Array, Arra
     query, key, value, learned, scores, plan, output, lse = saved
     # The scores again, this time without the poison: a row that answered NaN sends nothing back.
     scores = dataclasses.replace(scores, poison=None)
-    rows, columns = layout.counts
     mask = to_the_grid(scores.mask, layout)
-    keys, values = _tiled(key, columns), _tiled(value, columns)
     row_data = _row_data(query, output, lse, cotangents)
 
-    def row(sums: tuple, i: Int[Array, ""]) -> tuple[tuple, Array]:
-        q, d_output, lse_i, delta = (_tiled(x, rows)[i] for x in row_data)
+    def row(sums: tuple, own: tuple) -> tuple[tuple, Array]:
+        i, plan, q, d_output, lse_i, delta = own
         q_on_side, d_output_on_side = q.T, d_output.T
 
         def step(step: Step, mask: Mask | None, state: tuple) -> tuple:
             d_query, d_key, d_value, d_learned = state
-            j, rows, tile = step
-            keep, d_out = scores.keep(tile), d_output[rows]
-            products = scores.dot(q[rows], keys[j], transpose_b=True)
+            tile, keys, keep = step.tile, step.keys(key), scores.keep(step.tile)
+            products = scores.dot(step.rows(q), keys, transpose_b=True)
             s, pull = jax.vjp(lambda x, ours: scores.tile(x, ours, tile, mask), products, learned.cut(tile))
-            weights = jnp.exp(s - lse_i[rows])
-            d_weights = _times(scores.dot(d_out, values[j], transpose_b=True), keep)
-            d_products, d_ours = pull(weights * (d_weights - delta[rows]))
-            d_query = d_query.at[rows].add(scores.dot(d_products, keys[j]))
-            d_key = _add_at(d_key, j, scores.dot(q_on_side[:, rows], d_products))
-            d_value = _add_at(d_value, j, scores.dot(d_output_on_side[:, rows], _times(weights, keep)))
+            weights = jnp.exp(s - step.rows(lse_i))
+            d_weights = _times(scores.dot(step.rows(d_output), step.keys(value), transpose_b=True), keep)
+            d_products, d_ours = pull(weights * (d_weights - step.rows(delta)))
+            d_query = step.put_rows(d_query, step.rows(d_query) + scores.dot(d_products, keys))
+            d_key = step.add_keys(d_key, scores.dot(step.rows(q_on_side, 1), d_products))
+            d_value = step.add_keys(d_value, scores.dot(step.rows(d_output_on_side, 1), _times(weights, keep)))
             return d_query, d_key, d_value, d_learned.add(tile, d_ours)
 
         d_query, *new_sums = _over_keys(plan, layout, mask, i, step, (jnp.zeros_like(q), *sums))
         return tuple(new_sums), d_query
 
-    sums = (jnp.zeros_like(_on_side(keys)), jnp.zeros_like(_on_side(values)), learned.zeros())
-    (d_key, d_value, d_learned), d_query = lax.scan(row, sums, jnp.arange(rows, dtype=jnp.int32))
+    # A CPU multiplies matrices up to three times faster if the result is wide, [F, s], not tall.
+    sums = (jnp.zeros_like(key.T), jnp.zeros_like(value.T), learned.zeros())
+    (d_key, d_value, d_learned), d_query = lax.scan(row, sums, _by_row(layout, plan, *row_data))
     if learned.sink is not None:
         _, _, lse_rows, delta_rows = row_data
         d_learned = d_learned._replace(sink=-jnp.sum(jnp.exp(learned.sink - lse_rows) * delta_rows))
     d_learned = jax.tree.map(lambda d, x: d.astype(x.dtype), d_learned, learned)
-    d_key, d_value = (_on_side(d).reshape(-1, d.shape[1]) for d in (d_key, d_value))
-    return d_query.reshape(query.shape), d_key, d_value, d_learned, None, None
+    return d_query.reshape(query.shape), d_key.T, d_value.T, d_learned, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -169,14 +193,5 @@ def _row_data(
     return query, d_output, lse[:, None], delta[:, None]
 
 
-def _on_side(x: Float[Array, "count side F"]) -> Float[Array, "count F side"]:
-    """A CPU multiplies matrices up to three times faster if the result is wide, [F, side], not tall."""
-    return jnp.swapaxes(x, 1, 2)
-
-
 def _times(weights: Float[Array, "t s"], keep: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
     return weights if keep is None else weights * keep.astype(weights.dtype)
-
-
-def _add_at(x: Float[Array, "n F s"], j: Int[Array, ""], part: Float[Array, "F s"]) -> Float[Array, "n F s"]:
-    return lax.dynamic_update_index_in_dim(x, x[j] + part, j, 0)

@@ -53,3 +53,8 @@ def over_heads(
     one_part = jax.jit(jax.vmap(one_entry), inline=True)  # jit: to be traced once
     answers = [one_part(list(part)) for part in zip(*(jnp.split(x, parts) for x in mapped), strict=True)]
     return jax.tree.map(lambda *x: jnp.concatenate(x), *answers)
+
+
+def one_of(operands: Any, place: tuple[int, ...]) -> Any:
+    """What the head at `place` takes."""
+    return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)

@@ -22,9 +22,11 @@ class State(NamedTuple):
 
 def start(rows: int, features: int, sink: Float[Array, ""] | None, dtype: DTypeLike) -> State:
     """Nothing seen yet but the sink, a score that counts in the sum and has no value."""
-    largest = jnp.full((rows,), -jnp.inf if sink is None else sink, dtype)
-    total = jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), jnp.ones_like(largest))
-    return State(largest, total, jnp.zeros((rows, features), dtype))
+    output = jnp.zeros((rows, features), dtype)
+    if sink is None:
+        return State(jnp.full((rows,), -jnp.inf, dtype), jnp.zeros((rows,), dtype), output)
+    largest = jnp.full((rows,), sink, dtype)
+    return State(largest, jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), jnp.ones_like(largest)), output)
 
 
 def update(state: State, scores: Float[Array, "t s"], weigh: Callable[[Array], Array]) -> State:

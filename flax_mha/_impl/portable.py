@@ -15,40 +15,72 @@ from flax_mha._impl.tiling import Tiling
 from flax_mha._tiles import array_by_head
 
 # Tiles to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks that
-# are data, which no plan can be made for while tracing, and accelerators.
-TILINGS = (Tiling(512, 512), Tiling(1024, 512, 2), Tiling(2048, 512, 4), Tiling(1024, 256, 4), Tiling(256, 256))
+# are not known while tracing, and accelerators.
+TILINGS = (
+    Tiling(512, 512),
+    Tiling(1024, 512, 2),
+    Tiling(2048, 512, 4),
+    Tiling(256, 512),
+    Tiling(128, 128),
+)
 
-# Up to so many scores a head, all heads run together on a CPU; up to so many, those of one batch entry.
-TOGETHER, OF_AN_ENTRY = 128 * 128, 512 * 512
+# Up to so many scores of a head at once, all heads run together on a CPU; up to so many, those of one batch entry, if
+# there are not too many.
+TOGETHER, OF_AN_ENTRY, AT_MOST = 128 * 128, 512 * 512, 8 * 512 * 512
 
 # From so many scores of all heads on, short sequences are computed in so many parts side by side on a CPU.
 PARTS, SPLIT = 4, 512 * 1024
 
+# Of a mask that differs from head to head, so many are looked at when tiles are chosen.
+EXAMPLES = 4
+
 
 def attend_whole(call: Call) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Output and log-sum-exp, through all scores at once."""
-    return _attend(call.operands, call.options, None, _in_turn(call), _side_by_side(call))
+    in_turn = _in_turn(call, math.prod(call.operands.lengths))
+    return _attend(call.operands, call.options, None, in_turn, _side_by_side(call))
 
 
 def attend_in_tiles(call: Call) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Output and log-sum-exp, tile by tile."""
     operands, options = call
-    if platform() == "cpu" and not jax.tree.leaves((operands.mask, operands.query_offset)):
-        layout = tiling.cheapest(operands.lengths, operands.mask, options.static_offset, TILINGS)
-    else:
-        layout = tiling.layout(operands.lengths, TILINGS[0])
-    if operands.mask is not None:
-        offset = options.static_offset if operands.query_offset is None else operands.query_offset
-        operands = operands._replace(mask=operands.mask.known(layout.band_grid(offset)))
-    return _attend(operands, options, layout, _in_turn(call))
+    if operands.mask is not None and operands.query_offset is None:
+        mask = operands.mask.known(operands.lengths, options.static_offset, tiling.CELL)
+        operands = operands._replace(mask=mask)
+    layout = _layout(operands, options)
+    return _attend(operands, options, layout, _in_turn(call, math.prod(layout.tile_shape)))
 
 
-def _in_turn(call: Call) -> int:
-    """How many of the axes [B..., K, G] run one after the other: on a CPU, so many that its caches hold the scores."""
+def _layout(operands: Operands, options: Options) -> tiling.Layout:
+    """The fastest tiles, as far as the mask is known."""
+    arrays, axes = jax.tree.leaves(operands.mask), operands.query.ndim - 1
+    known = operands.query_offset is None and all(map(_readable, arrays))
+    if platform() != "cpu" or not known:
+        return tiling.layout(operands.lengths, TILINGS[0])
+    examples = [operands.mask]
+    if operands.mask is not None and arrays:
+        mask = jax.tree.map(np.asarray, operands.mask).by_head(operands.groups)
+        places = list(np.ndindex(np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))))
+        examples = [heads.one_of(mask, place) for place in places[:: max(1, -(-len(places) // EXAMPLES))]]
+    return tiling.cheapest(operands.lengths, examples, options.static_offset, TILINGS, fine=not arrays)
+
+
+def _readable(x: Array | np.ndarray) -> bool:
+    """Whether values are known while tracing, and to this process."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def _in_turn(call: Call, scores: int) -> int | None:
+    """How many of the axes [B..., K, G] run one after the other, if `scores` of a head are there at once.
+
+    On a CPU so many that its caches hold them. None: never any.
+    """
     if platform() != "cpu" or sharded():
-        return 0  # an accelerator runs all heads together, and a mesh shards them
-    scores, axes = math.prod(call.operands.lengths), call.operands.query.ndim - 1
-    return 0 if scores <= TOGETHER else axes - 2 if scores <= OF_AN_ENTRY else axes
+        return None  # an accelerator runs all heads together, and a mesh shards them
+    axes, num_heads = call.operands.query.ndim - 1, call.operands.query.shape[-2]
+    if scores <= TOGETHER:
+        return 0
+    return axes - 2 if scores <= OF_AN_ENTRY and num_heads * scores <= AT_MOST else axes
 
 
 def _side_by_side(call: Call) -> int:
@@ -59,7 +91,7 @@ def _side_by_side(call: Call) -> int:
 
 @functools.partial(jax.jit, static_argnames=("options", "layout", "in_turn", "side_by_side"))
 def _attend(
-    operands: Operands, options: Options, layout: tiling.Layout | None, in_turn: int, side_by_side: int = 1
+    operands: Operands, options: Options, layout: tiling.Layout | None, in_turn: int | None, side_by_side: int = 1
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     query, key, value, groups = operands.query, operands.key, operands.value, operands.groups
     axes = query.ndim - 1
@@ -78,11 +110,13 @@ def _attend(
     )
     arrays = (_grouped(scaled, groups), _grouped(key, (groups[0], 1)), _grouped(value, (groups[0], 1)), learned, scores)
     if layout is None:
-        output, lse = heads.over_heads(lambda head: dense.attend(*head), arrays, axes, in_turn, side_by_side)
+        output, lse = heads.over_heads(lambda head: dense.attend(*head), arrays, axes, in_turn or 0, side_by_side)
     else:
         plan = _plan(scores, layout, axes)
+        if in_turn is not None:  # loops that end at different times do not run together
+            in_turn = max([in_turn, *(axis + 1 for axis in range(axes) if plan.column.shape[axis] > 1)])
         one_head = functools.partial(blockwise.attend, layout=layout)
-        output, lse = heads.over_heads(lambda head: one_head(*head), (*arrays, plan), axes, in_turn)
+        output, lse = heads.over_heads(lambda head: one_head(*head), (*arrays, plan), axes, in_turn or 0)
     return _ungrouped(output).astype(query.dtype), _ungrouped(lse[..., None])[..., 0]
 
 
