@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -69,6 +70,11 @@ class Grid(NamedTuple):
         """First and last query position of the tiles, shape [rows, 1]."""
         first, last = self.bounds(0)
         return first + self.query_offset, last + self.query_offset
+
+
+def readable(x: Array | np.ndarray) -> bool:
+    """Whether values are known while tracing, and to this process."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def pad(x: Array | np.ndarray, shape: tuple[int, int]) -> Array:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Int
 from flax_mha import _check
 from flax_mha._check import Shape
 from flax_mha._program import Program, trace
-from flax_mha._tiles import BoolMatrix, Grid, Scalar, Tile, array_by_head, pad
+from flax_mha._tiles import BoolMatrix, Grid, Scalar, Tile, array_by_head, pad, readable
 
 
 class Occupancy(NamedTuple):
@@ -335,7 +335,7 @@ class _TracedMask(Mask):
         return Occupancy(*lax.map(row, jnp.arange(rows, dtype=jnp.int32)))
 
     def known(self, lengths: tuple[int, int], query_offset: int, cell: int) -> Mask:
-        if any(isinstance(x, jax.core.Tracer) for x in self.captured):
+        if not all(map(readable, self.captured)):
             return self
         counts = (max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell)))
         batch, head = np.broadcast_arrays(self.batch[..., None], self.head)
@@ -391,14 +391,14 @@ def _coarser(seen: Occupancy, cell: int, grid: Grid) -> Occupancy:
 def _fixed(program: Program, offset: int, counts: tuple[int, int], cell: int) -> _FixedMask:
     """The mask of a program, after a look at all of it."""
     place = np.zeros(1, np.int32)
-    some, full = (np.asarray(x) for x in _look(_TracedMask([], place, place, program), offset, counts, cell))
+    some, full = _look(_TracedMask([], place, place, program), offset, counts, cell)
     return _FixedMask(program, some.tobytes(), full.tobytes(), counts, cell)
 
 
 def _look(places: _TracedMask, offset: int, counts: tuple[int, int], cell: int) -> Occupancy:
     """The occupancy [places, rows, columns], at once, for one batch entry and head after the other."""
     with jax.ensure_compile_time_eval():
-        return _occupancies(places, offset, Grid(counts, (cell, cell)))
+        return Occupancy(*map(np.asarray, _occupancies(places, offset, Grid(counts, (cell, cell)))))
 
 
 @functools.partial(jax.jit, static_argnames="grid")

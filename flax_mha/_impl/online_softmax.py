@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -31,17 +32,13 @@ def start(rows: int, features: int, sink: Float[Array, ""] | None, dtype: DTypeL
 
 def update(state: State, scores: Float[Array, "t s"], weigh: Callable[[Array], Array]) -> State:
     """Takes in the scores of more keys; `weigh` multiplies their weights [t, s] by their values -> [t, Hv]."""
-    largest = jnp.maximum(state.largest, jnp.max(scores, axis=1))
-    shift = finite(largest)
-    weights = jnp.exp(scores - shift[:, None])
-    decay = jnp.exp(state.largest - shift)
+    largest = lax.max(state.largest, jnp.max(scores, axis=1))
+    # What is subtracted is finite: a row that saw nothing has -inf, and -inf - -inf is NaN.
+    shift = lax.max(largest, lax.full_like(largest, jnp.finfo(largest.dtype).min))
+    weights = lax.exp(scores - lax.expand_dims(shift, (1,)))
+    decay = lax.exp(lax.sub(state.largest, shift))
     total = state.total * decay + jnp.sum(weights, axis=1)
-    return State(largest, total, state.output * decay[:, None] + weigh(weights))
-
-
-def finite(largest: Float[Array, " t"]) -> Float[Array, " t"]:
-    """What to subtract before exp: a row that saw nothing has -inf, and -inf - -inf is NaN."""
-    return jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
+    return State(largest, total, state.output * lax.expand_dims(decay, (1,)) + weigh(weights))
 
 
 def finish(state: State) -> tuple[Float[Array, "t Hv"], Float[Array, " t"]]:

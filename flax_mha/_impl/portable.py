@@ -12,7 +12,7 @@ from flax_mha._call import Call, Operands, Options, accumulation_dtype, finite_k
 from flax_mha._impl import blockwise, dense, heads, tiling
 from flax_mha._impl.scores import Learned, Scores
 from flax_mha._impl.tiling import Tiling
-from flax_mha._tiles import array_by_head
+from flax_mha._tiles import array_by_head, readable
 
 # Tiles to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks that
 # are not known while tracing, and accelerators.
@@ -54,7 +54,7 @@ def attend_in_tiles(call: Call) -> tuple[Float[Array, "*B T N Hv"], Float[Array,
 def _layout(operands: Operands, options: Options) -> tiling.Layout:
     """The fastest tiles, as far as the mask is known."""
     arrays, axes = jax.tree.leaves(operands.mask), operands.query.ndim - 1
-    known = operands.query_offset is None and all(map(_readable, arrays))
+    known = operands.query_offset is None and all(map(readable, arrays))
     if platform() != "cpu" or not known:
         return tiling.layout(operands.lengths, TILINGS[0])
     examples = [operands.mask]
@@ -63,11 +63,6 @@ def _layout(operands: Operands, options: Options) -> tiling.Layout:
         places = list(np.ndindex(np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))))
         examples = [heads.one_of(mask, place) for place in places[:: max(1, -(-len(places) // EXAMPLES))]]
     return tiling.cheapest(operands.lengths, examples, options.static_offset, TILINGS, fine=not arrays)
-
-
-def _readable(x: Array | np.ndarray) -> bool:
-    """Whether values are known while tracing, and to this process."""
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def _in_turn(call: Call, scores: int) -> int | None:

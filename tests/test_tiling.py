@@ -1,0 +1,112 @@
+"""Plans of tiles: all that is visible is visited once, nothing else is without need."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_mha import _call, dot_product_attention
+from flax_mha._check import Shape
+from flax_mha._impl import portable, tiling
+from flax_mha._impl.tiling import Tiling
+from flax_mha._tiles import Tile
+from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
+
+T, S = 100, 140
+MASKS = {
+    "none": None,
+    "causal": CausalMask(3),
+    "narrow window": LocalMask(9, 0),
+    "wide window": LocalMask(40, 30),
+    "causal or far": CausalMask(-60) | LocalMask(0, 5),
+    "function": FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx // 20 == kv_idx // 28) | (kv_idx < 3)),
+    "nothing": LocalMask(0, None) & LocalMask(None, -1),
+}
+TILINGS = [Tiling(16, 32), Tiling(32, 32, 2), Tiling(64, 32, 4), Tiling(16, 64), Tiling(48, 48), Tiling(512, 512)]
+
+
+@pytest.mark.parametrize("fine", [True, False])
+@pytest.mark.parametrize("largest", TILINGS)
+@pytest.mark.parametrize("name", MASKS)
+def test_all_that_is_visible_is_visited_once(name, largest, fine, monkeypatch):
+    monkeypatch.setattr(tiling, "CELL", 8)
+    mask = MASKS[name]
+    if mask is not None:
+        mask = mask.checked(Shape((1,), T, S, 1, 1, 1, 1)).known((T, S), 5, 8)
+        assert not jax.tree.leaves(mask)
+    layout = tiling.layout((T, S), largest, fine)
+    plan = tiling.plan(layout, mask, 5)
+    visits, unmasked = np.zeros(layout.shape, int), np.zeros(layout.shape, bool)
+    height, width = layout.tile_shape
+    for i in range(layout.rows):
+        for n in range(int(plan.some[i])):
+            first, end = (0, height) if n < plan.full[i] else plan.parts[int(plan.part[i, n])]
+            column = int(plan.column[i, n])
+            assert column % layout.cell_width == 0
+            assert column + width <= layout.shape[1]
+            region = slice(i * height + first, i * height + end), slice(column, column + width)
+            visits[region] += 1
+            unmasked[region] |= n < plan.full[i]
+    seen = np.zeros(layout.shape, bool)
+    seen[:T, :S] = True if mask is None else mask.tile(Tile(0, 0, (T, S)), 5)
+    assert visits.max() <= 1
+    assert (visits[seen] == 1).all()
+    assert seen[unmasked].all()
+    assert plan.any_full >= (plan.full > 0).any()
+    assert not plan.single or (np.asarray(plan.some) == 1).all()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**24 - 1))
+def test_tiles_cover_what_they_must_and_no_more_than_aligned_ones(width, count, bits):
+    """The first cells of tiles for one row of up to 24 cells."""
+    cells = width * count
+    some = np.array([[bits >> c & 1 for c in range(cells)]], bool)
+    starts = tiling._starts(some, width)
+    used = starts[starts < cells]
+    covered = (used[:, None] + np.arange(width)).ravel()
+    assert len(np.unique(covered)) == len(covered)
+    assert set(np.flatnonzero(some)) <= set(covered.tolist()) <= set(range(cells))
+    assert len(used) <= some.reshape(count, width).any(1).sum()
+
+
+def layout_of(**arguments):
+    """What blockwise takes on a CPU for 2048 tokens; `arguments` may hold traced arrays."""
+    layouts = []
+
+    def spy(operands, options, layout, *rest, attend=portable._attend):
+        layouts.append(layout)
+        return attend(operands, options, layout, *rest)
+
+    x = jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable, "_attend", spy)
+        static = {name: a for name, a in arguments.items() if not isinstance(a, jax.ShapeDtypeStruct)}
+        traced = {name: a for name, a in arguments.items() if name not in static}
+        jax.eval_shape(lambda x, traced: dot_product_attention(x, x, x, **traced, **static), x, traced)
+    return layouts[0]
+
+
+@pytest.mark.skipif(_call.platform() != "cpu", reason="on an accelerator all tiles are alike")
+def test_masks_choose_their_tiles():
+    ids = jnp.repeat(jnp.arange(16, dtype=jnp.int32), 128)[None]
+    assert layout_of().tile_shape == (2048, 512)
+    assert layout_of(is_causal=True).tile_shape == (1024, 512)
+    assert layout_of(query_segment_ids=ids, is_causal=True).tile_shape == (128, 128)  # known while tracing
+    traced = jax.ShapeDtypeStruct(ids.shape, ids.dtype)
+    assert layout_of(query_segment_ids=traced, is_causal=True).tile_shape == (512, 512)
+    mod = FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
+    assert layout_of(mask=mod) == layout_of(is_causal=True)
+    table = jnp.arange(2048) // 128
+    mod = FunctionMask(lambda b, h, q_idx, kv_idx: (table[q_idx] == table[kv_idx]) & (kv_idx <= q_idx))
+    assert layout_of(mask=mod).tile_shape == (128, 128)
+
+
+def test_a_row_of_a_window_is_one_tile():
+    layout = tiling.layout((2048, 2048), Tiling(256, 512), fine=True)
+    assert tiling.plan(layout, LocalMask(255, 0), 0).single
+    assert tiling.plan(layout, LocalMask(128, 128), 0).single
+    assert not tiling.plan(layout, CausalMask(), 0).single
+    assert not tiling.plan(layout, SegmentMask(jnp.zeros(2048, int), jnp.zeros(2048, int)), 0).single
