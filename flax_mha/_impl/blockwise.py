@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -97,7 +98,7 @@ def _over_keys(
     return state
 
 
-def _at(x: Int[Array, " n"], i: Scalar) -> Int[Array, ""]:
+def _at(x: Int[Array, " n"] | np.ndarray, i: Scalar) -> Int[Array, ""]:
     return lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
 
 
@@ -108,7 +109,14 @@ def _by_row(layout: Layout, plan: Plan, *arrays: Array) -> tuple:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
+def _attend(layout: Layout, *operands: Array | Learned | Scores | Plan) -> tuple[Array, Array]:
+    # In the context in which jax traces the forward rule, so that it finds this trace and makes no other.
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+        return _output(layout, *operands)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _output(
     layout: Layout, query: Array, key: Array, value: Array, learned: Learned, scores: Scores, plan: Plan
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     mask = to_the_grid(scores.mask, layout)
@@ -132,7 +140,7 @@ def _attend(
 
 
 def _attend_forward(layout: Layout, *operands: Array | Learned | Scores | Plan) -> tuple[tuple[Array, Array], tuple]:
-    output, lse = _attend(layout, *operands)
+    output, lse = _output(layout, *operands)
     return (output, lse), (*operands, output, lse)
 
 

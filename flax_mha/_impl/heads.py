@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxtyping import Array
 
 
 def over_heads(
@@ -31,12 +33,12 @@ def over_heads(
     sizes = {leaf.shape[0] for leaf in leaves}
     size = next((n for n in sizes if n != 1), 1)
     if size == 1:
-        first = jax.tree.map(lambda x: x[0], operands)
+        first = jax.tree.map(_alone, operands)
         alone = over_heads(one_head, first, axes - 1, sequential - 1, side_by_side)
-        return jax.tree.map(lambda x: x[None], alone)
+        return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), alone)
 
     own = [leaf.shape[0] == size for leaf in leaves]
-    shared = [leaf[0] for leaf, mine in zip(leaves, own, strict=True) if not mine]
+    shared = [_alone(leaf) for leaf, mine in zip(leaves, own, strict=True) if not mine]
     mapped = [leaf for leaf, mine in zip(leaves, own, strict=True) if mine]
     parts_below = side_by_side if sequential > 0 else 1
 
@@ -58,3 +60,8 @@ def over_heads(
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:
     """What the head at `place` takes."""
     return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)
+
+
+def _alone(x: Array | np.ndarray) -> Array | np.ndarray:
+    """`x` without its first axis, of length 1."""
+    return x[0] if isinstance(x, np.ndarray) else lax.squeeze(x, (0,))

@@ -57,12 +57,12 @@ def _layout(operands: Operands, options: Options) -> tiling.Layout:
     known = operands.query_offset is None and all(map(readable, arrays))
     if platform() != "cpu" or not known:
         return tiling.layout(operands.lengths, TILINGS[0])
-    examples = [operands.mask]
-    if operands.mask is not None and arrays:
-        mask = jax.tree.map(np.asarray, operands.mask).by_head(operands.groups)
-        places = list(np.ndindex(np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))))
-        examples = [heads.one_of(mask, place) for place in places[:: max(1, -(-len(places) // EXAMPLES))]]
-    return tiling.cheapest(operands.lengths, examples, options.static_offset, TILINGS, fine=not arrays)
+    if operands.mask is None or not arrays:
+        return tiling.static_cheapest(operands.lengths, (operands.mask,), options.static_offset, TILINGS, fine=True)
+    mask = jax.tree.map(np.asarray, operands.mask).by_head(operands.groups)
+    places = list(np.ndindex(np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))))
+    examples = [heads.one_of(mask, place) for place in places[:: max(1, -(-len(places) // EXAMPLES))]]
+    return tiling.cheapest(operands.lengths, examples, options.static_offset, TILINGS, fine=False)
 
 
 def _in_turn(call: Call, scores: int) -> int | None:
@@ -144,7 +144,7 @@ def _scores(operands: Operands, options: Options, groups: tuple[int, int], poiso
 def _plan(scores: Scores, layout: tiling.Layout, axes: int) -> tiling.Plan:
     """What tiles to visit, once for all heads that share it, and without any tracing where it is static."""
     if not jax.tree.leaves((scores.mask, scores.query_offset)):
-        plan = tiling.plan(layout, scores.mask, scores.static_offset)
+        plan = tiling.static_plan(layout, scores.mask, scores.static_offset)
         return jax.tree.map(lambda x: x[(None,) * axes], plan)
     places = (scores.mask, scores.query_offset)
     return heads.over_heads(

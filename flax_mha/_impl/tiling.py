@@ -1,6 +1,7 @@
 """How one head is cut into tiles, and which of them are visited: what blockwise needs to know before it starts."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -194,10 +195,10 @@ class Plan:
       single: Whether it is known that every row has one tile, and that to be masked.
     """
 
-    column: Int[Array, "... rows steps"]
-    part: Int[Array, "... rows steps"]
-    full: Int[Array, "... rows"]
-    some: Int[Array, "... rows"]
+    column: Int[Array, "... rows steps"] | np.ndarray
+    part: Int[Array, "... rows steps"] | np.ndarray
+    full: Int[Array, "... rows"] | np.ndarray
+    some: Int[Array, "... rows"] | np.ndarray
     parts: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
     any_full: bool = dataclasses.field(metadata={"static": True})
     any_partial: bool = dataclasses.field(metadata={"static": True})
@@ -220,15 +221,20 @@ def plan(layout: Layout, mask: Mask | None, offset: Scalar) -> Plan:
     numbers: Any = np if static else jnp
     order = numbers.argsort(2 - 2 * full.astype(np.int32) - partial.astype(np.int32), axis=1, stable=True)
     return Plan(
-        jnp.asarray(numbers.take_along_axis(column, order, 1), jnp.int32),
-        jnp.asarray(numbers.take_along_axis(part, order, 1), jnp.int32),
-        jnp.asarray(full.sum(1), jnp.int32),
-        jnp.asarray(full.sum(1) + partial.sum(1), jnp.int32),
+        numbers.take_along_axis(column, order, 1),
+        numbers.take_along_axis(part, order, 1),
+        full.sum(1, dtype=np.int32),
+        full.sum(1, dtype=np.int32) + partial.sum(1, dtype=np.int32),
         parts=tuple((a * layout.band_height, b * layout.band_height) for a, b in ranges),
         any_full=not static or bool(full.any()),
         any_partial=not static or bool(partial.any()),
         single=single,
     )
+
+
+# For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
+static_cheapest = functools.lru_cache(maxsize=256)(cheapest)
+static_plan = functools.lru_cache(maxsize=256)(plan)
 
 
 def to_the_grid(mask: Mask | None, layout: Layout) -> Mask | None:
