@@ -8,7 +8,7 @@ import pytest
 
 from flax_mha import dot_product_attention, masks, plot
 from flax_mha._check import Shape
-from flax_mha._impl import portable
+from flax_mha._impl import heads, portable
 from flax_mha._tiles import Grid
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
@@ -68,9 +68,7 @@ def heads_of(mask):
     """The mask of every batch entry and head, as the attention cuts it: (b, n, mask)."""
     by_head = mask.checked(SHAPE).by_head(GROUPS)
     for b, n in np.ndindex(B, N):
-        place = (b, *divmod(n, GROUPS[1]))
-        cut = lambda x, place=place: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))]  # noqa: E731
-        yield b, n, jax.tree.map(cut, by_head)
+        yield b, n, heads.one_of(by_head, (b, *divmod(n, GROUPS[1])))
 
 
 @each

@@ -15,8 +15,6 @@ from flax_mha._impl.tiling import Tiling
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 BOTH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-
-
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
