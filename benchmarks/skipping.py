@@ -104,7 +104,7 @@ def share_of_tiles(mask: Mask | None, length: int) -> float | None:
     layout = tiling.layout(lengths, portable.TILINGS[0])
     mask = mask.checked(Shape((1,), *lengths, HEADS, HEADS, HEAD_DIM, HEAD_DIM)).known(lengths, 0, tiling.CELL)
     each = [heads.one_of(mask.by_head((HEADS, 1)), (0, head, 0)) for head in range(HEADS)]
-    return float(np.mean([tiling.plan(layout, one, 0).some for one in each])) / layout.cells
+    return float(np.mean(tiling.plan(layout, each, 0).some)) / layout.cells
 
 
 def peer(case: Case, length: int, direction: str, memory: float) -> measure.Ready:

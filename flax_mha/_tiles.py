@@ -1,5 +1,6 @@
 """The geometry of tiles: rectangles of the score matrix of one head, and the grid that they form."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +15,19 @@ IntMatrix = Int[Array, "rows columns"] | np.ndarray
 
 
 class Tile(NamedTuple):
-    """A rectangle of the score matrix of one head: first row, first column, shape; row i is query i."""
+    """A part of the score matrix of one head: first row, first column, shape; row i is query i.
+
+    With several first columns it is gathered from as many runs of columns, which are all of one length.
+    """
 
     row: Scalar
-    column: Scalar
+    column: Scalar | tuple[Scalar, ...]
     shape: tuple[int, int]
+
+    @property
+    def runs(self) -> tuple[Scalar, ...]:
+        """The first columns of its runs."""
+        return self.column if isinstance(self.column, tuple) else (self.column,)
 
     @property
     def rows(self) -> Int[Array, "t 1"]:
@@ -28,20 +37,34 @@ class Tile(NamedTuple):
     @property
     def columns(self) -> Int[Array, "1 s"]:
         """Column numbers, one beside the other."""
-        return self.column + lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
+        numbers = lax.broadcasted_iota(jnp.int32, (1, self.shape[1] // len(self.runs)), 1)
+        return _joined([first + numbers for first in self.runs], 1)
 
     def cut(self, x: Array) -> Array:
         """The tile's part of `x` [T | 1, S | 1]; an axis of length 1 is broadcast and stays whole."""
-        for axis, start in enumerate((self.row, self.column)):
-            if x.shape[axis] != 1:
-                x = lax.dynamic_slice_in_dim(x, start, self.shape[axis], axis, allow_negative_indices=False)
-        return x
+        if x.shape[0] != 1:
+            x = lax.dynamic_slice_in_dim(x, self.row, self.shape[0], 0, allow_negative_indices=False)
+        return x if x.shape[1] == 1 else self.cut_columns(x, 1)
+
+    def cut_columns(self, x: Array, axis: int) -> Array:
+        """The tile's part of an axis with a place for every column."""
+        width = self.shape[1] // len(self.runs)
+        cut = functools.partial(lax.dynamic_slice_in_dim, slice_size=width, axis=axis, allow_negative_indices=False)
+        return _joined([cut(x, first) for first in self.runs], axis)
 
     def add(self, x: Array, part: Array) -> Array:
         """`x` with `part` added where `cut` takes it from."""
-        origin = (jnp.asarray(x, jnp.int32) for x in (self.row, self.column))
-        start = [first * 0 if n == 1 else first for n, first in zip(x.shape, origin, strict=True)]
-        return lax.dynamic_update_slice(x, self.cut(x) + part, start, allow_negative_indices=False)
+        row = jnp.asarray(0 if x.shape[0] == 1 else self.row, jnp.int32)
+        runs = (0,) if x.shape[1] == 1 else self.runs
+        for first, piece in zip(runs, jnp.split(part, len(runs), axis=1) if len(runs) > 1 else [part], strict=True):
+            start = (row, jnp.asarray(first, jnp.int32))
+            piece = piece + lax.dynamic_slice(x, start, piece.shape, allow_negative_indices=False)
+            x = lax.dynamic_update_slice(x, piece, start, allow_negative_indices=False)
+        return x
+
+
+def _joined(pieces: list[Array], axis: int) -> Array:
+    return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, axis)
 
 
 class Grid(NamedTuple):

@@ -26,4 +26,5 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def small_tiles(monkeypatch):
     """Several tiles each way in lengths of a few dozen, cut into cells and bands."""
     monkeypatch.setattr(portable, "TILINGS", (Tiling(16, 32), Tiling(32, 32, 2), Tiling(16, 16)))
+    monkeypatch.setattr(portable, "GATHERING", (Tiling(16, 8, runs=4),))
     monkeypatch.setattr(tiling, "CELL", 8)

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention
-from flax_mha._impl import portable
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask
 
 STRUCTURES = int(os.environ.get("FUZZ_STRUCTURES", "15"))
@@ -81,7 +80,7 @@ def data(structure, seed):
     return learned, jax.tree.map(lambda x: x if x.dtype == bool else x.astype(np.int32), fixed)
 
 
-def ours(structure, implementation, learned, fixed):
+def ours(structure, implementation, learned, fixed, return_residual=True):
     learned, fixed = dict(learned), dict(fixed)
     slopes, marks = learned.pop("slopes", None), fixed.pop("marks", None)
     if marks is not None:
@@ -99,7 +98,7 @@ def ours(structure, implementation, learned, fixed):
         dropout_rate=structure["rate"],
         dropout_rng=KEY,
         implementation=implementation,
-        return_residual=True,
+        return_residual=return_residual,
     )
 
 
@@ -159,36 +158,42 @@ def exact(structure, learned, fixed, cotangents, keep):
 @given(structure=structures(), first_seed=st.integers(0, 2**31))
 def test_every_combination(structure, first_seed):
     batch, t, s, n, k, _, hv = structure["sizes"]
-    before = portable.SPLIT
-    portable.SPLIT = 40 * 40
-    try:
-        run = {name: jax.jit(functools.partial(with_gradients, structure, name)) for name in ("xla", "blockwise")}
-        show = jax.jit(functools.partial(ours, structure, "xla"))
-        for seed in range(first_seed, first_seed + DRAWS):
-            learned, fixed = data(structure, seed)
-            rng = np.random.default_rng(seed + 1)
-            cotangents = [
-                rng.standard_normal(shape).astype(np.float32) for shape in ((*batch, t, n, hv), (*batch, t, n))
-            ]
-            keep = None
-            if structure["rate"]:
-                identity = np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (*batch, s, k, s))
-                shown, _ = show(learned | {"value": identity}, fixed)
-                keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - structure["rate"])
-            want = exact(structure, learned, fixed, cotangents, keep)
-            for implementation in run:
-                compare(run[implementation](learned, fixed, cotangents), want, t + s, structure["rate"])
-    finally:
-        portable.SPLIT = before
+    run = {name: jax.jit(functools.partial(with_gradients, structure, name)) for name in ("xla", "blockwise")}
+    forward = {name: jax.jit(functools.partial(ours, structure, name, return_residual=False)) for name in run}
+    show = jax.jit(functools.partial(ours, structure, "xla"))
+    for seed in range(first_seed, first_seed + DRAWS):
+        learned, fixed = data(structure, seed)
+        rng = np.random.default_rng(seed + 1)
+        cotangents = [rng.standard_normal(shape).astype(np.float32) for shape in ((*batch, t, n, hv), (*batch, t, n))]
+        keep = None
+        if structure["rate"]:
+            identity = np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (*batch, s, k, s))
+            shown, _ = show(learned | {"value": identity}, fixed)
+            keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - structure["rate"])
+        want = exact(structure, learned, fixed, cotangents, keep)
+        outputs = {name: forward[name](learned, fixed) for name in forward}
+        if seed == first_seed:  # masks that are known while tracing
+            known = {"structure": structure, "implementation": "blockwise", "fixed": jax.tree.map(jnp.asarray, fixed)}
+            outputs["known"] = jax.jit(functools.partial(ours, **known, return_residual=False))(learned=learned)
+            gradients = jax.jit(functools.partial(with_gradients, **known, cotangents=cotangents))
+            compare(gradients(learned=learned), want, t + s, structure["rate"])
+        for output in outputs.values():
+            compare_all([output], want[0][:1], t + s, structure["rate"])
+        for implementation in run:
+            compare(run[implementation](learned, fixed, cotangents), want, t + s, structure["rate"])
 
 
 def compare(got, want, terms, rate):
-    (output, lse), grads = got
-    (want_output, want_lse), want_grads, sizes = want
-    pairs = [(output, want_output, 1.0), (lse, want_lse, 1.0)]
-    pairs += [(grads[name], x, sizes.get(name, 1.0)) for name, x in want_grads.items()]
+    answer, grads = got
+    want_answer, want_grads, sizes = want
     assert len(grads) == len(want_grads)
-    for got_one, want_one, size in pairs:
+    compare_all(answer, want_answer, terms, rate)
+    for name, x in want_grads.items():
+        compare_all([grads[name]], [x], terms, rate, sizes.get(name, 1.0))
+
+
+def compare_all(got, want, terms, rate, size=1.0):
+    for got_one, want_one in zip(got, want, strict=True):
         finite = np.isfinite(want_one)
         np.testing.assert_array_equal(np.where(finite, 0, got_one), np.where(finite, 0, want_one))
         tolerance = 4 * terms * np.finfo(np.float32).eps / (1 - rate)

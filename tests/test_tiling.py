@@ -24,7 +24,16 @@ MASKS = {
     "function": FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx // 20 == kv_idx // 28) | (kv_idx < 3)),
     "nothing": LocalMask(0, None) & LocalMask(None, -1),
 }
-TILINGS = [Tiling(16, 32), Tiling(32, 32, 2), Tiling(64, 32, 4), Tiling(16, 64), Tiling(48, 48), Tiling(512, 512)]
+TILINGS = [
+    Tiling(16, 32),
+    Tiling(32, 32, 2),
+    Tiling(64, 32, 4),
+    Tiling(16, 64),
+    Tiling(48, 48),
+    Tiling(512, 512),
+    Tiling(16, 16, runs=3),
+    Tiling(32, 16, 2, runs=4),
+]
 
 
 @pytest.mark.parametrize("fine", [True, False])
@@ -37,25 +46,29 @@ def test_all_that_is_visible_is_visited_once(name, largest, fine, monkeypatch):
         mask = mask.checked(Shape((1,), T, S, 1, 1, 1, 1)).known((T, S), 5, 8)
         assert not jax.tree.leaves(mask)
     layout = tiling.layout((T, S), largest, fine)
-    plan = tiling.plan(layout, mask, 5)
+    plan = jax.tree.map(lambda x: x[0], tiling.plan(layout, [mask], 5))
     visits, unmasked = np.zeros(layout.shape, int), np.zeros(layout.shape, bool)
-    height, width = layout.tile_shape
     for i in range(layout.rows):
         for n in range(int(plan.some[i])):
-            first, end = (0, height) if n < plan.full[i] else plan.parts[int(plan.part[i, n])]
-            column = int(plan.column[i, n])
-            assert column % layout.cell_width == 0
-            assert column + width <= layout.shape[1]
-            region = slice(i * height + first, i * height + end), slice(column, column + width)
-            visits[region] += 1
-            unmasked[region] |= n < plan.full[i]
+            parts = plan.full_parts if n < plan.full[i] else plan.partial_parts
+            first, end, runs = parts[int(plan.part[i, n])]
+            assert runs <= largest.runs
+            for column in plan.column[i, n, :runs]:
+                assert column % layout.cell_width == 0
+                assert column + layout.width <= layout.shape[1]
+                region = (
+                    slice(i * layout.height + first, i * layout.height + end),
+                    slice(column, column + layout.width),
+                )
+                visits[region] += 1
+                unmasked[region] |= n < plan.full[i]
     seen = np.zeros(layout.shape, bool)
     seen[:T, :S] = True if mask is None else mask.tile(Tile(0, 0, (T, S)), 5)
     assert visits.max() <= 1
     assert (visits[seen] == 1).all()
     assert seen[unmasked].all()
-    assert plan.any_full >= (plan.full > 0).any()
-    assert not plan.single or (np.asarray(plan.some) == 1).all()
+    assert bool(plan.full_parts) == (plan.full > 0).any()
+    assert not plan.single or (plan.some == 1).all()
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -92,21 +105,22 @@ def layout_of(**arguments):
 @pytest.mark.skipif(_call.platform() != "cpu", reason="on an accelerator all tiles are alike")
 def test_masks_choose_their_tiles():
     ids = jnp.repeat(jnp.arange(16, dtype=jnp.int32), 128)[None]
-    assert layout_of().tile_shape == (2048, 512)
-    assert layout_of(is_causal=True).tile_shape == (1024, 512)
-    assert layout_of(query_segment_ids=ids, is_causal=True).tile_shape == (128, 128)  # known while tracing
+    assert layout_of()[2:4] == (2048, 512)
+    assert layout_of(is_causal=True)[2:4] == (1024, 512)
+    assert layout_of(query_segment_ids=ids, is_causal=True)[2:4] == (128, 128)  # known while tracing
     traced = jax.ShapeDtypeStruct(ids.shape, ids.dtype)
-    assert layout_of(query_segment_ids=traced, is_causal=True).tile_shape == (512, 512)
+    assert layout_of(query_segment_ids=traced, is_causal=True)[2:4] == (512, 512)
     mod = FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
     assert layout_of(mask=mod) == layout_of(is_causal=True)
     table = jnp.arange(2048) // 128
     mod = FunctionMask(lambda b, h, q_idx, kv_idx: (table[q_idx] == table[kv_idx]) & (kv_idx <= q_idx))
-    assert layout_of(mask=mod).tile_shape == (128, 128)
+    assert layout_of(mask=mod)[2:4] == (128, 128)
 
 
 def test_a_row_of_a_window_is_one_tile():
     layout = tiling.layout((2048, 2048), Tiling(256, 512), fine=True)
-    assert tiling.plan(layout, LocalMask(255, 0), 0).single
-    assert tiling.plan(layout, LocalMask(128, 128), 0).single
-    assert not tiling.plan(layout, CausalMask(), 0).single
-    assert not tiling.plan(layout, SegmentMask(jnp.zeros(2048, int), jnp.zeros(2048, int)), 0).single
+    ids = np.zeros(2048, np.int32)
+    assert tiling.plan(layout, [LocalMask(255, 0)], 0).single
+    assert tiling.plan(layout, [LocalMask(128, 128)], 0).single
+    assert not tiling.plan(layout, [CausalMask()], 0).single
+    assert not tiling.plan(layout, [LocalMask(255, 0), SegmentMask(ids, ids)], 0).single

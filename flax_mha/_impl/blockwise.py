@@ -5,20 +5,18 @@ arXiv:2307.08691, algorithm 2, with the rows outside: the scores of a tile are c
 which is query, key, value, output and log-sum-exp.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from flax_mha._impl import online_softmax
+from flax_mha._impl import dense, online_softmax
 from flax_mha._impl.scores import Learned, Scores
-from flax_mha._impl.tiling import Layout, Plan, to_the_grid
+from flax_mha._impl.tiling import Layout, Part, Plan, to_the_grid
 from flax_mha._tiles import Scalar, Tile, pad
 from flax_mha.masks import Mask
 
@@ -42,13 +40,11 @@ class Step(NamedTuple):
 
     def keys(self, x: Float[Array, "S F"]) -> Float[Array, "s F"]:
         """The tile's part of keys or values."""
-        return lax.dynamic_slice_in_dim(x, self.tile.column, self.tile.shape[1], 0, allow_negative_indices=False)
+        return self.tile.cut_columns(x, 0)
 
     def add_keys(self, x: Float[Array, "F S"], part: Float[Array, "F s"]) -> Float[Array, "F S"]:
         """Sums of keys or values, on their side, with the tile's part added."""
-        column, width = self.tile.column, self.tile.shape[1]
-        part = part + lax.dynamic_slice_in_dim(x, column, width, 1, allow_negative_indices=False)
-        return lax.dynamic_update_slice_in_dim(x, part, column, 1, allow_negative_indices=False)
+        return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
 
 
 def attend(
@@ -59,14 +55,25 @@ def attend(
     scores: Scores,
     plan: Plan,
     layout: Layout,
+    rows_together: bool = False,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    """Output and log-sum-exp of one head."""
+    """Output and log-sum-exp of one head.
+
+    Args:
+      query: Scaled.
+      key: Keys; NaN where they are unusable (`Scores.hides`).
+      value: Values.
+      learned: What gets gradients besides.
+      scores: What the products become.
+      plan: Which tiles are visited.
+      layout: How they are cut.
+      rows_together: Whether to compute all rows of tiles at once, if there is no gradient; for a plan of single tiles.
+    """
     shape = layout.shape
     query = pad(query, (shape[0], query.shape[1]))
     key, value = pad(key, (shape[1], key.shape[1])), pad(value, (shape[1], value.shape[1]))
     learned = learned._replace(bias=None if learned.bias is None else pad(learned.bias, shape))
-    poison = None if scores.poison is None else pad(scores.poison[None, :], shape)[0]
-    output, lse = _attend(layout, query, key, value, learned, dataclasses.replace(scores, poison=poison), plan)
+    output, lse = _attend(layout, rows_together, query, key, value, learned, scores, plan)
     return output[: layout.lengths[0]], lse[: layout.lengths[0]]
 
 
@@ -82,34 +89,40 @@ def _over_keys(
 
     `plan` is the row's own.
     """
-    height, width = layout.tile_shape
 
-    def visit(rows: tuple[int, int], mask: Mask | None, n: Scalar, state: T) -> T:
-        first, end = rows
-        tile = Tile(i * height + first, _at(plan.column, n), (end - first, width))
-        return step(Step(first, tile), mask, state)
+    def visit(part: Part, mask: Mask | None, n: Scalar, state: T) -> T:
+        columns = tuple(_at(plan.column, n, run) for run in range(part.runs))
+        tile = Tile(i * layout.height + part.first, columns, (part.end - part.first, part.runs * layout.width))
+        return step(Step(part.first, tile), mask, state)
 
-    if plan.any_full:
-        state = lax.fori_loop(0, plan.full, functools.partial(visit, (0, height), None), state)
-    if plan.any_partial:
-        parts = [functools.partial(visit, rows, mask) for rows in plan.parts]
-        one = parts[0] if len(parts) == 1 else lambda n, state: lax.switch(_at(plan.part, n), parts, n, state)
-        state = one(0, state) if plan.single else lax.fori_loop(plan.full, plan.some, one, state)
+    def visit_all(parts: tuple[Part, ...], mask: Mask | None, first: Any, end: Any, state: T) -> T:
+        visits = [functools.partial(visit, part, mask) for part in parts]
+        one = visits[0] if len(parts) == 1 else lambda n, state: lax.switch(_at(plan.part, n), visits, n, state)
+        return one(0, state) if plan.single else lax.fori_loop(first, end, one, state)
+
+    if plan.full_parts:
+        state = visit_all(plan.full_parts, None, 0, plan.full, state)
+    if plan.partial_parts:
+        state = visit_all(plan.partial_parts, mask, plan.full, plan.some, state)
     return state
 
 
-def _at(x: Int[Array, " n"] | np.ndarray, i: Scalar) -> Int[Array, ""]:
-    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
+def _at(x: Any, *place: Scalar) -> Int[Array, ""]:
+    for i in place:
+        x = lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
+    return x
 
 
 def _by_row(layout: Layout, plan: Plan, *arrays: Array) -> tuple:
     """What belongs to each row of tiles: its number, its plan, its part of the arrays [T, F]."""
-    shape = (layout.rows, layout.tile_shape[0])
+    shape = (layout.rows, layout.height)
     return jnp.arange(layout.rows, dtype=jnp.int32), plan, *(x.reshape(*shape, *x.shape[1:]) for x in arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(layout: Layout, *operands: Array | Learned | Scores | Plan) -> tuple[Array, Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(layout: Layout, rows_together: bool, *operands: Any) -> tuple[Array, Array]:
+    if rows_together:
+        return _output_of_single_tiles(layout, *operands)
     # In the context in which jax traces the forward rule, so that it finds this trace and makes no other.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
         return _output(layout, *operands)
@@ -120,34 +133,51 @@ def _output(
     layout: Layout, query: Array, key: Array, value: Array, learned: Learned, scores: Scores, plan: Plan
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     mask = to_the_grid(scores.mask, layout)
+    # The score of an unusable key is NaN, but a score_mod may make a number of it.
+    poison = None if scores.program is None else jnp.where(jnp.isnan(key[:, :1]), jnp.inf, 0.0).T
 
     def row(own: tuple) -> tuple[Array, Array]:
         i, plan, q = own
 
         def step(step: Step, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
             tile = step.tile
-            products = scores.dot(step.rows(q), step.keys(key), transpose_b=True)
-            s, keep = scores.tile(products, learned.cut(tile), tile, mask), scores.keep(tile)
+            keys, keep = step.keys(key), scores.keep(tile)
+            products = scores.dot(step.rows(q), keys, transpose_b=True)
+            s = scores.tile(products, learned.cut(tile), tile, mask, None if poison is None else tile.cut(poison))
             before = online_softmax.State(*map(step.rows, state))
             after = online_softmax.update(before, s, lambda p: scores.dot(_times(p, keep), step.keys(value)))
             return online_softmax.State(*map(step.put_rows, state, after))
 
-        nothing = online_softmax.start(layout.tile_shape[0], value.shape[1], learned.sink, value.dtype)
+        nothing = online_softmax.start(layout.height, value.shape[1], learned.sink, value.dtype)
         return online_softmax.finish(_over_keys(plan, layout, mask, i, step, nothing))
 
     output, lse = lax.map(row, _by_row(layout, plan, query))
     return output.reshape(-1, value.shape[1]), lse.reshape(-1)
 
 
-def _attend_forward(layout: Layout, *operands: Array | Learned | Scores | Plan) -> tuple[tuple[Array, Array], tuple]:
+def _output_of_single_tiles(
+    layout: Layout, query: Array, key: Array, value: Array, learned: Learned, scores: Scores, plan: Plan
+) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
+    mask = to_the_grid(scores.mask, layout) if plan.partial_parts else None
+
+    def row(i: Array, plan: Plan, q: Array) -> tuple[Array, Array]:
+        tile = Tile(i * layout.height, _at(plan.column, 0, 0), (layout.height, layout.width))
+        keys, values = tile.cut_columns(key, 0), tile.cut_columns(value, 0)
+        return dense.answer(q, keys, values, learned.cut(tile), scores, tile, mask)
+
+    output, lse = jax.vmap(row)(*_by_row(layout, plan, query))
+    return output.reshape(-1, value.shape[1]), lse.reshape(-1)
+
+
+def _attend_forward(layout: Layout, rows_together: bool, *operands: Any) -> tuple[tuple[Array, Array], tuple]:
     output, lse = _output(layout, *operands)
     return (output, lse), (*operands, output, lse)
 
 
-def _attend_backward(layout: Layout, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
+def _attend_backward(layout: Layout, rows_together: bool, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
     query, key, value, learned, scores, plan, output, lse = saved
-    # The scores again, this time without the poison: a row that answered NaN sends nothing back.
-    scores = dataclasses.replace(scores, poison=None)
+    # A row that saw an unusable key answered NaN, and sends nothing back.
+    key = jnp.where(jnp.isnan(key), jnp.zeros_like(key), key)
     mask = to_the_grid(scores.mask, layout)
     row_data = _row_data(query, output, lse, cotangents)
 

@@ -4,15 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 
-def over_heads(
-    one_head: Callable[[Any], Any], operands: Any, axes: int, sequential: int = 0, side_by_side: int = 1
-) -> Any:
+def over_heads(one_head: Callable[[Any], Any], operands: Any, axes: int, sequential: int = 0) -> Any:
     """`one_head(operands)` for every batch entry and head: the first `axes` axes of every array.
 
     Each of these axes has its full size or 1; one of size 1 is shared, never repeated, and its gradient is the sum
@@ -24,8 +21,6 @@ def over_heads(
       operands: Pytree of arrays [axes..., what one head takes...].
       axes: How many leading axes to map over.
       sequential: How many of these to loop over.
-      side_by_side: Into how many parts to cut what runs together, at most: XLA's CPU computes a batch of small matrix
-        products on one core, and what does not depend on one another on several.
     """
     if axes == 0:
         return one_head(operands)
@@ -34,27 +29,19 @@ def over_heads(
     size = next((n for n in sizes if n != 1), 1)
     if size == 1:
         first = jax.tree.map(_alone, operands)
-        alone = over_heads(one_head, first, axes - 1, sequential - 1, side_by_side)
+        alone = over_heads(one_head, first, axes - 1, sequential - 1)
         return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), alone)
 
     own = [leaf.shape[0] == size for leaf in leaves]
     shared = [_alone(leaf) for leaf, mine in zip(leaves, own, strict=True) if not mine]
     mapped = [leaf for leaf, mine in zip(leaves, own, strict=True) if mine]
-    parts_below = side_by_side if sequential > 0 else 1
 
     def one_entry(mapped: list) -> Any:
         queues = {True: iter(mapped), False: iter(shared)}
         entry = jax.tree.unflatten(tree, [next(queues[mine]) for mine in own])
-        return over_heads(one_head, entry, axes - 1, sequential - 1, parts_below)
+        return over_heads(one_head, entry, axes - 1, sequential - 1)
 
-    if sequential > 0:
-        return lax.map(one_entry, mapped)
-    parts = next(n for n in range(side_by_side, 0, -1) if size % n == 0)
-    if parts == 1:
-        return jax.vmap(one_entry)(mapped)
-    one_part = jax.jit(jax.vmap(one_entry), inline=True)  # jit: to be traced once
-    answers = [one_part(list(part)) for part in zip(*(jnp.split(x, parts) for x in mapped), strict=True)]
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *answers)
+    return lax.map(one_entry, mapped) if sequential > 0 else jax.vmap(one_entry)(mapped)
 
 
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:

@@ -54,8 +54,6 @@ class Scores:
 
     Attributes:
       mask: What is visible; None shows everything.
-      poison: Infinite for keys whose key or value is not finite, else 0; their arrays hold zeros instead, so that what
-        is hidden reaches nothing (0 * NaN is NaN), and the softmax of a row that sees infinity is NaN.
       query_offset: Position of the first query, where it is data; else None.
       dropout_seed: Two random words; None drops nothing.
       batch: Number of the batch entry, for `score_mod`.
@@ -70,7 +68,6 @@ class Scores:
     """
 
     mask: Mask | None
-    poison: Float[Array, "... S"] | None
     query_offset: Int[Array, "..."] | None
     dropout_seed: UInt32[Array, "... 2"] | None
     batch: Int[Array, "..."] | None
@@ -88,8 +85,23 @@ class Scores:
         """Position of the first query."""
         return self.static_offset if self.query_offset is None else self.query_offset
 
-    def tile(self, scores: Float[Array, "t s"], learned: Learned, tile: Tile, mask: Mask | None) -> Float[Array, "t s"]:
-        """The scores of one tile, -inf where hidden, from its products; `learned` is the tile's own part."""
+    def tile(
+        self,
+        scores: Float[Array, "t s"],
+        learned: Learned,
+        tile: Tile,
+        mask: Mask | None,
+        poison: Float[Array, "1 s"] | None = None,
+    ) -> Float[Array, "t s"]:
+        """The scores of one tile, -inf where hidden, from its products.
+
+        Args:
+          scores: The products.
+          learned: The tile's own part.
+          tile: Which it is.
+          mask: What is visible in it; None shows everything.
+          poison: Added to the scores that are visible; then there is no gradient.
+        """
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
         visible = []
@@ -97,14 +109,21 @@ class Scores:
         if self.program is not None:
             scores = self._modified(scores, learned.captured, tile)
             visible.append(scores != -jnp.inf)
-        if learned.bias is not None:
-            visible.append(learned.bias != -jnp.inf)
-            scores = scores + learned.bias.astype(scores.dtype)
         if mask is not None:
             visible.append(mask.tile(tile, self.offset))
-        if self.poison is not None:
-            scores = scores + tile.cut(self.poison[None, :]).astype(scores.dtype)
-        return jnp.where(functools.reduce(operator.and_, visible), scores, -jnp.inf) if visible else scores
+        if learned.bias is not None:
+            visible.append(learned.bias != -jnp.inf)
+        if not visible:
+            return scores
+        seen = functools.reduce(operator.and_, visible)
+        if learned.bias is not None:
+            scores = scores + jnp.where(seen, learned.bias, jnp.zeros_like(learned.bias)).astype(scores.dtype)
+        if poison is not None:
+            scores = scores + poison
+        if poison is None or self.program is not None:
+            return jnp.where(seen, scores, -jnp.inf)
+        # Of a minimum, unlike a choice, XLA's CPU makes one kernel with the products before and the softmax after it.
+        return jnp.minimum(scores, jnp.where(seen, jnp.inf, -jnp.inf).astype(scores.dtype))
 
     def _modified(self, scores: Float[Array, "t s"], learned: list[Array], tile: Tile) -> Float[Array, "t s"]:
         queues = {True: iter(learned), False: iter(self.constants)}
@@ -131,6 +150,10 @@ class Scores:
         words = jnp.moveaxis(words.reshape(2, half, width), 0, 1).reshape(2 * half, width)[:height]
         dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
         return jnp.where(dropped, np.float32(0), np.float32(1 / (1 - self.dropout_rate)))
+
+    def hides(self, learned: Learned, mask: Mask | None) -> bool:
+        """Whether a score may be hidden; then a key is NaN where it or its value is not finite, and the value is 0."""
+        return mask is not None or learned.bias is not None or self.program is not None
 
     def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
         """The matrix product a @ b, or a @ b.T."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,40 +24,51 @@ MASKED = 1.15
 
 
 class Tiling(NamedTuple):
-    """Rows and columns of a tile at most, and how many bands its rows are cut into: a tile may need some only."""
+    """What a tile is at most.
+
+    Attributes:
+      height: Rows.
+      width: Columns that lie side by side: a run.
+      bands: How many bands its rows are cut into; a tile may need some only.
+      runs: How many runs it may gather.
+    """
 
     height: int
     width: int
     bands: int = 1
+    runs: int = 1
 
 
 class Layout(NamedTuple):
     """What is known while tracing: the lengths before padding, and the tiles.
 
-    A row of tiles is cut into `bands` of rows and `cells` of columns, and it may begin a tile at every cell.
+    A row of tiles is cut into `bands` of rows and `cells` of columns, and a run may begin at every cell. A tile has
+    `height` rows and up to `runs` runs of `width` columns.
     """
 
     lengths: tuple[int, int]
     rows: int
-    tile_shape: tuple[int, int]
+    height: int
+    width: int
     bands: int
+    runs: int
     cells: int
     cell_width: int
 
     @property
     def shape(self) -> tuple[int, int]:
         """The lengths after padding."""
-        return self.rows * self.tile_shape[0], self.cells * self.cell_width
+        return self.rows * self.height, self.cells * self.cell_width
 
     @property
     def band_height(self) -> int:
         """Rows of a band."""
-        return self.tile_shape[0] // self.bands
+        return self.height // self.bands
 
     @property
-    def tile_cells(self) -> int:
-        """Cells that a tile is wide."""
-        return self.tile_shape[1] // self.cell_width
+    def run_cells(self) -> int:
+        """Cells that a run is wide."""
+        return self.width // self.cell_width
 
     def grid(self, offset: Scalar) -> Grid:
         """The pieces in which it is decided what is empty: a band high, a cell wide."""
@@ -76,7 +87,7 @@ def layout(lengths: tuple[int, int], largest: Tiling, fine: bool = False) -> Lay
     rows, height = _cut_up(lengths[0], largest.height, bands)
     columns, width = _cut_up(lengths[1], largest.width, 1)
     parts = next(n for n in range(max(width // CELL, 1) if fine else 1, 0, -1) if width % n == 0)
-    return Layout(lengths, rows, (height, width), bands, columns * parts, width // parts)
+    return Layout(lengths, rows, height, width, bands, largest.runs, columns * parts, width // parts)
 
 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
@@ -87,10 +98,10 @@ def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
     return max(-(-length // size), 1), size
 
 
-class _Visits(NamedTuple):
-    """For every row the tiles that it may visit, all arrays [rows, steps].
+class _Runs(NamedTuple):
+    """For every row the runs that it may visit, all arrays [rows, runs].
 
-    First column; whether the tile is full; whether it must be masked; the first and one past the last band needed.
+    First column; whether all of it is visible; whether it must be masked; the first and one past the last band needed.
     """
 
     column: IntMatrix
@@ -100,37 +111,37 @@ class _Visits(NamedTuple):
     end: IntMatrix
 
 
-def _visits(layout: Layout, mask: Mask | None, offset: Scalar) -> _Visits:
+def _runs(layout: Layout, mask: Mask | None, offset: Scalar) -> _Runs:
     """Of one head; in numpy where the mask is known while tracing."""
     grid, mask = layout.grid(offset), to_the_grid(mask, layout)
     everything = np.ones(grid.counts, bool)
     occupancy = Occupancy(everything, everything) if mask is None else mask.occupancy(grid)
     split = (layout.rows, layout.bands, layout.cells)
     some, full = ((x & everything).reshape(split) for x in occupancy)
-    if isinstance(some, jax.core.Tracer):  # then a tile is a cell
+    if isinstance(some, jax.core.Tracer):  # then a run is a cell
         start = np.broadcast_to(np.arange(layout.cells), (layout.rows, layout.cells))
     else:
-        some, full, start = _of_tiles(np.asarray(some), np.asarray(full), layout)
-    some_of_tile, all_of_tile = some.any(1), (some & full).all(1)
+        some, full, start = _of_runs(np.asarray(some), np.asarray(full), layout)
+    some_of_run, all_of_run = some.any(1), (some & full).all(1)
     first, last = some.argmax(1), some[:, ::-1].argmax(1)
     column = start.astype(np.int32) * np.int32(layout.cell_width)
-    return _Visits(column, all_of_tile, some_of_tile & ~all_of_tile, first, layout.bands - last)  # type: ignore[arg-type]
+    return _Runs(column, all_of_run, some_of_run & ~all_of_run, first, layout.bands - last)  # type: ignore[arg-type]
 
 
-def _of_tiles(some: np.ndarray, full: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """From cells [rows, bands, cells] to tiles [rows, bands, steps], and the first cell of these [rows, steps]."""
-    start = _starts(np.asarray(some.any(1)), layout.tile_cells)
-    cells = np.minimum(start[:, None, :, None] + np.arange(layout.tile_cells), layout.cells - 1)
+def _of_runs(some: np.ndarray, full: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """From cells [rows, bands, cells] to runs [rows, bands, runs], and the first cell of these [rows, runs]."""
+    start = _starts(np.asarray(some.any(1)), layout.run_cells)
+    cells = np.minimum(start[:, None, :, None] + np.arange(layout.run_cells), layout.cells - 1)
     row, band = np.arange(layout.rows)[:, None, None, None], np.arange(layout.bands)[None, :, None, None]
-    is_tile = (start < layout.cells)[:, None]
-    return some[row, band, cells].any(-1) & is_tile, full[row, band, cells].all(-1) & is_tile, start
+    is_run = (start < layout.cells)[:, None]
+    return some[row, band, cells].any(-1) & is_run, full[row, band, cells].all(-1) & is_run, start
 
 
 def _starts(some: np.ndarray, width: int) -> np.ndarray:
-    """For each row the first cells [rows, steps] of tiles, `width` cells wide, that cover all that is in `some`.
+    """For each row the first cells [rows, runs] of runs, `width` cells wide, that cover all that is in `some`.
 
-    A tile begins where something is, if that saves some, and else at a multiple of its width. The number of cells
-    stands for no tile.
+    A run begins where something is, if that saves some, and else at a multiple of its width. The number of cells
+    stands for no run.
     """
     rows, cells = some.shape
     aligned = some.reshape(rows, -1, width).any(2)
@@ -141,7 +152,7 @@ def _starts(some: np.ndarray, width: int) -> np.ndarray:
     greedy, place = np.full_like(starts, cells), np.zeros(rows, int)
     for step in range(starts.shape[1]):
         start = following[np.arange(rows), place]
-        fits = np.minimum(start, cells - width)  # at the end a tile begins earlier, if there is room
+        fits = np.minimum(start, cells - width)  # at the end a run begins earlier, if there is room
         greedy[:, step] = np.where(start < cells, np.maximum(fits, place), cells)
         place = np.minimum(greedy[:, step] + width, cells)
         if (place == cells).all():
@@ -152,9 +163,51 @@ def _starts(some: np.ndarray, width: int) -> np.ndarray:
     return starts[:, : max((starts < cells).sum(1).max(initial=0), 1)]
 
 
-def cheapest(
-    lengths: tuple[int, int], masks: Sequence[Mask | None], offset: int, tilings: Sequence[Tiling], fine: bool
-) -> Layout:
+class Part(NamedTuple):
+    """What a tile needs of the largest one: rows from `first` on to before `end`, and so many runs."""
+
+    first: int
+    end: int
+    runs: int
+
+
+class _Tiles(NamedTuple):
+    """For every row its tiles, the full ones first: column [rows, tiles, runs], part [rows, tiles, 3], how many."""
+
+    column: np.ndarray
+    part: np.ndarray
+    full: np.ndarray
+    some: np.ndarray
+
+
+def _tiles(layout: Layout, runs: _Runs) -> _Tiles:
+    """Gathers the runs of each row, those that are full and those that are not, into tiles of about the same size."""
+    order = np.argsort(2 - 2 * runs.full.astype(int) - runs.partial, axis=1, kind="stable")
+    column, first, end = (np.take_along_axis(x, order, 1) for x in (runs.column, runs.first, runs.end))
+    row = np.broadcast_to(np.arange(layout.rows)[:, None], column.shape)
+    number = np.arange(column.shape[1])
+    full, partial = (np.asarray(kind).sum(1, keepdims=True) for kind in (runs.full, runs.partial))
+    full_tiles, partial_tiles = (-(-count // layout.runs) for count in (full, partial))
+    some = full_tiles + partial_tiles
+    shape = (layout.rows, max(int(some.max(initial=0)), 1))
+    columns, part = np.zeros((*shape, layout.runs), np.int32), np.zeros((*shape, 3), int)
+    part[..., 0] = layout.bands
+    kinds = ((full * 0, full, full * 0, full_tiles), (full, partial, full_tiles, partial_tiles))
+    for first_run, count, first_tile, tiles in kinds:
+        place = number - first_run
+        tile = place * tiles // np.maximum(count, 1)
+        slot = place - -(-tile * count // np.maximum(tiles, 1))
+        mine = (place >= 0) & (place < count)
+        at = (row[mine], (first_tile + tile)[mine])
+        columns[(*at, slot[mine])] = column[mine]
+        np.minimum.at(part[..., 0], at, first[mine])
+        np.maximum.at(part[..., 1], at, end[mine])
+        np.add.at(part[..., 2], at, 1)
+    part[..., :2] *= layout.band_height
+    return _Tiles(columns, part, full_tiles[:, 0], some[:, 0])
+
+
+def cheapest(lengths: tuple[int, int], masks: Sequence[Mask | None], offset: int, tilings: Sequence[Tiling]) -> Layout:
     """The layout with the least to compute for the masks of some heads, which are known while tracing.
 
     Args:
@@ -162,21 +215,21 @@ def cheapest(
       masks: Of one head each.
       offset: Position of the first query.
       tilings: To choose from.
-      fine: As in `layout`.
     """
 
     def cost(candidate: Layout) -> float:
         total = 0.0
         for mask in masks:
-            visits = _visits(candidate, mask, offset)
-            band = candidate.band_height * candidate.tile_shape[1]
-            scores = np.where(visits.full, candidate.bands, MASKED * (visits.end - visits.first)) * band
+            _, part, full, some = _tiles(candidate, _runs(candidate, mask, offset))
+            number = np.arange(part.shape[1])
+            scores = (part[..., 1] - part[..., 0]) * part[..., 2] * candidate.width
+            scores = np.where(number < full[:, None], scores, MASKED * scores)
             each = np.where(scores < PARALLEL, SERIAL * scores, scores + STEP)
-            total += each[np.asarray(visits.full | visits.partial)].sum()
+            total += each[number < some[:, None]].sum()
         return total
 
     with jax.ensure_compile_time_eval():
-        return min((layout(lengths, tiling, fine) for tiling in tilings), key=cost)
+        return min((layout(lengths, tiling, fine=True) for tiling in tilings), key=cost)
 
 
 @jax.tree_util.register_dataclass
@@ -185,51 +238,58 @@ class Plan:
     """In which order each row of tiles meets its keys: the full tiles first, then those to mask; empty ones never.
 
     Attributes:
-      column: First columns of tiles, in each row the full ones, the partial ones, the empty ones.
-      part: For each of these the number of its part in `parts`.
-      full: How many of a row are full.
-      some: How many are not empty.
-      parts: First and one past the last row, within the tile, that tiles to mask need.
-      any_full: Whether there is a full tile at all, as far as it is known while tracing.
-      any_partial: The same for tiles to mask.
-      single: Whether it is known that every row has one tile, and that to be masked.
+      column: First columns of the runs of every tile.
+      part: For every tile the number of its part, in `full_parts` or `partial_parts`.
+      full: How many tiles of a row are full.
+      some: How many there are.
+      full_parts: What full tiles need; none if it is known while tracing that there is no such tile.
+      partial_parts: The same for tiles to mask.
+      single: Whether it is known that every row has one tile, of one run; all full, or all to mask.
     """
 
-    column: Int[Array, "... rows steps"] | np.ndarray
-    part: Int[Array, "... rows steps"] | np.ndarray
+    column: Int[Array, "... rows tiles runs"] | np.ndarray
+    part: Int[Array, "... rows tiles"] | np.ndarray
     full: Int[Array, "... rows"] | np.ndarray
     some: Int[Array, "... rows"] | np.ndarray
-    parts: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
-    any_full: bool = dataclasses.field(metadata={"static": True})
-    any_partial: bool = dataclasses.field(metadata={"static": True})
+    full_parts: tuple[Part, ...] = dataclasses.field(metadata={"static": True})
+    partial_parts: tuple[Part, ...] = dataclasses.field(metadata={"static": True})
     single: bool = dataclasses.field(metadata={"static": True})
 
 
-def plan(layout: Layout, mask: Mask | None, offset: Scalar) -> Plan:
-    """Of one head; decided while tracing where the mask is static, else by numbers that bound the loops."""
-    column, full, partial, first, end = _visits(layout, mask, offset)
-    static = isinstance(full, np.ndarray)
-    ranges, single = [(0, layout.bands)], False
-    part = np.zeros(column.shape, np.int32)
-    if static and partial.any():
-        single = column.shape[1] == 1 and bool((full | partial).all())
-        if single:
-            full, partial = np.zeros_like(full), full | partial
-        ranges = sorted(set(zip(first[partial].tolist(), end[partial].tolist(), strict=True)))
-        for number, (a, b) in enumerate(ranges):
-            part[partial & (first == a) & (end == b)] = number
-    numbers: Any = np if static else jnp
-    order = numbers.argsort(2 - 2 * full.astype(np.int32) - partial.astype(np.int32), axis=1, stable=True)
-    return Plan(
-        numbers.take_along_axis(column, order, 1),
-        numbers.take_along_axis(part, order, 1),
-        full.sum(1, dtype=np.int32),
-        full.sum(1, dtype=np.int32) + partial.sum(1, dtype=np.int32),
-        parts=tuple((a * layout.band_height, b * layout.band_height) for a, b in ranges),
-        any_full=not static or bool(full.any()),
-        any_partial=not static or bool(partial.any()),
-        single=single,
+def plan(layout: Layout, masks: Sequence[Mask | None], offset: int) -> Plan:
+    """Of some heads, the first axis of its arrays, whose masks are known while tracing."""
+    with jax.ensure_compile_time_eval():
+        heads = [_tiles(layout, _runs(layout, mask, offset)) for mask in masks]
+    count = max(head.part.shape[1] for head in heads)
+    column, part = (
+        np.stack([np.pad(head[i], [(0, 0), (0, count - head[i].shape[1]), (0, 0)]) for head in heads]) for i in (0, 1)
     )
+    full, some = (np.stack([head[i] for head in heads]).astype(np.int32) for i in (2, 3))
+    if count == 1 and part[..., 2].max() == 1:  # then a tile that is missing, and a full one among others, is masked
+        whole, chosen, ones = (Part(0, layout.height, 1),), np.zeros_like(column[..., 0]), np.ones_like(full)
+        if full.all():
+            return Plan(column, chosen, ones, ones, whole, (), single=True)
+        return Plan(column, chosen, np.zeros_like(full), ones, (), whole, single=True)
+    number = np.arange(count)
+    is_full, is_partial = number < full[..., None], (number >= full[..., None]) & (number < some[..., None])
+    full_parts, partial_parts = (
+        tuple(sorted({Part(*p) for p in part[mine].tolist()})) for mine in (is_full, is_partial)
+    )
+    chosen = np.zeros(part.shape[:-1], np.int32)
+    for mine, parts in ((is_full, full_parts), (is_partial, partial_parts)):
+        for index, one in enumerate(parts):
+            chosen[mine & (part == one).all(-1)] = index
+    return Plan(column, chosen, full, some, full_parts, partial_parts, single=False)
+
+
+def plan_of_data(layout: Layout, mask: Mask | None, offset: Scalar) -> Plan:
+    """Of one head, whose mask or offset is data: by numbers that bound the loops."""
+    column, full, partial, *_ = _runs(layout, mask, offset)
+    order = jnp.argsort(2 - 2 * full.astype(jnp.int32) - partial.astype(jnp.int32), axis=1, stable=True)
+    counts = jnp.sum(full, 1, dtype=jnp.int32), jnp.sum(full | partial, 1, dtype=jnp.int32)
+    whole = (Part(0, layout.height, 1),)
+    columns = jnp.take_along_axis(jnp.asarray(column), order, 1)
+    return Plan(columns[..., None], jnp.zeros_like(columns), *counts, whole, whole, single=False)
 
 
 # For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
