@@ -1,6 +1,7 @@
 """The meanings decided once, the same on every implementation: what is hidden, empty, extreme, or wrong."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,33 @@ def test_the_future_changes_nothing_and_who_sees_nan_answers_nan(filling, implem
     for got, expected in zip(grads, want_grads, strict=True):
         np.testing.assert_allclose(got[:, :40], expected, rtol=0, atol=2 * S * np.finfo(np.float32).eps)
         assert (got[:, 40:] == 0).all()
+
+
+@BOTH
+@pytest.mark.parametrize("size", [64, 3])
+def test_the_same_for_so_many_scores_that_a_cpu_makes_one_kernel_of_them(size, implementation):
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 128, 16, size), np.float32)
+    mask = rng.random((2, 1, 128, 128)) < 0.5
+    mask[:, :, 5] = False
+    hidden, seen = [3, 40, 127], 50
+    mask[..., hidden] = False
+    attend = jax.jit(functools.partial(dot_product_attention, mask=mask, implementation=implementation))
+    want = attend(1e3 * query, key, value)
+    assert jnp.isfinite(want).all()
+    assert (want[:, 5] == 0).all()
+    for filling in (np.nan, np.inf, -np.inf, 3e38):
+        spoilt_key, spoilt_value = key.copy(), value.copy()
+        spoilt_key[:, hidden] = spoilt_value[:, hidden] = filling
+        spoilt_key[:, hidden[0], :, 1:] = -1
+        np.testing.assert_array_equal(attend(1e3 * query, spoilt_key, spoilt_value), want)
+    sees = mask[:, 0, :, seen]
+    for filling, which in itertools.product((np.nan, np.inf), (0, 1)):
+        spoilt = [key.copy(), value.copy()]
+        spoilt[which][:, seen, :, size - 1] = filling
+        output = attend(1e3 * query, *spoilt)
+        assert jnp.isnan(output[sees]).all()
+        np.testing.assert_array_equal(output[~sees], want[~sees])
 
 
 @BOTH

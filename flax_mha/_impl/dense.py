@@ -59,12 +59,12 @@ def answer(
         s = scores.tile(scores.dot(query, key, transpose_b=True), learned, tile, mask)
         return _softmax(s, value, learned, scores, tile)
     # A hidden product may be infinite, but never NaN: those of large keys are made of smaller ones.
+    unusable = jnp.isnan(key[:, :1])
     largest = jnp.max(jnp.abs(key), axis=1, keepdims=True, initial=0.0)
-    usable = ~jnp.isnan(largest)
     least = 2.0 ** -(jnp.finfo(key.dtype).maxexp - 32)
     factor = jnp.where(largest > 2.0**32, jnp.full_like(largest, least), jnp.ones_like(largest))
-    products = scores.dot(query, jnp.where(usable, key * factor, jnp.zeros_like(key)), transpose_b=True) / factor.T
-    poison = jnp.where(usable, jnp.zeros_like(largest), jnp.full_like(largest, jnp.inf)).T
+    products = scores.dot(query, jnp.where(unusable, jnp.zeros_like(key), key * factor), transpose_b=True) / factor.T
+    poison = jnp.where(unusable, jnp.full_like(largest, jnp.inf), jnp.zeros_like(largest)).T
     s = scores.tile(products, learned, tile, mask, poison)  # a row that sees infinity answers NaN
     return _softmax(s, value, learned, scores, tile)
 
@@ -75,11 +75,11 @@ def _differentiable(
     whole = _whole(query, key)
     if not scores.hides(learned, scores.mask):
         return answer(query, key, value, learned, scores, whole, scores.mask)
-    usable = ~jnp.isnan(key[:, :1]).any(1)
-    products = scores.dot(query, jnp.where(usable[:, None], key, jnp.zeros_like(key)), transpose_b=True)
+    unusable = jnp.isnan(key[:, :1])
+    products = scores.dot(query, jnp.where(unusable, jnp.zeros_like(key), key), transpose_b=True)
     s = scores.tile(products, learned, whole, scores.mask)
     # Rows that see a key or value that is not finite answer NaN, and send nothing back.
-    poisoned = jnp.any((s != -jnp.inf) & ~usable[None, :], axis=1)
+    poisoned = jnp.any((s != -jnp.inf) & unusable.T, axis=1)
     s = jnp.where(poisoned[:, None], jnp.zeros_like(s), s)
     output, lse = _softmax(s, value, learned, scores, whole)
     return (

@@ -22,24 +22,27 @@ def over_heads(one_head: Callable[[Any], Any], operands: Any, axes: int, sequent
       axes: How many leading axes to map over.
       sequential: How many of these to loop over.
     """
+    leaves, tree = jax.tree.flatten(operands)
+    unit = tuple(axis for axis in range(axes) if all(leaf.shape[axis] == 1 for leaf in leaves))
+    mapped = jax.tree.unflatten(tree, [_squeezed(leaf, unit) for leaf in leaves])
+    ahead = sum(axis < sequential for axis in unit)
+    answer = _mapped(one_head, mapped, axes - len(unit), sequential - ahead)
+    return jax.tree.map(lambda x: lax.expand_dims(x, unit), answer)
+
+
+def _mapped(one_head: Callable[[Any], Any], operands: Any, axes: int, sequential: int) -> Any:
     if axes == 0:
         return one_head(operands)
     leaves, tree = jax.tree.flatten(operands)
-    sizes = {leaf.shape[0] for leaf in leaves}
-    size = next((n for n in sizes if n != 1), 1)
-    if size == 1:
-        first = jax.tree.map(_alone, operands)
-        alone = over_heads(one_head, first, axes - 1, sequential - 1)
-        return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), alone)
-
+    size = next(leaf.shape[0] for leaf in leaves if leaf.shape[0] != 1)
     own = [leaf.shape[0] == size for leaf in leaves]
-    shared = [_alone(leaf) for leaf, mine in zip(leaves, own, strict=True) if not mine]
+    shared = [_squeezed(leaf, (0,)) for leaf, mine in zip(leaves, own, strict=True) if not mine]
     mapped = [leaf for leaf, mine in zip(leaves, own, strict=True) if mine]
 
     def one_entry(mapped: list) -> Any:
         queues = {True: iter(mapped), False: iter(shared)}
         entry = jax.tree.unflatten(tree, [next(queues[mine]) for mine in own])
-        return over_heads(one_head, entry, axes - 1, sequential - 1)
+        return _mapped(one_head, entry, axes - 1, sequential - 1)
 
     return lax.map(one_entry, mapped) if sequential > 0 else jax.vmap(one_entry)(mapped)
 
@@ -49,6 +52,6 @@ def one_of(operands: Any, place: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)
 
 
-def _alone(x: Array | np.ndarray) -> Array | np.ndarray:
-    """`x` without its first axis, of length 1."""
-    return x[0] if isinstance(x, np.ndarray) else lax.squeeze(x, (0,))
+def _squeezed(x: Array | np.ndarray, axes: tuple[int, ...]) -> Array | np.ndarray:
+    """`x` without these axes, of length 1."""
+    return np.squeeze(x, axes) if isinstance(x, np.ndarray) else lax.squeeze(x, axes)

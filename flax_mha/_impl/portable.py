@@ -177,12 +177,13 @@ def _shared(captured: list[Array], learns: tuple[bool, ...], which: bool, axes: 
 
 
 def _grouped(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[Array, "*B K G L F"]:
-    return jnp.moveaxis(x.reshape(*x.shape[:-2], *groups, x.shape[-1]), -4, -2)
+    x = jnp.moveaxis(x, -2, -3)
+    return x.reshape(*x.shape[:-3], *groups, *x.shape[-2:])
 
 
 def _ungrouped(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
-    x = jnp.moveaxis(x, -2, -4)
-    return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
+    x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
+    return jnp.moveaxis(x, -3, -2)
 
 
 def _vector_by_head(x: Float[Array, "*B N"], groups: tuple[int, int]) -> Float[Array, "*B K G"]:
