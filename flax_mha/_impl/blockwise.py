@@ -108,9 +108,7 @@ def _over_keys(
 
 
 def _at(x: Any, *place: Scalar) -> Int[Array, ""]:
-    for i in place:
-        x = lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
-    return x
+    return lax.dynamic_slice(x, place, (1,) * x.ndim, allow_negative_indices=False).reshape(())
 
 
 def _by_row(layout: Layout, plan: Plan, *arrays: Array) -> tuple:

@@ -43,5 +43,5 @@ def update(state: State, scores: Float[Array, "t s"], weigh: Callable[[Array], A
 
 def finish(state: State) -> tuple[Float[Array, "t Hv"], Float[Array, " t"]]:
     """Output and log-sum-exp: 0 and -inf for a row that saw nothing."""
-    total = jnp.where(state.total == 0, jnp.ones_like(state.total), state.total)
-    return state.output / total[:, None], jnp.log(total) + state.largest
+    total = lax.select(lax.eq(state.total, lax.full_like(state.total, 0)), lax.full_like(state.total, 1), state.total)
+    return state.output / lax.expand_dims(total, (1,)), lax.log(total) + state.largest
