@@ -108,7 +108,8 @@ def _over_keys(
 
 
 def _at(x: Any, *place: Scalar) -> Int[Array, ""]:
-    return lax.dynamic_slice(x, place, (1,) * x.ndim, allow_negative_indices=False).reshape(())
+    first = [jnp.asarray(i, jnp.int32) for i in place]
+    return lax.dynamic_slice(x, first, (1,) * x.ndim, allow_negative_indices=False).reshape(())
 
 
 def _by_row(layout: Layout, plan: Plan, *arrays: Array) -> tuple:
