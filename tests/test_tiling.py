@@ -1,5 +1,7 @@
 """Plans of tiles: all that is visible is visited once, nothing else is without need."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_mha import _call, dot_product_attention
+from flax_mha import _call, dot_product_attention, recipes
 from flax_mha._check import Shape
 from flax_mha._impl import portable, tiling
 from flax_mha._impl.tiling import Tiling
@@ -112,6 +114,8 @@ def test_masks_choose_their_tiles():
     assert layout_of(query_segment_ids=traced, is_causal=True)[2:4] == (512, 512)
     mod = FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
     assert layout_of(mask=mod) == layout_of(is_causal=True)
+    blocks = np.eye(4, dtype=bool) | (np.arange(4) == 1)
+    assert layout_of(**recipes.block_sparse(np.stack([blocks, blocks]), 512)).runs > 1
     table = jnp.arange(2048) // 128
     mod = FunctionMask(lambda b, h, q_idx, kv_idx: (table[q_idx] == table[kv_idx]) & (kv_idx <= q_idx))
     assert layout_of(mask=mod)[2:4] == (128, 128)
@@ -124,3 +128,12 @@ def test_a_row_of_a_window_is_one_tile():
     assert tiling.plan(layout, [LocalMask(128, 128)], 0).single
     assert not tiling.plan(layout, [CausalMask()], 0).single
     assert not tiling.plan(layout, [LocalMask(255, 0), SegmentMask(ids, ids)], 0).single
+
+
+def test_other_ids_compile_nothing_where_every_call_has_its_own():
+    x = jnp.ones((1, 600, 1, 8))
+    attend = functools.partial(dot_product_attention, x, x, x, implementation="blockwise")
+    attend(query_segment_ids=jnp.zeros((1, 600), jnp.int32))
+    before = portable._attend._cache_size()
+    attend(query_segment_ids=jnp.arange(600, dtype=jnp.int32)[None] // 100)
+    assert portable._attend._cache_size() == before
