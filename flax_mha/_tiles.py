@@ -1,4 +1,4 @@
-"""The geometry of tiles: rectangles of the score matrix of one head, and the grid that they form."""
+"""The geometry of tiles: parts of the score matrix of one head, and the grid that rectangles of it form."""
 
 import functools
 from typing import Any, NamedTuple

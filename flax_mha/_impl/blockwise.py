@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flax_mha._impl import dense, online_softmax
-from flax_mha._impl.scores import Learned, Scores
+from flax_mha._impl.scores import Learned, Scores, poison, usable
 from flax_mha._impl.tiling import Layout, Part, Plan, to_the_grid
 from flax_mha._tiles import Scalar, Tile, pad
 from flax_mha.masks import Mask
@@ -133,7 +133,7 @@ def _output(
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     mask = to_the_grid(scores.mask, layout)
     # The score of an unusable key is NaN, but a score_mod may make a number of it.
-    poison = None if scores.program is None else jnp.where(jnp.isnan(key[:, :1]), jnp.inf, 0.0).T
+    unusable = None if scores.program is None else poison(key)
 
     def row(own: tuple) -> tuple[Array, Array]:
         i, plan, q = own
@@ -142,7 +142,7 @@ def _output(
             tile = step.tile
             keys, keep = step.keys(key), scores.keep(tile)
             products = scores.dot(step.rows(q), keys, transpose_b=True)
-            s = scores.tile(products, learned.cut(tile), tile, mask, None if poison is None else tile.cut(poison))
+            s = scores.tile(products, learned.cut(tile), tile, mask, None if unusable is None else tile.cut(unusable))
             before = online_softmax.State(*map(step.rows, state))
             after = online_softmax.update(before, s, lambda p: scores.dot(_times(p, keep), step.keys(value)))
             return online_softmax.State(*map(step.put_rows, state, after))
@@ -176,7 +176,7 @@ def _attend_forward(layout: Layout, rows_together: bool, *operands: Any) -> tupl
 def _attend_backward(layout: Layout, rows_together: bool, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
     query, key, value, learned, scores, plan, output, lse = saved
     # A row that saw an unusable key answered NaN, and sends nothing back.
-    key = jnp.where(jnp.isnan(key), jnp.zeros_like(key), key)
+    key = usable(key)
     mask = to_the_grid(scores.mask, layout)
     row_data = _row_data(query, output, lse, cotangents)
 

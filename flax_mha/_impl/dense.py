@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_mha._impl.scores import Learned, Scores
+from flax_mha._impl.scores import Learned, Scores, poison, usable
 from flax_mha._tiles import Tile
 from flax_mha.masks import Mask
 
@@ -59,13 +59,11 @@ def answer(
         s = scores.tile(scores.dot(query, key, transpose_b=True), learned, tile, mask)
         return _softmax(s, value, learned, scores, tile)
     # A hidden product may be infinite, but never NaN: those of large keys are made of smaller ones.
-    unusable = jnp.isnan(key[:, :1])
     largest = jnp.max(jnp.abs(key), axis=1, keepdims=True, initial=0.0)
     least = 2.0 ** -(jnp.finfo(key.dtype).maxexp - 32)
     factor = jnp.where(largest > 2.0**32, jnp.full_like(largest, least), jnp.ones_like(largest))
-    products = scores.dot(query, jnp.where(unusable, jnp.zeros_like(key), key * factor), transpose_b=True) / factor.T
-    poison = jnp.where(unusable, jnp.full_like(largest, jnp.inf), jnp.zeros_like(largest)).T
-    s = scores.tile(products, learned, tile, mask, poison)  # a row that sees infinity answers NaN
+    products = scores.dot(query, usable(key) * factor, transpose_b=True) / factor.T
+    s = scores.tile(products, learned, tile, mask, poison(key))
     return _softmax(s, value, learned, scores, tile)
 
 
@@ -75,11 +73,10 @@ def _differentiable(
     whole = _whole(query, key)
     if not scores.hides(learned, scores.mask):
         return answer(query, key, value, learned, scores, whole, scores.mask)
-    unusable = jnp.isnan(key[:, :1])
-    products = scores.dot(query, jnp.where(unusable, jnp.zeros_like(key), key), transpose_b=True)
+    products = scores.dot(query, usable(key), transpose_b=True)
     s = scores.tile(products, learned, whole, scores.mask)
     # Rows that see a key or value that is not finite answer NaN, and send nothing back.
-    poisoned = jnp.any((s != -jnp.inf) & unusable.T, axis=1)
+    poisoned = jnp.any((s != -jnp.inf) & (poison(key) == jnp.inf), axis=1)
     s = jnp.where(poisoned[:, None], jnp.zeros_like(s), s)
     output, lse = _softmax(s, value, learned, scores, whole)
     return (

@@ -58,14 +58,14 @@ def _tiles(operands: Operands, options: Options) -> tuple[tiling.Layout, tiling.
     known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and _being_traced())
     if operands.query_offset is not None or not known:
         return tiling.layout(lengths, TILINGS[0]), None
-    tilings = TILINGS if platform() == "cpu" else TILINGS[:1]
+    tilings, gathering = (TILINGS, GATHERING) if platform() == "cpu" else (TILINGS[:1], ())
     if not arrays:
         return tiling.static_cheapest(lengths, (operands.mask,), offset, tilings), None
     mask = jax.tree.map(np.asarray, operands.mask).by_head(operands.groups)
     places = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
     masks = [heads.one_of(mask, place) for place in np.ndindex(places)]
-    tilings = (*tilings, *GATHERING) if platform() == "cpu" else tilings
-    layout = tiling.cheapest(lengths, masks[:: max(1, -(-len(masks) // EXAMPLES))], offset, tilings)
+    examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
+    layout = tiling.cheapest(lengths, examples, offset, (*tilings, *gathering))
     plan = tiling.plan(layout, masks, offset)
     return layout, jax.tree.map(lambda x: x.reshape(*places, *x.shape[1:]), plan)
 

@@ -152,10 +152,23 @@ class Scores:
         return jnp.where(dropped, np.float32(0), np.float32(1 / (1 - self.dropout_rate)))
 
     def hides(self, learned: Learned, mask: Mask | None) -> bool:
-        """Whether a score may be hidden; then a key is NaN where it or its value is not finite, and the value is 0."""
+        """Whether a score may be hidden; then a key is NaN where it or its value is not finite, and the value is 0.
+
+        `usable` and `poison` say what becomes of such a key.
+        """
         return mask is not None or learned.bias is not None or self.program is not None
 
     def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
         """The matrix product a @ b, or a @ b.T."""
         contract = ((1,), (1 if transpose_b else 0,))
         return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision)
+
+
+def usable(key: Float[Array, "s H"]) -> Float[Array, "s H"]:
+    """The keys, 0 where they are NaN: what is hidden must reach nothing, but 0 * NaN is NaN."""
+    return jnp.where(jnp.isnan(key), jnp.zeros_like(key), key)
+
+
+def poison(key: Float[Array, "s H"]) -> Float[Array, "1 s"]:
+    """Infinity for keys that are NaN, else 0: the softmax of a row that sees infinity is NaN."""
+    return jnp.where(jnp.isnan(key[:, :1]), jnp.inf, 0.0).T
