@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -13,8 +14,9 @@ import jax
 import numpy as np
 import pytest
 
-from train_demo import __main__ as command_line
 from train_demo import checkpoint, data, metrics, run_folder, settings
+from train_demo.__main__ import main
+from train_demo.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 STEPS, SAVE_EVERY, EVAL_EVERY = 12, 4, 3
@@ -73,7 +75,7 @@ def struck(where, number, *arguments):
 def refusal(capsys, *arguments):
     """Runs the command line in this process, where it has to refuse in one line that says what is wrong."""
     with pytest.raises(SystemExit) as ended:
-        command_line.main([str(argument) for argument in arguments])
+        main([str(argument) for argument in arguments])
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert said.startswith("python -m train_demo")
@@ -117,9 +119,9 @@ def params(out):
     return step, {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trees)}
 
 
-def assert_same_run(one, other):
+def assert_same_run(one, other, steps=STEPS):
     (step, trees), (other_step, other_trees) = params(one), params(other)
-    assert step == other_step == STEPS
+    assert step == other_step == steps
     for name, leaf in trees.items():
         np.testing.assert_array_equal(leaf, other_trees[name], err_msg=name, strict=True)
     assert metrics.read(one) == metrics.read(other)
@@ -177,6 +179,23 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(text, tmp_path):
     assert f"{out} holds no finished checkpoint: starting from the beginning" in said
 
 
+def test_an_extended_run_stays_exact(finished, text, tmp_path):
+    one, other = (Path(shutil.copytree(finished, tmp_path / name)) for name in ("one", "other"))
+    longer = 2 * STEPS
+    demo("--resume", "--steps", longer, "--out", one)
+    said = struck(STEPS + 2, signal.SIGINT, "--resume", "--steps", longer, "--out", other)
+    assert f"--resume --out {other}" in said
+    assert f"plot --out {other}" in said
+    for step in range(STEPS, longer):  # back to before the old end, where the learning rate was another
+        shutil.rmtree(other / "checkpoints" / str(step), ignore_errors=True)
+    assert "Going on from the checkpoint of step 8" in demo("--resume", "--out", other)
+    assert_same_run(one, other, longer)
+
+
+def test_a_run_is_not_shortened(capsys, finished):
+    assert "--steps 12 there, 6 here" in refusal(capsys, "--resume", "--steps", 6, "--out", finished)
+
+
 @pytest.mark.parametrize("harm", ["missing", "truncated", "changed", "empty folder"])
 def test_a_damaged_checkpoint_is_passed_over(monkeypatch, copy, finished, harm):
     newest = copy / run_folder.CHECKPOINTS / str(STEPS)
@@ -211,16 +230,12 @@ def test_sample_and_plot(copy, capfd):
     prompt = "The quick brown fox jumps"  # longer than the context
     texts = [demo("sample", "--out", copy, "--prompt", prompt, "--length", 30, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+    greedy = [
+        demo("sample", "--out", copy, "--prompt", prompt, "--length", 30, "--seed", seed, "--temperature", 0)
+        for seed in (1, 2)
+    ]
+    assert greedy[0] == greedy[1] != texts[0]
     assert all(text.startswith(prompt) and len(text) == len(prompt) + 30 + 1 for text in texts)
-
-
-def test_ctrl_c_before_the_training_is_no_traceback(monkeypatch, capsys, tmp_path):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command_line, "prepare", interrupt)
-    assert command_line.main(["--out", str(tmp_path / "run")]) == 130
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 # What the command line refuses
@@ -273,7 +288,10 @@ def test_bad_text(capsys, tmp_path, content, words):
         (["--step", "5"], ["--step"]),
         (["sing"], ["sing"]),
         (["sample", "--out", "x"], ["--prompt"]),
-        (["sample", "--out", "x", "--prompt", "x", "--temperature", "0"], ["--temperature", "got '0'"]),
+        *(
+            (["sample", "--out", "x", "--prompt", "x", f"--temperature={bad}"], ["--temperature", f"got '{bad}'"])
+            for bad in ("-0.1", "nan", "inf", "-inf", "x")
+        ),
         (["sample", "--out", "x", "--prompt", "x", "--length", "0"], ["--length", "got '0'"]),
         (["sample", "--out", "no-such-folder", "--prompt", "x"], ["no-such-folder holds no run", "start one"]),
         (["plot", "--out", "no-such-folder"], ["no-such-folder holds no run", "start one"]),
@@ -283,6 +301,52 @@ def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
     said = refusal(capsys, *arguments)
     assert all(word in said for word in words)
+
+
+@pytest.mark.parametrize("command", [["sample", "--prompt", "x"], ["plot"]])
+def test_no_run_at_all(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    assert "train one with python -m train_demo" in refusal(capsys, *command)
+
+
+def test_the_newest_run_is_the_default(capsys, monkeypatch, finished, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, time in (("old", 1), ("new", 3), ("middle", 2)):
+        shutil.copytree(finished, tmp_path / "runs" / name)
+        os.utime(tmp_path / "runs" / name / run_folder.CONFIG, (time, time))
+    with jax.numpy_dtype_promotion("standard"):
+        assert main(["sample", "--prompt", "fox", "--length", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("fox")
+    assert said.err == f"The newest run: {Path('runs', 'new')}\n"
+
+
+UNSAFE = "\x1b[31m\a\r\x9b\u202e"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--data", UNSAFE],
+        [f"--steps={UNSAFE}"],
+        [UNSAFE],
+        ["plot", "--out", UNSAFE],
+        ["sample", "--out", UNSAFE, "--prompt", "x"],
+    ],
+)
+def test_errors_do_not_command_the_terminal(capsys, monkeypatch, tmp_path, arguments):
+    monkeypatch.chdir(tmp_path)
+    said = refusal(capsys, *arguments)
+    assert not set(UNSAFE) - set("[31m") & set(said)
+    assert "x1b[31m" in said
+
+
+def test_written_text_does_not_command_the_terminal(tmp_path):
+    (tmp_path / "text").write_text(UNSAFE * 100)
+    said = demo("--data", tmp_path / "text", "--out", tmp_path / "run", *TINY, "--steps", 1)
+    said += demo("sample", "--out", tmp_path / "run", "--prompt", "\x1b[", "--length", 20)
+    assert not set(UNSAFE) - set("[31m") & set(said)
+    assert "\\x1b[" in said
 
 
 def test_a_folder_with_a_run(capsys, finished, text):
@@ -329,7 +393,7 @@ def test_a_damaged_configuration(capsys, copy):
 
 
 def test_a_loss_that_is_not_finite(tmp_path):
-    with metrics.Log(tmp_path, 0) as log, pytest.raises(command_line.UserError, match="loss is nan at step 7"):
+    with metrics.Log(tmp_path, 0) as log, pytest.raises(UserError, match="loss is nan at step 7"):
         log.write("loss", 7, math.nan)
     assert metrics.read(tmp_path) == []
 
@@ -338,7 +402,7 @@ def test_a_loss_that_is_not_finite(tmp_path):
 def test_two_runs_never_share_a_folder(tmp_path):
     with (
         run_folder.sole_writer(tmp_path),
-        pytest.raises(command_line.UserError, match="another run writes"),
+        pytest.raises(UserError, match="another run writes"),
         run_folder.sole_writer(tmp_path),
     ):
         pass

@@ -1,30 +1,12 @@
-"""The command line: `python -m train_demo [train | sample | plot]`."""
+"""Starts `python -m train_demo [train | sample | plot]`, and ends it at once on Ctrl-C."""
 
-import argparse
+# Only light modules of the standard library stand here: whatever is imported before the handler is set can be
+# interrupted with a traceback, and a KeyboardInterrupt during the import of JAX may even be swallowed.
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
-from typing import NoReturn
 
-from train_demo.data import encode
-from train_demo.errors import UserError
-from train_demo.run_folder import prepare, read_config
-from train_demo.settings import Settings, count, positive, seed
-
-# JAX, Matplotlib and Orbax are imported where they are used, so that help and refusals come at once.
-
-
-SETTINGS = {option.name: option for option in fields(Settings)}
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the process with exit code 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+SHOW_CURSOR = b"\x1b[?25h"  # the progress bar hides it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,103 +16,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those after `python -m train_demo`; None takes the process's.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C.
+        The exit code: 0, or 130 after Ctrl-C during the training.
 
     Raises:
-        SystemExit: with code 2 and one line on stderr, for whatever the person can mend.
+        SystemExit: with code 2 and one line on stderr, for whatever the user can fix.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
-        arguments = ["train", *arguments]
-    parser = _parser()
-    chosen = parser.parse_args(arguments)
+    from train_demo.command_line import run
+
+    return run(sys.argv[1:] if arguments is None else arguments)
+
+
+def end_at_once(*_: object) -> None:
+    """Ends the process with one line and exit code 130; runs as a handler of SIGINT.
+
+    Nothing is unwound, because code that catches or ignores exceptions could keep the process alive. Files are
+    written atomically, so that the run can be resumed.
+    """
     try:
-        return chosen.command(chosen)
-    except (UserError, OSError) as error:  # an OSError, say a full disk, names its file
-        parser.error(str(error))
-    except ModuleNotFoundError as error:
-        parser.error(f"{error.name} is not installed: run pip install 'flax-mha[demo]'")
+        sys.stdout.flush()
+        if sys.stdout.isatty():
+            os.write(1, SHOW_CURSOR)
+        os.write(2, b"Interrupted: python -m train_demo --resume continues a training run from its last checkpoint\n")
+    except (OSError, RuntimeError, ValueError, AttributeError):
+        pass  # a closed stream, or one that was being written to when the signal came
+    finally:
+        os._exit(130)
+
+
+def _start() -> None:
+    try:
+        import signal
+        from contextlib import suppress
+
+        signal.signal(signal.SIGINT, end_at_once)
     except KeyboardInterrupt:
-        print("Interrupted: a training run goes on from its last checkpoint with --resume", file=sys.stderr)
-        return 130
+        end_at_once()
+    from train_demo.errors import MainThreadOnly
 
-
-def _train(chosen: argparse.Namespace) -> int:
-    given = {name: getattr(chosen, name) for name in SETTINGS if getattr(chosen, name) is not None}
-    out = chosen.out or Path("runs", Path(chosen.data).stem if chosen.data else "python-docs")
-    config, text = prepare(out, chosen.data, given, chosen.resume)
-    # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
-    from jax.errors import JaxRuntimeError
-
-    from train_demo.train import train
-
+    if sys.stderr is not None:
+        sys.stderr = MainThreadOnly(sys.stderr)
     try:
-        return train(config, text, out, chosen.resume)
-    except JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        code = main()
+    except SystemExit as ended:
+        if ended.code != 2:
             raise
-        raise UserError(
-            "the device has too little memory: lower --batch-size, --context-length or --features"
-        ) from error
-
-
-def _sample(chosen: argparse.Namespace) -> int:
-    config = read_config(chosen.out)
-    # Before anything slow begins:
-    encode(chosen.prompt, config.vocabulary)
-    if not chosen.prompt:
-        raise UserError("--prompt is empty: give at least one character")
-    from train_demo.sample import generate, load_model
-
-    model = load_model(chosen.out, config)
-    print(chosen.prompt, end="", flush=True)
-    for character in generate(model, config, chosen.prompt, chosen.length, chosen.temperature, chosen.seed):
-        print(character, end="", flush=True)
-    print()
-    return 0
-
-
-def _plot(chosen: argparse.Namespace) -> int:
-    config = read_config(chosen.out)
-    from train_demo import plots
-    from train_demo.sample import load_model
-
-    plots.draw(chosen.out, load_model(chosen.out, config), config)
-    print(f"{chosen.out / 'loss.png'} and {chosen.out / 'attention.png'} are drawn")
-    return 0
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m train_demo",
-        description="Trains a small transformer that writes character by character. Without a command it trains.",
-    )
-    commands = parser.add_subparsers(metavar="command", required=True)
-
-    train = commands.add_parser("train", help="train, or go on training (the default)", allow_abbrev=False)
-    train.add_argument("--data", metavar="FILE", help="a UTF-8 text (default: Python's own documentation)")
-    train.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/<the text's name>)")
-    train.add_argument("--resume", action="store_true", help="go on from the folder's newest good checkpoint")
-    for name, option in SETTINGS.items():
-        parse, explanation = option.metadata["parse"], option.metadata["help"]
-        train.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: {option.default})")
-    train.set_defaults(command=_train)
-
-    sample = commands.add_parser("sample", help="write text with a trained model", allow_abbrev=False)
-    sample.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder")
-    sample.add_argument("--prompt", required=True, metavar="TEXT", help="what the model goes on writing")
-    sample.add_argument("--length", type=count, default=500, help="characters to write (default: 500)")
-    sample.add_argument("--temperature", type=positive, default=0.7, help="lower is safer (default: 0.7)")
-    sample.add_argument("--seed", type=seed, default=0, help="another seed writes another text (default: 0)")
-    sample.set_defaults(command=_sample)
-
-    pictures = "draw loss.png and attention.png, also while the training runs"
-    plot = commands.add_parser("plot", help=pictures, allow_abbrev=False)
-    plot.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder")
-    plot.set_defaults(command=_plot)
-    return parser
+        # Without waiting for the threads of a failed save.
+        with suppress(OSError):
+            print(end="", flush=True)
+            print(end="", flush=True, file=sys.stderr)
+        os._exit(2)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _start()

@@ -1,18 +1,24 @@
 """Checkpoints: saved whole or not at all, and read back only if every byte is as it was."""
 
+import errno
 import hashlib
 import json
+import logging
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.errors import JaxRuntimeError
 
-from train_demo.run_folder import CHECKPOINTS, write_atomically
+from train_demo.errors import UserError
+from train_demo.run_folder import CHECKPOINTS, CONFIG, read_json, write_atomically
 
 KEPT = 3
 SEAL = "sha256.json"
@@ -26,21 +32,47 @@ class Restored(NamedTuple):
     trees: Trees
 
 
-def manager(out: Path) -> ocp.CheckpointManager:
+@contextmanager
+def manager(out: Path) -> Iterator[ocp.CheckpointManager]:
     """Opens a run's checkpoints for writing; what a killed run left half-written is cleared away."""
     # A save takes a fraction of a second, and the next update overwrites the arrays: it cannot go on in the background.
     options = ocp.CheckpointManagerOptions(
         max_to_keep=KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=False
     )
-    return ocp.CheckpointManager((out / CHECKPOINTS).absolute(), options=options)
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        with ocp.CheckpointManager((out / CHECKPOINTS).absolute(), options=options) as checkpoints:
+            yield checkpoints
+    finally:
+        log.setLevel(level)
 
 
 def save(checkpoints: ocp.CheckpointManager, step: int, trees: Trees) -> None:
-    """Saves named trees of arrays, then seals them: a checkpoint counts once its seal is there."""
+    """Saves named trees of arrays, then seals them: a checkpoint counts once its seal is there.
+
+    Raises:
+        UserError: the disk is full, or cannot be written for another reason; earlier checkpoints stay as they are.
+    """
     items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-    checkpoints.save(step, args=ocp.args.Composite(**items))
     path = Path(checkpoints.directory) / str(step)
-    write_atomically(path / SEAL, json.dumps(_hashes(path), indent=1).encode())
+    try:
+        checkpoints.save(step, args=ocp.args.Composite(**items))
+        write_atomically(path / SEAL, json.dumps(_hashes(path), indent=1).encode())
+    except (OSError, ValueError, JaxRuntimeError) as error:  # TensorStore, which writes the arrays, raises ValueError
+        raise UserError(
+            f"checkpoint {step} cannot be saved in {path.parent} ({_reason(error)}): "
+            "free some space, or fix the disk, then go on with --resume"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The system's own words, which TensorStore puts in the middle of a long message."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    known = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
+    return next((words for words in known if words in str(error)), str(error)[:200])
 
 
 def restore_newest(out: Path, like: Trees, say: Callable[[str], None]) -> Restored | None:
@@ -57,17 +89,29 @@ def restore_newest(out: Path, like: Trees, say: Callable[[str], None]) -> Restor
     for step, path in reversed(_entries(out)):
         flaw = _flaw(path)
         if flaw is None:
-            return Restored(step, _read(path, like))
+            try:
+                return Restored(step, _read(path, like))
+            except (ValueError, KeyError, TypeError, OSError):  # every byte is as it was saved, so
+                flaw = f"it does not fit {CONFIG}"
         say(f"Checkpoint {step} is not used ({flaw})")
     return None
 
 
 def set_aside(out: Path, step: int) -> None:
-    """Renames the checkpoints after `step`, which are not whole, so that the run can save these steps again."""
+    """Renames what is not whole, so that the run can save these steps again.
+
+    Args:
+        out: the run's folder.
+        step: the newest whole checkpoint; those after it are not whole, and neither is a file in a folder's place.
+    """
     for later, path in _entries(out):
-        if later > step and path.name.isdigit():  # the others are Orbax's unfinished ones: it clears them away
+        # Whatever has no number as its name is Orbax's and unfinished: it clears that away.
+        if path.name.isdigit() and (later > step or not path.is_dir()):
             aside = path.with_name(f"damaged-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
+            if aside.is_dir():
+                shutil.rmtree(aside)
+            else:
+                aside.unlink(missing_ok=True)
             path.rename(aside)
 
 
@@ -83,18 +127,25 @@ def _read(path: Path, like: Trees) -> Trees:
     items = {name: ocp.args.StandardRestore(tree) for name, tree in blank.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         found = reader.restore(path.absolute(), args=ocp.args.Composite(**items))
-    return {name: found[name] for name in like}
+    trees = {name: found[name] for name in like}
+    if [leaf.shape for leaf in jax.tree.leaves(trees)] != [leaf.shape for leaf in jax.tree.leaves(blank)]:
+        raise ValueError("arrays of other shapes were saved")  # Orbax lets some of them pass
+    return trees
 
 
 def _flaw(path: Path) -> str | None:
     """Says what is wrong with a checkpoint, before anything tries to make sense of its bytes."""
     try:
-        expected = json.loads((path / SEAL).read_bytes())
+        expected = read_json(path / SEAL)
+        found = _hashes(path)
     except FileNotFoundError:
         return "it was never finished"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
     except ValueError:
         return f"its {SEAL} is damaged"
-    found = _hashes(path)
+    if not isinstance(expected, dict) or not expected:
+        return f"its {SEAL} is damaged"
     wrong = sorted(name for name in expected if found.get(name) != expected[name])
     return f"its {wrong[0]} is {'damaged' if wrong[0] in found else 'missing'}" if wrong else None
 

@@ -85,6 +85,8 @@ def _read(path: str) -> str:
         raise UserError(f"cannot read --data {path} ({error.strerror}): give a UTF-8 text file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--data {path} is not UTF-8 (byte {error.start}): convert it, or give another file") from error
+    except ValueError as error:  # a path that no file can have
+        raise UserError(f"cannot read --data {path} ({error}): give a UTF-8 text file") from error
     if not characters:
         raise UserError(f"--data {path} is empty: give a UTF-8 text file")
     return characters

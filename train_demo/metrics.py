@@ -1,11 +1,11 @@
-"""`metrics.jsonl`: one JSON object a line, `step` with `loss` or `step` with `val_loss`, in nats a character."""
+"""`metrics.jsonl`: one JSON object per line, `step` with `loss` or `step` with `val_loss`, in nats per character."""
 
 import json
 import math
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Self, SupportsFloat
+from typing import Any, Self, SupportsFloat
 
 from train_demo.errors import UserError
 from train_demo.run_folder import write_atomically
@@ -15,16 +15,25 @@ Metric = dict[str, float]
 
 
 def read(out: Path) -> list[Metric]:
-    """Reads a run's metrics; a half-written line, as a killed or a running run may leave, is not one."""
+    """Reads a run's metrics and skips lines that are none, such as the half-written one of a killed run."""
     path = out / FILE
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     metrics = []
     for line in lines:
         try:
-            metrics.append(json.loads(line))
-        except ValueError:
+            metric = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if _is_metric(metric):
+            metrics.append(metric)
     return metrics
+
+
+def _is_metric(metric: Any) -> bool:
+    if not isinstance(metric, dict) or metric.keys() not in ({"step", "loss"}, {"step", "val_loss"}):
+        return False
+    step, value = metric.values() if next(iter(metric)) == "step" else reversed(metric.values())
+    return type(step) is int and 0 < step < 2**31 and type(value) is float and math.isfinite(value)
 
 
 class Log:
@@ -45,12 +54,17 @@ class Log:
         """Notes what was measured at a step, and returns the step and the number.
 
         Raises:
-            UserError: the number is not finite.
+            UserError: the number is not finite, or the disk is full.
         """
         number = float(value)
         if not math.isfinite(number):
             raise UserError(f"the {name} is {number} at step {step}: take a lower --learning-rate and another --out")
-        self._file.write(json.dumps({"step": step, name: number}) + "\n")
+        try:
+            self._file.write(json.dumps({"step": step, name: number}) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self._file.name} ({error.strerror}): free some space, then go on with --resume"
+            ) from error
         return step, number
 
     def sync(self) -> None:
@@ -63,4 +77,8 @@ class Log:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:  # it may still hold the line that could not be written
+            if error is None:
+                raise

@@ -38,7 +38,7 @@ def loss_figure(measured: list[metrics.Metric]) -> Figure:
     checks = np.array([(m["step"], m["val_loss"]) for m in measured if "val_loss" in m]).reshape(-1, 2)
     ending = f": {checks[-1, 1]:.3f} at step {checks[-1, 0]:.0f}" if len(checks) else ""
     axes.plot(*checks.T, "o-", color="tab:orange", markersize=4, label=f"validation{ending}")
-    axes.set(title="How well the next character is predicted", xlabel="step", ylabel="loss (nats a character)")
+    axes.set(title="How well the next character is predicted", xlabel="step", ylabel="loss (nats per character)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -3,14 +3,14 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from train_demo import data
 from train_demo.errors import UserError
-from train_demo.settings import Settings
+from train_demo.settings import Settings, restored
 
 try:
     import fcntl
@@ -31,6 +31,7 @@ class Config:
         sha256: the text's fingerprint.
         vocabulary: the text's distinct characters, in order.
         sentence: the piece of the validation part that the attention picture shows.
+        earlier_ends: the numbers of steps that the run had before it was extended, in order.
     """
 
     settings: Settings
@@ -38,6 +39,7 @@ class Config:
     sha256: str
     vocabulary: str
     sentence: str
+    earlier_ends: tuple[int, ...] = ()
 
 
 def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) -> tuple[Config, data.Text]:
@@ -46,7 +48,8 @@ def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) ->
     Args:
         out: the run's folder, which need not exist.
         path: the text file; None means the resumed run's, or Python's documentation.
-        given: the settings that were named; the others come from the resumed run, or are the defaults.
+        given: the settings that were named; the others come from the resumed run, or are the defaults. More `steps`
+            than the resumed run has extend it.
         resume: whether a run that is there already may go on.
 
     Raises:
@@ -64,8 +67,23 @@ def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) ->
     found = None if path is None else str(Path(path).resolve())
     config = Config(settings, found, text.sha256, text.vocabulary, text.sentence(settings.context_length))
     if saved:
+        extended = settings.steps > saved.settings.steps
+        ends = (*saved.earlier_ends, saved.settings.steps) if extended else saved.earlier_ends
+        config = replace(config, earlier_ends=ends)
         _refuse_differences(out, saved, config)
     return config, text
+
+
+def newest(runs: Path) -> Path:
+    """Finds the run that was started or resumed last.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = [path for path in runs.glob("*/" + CONFIG) if path.is_file()]
+    if not found:
+        raise UserError(f"{runs} holds no run: train one with python -m train_demo, or name its folder with --out")
+    return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
 def write_config(out: Path, config: Config) -> None:
@@ -80,22 +98,60 @@ def read_config(out: Path) -> Config:
         UserError: there is no run, or its `config.json` is damaged.
     """
     try:
-        fields = json.loads((out / CONFIG).read_bytes())
-        return Config(**{**fields, "settings": Settings(**fields["settings"])})
+        return _checked(read_json(out / CONFIG))
     except FileNotFoundError:
         raise UserError(f"{out} holds no run: start one with python -m train_demo --out {out}") from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{out / CONFIG} is damaged ({error}): start anew with another --out") from error
+    except (ValueError, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{out / CONFIG} is damaged ({why}): start anew with another --out") from error
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        ValueError: it is not JSON.
+        OSError: it cannot be read.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _checked(saved: Any) -> Config:
+    if not isinstance(saved, dict) or saved.keys() != {field.name for field in fields(Config)}:
+        raise ValueError("it is not a run's configuration")
+    ends = saved["earlier_ends"]
+    if not isinstance(ends, list) or not all(type(end) is int and end > 0 for end in ends):
+        raise ValueError("its earlier ends are not numbers of steps")
+    config = Config(**{**saved, "settings": restored(saved["settings"]), "earlier_ends": tuple(ends)})
+    steps = [*ends, config.settings.steps]
+    if steps != sorted(set(steps)):
+        raise ValueError("its earlier ends do not come before its last step")
+    texts = (config.sha256, config.vocabulary, config.sentence, "" if config.data is None else config.data)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("it holds something else where a text belongs")
+    if list(config.vocabulary) != sorted(set(config.vocabulary)):
+        raise ValueError("its vocabulary is not in order")
+    if not 0 < len(config.sentence) <= config.settings.context_length or set(config.sentence) - set(config.vocabulary):
+        raise ValueError("its sentence is not one of its text")
+    return config
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file that is, at every moment and after a power cut, either the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)  # half a file is of no use, and the disk may be full
+        raise
 
 
 @contextmanager
@@ -117,6 +173,8 @@ def sole_writer(out: Path) -> Iterator[None]:
 
 def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
     before, after = _named(saved), _named(now)
+    if now.settings.steps > saved.settings.steps:
+        del before["--steps"]
     differing = [f"{name} {before[name]} there, {after[name]} here" for name in before if before[name] != after[name]]
     if differing:
         names = "; ".join(differing)

@@ -1,4 +1,4 @@
-"""Text from a trained model, a character at a time."""
+"""Text from a trained model, one character at a time."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from train_demo import checkpoint
 from train_demo.data import encode
-from train_demo.errors import UserError
+from train_demo.errors import UserError, printable
 from train_demo.model import Transformer, blueprint
 from train_demo.run_folder import Config
 
@@ -29,7 +29,7 @@ def load_model(out: Path, config: Config) -> Transformer:
         why = f" ({'; '.join(passed_over)})" if passed_over else ""
         raise UserError(f"{out} holds no finished checkpoint{why}: run python -m train_demo --resume --out {out}")
     for message in passed_over:
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
     return nnx.merge(structure, jax.device_put(restored.trees["params"]))
 
 
@@ -43,7 +43,7 @@ def generate(
         config: its run's configuration.
         prompt: at least one character, all of which the model knows; the model sees the last `context_length`.
         length: characters to write.
-        temperature: divides the logits; towards 0 the likeliest character always wins.
+        temperature: divides the logits; 0 always takes the likeliest character.
         seed: the same seed writes the same text.
 
     Yields:
@@ -72,7 +72,9 @@ def _next(
     # Whatever stands behind the `filled` characters is hidden from them by causality.
     logits = nnx.merge(structure, params)(window[None])[0, filled - 1]
     key = jax.random.fold_in(jax.random.key(seed), place)
-    number = jax.random.categorical(key, logits / temperature)
+    # Only differences count: without the largest logit, a small temperature makes no infinity of the likeliest one.
+    sharpened = (logits - logits.max()) / jnp.where(temperature > 0, temperature, 1.0)
+    number = jnp.where(temperature > 0, jax.random.categorical(key, sharpened), logits.argmax())
     full = filled == len(window)
     window = jnp.where(full, jnp.roll(window, -1), window)
     return window.at[jnp.where(full, len(window) - 1, filled)].set(number), number

@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from train_demo.errors import UserError
@@ -34,6 +34,15 @@ def positive(text: str) -> float:
         argparse.ArgumentTypeError: `text` is anything else.
     """
     return _checked(text, float, lambda number: number > 0, "a finite number above 0")
+
+
+def temperature(text: str) -> float:
+    """Reads a finite number from 0.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is anything else.
+    """
+    return _checked(text, float, lambda number: number >= 0, "a finite number, 0 or above")
 
 
 def rate(text: str) -> float:
@@ -81,3 +90,21 @@ class Settings:
                 f"--features {self.features} cannot be shared by --heads {self.heads}: "
                 "choose a number of features that the heads divide"
             )
+
+
+def restored(saved: Any) -> Settings:
+    """Rebuilds settings from what a JSON file holds of them.
+
+    Raises:
+        ValueError: `saved` is not an object that holds every setting, and nothing else, with a sane value.
+    """
+    options = {option.name: option for option in fields(Settings)}
+    if not isinstance(saved, dict) or saved.keys() != options.keys():
+        raise ValueError("its settings are not the ones of this program")
+    for name, value in saved.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"its {name} is not a number")
+    try:
+        return Settings(**{name: option.metadata["parse"](str(saved[name])) for name, option in options.items()})
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"one of its settings is wrong: {error}") from None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,20 @@ from rich.console import Console
 
 from train_demo import checkpoint, metrics, plots, progress, sample
 from train_demo.data import Text, encode, validation_windows
+from train_demo.errors import printable
 from train_demo.model import Transformer, blueprint, initial_params
 from train_demo.run_folder import Config, sole_writer, write_config
 from train_demo.update import State, make_optimizer, make_update, make_validate
 
 INTERRUPTED = 128 + signal.SIGINT
+
+
+class SafeConsole(Console):
+    """A console whose texts cannot command the terminal."""
+
+    def print(self, *texts: Any, **options: Any) -> None:
+        """Prints texts with their control characters escaped."""
+        super().print(*(printable(text) if isinstance(text, str) else text for text in texts), **options)
 
 
 def train(config: Config, text: Text, out: Path, resume: bool) -> int:
@@ -37,7 +47,7 @@ def train(config: Config, text: Text, out: Path, resume: bool) -> int:
     Raises:
         UserError: another run writes into `out`, or the loss is no longer finite.
     """
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = SafeConsole(highlight=False, markup=False, emoji=False, soft_wrap=True)
     with sole_writer(out):
         write_config(out, config)
         structure, _ = blueprint(len(text.vocabulary), config.settings)
@@ -45,10 +55,11 @@ def train(config: Config, text: Text, out: Path, resume: bool) -> int:
         state = State(params, make_optimizer(config.settings).init(params))
         start, state = _restore(out, state, console) if resume else (0, state)
         _introduce(config, text, state, console)
-        step, state = _loop(structure, config, text, out, start, state, console)
-        if step < config.settings.steps:
+        step, state, stopped = _loop(structure, config, text, out, start, state, console)
+        if stopped:
             console.print(
-                f"Stopped and saved at step {step}. Go on with: python -m train_demo --resume --out {_shell(out)}"
+                f"Stopped and saved at step {step}. Go on with: python -m train_demo --resume --out {_shell(out)} "
+                f"(its pictures: python -m train_demo plot --out {_shell(out)})"
             )
             return INTERRUPTED
         _finish(nnx.merge(structure, state.params), config, out, console)
@@ -82,10 +93,11 @@ def _loop(
     start: int,
     state: State,
     console: Console,
-) -> tuple[int, State]:
-    """Trains from after `start` and returns the last step and its state."""
+) -> tuple[int, State, bool]:
+    """Trains from after `start`; returns the last step, its state, and whether Ctrl-C was pressed."""
     settings = config.settings
-    update, validate = make_update(structure, settings), make_validate(structure)
+    update, validate = make_update(structure, settings, config.earlier_ends), make_validate(structure)
+    ends = {*config.earlier_ends, settings.steps}
     training = jnp.asarray(encode(text.training, text.vocabulary))
     windows = jnp.asarray(validation_windows(encode(text.validation, text.vocabulary), settings.context_length))
     step, unread = start, []
@@ -98,7 +110,7 @@ def _loop(
         for step in range(start + 1, settings.steps + 1):
             state, loss = update(state, step, training)
             unread.append((step, loss))
-            stop, last = interrupted.is_set(), step == settings.steps
+            stop, last = interrupted.is_set(), step in ends
             measure, keep = last or step % settings.eval_every == 0, last or stop or step % settings.save_every == 0
             # Reading a loss waits for it: a step late, when the device has the next update to do.
             while len(unread) > (0 if measure or keep else 1):
@@ -111,7 +123,7 @@ def _loop(
                 checkpoint.save(checkpoints, step, state._asdict())
             if stop:
                 break
-    return step, state
+    return step, state, interrupted.is_set()
 
 
 def _finish(model: Transformer, config: Config, out: Path, console: Console) -> None:

@@ -1,0 +1,135 @@
+"""The commands `train`, `sample` and `plot`, and their options."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import NoReturn
+
+from train_demo.data import encode
+from train_demo.errors import UserError, printable
+from train_demo.run_folder import newest, prepare, read_config
+from train_demo.settings import Settings, count, seed, temperature
+
+# JAX, Matplotlib and Orbax are imported where they are used, so that help and refusals come at once.
+
+
+RUNS = Path("runs")
+SETTINGS = {option.name: option for option in fields(Settings)}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with exit code 2."""
+        self.exit(2, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command and returns the exit code; `train_demo.__main__.main` says which ones there are."""
+    arguments = list(arguments)
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments = ["train", *arguments]
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    try:
+        return chosen.command(chosen)
+    except (UserError, OSError) as error:  # an OSError, say a full disk, names its file
+        parser.error(str(error))
+    except ModuleNotFoundError as error:
+        parser.error(f"{error.name} is not installed: run pip install 'flax-mha[demo]'")
+
+
+def _train(chosen: argparse.Namespace) -> int:
+    given = {name: getattr(chosen, name) for name in SETTINGS if getattr(chosen, name) is not None}
+    out = chosen.out or Path(RUNS, Path(chosen.data).stem if chosen.data else "python-docs")
+    config, text = prepare(out, chosen.data, given, chosen.resume)
+    # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
+    from jax.errors import JaxRuntimeError
+
+    from train_demo.train import train
+
+    try:
+        return train(config, text, out, chosen.resume)
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            "the device has too little memory: lower --batch-size, --context-length or --features"
+        ) from error
+
+
+def _sample(chosen: argparse.Namespace) -> int:
+    out = _chosen_run(chosen.out)
+    config = read_config(out)
+    # Before anything slow begins:
+    encode(chosen.prompt, config.vocabulary)
+    if not chosen.prompt:
+        raise UserError("--prompt is empty: give at least one character")
+    from train_demo.sample import generate, load_model
+
+    model = load_model(out, config)
+    print(printable(chosen.prompt), end="", flush=True)
+    for character in generate(model, config, chosen.prompt, chosen.length, chosen.temperature, chosen.seed):
+        print(printable(character), end="", flush=True)
+    print()
+    return 0
+
+
+def _chosen_run(out: Path | None) -> Path:
+    if out is None:
+        out = newest(RUNS)
+        print(printable(f"The newest run: {out}"), file=sys.stderr)
+    return out
+
+
+def _plot(chosen: argparse.Namespace) -> int:
+    out = _chosen_run(chosen.out)
+    config = read_config(out)
+    from train_demo import plots
+    from train_demo.sample import load_model
+
+    plots.draw(out, load_model(out, config), config)
+    print(printable(f"{out / 'loss.png'} and {out / 'attention.png'} are drawn"))
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m train_demo",
+        description="Trains a small transformer that writes character by character. Without a command it trains.",
+    )
+    commands = parser.add_subparsers(metavar="command", required=True)
+
+    train = commands.add_parser("train", help="train, or go on training (the default)", allow_abbrev=False)
+    train.add_argument("--data", metavar="FILE", help="a UTF-8 text (default: Python's own documentation)")
+    train.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/<the text's name>)")
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the folder's newest good checkpoint; a larger --steps extends the run",
+    )
+    for name, option in SETTINGS.items():
+        parse, explanation = option.metadata["parse"], option.metadata["help"]
+        train.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: {option.default})")
+    train.set_defaults(command=_train)
+
+    sample = commands.add_parser("sample", help="write text with a trained model", allow_abbrev=False)
+    sample.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
+    sample.add_argument("--prompt", required=True, metavar="TEXT", help="what the model goes on writing")
+    sample.add_argument("--length", type=count, default=500, help="characters to write (default: 500)")
+    sample.add_argument(
+        "--temperature", type=temperature, default=0.7, help="lower is safer, 0 takes the likeliest (default: 0.7)"
+    )
+    sample.add_argument("--seed", type=seed, default=0, help="another seed writes another text (default: 0)")
+    sample.set_defaults(command=_sample)
+
+    pictures = "draw loss.png and attention.png, also while the training runs"
+    plot = commands.add_parser("plot", help=pictures, allow_abbrev=False)
+    plot.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
+    plot.set_defaults(command=_plot)
+    return parser
