@@ -1,0 +1,220 @@
+"""How rotary frequencies are changed for sequences longer than those of the pretraining; computed in numpy float64."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+def check_number(name: str, value: Any, *, above: float | None = None, at_least: float | None = None) -> None:
+    """Raises a ValueError unless `value` is a finite number in the range."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if is_number and (above is None or value > above) and (at_least is None or value >= at_least):
+        return
+    bounds = "" if above is None else f" above {above:g}"
+    bounds += "" if at_least is None else f" of at least {at_least:g}"
+    raise ValueError(f"{name} must be a finite number{bounds}, but got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """The frequencies as they are, and what all methods have in common."""
+
+    def frequencies(self, base: float, size: int) -> np.ndarray:
+        """Radians per position of each pair: float64 `[size / 2]`."""
+        return base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(Scaling):
+    """Position interpolation: f / factor, as if all positions were closer together. Chen et al., arXiv:2306.15595.
+
+    Raises:
+      ValueError: If `factor` is below 1.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_number("Linear(factor)", self.factor, at_least=1.0)
+
+    def frequencies(self, base: float, size: int) -> np.ndarray:
+        return super().frequencies(base, size) / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class NTK(Scaling):
+    """NTK-aware interpolation with a fixed factor: base * factor^(R / (R - 2)), for R rotated features.
+
+    The fastest pair keeps its frequency, and the slowest is slowed down by the whole factor. Peng et al.,
+    arXiv:2309.00071, section 3.1. (Its dynamic variant, whose factor grows with the sequence, is not supported.)
+
+    Raises:
+      ValueError: If `factor` is below 1, or, when applied, if only 2 features are rotated.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_number("NTK(factor)", self.factor, at_least=1.0)
+
+    def frequencies(self, base: float, size: int) -> np.ndarray:
+        if size < 4:
+            raise ValueError(f"NTK needs at least 4 rotated features, but got {size}; use Linear(factor).")
+        return super().frequencies(base * self.factor ** (size / (size - 2)), size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3(Scaling):
+    """Llama 3.1: slow pairs are slowed down by the factor, fast ones are kept, those between are interpolated.
+
+    A pair that turns t = original_max_position * f / 2 pi times in the original length is kept if t > high_freq_factor,
+    slowed down if t < low_freq_factor. Grattafiori et al., arXiv:2407.21783.
+
+    Attributes:
+      factor: The ratio of the new length to the original one, at least 1.
+      low_freq_factor: Turns below which frequencies are divided by the factor; above 0.
+      high_freq_factor: Turns above which frequencies are kept; above `low_freq_factor`.
+      original_max_position: The length of the pretraining, in tokens.
+
+    Raises:
+      ValueError: If a field is out of its range.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __post_init__(self) -> None:
+        check_number("Llama3(factor)", self.factor, at_least=1.0)
+        check_number("Llama3(low_freq_factor)", self.low_freq_factor, above=0.0)
+        check_number("Llama3(high_freq_factor)", self.high_freq_factor, above=self.low_freq_factor)
+        check_number("Llama3(original_max_position)", self.original_max_position, at_least=1)
+
+    def frequencies(self, base: float, size: int) -> np.ndarray:
+        kept = super().frequencies(base, size)
+        turns = self.original_max_position * kept / (2 * math.pi)
+        share_kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return _blend(kept, kept / self.factor, share_kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class YaRN(Scaling):
+    """YaRN: like `Llama3`, but interpolated by the index of the pair, and cos and sin grow.
+
+    Source: Peng et al., arXiv:2309.00071.
+
+    Attributes:
+      factor: The ratio of the new length to the original one, at least 1.
+      original_max_position: The length of the pretraining, in tokens.
+      beta_fast: A pair that turns more often than this in the original length is kept; above `beta_slow`.
+      beta_slow: A pair that turns less often than this is slowed down by the factor; above 0.
+      attention_factor: What cos and sin are multiplied by, above 0. None means m(mscale) / m(mscale_all_dim) if both
+        are given and not 0, as for DeepSeek, else m(1), where m(s) = 0.1 s ln(factor) + 1.
+      mscale: See `attention_factor`.
+      mscale_all_dim: See `attention_factor`.
+      truncate: Whether the indices of these two pairs are rounded outwards; gpt-oss does not.
+
+    Raises:
+      ValueError: If a field is out of its range, or, when applied, if the base is not above 1.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("YaRN(factor)", self.factor, at_least=1.0)
+        check_number("YaRN(original_max_position)", self.original_max_position, at_least=1)
+        check_number("YaRN(beta_slow)", self.beta_slow, above=0.0)
+        check_number("YaRN(beta_fast)", self.beta_fast, above=self.beta_slow)
+        if self.attention_factor is not None:
+            check_number("YaRN(attention_factor)", self.attention_factor, above=0.0)
+        for name in ("mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                check_number(f"YaRN({name})", getattr(self, name), at_least=0.0)
+        if not isinstance(self.truncate, bool):
+            raise ValueError(f"YaRN(truncate) must be True or False, but got {self.truncate!r}.")
+
+    def frequencies(self, base: float, size: int) -> np.ndarray:
+        if base <= 1:
+            raise ValueError(f"base must be above 1 with YaRN, so that pairs slow down, but got {base:g}.")
+        # The index of the pair that turns this often in the original length; a fraction.
+        first, last = (
+            size * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+        kept, width = super().frequencies(base, size), last - first or 0.001  # as published, against a division by 0
+        return _blend(kept, kept / self.factor, 1 - (np.arange(size // 2) - first) / width)
+
+    @property
+    def cos_sin_factor(self) -> float:
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        log = 0.1 * math.log(self.factor)
+        if self.mscale and self.mscale_all_dim:
+            return (log * self.mscale + 1) / (log * self.mscale_all_dim + 1)
+        return log + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRoPE(Scaling):
+    """LongRoPE (Phi-3): every pair has a factor of its own, f[i] / factors[i]. Ding et al., arXiv:2402.13753.
+
+    Models come with factors for short sequences and for long ones. Choose by the longest sequence that the model will
+    meet, and keep them: keys that were cached with the short factors do not fit queries with the long ones.
+    `RoPE.from_config(config, max_length=...)` chooses.
+
+    Attributes:
+      factors: One per rotated pair, above 0; any sequence, kept as a tuple.
+      attention_factor: What cos and sin are multiplied by, above 0; sqrt(1 + ln(s) / ln(original_max_position)) for
+        Phi-3, where s is the ratio of the new length to the original one.
+
+    Raises:
+      ValueError: If a field is out of its range, or, when applied, if the number of factors does not fit the head size.
+    """
+
+    factors: Iterable[float]
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        factors = tuple(self.factors) if isinstance(self.factors, Iterable) else (self.factors,)
+        for factor in factors:
+            check_number("each of LongRoPE(factors)", factor, above=0.0)
+        check_number("LongRoPE(attention_factor)", self.attention_factor, above=0.0)
+        object.__setattr__(self, "factors", tuple(map(float, factors)))
+
+    def frequencies(self, base: float, size: int) -> np.ndarray:
+        factors = np.asarray(self.factors)
+        if len(factors) != size // 2:
+            raise ValueError(
+                f"LongRoPE(factors) must hold one factor per rotated pair, so {size // 2} for {size} rotated features, "
+                f"but got {len(factors)}; check fraction and the head size."
+            )
+        return super().frequencies(base, size) / factors
+
+    @property
+    def cos_sin_factor(self) -> float:
+        return float(self.attention_factor)
+
+
+def _blend(kept: np.ndarray, slowed: np.ndarray, share_kept: np.ndarray) -> np.ndarray:
+    share_kept = np.clip(share_kept, 0.0, 1.0)
+    return kept * share_kept + slowed * (1 - share_kept)

@@ -1,0 +1,247 @@
+"""`apply_rope` against float64, its properties, and its transformations."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export
+
+from flax_mha.rope import NTK, Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
+
+H = 16
+FACTORS = [1.0, 1.1, 1.5, 2.0, 4.0, 8.0, 16.0, 16.5]
+SCALINGS = {
+    "none": None,
+    "linear": Linear(4.0),
+    "ntk": NTK(4.0),
+    "llama3": Llama3(8.0, 1.0, 4.0, 256),
+    "yarn": YaRN(4.0, 256),
+    "yarn, mscale": YaRN(40.0, 256, mscale=1.0, mscale_all_dim=0.7),
+    "longrope": LongRoPE(FACTORS, 1.2),
+}
+ROPES = {
+    **{name: RoPE(1000.0, scaling=scaling) for name, scaling in SCALINGS.items()},
+    "interleaved": RoPE(1000.0, interleaved=True),
+    "partial": RoPE(fraction=0.375),
+    "partial, interleaved": RoPE(fraction=0.375, interleaved=True),
+}
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((2, 5, 3, H))
+POSITIONS = np.array([[0, 1, 2, 3, 131_072], [7, -3, 100_003, 5, 5]], np.int32)
+
+
+def complex_rotation(x, positions, rope):
+    """In float64: pairs as complex numbers times e^(i angle)."""
+    frequencies = rope.frequencies(x.shape[-1])
+    size = 2 * len(frequencies)
+    pairs = (x[..., :size:2], x[..., 1:size:2]) if rope.interleaved else np.split(x[..., :size], 2, axis=-1)
+    turned = (pairs[0] + 1j * pairs[1]) * np.exp(1j * positions[..., None, None] * frequencies) * rope.attention_factor
+    output = x.copy()
+    if rope.interleaved:
+        output[..., :size:2], output[..., 1:size:2] = turned.real, turned.imag
+    else:
+        output[..., : size // 2], output[..., size // 2 : size] = turned.real, turned.imag
+    return output
+
+
+def tolerance(x, positions, rope, unit):
+    """An angle is rounded twice, its frequency and itself: off by |angle| * 2 units; the rest is 32 units at most."""
+    angles = np.abs(positions).max() * rope.frequencies(x.shape[-1]).max()
+    return (2 * angles + 32) * unit * 2 * np.abs(x).max() * rope.attention_factor
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_float32_and_float64_against_numpy(name):
+    rope = ROPES[name]
+    want = complex_rotation(X, POSITIONS, rope)
+    got = apply_rope(jnp.asarray(X, jnp.float32), POSITIONS, rope)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(X, POSITIONS, rope, 2.0**-24))
+    with jax.enable_x64(True):
+        got = jax.jit(apply_rope, static_argnums=2)(jnp.asarray(X), POSITIONS.astype(np.int64), rope)
+    assert got.dtype == jnp.float64
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(X, POSITIONS, rope, 2.0**-53))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["yarn", "partial, interleaved"])
+def test_half_precision_is_rounded_once(name, dtype):
+    x, rope = jnp.asarray(X, dtype), ROPES[name]
+    got = apply_rope(x, POSITIONS, rope)
+    assert got.dtype == dtype
+    want = apply_rope(x.astype(jnp.float32), POSITIONS, rope).astype(dtype)
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+
+
+def test_frequencies_by_hand():
+    """Pairs that turn 41 and 1.3 times in 256 positions: Llama 3 keeps one, YaRN too; the slow ones are divided."""
+    plain = RoPE(1000.0).frequencies(H)
+    np.testing.assert_allclose(plain, [1000 ** (-i / 8) for i in range(8)], rtol=1e-15)
+    assert plain.dtype == np.float64
+    np.testing.assert_allclose(ROPES["linear"].frequencies(H), plain / 4, rtol=1e-15)
+    ratio = ROPES["ntk"].frequencies(H) / plain
+    np.testing.assert_allclose(ratio[[0, -1]], [1, 1 / 4], rtol=1e-14)
+    ratio = ROPES["llama3"].frequencies(H) / plain
+    turns = 256 * plain / (2 * math.pi)
+    assert (ratio[turns > 4] == 1).all()
+    assert (ratio[turns < 1] == 1 / 8).all()
+    assert (np.diff(ratio) <= 0).all()
+    assert len(set(ratio.tolist())) > 2
+    ratio = ROPES["yarn"].frequencies(H) / plain
+    np.testing.assert_allclose(ratio[[0, -1]], [1, 1 / 4], rtol=1e-14)
+    np.testing.assert_allclose(ROPES["longrope"].frequencies(H), plain / FACTORS, rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("original_max_position", "kept"),
+    [(64, [1, 2 / 3, 1 / 3, 0, 0, 0, 0, 0]), (6, [1, 0, 0, 0, 0, 0, 0, 0])],  # the fast pair would be before the first
+)
+def test_yarn_after_a_short_pretraining(original_max_position, kept):
+    ratio = RoPE(1000.0, scaling=YaRN(4.0, original_max_position)).frequencies(H) / RoPE(1000.0).frequencies(H)
+    np.testing.assert_allclose(ratio, np.array(kept) * 0.75 + 0.25, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "want"),
+    [
+        (YaRN(4.0, 256), 0.1 * math.log(4) + 1),
+        (YaRN(1.0, 256), 1.0),
+        (YaRN(4.0, 256, attention_factor=1.3), 1.3),
+        (YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=1.0), 1.0),
+        (YaRN(40.0, 4096, mscale=0.707, mscale_all_dim=0.0), 0.1 * math.log(40) + 1),
+        (LongRoPE(FACTORS, 1.2), 1.2),
+        (Linear(4.0), 1.0),
+    ],
+)
+def test_attention_factor(scaling, want):
+    assert RoPE(scaling=scaling).attention_factor == pytest.approx(want, rel=1e-15)
+
+
+positions = st.integers(-2048, 2048)
+
+
+@settings(max_examples=30, deadline=None, database=None)
+@given(st.sampled_from([*ROPES]), positions, positions, st.integers(0, 2**31))
+def test_properties(name, p, q, seed):
+    """Norms are kept, scores depend on q - p only, position 0 changes nothing, up to the attention factor."""
+    rope = ROPES[name]
+    x, y = jnp.asarray(np.random.default_rng(seed).standard_normal((2, 1, 1, H)), jnp.float32)[:, None]
+    factor, size = rope.attention_factor, rope.rotated_size(H)
+
+    def turned(array, position):
+        return np.asarray(ROTATE[name](array, jnp.asarray([position])), np.float64).ravel()
+
+    atol = tolerance(X, np.int64(2 * max(abs(p), abs(q), 1)), rope, 2.0**-24) * 10
+    here, there = turned(x, p), turned(y, q)
+    norm = np.linalg.norm(np.asarray(x, np.float64).ravel()[:size])
+    np.testing.assert_allclose(np.linalg.norm(here[:size]), factor * norm, rtol=1e-5)
+    np.testing.assert_allclose(here @ there, turned(x, 0) @ turned(y, q - p), rtol=0, atol=atol)
+    if factor == 1:
+        np.testing.assert_array_equal(turned(x, 0), np.asarray(x).ravel())
+    np.testing.assert_array_equal(here[size:], np.asarray(x).ravel()[size:])
+
+
+ROTATE = {name: jax.jit(lambda x, p, rope=rope: apply_rope(x, p, rope)) for name, rope in ROPES.items()}
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.375])
+def test_interleaved_is_halves_after_a_permutation(fraction):
+    size = int(fraction * H)
+    order = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2), np.arange(size, H)])
+    x = jnp.asarray(X, jnp.float32)
+    interleaved = apply_rope(x, POSITIONS, RoPE(fraction=fraction, interleaved=True))
+    halves = apply_rope(x[..., order], POSITIONS, RoPE(fraction=fraction))
+    np.testing.assert_array_equal(interleaved[..., order], halves)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_jit_vmap_grad(name):
+    rope, x = ROPES[name], jnp.asarray(X, jnp.float32)
+    atol = 1e-6 * rope.attention_factor * np.abs(X).max()
+    want = apply_rope(x, POSITIONS, rope)
+    jitted = jax.jit(apply_rope, static_argnums=2)(x, POSITIONS, rope)
+    mapped = jax.jit(jax.vmap(lambda x, p: apply_rope(x, p, rope)))(x, POSITIONS)
+    for got in (jitted, mapped):
+        np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+    # The rotation is linear, and its transpose rotates backwards.
+    slope = jnp.asarray(X[::-1], jnp.float32)
+    got = jax.jit(lambda x: jax.vjp(lambda x: apply_rope(x, POSITIONS, rope), x)[1](slope)[0])(x)
+    np.testing.assert_allclose(got, apply_rope(slope, -POSITIONS, rope), rtol=0, atol=atol)
+
+
+def test_positions_of_each_row_and_of_all():
+    x = jnp.asarray(X, jnp.float32)
+    for row in range(2):
+        want = apply_rope(x, POSITIONS, RoPE())[row]
+        np.testing.assert_array_equal(apply_rope(x, POSITIONS[row], RoPE())[row], want)
+        np.testing.assert_array_equal(apply_rope(x[row], POSITIONS[row], RoPE()), want)
+    deep = apply_rope(x[:, None], POSITIONS[:, None], RoPE())
+    np.testing.assert_array_equal(deep[:, 0], apply_rope(x, POSITIONS, RoPE()))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.uint8, np.uint32])
+def test_positions_of_any_integer_dtype(dtype):
+    x, positions = jnp.asarray(X, jnp.float32), np.arange(100, 105)
+    want = apply_rope(x, positions, RoPE())
+    np.testing.assert_array_equal(apply_rope(x, positions.astype(dtype), RoPE()), want)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 3, H), (0, 5, 3, H), (0, 3, H), (2, 5, 0, H)])
+def test_empty(shape):
+    x, positions = jnp.zeros(shape), jnp.zeros(shape[:-2], jnp.int32)
+    for rope in ROPES.values():
+        assert apply_rope(x, positions, rope).shape == shape
+        assert jax.grad(lambda x, rope=rope: apply_rope(x, positions, rope).sum())(x).shape == shape
+
+
+@pytest.mark.parametrize("name", ["yarn", "partial, interleaved"])
+@pytest.mark.parametrize("per_row", [True, False])
+def test_export_with_symbolic_sizes(name, per_row):
+    batch, length = export.symbolic_shape("batch, length")
+    x = jax.ShapeDtypeStruct((batch, length, 3, H), jnp.float32)
+    positions = jax.ShapeDtypeStruct((batch, length) if per_row else (length,), jnp.int32)
+    exported = export.export(jax.jit(lambda x, p: apply_rope(x, p, ROPES[name])))(x, positions)
+    for rows, count in ((2, 5), (1, 3)):
+        x, positions = jnp.asarray(X[:rows, :count], jnp.float32), POSITIONS[:rows, :count]
+        positions = positions if per_row else positions[0]
+        got, want = exported.call(x, positions), apply_rope(x, positions, ROPES[name])
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def test_symbolic_head_size_is_refused():
+    (size,) = export.symbolic_shape("size")
+    shapes = jax.ShapeDtypeStruct((5, 3, size), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
+    with pytest.raises(ValueError, match=r"x must have a head size that is a number"):
+        export.export(jax.jit(lambda x, p: apply_rope(x, p, RoPE())))(*shapes)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_equal_values_are_equal(name):
+    rope = ROPES[name]
+    copy = dataclasses.replace(rope, scaling=rope.scaling and dataclasses.replace(rope.scaling))
+    assert copy == rope
+    assert hash(copy) == hash(rope)
+    assert {rope: 1}[copy] == 1
+    assert RoPE(1000.0, 0.5, scaling=rope.scaling) != rope
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rope.base = 1.0
+
+
+def test_factors_become_a_tuple():
+    for factors in (FACTORS, tuple(FACTORS), np.array(FACTORS), (factor for factor in FACTORS)):
+        assert LongRoPE(factors, 1.2) == SCALINGS["longrope"]
+        assert type(LongRoPE(factors).factors) is tuple
+    assert LongRoPE(FACTORS, 1.2) != LongRoPE(FACTORS[::-1], 1.2)
+    assert Linear(2.0) != NTK(2.0)
+
+
+def test_two_bases_in_one_process_are_two_results():
+    """As a table that is shared between calls and ignores the base would not give."""
+    x = jnp.asarray(X, jnp.float32)
+    first, other = (apply_rope(x, POSITIONS, RoPE(base)) for base in (1e4, 1e6))
+    assert np.abs(first - other).max() > 0.1

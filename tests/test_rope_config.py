@@ -1,0 +1,216 @@
+"""What `flax_mha.rope` refuses, and how it reads Hugging Face configs; test_torch_rope.py has those of ten models."""
+
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from flax_mha.rope import NTK, Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
+
+H = 16
+FACTORS = [1.0, 1.1, 1.5, 2.0, 4.0, 8.0, 16.0, 16.5]
+XS, PS = jnp.zeros((2, 5, 3, H)), jnp.zeros((2, 5), jnp.int32)
+REFUSED = {
+    "positions of another length": (lambda: apply_rope(XS, PS[:, :4], RoPE()), r"positions must be .* got \(2, 4\)"),
+    "positions of other rows": (lambda: apply_rope(XS, PS[:1], RoPE()), r"positions must be .* got \(1, 5\)"),
+    "one position": (lambda: apply_rope(XS, 3, RoPE()), r"positions must be .* got \(\)"),
+    "positions with heads": (lambda: apply_rope(XS, PS[..., None], RoPE()), r"positions must be .* got \(2, 5, 1\)"),
+    "float positions": (lambda: apply_rope(XS, PS.astype(jnp.float32), RoPE()), "positions must be integers.*float32"),
+    "bool positions": (lambda: apply_rope(XS, PS.astype(bool), RoPE()), "positions must be integers, but got bool"),
+    "no positions": (lambda: apply_rope(XS, "first", RoPE()), "positions must be an array, but got str"),
+    "x of rank 2": (lambda: apply_rope(XS[0, 0], PS[0], RoPE()), "x must be .*rank 3 or more"),
+    "x of integers": (lambda: apply_rope(XS.astype(jnp.int32), PS, RoPE()), "x must have a floating.* got int32"),
+    "no x": (lambda: apply_rope("x", PS, RoPE()), "x must be an array, but got str"),
+    "rope is no RoPE": (lambda: apply_rope(XS, PS, 1e4), r"rope must be a RoPE, but got 10000\.0"),
+    "odd head size": (lambda: apply_rope(XS[..., :15], PS, RoPE()), r"even integer.* 1\.0 \* 15 = 15; .*=14 / 15"),
+    "odd rotated size": (lambda: apply_rope(XS, PS, RoPE(fraction=3 / 16)), r"even integer.* = 3; .*fraction="),
+    "no integer": (lambda: apply_rope(XS, PS, RoPE(fraction=0.4)), r"even integer.* 0\.4 \* 16 = 6\.4; .*=6 / 16"),
+    "nothing rotated": (lambda: apply_rope(XS, PS, RoPE(fraction=0.01)), r"even integer.* = 0\.16; .*=2 / 16"),
+    "one feature": (lambda: apply_rope(XS[..., :1], PS, RoPE()), r"even integer.* = 1; use larger heads"),
+    "fraction 0": (lambda: RoPE(fraction=0), "fraction must be a finite number above 0, but got 0"),
+    "fraction above 1": (lambda: RoPE(fraction=64), r"fraction must be in \(0, 1\], but got 64"),
+    "fraction NaN": (lambda: RoPE(fraction=math.nan), "fraction must be .* got nan"),
+    "base 0": (lambda: RoPE(0), "base must be a finite number above 0, but got 0"),
+    "base is text": (lambda: RoPE("10000"), "base must be .* got '10000'"),
+    "base is bool": (lambda: RoPE(True), "base must be .* got True"),
+    "base is infinite": (lambda: RoPE(math.inf), "base must be .* got inf"),
+    "interleaved is text": (lambda: RoPE(interleaved="yes"), "interleaved must be True or False, but got 'yes'"),
+    "scaling is a dict": (lambda: RoPE(scaling={"factor": 2.0}), "scaling must be None, Linear.*from_config"),
+    "scaling is a class": (lambda: RoPE(scaling=Linear), "scaling must be None, Linear"),
+    "linear below 1": (lambda: Linear(0.5), r"Linear\(factor\) must be .* at least 1, but got 0\.5"),
+    "NTK below 1": (lambda: NTK(0.5), r"NTK\(factor\) must be .* at least 1"),
+    "NTK of one pair": (lambda: apply_rope(XS[..., :2], PS, RoPE(scaling=NTK(2.0))), "NTK needs at least 4 rotated"),
+    "Llama 3 below 1": (lambda: Llama3(0.5, 1, 4, 8192), r"Llama3\(factor\) must be"),
+    "Llama 3 low": (lambda: Llama3(8, 0, 4, 8192), r"Llama3\(low_freq_factor\) must be .* above 0"),
+    "Llama 3 low and high": (lambda: Llama3(8, 4, 4, 8192), r"Llama3\(high_freq_factor\) must be .* above 4"),
+    "Llama 3 length": (lambda: Llama3(8, 1, 4, None), r"Llama3\(original_max_position\) must be .* got None"),
+    "YaRN below 1": (lambda: YaRN(0.5, 4096), r"YaRN\(factor\) must be"),
+    "YaRN length": (lambda: YaRN(4, 0), r"YaRN\(original_max_position\) must be"),
+    "YaRN betas": (lambda: YaRN(4, 4096, 1, 32), r"YaRN\(beta_fast\) must be .* above 32, but got 1"),
+    "YaRN attention": (lambda: YaRN(4, 4096, attention_factor=0), r"YaRN\(attention_factor\) must be"),
+    "YaRN mscale": (lambda: YaRN(4, 4096, mscale=-1), r"YaRN\(mscale\) must be"),
+    "YaRN truncate": (lambda: YaRN(4, 4096, truncate=0), r"YaRN\(truncate\) must be True or False"),
+    "YaRN base": (lambda: RoPE(1.0, scaling=YaRN(4, 4096)).frequencies(H), "base must be above 1 with YaRN"),
+    "LongRoPE count": (lambda: apply_rope(XS, PS, RoPE(scaling=LongRoPE(FACTORS[1:]))), "so 8 for 16 .* but got 7"),
+    "LongRoPE factor": (lambda: LongRoPE([1.0, 0.0]), r"each of LongRoPE\(factors\) must be .* above 0, but got 0"),
+    "LongRoPE number": (lambda: LongRoPE(None), r"LongRoPE\(factors\) must be"),
+    "LongRoPE attention": (lambda: LongRoPE(FACTORS, 0), r"LongRoPE\(attention_factor\) must be"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line(case):
+    call, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+NESTED = {
+    "model_type": "gemma3_text",
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+LONG = {
+    "model_type": "phimoe",
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "longrope",
+        "short_factor": FACTORS,
+        "long_factor": FACTORS[::-1],
+        "short_mscale": 1.25,
+        "long_mscale": 1.5,
+        "original_max_position_embeddings": 4096,
+    },
+}
+LOCAL, FULL = {"layer_type": "sliding_attention"}, {"layer_type": "full_attention"}
+# name: (config, arguments, what is read)
+CONFIGS = {
+    "Transformers 5": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+        {},
+        RoPE(5e5, 0.5),
+    ),
+    "Transformers 5, full attention": (NESTED, FULL, RoPE(1e6, scaling=Linear(8.0))),
+    "Transformers 5, sliding attention": (NESTED, LOCAL, RoPE(1e4)),
+    "Gemma 3 that says little": (
+        {"text_config": {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}},
+        FULL,
+        RoPE(1e6, scaling=Linear(8.0)),
+    ),
+    "Gemma 3 that says little, local": (
+        {"text_config": {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}},
+        LOCAL,
+        RoPE(1e4),
+    ),
+    "ModernBERT": (
+        {"model_type": "modernbert", "global_rope_theta": 1.6e5, "local_rope_theta": 1e4},
+        FULL,
+        RoPE(1.6e5),
+    ),
+    "OLMo 3": ({"model_type": "olmo3", "rope_theta": 5e5, "rope_scaling": YARN}, LOCAL, RoPE(5e5)),
+    "OLMo 3, full": (
+        {"model_type": "olmo3", "rope_theta": 5e5, "rope_scaling": YARN},
+        FULL,
+        RoPE(5e5, scaling=YaRN(40, 4096)),
+    ),
+    "one kind of layers": ({"model_type": "qwen3", "rope_theta": 1e6}, LOCAL, RoPE(1e6)),
+    "Llama that says nothing": ({"model_type": "llama", "rope_scaling": None}, {}, RoPE()),
+    "GPT-NeoX that says nothing": ({"model_type": "gpt_neox"}, {}, RoPE(fraction=0.25)),
+    "GPT-J that says nothing": (
+        {"model_type": "gptj", "n_embd": 4096, "n_head": 16},
+        {},
+        RoPE(fraction=0.25, interleaved=True),
+    ),
+    "Cohere": ({"model_type": "cohere", "rope_theta": 8e6}, {}, RoPE(8e6, interleaved=True)),
+    "GLM-4.5": ({"model_type": "glm4_moe", "rope_theta": 1e6}, {}, RoPE(1e6, 0.5)),
+    "rotary_dim with head_dim": ({"rotary_dim": 64, "head_dim": 128, "rope_theta": 5e6}, {}, RoPE(5e6, 0.5)),
+    "rounded down": (
+        {"model_type": "moonshine", "hidden_size": 288, "decoder_num_attention_heads": 8},
+        {},
+        RoPE(fraction=32 / 36, interleaved=True),
+    ),
+    "DeepSeek 3": (
+        {
+            "model_type": "deepseek_v3",
+            "rope_theta": 1e4,
+            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        {},
+        RoPE(interleaved=True, scaling=YaRN(40, 4096, mscale=1.0, mscale_all_dim=1.0)),
+    ),
+    "rope_interleave": ({"model_type": "deepseek_v3", "rope_interleave": False}, {}, RoPE()),
+    "YaRN by the ratio of lengths": (
+        {"rope_theta": 1e4, "max_position_embeddings": 8192, "rope_scaling": {**YARN, "factor": None}},
+        {},
+        RoPE(scaling=YaRN(2.0, 4096)),
+    ),
+    "Llama 3 by max_position_embeddings": (
+        {
+            "rope_theta": 5e5,
+            "max_position_embeddings": 8192,
+            "rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+        {},
+        RoPE(5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
+    ),
+    "LongRoPE, short": (LONG, {"max_length": 4096}, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25))),
+    "LongRoPE, long": (LONG, {"max_length": 4097}, RoPE(1e6, scaling=LongRoPE(FACTORS[::-1], 1.5))),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_from_config(name):
+    config, arguments, want = CONFIGS[name]
+    assert RoPE.from_config(config, **arguments) == want
+
+
+def scaled(**scaling):
+    return {"rope_theta": 1e4, "rope_scaling": scaling}
+
+
+# name: (config, arguments, message)
+REFUSED_CONFIGS = {
+    "no dict": (None, {}, "config must be a dict, but got NoneType; use config.to_dict"),
+    "dynamic": (scaled(type="dynamic", factor=2.0), {}, "rope_type must not depend .* 'dynamic'.*cached keys"),
+    "unknown type": (scaled(rope_type="mrope"), {}, "rope_type must be one of default, linear.*got 'mrope'"),
+    "a type that is no text": (scaled(rope_type=3), {}, "rope_type must be one of .* got 3"),
+    "unknown parameter": (scaled(rope_type="linear", factor=2.0, beta=3), {}, "must hold factor, but got beta"),
+    "unknown parameter of the default": (scaled(mrope_section=[1]), {}, "no more than the base, but got mrope_section"),
+    "missing parameter": (scaled(rope_type="linear"), {}, "must hold factor, but got no factor"),
+    "unknown key": ({"rope_theta": 1e4, "rope_ratio": 500}, {}, "known keys, but got rope_ratio"),
+    "scaling is no dict": ({"rope_theta": 1e4, "rope_scaling": "linear"}, {}, "must be dicts, but got 'linear'"),
+    "no base": ({"model_type": "bert"}, {}, "config must hold rope_theta.* got model_type 'bert' without"),
+    "bad base": ({"rope_theta": "1e4"}, {}, "base must be a finite number above 0, but got '1e4'"),
+    "bad factor": (scaled(rope_type="linear", factor=0.5), {}, r"Linear\(factor\) must be"),
+    "bad fraction": ({"rope_theta": 1e4, "partial_rotary_factor": 2.0}, {}, r"fraction must be in \(0, 1\]"),
+    "no kind of layer": (NESTED, {}, "layer_type must be one of .* but got None"),
+    "no kind of layer, Gemma 3": ({"model_type": "gemma3_text"}, {}, "layer_type must be one of .* but got None"),
+    "unknown kind of layer": (NESTED, {"layer_type": "local"}, "layer_type must be None or one of .* got 'local'"),
+    "missing kind of layer": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        LOCAL,
+        "rope_parameters must hold sliding_attention, but got full_attention",
+    ),
+    "rotary_dim alone": ({"rotary_dim": 64, "rope_theta": 1e4}, {}, "config must hold head_dim"),
+    "no original length": (scaled(rope_type="yarn", factor=4.0), {}, "must hold original_max_position_embeddings"),
+    "no factor": (
+        scaled(rope_type="yarn", original_max_position_embeddings=4096),
+        {},
+        "must hold factor or max_position_embeddings",
+    ),
+    "fraction is text": ({"rope_theta": 1e4, "head_dim": 64, "rotary_pct": "0.5"}, {}, "fraction must be a finite"),
+    "LongRoPE with another length": (LONG, {"max_length": "4k"}, "max_length must be .* got '4k'"),
+    "LongRoPE without a length": (LONG, {}, "max_length must be the longest sequence.*above 4096 tokens.*got None"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_CONFIGS)
+def test_refused_configs(case):
+    config, arguments, message = REFUSED_CONFIGS[case]
+    with pytest.raises(ValueError, match=message) as error:
+        RoPE.from_config(config, **arguments)
+    assert "\n" not in str(error.value)

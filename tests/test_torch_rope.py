@@ -1,0 +1,145 @@
+"""`apply_rope` against PyTorch ports of the rotary embeddings of ten models, outputs and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch_rope
+
+from flax_mha.rope import Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
+
+PHI_3 = {
+    "model_type": "phi3",
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": torch_rope.SHORT_FACTORS,
+        "long_factor": torch_rope.LONG_FACTORS,
+    },
+}
+GEMMA_3 = {
+    "model_type": "gemma3_text",
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+LLAMA_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+OSS_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+QWEN_SCALING = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+PHI_3_FACTOR = 1.1902380714238083  # sqrt(1 + ln(32) / ln(4096)) = sqrt(17 / 12)
+# port: (the line of RoPE's docstring, what from_config reads, the arguments besides, head size)
+MODELS = {
+    "llama_3_1": (
+        RoPE(500_000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
+        {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA_SCALING},
+        {},
+        128,
+    ),
+    "qwen_3": (RoPE(1_000_000.0), {"model_type": "qwen3", "rope_theta": 1000000, "rope_scaling": None}, {}, 128),
+    "qwen_3_yarn": (
+        RoPE(1_000_000.0, scaling=YaRN(4.0, 32_768)),
+        {"model_type": "qwen3", "rope_theta": 1000000, "rope_scaling": QWEN_SCALING},
+        {},
+        128,
+    ),
+    "gemma_3_local": (RoPE(10_000.0), GEMMA_3, {"layer_type": "sliding_attention"}, 256),
+    "gemma_3_global": (RoPE(1_000_000.0, scaling=Linear(8.0)), GEMMA_3, {"layer_type": "full_attention"}, 256),
+    "phi_2": (RoPE(fraction=0.4), {"model_type": "phi", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}, {}, 80),
+    "gpt_neox": (
+        RoPE(fraction=0.25),
+        {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000},
+        {},
+        96,
+    ),
+    "gpt_j": (
+        RoPE(fraction=64 / 256, interleaved=True),
+        {"model_type": "gptj", "rotary_dim": 64, "n_embd": 4096, "n_head": 16},
+        {},
+        256,
+    ),
+    "glm_4": (
+        RoPE(fraction=0.5, interleaved=True),
+        {"model_type": "glm4", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "head_dim": 128},
+        {},
+        128,
+    ),
+    "gpt_oss": (
+        RoPE(150_000.0, scaling=YaRN(32.0, 4096, truncate=False)),
+        {"model_type": "gpt_oss", "rope_theta": 150000, "rope_scaling": OSS_SCALING},
+        {},
+        64,
+    ),
+    "phi_3_short": (
+        RoPE(scaling=LongRoPE(torch_rope.SHORT_FACTORS, PHI_3_FACTOR)),
+        PHI_3,
+        {"max_length": 4096},
+        96,
+    ),
+    "phi_3_long": (RoPE(scaling=LongRoPE(torch_rope.LONG_FACTORS, PHI_3_FACTOR)), PHI_3, {"max_length": 4097}, 96),
+}
+POSITIONS = np.array([[0, 1, 2, 31, 4095, 4096, 8191], [131_072, 131_071, 100_003, 65_537, 32_768, 17, 0]], np.int32)
+
+
+@functools.cache
+def by_torch(name):
+    """Input, output, the gradient of the output, the gradient of the input; all float32."""
+    rng = np.random.default_rng(0)
+    x, slope = rng.standard_normal((2, *POSITIONS.shape, 3, MODELS[name][3])).astype(np.float32)
+    tensor = torch.from_numpy(x).requires_grad_()
+    output = getattr(torch_rope, name)(tensor, torch.from_numpy(POSITIONS))
+    output.backward(torch.from_numpy(slope))
+    return x, output.detach().numpy(), slope, tensor.grad.numpy()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_as_torch(name):
+    """Angles have the same bits on both sides. cos and sin are off by 2^-22 in each library at most (4 units in the
+    last place), and two products and a sum add 2^-23: for |u|, |v| <= m, in all 2 * 2m * (2^-22 + 2^-23) < m * 2^-19.
+    """
+    rope, *_ = MODELS[name]
+    x, want, slope, want_grad = by_torch(name)
+
+    @jax.jit
+    def both(x, slope, positions):
+        output, vjp = jax.vjp(lambda x: apply_rope(x, positions, rope), x)
+        return output, *vjp(slope)
+
+    got, got_grad = both(x, slope, POSITIONS)
+    tolerance = 2.0**-19 * rope.attention_factor
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(x).max())
+    np.testing.assert_allclose(got_grad, want_grad, rtol=0, atol=tolerance * np.abs(slope).max())
+    np.testing.assert_allclose(apply_rope(jnp.asarray(x), POSITIONS, rope), got, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configs_give_the_same(name):
+    rope, config, arguments, _ = MODELS[name]
+    assert RoPE.from_config(config, **arguments) == rope
+    assert hash(RoPE.from_config(config, **arguments)) == hash(rope)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_other_pairing_is_another_result(name):
+    """The comparison would notice it."""
+    rope, *_ = MODELS[name]
+    x, want, *_ = by_torch(name)
+    other = RoPE(rope.base, rope.fraction, not rope.interleaved, rope.scaling)
+    assert np.abs(apply_rope(jnp.asarray(x), POSITIONS, other) - want).max() > 0.1

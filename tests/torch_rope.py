@@ -1,0 +1,124 @@
+"""PyTorch ports of the rotary embeddings of ten models, each from its definition: x is [batch, length, heads, size].
+
+Frequencies are computed in float64 and rounded once; angles are float32 position times float32 frequency, rotated in
+float32, as the models do. (Some compute the frequencies in float32 too, which moves an angle by as much again.)
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def default_frequencies(base: float, size: int) -> Tensor:
+    return 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+
+
+def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """[batch, length, 1, size / 2], the same for all heads."""
+    return (positions.float()[:, :, None] * frequencies.float())[:, :, None]
+
+
+def rotate_halves(x: Tensor, angle: Tensor, factor: float = 1.0) -> Tensor:
+    """As Llama: x cos + (the halves swapped, the second negated) sin, with both halves at the same angles."""
+    angle = torch.cat([angle, angle], dim=-1)
+    low, high = x.chunk(2, dim=-1)
+    return x * (angle.cos() * factor) + torch.cat([-high, low], dim=-1) * (angle.sin() * factor)
+
+
+def rotate_every_two(x: Tensor, angle: Tensor) -> Tensor:
+    """As GPT-J: neighbours are a pair."""
+    angle = angle.repeat_interleave(2, dim=-1)
+    swapped = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
+    return x * angle.cos() + swapped * angle.sin()
+
+
+def partially(rotate, x: Tensor, angle: Tensor) -> Tensor:
+    size = 2 * angle.shape[-1]
+    return torch.cat([rotate(x[..., :size], angle), x[..., size:]], dim=-1)
+
+
+def llama_3_1(x: Tensor, positions: Tensor) -> Tensor:
+    factor, low, high, length = 8.0, 1.0, 4.0, 8192
+    scaled = []
+    for frequency in default_frequencies(500_000.0, x.shape[-1]).tolist():
+        wavelength = 2 * math.pi / frequency
+        if wavelength < length / high:
+            scaled.append(frequency)
+        elif wavelength > length / low:
+            scaled.append(frequency / factor)
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            scaled.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return rotate_halves(x, angles(positions, torch.tensor(scaled, dtype=torch.float64)))
+
+
+def qwen_3(x: Tensor, positions: Tensor) -> Tensor:
+    return rotate_halves(x, angles(positions, default_frequencies(1_000_000.0, x.shape[-1])))
+
+
+def gemma_3_local(x: Tensor, positions: Tensor) -> Tensor:
+    return rotate_halves(x, angles(positions, default_frequencies(10_000.0, x.shape[-1])))
+
+
+def gemma_3_global(x: Tensor, positions: Tensor) -> Tensor:
+    return rotate_halves(x, angles(positions, default_frequencies(1_000_000.0, x.shape[-1]) / 8.0))
+
+
+def phi_2(x: Tensor, positions: Tensor) -> Tensor:
+    return partially(rotate_halves, x, angles(positions, default_frequencies(10_000.0, int(0.4 * x.shape[-1]))))
+
+
+def gpt_neox(x: Tensor, positions: Tensor) -> Tensor:
+    return partially(rotate_halves, x, angles(positions, default_frequencies(10_000.0, int(0.25 * x.shape[-1]))))
+
+
+def gpt_j(x: Tensor, positions: Tensor) -> Tensor:
+    return partially(rotate_every_two, x, angles(positions, default_frequencies(10_000.0, 64)))
+
+
+def glm_4(x: Tensor, positions: Tensor) -> Tensor:
+    return partially(rotate_every_two, x, angles(positions, default_frequencies(10_000.0, x.shape[-1] // 2)))
+
+
+def yarn_frequencies(base: float, size: int, factor: float, length: int, truncate: bool) -> Tensor:
+    """Between the pairs that turn 32 times and once in `length`, by index, they go from kept to divided."""
+    low, high = (size / 2 * math.log(length / (2 * math.pi * turns)) / math.log(base) for turns in (32.0, 1.0))
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    ramp = ((torch.arange(size // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    frequencies = default_frequencies(base, size)
+    return frequencies / factor * ramp + frequencies * (1 - ramp)
+
+
+def qwen_3_yarn(x: Tensor, positions: Tensor) -> Tensor:
+    """Its 32,768 positions made 131,072, as its model card says."""
+    angle = angles(positions, yarn_frequencies(1_000_000.0, x.shape[-1], 4.0, 32_768, truncate=True))
+    return rotate_halves(x, angle, 0.1 * math.log(4.0) + 1)
+
+
+def gpt_oss(x: Tensor, positions: Tensor) -> Tensor:
+    """YaRN without rounding; cos and sin grow by 0.1 ln(32) + 1."""
+    angle = angles(positions, yarn_frequencies(150_000.0, x.shape[-1], 32.0, 4096, truncate=False))
+    concentration = 0.1 * math.log(32.0) + 1
+    cos, sin = angle.cos() * concentration, angle.sin() * concentration
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+SHORT_FACTORS = [1.0 + 0.02 * i for i in range(48)]
+LONG_FACTORS = [1.05 + 0.03 * i**2 for i in range(48)]
+
+
+def phi_3(x: Tensor, positions: Tensor, factors: list[float]) -> Tensor:
+    """LongRoPE: 4,096 positions became 131,072."""
+    frequencies = default_frequencies(10_000.0, x.shape[-1]) / torch.tensor(factors, dtype=torch.float64)
+    return rotate_halves(x, angles(positions, frequencies), math.sqrt(1 + math.log(32) / math.log(4096)))
+
+
+def phi_3_short(x: Tensor, positions: Tensor) -> Tensor:
+    return phi_3(x, positions, SHORT_FACTORS)
+
+
+def phi_3_long(x: Tensor, positions: Tensor) -> Tensor:
+    return phi_3(x, positions, LONG_FACTORS)
