@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 from flax_mha import attention, recipes
 from flax_mha._check import Shape
-from flax_mha._impl import heads, portable, tiling
+from flax_mha._impl import block_mask, heads, layout, schedule, tiling
 from flax_mha.masks import CausalMask, LocalMask, Mask, SegmentMask
 
 COLUMNS = {
@@ -44,7 +44,7 @@ COLUMNS = {
     "note": "",
 }
 HEADS, HEAD_DIM = 4, 64
-TILE = portable.TILINGS[0].height
+TILE = schedule.TILE_SHAPES[0].height
 WINDOW = "window of 256"
 
 
@@ -101,10 +101,11 @@ def share_of_tiles(mask: Mask | None, length: int) -> float | None:
     if mask is None:
         return None
     lengths = (length, length)
-    layout = tiling.layout(lengths, portable.TILINGS[0])
-    mask = mask.checked(Shape((1,), *lengths, HEADS, HEADS, HEAD_DIM, HEAD_DIM)).known(lengths, 0, tiling.CELL)
-    each = [heads.one_of(mask.by_head((HEADS, 1)), (0, head, 0)) for head in range(HEADS)]
-    return float(np.mean(tiling.plan(layout, each, 0).some)) / layout.cells
+    tiles = tiling.tiling_of(lengths, schedule.TILE_SHAPES[0])
+    canonical = mask.canonical(Shape((1,), *lengths, HEADS, HEADS, HEAD_DIM, HEAD_DIM))
+    by_head = layout.mask_by_head(canonical.with_occupancy(lengths, (0, 0), tiling.CELL), 1, (HEADS, 1))
+    each = [heads.one_of(by_head, (0, head, 0)) for head in range(HEADS)]
+    return float(np.mean(block_mask.static_block_mask(tiles, each, (0, 0)).num_tiles)) / tiles.cells
 
 
 def peer(case: Case, length: int, direction: str, memory: float) -> measure.Ready:

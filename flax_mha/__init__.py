@@ -1,6 +1,45 @@
 """The multi-head attention that Flax users import."""
 
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
 from flax_mha.adapter import attention_fn as attention_fn
 from flax_mha.attention import dot_product_attention as dot_product_attention
 from flax_mha.attention import explain_implementation as explain_implementation
+from flax_mha.masks import CausalMask as CausalMask
+from flax_mha.masks import FunctionMask as FunctionMask
+from flax_mha.masks import LengthMask as LengthMask
+from flax_mha.masks import LocalMask as LocalMask
+from flax_mha.masks import Mask as Mask
+from flax_mha.masks import SegmentMask as SegmentMask
 from flax_mha.nnx import MultiHeadAttention as MultiHeadAttention
+
+if TYPE_CHECKING:
+    from flax_mha import convert as convert
+    from flax_mha import linen as linen
+    from flax_mha import plot as plot
+    from flax_mha import recipes as recipes
+    from flax_mha import rope as rope
+
+    __version__: str
+
+# Modules that are imported when they are asked for.
+_ON_FIRST_USE = ("convert", "kv_cache", "linen", "plot", "recipes", "rope")
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        if name in _ON_FIRST_USE:
+            return importlib.import_module(f"flax_mha.{name}")
+        if name == "__version__":
+            try:
+                return importlib.metadata.version("flax-mha")
+            except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+                return "unknown"
+        raise AttributeError(f"module 'flax_mha' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE, "__version__"})

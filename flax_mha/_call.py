@@ -5,21 +5,27 @@ import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from flax_mha import _check
-from flax_mha._program import Program, trace
+from flax_mha._platform import being_traced
+from flax_mha._traced_function import Trace, TracedFunction, trace
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
 
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 
 
 class Operands(NamedTuple):
-    """The arrays of a call, checked, in the caller's layout; None where there is none."""
+    """The arrays of a call, checked, in the caller's layout; None where there is none.
+
+    Attributes:
+      captured: What the `score_mod` captures.
+      offsets: Positions of the first query and the first key [B...], where these are arrays.
+      scale: What multiplies query . key, where that is an array.
+    """
 
     query: Float[Array, "*B T N H"]
     key: Float[Array, "*B S K H"]
@@ -28,7 +34,7 @@ class Operands(NamedTuple):
     sinks: Array | None
     mask: Mask | None
     captured: list[Array]
-    query_offset: Array | None
+    offsets: tuple[Array | None, Array | None]
     scale: Array | None
     dropout_rng: Array | None
 
@@ -38,19 +44,31 @@ class Operands(NamedTuple):
         return self.query.shape[-3], self.key.shape[-3]
 
     @property
+    def has_known_offsets(self) -> bool:
+        """Whether positions are known while tracing."""
+        return all(x is None for x in self.offsets)
+
+    @property
     def groups(self) -> tuple[int, int]:
         """K, and G = N / K."""
         return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
 
 
 class Options(NamedTuple):
-    """What is known of a call while tracing."""
+    """The static (hashable) part of a call.
 
-    static_offset: int
+    Attributes:
+      offsets: Positions of the first query and the first key, where these are numbers; else 0.
+      scale: What multiplies query . key, where that is a number; else 1.
+      score_mod: The traced function.
+      captured_trainable: Which of the arrays that it captures get gradients.
+    """
+
+    offsets: tuple[int, int]
     scale: float
     soft_cap: float | None
-    program: Program | None
-    program_learns: tuple[bool, ...]
+    score_mod: TracedFunction | None
+    captured_trainable: tuple[bool, ...]
     dropout_rate: float
     broadcast_dropout: bool
     return_residual: bool
@@ -63,25 +81,32 @@ class Call(NamedTuple):
     operands: Operands
     options: Options
 
+    @property
+    def has_known_sizes(self) -> bool:
+        """Whether all sizes are numbers; `jax.export` knows sizes that are symbols."""
+        sizes = (*self.operands.query.shape, *self.operands.key.shape, *self.operands.value.shape)
+        return all(isinstance(size, int) for size in sizes)
+
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """In what softmax and sums are computed: float32, or float64 for such inputs."""
     return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
 
 
-def checked(
-    *,
+def canonical(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None,
     mask: ArrayLike | Mask | None,
-    scale: float | ArrayLike | None,
+    *,
+    scale: ArrayLike | None,
     is_causal: bool,
     query_seq_lengths: ArrayLike | None,
     key_value_seq_lengths: ArrayLike | None,
     local_window_size: int | tuple[int | None, int | None] | None,
-    query_offset: int | ArrayLike,
+    query_offset: ArrayLike,
+    key_value_offset: ArrayLike,
     query_segment_ids: ArrayLike | None,
     key_value_segment_ids: ArrayLike | None,
     logits_soft_cap: float | None,
@@ -93,27 +118,21 @@ def checked(
     return_residual: bool,
     precision: lax.PrecisionLike,
 ) -> Call:
-    """The arguments of `dot_product_attention`, if they fit together; all that hides becomes one mask."""
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    shape = _check.inputs(query, key, value)
-    static_scale, scale_array = _check.scale(scale, shape)
-    static_offset, offset_array = _check.offset(query_offset, shape)
-    query_ids, key_ids = _check.segment_ids(query_segment_ids, key_value_segment_ids, shape)
-    rate = _check.dropout(dropout_rate, dropout_rng)
+    """The arguments of `dot_product_attention`, if they fit together; all that masks scores becomes one mask."""
+    query, key, value, shape = _check.inputs(query, key, value)
+    offsets, offset_arrays = _check.offsets(query_offset, key_value_offset, shape)
+    number, scale_array = _check.scale(scale, shape)
     window = _check.window(local_window_size)
-    lengths = (
-        _check.per_sequence("key_value_seq_lengths", key_value_seq_lengths, shape),
-        _check.per_sequence("query_seq_lengths", query_seq_lengths, shape),
-    )
     masks = [
         CausalMask() if _check.flag("is_causal", is_causal) else None,
         None if window is None else LocalMask(*window),
-        None if lengths == (None, None) else LengthMask(*lengths),
-        None if query_ids is None or key_ids is None else SegmentMask(query_ids, key_ids),
-        mask.checked(shape) if isinstance(mask, Mask) else _array_mask(_check.mask(mask, shape)),
+        _length_mask(query_seq_lengths, key_value_seq_lengths, shape),
+        _segment_mask(query_segment_ids, key_value_segment_ids, shape),
+        _given_mask(mask, shape),
     ]
     present = [m for m in masks if m is not None]
-    program, learns, captured = _score_program(score_mod, accumulation_dtype(query.dtype))
+    score_trace = _score_trace(score_mod, accumulation_dtype(query.dtype))
+    rate = _check.dropout(dropout_rate, dropout_rng)
     operands = Operands(
         query=query,
         key=key,
@@ -121,59 +140,70 @@ def checked(
         bias=_check.bias(bias, shape),
         sinks=_check.sinks(sinks, shape),
         mask=functools.reduce(operator.and_, present) if present else None,
-        captured=captured,
-        query_offset=offset_array,
+        captured=[] if score_trace is None else score_trace.captured,
+        offsets=offset_arrays,
         scale=scale_array,
         dropout_rng=dropout_rng if rate else None,
     )
     options = Options(
-        static_offset=static_offset,
-        scale=static_scale,
+        offsets=offsets,
+        scale=number,
         soft_cap=_check.soft_cap(logits_soft_cap),
-        program=program,
-        program_learns=learns,
+        score_mod=None if score_trace is None else score_trace.function,
+        captured_trainable=() if score_trace is None else score_trace.trainable,
         dropout_rate=rate,
         broadcast_dropout=_check.flag("broadcast_dropout", broadcast_dropout),
         return_residual=_check.flag("return_residual", return_residual),
-        precision=precision,
+        precision=_check.precision(precision),
     )
     return Call(operands, options)
 
 
-def _array_mask(visible: Array | None) -> Mask | None:
+def _length_mask(query_lengths: ArrayLike | None, key_lengths: ArrayLike | None, shape: _check.Shape) -> Mask | None:
+    keys = _check.lengths("key_value_seq_lengths", key_lengths, shape)
+    queries = _check.lengths("query_seq_lengths", query_lengths, shape)
+    return None if keys is None and queries is None else LengthMask(keys, queries)
+
+
+def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: _check.Shape) -> Mask | None:
+    queries, keys = _check.segment_ids(query_ids, key_ids, shape)
+    return None if queries is None or keys is None else SegmentMask(queries, keys)
+
+
+def _given_mask(mask: ArrayLike | Mask | None, shape: _check.Shape) -> Mask | None:
+    if isinstance(mask, Mask):
+        return mask.canonical(shape)
+    visible = _check.mask(mask, shape)
     return None if visible is None else ArrayMask(visible)
 
 
-def _score_program(
-    score_mod: ScoreMod | None, dtype: jnp.dtype
-) -> tuple[Program | None, tuple[bool, ...], list[Array]]:
-    """The traced `score_mod`, which of the arrays that it captured get gradients, and all of these arrays."""
+def _score_trace(score_mod: ScoreMod | None, dtype: jnp.dtype) -> Trace | None:
     if score_mod is None:
-        return None, (), []
+        return None
+    _check.user_function("score_mod", score_mod)
     signature = {"score": dtype} | dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
-    program, captured = trace("score_mod", score_mod, signature, dtype.name)
-    return program, tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in captured), captured
+    return trace("score_mod", score_mod, signature, dtype.name)
 
 
-def finite_keys(
-    key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"]
-) -> tuple[Array, Array, Bool[Array, "*B S K"]]:
-    """Keys and values, zero where one of the two is not finite, and where that was.
+def numbers_as_arrays(call: Call) -> Call:
+    """Converts the scale and nonzero offsets to arrays, so that new values of them do not cause recompilation.
 
-    What is hidden must reach nothing, but a weight of 0 times NaN is NaN.
+    While an outer `jit` is tracing, they stay Python numbers: that program is compiled anyway, and constants make it
+    faster. Offsets of 0 always stay numbers, so that the tiles to visit can be computed at trace time.
     """
-    bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
-    key, value = (jnp.where(bad[..., None], jnp.zeros_like(x), x) for x in (key, value))
-    return key, value, bad
-
-
-def platform() -> str:
-    """What a call is compiled for: "cpu", "gpu" or "tpu"."""
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.default_backend() if device is None else getattr(device, "platform", device)
-
-
-def sharded() -> bool:
-    """Whether a mesh may split arrays unseen; inside `jax.shard_map` they are what they seem."""
-    axes = jax.sharding.get_abstract_mesh().axis_types
-    return any(kind is not jax.sharding.AxisType.Manual for kind in axes)
+    if being_traced():
+        return call
+    operands, options = call
+    offsets = tuple(
+        jnp.asarray(number, jnp.int32) if number and array is None else array
+        for number, array in zip(options.offsets, operands.offsets, strict=True)
+    )
+    scale = operands.scale
+    if scale is None:
+        scale = jnp.asarray(options.scale, accumulation_dtype(operands.query.dtype))
+    rank = operands.query.ndim - 3
+    offsets = tuple(x if x is None else x.reshape((1,) * (rank - x.ndim) + x.shape) for x in offsets)
+    return Call(
+        operands._replace(offsets=offsets, scale=scale),  # type: ignore[arg-type]
+        options._replace(offsets=(0, 0), scale=1.0),
+    )

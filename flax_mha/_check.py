@@ -1,16 +1,20 @@
 """What `dot_product_attention` accepts: each function checks one argument, before any compute, and returns it ready.
 
-Every message says which argument it is about, what is expected, what was got and, where that is not plain, the mend.
+Every message names the argument, what is expected, what was given and, where that is not plain, how to fix it. Values
+are looked at where they are known, so those of tracers are not.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array
+
+from flax_mha._integers import LARGEST, SMALLEST, extremes, ids_int32, int32
+from flax_mha._platform import being_traced, readable
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -31,20 +35,25 @@ class Shape(NamedTuple):
         """[B..., N, T, S]: what bias and mask broadcast to."""
         return (*self.batch, self.num_heads, self.query_length, self.key_length)
 
-    def indices(self, by_batch: bool, by_head: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the batch entries [B...], counted through, and of the heads [N]; or all in one, number 0."""
+    def indices(self, by_batch: bool, by_head: bool) -> tuple[Array | np.ndarray, np.ndarray]:
+        """Numbers of the batch entries [B...], counted through, and of the heads [N]; or a single 0 for all of them."""
         batch = self.batch if by_batch else (1,) * len(self.batch)
-        numbers = np.arange(math.prod(batch), dtype=np.int32).reshape(batch)
-        return numbers, np.arange(self.num_heads if by_head else 1, dtype=np.int32)
+        count = math.prod(batch)
+        numbers = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
+        return numbers.reshape(batch), np.arange(self.num_heads if by_head else 1, dtype=np.int32)
 
 
-def inputs(query: Array, key: Array, value: Array) -> Shape:
-    """The sizes of query, key and value, if they fit together."""
+def inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array, Array, Array, Shape]:
+    """Query, key and value as arrays, and their sizes, if they fit together."""
+    meaning = "[batch..., length, heads, head size]"
+    query, key, value = (
+        _array(name, x, f"an array {meaning}") for name, x in (("query", query), ("key", key), ("value", value))
+    )
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim:
         raise ValueError(f"query, key, value must have same rank, but got {shapes}.")
     if query.ndim < 3:
-        raise ValueError(f"query must be [batch..., length, heads, head size], so of rank 3 or more, but got {shapes}.")
+        raise ValueError(f"query must be {meaning}, so of rank 3 or more, but got {shapes}.")
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(f"query, key, value batch dims must match, but got {shapes}.")
     if key.shape[-3] != value.shape[-3]:
@@ -57,7 +66,8 @@ def inputs(query: Array, key: Array, value: Array) -> Shape:
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"query heads must be a multiple of key/value heads, both at least 1, but got {num_heads} and "
-            f"{num_kv_heads} in {shapes}."
+            f"{num_kv_heads} in {shapes}; arrays are {meaning}: use jnp.swapaxes(x, -3, -2) on PyTorch's "
+            "[batch, heads, length, head size]."
         )
     if query.shape[-1] < 1:
         raise ValueError(f"query head size must be at least 1, but got {shapes}.")
@@ -67,54 +77,126 @@ def inputs(query: Array, key: Array, value: Array) -> Shape:
             f"key {key.dtype}, value {value.dtype}; use .astype."
         )
     sizes = (query.shape[-3], key.shape[-3], num_heads, num_kv_heads, query.shape[-1], value.shape[-1])
-    return Shape(query.shape[:-3], *sizes)
+    return query, key, value, Shape(query.shape[:-3], *sizes)
 
 
-def bias(array: ArrayLike | None, shape: Shape) -> Array | None:
+def bias(value: ArrayLike | None, shape: Shape) -> Array | None:
     """An array of floats that broadcasts to the scores."""
-    if array is None:
+    if value is None:
         return None
-    array = jnp.asarray(array)
+    array = _array("bias", value, "an array of floats")
     if array.dtype.name not in DTYPES:
-        mend = "; a boolean array is a mask" if array.dtype == bool else ""
-        raise ValueError(f"bias must have a dtype out of {', '.join(DTYPES)}, but got {array.dtype}{mend}.")
+        fix = "; a boolean array is a mask" if array.dtype == bool else ""
+        raise ValueError(f"bias must have a dtype out of {', '.join(DTYPES)}, but got {array.dtype}{fix}.")
     return _broadcastable("bias", array, shape.scores, "[batch..., heads, queries, keys]")
 
 
-def mask(array: ArrayLike | None, shape: Shape) -> Array | None:
+def mask(value: ArrayLike | None, shape: Shape) -> Array | None:
     """A boolean array that broadcasts to the scores."""
-    if array is None:
+    if value is None:
         return None
-    array = jnp.asarray(array)
+    array = _array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype != bool:
         raise ValueError(
             f"mask must be bool (True attends), but got {array.dtype}; use mask.astype(bool) if it holds 0 and 1, "
-            "or pass it as bias if it is to be added to the scores."
+            "or pass it as bias= if it is to be added to the scores."
         )
-    return _broadcastable("mask", array, shape.scores, "[batch..., heads, queries, keys]")
+    return _broadcastable("mask", array, shape.scores, "[batch..., heads, queries, keys]", _mask_fix(array, shape))
 
 
-def per_sequence(name: str, array: ArrayLike | None, shape: Shape) -> Array | None:
-    """One integer for every batch entry, or one for all."""
-    if array is None:
+def mask_of_numbers(value: Any) -> Array:
+    """A boolean array from the masks that Flax takes: booleans, or 0 and 1 in numbers."""
+    array = _array("mask", value, "a boolean array or a mask object such as CausalMask()")
+    if array.dtype == bool:
+        return array
+    if readable(array) and not np.isin(np.asarray(array), (0, 1)).all():
+        other = np.asarray(array).ravel()[~np.isin(np.asarray(array), (0, 1)).ravel()][0]
+        raise ValueError(
+            f"mask must be bool, or hold 0 and 1 alone (1 attends), but got {array.dtype} with {other}; pass it as "
+            "bias= if it is to be added to the scores."
+        )
+    return array.astype(bool)
+
+
+def _mask_fix(array: Array, shape: Shape) -> str:
+    """How to give a mask of keys, or of queries and keys, its missing axes."""
+    batch, keys = shape.batch, shape.key_length
+    if not batch or array.shape[: len(batch)] != batch:
+        return ""
+    if array.shape == (*batch, keys):
+        return "; a mask of keys is mask[..., None, None, :]" if len(batch) > 1 else "; use mask[:, None, None, :]"
+    if array.shape == (*batch, shape.query_length, keys):
+        return "; use mask[..., None, :, :]" if len(batch) > 1 else "; use mask[:, None, :, :]"
+    return ""
+
+
+def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
+    """One integer for every batch entry, or one for all; int32."""
+    if value is None:
         return None
-    array = _integers(name, array)
+    array = int32(name, value)
     if not shape.batch and array.shape == (1,):  # what jax.nn expects of inputs without a batch axis
         array = array[0]
     return _broadcastable(name, array, shape.batch, "[batch...]")
 
 
-def offset(value: int | ArrayLike, shape: Shape) -> tuple[int, Array | None]:
-    """The position of the first query as a number, and the same as an array where it is one."""
-    if _is_int(value):
-        return int(value), None  # type: ignore[arg-type]
-    return 0, per_sequence("query_offset", value, shape)
+def lengths(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
+    """One length >= 0 for every batch entry, or one for all; int32."""
+    array = per_sequence(name, value, shape)
+    if array is not None and (least := extremes(array)[0]) < 0:
+        raise ValueError(f"{name} must be at least 0, but got {least}; use 0 for a sequence of padding alone.")
+    return array
+
+
+def offsets(
+    query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape
+) -> tuple[tuple[int, int], tuple[Array | None, Array | None]]:
+    """Positions of the first query and the first key: the part that is a number, and the part that is an array."""
+    numbers, arrays, ends = [], [], []
+    for name, value, length in (
+        ("query_offset", query_offset, shape.query_length),
+        ("key_value_offset", key_offset, shape.key_length),
+    ):
+        if value is None:
+            raise ValueError(f"{name} must be an integer or an array of integers, but got None; leave it out.")
+        is_number = _is_int(value)
+        array = None if is_number else per_sequence(name, value, shape)
+        least, most = (int(value),) * 2 if array is None else extremes(array)  # type: ignore[arg-type]
+        last = most + max(length, 1) - 1 if isinstance(length, int) else most
+        if least < SMALLEST or last > LARGEST:
+            raise ValueError(f"{name} must keep positions in the range of int32, but got positions {least} to {last}.")
+        numbers.append(int(value) if is_number else 0)  # type: ignore[arg-type]
+        arrays.append(array)
+        ends.append((least, last))
+    (q_first, q_last), (k_first, k_last) = ends
+    if max(q_last - k_first, k_last - q_first) > LARGEST:
+        raise ValueError(
+            "query_offset and key_value_offset must keep distances in the range of int32, but got queries at positions "
+            f"{q_first} to {q_last} and keys at {k_first} to {k_last}."
+        )
+    return (numbers[0], numbers[1]), (arrays[0], arrays[1])
+
+
+def array_mask(value: ArrayLike, shape: Shape) -> Array:
+    """The array of an ArrayMask."""
+    array = mask(value, shape)
+    if array is None:
+        raise ValueError("ArrayMask(visible) must hold a boolean array, but got None.")
+    return array
+
+
+def segment_mask(query_ids: ArrayLike, key_ids: ArrayLike, shape: Shape) -> tuple[Array, Array]:
+    """The ids of a SegmentMask."""
+    queries, keys = segment_ids(query_ids, key_ids, shape)
+    if queries is None or keys is None:
+        raise ValueError("SegmentMask(query_ids, key_value_ids) must hold arrays of integers, but got None.")
+    return queries, keys
 
 
 def segment_ids(
     query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape
 ) -> tuple[Array, Array] | tuple[None, None]:
-    """The segments of queries and keys; one stands for both where the lengths are the same."""
+    """The segments of queries and keys, of one dtype; one stands for both where the lengths are the same."""
     if query_ids is None and key_ids is None:
         return None, None
     if (query_ids is None or key_ids is None) and shape.query_length != shape.key_length:
@@ -128,41 +210,56 @@ def segment_ids(
         ("query_segment_ids", query_ids, key_ids, shape.query_length),
         ("key_value_segment_ids", key_ids, query_ids, shape.key_length),
     ):
-        ids = _integers(name, partner if given is None else given)  # type: ignore[arg-type]
+        ids = ids_int32(name, partner if given is None else given)
         if ids.ndim == 0 or ids.shape[-1] != length:
             raise ValueError(f"{name} must be [batch..., {length}], one id a position, but got shape {ids.shape}.")
         checked.append(_broadcastable(name, ids, (*shape.batch, length), "[batch..., length]"))
-    return checked[0], checked[1]
+    dtype = jnp.promote_types(checked[0].dtype, checked[1].dtype)
+    return checked[0].astype(dtype), checked[1].astype(dtype)
 
 
-def window(size: int | tuple[int | None, int | None] | None) -> tuple[int | None, int | None] | None:
+def window(size: Any) -> tuple[int | None, int | None] | None:
     """(left, right), each an int >= 0 or None."""
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2 or not all(side is None or (_is_int(side) and side >= 0) for side in pair):
         raise ValueError(
-            f"local_window_size must be an int >= 0, or a pair (left, right) of such or None, but got {size!r}."
+            f"local_window_size must be an int >= 0, or a pair (left, right) of int >= 0 or None, but got {size!r}."
         )
     return None if pair == (None, None) else pair
 
 
 def scale(value: ArrayLike | None, shape: Shape) -> tuple[float, Array | None]:
-    """The factor as a number, and the same as an array where it is one (its number is then 1)."""
+    """The scale as a static number and None if it is a number, or as 1.0 and an array if it is a JAX array."""
     if value is None:
         return 1 / math.sqrt(shape.head_size), None
     if not isinstance(value, jax.Array):
-        if not isinstance(value, int | float | np.number | np.ndarray) or np.ndim(value) or not math.isfinite(value):
+        number = isinstance(value, int | float | np.number | np.ndarray) and not isinstance(value, bool)
+        if not number or np.ndim(value) or not math.isfinite(value):  # type: ignore[arg-type]
             raise ValueError(f"scale must be one finite number, but got {value!r}.")
-        return float(value), None
+        return float(value), None  # type: ignore[arg-type]
     if value.shape or value.dtype.name not in DTYPES:
         raise ValueError(f"scale must be one number, but got an array of shape {value.shape} and dtype {value.dtype}.")
     return 1.0, value
 
 
-def sinks(array: ArrayLike | None, shape: Shape) -> Array | None:
-    """One logit a head, or what broadcasts to [B..., N]."""
-    if array is None:
+def precision(value: Any) -> Any:
+    """What `jax.lax.dot_general` takes."""
+    if value is not None:
+        x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        try:
+            jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=value), x)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f'precision must be None, "default", "high", "highest" or a jax.lax.Precision, but got {value!r}.'
+            ) from error
+    return value
+
+
+def sinks(value: ArrayLike | None, shape: Shape) -> Array | None:
+    """One logit per head, or what broadcasts to [B..., N]."""
+    if value is None:
         return None
-    array = jnp.asarray(array)
+    array = _array("sinks", value, "an array of floats, one per head")
     if array.dtype.name not in DTYPES:
         raise ValueError(f"sinks must have a dtype out of {', '.join(DTYPES)}, but got {array.dtype}.")
     return _broadcastable("sinks", array, (*shape.batch, shape.num_heads), "[batch..., heads]")
@@ -178,15 +275,23 @@ def soft_cap(value: float | None) -> float | None:
     return float(value)
 
 
-def dropout(rate: float, rng: Array | None) -> float:
-    """The rate, in [0, 1); above 0 it needs a key."""
-    if isinstance(rate, jax.core.Tracer) or not isinstance(rate, int | float | np.number) or not 0 <= rate < 1:
+def dropout_rate(rate: float) -> float:
+    """A number in [0, 1)."""
+    number = isinstance(rate, int | float | np.number) and not isinstance(rate, bool | jax.core.Tracer)
+    if not number or not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be a number in [0, 1), known while tracing, but got {rate!r}.")
+    return float(rate)
+
+
+def dropout(rate: float, rng: Any) -> float:
+    """The rate; above 0 it needs a key."""
+    rate = dropout_rate(rate)
     if rate > 0 and rng is None:
         raise ValueError("dropout_rng must be a key where dropout_rate > 0, but got None; pass jax.random.key(0), say.")
     if rate > 0 and not _is_key(rng):
-        raise ValueError(f"dropout_rng must be one key as jax.random.key makes it, but got {rng!r}.")
-    return float(rate)
+        got = f"an array of shape {rng.shape} and dtype {rng.dtype}" if hasattr(rng, "shape") else repr(rng)
+        raise ValueError(f"dropout_rng must be one key as jax.random.key makes it, but got {got}.")
+    return rate
 
 
 def flag(name: str, value: bool) -> bool:
@@ -196,53 +301,10 @@ def flag(name: str, value: bool) -> bool:
     return bool(value)
 
 
-def module_heads(num_heads: int, num_kv_heads: int | None, qkv_features: int) -> None:
-    """Heads that divide the features, and key/value heads that divide the heads."""
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads < 1 or num_kv_heads < 1:
-        raise ValueError(f"num_heads and num_kv_heads must be at least 1, but got {num_heads} and {num_kv_heads}.")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads ({num_heads}) must be divisible by num_kv_heads ({num_kv_heads}).")
-    if qkv_features < 1 or qkv_features % num_heads:
-        raise ValueError(
-            f"Memory dimension ({qkv_features}) must be divisible by 'num_heads' heads ({num_heads}); choose "
-            "qkv_features to be a multiple of num_heads."
-        )
-
-
-def normalization(kind: bool | str) -> bool | str:
-    """False, True, or the norm's name."""
-    if kind not in (False, True, "layer_norm", "rms_norm"):
-        raise ValueError(f'normalize_qk must be False, True, "layer_norm" or "rms_norm", but got {kind!r}.')
-    return kind
-
-
-def given_or_same(inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None) -> tuple[Array, Array]:
-    """Keys, by default the queries, and values, by default the keys."""
-    if inputs_k is None and inputs_v is not None:
-        raise ValueError(
-            "`inputs_k` cannot be None if `inputs_v` is not None. To have both be the same value, pass it as "
-            "`inputs_k` and leave `inputs_v` None."
-        )
-    inputs_k = inputs_q if inputs_k is None else inputs_k
-    return inputs_k, inputs_k if inputs_v is None else inputs_v
-
-
-def module_inputs(inputs_q: Array, inputs_k: Array, inputs_v: Array) -> None:
-    """Inputs [batch..., length, features] that fit each other."""
-    shapes = f"inputs_q {inputs_q.shape}, inputs_k {inputs_k.shape}, inputs_v {inputs_v.shape}"
-    if not inputs_q.ndim == inputs_k.ndim == inputs_v.ndim >= 2:
-        raise ValueError(f"inputs must have same rank, 2 or more ([batch..., length, features]), but got {shapes}.")
-    if not inputs_q.shape[:-2] == inputs_k.shape[:-2] == inputs_v.shape[:-2]:
-        raise ValueError(f"inputs' batch dims must match, but got {shapes}.")
-    if inputs_k.shape[-2] != inputs_v.shape[-2]:
-        raise ValueError(f"inputs' key and value lengths must match, but got {shapes}.")
-
-
-def module_segment_ids(ids: Array | tuple[Array, Array] | None) -> dict[str, Array | None]:
-    """One array for queries and keys, or a pair, as arguments of the attention."""
-    query_ids, key_ids = ids if isinstance(ids, tuple) else (ids, ids)
-    return {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
+def user_function(name: str, function: Any) -> None:
+    """Something to call."""
+    if not callable(function):
+        raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
 
 
 def _is_int(value: object) -> bool:
@@ -257,18 +319,25 @@ def _is_key(rng: object) -> bool:
     return rng.dtype == jnp.uint32 and rng.ndim == 1
 
 
-def _integers(name: str, array: ArrayLike) -> Array:
-    array = jnp.asarray(array)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers, but got {array.dtype}; use .astype(jnp.int32).")
-    return array.astype(jnp.int32)
+def _array(name: str, value: Any, expected: str) -> Array:
+    if value is None or isinstance(value, str) or callable(value):
+        fix = f"; call it: {value.__name__}()" if isinstance(value, type) else ""
+        raise ValueError(f"{name} must be {expected}, but got {value!r}{fix}.")
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be {expected}, but got {type(value).__name__}.") from error
 
 
-def _broadcastable(name: str, array: Array, shape: tuple[int, ...], meaning: str) -> Array:
+def _broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = "") -> Array:
     """`array` with axes of length 1 in front until it has the rank of `shape`."""
     fits = array.ndim <= len(shape) and all(
         n in (1, size) for n, size in zip(reversed(array.shape), reversed(shape), strict=False)
     )
     if not fits:
-        raise ValueError(f"{name} must broadcast to {meaning} = {shape}, but got shape {array.shape}.")
+        raise ValueError(f"{name} must broadcast to {meaning} = {shape}, but got shape {array.shape}{fix}.")
+    if array.ndim == len(shape):
+        return array
+    if readable(array) and being_traced():
+        array = np.asarray(array)  # a JAX array would no longer be known once it is reshaped
     return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)

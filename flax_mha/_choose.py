@@ -2,26 +2,24 @@
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from jaxtyping import Array, Float
 
-from flax_mha._call import Call, platform
-from flax_mha._impl import portable
+from flax_mha._call import Call
+from flax_mha._impl import schedule, xla
+from flax_mha._platform import platform
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
 NAMES: tuple[str, ...] = get_args(Implementation)
 Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None]
 
-# Up to this many scores a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
-DENSE_SCORES = 256 * 256
-
 
 class Explanation(NamedTuple):
-    """What `explain_implementation` answers; `print` shows it as a table.
+    """What `explain_implementation` returns; `print` shows it as a table.
 
     Attributes:
-      chosen: The implementation that `implementation=None` runs.
+      chosen: The implementation that computes the call.
       refusals: For each implementation the reasons why it cannot run; none where it can.
     """
 
@@ -38,53 +36,86 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-class _Candidate(NamedTuple):
+class _Implementation(NamedTuple):
     refusals: Callable[[Call], list[str]]
-    attend: Callable[[Call], Output]
+    attention: Callable[[Call], Output]
 
 
-def _candidate(name: str) -> _Candidate:
+def _implementation(name: str) -> _Implementation:
     """Accelerators' files are imported when they are asked for, not before: Pallas takes its time."""
-    if name in ("cudnn", "splash"):
-        module: Any = importlib.import_module(f"flax_mha._impl.{name}")
-        return _Candidate(module.refusals, module.attend)
-    return _Candidate(lambda call: [], portable.attend_whole if name == "xla" else portable.attend_in_tiles)
+    if name == "cudnn":
+        cudnn = importlib.import_module("flax_mha._impl.cudnn")
+        return _Implementation(cudnn.refusals, cudnn.cudnn_attention)
+    if name == "splash":
+        splash = importlib.import_module("flax_mha._impl.splash")
+        return _Implementation(splash.refusals, splash.splash_attention)
+    return _Implementation(_computes_all, xla.dense_attention if name == "xla" else xla.blockwise_attention)
+
+
+def _computes_all(call: Call) -> list[str]:
+    return []
+
+
+def refusals(name: str, call: Call) -> list[str]:
+    """Why this implementation cannot compute the call; no reason if it can."""
+    if name != "xla" and not call.has_known_sizes:
+        return ["its sizes must be numbers known while tracing, and some are symbols"]
+    return _implementation(name).refusals(call)
 
 
 def _fastest_first(call: Call) -> list[str]:
     """What to try, by static shapes and platform alone; the last one always runs."""
-    queries, keys = call.operands.lengths
-    fused = {"gpu": ["cudnn"], "tpu": ["splash"]}.get(platform(), [])
-    if queries == 1:
+    queries, _ = call.operands.lengths
+    if call.has_known_sizes and queries == 1:
         return ["xla"]  # a vector times a matrix: nothing to fuse
-    return [*fused, "xla" if queries * keys <= DENSE_SCORES else "blockwise"]
+    fused = {"gpu": ["cudnn"], "tpu": ["splash"]}.get(platform(), [])
+    return [*fused, "xla" if schedule.prefers_dense(call) else "blockwise"]
 
 
 def chosen(call: Call) -> str:
-    """The fastest of those with the same result."""
-    return next(name for name in _fastest_first(call) if not _candidate(name).refusals(call))
+    """The name of the implementation that `implementation=None` runs: the first candidate without a refusal."""
+    return next(name for name in _fastest_first(call) if not refusals(name, call))
 
 
-def attend(call: Call, implementation: str | None) -> Output:
+def check_name(implementation: str | None) -> None:
+    """Raises ValueError if there is no such implementation."""
+    if implementation is not None and implementation not in NAMES:
+        known = ", ".join(f'"{name}"' for name in NAMES)
+        raise ValueError(f"implementation must be {known} or None, but got {implementation!r}.")
+
+
+def check_computes(implementation: str, reasons: list[str]) -> None:
+    """Raises NotImplementedError if there are reasons why this implementation cannot compute a call."""
+    if reasons:
+        raise NotImplementedError(
+            f'implementation="{implementation}" cannot compute this: {"; ".join(reasons)}. Use None to choose.'
+        )
+
+
+def run(call: Call, implementation: str | None) -> Output:
     """Runs what is named, or what is chosen.
 
     Raises:
       ValueError: If there is no such implementation.
       NotImplementedError: If the named one cannot compute this call.
     """
+    check_name(implementation)
     if implementation is None:
-        return _candidate(chosen(call)).attend(call)
-    if implementation not in NAMES:
-        known = ", ".join(f'"{name}"' for name in NAMES)
-        raise ValueError(f"implementation must be {known} or None, but got {implementation!r}.")
-    candidate = _candidate(implementation)
-    if reasons := candidate.refusals(call):
-        raise NotImplementedError(
-            f'implementation="{implementation}" cannot compute this: {"; ".join(reasons)}. Use None to choose.'
-        )
-    return candidate.attend(call)
+        return _implementation(chosen(call)).attention(call)
+    check_computes(implementation, refusals(implementation, call))
+    return _implementation(implementation).attention(call)
 
 
-def explain(call: Call) -> Explanation:
-    """The whole table."""
-    return Explanation(chosen(call), {name: _candidate(name).refusals(call) for name in NAMES})
+def explain(call: Call, implementation: str | None) -> Explanation:
+    """The whole table.
+
+    Raises:
+      ValueError: If there is no such implementation.
+      NotImplementedError: If the named one cannot compute this call.
+    """
+    check_name(implementation)
+    table = {name: refusals(name, call) for name in NAMES}
+    if implementation is None:
+        return Explanation(chosen(call), table)
+    check_computes(implementation, table[implementation])
+    return Explanation(implementation, table)

@@ -1,9 +1,13 @@
-"""The geometry of tiles: parts of the score matrix of one head, and the grid that rectangles of it form."""
+"""The geometry of tiles: rectangles of the scores of one head, and the grid that they form.
+
+Row i of the scores is query i, column j is key j. A row or column is a place in the arrays of a call; a *position* is a
+place in the sequence. Query i stands at position `offsets[0] + i` and key j at `offsets[1] + j`: this is the only file
+that adds the offsets. Masks, `score_mod` and dropout are told positions; arrays are cut by rows and columns.
+"""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,14 +19,22 @@ IntMatrix = Int[Array, "rows columns"] | np.ndarray
 
 
 class Tile(NamedTuple):
-    """A part of the score matrix of one head: first row, first column, shape; row i is query i.
+    """A rectangle of the scores of one head.
 
-    With several first columns it is gathered from as many runs of columns, which are all of one length.
+    Attributes:
+      row: Its first row.
+      column: Its first column. With several it is gathered from as many runs of columns, all of one length.
+      shape: Rows and columns.
+      offsets: Positions of query 0 and of key 0.
+      lengths: T and S where the tile may reach beyond them, into padding; padding is given the position of the
+        last query or key, so that user functions are never called for positions that do not exist.
     """
 
     row: Scalar
     column: Scalar | tuple[Scalar, ...]
     shape: tuple[int, int]
+    offsets: tuple[Scalar, Scalar] = (0, 0)
+    lengths: tuple[int, int] | None = None
 
     @property
     def runs(self) -> tuple[Scalar, ...]:
@@ -31,23 +43,38 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> Int[Array, "t 1"]:
-        """Row numbers, one below the other."""
+        """Row numbers."""
         return self.row + lax.broadcasted_iota(jnp.int32, (self.shape[0], 1), 0)
 
     @property
     def columns(self) -> Int[Array, "1 s"]:
-        """Column numbers, one beside the other."""
+        """Column numbers."""
         numbers = lax.broadcasted_iota(jnp.int32, (1, self.shape[1] // len(self.runs)), 1)
         return _joined([first + numbers for first in self.runs], 1)
 
-    def cut(self, x: Array) -> Array:
+    @property
+    def query_positions(self) -> Int[Array, "t 1"]:
+        """Positions of the queries."""
+        return self._inside(self.rows, 0) + self.offsets[0]
+
+    @property
+    def key_positions(self) -> Int[Array, "1 s"]:
+        """Positions of the keys."""
+        return self._inside(self.columns, 1) + self.offsets[1]
+
+    def _inside(self, numbers: Int[Array, "#t #s"], axis: int) -> Int[Array, "#t #s"]:
+        if self.lengths is None:
+            return numbers
+        return jnp.minimum(numbers, jnp.int32(max(self.lengths[axis] - 1, 0)))
+
+    def cut(self, x: Array | np.ndarray) -> Array:
         """The tile's part of `x` [T | 1, S | 1]; an axis of length 1 is broadcast and stays whole."""
         if x.shape[0] != 1:
             x = lax.dynamic_slice_in_dim(x, self.row, self.shape[0], 0, allow_negative_indices=False)
-        return x if x.shape[1] == 1 else self.cut_columns(x, 1)
+        return jnp.asarray(x) if x.shape[1] == 1 else self.cut_columns(x, 1)
 
-    def cut_columns(self, x: Array, axis: int) -> Array:
-        """The tile's part of an axis with a place for every column."""
+    def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
+        """The tile's part of an axis that has an entry for every column."""
         width = self.shape[1] // len(self.runs)
         cut = functools.partial(lax.dynamic_slice_in_dim, slice_size=width, axis=axis, allow_negative_indices=False)
         return _joined([cut(x, first) for first in self.runs], axis)
@@ -68,44 +95,50 @@ def _joined(pieces: list[Array], axis: int) -> Array:
 
 
 class Grid(NamedTuple):
-    """The score matrix [T, S] of one head cut into tiles; query i stands at position `query_offset + i`."""
+    """The scores of one head cut into tiles of one shape; the last ones may reach beyond T and S, into padding.
+
+    Attributes:
+      counts: Rows and columns of tiles.
+      tile_shape: Rows and columns of a tile.
+      offsets: Positions of query 0 and of key 0.
+      lengths: T and S; None: the tiles fill them.
+    """
 
     counts: tuple[int, int]
     tile_shape: tuple[int, int]
-    query_offset: Scalar = 0
+    offsets: tuple[Scalar, Scalar] = (0, 0)
+    lengths: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the whole."""
+        """Rows and columns of the whole, padding included."""
         return self.counts[0] * self.tile_shape[0], self.counts[1] * self.tile_shape[1]
 
     def tile(self, i: Scalar, j: Scalar) -> Tile:
         """The tile in row `i` and column `j` of the grid."""
-        return Tile(i * self.tile_shape[0], j * self.tile_shape[1], self.tile_shape)
+        return Tile(i * self.tile_shape[0], j * self.tile_shape[1], self.tile_shape, self.offsets, self.lengths)
+
+    def row_of_tiles(self, i: Scalar) -> Tile:
+        """All tiles of row `i` as one."""
+        return Tile(i * self.tile_shape[0], 0, (self.tile_shape[0], self.shape[1]), self.offsets, self.lengths)
 
     def bounds(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """First and last row (axis 0, shape [rows, 1]) or column (axis 1, shape [1, columns]) of the tiles."""
-        first = np.arange(self.counts[axis], dtype=np.int32) * np.int32(self.tile_shape[axis])
-        first = np.expand_dims(first, 1 - axis)
-        return first, first + np.int32(self.tile_shape[axis] - 1)
+        size = self.tile_shape[axis]
+        first = np.expand_dims(np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis)
+        last = first + np.int32(size - 1)
+        if self.lengths is None:
+            return first, last
+        end = np.int32(max(self.lengths[axis] - 1, 0))
+        return np.minimum(first, end), np.minimum(last, end)
 
-    def position_bounds(self) -> tuple[IntMatrix, IntMatrix]:
-        """First and last query position of the tiles, shape [rows, 1]."""
-        first, last = self.bounds(0)
-        return first + self.query_offset, last + self.query_offset
+    def position_bounds(self, axis: int) -> tuple[IntMatrix, IntMatrix]:
+        """First and last position of the tiles' queries (axis 0) or keys (axis 1), in the shapes of `bounds`."""
+        first, last = self.bounds(axis)
+        return first + self.offsets[axis], last + self.offsets[axis]
 
 
-def readable(x: Array | np.ndarray) -> bool:
-    """Whether values are known while tracing, and to this process."""
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
-
-
-def pad(x: Array | np.ndarray, shape: tuple[int, int]) -> Array:
-    """`x` [T | 1, S | 1] lengthened with zeros to `shape`; axes of length 1 are broadcast and stay."""
+def pad(x: Array | np.ndarray, shape: tuple[int, int], mode: str = "constant") -> Array:
+    """`x` [T | 1, S | 1] lengthened to `shape`, by zeros or its own edge; axes of length 1 are broadcast and stay."""
     widths = [(0, 0 if size == 1 else length - size) for size, length in zip(x.shape, shape, strict=True)]
-    return jnp.pad(x, widths) if any(after for _, after in widths) else jnp.asarray(x)
-
-
-def array_by_head(x: Any, groups: tuple[int, int]) -> Any:
-    """[B..., N | 1, ., .] -> [B..., K | 1, G | 1, ., .]."""
-    return x.reshape(*x.shape[:-3], *(groups if x.shape[-3] != 1 else (1, 1)), *x.shape[-2:])
+    return jnp.pad(x, widths, mode=mode) if any(after for _, after in widths) else jnp.asarray(x)

@@ -1,6 +1,7 @@
 """`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,8 +13,15 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from flax_mha import _check
 from flax_mha._call import accumulation_dtype
-from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
+from flax_mha.attention import (
+    Explanation,
+    Implementation,
+    ScoreMod,
+    dot_product_attention,
+    explain_implementation,
+)
 from flax_mha.masks import Mask
 
 
@@ -33,14 +41,19 @@ def attention_fn(
     promote_dtype: Callable | None = None,
     is_causal: bool = False,
     force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
     qk_attn_weights_einsum: Callable[..., Array] | None = None,
     attn_weights_value_einsum: Callable[..., Array] | None = None,
     *,
     implementation: Implementation | None = None,
+    scale: float | Array | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     query_segment_ids: Array | None = None,
     key_value_segment_ids: Array | None = None,
     query_offset: int | Array = 0,
+    key_value_offset: int | Array = 0,
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
     score_mod: ScoreMod | None = None,
@@ -52,26 +65,32 @@ def attention_fn(
       key: [B..., S, K, H].
       value: [B..., S, K, Hv].
       bias: Broadcasts to [B..., N, T, S]; added to the scores.
-      mask: Broadcasts to [B..., N, T, S]; bool, or the 0 and 1 in numbers that Flax's `make_causal_mask` gives. Or a
-        mask object.
+      mask: Broadcasts to [B..., N, T, S]; bool, or the 0 and 1 in numbers that Flax's `make_causal_mask` returns;
+        other numbers are refused where they are known. Or a mask object.
       broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's modules pass their own.)
       dropout_rng: Key of `jax.random`.
       dropout_rate: Share of the weights to drop, in [0, 1).
       deterministic: True drops nothing.
-      dtype: Of the computation; None infers it from query, key and value, which are promoted to it.
-      precision: Of the matrix products.
+      dtype: Dtype of the computation; None infers it from query, key and value, which are promoted to it.
+      precision: Precision of the matrix products.
       module: Where to sow the softmax's weights [B..., N, T, S] as `attention_weights`, before dropout; None does not.
       promote_dtype: Flax nnx's function to promote (query, key, value); None promotes as Flax does.
       is_causal: As in `dot_product_attention`, like all that follow.
       force_fp32_for_softmax: Sow float32 weights; the softmax itself is always in float32 at least.
-      qk_attn_weights_einsum: A quantized einsum, as Flax linen's; goes to Flax's function together with its partner.
-      attn_weights_value_einsum: Its partner.
+      einsum_dot_general: Function that computes the matrix products. If this or one of the next two is given, Flax
+        linen's own `dot_product_attention` is called.
+      qk_attn_weights_einsum: Einsum (such as a quantized one) of query and key; must be given with the next argument.
+      attn_weights_value_einsum: Einsum of attention weights and value.
       implementation: Which one; None chooses.
+      scale: What multiplies query . key; None means 1 / sqrt(H).
+      query_seq_lengths: int [B...].
+      key_value_seq_lengths: int [B...].
       local_window_size: (left, right).
       query_segment_ids: int [B..., T].
       key_value_segment_ids: int [B..., S].
       query_offset: Position of the first query.
-      logits_soft_cap: What no scaled score exceeds.
+      key_value_offset: Position of the first key.
+      logits_soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
       sinks: [N].
       score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
 
@@ -79,8 +98,8 @@ def attention_fn(
       [B..., T, N, Hv].
 
     Raises:
-      ValueError: As `dot_product_attention`. Complex inputs and quantized einsums are computed by Flax's own function;
-        together with what that does not know they are refused.
+      ValueError: As `dot_product_attention`, and if complex inputs or custom einsums, which Flax's own function
+        computes, are combined with arguments that it does not support.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -90,37 +109,36 @@ def attention_fn(
       (1, 3, 8)
     """
     query, key, value = (promote_dtype or dtypes.promote_dtype)((query, key, value), dtype=dtype)
-    mask = mask if mask is None or isinstance(mask, Mask) else jnp.asarray(mask).astype(bool)
-    dropout: dict[str, Any] = {
-        "dropout_rate": 0.0 if deterministic else dropout_rate,
-        "dropout_rng": None if deterministic else dropout_rng,
-        "broadcast_dropout": broadcast_dropout,
-    }
-    einsums: dict[str, Any] = {
+    mask = mask if mask is None or isinstance(mask, Mask) else _check.mask_of_numbers(mask)
+    dropout_rate, dropout_rng = (0.0, None) if deterministic else (dropout_rate, dropout_rng)
+    flax_only: dict[str, Any] = {
+        "einsum_dot_general": einsum_dot_general,
         "qk_attn_weights_einsum": qk_attn_weights_einsum,
         "attn_weights_value_einsum": attn_weights_value_einsum,
     }
-    ours: dict[str, Any] = {
-        "is_causal": is_causal,
+    extra: dict[str, Any] = {
+        "scale": scale,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
         "local_window_size": local_window_size,
         "query_segment_ids": query_segment_ids,
         "key_value_segment_ids": key_value_segment_ids,
         "query_offset": query_offset,
+        "key_value_offset": key_value_offset,
         "logits_soft_cap": logits_soft_cap,
         "sinks": sinks,
         "score_mod": score_mod,
     }
-    if jnp.iscomplexobj(query) or any(einsums.values()):
-        ours.pop("is_causal")
-        _check_flax_computes(implementation=implementation, mask=mask if isinstance(mask, Mask) else None, **ours)
-        assert not isinstance(mask, Mask)
-        if is_causal:
-            seen = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[(None,) * (query.ndim - 2)]
-            mask = seen if mask is None else mask & seen
-        key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value))
-        flax_only = {"module": module, "force_fp32_for_softmax": force_fp32_for_softmax, "precision": precision}
-        return linen_attention(query, key, value, bias, mask, **dropout, **einsums, **flax_only)
-    scored: dict[str, Any] = {"bias": bias, "mask": mask, "precision": precision, **ours}
+    dropout: dict[str, Any] = {
+        "dropout_rate": dropout_rate,
+        "dropout_rng": dropout_rng,
+        "broadcast_dropout": broadcast_dropout,
+    }
+    if jnp.iscomplexobj(query) or any(flax_only.values()):
+        _check_flax_computes(implementation=implementation, mask=mask if isinstance(mask, Mask) else None, **extra)
+        flax_only |= {"module": module, "force_fp32_for_softmax": force_fp32_for_softmax, "precision": precision}
+        return _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_only)
+    scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
     if module is not None:
         weights = attention_weights(query, key, **scored)
         weights = weights if force_fp32_for_softmax else weights.astype(query.dtype)
@@ -130,8 +148,8 @@ def attention_fn(
     return dot_product_attention(query, key, value, implementation=implementation, **scored, **dropout)
 
 
-def _check_flax_computes(**ours: Any) -> None:
-    given = [name for name, value in ours.items() if value is not None and not (isinstance(value, int) and value == 0)]
+def _check_flax_computes(**extra: Any) -> None:
+    given = [name for name, value in extra.items() if value is not None and not (isinstance(value, int) and value == 0)]
     if given:
         raise ValueError(
             f"complex inputs and quantized einsums are computed by Flax's own attention, which knows no "
@@ -139,10 +157,45 @@ def _check_flax_computes(**ours: Any) -> None:
         )
 
 
+def _flax_attention(
+    query: Array, key: Array, value: Array, bias: Array | None, mask: Any, is_causal: bool, **arguments: Any
+) -> Array:
+    if is_causal:
+        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[(None,) * (query.ndim - 2)]
+        mask = causal if mask is None else mask & causal
+    key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value))
+    return linen_attention(query, key, value, bias, mask, **arguments)
+
+
+@contextlib.contextmanager
+def explain_attention(given: Callable[..., Array]) -> Iterator[tuple[Callable[..., Array], list[Explanation]]]:
+    """A stand-in for `attention_fn` that computes nothing, and the list to which it adds its explanation of each call.
+
+    Raises:
+      ValueError: If the module has another attention function.
+    """
+    if given is not attention_fn:
+        raise ValueError(f"attention_fn must be flax_mha.attention_fn to be explained, but got {given!r}.")
+    explanations: list[Explanation] = []
+
+    def explained(query: Array, key: Array, value: Array, **arguments: Any) -> Array:
+        not_core = ("deterministic", "dtype", "promote_dtype", "module", "force_fp32_for_softmax")
+        core = {name: x for name, x in arguments.items() if name not in not_core and "einsum" not in name}
+        if arguments.get("deterministic"):
+            core |= {"dropout_rate": 0.0, "dropout_rng": None}
+        if not isinstance(core.get("mask"), Mask | None):
+            core["mask"] = _check.mask_of_numbers(core["mask"])
+        query, key, value = dtypes.promote_dtype((query, key, value), dtype=arguments.get("dtype"))
+        explanations.append(explain_implementation(query, key, value, **core))
+        return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
+
+    yield explained, explanations
+
+
 def attention_weights(
     query: Array, key: Array, bias: Array | None = None, **arguments: Any
 ) -> Float[Array, "*B N T S"]:
-    """The softmax itself, before dropout; rows that see nothing are 0. Holds T x S values, as it must.
+    """The softmax itself, before dropout; rows whose keys are all masked are 0. Holds T x S values, as it must.
 
     The weights are the derivative of the scores' log-sum-exp, so what the core scores and masks is what shows here.
 
@@ -150,7 +203,7 @@ def attention_weights(
       query: [B..., T, N, H].
       key: [B..., S, K, H].
       bias: As in `dot_product_attention`.
-      **arguments: As in `dot_product_attention`: all that scores and hides.
+      **arguments: As in `dot_product_attention`: all that makes and masks scores.
 
     Returns:
       [B..., N, T, S] in float32, or float64 for such inputs.

@@ -1,11 +1,10 @@
-"""`dot_product_attention`: check everything once, make it canonical, choose an implementation.
+"""`dot_product_attention` and `explain_implementation`: the public signatures.
 
-The way of a call: arguments -> `_call.checked` (errors, before any compute) -> `Call`: operands (arrays) and options
-(static) -> `_choose` -> `_impl.portable` (one head's math, lifted over all heads), `_impl.cudnn` or `_impl.splash`.
+`_call.canonical` checks the arguments and returns a `Call`: operands (arrays) and options (static). `_choose.run` then
+selects an implementation: `_impl.xla` ("xla" and "blockwise"), `_impl.cudnn` or `_impl.splash`.
 """
 
-import inspect
-from typing import Any, Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 from jax import lax
 from jax.typing import ArrayLike
@@ -17,6 +16,28 @@ from flax_mha._choose import Explanation, Implementation
 from flax_mha.masks import Mask
 
 
+class _Arguments(TypedDict, total=False):
+    """The keyword arguments of `dot_product_attention`, for its overloads."""
+
+    scale: float | ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    query_offset: int | ArrayLike
+    key_value_offset: int | ArrayLike
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    score_mod: ScoreMod | None
+    dropout_rate: float
+    dropout_rng: Array | None
+    broadcast_dropout: bool
+    implementation: Implementation | None
+    precision: lax.PrecisionLike
+
+
 @overload
 def dot_product_attention(
     query: ArrayLike,
@@ -26,7 +47,7 @@ def dot_product_attention(
     mask: ArrayLike | Mask | None = ...,
     *,
     return_residual: Literal[False] = ...,
-    **arguments: Any,
+    **arguments: Unpack[_Arguments],
 ) -> Array: ...
 @overload
 def dot_product_attention(
@@ -37,9 +58,9 @@ def dot_product_attention(
     mask: ArrayLike | Mask | None = ...,
     *,
     return_residual: Literal[True],
-    **arguments: Any,
+    **arguments: Unpack[_Arguments],
 ) -> tuple[Array, Array]: ...
-def dot_product_attention(  # type: ignore[misc]  # the overloads say **arguments for what stands here
+def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
@@ -52,6 +73,7 @@ def dot_product_attention(  # type: ignore[misc]  # the overloads say **argument
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     query_offset: int | ArrayLike = 0,
+    key_value_offset: int | ArrayLike = 0,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
@@ -72,49 +94,65 @@ def dot_product_attention(  # type: ignore[misc]  # the overloads say **argument
 
     where f is the soft cap, then `score_mod`.
 
-    A superset of `jax.nn.dot_product_attention`: same names, same meaning, with one difference: a query that sees no
-    key answers 0, and its gradients are 0, whatever hidden keys and values hold. B batch (any number of axes), T query
-    length, S key length, N query heads, K key/value heads (N a multiple of K: grouped-query attention), H head size.
+    This is a superset of `jax.nn.dot_product_attention`: arguments of the same name have the same meaning. Three things
+    differ. Rows whose keys are all masked return 0 and have zero gradients. NaN and infinity in masked queries, keys
+    and values do not affect any output or gradient. The residual is float32 (float64 for float64 inputs) and
+    differentiable; in `jax.nn` it has the dtype of the query and no gradient.
+
+    B is the batch (any number of axes), T the query length, S the key length, N the number of query heads, K that of
+    key and value heads (N a multiple of K: grouped-query attention), H the head size. Query i stands at position
+    `query_offset + i` of its sequence, key j at `key_value_offset + j`. Masks, windows, lengths, `score_mod` and
+    dropout speak of positions, so that a call on a slice of queries and keys, with the right offsets, equals that part
+    of the whole call. Arrays [..., T, S] and segment ids are those of the slice.
 
     Args:
       query: [B..., T, N, H]; float16, bfloat16, float32 or float64, the same for query, key and value.
       key: [B..., S, K, H].
       value: [B..., S, K, Hv]; Hv may differ from H.
-      bias: Added to the scaled scores; broadcasts to [B..., N, T, S]. -inf hides. Gets a gradient, also if broadcast.
-      mask: bool, True attends; broadcasts to [B..., N, T, S]. Or a mask object of `flax_mha.masks`, which holds no such
-        array.
+      bias: Added to the scaled scores; broadcasts to [B..., N, T, S]. -inf masks. Gets a gradient, also if broadcast.
+      mask: bool, True attends; broadcasts to [B..., N, T, S]. Or a mask object such as `flax_mha.CausalMask()`, which
+        holds no such array.
       scale: What multiplies query . key; None means 1 / sqrt(H).
-      is_causal: Query i sees keys up to its own position, `query_offset + i`; key j stands at position j.
-      query_seq_lengths: int [B...]; queries from here on answer 0. None: all are used.
-      key_value_seq_lengths: int [B...]; keys from here on are hidden. None: all are visible.
-      local_window_size: (left, right): how many positions before and after its own a query sees, both ends included;
-        an int means the same on both sides, None in a pair no limit. With `is_causal` it only narrows.
-      query_offset: Position of the first query: an int, or ints [B...] or [].
-      query_segment_ids: int [B..., T]; a query sees keys of its own segment only.
+      is_causal: Queries see keys up to their own position.
+      query_seq_lengths: int [B...], at least 0. Queries at this position or later return 0. None uses all queries.
+      key_value_seq_lengths: int [B...], at least 0. Keys at this position or later are masked. None masks no key.
+      local_window_size: (left, right): a query at position p sees the keys at positions p - left to p + right,
+        inclusive. An int is used for both sides; None in the pair means no limit on that side. Combined with
+        `is_causal`, both masks apply.
+      query_offset: Position of the first query: an int, or ints [B...] or []. Positions, and distances between them,
+        must be in the range of int32; that is checked where the values are known.
+      key_value_offset: Position of the first key, likewise.
+      query_segment_ids: int [B..., T]; a query sees only keys of its own segment.
       key_value_segment_ids: int [B..., S]; where T = S either of the two stands for both.
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); None caps nothing.
-      sinks: [B..., N] or what broadcasts to it: one more logit a head that takes part in the softmax's sum only.
-      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, as FlexAttention's, of scalars: what to make of a
-        scaled and capped score (float32, or float64 for such inputs), given batch entry (of several axes, counted
-        through), head, and positions of query (`query_offset` included) and key (int32). It may capture arrays;
-        floating ones get gradients. -inf hides.
+      sinks: Broadcasts to [B..., N]. One additional logit per head, which is added to the softmax's denominator but has
+        no value.
+      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function of scalars as in PyTorch's FlexAttention.
+        It maps a scaled and capped score (float32, or float64 for float64 inputs), given the index of the batch entry
+        (flattened if there are several batch axes), the index of the head, and the positions of query and key (int32).
+        Captured arrays and numbers are read at every call; captured floating-point arrays get gradients. Returning
+        -inf masks the score.
       dropout_rate: Share of the softmax's weights set to 0, in [0, 1); the others grow by 1 / (1 - rate).
-      dropout_rng: Key of `jax.random`; needed where `dropout_rate > 0`. The same key drops the same weights in every
-        implementation.
+      dropout_rng: Key of `jax.random`; needed where `dropout_rate > 0`. What is dropped depends on the key and on
+        batch entry, head and positions alone, so it is the same in every implementation.
       broadcast_dropout: Drop the same weights in every batch entry and head.
-      implementation: None chooses; "xla" holds [T, S] scores of every head, and can be differentiated any number of
-        times in both modes; "blockwise" holds tiles of them, and has a first-order reverse gradient, as have the fused
-        kernels "cudnn" of NVIDIA's GPUs and "splash" of TPUs, which know fewer arguments. See `explain_implementation`.
+      implementation: None selects the fastest one that supports the call; see `explain_implementation`. "xla" computes
+        all T x S scores and supports derivatives of any order, in forward and reverse mode. "blockwise" computes the
+        scores tile by tile, skips fully masked tiles, and supports first-order reverse-mode derivatives. "cudnn"
+        (NVIDIA GPUs) and "splash" (TPUs) are fused kernels that support fewer arguments, and the same derivatives as
+        "blockwise". For `jax.jvp`, `jax.jacfwd` or second derivatives use "xla".
       return_residual: Also return the log-sum-exp of the scores.
       precision: Of the matrix products; None means `jax.default_matmul_precision`.
 
     Returns:
       [B..., T, N, Hv] in the dtype of `query`; with `return_residual` also the log-sum-exp [B..., T, N] (float32, or
-      float64 for such inputs; -inf for a query that sees nothing), differentiable too.
+      float64 for such inputs; -inf where all keys are masked), differentiable too.
 
     Raises:
-      ValueError: If arguments do not fit together; the message names the argument, what is expected and what was got.
-      NotImplementedError: If a named implementation cannot compute this; the message lists every reason.
+      ValueError: If arguments do not fit together; the message names the argument, what is expected and what was given.
+      NotImplementedError: If a named implementation cannot compute this call (the message lists every reason), or if
+        `score_mod` or a `mask_mod` uses control flow or custom derivatives inside `jax.shard_map`.
+      TypeError: If "blockwise" is differentiated in forward mode.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -128,23 +166,70 @@ def dot_product_attention(  # type: ignore[misc]  # the overloads say **argument
       Vaswani et al., Attention is all you need, arXiv:1706.03762; Ainslie et al., GQA, arXiv:2305.13245; Dao,
       FlashAttention-2, arXiv:2307.08691.
     """
-    arguments = dict(locals())
-    output, lse = _choose.attend(_call.checked(**_without_implementation(arguments)), implementation)
-    return (output, lse) if return_residual else output  # type: ignore[return-value]  # then no lse is None
+    call = _call.canonical(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_offset=query_offset,
+        key_value_offset=key_value_offset,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        score_mod=score_mod,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        return_residual=return_residual,
+        precision=precision,
+    )
+    output, lse = _choose.run(call, implementation)
+    return (output, lse) if return_residual else output  # type: ignore[return-value]  # then lse is an array
 
 
-def explain_implementation(*arguments: Any, **keywords: Any) -> Explanation:
+def explain_implementation(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    scale: float | ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_offset: int | ArrayLike = 0,
+    key_value_offset: int | ArrayLike = 0,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    score_mod: ScoreMod | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    broadcast_dropout: bool = False,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    precision: lax.PrecisionLike = None,
+) -> Explanation:
     """Which implementation computes a call, and why the others do not.
 
-    Args:
-      *arguments: Those of `dot_product_attention`.
-      **keywords: Likewise. Only shapes, dtypes and what is known while tracing count, so this works under `jit` too.
+    The arguments are those of `dot_product_attention`. Only shapes, dtypes and what is known while tracing count, so
+    this works under `jit` and on `jax.ShapeDtypeStruct` inside `jax.eval_shape`, too.
 
     Returns:
-      What `implementation=None` chooses, and for each implementation the reasons why it cannot run, none where it can.
+      Which implementation computes the call, and for each of them the reasons why it cannot, none where it can.
 
     Raises:
-      ValueError: As `dot_product_attention`.
+      ValueError, NotImplementedError: As `dot_product_attention`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -153,10 +238,28 @@ def explain_implementation(*arguments: Any, **keywords: Any) -> Explanation:
       >>> explanation.chosen, explanation.refusals["blockwise"]
       ('blockwise', [])
     """
-    bound = inspect.signature(dot_product_attention).bind(*arguments, **keywords)
-    bound.apply_defaults()
-    return _choose.explain(_call.checked(**_without_implementation(bound.arguments)))
-
-
-def _without_implementation(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: given for name, given in arguments.items() if name != "implementation"}
+    call = _call.canonical(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_offset=query_offset,
+        key_value_offset=key_value_offset,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        score_mod=score_mod,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        return_residual=return_residual,
+        precision=precision,
+    )
+    return _choose.explain(call, implementation)

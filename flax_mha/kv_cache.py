@@ -4,8 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from flax_mha import _check
+from flax_mha._platform import readable
 from flax_mha.masks import ArrayMask, Mask
 
 
@@ -25,16 +28,21 @@ class KVCache:
     index: Int[Array, ""]
 
     @property
-    def room(self) -> Bool[Array, ""] | bool:
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Key, value and index."""
+        return self.key, self.value, self.index
+
+    @property
+    def has_room(self) -> Bool[Array, ""] | bool:
         """Whether one more token fits: True, or under `jit` an array.
 
         Raises:
           ValueError: If none fits and the index is known.
         """
         length = self.key.shape[-3]
-        if isinstance(self.index, jax.core.Tracer):
+        if not readable(self.index):
             return self.index < length
-        if self.index >= length:
+        if int(np.asarray(self.index)) >= length:
             raise ValueError(
                 f"the cache must have room for one more token, but all its {length} places are taken; start one with "
                 "a greater length."
@@ -42,12 +50,12 @@ class KVCache:
         return True
 
     def append(self, key: Float[Array, "*B 1 K H"], value: Float[Array, "*B 1 K Hv"]) -> "KVCache":
-        """The cache with one more token; without room for it, the same cache."""
+        """The cache with one more token. If it is full: under `jit` the same cache, else a ValueError (`has_room`)."""
         key, value = (
             cached.at[..., self.index, :, :].set(new[..., 0, :, :].astype(cached.dtype), mode="drop")
             for cached, new in ((self.key, key), (self.value, value))
         )
-        return KVCache(key, value, self.index + jnp.asarray(self.room, self.index.dtype))
+        return KVCache(key, value, self.index + jnp.asarray(self.has_room, self.index.dtype))
 
     def masked(self, mask: Array | Mask | None) -> Array | Mask:
         """The mask of the next query: what `mask` shows of all keys up to the place where that query's token goes."""
@@ -55,9 +63,4 @@ class KVCache:
         written = jnp.broadcast_to(jnp.arange(length) <= self.index, (*self.key.shape[:-3], 1, 1, length))
         if isinstance(mask, Mask):
             return mask & ArrayMask(written)
-        return written if mask is None else written & jnp.asarray(mask).astype(bool)
-
-
-def nan_without(room: Bool[Array, ""] | bool, output: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The output, NaN where the token that it answers found no room: nothing is lost in silence."""
-    return output if room is True else jnp.where(room, output, jnp.full_like(output, jnp.nan))
+        return written if mask is None else written & _check.mask_of_numbers(mask)

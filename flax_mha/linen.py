@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax.linen.module import merge_param
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from flax_mha import _check
+from flax_mha import _module
 from flax_mha.adapter import attention_fn as default_attention_fn
-from flax_mha.attention import Implementation, ScoreMod
-from flax_mha.kv_cache import KVCache, nan_without
+from flax_mha.adapter import explain_attention
+from flax_mha.attention import Explanation, Implementation, ScoreMod
+from flax_mha.kv_cache import KVCache
 from flax_mha.masks import Mask
 
 
@@ -32,10 +34,12 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       implementation: Which implementation of the attention; None chooses. See `dot_product_attention`.
       local_window_size: (left, right): how many positions before and after its own a query sees; see
         `dot_product_attention`.
-      logits_soft_cap: What no scaled score exceeds; see `dot_product_attention`.
-      sinks: Learn one more logit a head, the parameter `sinks` [N], that takes part in the softmax's sum only.
+      logits_soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
+      scale: What multiplies query . key; None means 1 / sqrt(head size).
+      sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
       normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
         does, "rms_norm" without subtracting the mean.
+      qk_norm_epsilon: What these norms add to the variance; None means 1e-6, as Flax does.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -52,7 +56,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     implementation: Implementation | None = None
     local_window_size: int | tuple[int | None, int | None] | None = None
     logits_soft_cap: float | None = None
+    scale: float | None = None
     sinks: bool = False
+    qk_norm_epsilon: float | None = None
     normalize_qk: bool | Literal["layer_norm", "rms_norm"] = False  # type: ignore[assignment]
 
     @nn.compact
@@ -70,6 +76,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         is_causal: bool = False,
         bias: Float[Array, "..."] | None = None,
         segment_ids: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
+        lengths: Int[Array, "*B"] | tuple[Array | None, Array | None] | None = None,
         score_mod: ScoreMod | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
@@ -79,13 +86,17 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           inputs_k: Keys; None means `inputs_q` (self-attention).
           inputs_v: Values; None means `inputs_k`.
           inputs_kv: Keys and values in one; Flax deprecates it.
-          mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object of `flax_mha.masks`.
+          mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
           deterministic: True switches dropout off; None means the attribute.
           dropout_rng: Key for dropout; None draws one from the collection `dropout`.
           sow_weights: Sow the weights [B..., N, T, S] as `attention_weights` in the collection `intermediates`.
-          is_causal: A query sees keys up to its own position. A decoding call always does.
+          is_causal: Queries see keys up to their own position. A decoding call always does.
           bias: Broadcasts to [B..., N, T, S]; added to the scores.
-          segment_ids: Documents packed into one sequence: [B..., T], or a pair for queries and keys.
+          segment_ids: Segment ids of documents packed into one sequence: [B..., T], or a pair for queries and keys.
+            Must be None while decoding.
+          lengths: Number of tokens before the padding in each sequence: [B...], or a pair for queries and keys, which
+            is required if keys are not the queries. Padded keys are masked; the attention output of padded queries is
+            0, before the output projection. Must be None while decoding.
           score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
 
         Returns:
@@ -93,59 +104,85 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
         Raises:
           ValueError: If inputs do not fit the module or each other, if the cache has another shape or, where its index
-            is known, is full. Under `jit` a step past the end answers NaN and leaves the cache as it was.
+            is known, is full. Under `jit` a step past the end returns NaN and leaves the cache as it was.
         """
+        self_attention = inputs_kv is None and (inputs_k is None or inputs_k is inputs_q)
         if inputs_kv is not None:
             inputs_k = inputs_v = _deprecated_inputs(inputs_k, inputs_v, inputs_kv)
         elif inputs_k is not None and inputs_v is not None:
             _warn_of_mask(inputs_v)
-        inputs_k, inputs_v = _check.given_or_same(inputs_q, inputs_k, inputs_v)
+        inputs_k, inputs_v = _module.given_or_same(inputs_q, inputs_k, inputs_v)
+        self._check_options(inputs_q.shape[-1])
+        sequences = _module.sequence_arguments(segment_ids, lengths, self_attention, self.decode)
         # First the projections, so that features which do not fit the parameters get Flax's own error.
         query, key, value = self._projected(inputs_q, inputs_k, inputs_v)
-        _check.module_inputs(inputs_q, inputs_k, inputs_v)
-
-        ours: dict[str, Any] = {
+        _module.check_inputs(inputs_q, inputs_k, inputs_v)
+        sinks = None
+        if self.sinks:
+            sinks = self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
+        query_offset, step = None, None
+        if self.decode:
+            variables, step = self._decoding_step(query, key, value, mask, score_mod)
+        if step is not None:
+            key, value, mask, query_offset = step.cache.key, step.cache.value, step.mask, step.query_offset
+            is_causal = False  # the query is the newest token: all of the cache is its past
+        extra: dict[str, Any] = {
+            "bias": bias,
             "implementation": self.implementation,
+            "scale": self.scale,
             "local_window_size": self.local_window_size,
             "logits_soft_cap": self.logits_soft_cap,
+            "sinks": sinks,
             "score_mod": score_mod,
+            "query_offset": query_offset,
+            "is_causal": is_causal or None,
+            "module": self if sow_weights else None,
         }
-        if _check.flag("sinks", self.sinks):
-            ours["sinks"] = self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
-        ours |= _check.module_segment_ids(segment_ids)
-        room: Bool[Array, ""] | bool = True
-        if self.decode:
-            if segment_ids is not None:
-                raise ValueError("segment_ids must be None while decoding, but got ids; a cache holds one document.")
-            starting = not self.has_variable("cache", "cached_key")
-            variables = self._cache_variables(key, value)
-            if not starting:
-                cache = self._cache(variables, query)
-                room, longer = cache.room, cache.append(key, value)
-                for variable, new in zip(variables, (longer.key, longer.value, longer.index), strict=True):
-                    variable.value = new
-                key, value = longer.key, longer.value
-                # A decoding query is the newest token: nothing that it must not see is in the cache yet.
-                by_position = isinstance(mask, Mask) or self.local_window_size is not None or score_mod is not None
-                mask, is_causal = cache.masked(mask), False
-                ours["query_offset"] = cache.index if by_position else None
+        flax_arguments = self._flax_arguments(mask, deterministic, dropout_rng)
+        x = self.attention_fn(query, key, value, **flax_arguments, **_module.without_none(sequences | extra))
+        out = self._out(x, inputs_q.shape[-1])
+        if step is None:
+            return out
+        for variable, new in zip(variables, step.cache.arrays, strict=True):
+            variable.value = new  # now that nothing has raised
+        return step.checked(out)
 
-        x = self._attended(
-            (query, key, value),
-            deterministic,
-            dropout_rng,
-            sow_weights,
-            bias=bias,
-            mask=mask,
-            is_causal=is_causal,
-            **ours,
+    @nn.nowrap
+    def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
+        """Traces a call of a copy of this module: with its variables if it is bound to some, else with new ones."""
+        variables = None if self.scope is None else self.variables
+        with explain_attention(self.attention_fn) as (attention_fn, explanations):
+            layer = self.clone(attention_fn=attention_fn, parent=None)
+
+            def call(key: Array, variables: Any) -> Any:
+                rngs = {"params": key, "dropout": key}
+                if variables is None:
+                    return layer.init_with_output(rngs, *inputs, **arguments)[0]
+                return layer.apply(variables, *inputs, rngs=rngs, mutable=["cache", "intermediates"], **arguments)[0]
+
+            jax.eval_shape(call, jax.random.key(0), variables)
+        return explanations[0]
+
+    explain = nn.nowrap(_module.explaining(__call__, _explained))
+
+    def _check_options(self, in_features: int) -> None:
+        _module.check_options(
+            self.num_heads,
+            self.num_kv_heads,
+            in_features if self.qkv_features is None else self.qkv_features,
+            self.dropout_rate,
+            self.implementation,
+            self.local_window_size,
+            self.logits_soft_cap,
+            self.sinks,
+            self.scale,
+            self.normalize_qk,
+            self.qk_norm_epsilon,
         )
-        return nan_without(room, self._out(x, inputs_q.shape[-1]))
 
     def _projected(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:
         """Query, key and value [B..., length, heads, head size], normalized if asked."""
         features = inputs_q.shape[-1] if self.qkv_features is None else self.qkv_features
-        _check.module_heads(self.num_heads, self.num_kv_heads, features)
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         head_size = features // self.num_heads
         dense = functools.partial(
@@ -163,22 +200,18 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         query = dense(features=(self.num_heads, head_size), name="query")(inputs_q)
         key = dense(features=(num_kv_heads, head_size), name="key")(inputs_k)
         value = dense(features=(num_kv_heads, head_size), name="value")(inputs_v)
-        if _check.normalization(self.normalize_qk):
+        if self.normalize_qk:
             rms = self.normalize_qk == "rms_norm"
             kind = nn.RMSNorm if rms else functools.partial(nn.LayerNorm, use_bias=False)
-            norm = functools.partial(kind, dtype=self.dtype, param_dtype=self.param_dtype)
+            epsilon = 1e-6 if self.qk_norm_epsilon is None else self.qk_norm_epsilon
+            norm = functools.partial(kind, dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon)
             query, key = norm(name="query_ln")(query), norm(name="key_ln")(key)
         return query, key, value
 
-    def _attended(
-        self,
-        arrays: tuple[Array, Array, Array],
-        deterministic: bool | None,
-        dropout_rng: Array | None,
-        sow_weights: bool,
-        **given: Any,
-    ) -> Float[Array, "*B T N Hv"]:
-        """The attention function's answer; of Flax's own arguments it gets those that it has, as in Flax."""
+    def _flax_arguments(
+        self, mask: Array | Mask | None, deterministic: bool | None, dropout_rng: Array | None
+    ) -> dict[str, Any]:
+        """Flax's own arguments of the attention function: those that it has, as in Flax."""
         keeps_all = self.dropout_rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
         if not keeps_all and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
@@ -186,8 +219,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "qk_attn_weights_einsum": self.qk_attn_weights_einsum_cls,
             "attn_weights_value_einsum": self.attn_weights_value_einsum_cls,
         }
-        flax_arguments = {
-            "mask": given.pop("mask"),
+        arguments = {
+            "mask": mask,
             "dropout_rng": dropout_rng,
             "dropout_rate": self.dropout_rate,
             "broadcast_dropout": self.broadcast_dropout,
@@ -198,14 +231,21 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             **{name: einsum_cls() if einsum_cls else None for name, einsum_cls in classes.items()},
         }
         known = inspect.signature(self.attention_fn).parameters
-        arguments = {name: argument for name, argument in flax_arguments.items() if name in known}
-        # What is not given is not passed on, so that any function with Flax's signature will do.
-        if given["is_causal"] is False:
-            del given["is_causal"]
-        arguments |= {name: argument for name, argument in given.items() if argument is not None}
-        if sow_weights:
-            arguments["module"] = self
-        return self.attention_fn(*arrays, **arguments)
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        needed = {"mask"} if mask is not None else set()  # a function that does not know these must fail
+        needed |= set() if keeps_all else {"dropout_rng", "dropout_rate"}
+        return {name: x for name, x in arguments.items() if takes_all or name in known or name in needed}
+
+    def _decoding_step(
+        self, query: Array, key: Array, value: Array, mask: Array | Mask | None, score_mod: ScoreMod | None
+    ) -> tuple[tuple[nn.Variable, ...], _module.DecodingStep | None]:
+        """The cache variables and one token's attention over them; None where this call makes them, from its shapes."""
+        starting = not self.has_variable("cache", "cached_key")
+        variables = self._cache_variables(key, value)
+        if starting:
+            return variables, None
+        cache = self._cache(variables, query)
+        return variables, _module.decoding_step(cache, key, value, mask, self.local_window_size, score_mod)
 
     def _out(self, x: Float[Array, "*B T N Hv"], features: int) -> Float[Array, "*B T Dout"]:
         """Back to features."""
@@ -243,7 +283,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """`MultiHeadDotProductAttention` under the name by which Flax numbers it `MultiHeadAttention_0`, as Flax has it."""
+    """The same module as `MultiHeadDotProductAttention`; as in Flax, it is auto-named `MultiHeadAttention_0`."""
 
 
 def _deprecated_inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array) -> Array:

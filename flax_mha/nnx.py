@@ -1,19 +1,27 @@
 """`MultiHeadAttention` for `flax.nnx`: Flax's parameters and arguments around the attention of this package."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.module import first_from
+from flax.nnx.nn import dtypes
+from flax.nnx.nn.linear import default_kernel_init
+from flax.typing import DotGeneralT, Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from flax_mha import _check
+from flax_mha import _module
 from flax_mha.adapter import attention_fn as default_attention_fn
-from flax_mha.attention import Implementation, ScoreMod
-from flax_mha.kv_cache import KVCache, nan_without
+from flax_mha.adapter import explain_attention
+from flax_mha.attention import Explanation, Implementation, ScoreMod
+from flax_mha.kv_cache import KVCache
 from flax_mha.masks import Mask
+
+NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -30,21 +38,46 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       out_features: Features of the output; None means `in_features`.
       num_kv_heads: Number of key and value heads K, a divisor of N (grouped-query attention); None means N.
       in_kv_features: Features of keys and values; None means `in_features`.
+      dtype: Dtype of the computation; None infers it from inputs and parameters.
+      param_dtype: Dtype of the parameters.
       broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)
+      dropout_rate: Share of the softmax's weights to drop, in [0, 1).
+      deterministic: True switches dropout off; None leaves it to the call.
+      precision: Precision of the matrix products.
+      kernel_init: Initializer of the kernels.
+      out_kernel_init: Initializer of the output's kernel; None means `kernel_init`.
+      bias_init: Initializer of the biases.
+      out_bias_init: Initializer of the output's bias; None means `bias_init`.
+      use_bias: Whether projections have biases.
       attention_fn: A function with the signature of Flax's `dot_product_attention`.
-      implementation: Which implementation of the attention; None chooses. See `dot_product_attention`.
-      local_window_size: (left, right): how many positions before and after its own a query sees; see
-        `dot_product_attention`.
-      logits_soft_cap: What no scaled score exceeds; see `dot_product_attention`.
-      sinks: Learn one more logit a head, the parameter `sinks` [N], that takes part in the softmax's sum only.
+      decode: Whether calls decode; None leaves it to the call.
       normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
         does, "rms_norm" without subtracting the mean.
-      **flax_arguments: All the others of `flax.nnx.MultiHeadAttention`: `dtype`, `param_dtype`, `dropout_rate`,
-        `deterministic`, `precision`, `kernel_init`, `out_kernel_init`, `bias_init`, `out_bias_init`, `use_bias`,
-        `decode`, `rngs`, `keep_rngs`, ...
+      qk_norm_epsilon: What these norms add to the variance; None means 1e-6, as Flax does.
+      qkv_promote_dtype: Promotes inputs and parameters of the projections.
+      out_promote_dtype: Promotes those of the output projection.
+      ln_promote_dtype: Promotes those of the norms.
+      qkv_dot_general: Computes the projections.
+      out_dot_general: Computes the output projection.
+      qkv_dot_general_cls: Makes `qkv_dot_general`.
+      out_dot_general_cls: Makes `out_dot_general`.
+      rngs: Random streams for parameters and dropout.
+      keep_rngs: Whether to keep the stream for dropout.
+      kernel_metadata: Metadata of the kernels of query, key and value, such as `sharding`.
+      out_kernel_metadata: Metadata of the output's kernel.
+      bias_metadata: Metadata of the biases of query, key and value.
+      out_bias_metadata: Metadata of the output's bias.
+      query_ln_scale_metadata: Metadata of the scale of the queries' norm.
+      key_ln_scale_metadata: Metadata of the scale of the keys' norm.
+      implementation: Which implementation of the attention; None chooses. See `dot_product_attention`.
+      scale: What multiplies query . key; None means 1 / sqrt(head size).
+      local_window_size: (left, right): how many positions before and after its own a query sees; see
+        `dot_product_attention`.
+      logits_soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
+      sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
 
     Raises:
-      ValueError: If heads and features do not fit together.
+      ValueError: If an argument is out of its range, or if heads and features do not fit together.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,19 +97,56 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         num_kv_heads: int | None = None,
         in_kv_features: int | None = None,
         *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
         broadcast_dropout: bool = False,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = nnx.initializers.zeros_init(),  # noqa: B008
+        out_bias_init: Initializer | None = None,
+        use_bias: bool = True,
         attention_fn: Callable[..., Array] = default_attention_fn,
+        decode: bool | None = None,
+        normalize_qk: bool | Literal["layer_norm", "rms_norm"] = False,
+        qk_norm_epsilon: float | None = None,
+        qkv_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        out_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        ln_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        qkv_dot_general: DotGeneralT | None = None,
+        out_dot_general: DotGeneralT | None = None,
+        qkv_dot_general_cls: Any = None,
+        out_dot_general_cls: Any = None,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+        kernel_metadata: Mapping[str, Any] = NO_METADATA,
+        out_kernel_metadata: Mapping[str, Any] = NO_METADATA,
+        bias_metadata: Mapping[str, Any] = NO_METADATA,
+        out_bias_metadata: Mapping[str, Any] = NO_METADATA,
+        query_ln_scale_metadata: Mapping[str, Any] = NO_METADATA,
+        key_ln_scale_metadata: Mapping[str, Any] = NO_METADATA,
         implementation: Implementation | None = None,
+        scale: float | None = None,
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
         sinks: bool = False,
-        normalize_qk: bool | Literal["layer_norm", "rms_norm"] = False,
-        rngs: nnx.Rngs,
-        **flax_arguments: Any,
     ) -> None:
-        _check.module_heads(num_heads, num_kv_heads, in_features if qkv_features is None else qkv_features)
-        _check.window(local_window_size)
-        _check.flag("sinks", sinks)
+        _module.check_options(
+            num_heads,
+            num_kv_heads,
+            in_features if qkv_features is None else qkv_features,
+            dropout_rate,
+            implementation,
+            local_window_size,
+            logits_soft_cap,
+            sinks,
+            scale,
+            normalize_qk,
+            qk_norm_epsilon,
+        )
+        _module.check_rngs(rngs, nnx.Rngs)
         super().__init__(
             num_heads,
             in_features,
@@ -84,19 +154,46 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             out_features,
             num_kv_heads,
             in_kv_features,
+            dtype=dtype,
+            param_dtype=param_dtype,
             broadcast_dropout=broadcast_dropout,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            precision=precision,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            bias_init=bias_init,
+            out_bias_init=out_bias_init,
+            use_bias=use_bias,
             attention_fn=attention_fn,
-            normalize_qk=bool(_check.normalization(normalize_qk)),
+            decode=decode,
+            normalize_qk=bool(normalize_qk),
+            qkv_promote_dtype=qkv_promote_dtype,
+            out_promote_dtype=out_promote_dtype,
+            ln_promote_dtype=ln_promote_dtype,
+            qkv_dot_general=qkv_dot_general,
+            out_dot_general=out_dot_general,
+            qkv_dot_general_cls=qkv_dot_general_cls,
+            out_dot_general_cls=out_dot_general_cls,
             rngs=rngs,
-            **flax_arguments,
+            keep_rngs=keep_rngs,
+            kernel_metadata=kernel_metadata,
+            out_kernel_metadata=out_kernel_metadata,
+            bias_metadata=bias_metadata,
+            out_bias_metadata=out_bias_metadata,
+            query_ln_scale_metadata=query_ln_scale_metadata,
+            key_ln_scale_metadata=key_ln_scale_metadata,
         )
         if normalize_qk == "rms_norm":
             self.query_ln, self.key_ln = (  # type: ignore[assignment]
                 self._rms_norm(layer_norm, rngs) for layer_norm in (self.query_ln, self.key_ln)
             )
+        if qk_norm_epsilon is not None:
+            self.query_ln.epsilon = self.key_ln.epsilon = float(qk_norm_epsilon)  # type: ignore[union-attr]
         self.implementation = implementation
+        self.scale = scale
         self.local_window_size = local_window_size
-        self.logits_soft_cap = _check.soft_cap(logits_soft_cap)
+        self.logits_soft_cap = logits_soft_cap
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
 
     def __call__(
@@ -113,10 +210,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         is_causal: bool = False,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
+        input_positions: Array | None = None,
         bias: Float[Array, "..."] | None = None,
         segment_ids: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
+        lengths: Int[Array, "*B"] | tuple[Array | None, Array | None] | None = None,
         score_mod: ScoreMod | None = None,
-        **attention_arguments: Any,
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
@@ -124,59 +222,53 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           inputs_q: Queries.
           inputs_k: Keys; None means `inputs_q` (self-attention).
           inputs_v: Values; None means `inputs_k`.
-          mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object of `flax_mha.masks`.
+          mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
           deterministic: True switches dropout off; None means what the constructor got.
-          rngs: Whose stream `dropout` gives the dropout key; None means the constructor's.
+          rngs: Random streams, of which `dropout` is used, or one stream, for the dropout key; None uses the
+            constructor's stream, if `keep_rngs` kept it.
           sow_weights: Sow the weights [B..., N, T, S] as `nnx.Intermediate` variable `attention_weights`.
-          decode: Take one token a call and keep its key and value in the cache; None means the constructor's.
-          is_causal: A query sees keys up to its own position. A decoding call always does.
+          decode: Take one token per call and keep its key and value in the cache; None means the constructor's.
+          is_causal: Queries see keys up to their own position. A decoding call always does.
           out_sharding: Sharding of the output, for `out`.
           qkv_sharding: Sharding of query, key and value, for their projections.
+          input_positions: Passed on to an `attention_fn` that knows it, as Flax does; the default one does not.
           bias: Broadcasts to [B..., N, T, S]; added to the scores.
-          segment_ids: Documents packed into one sequence: [B..., T], or a pair for queries and keys.
+          segment_ids: Segment ids of documents packed into one sequence: [B..., T], or a pair for queries and keys.
+            Must be None while decoding.
+          lengths: Number of tokens before the padding in each sequence: [B...], or a pair for queries and keys, which
+            is required if keys are not the queries. Padded keys are masked; the attention output of padded queries is
+            0, before the output projection. Must be None while decoding.
           score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
-          **attention_arguments: Passed on to `attention_fn`, such as the `input_positions` of newer Flax.
 
         Returns:
           The output.
 
         Raises:
           ValueError: If inputs do not fit the module or each other, if the cache is missing, of another shape or, where
-            its index is known, full. Under `jit` a step past the end answers NaN and leaves the cache as it was.
+            its index is known, full. Under `jit` a step past the end returns NaN and leaves the cache as it was.
         """
+        self_attention = inputs_k is None or inputs_k is inputs_q
         inputs_k, inputs_v = self._check_inputs(inputs_q, inputs_k, inputs_v)
-        query = self.query(inputs_q, out_sharding=qkv_sharding)
-        key = self.key(inputs_k, out_sharding=qkv_sharding)
-        value = self.value(inputs_v, out_sharding=qkv_sharding)
-        if self.query_ln is not None and self.key_ln is not None:
-            query, key = self.query_ln(query), self.key_ln(key)
-
-        ours: dict[str, Any] = {
+        _module.check_rngs(rngs, nnx.Rngs, nnx.RngStream)
+        decode = self._first_given("decode", decode)
+        sequences = _module.sequence_arguments(segment_ids, lengths, self_attention, decode)
+        query, key, value = self._projected(inputs_q, inputs_k, inputs_v, qkv_sharding)
+        query_offset, step = None, None
+        if decode:
+            step = self._decoding_step(key, value, mask, score_mod)
+            key, value, mask, query_offset = step.cache.key, step.cache.value, step.mask, step.query_offset
+            is_causal = False  # the query is the newest token: all of the cache is its past
+        extra: dict[str, Any] = {
             "bias": bias,
             "implementation": self.implementation,
+            "scale": self.scale,
             "local_window_size": self.local_window_size,
             "logits_soft_cap": self.logits_soft_cap,
             "sinks": None if self.sinks is None else self.sinks[...],
             "score_mod": score_mod,
+            "query_offset": query_offset,
+            "input_positions": input_positions,
         }
-        ours |= _check.module_segment_ids(segment_ids)
-        attention_arguments = {n: given for n, given in (attention_arguments | ours).items() if given is not None}
-        room: Bool[Array, ""] | bool = True
-        if self._first_given("decode", decode):
-            if segment_ids is not None:
-                raise ValueError("segment_ids must be None while decoding, but got ids; a cache holds one document.")
-            variables = self._cache_variables(key)
-            cache = KVCache(*(variable[...] for variable in variables))
-            room, longer = cache.room, cache.append(key, value)
-            for variable, new in zip(variables, (longer.key, longer.value, longer.index), strict=True):
-                variable[...] = new
-            key, value = longer.key, longer.value
-            # A decoding query is the newest token: nothing that it must not see is in the cache yet.
-            by_position = isinstance(mask, Mask) or self.local_window_size is not None or score_mod is not None
-            mask, is_causal = cache.masked(mask), False
-            if by_position:
-                attention_arguments["query_offset"] = cache.index
-
         x = self.attention_fn(
             query,
             key,
@@ -189,17 +281,35 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             module=self if sow_weights else None,
             is_causal=is_causal,
             **self._dropout(deterministic, rngs),
-            **attention_arguments,
+            **_module.without_none(sequences | extra),
         )
         out = self.out(x, out_sharding=out_sharding)
-        return nan_without(room, out)
+        if step is None:
+            return out
+        self._write_cache(step.cache)  # now that nothing has raised
+        return step.checked(out)
+
+    def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
+        """Traces a call of a copy of this module whose attention is explained instead of computed."""
+        graph, state = nnx.split(self)
+        with explain_attention(self.attention_fn) as (attention_fn, explanations):
+
+            def call(state: Any) -> Array:
+                module = nnx.merge(graph, state)
+                module.attention_fn = attention_fn
+                return module(*inputs, **arguments)
+
+            jax.eval_shape(call, state)
+        return explanations[0]
+
+    explain = _module.explaining(__call__, _explained)
 
     def init_cache(self, input_shape: Sequence[int], dtype: DTypeLike | None = None) -> None:
         """Makes an empty cache, which decoding needs.
 
         Args:
           input_shape: [B..., S, D] of the inputs that are to come, one token a call; S tokens fit.
-          dtype: Of the cached keys and values; None means that in which the module computes them.
+          dtype: Dtype of the cached keys and values; None means that in which the module computes them.
         """
         if dtype is None:
             dtype = self.dtype if self.dtype is not None else self.param_dtype
@@ -232,10 +342,34 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             batch = (batch_size,) if isinstance(batch_size, int) else batch_size
             self.init_cache((*batch, max_length, self.in_features))
 
+    def _projected(
+        self, inputs_q: Array, inputs_k: Array, inputs_v: Array, sharding: Any
+    ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"], Float[Array, "*B S K H"]]:
+        """Query, key and value, normalized if asked."""
+        query = self.query(inputs_q, out_sharding=sharding)
+        key = self.key(inputs_k, out_sharding=sharding)
+        value = self.value(inputs_v, out_sharding=sharding)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        return query, key, value
+
+    def _decoding_step(
+        self, key: Array, value: Array, mask: Array | Mask | None, score_mod: ScoreMod | None
+    ) -> _module.DecodingStep:
+        """Attention of one token over the cache variables and the token itself."""
+        cache = KVCache(*(variable[...] for variable in self._cache_variables(key)))
+        return _module.decoding_step(cache, key, value, mask, self.local_window_size, score_mod)
+
+    def _write_cache(self, cache: KVCache) -> None:
+        assert self.cached_key is not None
+        assert self.cached_value is not None
+        assert self.cache_index is not None
+        self.cached_key[...], self.cached_value[...], self.cache_index[...] = cache.arrays
+
     def _check_inputs(self, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None) -> tuple[Array, Array]:
         """Keys and values, by default the queries, if all three fit the module and each other."""
-        inputs_k, inputs_v = _check.given_or_same(inputs_q, inputs_k, inputs_v)
-        _check.module_inputs(inputs_q, inputs_k, inputs_v)
+        inputs_k, inputs_v = _module.given_or_same(inputs_q, inputs_k, inputs_v)
+        _module.check_inputs(inputs_q, inputs_k, inputs_v)
         for name, x, features in (
             ("inputs_q", inputs_q, self.in_features),
             ("inputs_k", inputs_k, self.in_kv_features),

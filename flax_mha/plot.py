@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def plot_mask(mask: Mask, queries: int, keys: int, axes: "Axes | None" = None) -> "Axes":
-    """Draws what the first batch entry's first head sees: a row a query, a column a key.
+    """Draws what the first batch entry's first head sees: a row per query, a column per key.
 
     Args:
       mask: A mask object.

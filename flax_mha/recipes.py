@@ -78,12 +78,12 @@ def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128) -> Argume
 
 
 def soft_cap(cap: float = 50.0) -> Arguments:
-    """No score exceeds `cap`. Gemma 2, arXiv:2408.00118, section 2."""
+    """Causal; scores s become cap * tanh(s / cap). Gemma 2, arXiv:2408.00118, section 2."""
     return {"mask": CausalMask(), "logits_soft_cap": cap}
 
 
 def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> Arguments:
-    """One learned logit a head that takes attention and gives nothing, with a window. gpt-oss, arXiv:2508.10925."""
+    """One learned logit per head that takes attention and has no value, with a window. gpt-oss, arXiv:2508.10925."""
     return {"mask": LocalMask(width, 0), "sinks": sinks}
 
 

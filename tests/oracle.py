@@ -16,6 +16,7 @@ def attention(
     key_value_seq_lengths=None,
     local_window_size=None,
     query_offset=0,
+    key_value_offset=0,
     query_segment_ids=None,
     key_value_segment_ids=None,
     logits_soft_cap=None,
@@ -35,16 +36,17 @@ def attention(
     group = q.shape[-3] // k.shape[-3]
     k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else float(scale)
-    visible = _visible(
+    visible = visible_scores(
         q.shape[:-1] + k.shape[-2:-1],
-        mask,
-        is_causal,
-        query_seq_lengths,
-        key_value_seq_lengths,
-        local_window_size,
-        query_offset,
-        query_segment_ids,
-        key_value_segment_ids,
+        mask=mask,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_offset=query_offset,
+        key_value_offset=key_value_offset,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
     )
     scores, slope = scale * (q @ np.swapaxes(k, -1, -2)), 1.0
     if logits_soft_cap is not None:
@@ -88,10 +90,37 @@ def attention(
     return answer, gradients
 
 
-def _visible(shape, mask, is_causal, query_lengths, key_lengths, window, offset, query_ids, key_ids):
+MASKING = (
+    "mask",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_offset",
+    "key_value_offset",
+    "query_segment_ids",
+    "key_value_segment_ids",
+)
+
+
+def visible_scores(
+    shape,
+    *,
+    mask,
+    is_causal,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    local_window_size,
+    query_offset,
+    key_value_offset,
+    query_segment_ids,
+    key_value_segment_ids,
+):
+    """What masks, lengths, segments and positions show of scores [..., N, T, S]."""
     visible = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
-    row, column = np.arange(shape[-2])[:, None], np.arange(shape[-1])[None, :]
-    position = row + _over_heads(offset)
+    offset, key_offset, window = query_offset, key_value_offset, local_window_size
+    query_lengths, key_lengths = query_seq_lengths, key_value_seq_lengths
+    query_ids, key_ids = query_segment_ids, key_value_segment_ids
+    position = np.arange(shape[-2])[:, None] + _over_heads(offset)
+    column = np.arange(shape[-1])[None, :] + _over_heads(key_offset)
     left, right = (window, window) if window is None or isinstance(window, int) else window
     if is_causal:
         visible = visible & (column <= position)
@@ -100,7 +129,7 @@ def _visible(shape, mask, is_causal, query_lengths, key_lengths, window, offset,
     if right is not None:
         visible = visible & (column <= position + right)
     if query_lengths is not None:
-        visible = visible & (row < _over_heads(query_lengths))
+        visible = visible & (position < _over_heads(query_lengths))
     if key_lengths is not None:
         visible = visible & (column < _over_heads(key_lengths))
     if query_ids is not None or key_ids is not None:

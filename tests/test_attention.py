@@ -86,7 +86,8 @@ def test_dropout_and_its_gradient(name, implementation):
     shown, _ = call(case, "xla", arrays | {"value": identity}, case.traced, dropout_rng=KEY)
     keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - case.static["dropout_rate"])
 
-    answer, grads = gradients(case, implementation, arrays, cotangents, case.traced, dropout_rng=KEY)
+    run = jax.jit(lambda a, c: gradients(case, implementation, a, c, case.traced, dropout_rng=KEY))
+    answer, grads = run(arrays, cotangents)
     arguments = {k: v for k, v in case.static.items() if k not in ("dropout_rate", "broadcast_dropout")}
     expected, expected_grads = oracle.attention(**arrays, **arguments, **case.traced, keep=keep, cotangents=cotangents)
     for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
@@ -98,7 +99,7 @@ def test_float64(implementation):
     with jax.enable_x64(True):
         case = CASES["everything"]
         arrays, cotangents = case.arrays(dtype=np.float64), case.cotangents(dtype=np.float64)
-        answer, grads = gradients(case, implementation, arrays, cotangents, case.traced)
+        answer, grads = jax.jit(lambda a, c: gradients(case, implementation, a, c, case.traced))(arrays, cotangents)
         expected, expected_grads = oracle.attention(**arrays, **case.traced, **case.static, cotangents=cotangents)
         for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
             assert got.dtype == jnp.float64
@@ -123,7 +124,7 @@ def test_low_precision_by_the_rule_of_flash_attention(implementation, dtype):
 
     with jax.numpy_rank_promotion("allow"):
         naive_grads, naive_output = jax.grad(naive, has_aux=True)(arrays)
-    (output, lse), grads = gradients(case, implementation, arrays, (d_output, d_lse), {})
+    (output, lse), grads = jax.jit(lambda a, c: gradients(case, implementation, a, c, {}))(arrays, (d_output, d_lse))
     exact = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
     (want, _), want_grads = oracle.attention(**exact, is_causal=True, cotangents=(np.float64(d_output), d_lse))
     assert lse.dtype == jnp.float32

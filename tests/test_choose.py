@@ -7,7 +7,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._impl import cudnn, portable
+from flax_mha._impl import cudnn, schedule
 
 B, T, N, K, H = 2, 256, 4, 2, 64
 HOPPER = cudnn.Device("NVIDIA H200", (9, 0))
@@ -17,7 +17,7 @@ IDS = jnp.zeros((B, T), jnp.int32)
 @pytest.fixture
 def hopper(monkeypatch):
     """As on a GPU of this kind, whose plans all compile."""
-    for module in (cudnn, portable):
+    for module in (cudnn, schedule):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr("flax_mha._choose.platform", lambda: "gpu")
     monkeypatch.setattr(cudnn, "device", lambda: HOPPER)

@@ -6,21 +6,42 @@ import numpy as np
 import pytest
 
 from flax_mha import dot_product_attention
-from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, SegmentMask
+from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
 B, T, S, N, K, H = 2, 5, 7, 6, 3, 4
 SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
 RNG = jax.random.key(0)
+COMPLEX = jnp.ones(S, jnp.complex64)
 
 
 def call(**arguments):
-    arrays = {name: jnp.ones(arguments.pop(name, shape)) for name, shape in SHAPES.items()}
     dtypes = arguments.pop("dtypes", {})
-    arrays = {name: x.astype(dtypes.get(name, jnp.float32)) for name, x in arrays.items()}
+    given = {name: arguments.pop(name, shape) for name, shape in SHAPES.items()}
+    arrays = {
+        name: jnp.ones(x, dtypes.get(name, jnp.float32)) if isinstance(x, tuple) else x for name, x in given.items()
+    }
     return dot_product_attention(**arrays, **arguments)
 
 
 REFUSED = {
+    "no key": ({"key": None}, r"key must be an array \[batch..., length, heads, head size\], but got None"),
+    "a function for an array": ({"value": len}, "value must be an array .*built-in function len"),
+    "PyTorch's layout": (
+        {"query": (B, N, T, H), "key": (B, K, S, H), "value": (B, K, S, H)},
+        r"key, value lengths|query heads must be a multiple .*5 and 7 in .*use jnp.swapaxes\(x, -3, -2\)",
+    ),
+    "no offset": ({"query_offset": None}, "query_offset must be an integer or an array of integers, but got None"),
+    "precision": ({"precision": "lol"}, 'precision must be None, "default", "high".*got \'lol\''),
+    "a mask of nothing": ({"mask": ArrayMask(None)}, r"ArrayMask\(visible\) must hold a boolean array, but got None"),
+    "segments of nothing": ({"mask": SegmentMask(None, None)}, "must hold arrays of integers, but got None"),
+    "an object for a mask": ({"mask": object()}, "mask must be a boolean array or a mask object .* but got object"),
+    "a dict for a bias": ({"bias": {"a": 1}}, "bias must be an array of floats, but got dict"),
+    "ragged bias": ({"bias": [[1.0, 2.0], [3.0]]}, "bias must be an array of floats, but got list"),
+    "ragged lengths": ({"key_value_seq_lengths": [1, [2]]}, "key_value_seq_lengths must be integers, but got"),
+    "complex captured": (
+        {"score_mod": lambda score, b, h, q, k: score + COMPLEX[k].real},
+        r"score_mod must not capture complex arrays, .*capture x.real and x.imag",
+    ),
     "ranks": ({"key": (S, K, H), "value": (S, K, H)}, r"query, key, value must have same rank, .*\(7, 3, 4\)"),
     "rank 2": ({"query": (T, H), "key": (S, H), "value": (S, H)}, "query must be .*rank 3 or more"),
     "batch": ({"key": (3, S, K, H), "value": (3, S, K, H)}, "query, key, value batch dims must match"),
@@ -39,12 +60,32 @@ REFUSED = {
     "mask dtype": ({"mask": np.ones((T, S), np.float32)}, r"mask must be bool .*float32; use mask.astype\(bool\)"),
     "mask shape": ({"mask": np.ones((B, N, T, 6), bool)}, r"mask must broadcast to .*\(2, 6, 5, 7\).*\(2, 6, 5, 6\)"),
     "mask of key heads": ({"mask": np.ones((B, K, T, S), bool)}, r"mask must broadcast to .*got shape \(2, 3, 5, 7\)"),
+    "mask, the class": (
+        {"mask": CausalMask},
+        r"mask must be a boolean array or a mask object such as CausalMask\(\), .*call it",
+    ),
+    "mask, a function": ({"mask": lambda b, h, q, k: q >= k}, "mask must be a boolean array or a mask object .*lambda"),
+    "mask of keys alone": ({"mask": np.ones((B, S), bool)}, r"got shape \(2, 7\); use mask\[:, None, None, :\]"),
+    "mask without heads": ({"mask": np.ones((B, T, S), bool)}, r"got shape \(2, 5, 7\); use mask\[:, None, :, :\]"),
+    "mask of floats": ({"mask": np.where(np.ones((T, S)), 0, -1e9)}, "mask must be bool .*pass it as bias="),
     "mask rank": ({"mask": np.ones((1, B, N, T, S), bool)}, "mask must broadcast to"),
     "bias dtype": ({"bias": np.ones((T, S), bool)}, "bias must have a dtype out of .*bool; a boolean array is a mask"),
     "bias of ints": ({"bias": np.ones((T, S), int)}, "bias must have a dtype out of .*int"),
     "bias shape": ({"bias": np.ones((T, 6), np.float32)}, r"bias must broadcast to .*got shape \(5, 6\)"),
     "lengths' shape": ({"key_value_seq_lengths": np.ones(3, int)}, r"key_value_seq_lengths must broadcast to .*\(2,\)"),
     "lengths' dtype": ({"query_seq_lengths": np.ones(2)}, "query_seq_lengths must be integers, but got float"),
+    "negative length": (
+        {"key_value_seq_lengths": np.array([3, -1])},
+        "key_value_seq_lengths must be at least 0, but got -1",
+    ),
+    "negative length of queries": (
+        {"query_seq_lengths": jnp.array(-2)},
+        "query_seq_lengths must be at least 0, but got -2",
+    ),
+    "mask object's length": (
+        {"mask": LengthMask(np.array([1, -5]))},
+        "key_value_lengths must be at least 0, but got -5",
+    ),
     "ids' length": ({"query_segment_ids": np.ones((B, 6), int)}, r"key_value_segment_ids must be given too"),
     "ids' shape": (
         {"query_segment_ids": np.ones((B, 6), int), "key_value_segment_ids": np.ones((B, S), int)},
@@ -62,7 +103,7 @@ REFUSED = {
     "rate 1": ({"dropout_rate": 1.0, "dropout_rng": RNG}, r"dropout_rate must be a number in \[0, 1\), .*got 1.0"),
     "rate below 0": ({"dropout_rate": -0.1, "dropout_rng": RNG}, r"dropout_rate .*got -0.1"),
     "rate NaN": ({"dropout_rate": float("nan"), "dropout_rng": RNG}, r"dropout_rate .*got nan"),
-    "no key": ({"dropout_rate": 0.1}, r"dropout_rng must be a key where dropout_rate > 0, but got None"),
+    "no key for dropout": ({"dropout_rate": 0.1}, r"dropout_rng must be a key where dropout_rate > 0, but got None"),
     "not a key": ({"dropout_rate": 0.1, "dropout_rng": 0}, "dropout_rng must be one key"),
     "many keys": ({"dropout_rate": 0.1, "dropout_rng": jax.random.split(RNG)}, "dropout_rng must be one key"),
     "window below 0": ({"local_window_size": (3, -1)}, r"local_window_size must be an int >= 0, .*got \(3, -1\)"),
@@ -81,11 +122,15 @@ REFUSED = {
     "cap a string": ({"logits_soft_cap": "30"}, "logits_soft_cap must be a finite number > 0, .*got '30'"),
     "sinks' shape": ({"sinks": np.ones(K, np.float32)}, r"sinks must broadcast to .*\(2, 6\), but got shape \(3,\)"),
     "sinks' dtype": ({"sinks": np.ones(N, int)}, "sinks must have a dtype out of .*int"),
+    "score_mod no function": ({"score_mod": 3.0}, "score_mod must be a function of scalars, but got 3.0"),
+    "mask_mod no function": ({"mask": FunctionMask(3)}, "mask_mod must be a function of scalars, but got 3"),
+    "rate a bool": ({"dropout_rate": True, "dropout_rng": RNG}, "dropout_rate .*got True"),
+    "scale a bool": ({"scale": True}, "scale must be one finite number, but got True"),
     "score_mod's shape": (
         {"score_mod": lambda score, b, h, q, k: score[None]},
-        r"score_mod\(score, b, h, q_idx, kv_idx\) must answer one float32 scalar .*<lambda>.* answered float32\[1\]",
+        r"score_mod\(score, b, h, q_idx, kv_idx\) must return one float32 scalar .*<lambda>.* returned float32\[1\]",
     ),
-    "score_mod's dtype": ({"score_mod": lambda score, b, h, q, k: q}, r"score_mod\(.*answered int32\[\]; use .astype"),
+    "score_mod's dtype": ({"score_mod": lambda score, b, h, q, k: q}, r"score_mod\(.*returned int32\[\]; use .astype"),
     "score_mod's answers": (
         {"score_mod": lambda score, b, h, q, k: (score, q)},
         r"score_mod\(.*float32\[\], int32\[\]",
@@ -97,15 +142,15 @@ REFUSED = {
     "score_mod raises": ({"score_mod": lambda score, b, h, q, k: 1 / 0}, r"score_mod\(.*raised ZeroDivisionError"),
     "score_mod branches": (
         {"score_mod": lambda score, b, h, q, k: score if q > k else -score},
-        r"score_mod\(.*raised TracerBoolConversionError",
+        r"score_mod\(.*raised TracerBoolConversionError.*; use jnp.where in the place of `if`",
     ),
     "mask_mod's dtype": (
         {"mask": FunctionMask(lambda b, h, q, k: q - k)},
-        r"mask_mod\(b, h, q_idx, kv_idx\) must answer one bool scalar .*answered int32\[\]",
+        r"mask_mod\(b, h, q_idx, kv_idx\) must return one bool scalar .*returned int32\[\]",
     ),
     "mask_mod in a mask": (
         {"mask": CausalMask() & ~FunctionMask(lambda b, h, q, k: jnp.ones(3, bool))},
-        r"mask_mod\(.*answered bool\[3\]",
+        r"mask_mod\(.*returned bool\[3\]",
     ),
     "mask object's lengths": ({"mask": LengthMask(np.ones(3, int))}, "key_value_lengths must broadcast to"),
     "mask object's ids": ({"mask": SegmentMask(np.ones(6, int), np.ones(S, int))}, "query_segment_ids must be"),
@@ -120,8 +165,38 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     arguments, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         call(**arguments)
+    assert "\n" not in str(error.value)
+
+
+NO_MASKS = {
+    "an empty window": (
+        lambda: LocalMask(-3, 0),
+        r"LocalMask\(left, right\) must hold left \+ right >= 0, .*\(-3, 0\)",
+    ),
+    "a window of floats": (lambda: LocalMask(1.5, 0), r"must hold integers or None, but got \(1.5, 0\)"),
+    "an offset as an array": (
+        lambda: CausalMask(np.arange(3)),
+        r"CausalMask\(offset\) must hold an integer.*query_offset",
+    ),
+    "a mask and an array": (
+        lambda: CausalMask() & np.ones((T, S), bool),
+        r"& must combine two masks, .* an array of shape \(5, 7\); wrap it: flax_mha.masks.ArrayMask\(array\)",
+    ),
+    "an array and a mask": (lambda: np.ones((T, S), bool) | CausalMask(), r"\| must combine two masks"),
+    "a jax array and a mask": (lambda: jnp.ones((T, S), bool) & CausalMask(), "& must combine two masks"),
+    "a mask and a class": (lambda: CausalMask() & LocalMask, r"the class LocalMask; call it: LocalMask\(\)"),
+    "`and`": (lambda: CausalMask() and LocalMask(1, 0), "a mask must be combined by &, | and ~"),
+}
+
+
+@pytest.mark.parametrize("name", NO_MASKS)
+def test_no_masks(name):
+    make, message = NO_MASKS[name]
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +220,3 @@ def test_an_error_comes_before_any_compute():
 def test_a_traced_rate_is_refused_by_name():
     with pytest.raises(ValueError, match=r"dropout_rate must be a number .*known while tracing"):
         jax.jit(lambda rate: call(dropout_rate=rate, dropout_rng=RNG))(0.1)
-
-
-def test_forward_mode_through_tiles_is_refused_by_jax():
-    arrays = [jnp.ones(shape) for shape in SHAPES.values()]
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda *a: dot_product_attention(*a, implementation="blockwise"), arrays, arrays)

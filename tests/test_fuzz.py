@@ -1,5 +1,7 @@
 """Random combinations of every argument, all implementations against float64: outputs and gradients, no NaN.
 
+Every other draw puts NaN, infinities and huge numbers where nothing is visible: they change nothing.
+
 A drawn structure (which arguments, which sizes) is compiled once and met by many draws of the data (lengths, offsets,
 ids, masks, biases, values). FUZZ_STRUCTURES in the environment draws more than the few that every run does.
 """
@@ -48,6 +50,7 @@ def structures(draw):
         "lengths": flip(),
         "ids": flip(),
         "offset": flip(),
+        "key_offset": flip(),
         "score_mod": flip(),
         "mask_object": draw(st.sampled_from([None, None, "function", "combined"])),
     }
@@ -75,6 +78,8 @@ def data(structure, seed):
         fixed["key_value_segment_ids"] = np.sort(rng.integers(0, 3, (*batch, s)), -1)
     if structure["offset"]:
         fixed["query_offset"] = rng.integers(-5, s + 5, batch)
+    if structure["key_offset"]:
+        fixed["key_value_offset"] = rng.integers(-7, 7, batch)
     if structure["mask_object"] is not None:
         fixed["marks"] = rng.random(s) < 0.5
     return learned, jax.tree.map(lambda x: x if x.dtype == bool else x.astype(np.int32), fixed)
@@ -84,7 +89,7 @@ def ours(structure, implementation, learned, fixed, return_residual=True):
     learned, fixed = dict(learned), dict(fixed)
     slopes, marks = learned.pop("slopes", None), fixed.pop("marks", None)
     if marks is not None:
-        mask = FunctionMask(lambda b, h, q_idx, kv_idx: marks[kv_idx] | ((q_idx + h) % 3 == 0))
+        mask = FunctionMask(lambda b, h, q_idx, kv_idx: marks[kv_idx % len(marks)] | ((q_idx + h) % 3 == 0))
         fixed["mask"] = mask if structure["mask_object"] == "function" else ~(CausalMask(-4) & mask) | LocalMask(0, 0)
     if slopes is not None:
         fixed["score_mod"] = lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k).astype(score.dtype)
@@ -112,19 +117,59 @@ def with_gradients(structure, implementation, learned, fixed, cotangents):
     return answer, grads
 
 
+def positions(structure, fixed):
+    """Of queries and keys, broadcasting to [..., N, T, S]."""
+    _, t, s, *_ = structure["sizes"]
+    offsets = (np.asarray(fixed.get(name, 0))[..., None, None, None] for name in ("query_offset", "key_value_offset"))
+    return np.arange(t)[:, None] + next(offsets), np.arange(s)[None, :] + next(offsets)
+
+
+def masked_by_object(structure, fixed, marks):
+    """What the mask object of `ours` says."""
+    position, column = positions(structure, fixed)
+    head = np.arange(structure["sizes"][3])[:, None, None]
+    mask = marks[column % len(marks)] | ((position + head) % 3 == 0)
+    if structure["mask_object"] == "function":
+        return mask
+    return ~((column <= position - 4) & mask) | (column == position)
+
+
+def with_fillings(structure, learned, fixed, rng):
+    """Arrays with zeros where nothing is visible, and the same with something worse in one feature of each."""
+    batch, t, s, n, k, *_ = structure["sizes"]
+    others = dict(fixed)
+    marks = others.pop("marks", None)
+    if marks is not None:
+        others["mask"] = masked_by_object(structure, fixed, marks)
+    given = dict.fromkeys(oracle.MASKING) | {"query_offset": 0, "key_value_offset": 0} | others
+    visible = oracle.visible_scores(
+        (*batch, n, t, s), **given, is_causal=structure["is_causal"], local_window_size=structure["window"]
+    )
+    filling = rng.choice(np.array([np.nan, np.inf, -np.inf, 3e38, -3e38], np.float32))
+    clean, spoilt = dict(learned), dict(learned)
+    if "bias" in learned:
+        shape = learned["bias"].shape
+        anywhere = visible.any(tuple(range(visible.ndim - len(shape))))
+        ones = tuple(i for i, size in enumerate(shape) if size == 1)
+        anywhere = anywhere.any(ones, keepdims=True)
+        clean["bias"] = np.where(anywhere, learned["bias"], np.float32(0))
+        spoilt["bias"] = np.where(anywhere, learned["bias"], filling)
+        visible = visible & (learned["bias"] != -np.inf)
+    unseen_queries = np.moveaxis(~visible.any(-1), -2, -1)
+    unseen_keys = np.moveaxis(~visible.any(-2).reshape(*batch, k, n // k, s).any(-2), -2, -1)
+    for name, unseen in (("query", unseen_queries), ("key", unseen_keys), ("value", unseen_keys)):
+        clean[name] = np.where(unseen[..., None], np.float32(0), learned[name])
+        feature = np.arange(learned[name].shape[-1]) == rng.integers(learned[name].shape[-1])
+        spoilt[name] = np.where(unseen[..., None] & feature, filling, clean[name])
+    return clean, spoilt
+
+
 def exact(structure, learned, fixed, cotangents, keep):
     learned, fixed = dict(learned), dict(fixed)
     slopes, marks = learned.pop("slopes", None), fixed.pop("marks", None)
-    _, t, s, n, *_ = structure["sizes"]
-    row, column, head = np.arange(t)[:, None], np.arange(s)[None, :], np.arange(n)[:, None, None]
-    position = row + np.asarray(fixed.get("query_offset", 0))[..., None, None, None]
+    position, column = positions(structure, fixed)
     if marks is not None:
-        mask = marks[column] | ((position + head) % 3 == 0)
-        fixed["mask"] = (
-            mask
-            if structure["mask_object"] == "function"
-            else ~((column <= position - 4) & mask) | (column == position)
-        )
+        fixed["mask"] = masked_by_object(structure, fixed, marks)
     distance = abs(position - column)
     if slopes is not None:
         fixed["added"] = -slopes[:, None, None] * distance
@@ -164,13 +209,14 @@ def test_every_combination(structure, first_seed):
     for seed in range(first_seed, first_seed + DRAWS):
         learned, fixed = data(structure, seed)
         rng = np.random.default_rng(seed + 1)
+        clean, learned = with_fillings(structure, learned, fixed, rng) if seed % 2 else (learned, learned)
         cotangents = [rng.standard_normal(shape).astype(np.float32) for shape in ((*batch, t, n, hv), (*batch, t, n))]
         keep = None
         if structure["rate"]:
             identity = np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (*batch, s, k, s))
-            shown, _ = show(learned | {"value": identity}, fixed)
+            shown, _ = show(clean | {"value": identity}, fixed)
             keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - structure["rate"])
-        want = exact(structure, learned, fixed, cotangents, keep)
+        want = exact(structure, clean, fixed, cotangents, keep)
         outputs = {name: forward[name](learned, fixed) for name in forward}
         if seed == first_seed:  # masks that are known while tracing
             known = {"structure": structure, "implementation": "blockwise", "fixed": jax.tree.map(jnp.asarray, fixed)}

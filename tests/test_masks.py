@@ -1,5 +1,9 @@
 """Mask objects: what they show, what they say of tiles, how they combine, print, and reach the attention."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +12,7 @@ import pytest
 
 from flax_mha import dot_product_attention, masks, plot
 from flax_mha._check import Shape
-from flax_mha._impl import heads, portable
+from flax_mha._impl import heads, layout, xla
 from flax_mha._tiles import Grid
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
@@ -66,7 +70,7 @@ each = pytest.mark.parametrize("name", MASKS)
 
 def heads_of(mask):
     """The mask of every batch entry and head, as the attention cuts it: (b, n, mask)."""
-    by_head = mask.checked(SHAPE).by_head(GROUPS)
+    by_head = layout.mask_by_head(mask.canonical(SHAPE), 1, GROUPS)
     for b, n in np.ndindex(B, N):
         yield b, n, heads.one_of(by_head, (b, *divmod(n, GROUPS[1])))
 
@@ -79,12 +83,12 @@ def test_tiles_and_their_occupancy(name, tile_shape):
     array = np.broadcast_to(array, (B, N, T, S))
     for b, n, one in list(heads_of(mask))[:: 1 if array.strides[1] else N]:
         offset = int(np.broadcast_to(offsets, B)[b])
-        grid = Grid((T // tile_shape[0], S // tile_shape[1]), tile_shape, offset)
+        grid = Grid((T // tile_shape[0], S // tile_shape[1]), tile_shape, (offset, 0))
         occupancy = [np.broadcast_to(x, grid.counts) for x in one.occupancy(grid)]
         for i, j in np.ndindex(grid.counts):
             tile = grid.tile(i, j)
             want = array[b, n, tile.row : tile.row + tile_shape[0], tile.column : tile.column + tile_shape[1]]
-            np.testing.assert_array_equal(np.broadcast_to(one.tile(tile, offset), tile_shape), want)
+            np.testing.assert_array_equal(np.broadcast_to(one.tile(tile), tile_shape), want)
             assert occupancy[0][i, j] or not want.any()
             assert want.all() or not occupancy[1][i, j]
 
@@ -92,7 +96,7 @@ def test_tiles_and_their_occupancy(name, tile_shape):
 @pytest.mark.parametrize("name", ["causal", "causal, offset", "local", "lengths", "function", "function of head"])
 def test_these_know_exactly_which_tiles_are_empty_and_full(name):
     mask, array, offset = MASKS[name]
-    grid = Grid((6, 8), (8, 8), offset)
+    grid = Grid((6, 8), (8, 8), (offset, 0))
     for b, n, one in heads_of(mask):
         tiles = np.broadcast_to(array, (B, N, T, S))[b, n].reshape(6, 8, 8, 8)
         some, full = (np.broadcast_to(x, grid.counts) for x in one.occupancy(grid))
@@ -162,9 +166,9 @@ def test_the_same_mod_made_anew_compiles_nothing_anew():
         return dot_product_attention(x, x, x, mask=mask, score_mod=lambda score, b, h, q, k: score * 2)
 
     call()
-    size = portable._attend._cache_size()
+    size = xla._blockwise._cache_size()
     call()
-    assert portable._attend._cache_size() == size
+    assert xla._blockwise._cache_size() == size
 
 
 def test_pictures():
@@ -174,6 +178,45 @@ def test_pictures():
     axes = plot.plot_mask(~CausalMask(), 5, 7)
     assert axes.get_title() == "visible: 57 % of 5 x 7"
     np.testing.assert_array_equal(axes.images[0].get_array(), ~np.tri(5, 7, dtype=bool))
+
+
+def test_pictures_of_any_mask():
+    """Batched, longer than the picture, of all heads, of functions: what the first queries of the first head see."""
+    ids = np.arange(100)[None] // 3
+    assert str(SegmentMask(np.repeat(ids, 2, 0), np.repeat(ids, 2, 0))).splitlines()[0] == "███" + "·" * 29
+    assert len(str(ArrayMask(np.ones((2, 6, 100, 7), bool))).splitlines()) == 32
+    assert str(LengthMask(np.array([3, 9]))).splitlines() == ["███·····"] * 8
+    assert str(LengthMask([2, 9])).splitlines() == ["██······"] * 8
+    assert str(FunctionMask(lambda b, h, q, k: q == k) & ~LengthMask(3)).splitlines()[3] == "···█····"
+    assert str(ArrayMask(np.ones((1, 1, 1, 5), bool)) & CausalMask()).splitlines()[0] == "█····"
+    assert plot.plot_mask(SegmentMask(ids, ids), 5, 5).get_title() == "visible: 52 % of 5 x 5"
+
+
+def test_a_picture_for_a_terminal_without_these_characters():
+    code = "from flax_mha.masks import LocalMask; print(LocalMask(0, 0))"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.splitlines()[:2] == ["#.......", ".#......"]
+
+
+def test_masks_compare_and_hash():
+    """By what they hold; whatever it is, nothing raises."""
+    same = [
+        lambda: CausalMask(2) & LocalMask(1, 0),
+        lambda: SegmentMask(IDS, IDS.copy()),
+        lambda: LengthMask(jnp.array([3, 4])) | ~ArrayMask(ARRAY.copy()),
+        lambda: FunctionMask(len),
+    ]
+    for i, make in enumerate(same):
+        assert make() == make()
+        assert hash(make()) == hash(make())
+        assert all(make() != other() for other in same[:i])
+        assert make() != 3
+        assert make() in {make(): None}
+    assert SegmentMask(IDS, IDS) != SegmentMask(IDS, IDS + 1)
+    assert LengthMask(jnp.array([3, 4])) != LengthMask(jnp.array([3, 5]))
+    assert jax.jit(lambda x: LengthMask(x) == LengthMask(x))(jnp.array([3]))
+    assert jax.jit(lambda x: LengthMask(x) != LengthMask(x + 1))(jnp.array([3]))
 
 
 def test_masks_are_pytrees_and_values():

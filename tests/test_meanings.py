@@ -11,8 +11,8 @@ from cases import CASES, N, S, T
 from jax.test_util import check_grads
 
 from flax_mha import dot_product_attention
-from flax_mha._impl import portable
-from flax_mha._impl.tiling import Tiling
+from flax_mha._impl import schedule
+from flax_mha._impl.tiling import TileShape
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 BOTH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -163,7 +163,7 @@ def test_tiles_change_nothing_but_the_order_of_sums(tile, monkeypatch):
     arrays = inputs()
     arguments = {"is_causal": True, "query_offset": 20, **DROP}
     want = output_and_gradients(arrays, implementation="xla", **arguments)
-    monkeypatch.setattr(portable, "TILINGS", (Tiling(*tile),))
+    monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(*tile),))
     got = output_and_gradients(arrays, implementation="blockwise", **arguments)
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=4 * S * np.finfo(np.float32).eps)
     jax.tree.map(close, got, want)

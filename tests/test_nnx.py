@@ -768,6 +768,8 @@ def test_sharded_projections():
         ({"logits_soft_cap": -1}, "logits_soft_cap must be .*got -1"),
         ({"normalize_qk": "batch_norm"}, 'normalize_qk must be False, True, "layer_norm" or "rms_norm"'),
         ({"normalize_qk": ""}, "normalize_qk must be .*got ''"),
+        ({"implementation": "fast"}, "implementation must be \"xla\".*but got 'fast'"),
+        *(({"dropout_rate": rate}, "dropout_rate must be a number in") for rate in (1.0, 1.5, -0.1, float("nan"))),
         ({"sinks": np.zeros(HEADS, np.float32)}, r"sinks must be True or False, but got array\(\[0"),
     ],
 )
@@ -797,13 +799,8 @@ X, Y = jnp.ones((BATCH, QUERIES, FEATURES)), jnp.ones((BATCH, KEYS, FEATURES))
         ({}, [X], {"score_mod": lambda score: score}, ValueError, r"score_mod\(score, b, h, q_idx, kv_idx\) must"),
         ({}, [X], {"segment_ids": jnp.ones((BATCH, KEYS), int)}, ValueError, "query_segment_ids must be"),
         ({}, [X, Y], {"segment_ids": jnp.ones((BATCH, QUERIES), int)}, ValueError, "key_value_segment_ids must be"),
-        ({"implementation": "fast"}, [X], {}, ValueError, "implementation must be \"xla\".*but got 'fast'"),
         ({"implementation": "cudnn"}, [X], {}, NotImplementedError, "cudnn"),
         ({"decode": True}, [X[:, :1]], {"segment_ids": jnp.ones((BATCH, 1), int)}, ValueError, "segment_ids .*decod"),
-        *(
-            ({"dropout_rate": rate}, [X], {"deterministic": False, "rngs": nnx.Rngs(0)}, ValueError, "dropout_rate")
-            for rate in (1.0, 1.5, -0.1, float("nan"))
-        ),
     ],
 )
 def test_call_refuses(options, inputs, arguments, error, message):

@@ -1,4 +1,4 @@
-"""TPU attention: interpreted against the dense computation, lowered for a TPU that is not here, chosen or refused."""
+"""TPU attention: interpreted against the dense computation, lowered for a TPU, chosen or refused."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._impl import fused, splash
+from flax_mha._impl import kernel_mask, splash
 
 B, T, N, K, H = 2, 256, 2, 1, 32
 # Ids in no order, the least and the greatest among them.
@@ -21,7 +21,7 @@ PACKED = np.sort(SEGMENTS, axis=-1)
 def tpu():
     """As on a TPU, in small tiles."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("_choose", "_impl.splash", "_impl.portable"):
+        for module in ("_choose", "_impl.splash", "_impl.schedule"):
             patch.setattr(f"flax_mha.{module}.platform", lambda: "tpu")
         patch.setattr(splash, "TILES", (128,))
         jax.clear_caches()
@@ -32,7 +32,7 @@ def tpu():
 @pytest.fixture
 def interpreted(monkeypatch):
     """The kernels run here, as XLA programs; jax's own code promotes."""
-    monkeypatch.setattr(splash, "attend", functools.partial(splash.attend, interpret=True))
+    monkeypatch.setattr(splash, "splash_attention", functools.partial(splash.splash_attention, interpret=True))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -207,7 +207,7 @@ def test_tiles_of_a_mask():
     ],
 )
 def test_a_mask_that_hides_all_is_none(left, right, keys, kind):
-    words = fused.Visible(left, right, None, None, None, ())
+    words = kernel_mask.KernelMask(left, right, None, None, None, ())
     assert type(splash._mask(words, (256, keys), (128, 128))).__name__ == kind
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_mha import _call, dot_product_attention, recipes
+from flax_mha import _platform, dot_product_attention, recipes
 from flax_mha._check import Shape
-from flax_mha._impl import portable, tiling
-from flax_mha._impl.tiling import Tiling
+from flax_mha._impl import block_mask, tiling, xla
+from flax_mha._impl.tiling import TileShape
 from flax_mha._tiles import Tile
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 
@@ -27,14 +27,14 @@ MASKS = {
     "nothing": LocalMask(0, None) & LocalMask(None, -1),
 }
 TILINGS = [
-    Tiling(16, 32),
-    Tiling(32, 32, 2),
-    Tiling(64, 32, 4),
-    Tiling(16, 64),
-    Tiling(48, 48),
-    Tiling(512, 512),
-    Tiling(16, 16, runs=3),
-    Tiling(32, 16, 2, runs=4),
+    TileShape(16, 32),
+    TileShape(32, 32, 2),
+    TileShape(64, 32, 4),
+    TileShape(16, 64),
+    TileShape(48, 48),
+    TileShape(512, 512),
+    TileShape(16, 16, runs=3),
+    TileShape(32, 16, 2, runs=4),
 ]
 
 
@@ -45,14 +45,14 @@ def test_all_that_is_visible_is_visited_once(name, largest, fine, monkeypatch):
     monkeypatch.setattr(tiling, "CELL", 8)
     mask = MASKS[name]
     if mask is not None:
-        mask = mask.checked(Shape((1,), T, S, 1, 1, 1, 1)).known((T, S), 5, 8)
+        mask = mask.canonical(Shape((1,), T, S, 1, 1, 1, 1)).with_occupancy((T, S), (5, 0), 8)
         assert not jax.tree.leaves(mask)
-    layout = tiling.layout((T, S), largest, fine)
-    plan = jax.tree.map(lambda x: x[0], tiling.plan(layout, [mask], 5))
+    layout = tiling.tiling_of((T, S), largest, fine)
+    plan = jax.tree.map(lambda x: x[0], block_mask.static_block_mask(layout, [mask], (5, 0)))
     visits, unmasked = np.zeros(layout.shape, int), np.zeros(layout.shape, bool)
     for i in range(layout.rows):
-        for n in range(int(plan.some[i])):
-            parts = plan.full_parts if n < plan.full[i] else plan.partial_parts
+        for n in range(int(plan.num_tiles[i])):
+            parts = plan.full_parts if n < plan.num_full[i] else plan.partial_parts
             first, end, runs = parts[int(plan.part[i, n])]
             assert runs <= largest.runs
             for column in plan.column[i, n, :runs]:
@@ -63,14 +63,14 @@ def test_all_that_is_visible_is_visited_once(name, largest, fine, monkeypatch):
                     slice(column, column + layout.width),
                 )
                 visits[region] += 1
-                unmasked[region] |= n < plan.full[i]
+                unmasked[region] |= n < plan.num_full[i]
     seen = np.zeros(layout.shape, bool)
-    seen[:T, :S] = True if mask is None else mask.tile(Tile(0, 0, (T, S)), 5)
+    seen[:T, :S] = True if mask is None else mask.tile(Tile(0, 0, (T, S), (5, 0)))
     assert visits.max() <= 1
     assert (visits[seen] == 1).all()
     assert seen[unmasked].all()
-    assert bool(plan.full_parts) == (plan.full > 0).any()
-    assert not plan.single or (plan.some == 1).all()
+    assert bool(plan.full_parts) == (plan.num_full > 0).any()
+    assert not plan.single or (plan.num_tiles == 1).all()
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -79,7 +79,7 @@ def test_tiles_cover_what_they_must_and_no_more_than_aligned_ones(width, count, 
     """The first cells of tiles for one row of up to 24 cells."""
     cells = width * count
     some = np.array([[bits >> c & 1 for c in range(cells)]], bool)
-    starts = tiling._starts(some, width)
+    starts = block_mask._starts(some, width)
     used = starts[starts < cells]
     covered = (used[:, None] + np.arange(width)).ravel()
     assert len(np.unique(covered)) == len(covered)
@@ -91,20 +91,20 @@ def layout_of(**arguments):
     """What blockwise takes on a CPU for 2048 tokens; `arguments` may hold traced arrays."""
     layouts = []
 
-    def spy(operands, options, layout, *rest, attend=portable._attend):
+    def spy(operands, options, layout, *rest, attend=xla._blockwise):
         layouts.append(layout)
         return attend(operands, options, layout, *rest)
 
     x = jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable, "_attend", spy)
+        patch.setattr(xla, "_blockwise", spy)
         static = {name: a for name, a in arguments.items() if not isinstance(a, jax.ShapeDtypeStruct)}
         traced = {name: a for name, a in arguments.items() if name not in static}
         jax.eval_shape(lambda x, traced: dot_product_attention(x, x, x, **traced, **static), x, traced)
     return layouts[0]
 
 
-@pytest.mark.skipif(_call.platform() != "cpu", reason="on an accelerator all tiles are alike")
+@pytest.mark.skipif(_platform.platform() != "cpu", reason="on an accelerator all tiles are alike")
 def test_masks_choose_their_tiles():
     ids = jnp.repeat(jnp.arange(16, dtype=jnp.int32), 128)[None]
     assert layout_of()[2:4] == (2048, 512)
@@ -122,18 +122,18 @@ def test_masks_choose_their_tiles():
 
 
 def test_a_row_of_a_window_is_one_tile():
-    layout = tiling.layout((2048, 2048), Tiling(256, 512), fine=True)
+    layout = tiling.tiling_of((2048, 2048), TileShape(256, 512), fine=True)
     ids = np.zeros(2048, np.int32)
-    assert tiling.plan(layout, [LocalMask(255, 0)], 0).single
-    assert tiling.plan(layout, [LocalMask(128, 128)], 0).single
-    assert not tiling.plan(layout, [CausalMask()], 0).single
-    assert not tiling.plan(layout, [LocalMask(255, 0), SegmentMask(ids, ids)], 0).single
+    assert block_mask.static_block_mask(layout, [LocalMask(255, 0)], (0, 0)).single
+    assert block_mask.static_block_mask(layout, [LocalMask(128, 128)], (0, 0)).single
+    assert not block_mask.static_block_mask(layout, [CausalMask()], (0, 0)).single
+    assert not block_mask.static_block_mask(layout, [LocalMask(255, 0), SegmentMask(ids, ids)], (0, 0)).single
 
 
 def test_other_ids_compile_nothing_where_every_call_has_its_own():
     x = jnp.ones((1, 600, 1, 8))
     attend = functools.partial(dot_product_attention, x, x, x, implementation="blockwise")
     attend(query_segment_ids=jnp.zeros((1, 600), jnp.int32))
-    before = portable._attend._cache_size()
+    before = xla._blockwise._cache_size()
     attend(query_segment_ids=jnp.arange(600, dtype=jnp.int32)[None] // 100)
-    assert portable._attend._cache_size() == before
+    assert xla._blockwise._cache_size() == before

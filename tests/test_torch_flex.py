@@ -1,5 +1,6 @@
 """The recipes of the gallery against PyTorch's FlexAttention: the same mods, line by line, in torch."""
 
+import functools
 import warnings
 
 import jax.numpy as jnp
@@ -54,17 +55,13 @@ RECIPES = {
 }
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_same_as_flex_attention(name, implementation):
-    arguments, mask_mod, score_mod = RECIPES[name]
-    arrays = [
-        np.random.default_rng(i).standard_normal((B, S, n, H)).astype(np.float32) for i, n in enumerate((N, K, K))
-    ]
-    got = dot_product_attention(*map(jnp.asarray, arrays), **arguments, implementation=implementation)
+ARRAYS = [np.random.default_rng(i).standard_normal((B, S, n, H)).astype(np.float32) for i, n in enumerate((N, K, K))]
 
-    tensors = [torch.from_numpy(x.swapaxes(1, 2).copy()) for x in arrays]
+
+@functools.cache
+def by_torch(name):
+    _, mask_mod, score_mod = RECIPES[name]
+    tensors = [torch.from_numpy(x.swapaxes(1, 2).copy()) for x in ARRAYS]
     block_mask = create_block_mask(mask_mod, B, N, S, S, device="cpu")
     with warnings.catch_warnings():  # uncompiled, it says that it is slow
         warnings.simplefilter("ignore")
@@ -73,5 +70,13 @@ def test_same_as_flex_attention(name, implementation):
         )
     if name == "attention sinks":  # FlexAttention knows none: each takes its share of the sum afterwards
         want = want * torch.sigmoid(lse - torch.from_numpy(SINKS)[:, None])[..., None]
-    want = want.numpy().swapaxes(1, 2)
+    return want.numpy().swapaxes(1, 2)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_same_as_flex_attention(name, implementation):
+    got = dot_product_attention(*map(jnp.asarray, ARRAYS), **RECIPES[name][0], implementation=implementation)
+    want = by_torch(name)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())

@@ -6,211 +6,164 @@ which is query, key, value, output and log-sum-exp.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from flax_mha._impl import dense, online_softmax
-from flax_mha._impl.scores import Learned, Scores, poison, usable
-from flax_mha._impl.tiling import Layout, Part, Plan, to_the_grid
-from flax_mha._tiles import Scalar, Tile, pad
+from flax_mha._impl.block_mask import BlockMask
+from flax_mha._impl.nonfinite import NonFinite
+from flax_mha._impl.scores import ScoreParams, Scores
+from flax_mha._impl.tiling import Tiling, padded_mask
+from flax_mha._impl.visit import Visit, by_row, element, over_keys
+from flax_mha._platform import varying_as
+from flax_mha._tiles import pad
 from flax_mha.masks import Mask
 
-T = TypeVar("T")
 
-
-class Step(NamedTuple):
-    """What is computed at once: a tile, whose first row is this one of its row of tiles."""
-
-    first: int
-    tile: Tile
-
-    def rows(self, x: Array, axis: int = 0) -> Array:
-        """The tile's part of what belongs to its row of tiles."""
-        height = self.tile.shape[0]
-        return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
-
-    def put_rows(self, x: Array, part: Array) -> Array:
-        """What belongs to the row of tiles, with the tile's part replaced."""
-        return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, 0)
-
-    def keys(self, x: Float[Array, "S F"]) -> Float[Array, "s F"]:
-        """The tile's part of keys or values."""
-        return self.tile.cut_columns(x, 0)
-
-    def add_keys(self, x: Float[Array, "F S"], part: Float[Array, "F s"]) -> Float[Array, "F S"]:
-        """Sums of keys or values, on their side, with the tile's part added."""
-        return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
-
-
-def attend(
+def blockwise_head(
+    tiling: Tiling,
+    fuse_rows: bool,
     query: Float[Array, "T H"],
     key: Float[Array, "S H"],
     value: Float[Array, "S Hv"],
-    learned: Learned,
+    params: ScoreParams,
     scores: Scores,
-    plan: Plan,
-    layout: Layout,
-    rows_together: bool = False,
+    nonfinite: NonFinite | None,
+    blocks: BlockMask,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     """Output and log-sum-exp of one head.
 
     Args:
+      tiling: How the scores are cut.
+      fuse_rows: Whether to compute all rows of tiles at once, if there is no gradient; needs `blocks.single`.
       query: Scaled.
-      key: Keys; NaN where they are unusable (`Scores.hides`).
-      value: Values.
-      learned: What gets gradients besides.
-      scores: What the products become.
-      plan: Which tiles are visited.
-      layout: How they are cut.
-      rows_together: Whether to compute all rows of tiles at once, if there is no gradient; for a plan of single tiles.
+      key: Keys, finite if anything may be masked.
+      value: Values, likewise.
+      params: The other differentiable inputs: bias, sink and the arrays that `score_mod` captures.
+      scores: How products of queries and keys become scores.
+      nonfinite: Which queries and keys had an entry that is not finite; None if nothing can be masked.
+      blocks: Which tiles are visited.
     """
-    shape = layout.shape
-    query = pad(query, (shape[0], query.shape[1]))
-    key, value = pad(key, (shape[1], key.shape[1])), pad(value, (shape[1], value.shape[1]))
-    learned = learned._replace(bias=None if learned.bias is None else pad(learned.bias, shape))
-    output, lse = _attend(layout, rows_together, query, key, value, learned, scores, plan)
-    return output[: layout.lengths[0]], lse[: layout.lengths[0]]
-
-
-def _over_keys(
-    plan: Plan,
-    layout: Layout,
-    mask: Mask | None,
-    i: Int[Array, ""],
-    step: Callable[[Step, Mask | None, T], T],
-    state: T,
-) -> T:
-    """Folds `step` over the tiles of row i that hold something; of tiles to mask, over the rows that hold something.
-
-    `plan` is the row's own.
-    """
-
-    def visit(part: Part, mask: Mask | None, n: Scalar, state: T) -> T:
-        columns = tuple(_at(plan.column, n, run) for run in range(part.runs))
-        tile = Tile(i * layout.height + part.first, columns, (part.end - part.first, part.runs * layout.width))
-        return step(Step(part.first, tile), mask, state)
-
-    def visit_all(parts: tuple[Part, ...], mask: Mask | None, first: Any, end: Any, state: T) -> T:
-        visits = [functools.partial(visit, part, mask) for part in parts]
-        one = visits[0] if len(parts) == 1 else lambda n, state: lax.switch(_at(plan.part, n), visits, n, state)
-        return one(0, state) if plan.single else lax.fori_loop(first, end, one, state)
-
-    if plan.full_parts:
-        state = visit_all(plan.full_parts, None, 0, plan.full, state)
-    if plan.partial_parts:
-        state = visit_all(plan.partial_parts, mask, plan.full, plan.some, state)
-    return state
-
-
-def _at(x: Any, *place: Scalar) -> Int[Array, ""]:
-    first = [jnp.asarray(i, jnp.int32) for i in place]
-    return lax.dynamic_slice(x, first, (1,) * x.ndim, allow_negative_indices=False).reshape(())
-
-
-def _by_row(layout: Layout, plan: Plan, *arrays: Array) -> tuple:
-    """What belongs to each row of tiles: its number, its plan, its part of the arrays [T, F]."""
-    shape = (layout.rows, layout.height)
-    return jnp.arange(layout.rows, dtype=jnp.int32), plan, *(x.reshape(*shape, *x.shape[1:]) for x in arrays)
+    rows, columns = tiling.shape
+    query = pad(query, (rows, query.shape[1]))
+    key, value = pad(key, (columns, key.shape[1])), pad(value, (columns, value.shape[1]))
+    params = params._replace(bias=None if params.bias is None else pad(params.bias, tiling.shape))
+    if nonfinite is not None:
+        widths = (rows - tiling.lengths[0], columns - tiling.lengths[1])
+        nonfinite = NonFinite(*(jnp.pad(x, (0, width)) for x, width in zip(nonfinite, widths, strict=True)))
+    output, lse = _head(tiling, fuse_rows, query, key, value, params, scores, nonfinite, blocks)
+    return output[: tiling.lengths[0]], lse[: tiling.lengths[0]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(layout: Layout, rows_together: bool, *operands: Any) -> tuple[Array, Array]:
-    if rows_together:
-        return _output_of_single_tiles(layout, *operands)
-    # In the context in which jax traces the forward rule, so that it finds this trace and makes no other.
+def _head(tiling: Tiling, fuse_rows: bool, *operands: Any) -> tuple[Array, Array]:
+    if fuse_rows:
+        return _output_of_single_tiles(tiling, *operands)
+    # jax traces the forward rule under an explicit abstract mesh. Setting it here too makes the cache key of `_output`
+    # the same, so that it is traced only once.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-        return _output(layout, *operands)
+        return _output(tiling, *operands)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _output(
-    layout: Layout, query: Array, key: Array, value: Array, learned: Learned, scores: Scores, plan: Plan
+    tiling: Tiling,
+    query: Array,
+    key: Array,
+    value: Array,
+    params: ScoreParams,
+    scores: Scores,
+    nonfinite: NonFinite | None,
+    blocks: BlockMask,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    mask = to_the_grid(scores.mask, layout)
-    # The score of an unusable key is NaN, but a score_mod may make a number of it.
-    unusable = None if scores.program is None else poison(key)
-
     def row(own: tuple) -> tuple[Array, Array]:
-        i, plan, q = own
+        i, blocks, q, q_bad = own
 
-        def step(step: Step, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
-            tile = step.tile
-            keys, keep = step.keys(key), scores.keep(tile)
-            products = scores.dot(step.rows(q), keys, transpose_b=True)
-            s = scores.tile(products, learned.cut(tile), tile, mask, None if unusable is None else tile.cut(unusable))
-            before = online_softmax.State(*map(step.rows, state))
-            after = online_softmax.update(before, s, lambda p: scores.dot(_times(p, keep), step.keys(value)))
-            return online_softmax.State(*map(step.put_rows, state, after))
+        def visit_tile(visit: Visit, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
+            tile, kept = visit.tile, scores.dropout_multiplier(visit.tile)
+            products = scores.dot(visit.rows(q), visit.keys(key), transpose_b=True)
+            bad = None if nonfinite is None else NonFinite(visit.rows(q_bad), visit.keys(nonfinite.key))
+            s = scores.tile(products, params.cut(tile), tile, mask, bad)
+            before = online_softmax.State(*map(visit.rows, state))
+            after = online_softmax.update(before, s, lambda p: scores.dot(_times(p, kept), visit.keys(value)))
+            return online_softmax.State(*map(visit.put_rows, state, after))
 
-        nothing = online_softmax.start(layout.height, value.shape[1], learned.sink, value.dtype)
-        return online_softmax.finish(_over_keys(plan, layout, mask, i, step, nothing))
+        nothing = online_softmax.start(tiling.height, value.shape[1], params.sink, value.dtype)
+        return online_softmax.finish(over_keys(blocks, tiling, scores, i, visit_tile, varying_as(q, nothing)))
 
-    output, lse = lax.map(row, _by_row(layout, plan, query))
-    return output.reshape(-1, value.shape[1]), lse.reshape(-1)
+    bad_queries = None if nonfinite is None else nonfinite.query
+    output, lse = lax.map(row, by_row(tiling, blocks, query, bad_queries))
+    return output.reshape(tiling.shape[0], value.shape[1]), lse.reshape(-1)
 
 
 def _output_of_single_tiles(
-    layout: Layout, query: Array, key: Array, value: Array, learned: Learned, scores: Scores, plan: Plan
+    tiling: Tiling,
+    query: Array,
+    key: Array,
+    value: Array,
+    params: ScoreParams,
+    scores: Scores,
+    nonfinite: NonFinite | None,
+    blocks: BlockMask,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    mask = to_the_grid(scores.mask, layout) if plan.partial_parts else None
+    mask = padded_mask(scores.mask, tiling) if blocks.partial_parts else None
 
-    def row(i: Array, plan: Plan, q: Array) -> tuple[Array, Array]:
-        tile = Tile(i * layout.height, _at(plan.column, 0, 0), (layout.height, layout.width))
+    def row(i: Array, blocks: BlockMask, q: Array, q_bad: Any) -> tuple[Array, Array]:
+        column = element(blocks.column, 0, 0)
+        tile = tiling.tile(i * tiling.height, column, (tiling.height, tiling.width), scores.offsets)
+        bad = None if nonfinite is None else NonFinite(q_bad, tile.cut_columns(nonfinite.key, 0))
         keys, values = tile.cut_columns(key, 0), tile.cut_columns(value, 0)
-        return dense.answer(q, keys, values, learned.cut(tile), scores, tile, mask)
+        return dense.fused_rows(q, keys, values, params.cut(tile), scores, bad, tile, mask)
 
-    output, lse = jax.vmap(row)(*_by_row(layout, plan, query))
-    return output.reshape(-1, value.shape[1]), lse.reshape(-1)
+    bad_queries = None if nonfinite is None else nonfinite.query
+    output, lse = jax.vmap(row)(*by_row(tiling, blocks, query, bad_queries))
+    return output.reshape(tiling.shape[0], value.shape[1]), lse.reshape(-1)
 
 
-def _attend_forward(layout: Layout, rows_together: bool, *operands: Any) -> tuple[tuple[Array, Array], tuple]:
-    output, lse = _output(layout, *operands)
+def _forward(tiling: Tiling, fuse_rows: bool, *operands: Any) -> tuple[tuple[Array, Array], tuple]:
+    output, lse = _output(tiling, *operands)
     return (output, lse), (*operands, output, lse)
 
 
-def _attend_backward(layout: Layout, rows_together: bool, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    query, key, value, learned, scores, plan, output, lse = saved
-    # A row that saw an unusable key answered NaN, and sends nothing back.
-    key = usable(key)
-    mask = to_the_grid(scores.mask, layout)
+def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
+    query, key, value, params, scores, _, blocks, output, lse = saved
     row_data = _row_data(query, output, lse, cotangents)
 
     def row(sums: tuple, own: tuple) -> tuple[tuple, Array]:
-        i, plan, q, d_output, lse_i, delta = own
-        q_on_side, d_output_on_side = q.T, d_output.T
+        i, blocks, q, d_output, lse_i, delta = own
+        q_transposed, d_output_transposed = q.T, d_output.T
 
-        def step(step: Step, mask: Mask | None, state: tuple) -> tuple:
-            d_query, d_key, d_value, d_learned = state
-            tile, keys, keep = step.tile, step.keys(key), scores.keep(step.tile)
-            products = scores.dot(step.rows(q), keys, transpose_b=True)
-            s, pull = jax.vjp(lambda x, ours: scores.tile(x, ours, tile, mask), products, learned.cut(tile))
-            weights = jnp.exp(s - step.rows(lse_i))
-            d_weights = _times(scores.dot(step.rows(d_output), step.keys(value), transpose_b=True), keep)
-            d_products, d_ours = pull(weights * (d_weights - step.rows(delta)))
-            d_query = step.put_rows(d_query, step.rows(d_query) + scores.dot(d_products, keys))
-            d_key = step.add_keys(d_key, scores.dot(step.rows(q_on_side, 1), d_products))
-            d_value = step.add_keys(d_value, scores.dot(step.rows(d_output_on_side, 1), _times(weights, keep)))
-            return d_query, d_key, d_value, d_learned.add(tile, d_ours)
+        def visit_tile(visit: Visit, mask: Mask | None, state: tuple) -> tuple:
+            d_query, d_key, d_value, d_params = state
+            tile, keys, kept = visit.tile, visit.keys(key), scores.dropout_multiplier(visit.tile)
+            products = scores.dot(visit.rows(q), keys, transpose_b=True)
+            s, pull = scores.tile_vjp(products, params.cut(tile), tile, mask)
+            weights = _weights(s, visit.rows(lse_i), scores, params)
+            d_weights = _times(scores.dot(visit.rows(d_output), visit.keys(value), transpose_b=True), kept)
+            d_products, d_part = pull(weights * (d_weights - visit.rows(delta)))
+            d_query = visit.put_rows(d_query, visit.rows(d_query) + scores.dot(d_products, keys))
+            d_key = visit.add_keys(d_key, scores.dot(visit.rows(q_transposed, 1), d_products))
+            d_value = visit.add_keys(d_value, scores.dot(visit.rows(d_output_transposed, 1), _times(weights, kept)))
+            return d_query, d_key, d_value, d_params.add(tile, d_part)
 
-        d_query, *new_sums = _over_keys(plan, layout, mask, i, step, (jnp.zeros_like(q), *sums))
+        d_query, *new_sums = over_keys(blocks, tiling, scores, i, visit_tile, (jnp.zeros_like(q), *sums))
         return tuple(new_sums), d_query
 
     # A CPU multiplies matrices up to three times faster if the result is wide, [F, s], not tall.
-    sums = (jnp.zeros_like(key.T), jnp.zeros_like(value.T), learned.zeros())
-    (d_key, d_value, d_learned), d_query = lax.scan(row, sums, _by_row(layout, plan, *row_data))
-    if learned.sink is not None:
+    sums = varying_as(query, (jnp.zeros_like(key.T), jnp.zeros_like(value.T), params.zeros()))
+    (d_key, d_value, d_params), d_query = lax.scan(row, sums, by_row(tiling, blocks, *row_data))
+    if params.sink is not None:
         _, _, lse_rows, delta_rows = row_data
-        d_learned = d_learned._replace(sink=-jnp.sum(jnp.exp(learned.sink - lse_rows) * delta_rows))
-    d_learned = jax.tree.map(lambda d, x: d.astype(x.dtype), d_learned, learned)
-    return d_query.reshape(query.shape), d_key.T, d_value.T, d_learned, None, None
+        d_params = d_params._replace(sink=-jnp.sum(jnp.exp(params.sink - lse_rows) * delta_rows))
+    d_params = jax.tree.map(lambda d, x: d.astype(x.dtype), d_params, params)
+    return d_query.reshape(query.shape), d_key.T, d_value.T, d_params, None, None, None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_head.defvjp(_forward, _backward)
 
 
 def _row_data(
@@ -218,17 +171,28 @@ def _row_data(
 ) -> tuple[Float[Array, "T H"], Float[Array, "T Hv"], Float[Array, "T 1"], Float[Array, "T 1"]]:
     """What the backward pass needs of every row; FlashAttention-2, algorithm 2, line 4.
 
-    The log-sum-exp's own cotangent d enters through `weights * d`, so it is subtracted from delta.
+    The log-sum-exp's own cotangent d enters through `weights * d`, so it is subtracted from delta. Rows whose
+    log-sum-exp is not finite, for they saw nothing or something that is not finite, have no gradient.
     """
     d_output, d_lse = cotangents
-    answered = jnp.isfinite(lse)
-    d_output = jnp.where(answered[:, None], d_output, jnp.zeros_like(d_output))
-    delta = jnp.sum(d_output * jnp.where(answered[:, None], output, jnp.zeros_like(output)), axis=1)
-    delta = jnp.where(answered, delta - d_lse, jnp.zeros_like(delta))
+    finite = jnp.isfinite(lse)
+    d_output = jnp.where(finite[:, None], d_output, jnp.zeros_like(d_output))
+    delta = jnp.sum(d_output * jnp.where(finite[:, None], output, jnp.zeros_like(output)), axis=1)
+    delta = jnp.where(finite, delta - d_lse, jnp.zeros_like(delta))
     # exp(score - inf) = 0, also where the score is -inf
-    lse = jnp.where(answered, lse, jnp.full_like(lse, jnp.inf))
+    lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))
     return query, d_output, lse[:, None], delta[:, None]
 
 
-def _times(weights: Float[Array, "t s"], keep: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
-    return weights if keep is None else weights * keep.astype(weights.dtype)
+def _weights(
+    s: Float[Array, "t s"], lse: Float[Array, "t 1"], scores: Scores, params: ScoreParams
+) -> Float[Array, "t s"]:
+    """The softmax, from scores and the log-sum-exp of their rows; 0 in rows where that is infinite."""
+    weights = jnp.exp(s - lse)
+    if params.bias is None and scores.score_mod is None:
+        return weights
+    return jnp.where(lse == jnp.inf, jnp.zeros_like(weights), weights)  # a bias or score_mod may be NaN itself
+
+
+def _times(weights: Float[Array, "t s"], kept: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
+    return weights if kept is None else weights * kept.astype(weights.dtype)

@@ -1,7 +1,7 @@
 """NVIDIA's fused attention (cuDNN), through `jax.nn.dot_product_attention`, where it gives our result.
 
-What is hidden goes in as flags and lengths, never as an array. Around the kernel our meanings are kept: a query that
-sees nothing answers 0, and what hidden keys hold reaches nothing.
+The mask goes in as flags and lengths, never as an array. Around the kernel our semantics for masked values are kept:
+rows whose keys are all masked return 0, and what masked keys hold reaches nothing.
 """
 
 import functools
@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha._call import Call, Operands, Options, finite_keys, platform, sharded
-from flax_mha._impl import fused
-from flax_mha._impl.fused import Visible
+from flax_mha._call import Call, Operands, Options
+from flax_mha._impl import kernel_mask, nonfinite
+from flax_mha._impl.kernel_mask import KernelMask
+from flax_mha._platform import platform, sharded
 
 DTYPES = (jnp.float16, jnp.bfloat16)
 # To a multiple of this lengths are padded: backward plans fail for odd ones, and answered NaN for odd multiples of 64
@@ -68,28 +69,28 @@ class Kernel(NamedTuple):
         )
 
 
-def _kernel(call: Call, words: Visible) -> Kernel:
+def _kernel(call: Call, mask: KernelMask) -> Kernel:
     query, key = call.operands.query, call.operands.key
     (queries, keys), batch = call.operands.lengths, math.prod(query.shape[:-3])
     rows, columns = (length + -length % SIDE for length in (queries, keys))
-    padded = (rows, columns) != (queries, keys) or words.query_lengths is not None or words.key_lengths is not None
+    padded = (rows, columns) != (queries, keys) or mask.query_lengths is not None or mask.key_lengths is not None
     return Kernel(
         (batch, rows, *query.shape[-2:]),
         (batch, columns, *key.shape[-2:]),
         query.dtype,
         call.options.scale,
-        words.right == 0,
-        None if words.left is None else (words.left, 0),
+        mask.right == 0,
+        None if mask.left is None else (mask.left, 0),
         padded,
     )
 
 
 def refusals(call: Call) -> list[str]:
-    """Why cuDNN cannot compute this call with our result; the plan is tried only if there is no other reason."""
-    words, here = fused.visible(call), device()
+    """Why cuDNN cannot compute this call with our result; its plan is tried only if there is no other reason."""
+    mask, here = kernel_mask.kernel_mask(call), device()
     operands = call.operands
     head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
-    reasons = fused.refusals(call, words)
+    reasons = kernel_mask.refusals(call, mask)
     if here.capability is None:
         reasons.append(f"it runs on NVIDIA GPUs, and this runs on {here.name}")
     elif here.capability < (8, 0):
@@ -103,15 +104,15 @@ def refusals(call: Call) -> list[str]:
         reasons.append(f"the value head size must be that of the keys, {head_size}, and is {value_size}")
     if 0 in operands.query.shape or 0 in operands.key.shape:
         reasons.append("an axis is empty")
-    if words.segments is not None:
+    if mask.segments is not None:
         reasons.append("jax.nn passes it no segments")
-    if words.right not in (None, 0) or (words.left is not None and (words.right is None or words.left < 0)):
+    if mask.right not in (None, 0) or (mask.left is not None and (mask.right is None or mask.left < 0)):
         reasons.append("a window must end at the query itself: is_causal=True, or (left, 0)")
-    if words.right == 0 and operands.lengths[0] != operands.lengths[1]:
+    if mask.right == 0 and operands.lengths[0] != operands.lengths[1]:
         reasons.append("causal needs as many queries as keys")
     if sharded():
         reasons.append("under a mesh it needs query, key and value sharded alike, which is not known here")
-    return reasons or failure(_kernel(call, words))
+    return reasons or failure(_kernel(call, mask))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -133,29 +134,36 @@ def failure(kernel: Kernel) -> list[str]:
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def _attend(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"]:
+def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"]:
     call = Call(operands, options)
-    words, (queries, keys) = fused.visible(call), operands.lengths
-    kernel, axes = _kernel(call, words), operands.query.ndim - 3
-    query, key, value = (fused.flat(x, axes) for x in fused.together(operands.query, operands.key, operands.value))
+    mask, (queries, keys) = kernel_mask.kernel_mask(call), operands.lengths
+    kernel, axes = _kernel(call, mask), operands.query.ndim - 3
+    query, key, value = kernel_mask.vmapped_together(operands.query, operands.key, operands.value)
+    query, key, value = (kernel_mask.flat(x, axes) for x in (query, key, value))
     batch = query.shape[0]
-    if words.hides:
-        key, value, bad = finite_keys(key, value)
-        first, end = fused.seen_range(words.flat(operands.query.shape[:axes]), batch, (queries, keys))
+    first, end = kernel_mask.visible_range(mask.flat(operands.query.shape[:axes]), batch, (queries, keys))
+    nonfinite_rows = jnp.zeros((), bool)
+    if mask.masks_scores:
+        key, value, bad_keys = nonfinite.finite_keys(key, value)
+        query, bad_queries = nonfinite.finite_queries(query, options.scale)
+        sees_bad = kernel_mask.counted(bad_keys, first, end) > 0
+        nonfinite_rows = kernel_mask.for_query_heads(sees_bad, query.shape[2]) | bad_queries
         query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
-    seen_queries = seen_keys = None
+    used_queries = used_keys = None
     if kernel.padded:
-        # Queries that see something come first; of those that see nothing cuDNN is told the least that it can be.
-        rows = jnp.sum(first < end, axis=1, dtype=jnp.int32) if words.hides else jnp.full(batch, queries, jnp.int32)
-        columns = jnp.max(end, axis=1) if words.hides else jnp.full(batch, keys, jnp.int32)
-        seen_queries, seen_keys = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
-    query, key, value = (fused.pad_to(x, 1, SIDE) for x in (query, key, value))
-    output = kernel(query, key, value, seen_queries, seen_keys)[:, :queries]
-    if words.hides:
-        output = fused.answers(output, end <= first, fused.counted(bad, first, end) > 0)
+        # The rows that see a key come first, so their number is the query length that cuDNN gets; at least 1.
+        rows = (
+            jnp.sum(first < end, axis=1, dtype=jnp.int32) if mask.masks_scores else jnp.full(batch, queries, jnp.int32)
+        )
+        columns = jnp.max(end, axis=1) if mask.masks_scores else jnp.full(batch, keys, jnp.int32)
+        used_queries, used_keys = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
+    query, key, value = (kernel_mask.pad_to(x, 1, SIDE) for x in (query, key, value))
+    output = kernel(query, key, value, used_queries, used_keys)[:, :queries]
+    if mask.masks_scores:
+        output = kernel_mask.with_our_rows(output, end <= first, nonfinite_rows)
     return output.reshape(operands.query.shape)
 
 
-def attend(call: Call) -> tuple[Float[Array, "*B T N Hv"], None]:
+def cudnn_attention(call: Call) -> tuple[Float[Array, "*B T N Hv"], None]:
     """The output of all heads; the log-sum-exp stays with cuDNN."""
-    return _attend(*call), None
+    return _attention(*call), None

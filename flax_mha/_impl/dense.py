@@ -9,76 +9,104 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_mha._impl.scores import Learned, Scores, poison, usable
+from flax_mha._impl.nonfinite import NonFinite
+from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._tiles import Tile
 from flax_mha.masks import Mask
 
-Answer = tuple[Float[Array, "t Hv"], Float[Array, " t"]]
+OutputAndLse = tuple[Float[Array, "t Hv"], Float[Array, " t"]]
 
 
-def attend(
+def dense_head(
     query: Float[Array, "T H"],
     key: Float[Array, "S H"],
     value: Float[Array, "S Hv"],
-    learned: Learned,
+    params: ScoreParams,
     scores: Scores,
-) -> Answer:
-    """Output and log-sum-exp of one head: 0 and -inf for a row that sees nothing.
+    nonfinite: NonFinite | None,
+) -> OutputAndLse:
+    """Output and log-sum-exp of one head: 0 and -inf for a row whose keys are all masked.
 
     Differentiable any number of times, forward and reverse.
     """
-    simple = not scores.hides(learned, scores.mask) or not query.size  # of nothing, jax cannot map the rule below
-    return (_differentiable if simple else _attend)(query, key, value, learned, scores)
+    # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
+    reverse_only = scores.score_mod is not None and scores.score_mod.has_custom_vjp
+    if nonfinite is None or reverse_only or not query.size:
+        return _differentiable(query, key, value, params, scores, nonfinite)
+    return _head(query, key, value, params, scores, nonfinite)
 
 
 @jax.custom_jvp
-def _attend(query: Array, key: Array, value: Array, learned: Learned, scores: Scores) -> Answer:
-    return answer(query, key, value, learned, scores, _whole(query, key), scores.mask)
+def _head(
+    query: Array, key: Array, value: Array, params: ScoreParams, scores: Scores, nonfinite: NonFinite
+) -> OutputAndLse:
+    return fused_rows(query, key, value, params, scores, nonfinite, _whole(query, key, scores), scores.mask)
 
 
-@_attend.defjvp
-def _attend_jvp(primals: tuple, tangents: tuple) -> tuple[Answer, Answer]:
-    return jax.jvp(_differentiable, primals, tangents)
+@_head.defjvp
+def _head_jvp(primals: tuple, tangents: tuple) -> tuple[OutputAndLse, OutputAndLse]:
+    *_, scores, nonfinite = primals  # what they hold has no gradient
+
+    def head(query: Array, key: Array, value: Array, params: ScoreParams) -> OutputAndLse:
+        return _differentiable(query, key, value, params, scores, nonfinite)
+
+    return jax.jvp(head, primals[:4], tangents[:4])
 
 
-def answer(
+def fused_rows(
     query: Float[Array, "t H"],
     key: Float[Array, "s H"],
     value: Float[Array, "s Hv"],
-    learned: Learned,
+    params: ScoreParams,
     scores: Scores,
+    nonfinite: NonFinite | None,
     tile: Tile,
     mask: Mask | None,
-) -> Answer:
-    """What the rows of a tile answer, if they see this tile alone; without gradients.
+) -> OutputAndLse:
+    """Output and log-sum-exp of the rows of a tile that see this tile alone; without gradients.
 
-    It is written so that XLA's CPU can make one kernel of it: if nobody asks for the log-sum-exp, no score is written
-    to memory.
+    Written so that XLA's CPU can compile it into one kernel: if nobody asks for the log-sum-exp, no score is written to
+    memory.
     """
-    if not scores.hides(learned, mask):
-        s = scores.tile(scores.dot(query, key, transpose_b=True), learned, tile, mask)
-        return _softmax(s, value, learned, scores, tile)
-    # A hidden product may be infinite, but never NaN: those of large keys are made of smaller ones.
-    largest = jnp.max(jnp.abs(key), axis=1, keepdims=True, initial=0.0)
-    least = 2.0 ** -(jnp.finfo(key.dtype).maxexp - 32)
-    factor = jnp.where(largest > 2.0**32, jnp.full_like(largest, least), jnp.ones_like(largest))
-    products = scores.dot(query, usable(key) * factor, transpose_b=True) / factor.T
-    s = scores.tile(products, learned, tile, mask, poison(key))
-    return _softmax(s, value, learned, scores, tile)
+    if nonfinite is None:
+        s = scores.tile(scores.dot(query, key, transpose_b=True), params, tile, mask)
+        return _softmax(s, value, params, scores, tile)
+    # Rows of large numbers are scaled down before the product and up after it. A masked product may then overflow to
+    # infinity, but it is never NaN (infinity minus infinity).
+    (query, query_factor), (key, key_factor) = _shrunk(query), _shrunk(key)
+    products = scores.dot(query, key, transpose_b=True) * key_factor.T * query_factor
+    s = scores.tile(products, params, tile, mask, nonfinite, fused=True)
+    return _softmax(s, value, params, scores, tile)
+
+
+def _shrunk(x: Float[Array, "n H"]) -> tuple[Float[Array, "n H"], Float[Array, "n 1"]]:
+    """The rows, scaled down where their products could overflow, and the powers of two that undo the scaling."""
+    largest = jnp.max(jnp.abs(x), axis=1, keepdims=True, initial=0.0)
+    # In float32 from 2^60 on, by 2^-68. Smaller factors would lose the products of a row's other entries.
+    half = jnp.finfo(x.dtype).maxexp // 2
+    exponent, is_large = half + 4, largest > 2.0 ** (half - 4)
+    factor = jnp.where(is_large, jnp.asarray(2.0**-exponent, x.dtype), jnp.ones_like(largest))
+    return x * factor, jnp.where(is_large, jnp.asarray(2.0**exponent, x.dtype), jnp.ones_like(largest))
 
 
 def _differentiable(
-    query: Float[Array, "T H"], key: Float[Array, "S H"], value: Float[Array, "S Hv"], learned: Learned, scores: Scores
-) -> Answer:
-    whole = _whole(query, key)
-    if not scores.hides(learned, scores.mask):
-        return answer(query, key, value, learned, scores, whole, scores.mask)
-    products = scores.dot(query, usable(key), transpose_b=True)
-    s = scores.tile(products, learned, whole, scores.mask)
-    # Rows that see a key or value that is not finite answer NaN, and send nothing back.
-    poisoned = jnp.any((s != -jnp.inf) & (poison(key) == jnp.inf), axis=1)
+    query: Float[Array, "T H"],
+    key: Float[Array, "S H"],
+    value: Float[Array, "S Hv"],
+    params: ScoreParams,
+    scores: Scores,
+    nonfinite: NonFinite | None,
+) -> OutputAndLse:
+    whole = _whole(query, key, scores)
+    products = scores.dot(query, key, transpose_b=True)
+    s = scores.differentiable_tile(products, params, whole, scores.mask)
+    if nonfinite is None:
+        return _softmax(s, value, params, scores, whole)
+    # Rows that see something not finite return NaN, and have no gradient.
+    sees_nonfinite = (s != -jnp.inf) & (nonfinite.query[:, None] + nonfinite.key[None, :] == jnp.inf)
+    poisoned = jnp.any(sees_nonfinite | jnp.isnan(s) | (s == jnp.inf), axis=1)
     s = jnp.where(poisoned[:, None], jnp.zeros_like(s), s)
-    output, lse = _softmax(s, value, learned, scores, whole)
+    output, lse = _softmax(s, value, params, scores, whole)
     return (
         jnp.where(poisoned[:, None], jnp.full_like(output, jnp.nan), output),
         jnp.where(poisoned, jnp.full_like(lse, jnp.nan), lse),
@@ -86,22 +114,22 @@ def _differentiable(
 
 
 def _softmax(
-    s: Float[Array, "t s"], value: Float[Array, "s Hv"], learned: Learned, scores: Scores, tile: Tile
-) -> Answer:
+    s: Float[Array, "t s"], value: Float[Array, "s Hv"], params: ScoreParams, scores: Scores, tile: Tile
+) -> OutputAndLse:
     # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
     largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=-jnp.inf))
-    if learned.sink is not None:
-        largest = jnp.maximum(largest, lax.stop_gradient(learned.sink))
+    if params.sink is not None:
+        largest = jnp.maximum(largest, lax.stop_gradient(params.sink))
     shift = jnp.maximum(largest, jnp.finfo(s.dtype).min)
     e = jnp.exp(s - shift)
     total = jnp.sum(e, axis=1, keepdims=True)
-    if learned.sink is not None:
-        total = total + jnp.exp(learned.sink - shift)
+    if params.sink is not None:
+        total = total + jnp.exp(params.sink - shift)
     divisor = jnp.maximum(total, 0.5)  # it is 0, if nothing is visible, or at least 1
-    keep = scores.keep(tile)
-    output = scores.dot(e if keep is None else e * keep.astype(e.dtype), value) / divisor
+    kept = scores.dropout_multiplier(tile)
+    output = scores.dot(e if kept is None else e * kept.astype(e.dtype), value) / divisor
     return output, (jnp.log(divisor) + largest)[:, 0]
 
 
-def _whole(query: Float[Array, "T H"], key: Float[Array, "S H"]) -> Tile:
-    return Tile(0, 0, (query.shape[0], key.shape[0]))
+def _whole(query: Float[Array, "T H"], key: Float[Array, "S H"], scores: Scores) -> Tile:
+    return Tile(0, 0, (query.shape[0], key.shape[0]), scores.offsets)

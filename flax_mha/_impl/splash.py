@@ -1,8 +1,8 @@
 """TPU attention through the splash attention kernels that come with jax, where they give our result.
 
-What hides by position alone becomes a mask that the kernel computes, and skips tiles by; lengths and segments become
-its segment ids. Around the kernel our meanings are kept: a query that sees nothing answers 0, and what hidden keys
-hold reaches nothing.
+A mask by position alone becomes one that the kernel computes, and by which it skips tiles; lengths and segments become
+its segment ids. Around the kernel our semantics for masked values are kept: rows whose keys are all masked return 0,
+and what masked keys hold reaches nothing.
 """
 
 import dataclasses
@@ -18,14 +18,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha._call import Call, Operands, Options, finite_keys, platform, sharded
-from flax_mha._impl import fused
-from flax_mha._impl.fused import Visible
+from flax_mha._call import Call, Operands, Options
+from flax_mha._impl import kernel_mask, nonfinite
+from flax_mha._impl.kernel_mask import KernelMask
+from flax_mha._platform import platform, sharded
 
 DTYPES = (jnp.float32, jnp.bfloat16)
-# In float32 with all that there is to hide, twice this no longer compiles for TPU v4: 16 MiB hold the tiles.
+# In float32 with every kind of mask, twice this no longer compiles for TPU v4, whose tiles must fit in 16 MiB.
 LARGEST_HEAD = 256
-# A megabyte of scalar memory holds three bytes for each.
+# The kernel's tables take three bytes of scalar memory (1 MiB) per tile.
 MOST_TILES = 512 * 512
 # Rows and columns of a tile; lengths are padded to multiples of them.
 TILES = (512, 256, 128)
@@ -35,7 +36,7 @@ TILES = (512, 256, 128)
 class Band(splash_masks.Mask):
     """Keys from `left` before the query to `right` after it, and none of the padding behind `keys`.
 
-    Like splash's own masks, but asked for a tile that is one value throughout it answers that one value: building the
+    Like splash's own masks, but for a tile that is one value throughout it returns that one value: building the
     kernel for 32768 queries and keys then takes 0.1 s instead of 6 to 11.
     """
 
@@ -77,22 +78,22 @@ class Band(splash_masks.Mask):
 
 def refusals(call: Call) -> list[str]:
     """Why splash attention cannot compute this call with our result."""
-    operands, words = call.operands, fused.visible(call)
-    reasons = fused.refusals(call, words, caps=True)
+    operands, mask = call.operands, kernel_mask.kernel_mask(call)
+    reasons = kernel_mask.refusals(call, mask, caps=True)
     if platform() != "tpu":
         reasons.append(f"it runs on TPUs, and this runs on {platform()}")
     if operands.query.dtype not in DTYPES:
         reasons.append(f"it computes float32 and bfloat16, and this is {operands.query.dtype}")
     if max(operands.query.shape[-1], operands.value.shape[-1]) > LARGEST_HEAD:
         reasons.append(f"head sizes must be up to {LARGEST_HEAD}, or the tiles do not fit next to the matrix unit")
-    if math.prod(length // _tile(length) for length in operands.lengths) > MOST_TILES:
+    if math.prod(-(-length // _tile(length)) for length in operands.lengths) > MOST_TILES:
         reasons.append(
             f"its table of tiles does not fit, for {operands.lengths[0]} queries and {operands.lengths[1]} keys"
         )
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         reasons.append("its kernels do not compile with jax_enable_x64")
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if precision not in fused.DEFAULT_PRECISION:
+    if precision not in kernel_mask.DEFAULT_PRECISION:
         reasons.append(f"its matrix products have the default precision, and this asks for {precision}")
     if 0 in operands.query.shape or 0 in operands.value.shape:
         reasons.append("an axis is empty")
@@ -104,52 +105,54 @@ def refusals(call: Call) -> list[str]:
     return reasons
 
 
-def attend(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:
+def splash_attention(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:
     """The output of all heads; the log-sum-exp stays with the kernel. `interpret`: on any machine, slowly."""
-    return _attend(*call, interpret=interpret), None
+    return _attention(*call, interpret=interpret), None
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def _attend(operands: Operands, options: Options, interpret: bool) -> Float[Array, "*B T N Hv"]:
+def _attention(operands: Operands, options: Options, interpret: bool) -> Float[Array, "*B T N Hv"]:
     (queries, keys), axes = operands.lengths, operands.query.ndim - 3
-    words = fused.visible(Call(operands, options)).flat(operands.query.shape[:axes])
-    query, key, value = (fused.flat(x, axes) for x in (operands.query, operands.key, operands.value))
-    if words.hides:
-        key, value, bad = finite_keys(key, value)
-        hidden, poisoned = _rows(words, bad, queries)
-        query = jnp.where(hidden[:, :, None, None], jnp.zeros_like(query), query)
+    mask = kernel_mask.kernel_mask(Call(operands, options)).flat(operands.query.shape[:axes])
+    query, key, value = (kernel_mask.flat(x, axes) for x in (operands.query, operands.key, operands.value))
+    if mask.masks_scores:
+        key, value, bad_keys = nonfinite.finite_keys(key, value)
+        query, bad_queries = nonfinite.finite_queries(query, options.scale)
+        masked, sees_bad = _rows(mask, bad_keys, queries)
+        query = jnp.where(masked[:, :, None, None], jnp.zeros_like(query), query)
     query = (query.astype(jnp.float32) * options.scale).astype(query.dtype)
     sides = (_tile(queries), _tile(keys))
     # Built anew for every trace: a kernel holds arrays of the trace that it was built in.
     kernel = splash.make_splash_mha(
-        splash_masks.MultiHeadMask([_mask(words, (queries, keys), sides)] * query.shape[2]),
+        splash_masks.MultiHeadMask([_mask(mask, (queries, keys), sides)] * query.shape[2]),
         block_sizes=_block_sizes(*sides),
         attn_logits_soft_cap=options.soft_cap,
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
     )
-    padded = (fused.pad_to(x, 1, side) for x, side in zip((query, key, value), (*sides, sides[1]), strict=True))
-    output = jax.vmap(kernel)(*(jnp.swapaxes(x, 1, 2) for x in padded), _segment_ids(words, query, key, sides))
+    padded = (kernel_mask.pad_to(x, 1, side) for x, side in zip((query, key, value), (*sides, sides[1]), strict=True))
+    output = jax.vmap(kernel)(*(jnp.swapaxes(x, 1, 2) for x in padded), _segment_ids(mask, query, key, sides))
     output = jnp.swapaxes(output, 1, 2)[:, :queries]
-    if words.hides:
-        output = fused.answers(output, hidden, poisoned)
+    if mask.masks_scores:
+        nonfinite_rows = kernel_mask.for_query_heads(sees_bad, query.shape[2]) | bad_queries
+        output = kernel_mask.with_our_rows(output, masked, nonfinite_rows)
     return output.reshape(*operands.query.shape[:-1], value.shape[-1])
 
 
-def _rows(words: Visible, bad: Bool[Array, "B S K"], queries: int) -> tuple[Bool[Array, "B T"], Bool[Array, "B T K"]]:
-    """Which queries see nothing, and which see a key that is not finite; the latter is looked for if there is one."""
+def _rows(mask: KernelMask, bad: Bool[Array, "B S K"], queries: int) -> tuple[Bool[Array, "B T"], Bool[Array, "B T K"]]:
+    """Which queries see nothing, and which see a key that is not finite; that is only looked for if there is one."""
     batch, keys, heads = bad.shape
-    first, end = fused.seen_range(words, batch, (queries, keys))
-    sees = functools.partial(fused.sees, first=first, end=end, segments=words.segments)
-    hidden = end <= first if words.segments is None else ~sees(jnp.ones((batch, keys), bool))
+    first, end = kernel_mask.visible_range(mask, batch, (queries, keys))
+    sees = functools.partial(kernel_mask.sees_any, first=first, end=end, segments=mask.segments)
+    hidden = end <= first if mask.segments is None else ~sees(jnp.ones((batch, keys), bool))
     none = jnp.zeros((heads, batch, queries), bool)
     poisoned = lax.cond(jnp.any(bad), lambda: lax.map(sees, jnp.moveaxis(bad, 2, 0)), lambda: none)
     return hidden, jnp.moveaxis(poisoned, 0, 2)
 
 
 def _tile(length: int) -> int:
-    """The largest tile that lengthens the sequence by no more than an eighth of what the smallest makes of it."""
+    """The largest tile whose padded length exceeds that of the smallest tile by at most one eighth."""
     padded = [length + -length % tile for tile in TILES]
     return next(tile for tile, total in zip(TILES, padded, strict=True) if 8 * total <= 9 * padded[-1])
 
@@ -164,30 +167,28 @@ def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
     )
 
 
-def _mask(words: Visible, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
-    """What hides by position alone; nothing where it hides all, for splash needs a visible tile."""
+def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
+    """The mask by position alone; none where it masks everything, because splash needs a visible tile."""
     queries, keys = lengths
     size = queries + -queries % sides[0], keys + -keys % sides[1]
-    nearest = 1 - queries if words.left is None else max(-words.left, 1 - queries)
-    furthest = keys - 1 if words.right is None else min(words.right, keys - 1)
-    everything = words.left is None and words.right is None and size[1] == keys
-    return (
-        splash_masks.FullMask(size) if everything or furthest < nearest else Band(size, words.left, words.right, keys)
-    )
+    nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
+    furthest = keys - 1 if mask.right is None else min(mask.right, keys - 1)
+    everything = mask.left is None and mask.right is None and size[1] == keys
+    return splash_masks.FullMask(size) if everything or furthest < nearest else Band(size, mask.left, mask.right, keys)
 
 
-def _segment_ids(words: Visible, query: Array, key: Array, sides: tuple[int, int]) -> splash.SegmentIds | None:
+def _segment_ids(mask: KernelMask, query: Array, key: Array, sides: tuple[int, int]) -> splash.SegmentIds | None:
     """Ids of queries and keys; keys behind their sequence's end get one that no query has."""
-    if words.segments is None and words.key_lengths is None:
+    if mask.segments is None and mask.key_lengths is None:
         return None
-    if words.segments is None:
+    if mask.segments is None:
         query_ids, key_ids = (jnp.zeros(x.shape[:2], jnp.int32) for x in (query, key))
     else:
-        query_ids, key_ids = words.segments.query_ids, words.segments.key_value_ids
-    if words.key_lengths is not None:
-        inside = jnp.arange(key.shape[1], dtype=jnp.int32)[None, :] < words.key_lengths[:, None]
+        query_ids, key_ids = mask.segments.query_ids, mask.segments.key_value_ids
+    if mask.key_lengths is not None:
+        inside = jnp.arange(key.shape[1], dtype=jnp.int32)[None, :] < mask.key_lengths[:, None]
         key_ids = jnp.where(inside, key_ids, _unused(query_ids)[:, None])
-    return splash.SegmentIds(fused.pad_to(query_ids, 1, sides[0]), fused.pad_to(key_ids, 1, sides[1]))
+    return splash.SegmentIds(kernel_mask.pad_to(query_ids, 1, sides[0]), kernel_mask.pad_to(key_ids, 1, sides[1]))
 
 
 def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:

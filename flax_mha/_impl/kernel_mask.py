@@ -1,4 +1,9 @@
-"""What fused kernels share: a mask said in their few words, and our meaning of what is hidden kept around them."""
+"""A mask in the terms of fused kernels, and our semantics for masked values kept around them.
+
+Fused kernels know a window, lengths and segments. `kernel_mask` reads them out of a call's mask; what is left over is a
+reason to refuse. Kernels compute something for rows whose keys are all masked, and let NaN through where a weight is 0:
+the other functions say which rows that concerns, and put in what we return.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,16 +19,16 @@ from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask, Segment
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 
-class Visible(NamedTuple):
-    """A mask in a kernel's words: query i sees keys i - left to i + right, in its segment, before the lengths' ends.
+class KernelMask(NamedTuple):
+    """Row i sees columns i - left to i + right, in its segment, below the lengths.
 
     Attributes:
-      left: None does not limit; neither do None in the others.
-      right: How far ahead, or, negative, how far behind the sight ends.
-      query_lengths: [B...].
-      key_lengths: [B...].
+      left: How far back the first visible column is or, if negative, how far ahead. None: no limit.
+      right: How far ahead the last visible column is or, if negative, how far behind.
+      query_lengths: Rows that are used [B...].
+      key_lengths: Columns that are used [B...].
       segments: Ids of queries [B..., T] and keys [B..., S].
-      others: Names of the masks that these words cannot say.
+      others: Names of the masks that cannot be said in these terms.
     """
 
     left: int | None
@@ -34,11 +39,11 @@ class Visible(NamedTuple):
     others: tuple[str, ...]
 
     @property
-    def hides(self) -> bool:
-        """Whether anything can be hidden at all."""
+    def masks_scores(self) -> bool:
+        """Whether anything may be masked at all."""
         return any(x is not None for x in self[:-1])
 
-    def flat(self, batch: tuple[int, ...]) -> "Visible":
+    def flat(self, batch: tuple[int, ...]) -> "KernelMask":
         """The same, with the batch axes of all arrays in full, as one."""
 
         def whole(x: Array) -> Array:
@@ -51,8 +56,8 @@ class Visible(NamedTuple):
         return self._replace(query_lengths=query_lengths, key_lengths=key_lengths, segments=segments)
 
 
-def visible(call: Call) -> Visible:
-    """The call's mask, read as far as it can be."""
+def kernel_mask(call: Call) -> KernelMask:
+    """The call's mask, as far as it can be said in the terms of kernels; offsets must be numbers."""
     left = right = query_lengths = key_lengths = segments = None
     others = []
     for part in _parts(call.operands.mask):
@@ -66,11 +71,15 @@ def visible(call: Call) -> Visible:
             segments = part
         else:
             others.append(type(part).__name__.strip("_"))
-    (queries, keys), offset = call.operands.lengths, call.options.static_offset
-    # From positions to rows; a limit that no query reaches is none.
-    left = None if left is None or left - offset >= queries - 1 else left - offset
-    right = None if right is None or right + offset >= keys - 1 else right + offset
-    return Visible(left, right, query_lengths, key_lengths, segments, tuple(others))
+    (queries, keys), (query_offset, key_offset) = call.operands.lengths, call.options.offsets
+    # Convert positions to rows and columns. A limit that masks nothing becomes None; one that masks everything is
+    # clamped to the size of the arrays.
+    ahead = query_offset - key_offset
+    left = None if left is None or left - ahead >= queries - 1 else max(left - ahead, -keys)
+    right = None if right is None or right + ahead >= keys - 1 else max(right + ahead, -queries)
+    query_lengths = None if query_lengths is None else query_lengths - query_offset
+    key_lengths = None if key_lengths is None else key_lengths - key_offset
+    return KernelMask(left, right, query_lengths, key_lengths, segments, tuple(others))
 
 
 def _parts(mask: Mask | None) -> list[Mask]:
@@ -86,24 +95,33 @@ def _smaller(a: Any, b: Any) -> Any:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
-def refusals(call: Call, words: Visible, caps: bool = False) -> list[str]:
-    """Why no fused kernel can compute this call; `caps`: but a soft cap this one can."""
+def refusals(call: Call, mask: KernelMask, caps: bool = False) -> list[str]:
+    """The reasons that hold for every fused kernel why it cannot compute this call.
+
+    Args:
+      call: The call.
+      mask: Its mask.
+      caps: Whether this kernel supports a soft cap.
+    """
     operands, options = call
     unknown = {
-        "bias": operands.bias is not None and "may hide whole rows, and holds T x S values",
+        "bias": operands.bias is not None and "is not supported: it may mask whole rows, and holds T x S values",
         "logits_soft_cap": options.soft_cap is not None and not caps and "is not computed by it",
-        "sinks": operands.sinks is not None and "take part in no kernel's sum",
-        "score_mod": options.program is not None and "is Python, which no kernel calls",
+        "sinks": operands.sinks is not None and "are not supported by fused kernels",
+        "score_mod": options.score_mod is not None and "is not supported by fused kernels",
         "dropout_rate": options.dropout_rate > 0 and "needs the random numbers of the key given",
         "return_residual": options.return_residual and "needs a log-sum-exp with a gradient, in float32",
-        "query_offset": operands.query_offset is not None and "must be a number known while tracing",
+        "query_offset": operands.offsets[0] is not None and "must be a number known while tracing",
+        "key_value_offset": operands.offsets[1] is not None and "must be a number known while tracing",
         "scale": operands.scale is not None and "must be a number known while tracing",
         "precision": options.precision not in DEFAULT_PRECISION
         and f"must be the default, all that kernels have, and this asks for {options.precision}",
     }
     reasons = [f"{name} {why}" for name, why in unknown.items() if why]
+    if mask.segments is not None and mask.segments.query_ids.dtype != jnp.int32:
+        reasons.append(f"segment ids must be int32, and are {mask.segments.query_ids.dtype}")
     return reasons + [
-        f"the mask holds {name}, which is none of causal, window, lengths, segments" for name in words.others
+        f"the mask holds {name}, which is none of causal, window, lengths, segments" for name in mask.others
     ]
 
 
@@ -119,23 +137,25 @@ def flat(x: Array, axes: int) -> Array:
     return x.reshape(-1, *x.shape[axes:])
 
 
-def together(*arrays: Array) -> tuple[Array, ...]:
+def vmapped_together(*arrays: Array) -> tuple[Array, ...]:
     """The arrays as they are, but under `vmap` mapped all or none, as kernels need; compiles to nothing."""
     never = functools.reduce(jnp.logical_or, (x.ravel()[0] != x.ravel()[0] for x in arrays)) & False
     return tuple(jnp.where(never, jnp.zeros_like(x), x) for x in arrays)
 
 
-def seen_range(words: Visible, batch: int, lengths: tuple[int, int]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """First visible key of each query, and the one after the last, of `words.flat`; segments left aside."""
+def visible_range(
+    mask: KernelMask, batch: int, lengths: tuple[int, int]
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """First visible key of each query, and the one after the last, of `mask.flat`; without regard to segments."""
     queries, keys = lengths
     rows = jnp.arange(queries, dtype=jnp.int32)
-    first = jnp.zeros_like(rows) if words.left is None else jnp.clip(rows - words.left, 0, keys)
-    end = jnp.full_like(rows, keys) if words.right is None else jnp.clip(rows + words.right + 1, 0, keys)
-    if words.key_lengths is not None:
-        end = jnp.minimum(*jnp.broadcast_arrays(end, jnp.maximum(words.key_lengths, 0)[..., None]))
-    if words.query_lengths is not None:
+    first = jnp.zeros_like(rows) if mask.left is None else jnp.clip(rows - mask.left, 0, keys)
+    end = jnp.full_like(rows, keys) if mask.right is None else jnp.clip(rows + mask.right + 1, 0, keys)
+    if mask.key_lengths is not None:
+        end = jnp.minimum(*jnp.broadcast_arrays(end, jnp.maximum(mask.key_lengths, 0)[..., None]))
+    if mask.query_lengths is not None:
         rows, end = jnp.broadcast_arrays(rows, end)
-        end = jnp.where(rows < words.query_lengths[..., None], end, jnp.zeros_like(end))
+        end = jnp.where(rows < mask.query_lengths[..., None], end, jnp.zeros_like(end))
     return jnp.broadcast_to(first, (batch, queries)), jnp.broadcast_to(end, (batch, queries))
 
 
@@ -146,7 +166,7 @@ def counted(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[Arra
     return at_end - at_first
 
 
-def sees(
+def sees_any(
     flags: Bool[Array, "B S"], first: Int[Array, "B T"], end: Int[Array, "B T"], segments: SegmentMask | None
 ) -> Bool[Array, "B T"]:
     """Whether a flag is set from `first` up to, not including, `end`, in the query's segment.
@@ -160,11 +180,14 @@ def sees(
     return seen.any(-1)
 
 
-def answers(
-    output: Float[Array, "B T N Hv"], hidden: Bool[Array, "B T"], poisoned: Bool[Array, "B T K"]
+def with_our_rows(
+    output: Float[Array, "B T N Hv"], masked: Bool[Array, "B T"], nonfinite: Bool[Array, "B T N"]
 ) -> Float[Array, "B T N Hv"]:
-    """The kernel's output, but 0 for queries that see nothing and NaN for those that see a key that is not finite."""
-    group = output.shape[2] // poisoned.shape[2]
-    poisoned = jnp.repeat(poisoned, group, axis=2)[..., None]
-    output = jnp.where(poisoned, jnp.full_like(output, jnp.nan), output)
-    return jnp.where(hidden[:, :, None, None], jnp.zeros_like(output), output)
+    """The kernel's output, but NaN for rows that see something not finite, and 0 for those that see nothing."""
+    output = jnp.where(nonfinite[..., None], jnp.full_like(output, jnp.nan), output)
+    return jnp.where(masked[:, :, None, None], jnp.zeros_like(output), output)
+
+
+def for_query_heads(flags: Bool[Array, "B T K"], num_heads: int) -> Bool[Array, "B T N"]:
+    """What is said of key heads, said of the query heads that share them."""
+    return jnp.repeat(flags, num_heads // flags.shape[2], axis=2)

@@ -1,0 +1,59 @@
+"""NumPy arrays that a function captures, replaced by JAX arrays: NumPy cannot index its own with traced numbers."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_JITTED = type(jax.jit(abs))
+
+
+def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
+    """A captured value with JAX arrays in the place of NumPy arrays, also those in what it holds and captures."""
+    seen = {} if seen is None else seen
+    if id(value) not in seen:
+        seen[id(value)] = value  # a function may capture itself
+        seen[id(value)] = _changed(value, functools.partial(with_jax_arrays, seen=seen))
+    return seen[id(value)]
+
+
+def _changed(value: Any, changed: Callable[[Any], Any]) -> Any:
+    if isinstance(value, np.ndarray):
+        return jnp.asarray(value)
+    if isinstance(value, dict):
+        return {name: changed(x) for name, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(changed, value))
+    if isinstance(value, functools.partial):
+        return functools.partial(changed(value.func), *map(changed, value.args), **changed(value.keywords))
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, _with_other_attributes(value.__self__, changed))
+    if isinstance(value, _JITTED):
+        return changed(value.__wrapped__)  # type: ignore[attr-defined]  # it is called without `jit` anyway
+    if isinstance(value, types.FunctionType):
+        return _function_with_jax_arrays(value, changed)
+    is_callable = callable(value) and not isinstance(value, type | types.BuiltinFunctionType)
+    return _with_other_attributes(value, changed) if is_callable else value
+
+
+def _with_other_attributes(value: Any, changed: Callable[[Any], Any]) -> Any:
+    if not isinstance(getattr(value, "__dict__", None), dict) or type(value).__module__.startswith(("jax", "numpy")):
+        return value
+    copy = object.__new__(type(value))
+    vars(copy).update(changed(vars(value)))
+    return copy
+
+
+def _function_with_jax_arrays(function: types.FunctionType, changed: Callable[[Any], Any]) -> types.FunctionType:
+    """The function with another closure, other defaults, and other values of the global names that it uses."""
+    cells = tuple(types.CellType(changed(cell.cell_contents)) for cell in function.__closure__ or ())
+    named = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
+    names = {**function.__globals__, **changed(named)}
+    defaults = None if function.__defaults__ is None else changed(function.__defaults__)
+    copy = types.FunctionType(function.__code__, names, function.__name__, defaults, cells)
+    copy.__kwdefaults__ = None if function.__kwdefaults__ is None else changed(function.__kwdefaults__)
+    return copy

@@ -1,0 +1,141 @@
+"""Every measured number, and every choice made from one: which sizes run dense, tile shapes, loops over heads.
+
+None of these choices changes a result but by rounding. The numbers were measured on CPUs; accelerators run all heads
+together in tiles of one shape.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from flax_mha._call import Call
+from flax_mha._impl import block_mask, heads
+from flax_mha._impl.block_mask import BlockMask
+from flax_mha._impl.layout import mask_by_head
+from flax_mha._impl.tiling import TileShape, Tiling, tiling_of
+from flax_mha._platform import being_traced, is_key, platform, readable, sharded
+from flax_mha.masks import Mask
+
+# Up to this many scores of a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
+MAX_SCORES_DENSE = 256 * 256
+
+# Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks
+# that are not known while tracing, and accelerators.
+TILE_SHAPES = (
+    TileShape(512, 512),
+    TileShape(1024, 512, 2),
+    TileShape(2048, 512, 4),
+    TileShape(256, 512),
+    TileShape(128, 128),
+)
+# For masks with arrays besides: a tile may gather what lies apart, at the price of a kernel for every number of runs.
+GATHERING = (TileShape(512, 512, runs=6),)
+
+# The limits below count the scores of one head that are in memory at once: all of them, or those of one tile.
+# Up to this many, XLA's CPU backend compiles product, softmax and product into one fast kernel.
+MAX_SCORES_FUSED = 256 * 256
+# Up to this many, all batch entries and heads are vmapped together on a CPU.
+MAX_SCORES_ALL_HEADS = 128 * 128
+# Up to this many, and this many for all heads of one batch entry, the heads of one entry are vmapped together.
+MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = 512 * 512, 8 * 512 * 512
+
+# If a mask differs between heads, the tile shape is chosen by looking at up to this many of them.
+EXAMPLES = 4
+
+# What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL scores on XLA uses all cores for its
+# matrix products, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that must be masked cost more.
+PARALLEL, STEP, SERIAL = 128 * 1024, 24 * 1024, 2
+MASKED = 1.15
+
+
+def prefers_dense(call: Call) -> bool:
+    """Whether "xla" is the faster of the two that compute every call."""
+    return not call.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE
+
+
+def fuses_rows(call: Call, scores: int) -> bool:
+    """Whether XLA's CPU makes one kernel of `dense.fused_rows`, that writes no score to memory, and a fast one.
+
+    Args:
+      call: The call.
+      scores: How many there are of one head or tile, many of which are computed together.
+    """
+    operands, options = call
+    plain = options.score_mod is None and operands.dropout_rng is None and not options.return_residual
+    return call.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and platform() == "cpu" and not sharded()
+
+
+def sequential_axes(call: Call, scores: int) -> int | None:
+    """How many of the leading axes [B..., K, G] to loop over, given the number of scores of one head in memory at once.
+
+    On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. None on
+    accelerators, under a mesh and for symbolic sizes: then no axis may be looped over.
+    """
+    if platform() != "cpu" or sharded() or not call.has_known_sizes:
+        return None  # an accelerator runs all heads together, and a mesh shards them
+    axes, num_heads = call.operands.query.ndim - 1, call.operands.query.shape[-2]
+    if scores <= MAX_SCORES_ALL_HEADS:
+        return 0
+    together = scores <= MAX_SCORES_ONE_ENTRY and num_heads * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
+    return axes - 2 if together else axes
+
+
+def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
+    """The fastest tiling, and its block mask [B..., K | 1, G | 1] if the mask holds arrays and all are concrete.
+
+    Otherwise the block mask is None: the caller computes it (`xla._block_mask`), at trace time or in the program.
+    """
+    operands, options = call
+    lengths, axes = operands.lengths, operands.query.ndim - 1
+    arrays = jax.tree.leaves(operands.mask)
+    known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
+    if not operands.has_known_offsets or not known:
+        return tiling_of(lengths, TILE_SHAPES[0]), None
+    shapes, gathering = (TILE_SHAPES, GATHERING) if platform() == "cpu" else (TILE_SHAPES[:1], ())
+    if not arrays or operands.mask is None:
+        return _cheapest_of_one(lengths, operands.mask, options.offsets, shapes), None
+    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
+    mask = mask_by_head(concrete, axes - 2, operands.groups)
+    head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
+    masks = [heads.one_of(mask, place) for place in np.ndindex(head_axes)]
+    examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
+    tiling = cheapest(lengths, examples, options.offsets, (*shapes, *gathering))
+    blocks = block_mask.static_block_mask(tiling, masks, options.offsets)
+    return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
+
+
+def cheapest(
+    lengths: tuple[int, int], masks: Sequence[Mask | None], offsets: tuple[int, int], shapes: Sequence[TileShape]
+) -> Tiling:
+    """The tiling with the least to compute for the masks of some heads, which are known while tracing."""
+    with jax.ensure_compile_time_eval():
+        return min(
+            (tiling_of(lengths, shape, fine=True) for shape in shapes),
+            key=lambda candidate: sum(_cost(candidate, mask, offsets) for mask in masks),
+        )
+
+
+def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> float:
+    _, part, full, some = block_mask.tiles_of(candidate, mask, offsets)
+    number = np.arange(part.shape[1])
+    scores = (part[..., 1] - part[..., 0]) * part[..., 2] * candidate.width
+    scores = np.where(number < full[:, None], scores, MASKED * scores)
+    each = np.where(scores < PARALLEL, SERIAL * scores, scores + STEP)
+    return float(each[number < some[:, None]].sum())
+
+
+# For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
+@functools.lru_cache(maxsize=256)
+def _cheapest_of_one(
+    lengths: tuple[int, int], mask: Mask | None, offsets: tuple[int, int], shapes: Sequence[TileShape]
+) -> Tiling:
+    return cheapest(lengths, (mask,), offsets, shapes)
+
+
+@functools.lru_cache(maxsize=256)
+def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> BlockMask:
+    """The block mask of a mask without arrays, the same for all heads."""
+    return block_mask.static_block_mask(tiling, (mask,), offsets)

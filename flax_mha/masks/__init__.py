@@ -1,0 +1,13 @@
+"""Masks as functions of positions, never as T x S arrays."""
+
+from flax_mha.masks.base import And as And
+from flax_mha.masks.base import Mask as Mask
+from flax_mha.masks.base import Not as Not
+from flax_mha.masks.base import Occupancy as Occupancy
+from flax_mha.masks.base import Or as Or
+from flax_mha.masks.basic import ArrayMask as ArrayMask
+from flax_mha.masks.basic import CausalMask as CausalMask
+from flax_mha.masks.basic import LengthMask as LengthMask
+from flax_mha.masks.basic import LocalMask as LocalMask
+from flax_mha.masks.basic import SegmentMask as SegmentMask
+from flax_mha.masks.function import FunctionMask as FunctionMask

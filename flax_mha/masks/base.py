@@ -1,0 +1,242 @@
+"""What every mask can do, and masks made of masks.
+
+A mask answers two questions. `tile` says which scores of one rectangle are visible. `occupancy` says, for every
+rectangle of a grid at once and without looking inside, which may hold a visible score and which are visible throughout:
+the others are skipped, and the latter run without masking.
+
+Masks are pytrees: what is known while tracing (the width of a window) is static, what is data (lengths, ids) is a leaf.
+A field that holds an array, or several alike, names their axes in its metadata, as they are in a canonical mask: "B"
+stands for all batch axes and "N" for the heads; both come first and may have length 1. "T" and "S" are one entry per
+query and per key; "T|1" and "S|1" may have length 1, too. Without any name an array is the same for all heads and of
+any shape.
+
+A mask passes through three stages. As the user gives it, its arrays have any shapes that broadcast. `canonical` checks
+them against the sizes of a call and gives each the leading axes [B..., N]. Mapped over batch and heads, each array is
+the part of one head; only then are `tile` and `occupancy` called.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool
+
+from flax_mha._check import Shape
+from flax_mha._platform import readable
+from flax_mha._tiles import BoolMatrix, Grid, Tile
+
+
+class Occupancy(NamedTuple):
+    """For every tile of a grid: may it hold a visible score, and is it visible throughout?"""
+
+    any_visible: BoolMatrix
+    all_visible: BoolMatrix
+
+
+def part_rank(axes: str) -> int:
+    """How many of the axes belong to one head."""
+    return len([name for name in axes.split() if name not in "BN"])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mask:
+    """What every mask can do. `&`, `|` and `~` combine masks, and `print` draws one.
+
+    Masks compare by type and values; arrays that are not known while tracing are equal to themselves alone.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.metadata.get("axes") and type(value) is list:  # jax would take it for a tree of numbers
+                object.__setattr__(self, field.name, np.asarray(value))
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        """Which scores of the tile are visible."""
+        raise NotImplementedError
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        """Which tiles may hold a visible score and which are visible throughout; not knowing is an allowed answer."""
+        return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
+
+    def canonical(self, shape: Shape) -> "Mask":
+        """The mask, its arrays checked against the sizes of a call and given the axes named in their field metadata.
+
+        Raises:
+          ValueError: If they do not fit.
+        """
+        return self
+
+    def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> "Mask":
+        """A canonical mask that knows the occupancy of squares of `cell` rows and columns, if that can be known now."""
+        return self
+
+    def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
+        """The mask with `change(array, axes)` in the place of every array."""
+        fields = {f.name: f.metadata["axes"] for f in dataclasses.fields(self) if "axes" in f.metadata}
+        changed = {
+            name: jax.tree.map(functools.partial(_with_axes, change, axes), getattr(self, name))
+            for name, axes in fields.items()
+        }
+        return dataclasses.replace(self, **changed) if changed else self
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """T and S of the mask's arrays; 0 where they do not say."""
+        return 0, 0
+
+    def picture(self, queries: int, keys: int) -> Bool[np.ndarray, "queries keys"]:
+        """What the first queries and keys of the first batch entry's first head see: a row per query."""
+        lengths = max(queries, self.lengths[0]), max(keys, self.lengths[1])
+        first = self.map_arrays(_first).canonical(Shape((), *lengths, 1, 1, 1, 1)).map_arrays(_first)
+        return np.broadcast_to(first.tile(Tile(0, 0, lengths)), lengths)[:queries, :keys]
+
+    def __str__(self) -> str:
+        """A small picture: a row per query, a column per key."""
+        queries, keys = (min(length or 8, 32) for length in self.lengths)
+        characters = "\N{MIDDLE DOT}\N{FULL BLOCK}"
+        try:
+            characters.encode(sys.stdout.encoding or "utf-8")
+        except (LookupError, UnicodeEncodeError):
+            characters = ".#"
+        return "\n".join("".join(characters[bool(seen)] for seen in row) for row in self.picture(queries, keys))
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return And(self, _operand("&", other))
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Or(self, _operand("|", other))
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    __array_ufunc__ = None  # so that NumPy's arrays leave `array & mask` to the mask
+
+    def __rand__(self, other: object) -> "Mask":
+        return And(_operand("&", other), self)
+
+    def __ror__(self, other: object) -> "Mask":
+        return Or(_operand("|", other), self)
+
+    def __bool__(self) -> bool:
+        raise ValueError(
+            "a mask must be combined by &, | and ~, but got `and`, `or`, `not` or `if`, which ask for one bool."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        (mine, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
+        return bool(structure == other_structure) and all(  # type: ignore[operator]
+            map(_equal, mine, others)
+        )
+
+    def __hash__(self) -> int:
+        leaves, structure = jax.tree.flatten(self)
+        return hash((structure, *(np.shape(x) for x in leaves)))
+
+
+def _with_axes(change: Callable[[Array, str], Array], axes: str, x: Array) -> Array:
+    return change(x, axes)
+
+
+def _first(x: Array, axes: str) -> Array:
+    """The part of the first batch entry's first head."""
+    rank = part_rank(axes)
+    return x if not axes or np.ndim(x) <= rank else x.reshape(-1, *x.shape[x.ndim - rank :])[0]
+
+
+def _operand(operator: str, other: object) -> Mask:
+    if isinstance(other, Mask):
+        return other
+    got = repr(other)
+    if hasattr(other, "shape"):
+        got = f"an array of shape {np.shape(other)}; wrap it: flax_mha.masks.ArrayMask(array)"
+    if isinstance(other, type) and issubclass(other, Mask):
+        got = f"the class {other.__name__}; call it: {other.__name__}()"
+    raise ValueError(f"{operator} must combine two masks, but got a mask and {got}.")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    known = readable(a) and readable(b)
+    return known and np.shape(a) == np.shape(b) and bool(np.array_equal(np.asarray(a), np.asarray(b)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Combined(Mask):
+    """A mask made of masks: what is done to it is done to its parts."""
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks that it is made of."""
+        return tuple(vars(self).values())
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        queries, keys = zip(*(mask.lengths for mask in self.parts), strict=True)
+        return max(queries), max(keys)
+
+    def canonical(self, shape: Shape) -> Mask:
+        return self._map(lambda mask: mask.canonical(shape))
+
+    def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask:
+        return self._map(lambda mask: mask.with_occupancy(lengths, offsets, cell))
+
+    def map_arrays(self, change: Callable[[Array, str], Array]) -> Mask:
+        return self._map(lambda mask: mask.map_arrays(change))
+
+    def _map(self, change: Callable[[Mask], Mask]) -> Mask:
+        return type(self)(*map(change, self.parts))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class And(_Combined):
+    """Visible where both are."""
+
+    left: Mask
+    right: Mask
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+        return self.left.tile(tile) & self.right.tile(tile)
+
+    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+        left, right = self.left.occupancy(grid), self.right.occupancy(grid)
+        return Occupancy(left.any_visible & right.any_visible, left.all_visible & right.all_visible)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Or(_Combined):
+    """Visible where one of the two is."""
+
+    left: Mask
+    right: Mask
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+        return self.left.tile(tile) | self.right.tile(tile)
+
+    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+        left, right = self.left.occupancy(grid), self.right.occupancy(grid)
+        return Occupancy(left.any_visible | right.any_visible, left.all_visible | right.all_visible)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Not(_Combined):
+    """Visible where the other is not."""
+
+    mask: Mask
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+        return ~self.mask.tile(tile)
+
+    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+        occupancy = self.mask.occupancy(grid)
+        return Occupancy(~occupancy.all_visible, ~occupancy.any_visible)

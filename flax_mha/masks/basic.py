@@ -1,0 +1,163 @@
+"""Masks that are known by what they hold: positions, lengths, segments, arrays."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from flax_mha import _check
+from flax_mha._check import Shape
+from flax_mha._integers import LARGEST, SMALLEST
+from flax_mha._tiles import Grid, Tile
+from flax_mha.masks.base import Mask, Occupancy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalMask(Mask):
+    """Keys from `left` positions before the query to `right` after it, both included; None does not limit.
+
+    Raises:
+      ValueError: If `left` or `right` is no integer, or if the window is empty because left + right < 0.
+    """
+
+    left: int | None = dataclasses.field(metadata={"static": True})
+    right: int | None = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        sides = (self.left, self.right)
+        if not all(
+            side is None or (isinstance(side, int | np.integer) and not isinstance(side, bool)) for side in sides
+        ):
+            raise ValueError(f"LocalMask(left, right) must hold integers or None, but got {sides}.")
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            raise ValueError(
+                f"LocalMask(left, right) must hold left + right >= 0, but got {sides}, an empty window; left counts "
+                "backwards, so it is positive for keys before the query."
+            )
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+        ahead, visible = tile.key_positions - tile.query_positions, jnp.ones((1, 1), bool)
+        if self.left is not None:
+            visible = visible & (ahead >= _int32(-self.left))
+        if self.right is not None:
+            visible = visible & (ahead <= _int32(self.right))
+        return visible
+
+    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+        (q_first, q_last), (k_first, k_last) = grid.position_bounds(0), grid.position_bounds(1)
+        some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
+        if self.left is not None:
+            left = _int32(-self.left)
+            some, full = some & (k_last - q_first >= left), full & (k_first - q_last >= left)
+        if self.right is not None:
+            right = _int32(self.right)
+            some, full = some & (k_first - q_last <= right), full & (k_last - q_first <= right)
+        return Occupancy(some, full)
+
+
+def _int32(distance: int) -> int:
+    """The nearest int32; distances between positions are in its range."""
+    return int(min(max(distance, SMALLEST), LARGEST))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class CausalMask(Mask):
+    """Keys up to the query's own position plus `offset`.
+
+    Raises:
+      ValueError: If `offset` is no integer.
+    """
+
+    offset: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.offset, int | np.integer) or isinstance(self.offset, bool):
+            raise ValueError(
+                f"CausalMask(offset) must hold an integer, but got {self.offset!r}; pass an array as query_offset=."
+            )
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+        return LocalMask(None, self.offset).tile(tile)
+
+    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+        return LocalMask(None, self.offset).occupancy(grid)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class LengthMask(Mask):
+    """Keys, and queries, at positions before the end of their sequence: int [B...]; None does not limit."""
+
+    key_value_lengths: int | Int[Array, "..."] | None = dataclasses.field(metadata={"axes": "B"})
+    query_lengths: int | Int[Array, "..."] | None = dataclasses.field(default=None, metadata={"axes": "B"})
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+        visible = jnp.ones((1, 1), bool)
+        if self.key_value_lengths is not None:
+            visible = visible & (tile.key_positions < self.key_value_lengths)
+        if self.query_lengths is not None:
+            visible = visible & (tile.query_positions < self.query_lengths)
+        return visible
+
+    def canonical(self, shape: Shape) -> Mask:  # noqa: D102
+        return LengthMask(
+            _check.lengths("key_value_lengths", self.key_value_lengths, shape),
+            _check.lengths("query_lengths", self.query_lengths, shape),
+        )
+
+    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+        some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
+        for axis, length in enumerate((self.query_lengths, self.key_value_lengths)):
+            if length is not None:
+                first, last = grid.position_bounds(axis)
+                some, full = some & (first < length), full & (last < length)
+        return Occupancy(some, full)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class SegmentMask(Mask):
+    """Keys of the query's own segment, for sequences packed into one: int [B..., T] and [B..., S]."""
+
+    query_ids: Int[Array, "... T"] = dataclasses.field(metadata={"axes": "B T"})
+    key_value_ids: Int[Array, "... S"] = dataclasses.field(metadata={"axes": "B S"})
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+        return tile.cut(self.query_ids[:, None]) == tile.cut(self.key_value_ids[None, :])
+
+    @property
+    def lengths(self) -> tuple[int, int]:  # noqa: D102
+        return (0, *np.shape(self.query_ids))[-1], (0, *np.shape(self.key_value_ids))[-1]
+
+    def canonical(self, shape: Shape) -> Mask:  # noqa: D102
+        return SegmentMask(*_check.segment_mask(self.query_ids, self.key_value_ids, shape))
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        """Tiles whose ranges of ids do not overlap are empty, whatever the order of the ids."""
+        q_ids = self.query_ids.reshape(grid.counts[0], 1, grid.tile_shape[0])
+        k_ids = self.key_value_ids.reshape(1, grid.counts[1], grid.tile_shape[1])
+        q_low, q_high, k_low, k_high = q_ids.min(-1), q_ids.max(-1), k_ids.min(-1), k_ids.max(-1)
+        return Occupancy((q_low <= k_high) & (k_low <= q_high), (q_low == k_high) & (k_low == q_high))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrayMask(Mask):
+    """What a boolean array says: the one mask that holds T x S values, because its maker already did."""
+
+    visible: Bool[Array, "... T S"] = dataclasses.field(metadata={"axes": "B N T|1 S|1"})
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+        return tile.cut(self.visible)
+
+    @property
+    def lengths(self) -> tuple[int, int]:  # noqa: D102
+        queries, keys = (1, 1, *np.shape(self.visible))[-2:]
+        return 0 if queries == 1 else queries, 0 if keys == 1 else keys
+
+    def canonical(self, shape: Shape) -> Mask:  # noqa: D102
+        return ArrayMask(_check.array_mask(self.visible, shape))

@@ -1,0 +1,145 @@
+"""`FunctionMask`: what a Python function of positions says."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from flax_mha import _check
+from flax_mha._check import Shape
+from flax_mha._platform import readable
+from flax_mha._tiles import BoolMatrix, Grid, Tile
+from flax_mha._traced_function import TracedFunction, trace
+from flax_mha.masks.base import Mask, Occupancy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class FunctionMask(Mask):
+    """A mask given by a function of scalars, `mask_mod(b, h, q_idx, kv_idx) -> bool`, as in PyTorch's FlexAttention.
+
+    Its arguments are int32 scalars: the index of the batch entry (flattened if there are several batch axes), the index
+    of the head, the position of the query (including `query_offset`) and the position of the key (including
+    `key_value_offset`). It may capture arrays and numbers; their values are read at every call of the attention.
+
+    Where the captured arrays are known while tracing, and the offsets are numbers, the function is evaluated once for
+    all positions, to find the tiles that can be skipped; else in every call.
+    """
+
+    mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(metadata={"static": True})
+
+    def canonical(self, shape: Shape) -> Mask:  # noqa: D102
+        _check.user_function("mask_mod", self.mask_mod)
+        signature = dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
+        function, captured, _ = trace("mask_mod", self.mask_mod, signature, "bool")
+        batch, head = shape.indices(function.uses(0), function.uses(1))
+        return _TracedMask(captured, batch, head, function)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _TracedMask(Mask):
+    """A traced `mask_mod`, with the batch entry and head that it is asked for.
+
+    Attributes:
+      known: What was found by evaluating it: the occupancy of squares of `cell` rows and columns.
+    """
+
+    captured: list[Array] = dataclasses.field(metadata={"axes": ""})
+    batch: Int[Array, "..."] | np.ndarray = dataclasses.field(metadata={"axes": "B"})
+    head: Int[Array, "..."] | np.ndarray = dataclasses.field(metadata={"axes": "N"})
+    function: TracedFunction = dataclasses.field(metadata={"static": True})
+    known: Occupancy | None = dataclasses.field(default=None, metadata={"axes": "B N rows columns"})
+    cell: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        one = functools.partial(self.function, self.captured, jnp.asarray(self.batch), jnp.asarray(self.head))
+        each = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+        return each(tile.query_positions[:, 0], tile.key_positions[0])
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        """Evaluates it for all positions, a row of tiles at a time, unless that has been done."""
+        if self.known is not None:
+            return _coarser(self.known, self.cell, grid)
+        (rows, columns), (height, width) = grid.counts, grid.tile_shape
+
+        def row(i: Int[Array, ""]) -> tuple[Array, Array]:
+            visible = self.tile(grid.row_of_tiles(i)).reshape(height, columns, width)
+            return visible.any((0, 2)), visible.all((0, 2))
+
+        return Occupancy(*lax.map(row, jnp.arange(rows, dtype=jnp.int32)))
+
+    def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask:
+        if self.function.has_callback or not all(map(readable, (*self.captured, self.batch))):
+            return self
+        counts = (max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell)))
+        grid = Grid(counts, (cell, cell), offsets, lengths)
+        batch, head = np.broadcast_arrays(self.batch[..., None], self.head)
+        if not self.captured and batch.size == 1:
+            return _static_mask(self.function, grid)
+        heads = dataclasses.replace(self, batch=batch.ravel(), head=head.ravel())
+        known = Occupancy(*(x.reshape(*batch.shape, *counts) for x in _evaluated(heads, grid)))
+        return dataclasses.replace(self, known=known, cell=cell)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _StaticMask(Mask):
+    """A traced `mask_mod` that captures nothing and is the same for all heads: all of it is known while tracing."""
+
+    function: TracedFunction = dataclasses.field(metadata={"static": True})
+    any_visible: bytes = dataclasses.field(metadata={"static": True})
+    all_visible: bytes = dataclasses.field(metadata={"static": True})
+    counts: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    cell: int = dataclasses.field(metadata={"static": True})
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        return _TracedMask([], np.zeros((), np.int32), np.zeros((), np.int32), self.function).tile(tile)
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        known = (np.frombuffer(x, bool).reshape(self.counts) for x in (self.any_visible, self.all_visible))
+        return _coarser(Occupancy(*known), self.cell, grid)
+
+
+def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
+    """The occupancy of the tiles of `grid` from that of squares of `cell` rows and columns."""
+    some: BoolMatrix
+    full: BoolMatrix
+    some, full = known
+    for axis in (0, 1):
+        first, last = (np.minimum(x.ravel() // cell, some.shape[axis] - 1) for x in grid.bounds(axis))
+        places = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
+        before = (slice(None),) * axis
+        some, full = some[(*before, places)].any(axis + 1), full[(*before, places)].all(axis + 1)  # type: ignore[assignment]
+    return Occupancy(some, full)
+
+
+@functools.lru_cache(maxsize=64)
+def _static_mask(function: TracedFunction, grid: Grid) -> _StaticMask:
+    """The mask of a function that is evaluated here, once for all calls."""
+    head = np.zeros(1, np.int32)
+    some, full = _evaluated(_TracedMask([], head, head, function), grid)
+    return _StaticMask(function, some.tobytes(), full.tobytes(), grid.counts, grid.tile_shape[0])
+
+
+def _evaluated(heads: _TracedMask, grid: Grid) -> Occupancy:
+    """The occupancy [heads, rows, columns], computed now, also where the call is being traced."""
+    with jax.ensure_compile_time_eval():
+        offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
+        return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))))
+
+
+@functools.partial(jax.jit, static_argnames="grid")
+def _occupancies(heads: _TracedMask, offsets: tuple[Array, Array], grid: Grid) -> Occupancy:
+    """Of one head after the other; offsets are arrays, so that others compile nothing."""
+
+    def one(head: tuple[Array, Array]) -> Occupancy:
+        mask = dataclasses.replace(heads, batch=head[0], head=head[1])
+        return mask.occupancy(grid._replace(offsets=offsets))
+
+    return lax.map(one, (jnp.asarray(heads.batch), jnp.asarray(heads.head)))

@@ -1,0 +1,311 @@
+"""What the modules take besides Flax's arguments, `flax.nnx` and `flax.linen` alike, and what they refuse."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import CausalMask, convert, linen, masks
+
+B, T, S, D, N, K = 2, 9, 13, 16, 4, 2
+rng = np.random.default_rng(0)
+X, Y = (jnp.asarray(rng.standard_normal((B, n, D)), jnp.float32) for n in (T, S))
+
+
+class Nnx:
+    """An nnx module, and its call."""
+
+    @staticmethod
+    def make(**options):
+        return flax_mha.MultiHeadAttention(
+            **{"num_heads": N, "in_features": D, "decode": False, "rngs": nnx.Rngs(0)} | options
+        )
+
+    @staticmethod
+    def call(module, *inputs, **arguments):
+        return module(*inputs, **arguments)
+
+    @staticmethod
+    def explain(module, *inputs, **arguments):
+        return module.explain(*inputs, **arguments)
+
+
+class Linen:
+    """A linen module with the same arguments, and its call."""
+
+    @staticmethod
+    def make(**options):
+        return linen.MultiHeadDotProductAttention(**{"num_heads": N} | options)
+
+    @staticmethod
+    def call(module, *inputs, **arguments):
+        return module.init_with_output(
+            {"params": jax.random.key(0), "dropout": jax.random.key(1)}, *inputs, **arguments
+        )[0]
+
+    @staticmethod
+    def explain(module, *inputs, **arguments):
+        return module.explain(*inputs, **arguments)
+
+
+APIS = pytest.mark.parametrize("api", [Nnx, Linen])
+
+
+@APIS
+def test_scale(api):
+    default, same, other = (api.call(api.make(scale=scale), X) for scale in (None, 0.5, 1.5))
+    np.testing.assert_allclose(same, default, rtol=0, atol=1e-6)  # head size 4
+    assert jnp.abs(other - default).max() > 1e-3
+
+
+@APIS
+def test_lengths_are_a_mask_of_padding(api):
+    lengths = jnp.array([9, 4])
+    got = api.call(api.make(use_bias=False), X, lengths=lengths)
+    inside = jnp.arange(T)[None] < lengths[:, None]
+    want = api.call(api.make(use_bias=False), X, mask=(inside[:, None, :, None] & inside[:, None, None, :]))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    assert (got[1, 4:] == 0).all()
+    # What padding holds reaches nothing.
+    spoilt = api.call(api.make(use_bias=False), X.at[1, 4:].set(jnp.nan), lengths=lengths)
+    np.testing.assert_array_equal(spoilt[1, :4], got[1, :4])
+
+
+@APIS
+def test_lengths_of_keys_alone(api):
+    lengths = jnp.array([13, 5])
+    got = api.call(api.make(), X, Y, lengths=(None, lengths))
+    want = api.call(api.make(), X, Y, mask=(jnp.arange(S)[None] < lengths[:, None])[:, None, None, :])
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+@APIS
+def test_everything_together(api):
+    """Each argument has its effect beside all others."""
+    ids = jnp.asarray(np.sort(rng.integers(0, 2, (B, T))))
+    arguments = {
+        "lengths": jnp.array([9, 6]),
+        "segment_ids": ids,
+        "mask": CausalMask(),
+        "bias": jnp.broadcast_to(jnp.linspace(0.0, 1.0, T), (N, T, T)),
+        "score_mod": lambda score, b, h, q_idx, kv_idx: score * 0.5,
+    }
+    options = {
+        "num_kv_heads": K,
+        "normalize_qk": "rms_norm",
+        "qk_norm_epsilon": 0.5,
+        "scale": 2.0,
+        "sinks": True,
+        "logits_soft_cap": 1.0,
+        "local_window_size": (3, 1),
+    }
+    whole = api.call(api.make(**options), X, **arguments)
+    assert jnp.isfinite(whole).all()
+    for name in arguments:
+        fewer = {n: x for n, x in arguments.items() if n != name}
+        assert jnp.abs(api.call(api.make(**options), X, **fewer) - whole).max() > 1e-6, name
+    for name in ("qk_norm_epsilon", "scale", "sinks", "logits_soft_cap", "local_window_size"):
+        fewer = {n: x for n, x in options.items() if n != name}
+        assert jnp.abs(api.call(api.make(**fewer), X, **arguments) - whole).max() > 1e-6, name
+
+
+@APIS
+def test_explain_says_what_a_call_computes(api):
+    module = api.make(num_kv_heads=K, sinks=True)
+    long = jnp.ones((1, 700, D))
+    assert api.explain(module, X).chosen == "xla"
+    explanation = api.explain(module, long, is_causal=True, lengths=jnp.array([650]))
+    assert explanation.chosen == "blockwise"
+    assert any("sinks" in reason for reason in explanation.refusals["splash"])
+    with pytest.raises(ValueError, match=r"attention_fn must be flax_mha\.attention_fn to be explained"):
+        api.explain(api.make(attention_fn=nnx.dot_product_attention), X)
+
+
+@APIS
+def test_explain_of_a_named_implementation(api):
+    assert api.explain(api.make(implementation="blockwise"), X).chosen == "blockwise"
+    with pytest.raises(NotImplementedError, match='implementation="cudnn" cannot compute this'):
+        api.explain(api.make(implementation="cudnn"), X)
+
+
+def test_explain_of_a_bound_linen_module():
+    layer = Linen.make(decode=True)
+    variables = layer.init(jax.random.key(0), jnp.ones((1, 700, D)))
+    bound = layer.bind(variables)
+    assert bound.explain(jnp.ones((1, 1, D))).chosen == "xla"
+    np.testing.assert_array_equal(bound.variables["cache"]["cache_index"], 0)
+
+
+@APIS
+def test_explain_has_the_signature_of_the_call(api):
+    import inspect
+
+    module = api.make()
+    assert (
+        inspect.signature(module.explain).parameters
+        == inspect.signature(type(module).__call__.__get__(module)).parameters
+    )
+
+
+def test_explain_leaves_an_nnx_module_as_it_is():
+    module = Nnx.make(dropout_rate=0.5, decode=True)
+    module.init_cache((B, T, D))
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Cache)))
+    assert module.explain(X[:, :1], deterministic=False).chosen == "xla"
+    after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Cache)))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    assert module.attention_fn is flax_mha.attention_fn
+
+
+@APIS
+def test_a_custom_attention_function_gets_what_it_does_not_know_and_fails(api):
+    def attention(query, key, value, mask=None, broadcast_dropout=True, dropout_rng=None, dropout_rate=0.0,
+                  deterministic=False, dtype=None, precision=None, module=None, is_causal=False):  # fmt: skip
+        return query
+
+    assert api.call(api.make(attention_fn=attention), X).shape == X.shape
+    for options, arguments, name in (({"scale": 1.0}, {}, "scale"), ({}, {"lengths": jnp.array([3, 4])}, "lengths")):
+        with pytest.raises(TypeError, match=name):
+            api.call(api.make(attention_fn=attention, **options), X, **arguments)
+
+
+def test_a_decoding_call_that_raises_leaves_the_cache():
+    module, layer = Nnx.make(decode=True), Linen.make(decode=True)
+    module.init_cache((B, T, D))
+    variables = layer.init(jax.random.key(0), X)
+    wrong = {"mask": jnp.ones((3, 1, 1, T), bool)}
+    with pytest.raises((ValueError, TypeError), match=r"mask|broadcast"):
+        module(X[:, :1], **wrong)
+    assert module.cache_index[...] == 0
+    assert (module.cached_key[...] == 0).all()
+    bound = layer.bind(variables, mutable=["cache"])
+    with pytest.raises((ValueError, TypeError), match=r"mask|broadcast"):
+        bound(X[:, :1], **wrong)
+    assert bound.variables["cache"]["cache_index"] == 0
+
+
+def test_a_linen_attention_function_that_does_not_know_a_mask_fails():
+    def attention(query, key, value, deterministic=True):
+        return query
+
+    assert Linen.call(Linen.make(attention_fn=attention), X).shape == X.shape
+    with pytest.raises(TypeError, match="mask"):
+        Linen.call(Linen.make(attention_fn=attention), X, mask=CausalMask())
+    with pytest.raises(TypeError, match="dropout"):
+        Linen.call(Linen.make(attention_fn=attention, dropout_rate=0.5), X, deterministic=False)
+
+
+REFUSED = {
+    "num_heads a float": ({"num_heads": 4.0}, {}, "num_heads must be an int, but got 4.0"),
+    "num_kv_heads that does not divide": (
+        {"num_kv_heads": 3},
+        {},
+        r"num_heads \(4\) must be divisible by num_kv_heads",
+    ),
+    "no such implementation": (
+        {"implementation": "flash"},
+        {},
+        "implementation must be \"xla\".*or None, but got 'flash'",
+    ),
+    "rate": ({"dropout_rate": 1.5}, {}, r"dropout_rate must be a number in \[0, 1\), .*got 1.5"),
+    "scale": ({"scale": "big"}, {}, "scale must be one finite number, but got 'big'"),
+    "epsilon": ({"qk_norm_epsilon": 0.0, "normalize_qk": True}, {}, "qk_norm_epsilon must be a finite number > 0"),
+    "epsilon of no norm": (
+        {"qk_norm_epsilon": 1e-3},
+        {},
+        'must be None without normalize_qk, .*normalize_qk="rms_norm"',
+    ),
+    "mask of -1e9": (
+        {},
+        {"mask": jnp.where(jnp.tri(T, dtype=bool), 0.0, -1e9)},
+        "mask must be bool, or hold 0 and 1 alone.* float32 with -1000000000.0; pass it as bias=",
+    ),
+    "mask, the class": (
+        {},
+        {"mask": CausalMask},
+        r"mask must be a boolean array or a mask object .*call it: CausalMask\(\)",
+    ),
+    "mask of keys": ({}, {"mask": jnp.ones((B, T), bool)}, r"got shape \(2, 9\); use mask\[:, None, None, :\]"),
+    "mask without heads": ({}, {"mask": jnp.ones((B, T, T), bool)}, r"\(2, 9, 9\); use mask\[:, None, :, :\]"),
+    "negative length": ({}, {"lengths": jnp.array([3, -1])}, "key_value_seq_lengths must be at least 0, but got -1"),
+    "lengths of another batch": ({}, {"lengths": jnp.array([3, 1, 2])}, "key_value_seq_lengths must broadcast to"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@APIS
+def test_refused(name, api):
+    options, arguments, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as error:
+        api.call(api.make(**options), X, **arguments)
+    assert "\n" not in str(error.value).partition("\n---")[0]
+
+
+@APIS
+def test_a_misspelt_argument_of_the_call_is_blamed_on_the_call(api):
+    with pytest.raises(TypeError, match=r"__call__\(\) got an unexpected keyword argument 'maks'"):
+        api.call(api.make(), X, maks=None)
+
+
+@pytest.mark.parametrize("name", ["lengths", "segment_ids"])
+@APIS
+def test_three_arrays_for_queries_and_keys_are_refused(api, name):
+    with pytest.raises(ValueError, match=rf"{name} must be one array or a pair .* but got 3 arrays"):
+        api.call(api.make(), X, **{name: (jnp.ones(B, int),) * 3})
+
+
+@APIS
+def test_one_array_of_lengths_for_other_keys_is_refused(api):
+    with pytest.raises(ValueError, match=r"lengths must be a pair \(of queries, of keys\).*\(None, lengths\)"):
+        api.call(api.make(), X, Y, lengths=jnp.array([3, 4]))
+
+
+def test_a_key_of_jax_random_is_no_rngs():
+    with pytest.raises(ValueError, match=r"rngs must be nnx.Rngs, but got PRNGKeyArray; a key becomes nnx.Rngs\(key\)"):
+        Nnx.make(rngs=jax.random.key(0))
+    module = Nnx.make(dropout_rate=0.5, deterministic=False)
+    with pytest.raises(ValueError, match=r"rngs must be nnx.Rngs or nnx.RngStream, but got PRNGKeyArray"):
+        module(X, rngs=jax.random.key(0))
+
+
+def test_lengths_are_refused_while_decoding():
+    module = Nnx.make(decode=True)
+    module.init_cache((B, T, D))
+    with pytest.raises(ValueError, match="lengths must be None while decoding"):
+        module(X[:, :1], lengths=jnp.array([1, 1]))
+    layer = Linen.make(decode=True)
+    variables = layer.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="lengths must be None while decoding"):
+        layer.apply(variables, X[:, :1], lengths=jnp.array([1, 1]), mutable=["cache"])
+
+
+def test_names_of_the_package():
+    assert flax_mha.linen is linen
+    assert flax_mha.convert is convert
+    assert flax_mha.recipes.causal()["mask"] == CausalMask()
+    assert flax_mha.CausalMask is masks.CausalMask
+    assert {"linen", "plot", "CausalMask", "__version__"} <= set(dir(flax_mha))
+    assert flax_mha.__version__.count(".") >= 2
+    with pytest.raises(AttributeError, match="module 'flax_mha' has no attribute 'linnen'"):
+        flax_mha.linnen  # noqa: B018
+
+
+def test_attention_fn_takes_every_argument_of_flax():
+    import inspect
+
+    ours = inspect.signature(flax_mha.attention_fn).parameters
+    for theirs in (nn.dot_product_attention, nnx.dot_product_attention):
+        assert set(inspect.signature(theirs).parameters) <= set(ours)
+    query = jnp.asarray(rng.standard_normal((B, T, N, 4)), jnp.float32)
+    calls = []
+
+    def counted(*arguments, **keywords):
+        calls.append(1)
+        return jax.lax.dot_general(*arguments, **keywords)
+
+    got = flax_mha.attention_fn(query, query, query, einsum_dot_general=counted)
+    assert len(calls) == 2
+    np.testing.assert_allclose(got, flax_mha.attention_fn(query, query, query), rtol=0, atol=1e-5)

@@ -1,0 +1,192 @@
+"""NaN, infinities and huge numbers, masked, in padding or visible: what they reach, forward and in every gradient."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention
+from flax_mha.masks import FunctionMask
+
+B, T, S, N, K, H = 2, 37, 45, 4, 2, 8
+FILLINGS = (np.nan, np.inf, -np.inf, 3e38, -3e38)
+BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+pytestmark = pytest.mark.usefixtures("small_tiles")
+# Rows from 30 on and keys from 33 on are masked, and here and there a score.
+MASK = np.ones((B, 1, T, S), bool)
+MASK[:, :, 30:], MASK[..., 33:], MASK[0, :, 10, 20:30], MASK[1, :, 25] = False, False, False, False
+
+SCORE_MODS = {
+    "no score_mod": None,
+    "slopes": lambda slopes: lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k).astype(score.dtype),
+    # Without a derivative, or any value, at masked places.
+    "logarithm": lambda slopes: lambda score, b, h, q, k: score + slopes[h] * jnp.log1p((q - k).astype(score.dtype)),
+    "root": lambda slopes: lambda score, b, h, q, k: score - jnp.sqrt(slopes[h] * (q - k).astype(score.dtype) + 1e-3),
+    "masks itself": lambda slopes: (
+        lambda score, b, h, q, k: jnp.where(k < 33, jnp.exp(0.1 * score) * slopes[h], -jnp.inf)
+    ),
+}
+ARGUMENTS = {
+    "plain": {},
+    "soft cap, sinks": {"logits_soft_cap": 2.0, "sinks": np.ones(N, np.float32)},
+    "bias, window": {"bias": np.zeros((B, N, T, S), np.float32), "local_window_size": (40, 30)},
+    "all": {
+        "bias": np.zeros((B, N, T, S), np.float32),
+        "local_window_size": (40, 30),
+        "logits_soft_cap": 2.0,
+        "sinks": np.ones(N, np.float32),
+        "scale": np.float32(1.5),
+    },
+}
+
+
+def arrays(**others):
+    rng = np.random.default_rng(0)
+    shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} | others
+
+
+@functools.lru_cache(maxsize=2)
+def program(score_mod, arguments, implementation, causal, mask=True):
+    """Jitted: outputs, and the gradients of a loss over those that are finite."""
+    static = {name: x for name, x in ARGUMENTS[arguments].items() if isinstance(x, tuple | float) and name != "scale"}
+    if mask:
+        static["mask"] = MASK
+
+    def loss(given):
+        given = dict(given)
+        slopes = given.pop("slopes", None)
+        mod = {} if slopes is None else {"score_mod": SCORE_MODS[score_mod](slopes)}
+        outputs = dot_product_attention(
+            **given, **static, **mod, is_causal=causal, implementation=implementation, return_residual=True
+        )
+        return sum(jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in outputs), outputs
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def run(given, **which):
+    (_, outputs), gradients = program(**which)({name: jnp.asarray(x) for name, x in given.items()})
+    return dict(zip(("output", "lse"), outputs, strict=True)) | {f"d_{name}": x for name, x in gradients.items()}
+
+
+def given_arrays(score_mod, arguments):
+    others = {n: x for n, x in ARGUMENTS[arguments].items() if isinstance(x, np.ndarray) or n == "scale"}
+    if SCORE_MODS[score_mod] is not None:
+        others["slopes"] = np.linspace(0.1, 0.4, N, dtype=np.float32)
+    return arrays(**others)
+
+
+@pytest.mark.parametrize(("score_mod", "arguments"), list(itertools.product(SCORE_MODS, ARGUMENTS)))
+@BOTH
+def test_what_is_masked_reaches_nothing(score_mod, arguments, implementation):
+    """In one feature of queries, keys and values, and in the bias: outputs and all gradients keep every bit."""
+    which = {
+        "score_mod": score_mod,
+        "arguments": arguments,
+        "implementation": implementation,
+        "causal": score_mod in ("logarithm", "root"),
+    }
+    clean = given_arrays(score_mod, arguments)
+    clean["query"][:, 30:], clean["key"][:, 33:], clean["value"][:, 33:] = 0, 0, 0
+    want = run(clean, **which)
+    assert all(np.isfinite(x).all() for name, x in want.items() if name != "lse")
+    assert (want["output"][:, 30:] == 0).all()
+    for filling in FILLINGS:
+        spoilt = {name: np.array(x) for name, x in clean.items()}
+        spoilt["query"][:, 30:, :, 1], spoilt["query"][1, 25] = filling, filling
+        spoilt["key"][:, 33:, :, 3], spoilt["value"][:, 33:, 1, 2] = filling, filling
+        if "bias" in spoilt:
+            spoilt["bias"] = np.where(MASK, spoilt["bias"], np.float32(filling))
+        got = run(spoilt, **which)
+        for name, x in want.items():
+            np.testing.assert_array_equal(got[name], x, err_msg=f"{name}, {filling}")
+
+
+# Without a mask only what masks no scores itself.
+VISIBLE = [(score_mod, arguments, True) for score_mod in ("no score_mod", "slopes") for arguments in ARGUMENTS]
+VISIBLE += [("no score_mod", arguments, False) for arguments in ("plain", "soft cap, sinks")]
+
+
+@pytest.mark.parametrize(("score_mod", "arguments", "masked"), VISIBLE)
+@BOTH
+def test_what_is_visible_is_seen(score_mod, arguments, masked, implementation):
+    """In whichever feature it stands; rows that do not see it keep their values, and send back what they did."""
+    which = {
+        "score_mod": score_mod,
+        "arguments": arguments,
+        "implementation": implementation,
+        "causal": False,
+        "mask": masked,
+    }
+    clean = given_arrays(score_mod, arguments)
+    want = run(clean, **which)
+    visible = np.broadcast_to(MASK if masked else True, (B, N, T, S))
+    if "local_window_size" in ARGUMENTS[arguments]:
+        ahead = np.arange(S) - np.arange(T)[:, None]
+        visible = visible & (ahead >= -40) & (ahead <= 30)
+    for filling, name in itertools.product((np.nan, np.inf), ("query", "key", "value", "bias")):
+        if name not in clean:
+            continue
+        spoilt = {name: np.array(x) for name, x in clean.items()}
+        rows = np.zeros((B, T, N), bool)
+        if name == "query":
+            spoilt["query"][0, 7, 2, 5] = filling
+            rows[0, 7, 2] = True
+        elif name == "bias":
+            spoilt["bias"][1, 3, 7, 4] = filling
+            rows[1, 7, 3] = True
+        else:
+            spoilt[name][0, 5, 1, H - 1] = filling
+            rows[0, :, 2:] = np.moveaxis(visible[0, 2:, :, 5], 0, 1)
+        got = run(spoilt, **which)
+        if masked or np.isnan(filling):
+            assert np.isnan(got["output"][rows]).any(-1).all()
+        np.testing.assert_array_equal(got["output"][~rows], want["output"][~rows])
+        np.testing.assert_array_equal(got["lse"][~rows], want["lse"][~rows])
+        if masked:
+            unseen = ~rows.any(-1)
+            np.testing.assert_array_equal(got["d_query"][unseen], want["d_query"][unseen])
+            assert all(np.isfinite(x).all() for gradient, x in got.items() if gradient.startswith("d_"))
+
+
+@BOTH
+def test_large_numbers_beside_ordinary_ones(implementation):
+    """Where large numbers meet zeros, the products of the others count."""
+    query, key = np.zeros((2, 1, 2, 1, 4), np.float32)
+    query[..., 0], query[..., 2], key[..., 1], key[0, 0, 0, 2] = 1e17, 1e-3, 1e17, 2e3
+    value = np.eye(2, dtype=np.float32)[None, :, None]
+    got = dot_product_attention(query, key, value, mask=np.ones((2, 2), bool), scale=1.0, implementation=implementation)
+    weight = 1 / (1 + np.exp(-2))
+    np.testing.assert_allclose(got.ravel(), [weight, 1 - weight] * 2, rtol=1e-6)
+
+
+@BOTH
+def test_padding_is_never_asked_about(implementation):
+    """Neither by looking it up in a captured array, nor by calling back."""
+    asked = []
+
+    def note(b, h, q_idx, kv_idx):
+        asked.append((np.max(q_idx), np.max(kv_idx), np.min(q_idx), np.min(kv_idx)))
+        return np.zeros(np.broadcast_shapes(np.shape(b), np.shape(h), np.shape(q_idx), np.shape(kv_idx)), np.float32)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        zero = jax.pure_callback(
+            note, jax.ShapeDtypeStruct((), jnp.float32), b, h, q_idx, kv_idx, vmap_method="broadcast_all"
+        )
+        return score + zero
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return score_mod(jnp.float32(0), b, h, q_idx, kv_idx) == 0
+
+    query, key, value = arrays().values()
+    dot_product_attention(
+        query, key, value, score_mod=score_mod, mask=FunctionMask(mask_mod), query_offset=3, key_value_offset=5,
+        implementation=implementation,
+    ).block_until_ready()  # fmt: skip
+    highest, lowest = np.max(asked, 0), np.min(asked, 0)
+    assert tuple(highest[:2]) == (3 + T - 1, 5 + S - 1)
+    assert tuple(lowest[2:]) == (3, 5)

@@ -1,0 +1,180 @@
+"""Positions: offsets of queries and keys, the ends of int32, and calls on slices that equal parts of the whole call."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention
+from flax_mha.masks import CausalMask, FunctionMask, LengthMask, LocalMask
+
+B, T, N, K, H = 2, 40, 4, 2, 8
+rng = np.random.default_rng(0)
+QUERY, KEY, VALUE = (jnp.asarray(rng.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K, K))
+TABLE = jnp.asarray(rng.standard_normal(T), jnp.float32)
+BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+LARGEST = 2**31 - 1
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+BY_POSITION = {
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (9, 3)},
+    "lengths": {"query_seq_lengths": np.array([33, 40]), "key_value_seq_lengths": np.array([22, 37])},
+    "mask objects": {"mask": (CausalMask(2) & ~LocalMask(3, 1)) | LengthMask(np.array([5, 9]))},
+    "functions": {
+        "mask": FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx * 3 + kv_idx + h) % 4 != 1),
+        "score_mod": lambda score, b, h, q_idx, kv_idx: (
+            score + TABLE[q_idx] * TABLE[kv_idx] * (b + 1).astype(score.dtype)
+        ),
+    },
+    "dropout": {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5), "is_causal": True},
+}
+# First and last query, and where the keys are cut.
+SLICES = {"first": (0, 16, 32), "odd": (13, 36, 7), "one query": (31, 32, 20), "keys behind": (8, 20, 30)}
+
+
+@pytest.mark.parametrize("name", BY_POSITION)
+@BOTH
+def test_a_slice_of_the_queries_is_a_part_of_the_whole_call(name, implementation):
+    """With all of the keys: the same rows, whether offsets are numbers, arrays, or one per batch entry."""
+    arguments = BY_POSITION[name] | {"implementation": implementation, "return_residual": True}
+    whole = dot_product_attention(QUERY, KEY, VALUE, **arguments)
+    for start, stop in ((0, 16), (13, 36), (31, 32)):
+        for offset in (start, np.int32(start), jnp.full(B, start)):
+            part = dot_product_attention(QUERY[:, start:stop], KEY, VALUE, query_offset=offset, **arguments)
+            for got, want in zip(part, whole, strict=True):
+                np.testing.assert_allclose(got, want[:, start:stop], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("name", "slices"), list(itertools.product(BY_POSITION, SLICES)))
+@BOTH
+def test_slices_of_queries_and_keys_merge_into_the_whole_call(name, slices, implementation):
+    """By their log-sum-exps, as ring attention does."""
+    q_start, q_stop, middle = SLICES[slices]
+    arguments = BY_POSITION[name] | {"implementation": implementation, "return_residual": True}
+    output, lse = dot_product_attention(QUERY, KEY, VALUE, **arguments)
+    total = jnp.zeros_like(output[:, q_start:q_stop])
+    for start, stop in ((0, middle), (middle, T)):
+        part, part_lse = dot_product_attention(
+            QUERY[:, q_start:q_stop],
+            KEY[:, start:stop],
+            VALUE[:, start:stop],
+            query_offset=q_start,
+            key_value_offset=jnp.int32(start),
+            **arguments,
+        )
+        share = jnp.exp(part_lse - jnp.where(lse == -jnp.inf, 0, lse)[:, q_start:q_stop])
+        total = total + part * share[..., None]
+    np.testing.assert_allclose(total, output[:, q_start:q_stop], rtol=0, atol=2e-6)
+
+
+def kept(query_offset, key_value_offset, t, s, implementation):
+    """Which weights are not dropped [B, N, t, s]."""
+    value = jnp.broadcast_to(jnp.eye(s)[:, None], (B, s, N, s))
+    weights = dot_product_attention(
+        jnp.zeros((B, t, N, 1)),
+        jnp.zeros((B, s, N, 1)),
+        value,
+        query_offset=query_offset,
+        key_value_offset=key_value_offset,
+        dropout_rate=0.5,
+        dropout_rng=jax.random.key(1),
+        implementation=implementation,
+    )
+    return np.moveaxis(np.asarray(weights), -2, 1) != 0
+
+
+@BOTH
+@pytest.mark.parametrize("as_array", [False, True])
+def test_dropout_of_a_slice_is_that_of_the_whole_bit_for_bit(as_array, implementation):
+    whole = kept(0, 0, T, T, "xla")
+    for start, first in ((6, 0), (7, 9), (33, 34)):
+        offsets = (jnp.full(B, start), jnp.full(B, first)) if as_array else (start, first)
+        part = kept(*offsets, T - start, T - first, implementation)
+        np.testing.assert_array_equal(part, whole[:, :, start:, first:])
+
+
+@BOTH
+@pytest.mark.parametrize("traced", [False, True])
+def test_the_ends_of_int32(traced, implementation):
+    """The largest positions and windows that there are: as far from each other as anywhere else."""
+    want = dot_product_attention(QUERY, KEY, VALUE, is_causal=True, local_window_size=(9, 0))
+
+    def at(offset):
+        return dot_product_attention(
+            QUERY,
+            KEY,
+            VALUE,
+            is_causal=True,
+            local_window_size=(9, 0),
+            query_offset=offset,
+            key_value_offset=offset,
+            implementation=implementation,
+        )
+
+    for offset in (LARGEST - T + 1, -(2**31), 2**30):
+        got = jax.jit(at)(jnp.int32(offset)) if traced else at(offset)
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    everything = dot_product_attention(QUERY, KEY, VALUE, implementation=implementation)
+    for arguments in (
+        {"local_window_size": LARGEST},
+        {"local_window_size": 2**40},
+        {"is_causal": True, "query_offset": LARGEST - T + 1},
+        {"mask": CausalMask(2**35)},
+        {"key_value_seq_lengths": np.array([2**40, LARGEST])},
+    ):
+        got = dot_product_attention(QUERY, KEY, VALUE, implementation=implementation, **arguments)
+        np.testing.assert_allclose(got, everything, rtol=0, atol=2e-6)
+    nothing = dot_product_attention(QUERY, KEY, VALUE, mask=CausalMask(-(2**40)), implementation=implementation)
+    assert (nothing == 0).all()
+
+
+@BOTH
+def test_lengths_and_ids_of_64_bits(implementation):
+    ids = np.arange(T) // 16
+    want = dot_product_attention(QUERY, KEY, VALUE, query_segment_ids=ids, implementation=implementation)
+    with jax.enable_x64(True):
+
+        @jax.jit
+        def call(ids, lengths, offset):
+            return dot_product_attention(
+                QUERY,
+                KEY,
+                VALUE,
+                query_segment_ids=ids,
+                key_value_seq_lengths=lengths,
+                query_offset=offset,
+                key_value_offset=offset,
+                implementation=implementation,
+            )
+
+        got = call(jnp.asarray(ids, jnp.int64) * 2**32, jnp.array([2**40, 2**33]), jnp.int64(3))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+
+
+REFUSED = {
+    "positions beyond int32": (
+        {"query_offset": 2**31 - T + 1},
+        "query_offset must keep positions in the range of int32",
+    ),
+    "known array": ({"key_value_offset": np.array([0, 2**31 - 3])}, "key_value_offset must keep positions"),
+    "distances beyond int32": (
+        {"query_offset": 2**31 - 100, "key_value_offset": -1000},
+        "must keep distances in the range of int32, but got queries at positions 2147483548",
+    ),
+    "ids equal modulo 2**32": (
+        {"query_segment_ids": np.arange(T) * 2**32},
+        r"query_segment_ids must be in the range of int32.*np.unique\(ids, return_inverse=True\)",
+    ),
+    "offset a float": ({"key_value_offset": 0.5}, "key_value_offset must be integers"),
+    "offset of another batch": ({"key_value_offset": np.zeros(3, int)}, "key_value_offset must broadcast to"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_where_known(name):
+    arguments, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        dot_product_attention(QUERY, KEY, VALUE, **arguments)

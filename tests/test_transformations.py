@@ -1,0 +1,286 @@
+"""Under jit, vmap, shard_map, export, x64 and differentiation: every transformation meets every argument."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from flax_mha import dot_product_attention, explain_implementation
+from flax_mha.masks import FunctionMask, LengthMask
+
+B, T, N, K, H = 3, 40, 4, 2, 8
+rng = np.random.default_rng(0)
+ARRAYS = [jnp.asarray(rng.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K, K)]
+TABLE = jnp.asarray(rng.standard_normal(T), jnp.float32)
+BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+
+def normal(*shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+MAPPED = {
+    "bias": normal(B, N, T, T),
+    "mask": rng.random((B, 1, T, T)) < 0.7,
+    "scale": np.array([0.1, 0.2, 0.3], np.float32),
+    "query_seq_lengths": np.array([40, 11, 0], np.int32),
+    "key_value_seq_lengths": np.array([40, 11, 0], np.int32),
+    "query_offset": np.array([0, 7, 19], np.int32),
+    "key_value_offset": np.array([0, 7, 19], np.int32),
+    "query_segment_ids": np.sort(rng.integers(0, 3, (B, T))).astype(np.int32),
+    "sinks": normal(B, N),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+@BOTH
+def test_vmap_over_an_argument_equals_a_loop_over_it(name, implementation):
+    """Alone and together with query, key and value."""
+    causal = {"is_causal": True} if "offset" in name else {}
+
+    def call(argument, *arrays):
+        return dot_product_attention(*arrays, **{name: argument}, **causal, implementation=implementation)
+
+    shared = [x[0] for x in ARRAYS]
+    alone = jax.vmap(call, (0, None, None, None))(MAPPED[name], *shared)
+    together = jax.vmap(call)(MAPPED[name], *ARRAYS)
+    for i in range(B):
+        np.testing.assert_allclose(alone[i], call(MAPPED[name][i], *shared), rtol=0, atol=2e-6)
+        np.testing.assert_allclose(together[i], call(MAPPED[name][i], *(x[i] for x in ARRAYS)), rtol=0, atol=2e-6)
+
+
+@BOTH
+def test_vmap_over_keys_of_dropout_masks_and_captured_arrays(implementation):
+    attend = functools.partial(dot_product_attention, *(x[:1] for x in ARRAYS), implementation=implementation)
+    keys, lengths, tables = jax.random.split(jax.random.key(0), 3), jnp.array([3, 20, 40]), jnp.outer(lengths3(), TABLE)
+
+    def call(key, mask, table):
+        mod = lambda score, b, h, q_idx, kv_idx: score + table[kv_idx]  # noqa: E731
+        return attend(dropout_rng=key, dropout_rate=0.5, mask=mask, score_mod=mod)
+
+    got = jax.vmap(call)(keys, LengthMask(lengths), tables)
+    for i in range(3):
+        np.testing.assert_allclose(got[i], call(keys[i], LengthMask(lengths[i]), tables[i]), rtol=0, atol=2e-6)
+
+
+def lengths3():
+    return jnp.array([1.0, 2.0, 3.0])
+
+
+SHARD_MAPPED = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+import jax.numpy as jnp
+import numpy as np
+from flax_mha import dot_product_attention
+from flax_mha.masks import CausalMask, FunctionMask
+
+P, rng = jax.P, np.random.default_rng(0)
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+arrays = [jnp.asarray(rng.standard_normal((4, 24, n, 8)), jnp.float32) for n in (4, 2, 2)]
+table, ids = jnp.linspace(-1, 1, 24), jnp.asarray(np.sort(rng.integers(0, 3, (4, 24))), jnp.int32)
+data = {"table": (table, P()), "lengths": (jnp.array([24, 11, 3, 0]), P("x")), "ids": (ids, P("x"))}
+data |= {"offsets": (jnp.array([0, 5, 9, 11]), P("x")), "bias": (jnp.ones((4, 24, 24)), P())}
+
+
+def attend(implementation, q, k, v, table, lengths, ids, offsets, bias):
+    first = dot_product_attention(
+        q, k, v, bias, score_mod=lambda s, b, h, i, j: s + table[i % 24] * table[j], query_offset=offsets,
+        key_value_seq_lengths=lengths, query_segment_ids=ids, is_causal=True, implementation=implementation,
+    )
+    mask = CausalMask() & FunctionMask(lambda b, h, i, j: table[j] <= 0.5)
+    second = dot_product_attention(q, k, v, mask=mask, logits_soft_cap=3.0, implementation=implementation,
+                                   sinks=table[:4], dropout_rate=0.0)
+    return first + second
+
+
+H = P(None, None, "x")
+slopes = jnp.arange(1.0, 5.0)
+lengths = jnp.array([3, 9, 17, 24])
+
+
+def by_head(implementation, q, slopes, lengths):
+    mask = FunctionMask(lambda b, h, i, j: j < lengths[h])
+    mod = lambda s, b, h, i, j: s - slopes[h] * jnp.abs(i - j)
+    return dot_product_attention(q, q, q, mask=mask, score_mod=mod, implementation=implementation)
+
+
+for implementation in ("xla", "blockwise"):
+    split = jax.shard_map(lambda *x: by_head(implementation, *x), mesh=mesh, in_specs=(H, P("x"), P("x")), out_specs=H)
+    grads = [jax.grad(lambda q, s, f=f: jnp.sin(f(q, s, lengths)).sum(), (0, 1))(arrays[0], slopes)
+             for f in (split, lambda *x: by_head("xla", *x))]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), *grads)
+
+for implementation in ("xla", "blockwise", None):
+    def loss(operands, arrays):
+        names = sorted(arrays)
+        def inner(q, k, v, *rest):
+            out = attend(implementation, q, k, v, **dict(zip(names, rest)))
+            return jax.lax.psum(jnp.sin(out).sum(), "x"), out
+        specs = (P("x"),) * 3 + tuple(data[name][1] for name in names)
+        run = jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=(P(), P("x")))
+        return run(*operands, *(arrays[name] for name in names))
+    def plain(operands, arrays):
+        out = attend("xla", *operands, **arrays)
+        return jnp.sin(out).sum(), out
+    floats = {n: x for n, (x, _) in data.items() if x.dtype == jnp.float32}
+    others = {n: x for n, (x, _) in data.items() if n not in floats}
+    results = []
+    for function in (loss, plain):
+        graded = jax.value_and_grad(lambda operands, floats: function(operands, floats | others), (0, 1), has_aux=True)
+        results.append(jax.jit(graded)(arrays, floats))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), *results)
+print("equal")
+"""
+
+
+def test_inside_shard_map_with_default_arguments():
+    """Outputs and gradients, also of arrays that are the same on all devices: captured, a bias, sinks."""
+    run = subprocess.run([sys.executable, "-c", SHARD_MAPPED], capture_output=True, text=True, check=False)
+    assert run.stdout == "equal\n", run.stderr
+
+
+EXPORTED = {
+    "plain": {},
+    "causal window, soft cap": {"is_causal": True, "local_window_size": (9, 0), "logits_soft_cap": 3.0},
+    "functions": {
+        "score_mod": lambda score, b, h, q_idx, kv_idx: score - 0.1 * (b * jnp.abs(q_idx - kv_idx)).astype(score.dtype),
+        "mask": FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + b) % 3 != h % 3),
+    },
+    "dropout": {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_export_with_symbolic_sizes(name):
+    """One program for every batch size and length; nobody has to name an implementation."""
+    batch, queries, keys = export.symbolic_shape("batch, queries, keys")
+
+    def call(query, key, value, lengths, ids, key_ids):
+        arguments = {"key_value_seq_lengths": lengths, "query_segment_ids": ids, "key_value_segment_ids": key_ids}
+        assert explain_implementation(query, key, value, **EXPORTED[name], **arguments).chosen == "xla"
+        return dot_product_attention(query, key, value, **EXPORTED[name], **arguments)
+
+    shapes = (
+        jax.ShapeDtypeStruct((batch, queries, N, H), jnp.float32),
+        *[jax.ShapeDtypeStruct((batch, keys, K, H), jnp.float32)] * 2,
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        jax.ShapeDtypeStruct((batch, queries), jnp.int32),
+        jax.ShapeDtypeStruct((batch, keys), jnp.int32),
+    )
+    exported = export.export(jax.jit(call))(*shapes)
+    for b, t, s in ((3, 40, 40), (1, 1, 7), (2, 300, 300)):
+        query, key, value = normal(b, t, N, H), normal(b, s, K, H), normal(b, s, K, H)
+        data = (np.full(b, s - 1, np.int32), np.zeros((b, t), np.int32), np.arange(s, dtype=np.int32)[None] // 9)
+        data = (*data[:2], np.broadcast_to(data[2], (b, s)))
+        got, want = exported.call(query, key, value, *data), call_known(name, query, key, value, *data)
+        np.testing.assert_allclose(got, want, rtol=0, atol=5e-6)
+
+
+def call_known(name, query, key, value, lengths, ids, key_ids):
+    return dot_product_attention(
+        query,
+        key,
+        value,
+        **EXPORTED[name],
+        key_value_seq_lengths=lengths,
+        query_segment_ids=ids,
+        key_value_segment_ids=key_ids,
+        implementation="xla",
+    )
+
+
+def test_blockwise_refuses_symbolic_sizes():
+    batch, length = export.symbolic_shape("batch, length")
+    x = jax.ShapeDtypeStruct((batch, length, N, H), jnp.float32)
+    attend = functools.partial(dot_product_attention, implementation="blockwise")
+    with pytest.raises(NotImplementedError, match="its sizes must be numbers known while tracing"):
+        export.export(jax.jit(attend))(x, x, x)
+
+
+@pytest.mark.parametrize("empty", ["B", "T", "S", "Hv"])
+@pytest.mark.parametrize("name", ["nothing", "all"])
+@BOTH
+def test_empty_axes(empty, name, implementation):
+    sizes = {"B": B, "T": T, "S": T, "Hv": H} | {empty: 0}
+    arrays = [
+        jnp.ones((sizes["B"], sizes["T"], N, H)),
+        jnp.ones((sizes["B"], sizes["S"], K, H)),
+        jnp.ones((sizes["B"], sizes["S"], K, sizes["Hv"])),
+    ]
+    arguments = {}
+    if name == "all":
+        table = jnp.ones(())
+        arguments = {
+            "bias": jnp.ones((N, sizes["T"], sizes["S"])),
+            "is_causal": True,
+            "query_segment_ids": jnp.zeros(sizes["T"], jnp.int32),
+            "key_value_segment_ids": jnp.zeros(sizes["S"], jnp.int32),
+            "score_mod": lambda score, b, h, q_idx, kv_idx: score * table,
+            "dropout_rate": 0.5,
+            "dropout_rng": jax.random.key(0),
+            "sinks": jnp.zeros(N),
+            "mask": FunctionMask(lambda b, h, q_idx, kv_idx: q_idx != kv_idx),
+        }
+
+    def loss(arrays):
+        output, lse = dot_product_attention(*arrays, return_residual=True, implementation=implementation, **arguments)
+        return output.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), output
+
+    gradients, output = jax.grad(loss, has_aux=True)(arrays)
+    assert output.shape == (sizes["B"], sizes["T"], N, sizes["Hv"])
+    assert jnp.isfinite(output).all()
+    assert all(jnp.isfinite(x).all() and x.shape == y.shape for x, y in zip(gradients, arrays, strict=True))
+
+
+@BOTH
+def test_x64(implementation):
+    with jax.enable_x64(True):
+        arrays = [x.astype(jnp.float64) for x in ARRAYS]
+        arguments = {
+            "is_causal": True,
+            "score_mod": lambda score, b, h, q_idx, kv_idx: score * 0.5 + TABLE[kv_idx].astype(score.dtype),
+            "mask": FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % 5 != 3),
+            "query_offset": 3,
+            "key_value_seq_lengths": np.array([40, 17, 0]),
+            "dropout_rate": 0.25,
+            "dropout_rng": jax.random.key(0),
+        }
+        attend = functools.partial(dot_product_attention, implementation=implementation, **arguments)
+        output, pull = jax.vjp(attend, *arrays)
+        gradients = pull(jnp.cos(output))
+        assert output.dtype == jnp.float64
+        want, want_pull = jax.vjp(functools.partial(attend, implementation="xla"), *arrays)
+        for got, expected in zip((output, *gradients), (want, *want_pull(jnp.cos(want))), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
+
+
+def test_forward_mode_and_second_derivatives_name_the_implementation_that_has_them():
+    attend = functools.partial(dot_product_attention, *ARRAYS[:2], is_causal=True)
+    tangent = [jnp.ones_like(ARRAYS[2])]
+    with pytest.raises(TypeError, match='implementation must be "xla" for forward-mode differentiation') as error:
+        jax.jvp(functools.partial(attend, implementation="blockwise"), ARRAYS[2:], tangent)
+    assert "\n" not in str(error.value)
+    jax.jvp(functools.partial(attend, implementation="xla"), ARRAYS[2:], tangent)
+    for name in ('"xla"', "jax.jvp", "second derivatives"):
+        assert name in dot_product_attention.__doc__
+
+
+def test_forward_over_reverse_through_tiles():
+    """A Hessian-vector product differentiates the backward pass, which is plain JAX."""
+
+    def product(implementation):
+        def loss(query):
+            output = dot_product_attention(query, *ARRAYS[1:], is_causal=True, implementation=implementation)
+            return jnp.sum(jnp.sin(output))
+
+        return jax.jvp(jax.grad(loss), (ARRAYS[0],), (jnp.cos(ARRAYS[0]),))[1]
+
+    np.testing.assert_allclose(product("blockwise"), product("xla"), rtol=0, atol=1e-5)

@@ -1,0 +1,101 @@
+"""Type checkers find a misspelt or ill-typed argument of every public function, and nothing in right uses."""
+
+import subprocess
+import sys
+
+import pytest
+
+RIGHT = """
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import flax_mha
+from flax_mha import CausalMask, Mask, SegmentMask, convert, linen, plot, recipes
+
+x = jnp.ones((1, 8, 2, 4))
+mask: Mask = CausalMask() & flax_mha.LocalMask(3, 0) | ~SegmentMask(jnp.ones(8, int), jnp.ones(8, int))
+output: jax.Array = flax_mha.dot_product_attention(x, x, x, mask=mask, is_causal=True, query_offset=jnp.array([3]))
+both: tuple[jax.Array, jax.Array] = flax_mha.dot_product_attention(x, x, x, return_residual=True, key_value_offset=1)
+chosen: str = flax_mha.explain_implementation(x, x, x, local_window_size=(3, None)).chosen
+other: jax.Array = flax_mha.attention_fn(x, x, x, scale=0.5, implementation="xla")
+attention = flax_mha.MultiHeadAttention(
+    2, 8, dropout_rate=0.1, implementation="blockwise", scale=0.3, qk_norm_epsilon=1e-3, decode=False, rngs=nnx.Rngs(0)
+)
+out: jax.Array = attention(x, mask=mask, lengths=jnp.array([3]), segment_ids=None)
+layer = linen.MultiHeadAttention(num_heads=2, num_kv_heads=1, implementation="xla", scale=0.3)
+same: jax.Array = layer(x, lengths=jnp.array([3]))
+convert.from_torch({}, num_heads=2)
+recipes.alibi(num_heads=2)
+plot.plot_mask(mask, 3, 4)
+version: str = flax_mha.__version__
+"""
+
+# One mistake per line.
+WRONG = """
+from typing import Any
+import jax.numpy as jnp
+from flax import nnx
+import flax_mha
+from flax_mha import linen
+x = jnp.ones((1, 8, 2, 4))
+a1 = flax_mha.dot_product_attention(x, x, x, is_casual=True)
+a2 = flax_mha.dot_product_attention(x, x, x, local_window_size="9")
+a3 = flax_mha.dot_product_attention(x, x, x, implementation="flash")
+a4 = flax_mha.dot_product_attention(x, x, x, return_residual=True, logit_soft_cap=1.0)
+a5: str = flax_mha.dot_product_attention(x, x, x)
+b1 = flax_mha.explain_implementation(x, x, x, query_offst=3)
+b2 = flax_mha.explain_implementation(x, x, x, mask=flax_mha.CausalMask)
+c1 = flax_mha.attention_fn(x, x, x, scal=1.0)
+c2 = flax_mha.attention_fn(x, x, x, implementation="flash")
+d1 = flax_mha.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), num_kv_head=1)
+d2 = flax_mha.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), implementation="flash")
+d3 = flax_mha.MultiHeadAttention(2.0, 8, rngs=nnx.Rngs(0))
+attention = flax_mha.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))
+e1 = attention(x, maks=None)
+e2 = attention(x, is_causal="yes")
+e3 = attention(x, score_mod=3)
+f1 = linen.MultiHeadDotProductAttention(num_heads=2, num_kv_head=1)
+f2 = linen.MultiHeadAttention(num_heads="2")
+layer = linen.MultiHeadAttention(num_heads=2)
+g1 = layer(x, length=None)
+g2 = layer(x, segment_ids="a")
+h0 = attention.explain(x, maks=None)
+h1 = flax_mha.CausalMask() & x
+h2 = flax_mha.LocalMask(1)
+h3 = flax_mha.linnen
+"""
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """For each of the two files the lines that mypy finds fault with."""
+    folder = tmp_path_factory.mktemp("typing")
+    files = {name: folder / f"{name}.py" for name in ("right", "wrong")}
+    files["right"].write_text(RIGHT)
+    files["wrong"].write_text(WRONG)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--no-error-summary",
+        "--follow-imports=silent",
+    ]
+    command += ["--disable-error-code=name-defined", "--ignore-missing-imports", f"--cache-dir={folder / 'cache'}"]
+    run = subprocess.run([*command, *map(str, files.values())], capture_output=True, text=True, check=False)
+    assert run.returncode in (0, 1), run.stderr
+    errors = [line for line in run.stdout.splitlines() if ": error: " in line]
+    return {name: [line for line in errors if line.startswith(str(path))] for name, path in files.items()}
+
+
+def test_right_uses_are_right(reported):
+    assert reported["right"] == []
+
+
+def test_every_mistake_is_reported(reported):
+    lines = {int(line.split(":")[1]) for line in reported["wrong"]}
+    mistakes = {n for n, line in enumerate(WRONG.splitlines(), 1) if line[:1] in "abcdefgh" and line[1:2].isdigit()}
+    assert len(mistakes) == 23
+    assert lines == mistakes

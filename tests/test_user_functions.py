@@ -1,0 +1,388 @@
+"""`score_mod` and `mask_mod` behave as if called anew in every call, and compile nothing anew without need."""
+
+import functools
+import gc
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention
+from flax_mha._impl import xla
+from flax_mha._traced_function import trace
+from flax_mha.masks import FunctionMask
+
+T, N = 24, 2
+rng = np.random.default_rng(0)
+ARRAYS = [jnp.asarray(rng.standard_normal((1, T, N, 8)), jnp.float32) for _ in range(3)]
+FIRST, SECOND = jnp.linspace(-1, 1, T), jnp.linspace(2, -2, T)
+BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+
+def attend(score_mod, implementation="xla", **arguments):
+    return dot_product_attention(*ARRAYS, score_mod=score_mod, implementation=implementation, **arguments)
+
+
+def added(table, implementation="xla"):
+    """What a score_mod that adds table[kv_idx] must give: the same as a bias."""
+    return dot_product_attention(*ARRAYS, jnp.asarray(table)[None, None, :], implementation=implementation)
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def jitted_helper(table):
+    @jax.jit
+    def helper(score, kv_idx):
+        return score + table[kv_idx]
+
+    return lambda score, b, h, q_idx, kv_idx: helper(score, kv_idx)
+
+
+def custom_jvp(table):
+    @jax.custom_jvp
+    def helper(score, kv_idx):
+        return score + table[kv_idx]
+
+    @helper.defjvp
+    def _rule(primals, tangents):
+        return helper(*primals), tangents[0] * table[primals[1]]
+
+    return lambda score, b, h, q_idx, kv_idx: helper(score, kv_idx)
+
+
+def custom_vjp(table):
+    @jax.custom_vjp
+    def helper(score, kv_idx):
+        return score + table[kv_idx]
+
+    helper.defvjp(
+        lambda score, kv_idx: (helper(score, kv_idx), kv_idx),
+        lambda kv_idx, cotangent: (cotangent * table[kv_idx], None),
+    )
+    return lambda score, b, h, q_idx, kv_idx: helper(score, kv_idx)
+
+
+def callback(table):
+    table = np.asarray(table)
+    result = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def on_host(kv_idx):
+        return table[kv_idx]
+
+    return lambda score, b, h, q_idx, kv_idx: (
+        score + jax.pure_callback(on_host, result, kv_idx, vmap_method="broadcast_all")
+    )
+
+
+@pytest.mark.parametrize("make", [jitted_helper, custom_jvp, custom_vjp, callback])
+def test_functions_whose_code_reads_alike_are_told_apart(make):
+    for table in (FIRST, SECOND, FIRST):
+        close(attend(make(table)), added(table))
+
+
+@pytest.mark.parametrize("make", [custom_jvp, custom_vjp])
+def test_rules_of_custom_derivatives_are_told_apart(make):
+    def gradient(table):
+        helper = make(table)
+        zeros = jnp.zeros(T)
+        forward = lambda score, b, h, q_idx, kv_idx: (  # noqa: E731
+            helper(score, b, h, q_idx, kv_idx) - table[kv_idx] + zeros[kv_idx]
+        )
+        loss = lambda query: jnp.sum(jnp.sin(dot_product_attention(query, *ARRAYS[1:], score_mod=forward)))  # noqa: E731
+        return jax.grad(loss)(ARRAYS[0])
+
+    first, second = gradient(FIRST), gradient(SECOND)
+    assert jnp.abs(first - second).max() > 1e-3
+    close(gradient(FIRST), first)
+
+
+@BOTH
+def test_what_a_function_closes_over_counts_as_it_is_now(implementation):
+    """Rebound numbers, changed lists and NumPy arrays, a rebound array: always the same function object."""
+    number, numbers, array, table = 0.5, [1.0], np.full(T, 0.25, np.float32), FIRST
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + (number + numbers[0] + array[kv_idx]) * table[kv_idx]
+
+    def check():
+        close(
+            attend(score_mod, implementation),
+            added((number + numbers[0] + array) * np.asarray(table), implementation),
+        )
+
+    check()
+    number = -3.0
+    check()
+    numbers[0] = 4.0
+    check()
+    array[:] = np.arange(T)
+    check()
+    table = SECOND
+    check()
+
+
+def test_two_hundred_random_edits_of_what_is_closed_over():
+    draw = random.Random(0)
+    state = {"slope": 0.5, "table": np.zeros(T, np.float32), "window": 5, "values": [1.0, 2.0]}
+    array = FIRST
+
+    @jax.jit
+    def helper(score, kv_idx):
+        return score + array[kv_idx] * state["slope"]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return helper(score, kv_idx) + state["table"][kv_idx] + jnp.asarray(state["values"])[kv_idx % 2]
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return abs(q_idx - kv_idx) <= state["window"]
+
+    for _ in range(200):
+        match draw.randrange(5):
+            case 0:
+                state["slope"] = draw.uniform(-2, 2)
+            case 1:
+                state["table"][draw.randrange(T)] = draw.uniform(-2, 2)
+            case 2:
+                state["window"] = draw.randrange(1, 9)
+            case 3:
+                state["values"][draw.randrange(2)] = draw.uniform(-2, 2)
+            case 4:
+                array = jnp.asarray(array).at[draw.randrange(T)].set(draw.uniform(-2, 2))
+        implementation = draw.choice(["xla", "blockwise"])
+        got = attend(score_mod, implementation, mask=FunctionMask(mask_mod))
+        bias = np.asarray(array) * state["slope"] + state["table"] + np.resize(state["values"], T)
+        distance = abs(np.arange(T)[:, None] - np.arange(T))
+        want = dot_product_attention(
+            *ARRAYS, np.float32(bias)[None, None], distance <= state["window"], implementation="xla"
+        )
+        close(got, want)
+
+
+def test_a_rebound_tracer_does_not_leak():
+    table = None
+    score_mod = lambda score, b, h, q_idx, kv_idx: score + table[kv_idx]  # noqa: E731
+    for values in (FIRST, SECOND):
+
+        @jax.jit
+        def call(values):
+            nonlocal table
+            table = 2 * values
+            return attend(score_mod)
+
+        close(call(values), added(2 * values))
+
+
+@BOTH
+def test_arrays_captured_by_a_jitted_helper_get_gradients(implementation):
+    loss = lambda table: jnp.sum(jnp.sin(attend(jitted_helper(table), implementation)))  # noqa: E731
+    want = jax.grad(lambda table: jnp.sum(jnp.sin(added(table))))(FIRST)
+    close(jax.grad(loss)(FIRST), want)
+
+
+NUMPY = np.asarray(FIRST)
+
+
+class Model:
+    """A score_mod as a method, with a NumPy table."""
+
+    def __init__(self, table):
+        self.table = np.asarray(table)
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score + self.table[kv_idx]
+
+
+def _of_keywords(score, b, h, q_idx, kv_idx, *, table):
+    return score + table[kv_idx]
+
+
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda score, b, h, q_idx, kv_idx, table=NUMPY: score + table[kv_idx],
+        Model(FIRST).score_mod,
+        functools.partial(_of_keywords, table=np.asarray(FIRST)),
+    ],
+    ids=["default", "method", "partial"],
+)
+def test_numpy_arrays_are_captured_like_jax_arrays(score_mod):
+    close(attend(score_mod), added(FIRST))
+
+
+def test_a_key_of_jax_random_may_be_captured():
+    key = jax.random.key(3)
+
+    def noise(q_idx, kv_idx):
+        return jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, q_idx), kv_idx))
+
+    places = jnp.meshgrid(jnp.arange(T), jnp.arange(T), indexing="ij")
+    bias = jax.vmap(jax.vmap(noise))(*places)[None]
+    for implementation in ("xla", "blockwise"):
+        got = attend(lambda score, b, h, q_idx, kv_idx: score + noise(q_idx, kv_idx), implementation)
+        close(got, dot_product_attention(*ARRAYS, bias))
+        got = attend(None, implementation, mask=FunctionMask(lambda b, h, q_idx, kv_idx: noise(q_idx, kv_idx) > 0))
+        close(got, dot_product_attention(*ARRAYS, mask=bias > 0))
+
+
+def test_lists_and_torch_tensors_are_refused_with_the_fix():
+    values = [0.0] * T
+    with pytest.raises(ValueError, match=r"score_mod\(.*TracerIntegerConversionError.*jnp.asarray\(...\)") as error:
+        attend(lambda score, b, h, q_idx, kv_idx: score + values[kv_idx])
+    assert "\n" not in str(error.value)
+
+
+def test_rules_of_rules_are_told_apart():
+    """Second derivatives use the rule of a function that is called in another one's rule."""
+
+    def nested(factor):
+        @jax.custom_jvp
+        def inner(x):
+            return jnp.sin(x)
+
+        inner.defjvp(lambda primals, tangents: (inner(primals[0]), tangents[0] * factor))
+
+        @jax.custom_jvp
+        def outer(x):
+            return jnp.cos(x)
+
+        outer.defjvp(lambda primals, tangents: (outer(primals[0]), tangents[0] * inner(primals[0])))
+        return lambda score, b, h, q_idx, kv_idx: outer(score)
+
+    assert traced(nested(1.0)) != traced(nested(-3.0))
+
+
+class Table:
+    """A score_mod that is an object."""
+
+    def __init__(self, table):
+        self.table = np.asarray(table)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score + self.table[kv_idx]
+
+
+def test_a_callable_object_with_a_numpy_table():
+    close(attend(Table(FIRST)), added(FIRST))
+
+
+@BOTH
+def test_a_mask_mod_that_calls_back_is_asked_in_every_call(implementation):
+    table = np.ones(T, bool)
+
+    def on_host(kv_idx):
+        return table[kv_idx]
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return jax.pure_callback(on_host, jax.ShapeDtypeStruct((), bool), kv_idx, vmap_method="broadcast_all")
+
+    for count in (T, 7):
+        table[:] = np.arange(T) < count
+        got = attend(None, implementation, mask=FunctionMask(mask_mod))
+        close(got, dot_product_attention(*ARRAYS, mask=table[None, None, None]))
+
+
+def size():
+    return xla._dense._cache_size() + xla._blockwise._cache_size()
+
+
+@BOTH
+def test_equal_functions_and_other_numbers_compile_nothing(implementation):
+    def call(slope, offset, scale):
+        score_mod = lambda score, b, h, q_idx, kv_idx: score * slope + 0.25 * (q_idx - kv_idx).astype(score.dtype)  # noqa: E731
+        mask = FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 != 1)
+        return attend(score_mod, implementation, mask=mask, query_offset=offset, scale=scale)
+
+    call(0.5, 7, 0.1)
+    before = size()
+    for slope, offset, scale in ((0.7, 7, 0.1), (0.5, 8, 0.1), (0.5, 1001, 0.3), (-1.5, 3, 2)):
+        call(slope, offset, scale)
+    assert size() == before
+
+
+def test_a_thousand_lambdas_leave_nothing_behind():
+    def call(slope):
+        return attend(lambda score, b, h, q_idx, kv_idx: score * slope)
+
+    call(0.5)
+    before = size()
+    gc.collect()
+    objects = len(gc.get_objects())
+    for i in range(1000):
+        call(i / 1000)
+    gc.collect()
+    assert size() == before
+    assert len(gc.get_objects()) - objects < 1000
+
+
+@pytest.mark.parametrize("argument", range(5))
+def test_which_arguments_a_function_uses(argument):
+    """Beside captured arrays and numbers, of which jax keeps count in different ways."""
+    function = traced(lambda *arguments: FIRST[3] * 0.5 + arguments[argument].astype(jnp.float32) * 0.25)
+    assert [function.uses(i) for i in range(5)] == [i == argument for i in range(5)]
+
+
+SIGNATURE = {"score": jnp.float32} | dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
+
+
+def traced(function):
+    return trace("score_mod", function, SIGNATURE, "float32").function
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda s, b, h, q, k: s - FIRST[h] * (q - k).astype(s.dtype), True),
+        (lambda s, b, h, q, k: jnp.where(q >= k, s + FIRST[q] - FIRST[k], -jnp.inf), True),
+        (lambda s, b, h, q, k: s + FIRST[jnp.log(q.astype(s.dtype)).astype(q.dtype)], True),
+        (lambda s, b, h, q, k: s * 0.5 + 0.1 * FIRST[h], True),
+        (lambda s, b, h, q, k: s * FIRST[h], False),
+        (lambda s, b, h, q, k: s + FIRST[h] * jnp.log((q - k).astype(s.dtype)), False),
+        (lambda s, b, h, q, k: s + jnp.abs(FIRST[k]), False),
+        (lambda s, b, h, q, k: jnp.exp(s), False),
+        (lambda s, b, h, q, k: s + jnp.where(q > k, FIRST[h] * jnp.inf, 0.0), False),
+        (lambda s, b, h, q, k: jax.nn.relu(s), False),
+    ],
+)
+def test_which_derivatives_are_finite_whatever_is_captured(function, expected):
+    assert traced(function).derivative_is_finite == expected
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda s, b, h, q, k: s * 2**-3, lambda s, b, h, q, k: s * 2**-4),
+        (lambda s, b, h, q, k: jax.nn.relu(s), lambda s, b, h, q, k: jax.nn.relu(s)),
+        (
+            lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x + FIRST[i], s),
+            lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x + SECOND[i], s),
+        ),
+        (
+            lambda s, b, h, q, k: jax.lax.cond(q > k, lambda x: x * FIRST[0], lambda x: x, s),
+            lambda s, b, h, q, k: jax.lax.cond(q > k, lambda x: x * SECOND[0], lambda x: x, s),
+        ),
+    ],
+    ids=["floats", "library function", "loop", "branches"],
+)
+def test_equal(one, other):
+    assert traced(one) == traced(other)
+    assert hash(traced(one)) == hash(traced(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda s, b, h, q, k: jnp.where(q > 3, s, 0.0), lambda s, b, h, q, k: jnp.where(q > 4, s, 0.0)),
+        (lambda s, b, h, q, k: s + jnp.inf, lambda s, b, h, q, k: s - jnp.inf),
+        (lambda s, b, h, q, k: s**2.0, lambda s, b, h, q, k: s**3.0),
+        (custom_jvp(FIRST), custom_jvp(SECOND)),
+        (callback(FIRST), callback(FIRST)),
+    ],
+    ids=["integers", "infinities", "exponents", "rules", "callbacks"],
+)
+def test_unequal(one, other):
+    assert traced(one) != traced(other)
