@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from flax_mha._impl import dense, online_softmax
 from flax_mha._impl.block_mask import BlockMask
-from flax_mha._impl.nonfinite import NonFinite
+from flax_mha._impl.nonfinite import Magnitudes, finite
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._impl.tiling import Tiling, padded_mask
 from flax_mha._impl.visit import Visit, by_row, element, over_keys
@@ -32,7 +32,7 @@ def blockwise_head(
     value: Float[Array, "S Hv"],
     params: ScoreParams,
     scores: Scores,
-    nonfinite: NonFinite | None,
+    magnitudes: Magnitudes | None,
     blocks: BlockMask,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     """Output and log-sum-exp of one head.
@@ -41,21 +41,21 @@ def blockwise_head(
       tiling: How the scores are cut.
       fuse_rows: Whether to compute all rows of tiles at once, if there is no gradient; needs `blocks.single`.
       query: Scaled.
-      key: Keys, finite if anything may be masked.
+      key: Finite if anything may be masked.
       value: Values, likewise.
       params: The other differentiable inputs: bias, sink and the arrays that `score_mod` captures.
       scores: How products of queries and keys become scores.
-      nonfinite: Which queries and keys had an entry that is not finite; None if nothing can be masked.
+      magnitudes: Of queries and keys; None if nothing can be masked.
       blocks: Which tiles are visited.
     """
     rows, columns = tiling.shape
     query = pad(query, (rows, query.shape[1]))
     key, value = pad(key, (columns, key.shape[1])), pad(value, (columns, value.shape[1]))
     params = params._replace(bias=None if params.bias is None else pad(params.bias, tiling.shape))
-    if nonfinite is not None:
+    if magnitudes is not None:
         widths = (rows - tiling.lengths[0], columns - tiling.lengths[1])
-        nonfinite = NonFinite(*(jnp.pad(x, (0, width)) for x, width in zip(nonfinite, widths, strict=True)))
-    output, lse = _head(tiling, fuse_rows, query, key, value, params, scores, nonfinite, blocks)
+        magnitudes = Magnitudes(*(jnp.pad(x, (0, width)) for x, width in zip(magnitudes, widths, strict=True)))
+    output, lse = _head(tiling, fuse_rows, query, key, value, params, scores, magnitudes, blocks)
     return output[: tiling.lengths[0]], lse[: tiling.lengths[0]]
 
 
@@ -77,26 +77,33 @@ def _output(
     value: Array,
     params: ScoreParams,
     scores: Scores,
-    nonfinite: NonFinite | None,
+    magnitudes: Magnitudes | None,
     blocks: BlockMask,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     def row(own: tuple) -> tuple[Array, Array]:
-        i, blocks, q, q_bad = own
+        i, blocks, q, q_magnitude = own
 
         def visit_tile(visit: Visit, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
             tile, kept = visit.tile, scores.dropout_multiplier(visit.tile)
             products = scores.dot(visit.rows(q), visit.keys(key), transpose_b=True)
-            bad = None if nonfinite is None else NonFinite(visit.rows(q_bad), visit.keys(nonfinite.key))
-            s = scores.tile(products, params.cut(tile), tile, mask, bad)
+            of_tile = None if magnitudes is None else Magnitudes(visit.rows(q_magnitude), visit.keys(magnitudes.key))
+            marks = row_marks = None
+            if of_tile is not None:
+                # Without marks of scores, XLA's CPU can fuse the product with the row maximum.
+                masks = scores.masks_tile(params, mask)
+                marks, row_marks = of_tile.marks_of_keys() if masks else None, of_tile.marks_of_rows(not masks)
+            s = scores.tile(products, params.cut(tile), tile, mask, marks)
             before = online_softmax.State(*map(visit.rows, state))
-            after = online_softmax.update(before, s, lambda p: scores.dot(_times(p, kept), visit.keys(value)))
+            after = online_softmax.update(
+                before, s, lambda p: scores.dot(_times(p, kept), visit.keys(value)), row_marks
+            )
             return online_softmax.State(*map(visit.put_rows, state, after))
 
         nothing = online_softmax.start(tiling.height, value.shape[1], params.sink, value.dtype)
         return online_softmax.finish(over_keys(blocks, tiling, scores, i, visit_tile, varying_as(q, nothing)))
 
-    bad_queries = None if nonfinite is None else nonfinite.query
-    output, lse = lax.map(row, by_row(tiling, blocks, query, bad_queries))
+    of_queries = None if magnitudes is None else magnitudes.query
+    output, lse = lax.map(row, by_row(tiling, blocks, query, of_queries))
     return output.reshape(tiling.shape[0], value.shape[1]), lse.reshape(-1)
 
 
@@ -107,20 +114,20 @@ def _output_of_single_tiles(
     value: Array,
     params: ScoreParams,
     scores: Scores,
-    nonfinite: NonFinite | None,
+    magnitudes: Magnitudes | None,
     blocks: BlockMask,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     mask = padded_mask(scores.mask, tiling) if blocks.partial_parts else None
 
-    def row(i: Array, blocks: BlockMask, q: Array, q_bad: Any) -> tuple[Array, Array]:
+    def row(i: Array, blocks: BlockMask, q: Array, q_magnitude: Any) -> tuple[Array, Array]:
         column = element(blocks.column, 0, 0)
         tile = tiling.tile(i * tiling.height, column, (tiling.height, tiling.width), scores.offsets)
-        bad = None if nonfinite is None else NonFinite(q_bad, tile.cut_columns(nonfinite.key, 0))
+        of_tile = None if magnitudes is None else Magnitudes(q_magnitude, tile.cut_columns(magnitudes.key, 0))
         keys, values = tile.cut_columns(key, 0), tile.cut_columns(value, 0)
-        return dense.fused_rows(q, keys, values, params.cut(tile), scores, bad, tile, mask)
+        return dense.fused_rows(q, keys, values, params.cut(tile), scores, of_tile, tile, mask)
 
-    bad_queries = None if nonfinite is None else nonfinite.query
-    output, lse = jax.vmap(row)(*by_row(tiling, blocks, query, bad_queries))
+    of_queries = None if magnitudes is None else magnitudes.query
+    output, lse = jax.vmap(row)(*by_row(tiling, blocks, query, of_queries))
     return output.reshape(tiling.shape[0], value.shape[1]), lse.reshape(-1)
 
 
@@ -130,7 +137,8 @@ def _forward(tiling: Tiling, fuse_rows: bool, *operands: Any) -> tuple[tuple[Arr
 
 
 def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    query, key, value, params, scores, _, blocks, output, lse = saved
+    query, key, value, params, scores, magnitudes, blocks, output, lse = saved
+    query = query if magnitudes is None else finite(query, magnitudes.query)
     row_data = _row_data(query, output, lse, cotangents)
 
     def row(sums: tuple, own: tuple) -> tuple[tuple, Array]:

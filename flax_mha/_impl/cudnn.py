@@ -144,10 +144,11 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
     first, end = kernel_mask.visible_range(mask.flat(operands.query.shape[:axes]), batch, (queries, keys))
     nonfinite_rows = jnp.zeros((), bool)
     if mask.masks_scores:
-        key, value, bad_keys = nonfinite.finite_keys(key, value)
-        query, bad_queries = nonfinite.finite_queries(query, options.scale)
-        sees_bad = kernel_mask.counted(bad_keys, first, end) > 0
-        nonfinite_rows = kernel_mask.for_query_heads(sees_bad, query.shape[2]) | bad_queries
+        key, value, of_keys = nonfinite.finite_keys(key, value)
+        of_queries = nonfinite.magnitude_of(query * options.scale)
+        query = nonfinite.finite(query, of_queries)
+        sees_bad = kernel_mask.counted(of_keys == jnp.inf, first, end) > 0
+        nonfinite_rows = kernel_mask.for_query_heads(sees_bad, query.shape[2]) | (of_queries == jnp.inf)
         query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
     used_queries = used_keys = None
     if kernel.padded:

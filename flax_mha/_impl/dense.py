@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_mha._impl.nonfinite import NonFinite
+from flax_mha._impl.nonfinite import Magnitudes, finite
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._tiles import Tile
 from flax_mha.masks import Mask
@@ -23,7 +23,7 @@ def dense_head(
     value: Float[Array, "S Hv"],
     params: ScoreParams,
     scores: Scores,
-    nonfinite: NonFinite | None,
+    magnitudes: Magnitudes | None,
 ) -> OutputAndLse:
     """Output and log-sum-exp of one head: 0 and -inf for a row whose keys are all masked.
 
@@ -31,24 +31,24 @@ def dense_head(
     """
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
     reverse_only = scores.score_mod is not None and scores.score_mod.has_custom_vjp
-    if nonfinite is None or reverse_only or not query.size:
-        return _differentiable(query, key, value, params, scores, nonfinite)
-    return _head(query, key, value, params, scores, nonfinite)
+    if magnitudes is None or reverse_only or not query.size:
+        return _differentiable(query, key, value, params, scores, magnitudes)
+    return _head(query, key, value, params, scores, magnitudes)
 
 
 @jax.custom_jvp
 def _head(
-    query: Array, key: Array, value: Array, params: ScoreParams, scores: Scores, nonfinite: NonFinite
+    query: Array, key: Array, value: Array, params: ScoreParams, scores: Scores, magnitudes: Magnitudes
 ) -> OutputAndLse:
-    return fused_rows(query, key, value, params, scores, nonfinite, _whole(query, key, scores), scores.mask)
+    return fused_rows(query, key, value, params, scores, magnitudes, _whole(query, key, scores), scores.mask)
 
 
 @_head.defjvp
 def _head_jvp(primals: tuple, tangents: tuple) -> tuple[OutputAndLse, OutputAndLse]:
-    *_, scores, nonfinite = primals  # what they hold has no gradient
+    *_, scores, magnitudes = primals  # what they hold has no gradient
 
     def head(query: Array, key: Array, value: Array, params: ScoreParams) -> OutputAndLse:
-        return _differentiable(query, key, value, params, scores, nonfinite)
+        return _differentiable(query, key, value, params, scores, magnitudes)
 
     return jax.jvp(head, primals[:4], tangents[:4])
 
@@ -59,7 +59,7 @@ def fused_rows(
     value: Float[Array, "s Hv"],
     params: ScoreParams,
     scores: Scores,
-    nonfinite: NonFinite | None,
+    magnitudes: Magnitudes | None,
     tile: Tile,
     mask: Mask | None,
 ) -> OutputAndLse:
@@ -68,25 +68,24 @@ def fused_rows(
     Written so that XLA's CPU can compile it into one kernel: if nobody asks for the log-sum-exp, no score is written to
     memory.
     """
-    if nonfinite is None:
+    if magnitudes is None:
         s = scores.tile(scores.dot(query, key, transpose_b=True), params, tile, mask)
         return _softmax(s, value, params, scores, tile)
     # Rows of large numbers are scaled down before the product and up after it. A masked product may then overflow to
     # infinity, but it is never NaN (infinity minus infinity).
-    (query, query_factor), (key, key_factor) = _shrunk(query), _shrunk(key)
+    (query, query_factor), (key, key_factor) = _shrunk(query, magnitudes.query), _shrunk(key, magnitudes.key)
     products = scores.dot(query, key, transpose_b=True) * key_factor.T * query_factor
-    s = scores.tile(products, params, tile, mask, nonfinite, fused=True)
+    s = scores.tile(products, params, tile, mask, magnitudes.marks_of_scores(), fused=True)
     return _softmax(s, value, params, scores, tile)
 
 
-def _shrunk(x: Float[Array, "n H"]) -> tuple[Float[Array, "n H"], Float[Array, "n 1"]]:
+def _shrunk(x: Float[Array, "n H"], largest: Float[Array, " n"]) -> tuple[Float[Array, "n H"], Float[Array, "n 1"]]:
     """The rows, scaled down where their products could overflow, and the powers of two that undo the scaling."""
-    largest = jnp.max(jnp.abs(x), axis=1, keepdims=True, initial=0.0)
     # In float32 from 2^60 on, by 2^-68. Smaller factors would lose the products of a row's other entries.
     half = jnp.finfo(x.dtype).maxexp // 2
-    exponent, is_large = half + 4, largest > 2.0 ** (half - 4)
-    factor = jnp.where(is_large, jnp.asarray(2.0**-exponent, x.dtype), jnp.ones_like(largest))
-    return x * factor, jnp.where(is_large, jnp.asarray(2.0**exponent, x.dtype), jnp.ones_like(largest))
+    exponent, is_large, one = half + 4, (largest > 2.0 ** (half - 4))[:, None], jnp.asarray(1, x.dtype)
+    factor = jnp.where(is_large, jnp.asarray(2.0**-exponent, x.dtype), one)
+    return finite(x * factor, largest), jnp.where(is_large, jnp.asarray(2.0**exponent, x.dtype), one)
 
 
 def _differentiable(
@@ -95,15 +94,16 @@ def _differentiable(
     value: Float[Array, "S Hv"],
     params: ScoreParams,
     scores: Scores,
-    nonfinite: NonFinite | None,
+    magnitudes: Magnitudes | None,
 ) -> OutputAndLse:
     whole = _whole(query, key, scores)
+    query = query if magnitudes is None else finite(query, magnitudes.query)
     products = scores.dot(query, key, transpose_b=True)
     s = scores.differentiable_tile(products, params, whole, scores.mask)
-    if nonfinite is None:
+    if magnitudes is None:
         return _softmax(s, value, params, scores, whole)
     # Rows that see something not finite return NaN, and have no gradient.
-    sees_nonfinite = (s != -jnp.inf) & (nonfinite.query[:, None] + nonfinite.key[None, :] == jnp.inf)
+    sees_nonfinite = (s != -jnp.inf) & (magnitudes.marks_of_scores() == jnp.inf)
     poisoned = jnp.any(sees_nonfinite | jnp.isnan(s) | (s == jnp.inf), axis=1)
     s = jnp.where(poisoned[:, None], jnp.zeros_like(s), s)
     output, lse = _softmax(s, value, params, scores, whole)

@@ -1,9 +1,11 @@
 """What becomes of NaN and infinity in queries, keys and values: the same in every implementation.
 
-Masked entries must not affect the output, but a weight of 0 times NaN is NaN. Queries, keys and values that are not
-finite are therefore replaced by zeros, and marked in two vectors: infinity for such a query, and for a key if the key
-or its value is not finite; 0 for all others. The vectors are added to the visible scores, which makes the softmax of a
-row that sees an infinity NaN. Such rows get zero gradients, so the gradients of the other rows stay finite.
+Masked entries must not affect the output, but a weight of 0 times NaN is NaN. Keys and values that are not finite are
+therefore replaced by zeros before they are multiplied, and so are queries where their NaN could reach another row. What
+was replaced is known by its magnitude, which is infinite. To the visible scores of such a key, and of such a query,
+infinity is added, which makes the softmax of the row NaN. What concerns a whole row can instead be added, as NaN, to
+its largest score, if the row sees anything. Such rows get zero gradients, so the gradients of the other rows stay
+finite.
 
 If nothing can be masked, none of this is needed, because NaN propagates by itself.
 """
@@ -11,37 +13,59 @@ If nothing can be masked, none of this is needed, because NaN propagates by itse
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jax import lax
+from jaxtyping import Array, Float
 
 
-class NonFinite(NamedTuple):
-    """Per query and per key of one head: 0, or infinity where it is not finite."""
+class Magnitudes(NamedTuple):
+    """Per scaled query and per key of one head its largest absolute entry: infinity where it held NaN or infinity.
+
+    The magnitude of a key is also infinity if its value held NaN or infinity.
+    """
 
     query: Float[Array, "... T"]
     key: Float[Array, "... S"]
 
+    def marks_of_scores(self) -> Float[Array, "T S"]:
+        """What is added to the visible scores: 0, or infinity."""
+        return _marks(self.query)[:, None] + _marks(self.key)[None, :]
 
-def finite_queries(
-    query: Float[Array, "*B T N H"], scale: Float[Array, ""] | float
-) -> tuple[Float[Array, "*B T N H"], Bool[Array, "*B T N"]]:
-    """The queries, zero where one times the scale is not finite, and where that is."""
-    bad = ~jnp.isfinite(query * scale).all(-1)
-    return _without(query, bad), bad
+    def marks_of_keys(self) -> Float[Array, "1 S"]:
+        """The part of it that concerns keys."""
+        return _marks(self.key)[None, :]
+
+    def marks_of_rows(self, unmasked: bool) -> Float[Array, " T"]:
+        """What is added to the largest score of a row that sees anything: 0, or NaN where the query is not finite.
+
+        Args:
+          unmasked: Whether all rows see all keys. Then rows are also marked if a key is not finite.
+        """
+        return _marks(lax.max(self.query, jnp.max(self.key)) if unmasked else self.query) * 0
 
 
 def finite_keys(
     key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"]
-) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Bool[Array, "*B S K"]]:
-    """Keys and values, zero where one of the two is not finite, and where that is."""
-    bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
-    return _without(key, bad), _without(value, bad), bad
+) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Float[Array, "*B S K"]]:
+    """Keys and values, zero where one of the two is not finite, and the magnitudes of the keys."""
+    magnitude = jnp.where(jnp.isfinite(magnitude_of(value)), magnitude_of(key), jnp.inf)
+    return finite(key, magnitude), finite(value, magnitude), magnitude
 
 
-def _without(x: Array, bad: Bool[Array, "..."]) -> Array:
-    return jnp.where(bad[..., None], jnp.zeros_like(x), x)
+def magnitude_of(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
+    """The largest absolute entry, infinity where there is NaN or infinity; without a gradient."""
+    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=-1, initial=0)
+    return jnp.where(jnp.isnan(largest), jnp.inf, largest)
 
 
-def as_scores(bad: Bool[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-    """What is added to visible scores: infinity where `bad`."""
-    return jnp.where(bad, jnp.asarray(jnp.inf, dtype), jnp.asarray(0, dtype))
+def finite(x: Float[Array, "*L F"], magnitude: Float[Array, "*L"]) -> Float[Array, "*L F"]:
+    """Zeros where the magnitude is infinite."""
+    return jnp.where(jnp.isfinite(magnitude)[..., None], x, jnp.zeros_like(x))
+
+
+def _marks(magnitude: Float[Array, "*L"]) -> Float[Array, "*L"]:
+    return jnp.where(magnitude == jnp.inf, magnitude, jnp.zeros_like(magnitude))
+
+
+def mark_rows(largest: Float[Array, " t"], marks: Float[Array, " t"]) -> Float[Array, " t"]:
+    """The largest score of each row, with the mark of the row added if it sees anything."""
+    return lax.select(lax.gt(largest, lax.full_like(largest, -jnp.inf)), largest + marks, largest)

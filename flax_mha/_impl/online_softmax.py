@@ -12,6 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from flax_mha._impl.nonfinite import mark_rows
+
 
 class State(NamedTuple):
     """Per row: the largest score, the sum of exp(score - running_max), and the values weighted by the same."""
@@ -32,9 +34,23 @@ def start(rows: int, features: int, sink: Float[Array, ""] | None, dtype: DTypeL
     )
 
 
-def update(state: State, scores: Float[Array, "t s"], weigh: Callable[[Array], Array]) -> State:
-    """Takes in the scores of more keys; `weigh` multiplies their weights [t, s] by their values -> [t, Hv]."""
-    running_max = lax.max(state.running_max, jnp.max(scores, axis=1))
+def update(
+    state: State,
+    scores: Float[Array, "t s"],
+    weigh: Callable[[Array], Array],
+    row_marks: Float[Array, " t"] | None = None,
+) -> State:
+    """Takes in the scores of more keys.
+
+    Args:
+      state: Before them.
+      scores: Of the keys.
+      weigh: Multiplies their weights [t, s] by their values -> [t, Hv].
+      row_marks: NaN for rows that become NaN if they see any of these keys, else 0; None marks none.
+    """
+    largest = jnp.max(scores, axis=1)
+    largest = largest if row_marks is None else mark_rows(largest, row_marks)
+    running_max = lax.max(state.running_max, largest)
     # What is subtracted is finite: a row that saw nothing has -inf, and -inf - -inf is NaN.
     shift = lax.max(running_max, lax.full_like(running_max, jnp.finfo(running_max.dtype).min))
     weights = lax.exp(scores - lax.expand_dims(shift, (1,)))

@@ -14,7 +14,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from flax_mha._call import accumulation_dtype
-from flax_mha._impl.nonfinite import NonFinite
 from flax_mha._platform import any_varies
 from flax_mha._tiles import Scalar, Tile
 from flax_mha._traced_function import TracedFunction
@@ -94,7 +93,11 @@ class Scores:
 
     def masks_scores(self, params: ScoreParams) -> bool:
         """Whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
-        return self.mask is not None or params.bias is not None or self.score_mod is not None
+        return self.masks_tile(params, self.mask)
+
+    def masks_tile(self, params: ScoreParams, mask: Mask | None) -> bool:
+        """Whether a score may be masked in a tile in which `mask` says what is visible."""
+        return mask is not None or params.bias is not None or self.score_mod is not None
 
     def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
         """The matrix product a @ b, or a @ b.T."""
@@ -107,7 +110,7 @@ class Scores:
         params: ScoreParams,
         tile: Tile,
         mask: Mask | None,
-        nonfinite: NonFinite | None = None,
+        marks: Float[Array, "#t #s"] | None = None,
         fused: bool = False,
     ) -> Float[Array, "t s"]:
         """The scores of one tile, -inf where masked, from its products.
@@ -117,7 +120,7 @@ class Scores:
           params: The tile's own part.
           tile: Which it is.
           mask: What is visible in it; None shows everything.
-          nonfinite: The tile's part. If None, rows that see a value that is not finite are not marked.
+          marks: Added to the visible scores: infinity where query, key or value is not finite, else 0.
           fused: Whether to express the mask so that XLA's CPU backend can fuse it with the product before and the
             softmax after it. The caller must ensure that no masked product is NaN, and must not differentiate.
         """
@@ -133,8 +136,8 @@ class Scores:
         if params.bias is not None:
             shown = jnp.where(visible, params.bias, jnp.zeros_like(params.bias))  # type: ignore[arg-type]  # with a bias
             scores = scores + shown.astype(scores.dtype)
-        if nonfinite is not None:
-            scores = scores + nonfinite.query[:, None] + nonfinite.key[None, :]
+        if marks is not None:
+            scores = scores + marks
         if visible is None:
             return scores
         if fused:  # XLA's CPU fuses a minimum with the product before it, but not a selection

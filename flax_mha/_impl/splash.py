@@ -116,9 +116,10 @@ def _attention(operands: Operands, options: Options, interpret: bool) -> Float[A
     mask = kernel_mask.kernel_mask(Call(operands, options)).flat(operands.query.shape[:axes])
     query, key, value = (kernel_mask.flat(x, axes) for x in (operands.query, operands.key, operands.value))
     if mask.masks_scores:
-        key, value, bad_keys = nonfinite.finite_keys(key, value)
-        query, bad_queries = nonfinite.finite_queries(query, options.scale)
-        masked, sees_bad = _rows(mask, bad_keys, queries)
+        key, value, of_keys = nonfinite.finite_keys(key, value)
+        of_queries = nonfinite.magnitude_of(query * options.scale)
+        query = nonfinite.finite(query, of_queries)
+        masked, sees_bad = _rows(mask, of_keys == jnp.inf, queries)
         query = jnp.where(masked[:, :, None, None], jnp.zeros_like(query), query)
     query = (query.astype(jnp.float32) * options.scale).astype(query.dtype)
     sides = (_tile(queries), _tile(keys))
@@ -135,7 +136,7 @@ def _attention(operands: Operands, options: Options, interpret: bool) -> Float[A
     output = jax.vmap(kernel)(*(jnp.swapaxes(x, 1, 2) for x in padded), _segment_ids(mask, query, key, sides))
     output = jnp.swapaxes(output, 1, 2)[:, :queries]
     if mask.masks_scores:
-        nonfinite_rows = kernel_mask.for_query_heads(sees_bad, query.shape[2]) | bad_queries
+        nonfinite_rows = kernel_mask.for_query_heads(sees_bad, query.shape[2]) | (of_queries == jnp.inf)
         output = kernel_mask.with_our_rows(output, masked, nonfinite_rows)
     return output.reshape(*operands.query.shape[:-1], value.shape[-1])
 

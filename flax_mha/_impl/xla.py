@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from flax_mha._call import Call, Operands, Options, accumulation_dtype, numbers_as_arrays
 from flax_mha._impl import block_mask, blockwise, dense, heads, layout, nonfinite, schedule
 from flax_mha._impl.block_mask import BlockMask
-from flax_mha._impl.nonfinite import NonFinite
+from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._impl.tiling import CELL, Tiling
 from flax_mha._platform import varying_alike
@@ -102,7 +102,9 @@ def _block_mask(scores: Scores, tiling: Tiling, axes: int) -> BlockMask:
     return heads.over_heads(one_head, (scores.mask, scores.offset_arrays), axes)
 
 
-def _by_head(operands: Operands, options: Options) -> tuple[Array, Array, Array, ScoreParams, Scores, NonFinite | None]:
+def _by_head(
+    operands: Operands, options: Options
+) -> tuple[Array, Array, Array, ScoreParams, Scores, Magnitudes | None]:
     """What the math of one head takes, with leading axes for batch and heads."""
     query, key, value, groups = operands.query, operands.key, operands.value, operands.groups
     rank = query.ndim - 3
@@ -119,16 +121,16 @@ def _by_head(operands: Operands, options: Options) -> tuple[Array, Array, Array,
     )
     constants = [x for x, learned in zip(captured, is_learned, strict=True) if not learned]
     scores = _scores(operands, options, constants)
-    bad = None
+    magnitudes = None
     if scores.masks_scores(params):
-        query, bad_queries = nonfinite.finite_queries(query, scale)
-        key, value, bad_keys = nonfinite.finite_keys(key, value)
-        bad = NonFinite(
-            layout.split_heads(nonfinite.as_scores(bad_queries, dtype)[..., None], groups)[..., 0],
-            layout.split_heads(nonfinite.as_scores(bad_keys, dtype)[..., None], (groups[0], 1))[..., 0],
+        of_queries = nonfinite.magnitude_of(query * scale)
+        key, value, of_keys = nonfinite.finite_keys(key, value)
+        magnitudes = Magnitudes(
+            layout.split_heads(of_queries[..., None], groups)[..., 0],
+            layout.split_heads(of_keys[..., None], (groups[0], 1))[..., 0],
         )
     keys, values = (layout.split_heads(x, (groups[0], 1)) for x in (key, value))
-    return layout.split_heads(query * scale, groups), keys, values, params, scores, bad
+    return layout.split_heads(query * scale, groups), keys, values, params, scores, magnitudes
 
 
 def _scores(operands: Operands, options: Options, constants: list[Array]) -> Scores:
