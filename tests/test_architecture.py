@@ -71,7 +71,7 @@ BELOW = {
     "_impl.layout": {"masks"},
     "_impl.heads": set(),
     "_impl.nonfinite": set(),
-    "_impl.online_softmax": set(),
+    "_impl.online_softmax": {"_impl.nonfinite"},
     "_impl.__init__": set(),
     "_call": {"_check", "_platform", "_traced_function", "masks"},
     "masks.__init__": {"masks.base", "masks.basic", "masks.function"},

@@ -79,13 +79,14 @@ def fused_rows(
     return _softmax(s, value, params, scores, tile)
 
 
-def _shrunk(x: Float[Array, "n H"], largest: Float[Array, " n"]) -> tuple[Float[Array, "n H"], Float[Array, "n 1"]]:
+def _shrunk(x: Float[Array, "n H"], magnitude: Float[Array, " n"]) -> tuple[Float[Array, "n H"], Float[Array, "n 1"]]:
     """The rows, scaled down where their products could overflow, and the powers of two that undo the scaling."""
     # In float32 from 2^60 on, by 2^-68. Smaller factors would lose the products of a row's other entries.
     half = jnp.finfo(x.dtype).maxexp // 2
-    exponent, is_large, one = half + 4, (largest > 2.0 ** (half - 4))[:, None], jnp.asarray(1, x.dtype)
+    exponent, is_large = half + 4, (magnitude * (2 * x.shape[1]) > 2.0 ** (half - 4))[:, None]
+    one = jnp.asarray(1, x.dtype)
     factor = jnp.where(is_large, jnp.asarray(2.0**-exponent, x.dtype), one)
-    return finite(x * factor, largest), jnp.where(is_large, jnp.asarray(2.0**exponent, x.dtype), one)
+    return finite(x * factor, magnitude), jnp.where(is_large, jnp.asarray(2.0**exponent, x.dtype), one)
 
 
 def _differentiable(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 
 class Magnitudes(NamedTuple):
-    """Per scaled query and per key of one head its largest absolute entry: infinity where it held NaN or infinity.
+    """Per scaled query and per key of one head half its mean absolute entry: infinity where it held NaN or infinity.
 
     The magnitude of a key is also infinity if its value held NaN or infinity.
     """
@@ -52,9 +52,10 @@ def finite_keys(
 
 
 def magnitude_of(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
-    """The largest absolute entry, infinity where there is NaN or infinity; without a gradient."""
-    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=-1, initial=0)
-    return jnp.where(jnp.isnan(largest), jnp.inf, largest)
+    """Half the mean absolute entry, infinity where there is NaN or infinity; without a gradient."""
+    # XLA's CPU computes a sum faster than other reductions that pass NaN on; that of these parts cannot overflow.
+    half_mean = jnp.sum(jnp.abs(lax.stop_gradient(x)) * (0.5 / max(x.shape[-1], 1)), axis=-1)
+    return jnp.where(jnp.isnan(half_mean), jnp.inf, half_mean)
 
 
 def finite(x: Float[Array, "*L F"], magnitude: Float[Array, "*L"]) -> Float[Array, "*L F"]:

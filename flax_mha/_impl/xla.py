@@ -124,6 +124,8 @@ def _by_head(
     magnitudes = None
     if scores.masks_scores(params):
         of_queries = nonfinite.magnitude_of(query * scale)
+        if operands.scale is not None:  # else the gradient of the scale would be NaN
+            query = nonfinite.finite(query, of_queries)
         key, value, of_keys = nonfinite.finite_keys(key, value)
         magnitudes = Magnitudes(
             layout.split_heads(of_queries[..., None], groups)[..., 0],
