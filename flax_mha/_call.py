@@ -60,6 +60,8 @@ class Options(NamedTuple):
     Attributes:
       offsets: Positions of the first query and the first key, where these are numbers; else 0.
       scale: What multiplies query . key, where that is a number; else 1.
+      cached: Whether keys and values are a cache, which is read in place.
+      ring: Whether the keys form a ring (`_tiles.Tile`); the key's offset is then the position of the newest one.
       score_mod: The traced function.
       captured_trainable: Which of the arrays that it captures get gradients.
     """
@@ -73,6 +75,8 @@ class Options(NamedTuple):
     broadcast_dropout: bool
     return_residual: bool
     precision: lax.PrecisionLike
+    cached: bool = False
+    ring: bool = False
 
 
 class Call(NamedTuple):

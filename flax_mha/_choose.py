@@ -65,9 +65,8 @@ def refusals(name: str, call: Call) -> list[str]:
 
 def _fastest_first(call: Call) -> list[str]:
     """What to try, by static shapes and platform alone; the last one always runs."""
-    queries, _ = call.operands.lengths
-    if call.has_known_sizes and queries == 1:
-        return ["xla"]  # a vector times a matrix: nothing to fuse
+    if schedule.blocks_in_place(call) is not None or (call.has_known_sizes and call.operands.lengths[0] == 1):
+        return ["xla"]  # a few vectors times a matrix: nothing to fuse
     fused = {"gpu": ["cudnn"], "tpu": ["splash"]}.get(platform(), [])
     return [*fused, "xla" if schedule.prefers_dense(call) else "blockwise"]
 

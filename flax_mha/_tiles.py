@@ -28,6 +28,9 @@ class Tile(NamedTuple):
       offsets: Positions of query 0 and of key 0.
       lengths: T and S where the tile may reach beyond them, into padding; padding is given the position of the
         last query or key, so that user functions are never called for positions that do not exist.
+      ring: None, or the number S of keys if they form a ring, in which the key at position p stands in column p mod S.
+        `offsets` then holds the position of the newest key in the place of that of key 0. Columns that no key has been
+        written to have negative positions.
     """
 
     row: Scalar
@@ -35,6 +38,7 @@ class Tile(NamedTuple):
     shape: tuple[int, int]
     offsets: tuple[Scalar, Scalar] = (0, 0)
     lengths: tuple[int, int] | None = None
+    ring: int | None = None
 
     @property
     def runs(self) -> tuple[Scalar, ...]:
@@ -60,7 +64,10 @@ class Tile(NamedTuple):
     @property
     def key_positions(self) -> Int[Array, "1 s"]:
         """Positions of the keys."""
-        return self._inside(self.columns, 1) + self.offsets[1]
+        columns = self._inside(self.columns, 1)
+        if self.ring is None:
+            return columns + self.offsets[1]
+        return self.offsets[1] - (self.offsets[1] - columns) % self.ring
 
     def _inside(self, numbers: Int[Array, "#t #s"], axis: int) -> Int[Array, "#t #s"]:
         if self.lengths is None:

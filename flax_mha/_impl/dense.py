@@ -133,4 +133,4 @@ def _softmax(
 
 
 def _whole(query: Float[Array, "T H"], key: Float[Array, "S H"], scores: Scores) -> Tile:
-    return Tile(0, 0, (query.shape[0], key.shape[0]), scores.offsets)
+    return Tile(0, 0, (query.shape[0], key.shape[0]), scores.offsets, ring=scores.ring)

@@ -14,6 +14,7 @@ import numpy as np
 from flax_mha._call import Call
 from flax_mha._impl import block_mask, heads
 from flax_mha._impl.block_mask import BlockMask
+from flax_mha._impl.decode import Blocks
 from flax_mha._impl.layout import mask_by_head
 from flax_mha._impl.tiling import TileShape, Tiling, tiling_of
 from flax_mha._platform import being_traced, is_key, platform, readable, sharded
@@ -45,6 +46,13 @@ MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = 512 * 512, 8 * 512 * 512
 # If a mask differs between heads, the tile shape is chosen by looking at up to this many of them.
 EXAMPLES = 4
 
+# On a CPU keys are read in place for up to so many queries, from so many keys on, unless they are a cache: always then.
+MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
+# Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
+MAX_HEIGHT_IN_PLACE, MAX_WIDTH_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 512, 128 * 1024
+# The same on accelerators, which compute all batch entries together.
+MAX_WIDTH_ACCELERATOR = 4096
+
 # What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL scores on XLA uses all cores for its
 # matrix products, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that must be masked cost more.
 PARALLEL, STEP, SERIAL = 128 * 1024, 24 * 1024, 2
@@ -66,6 +74,25 @@ def fuses_rows(call: Call, scores: int) -> bool:
     operands, options = call
     plain = options.score_mod is None and operands.dropout_rng is None and not options.return_residual
     return call.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and platform() == "cpu" and not sharded()
+
+
+def blocks_in_place(call: Call) -> Blocks | None:
+    """How to read keys and values in place, or None where they are better put into the layout of one head."""
+    operands, options = call
+    if not call.has_known_sizes or not operands.query.size or not operands.value.size or not operands.key.size:
+        return None
+    if options.score_mod is not None and options.score_mod.has_custom_vjp:
+        return None  # the derivative of what is read in place is that of a dense attention, by a rule for jax.jvp
+    (queries, keys), (num_heads, _) = operands.lengths, operands.groups
+    few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and platform() == "cpu"
+    if not few and not options.cached:
+        return None
+    height = min(queries, MAX_HEIGHT_IN_PLACE)
+    if platform() != "cpu":
+        return Blocks(height, min(keys, MAX_WIDTH_ACCELERATOR), sequential=False)
+    size = operands.key.shape[-1] + operands.value.shape[-1]
+    width = 2 * MAX_NUMBERS_IN_PLACE // (num_heads * size) // 64 * 64
+    return Blocks(height, min(keys, max(64, min(width, MAX_WIDTH_IN_PLACE))), sequential=not sharded())
 
 
 def sequential_axes(call: Call, scores: int) -> int | None:

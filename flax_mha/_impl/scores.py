@@ -67,6 +67,7 @@ class Scores:
       captured_trainable: Which of the arrays that it captures get gradients, in order.
       dropout_rate: Share of the weights that are dropped.
       precision: Of the matrix products, as in `jax.lax.dot_general`.
+      ring: The number of keys if they form a ring, else None; see `_tiles.Tile`.
     """
 
     mask: Mask | None
@@ -81,6 +82,7 @@ class Scores:
     captured_trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
     dropout_rate: float = dataclasses.field(metadata={"static": True})
     precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
+    ring: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def offsets(self) -> tuple[Scalar, Scalar]:
@@ -217,13 +219,13 @@ class Scores:
         """
         if self.dropout_seed is None:
             return None
-        (height, width), (query_offset, key_offset) = tile.shape, tile.offsets
+        (height, width), (query_offset, _) = tile.shape, tile.offsets
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
         # Tiles begin at even rows, so only the offset can part the queries of a pair.
         is_even = isinstance(query_offset, int) and query_offset % 2 == 0
         pairs = -(-height // 2) if is_even else height // 2 + 1
         pair = lax.shift_right_arithmetic(first, jnp.int32(1)) + lax.broadcasted_iota(jnp.int32, (pairs, width), 0)
-        column = jnp.broadcast_to(tile.columns + key_offset, (pairs, width))
+        column = jnp.broadcast_to(tile.key_positions, (pairs, width))
         counters = jnp.concatenate([pair.ravel(), column.ravel()]).astype(jnp.uint32)
         words = jax.extend.random.threefry_2x32(self.dropout_seed, counters)
         words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1).reshape(2 * pairs, width)

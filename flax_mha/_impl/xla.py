@@ -6,15 +6,17 @@ over all heads, and its output is put back into the caller's layout.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha._call import Call, Operands, Options, accumulation_dtype, numbers_as_arrays
-from flax_mha._impl import block_mask, blockwise, dense, heads, layout, nonfinite, schedule
+from flax_mha._impl import block_mask, blockwise, decode, dense, heads, layout, schedule
 from flax_mha._impl.block_mask import BlockMask
-from flax_mha._impl.nonfinite import Magnitudes
+from flax_mha._impl.head_operands import OfHeads, of_heads, params_and_scores, with_scores
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._impl.tiling import CELL, Tiling
 from flax_mha._platform import varying_alike
@@ -27,6 +29,9 @@ def dense_attention(call: Call) -> OutputAndLse:
     call = numbers_as_arrays(call)
     scores = math.prod(call.operands.lengths)
     sequential = 0 if schedule.fuses_rows(call, scores) else schedule.sequential_axes(call, scores)
+    blocks = schedule.blocks_in_place(call)
+    if blocks is not None:
+        return _in_place(call.operands, call.options, blocks, sequential or 0)
     return _dense(call.operands, call.options, sequential or 0)
 
 
@@ -53,13 +58,41 @@ def blockwise_attention(call: Call) -> OutputAndLse:
 
 @functools.partial(jax.jit, static_argnames=("options", "sequential"))
 def _dense(operands: Operands, options: Options, sequential: int) -> OutputAndLse:
-    arrays, axes = _by_head(operands, options), operands.query.ndim - 1
-    output, lse = heads.over_heads(_dense_head, arrays, axes, sequential)
-    return layout.join_heads(output).astype(operands.query.dtype), layout.join_heads(lse[..., None])[..., 0]
+    return _all_heads(of_heads(operands, options), sequential, operands.query.dtype)
 
 
-def _dense_head(arrays: tuple) -> tuple[Array, Array]:
+def _all_heads(arrays: OfHeads, sequential: int, dtype: DTypeLike) -> OutputAndLse:
+    output, lse = heads.over_heads(_dense_head, arrays, arrays[0].ndim - 2, sequential)
+    return layout.join_heads(output).astype(dtype), layout.join_heads(lse[..., None])[..., 0]
+
+
+def _dense_head(arrays: OfHeads) -> tuple[Array, Array]:
     return dense.dense_head(*arrays)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "blocks", "sequential"))
+def _in_place(operands: Operands, options: Options, blocks: decode.Blocks, sequential: int) -> OutputAndLse:
+    params, scores = params_and_scores(operands, options)
+    scale = jnp.asarray(options.scale, accumulation_dtype(operands.query.dtype))
+    scale = scale if operands.scale is None else operands.scale
+    return _read_in_place(blocks, sequential, operands.query, operands.key, operands.value, scale, params, scores)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _read_in_place(blocks: decode.Blocks, sequential: int, *operands: Any) -> OutputAndLse:
+    return decode.attend(blocks, *operands)
+
+
+@_read_in_place.defjvp
+def _read_in_place_jvp(
+    blocks: decode.Blocks, sequential: int, primals: tuple, tangents: tuple
+) -> tuple[OutputAndLse, OutputAndLse]:
+    *_, scores = primals  # what it holds has no gradient
+
+    def dense_of(query: Array, key: Array, value: Array, scale: Array, params: ScoreParams) -> OutputAndLse:
+        return _all_heads(with_scores(query, key, value, scale, params, scores), sequential, query.dtype)
+
+    return jax.jvp(dense_of, primals[:5], tangents[:5])
 
 
 @functools.partial(jax.jit, static_argnames=("options", "tiling", "sequential", "fuse_rows"))
@@ -71,7 +104,7 @@ def _blockwise(
     sequential: int | None,
     fuse_rows: bool,
 ) -> OutputAndLse:
-    arrays, axes = _by_head(operands, options), operands.query.ndim - 1
+    arrays, axes = of_heads(operands, options), operands.query.ndim - 1
     if blocks is None:
         *_, scores, _ = arrays
         blocks = _block_mask(scores, tiling, axes)
@@ -100,63 +133,3 @@ def _block_mask(scores: Scores, tiling: Tiling, axes: int) -> BlockMask:
         return block_mask.dynamic_block_mask(tiling, mask, (query, key))
 
     return heads.over_heads(one_head, (scores.mask, scores.offset_arrays), axes)
-
-
-def _by_head(
-    operands: Operands, options: Options
-) -> tuple[Array, Array, Array, ScoreParams, Scores, Magnitudes | None]:
-    """What the math of one head takes, with leading axes for batch and heads."""
-    query, key, value, groups = operands.query, operands.key, operands.value, operands.groups
-    rank = query.ndim - 3
-    # On every platform the matrix products are computed in this dtype too; on CPUs, bfloat16 products are slower.
-    dtype = accumulation_dtype(query.dtype)
-    query, key, value = (x.astype(dtype) for x in (query, key, value))
-    scale = options.scale if operands.scale is None else operands.scale.astype(dtype)
-    captured = [layout.by_head(x, "", rank, groups) for x in operands.captured]
-    is_learned = options.captured_trainable
-    params = ScoreParams(
-        bias=None if operands.bias is None else layout.by_head(operands.bias, "B N T S", rank, groups),
-        sink=None if operands.sinks is None else layout.by_head(operands.sinks, "B N", rank, groups).astype(dtype),
-        captured=[x for x, learned in zip(captured, is_learned, strict=True) if learned],
-    )
-    constants = [x for x, learned in zip(captured, is_learned, strict=True) if not learned]
-    scores = _scores(operands, options, constants)
-    magnitudes = None
-    if scores.masks_scores(params):
-        of_queries = nonfinite.magnitude_of(query * scale)
-        if operands.scale is not None:  # else the gradient of the scale would be NaN
-            query = nonfinite.finite(query, of_queries)
-        key, value, of_keys = nonfinite.finite_keys(key, value)
-        magnitudes = Magnitudes(
-            layout.split_heads(of_queries[..., None], groups)[..., 0],
-            layout.split_heads(of_keys[..., None], (groups[0], 1))[..., 0],
-        )
-    keys, values = (layout.split_heads(x, (groups[0], 1)) for x in (key, value))
-    return layout.split_heads(query * scale, groups), keys, values, params, scores, magnitudes
-
-
-def _scores(operands: Operands, options: Options, constants: list[Array]) -> Scores:
-    batch, groups = operands.query.shape[:-3], operands.groups
-    rank, num_heads = len(batch), operands.query.shape[-2]
-    entry = head = seed = None
-    if options.score_mod is not None:
-        entry = layout.by_head(jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch), "B", rank, groups)
-        head = layout.by_head(jnp.arange(num_heads, dtype=jnp.int32), "N", rank, groups)
-    if operands.dropout_rng is not None:
-        own = (1,) * (rank + 2) if options.broadcast_dropout else (*batch, *groups)
-        seed = jax.random.bits(operands.dropout_rng, (*own, 2), jnp.uint32)
-    query_offset, key_offset = (None if x is None else layout.by_head(x, "B", rank, groups) for x in operands.offsets)
-    return Scores(
-        mask=None if operands.mask is None else layout.mask_by_head(operands.mask, rank, groups),
-        offset_arrays=(query_offset, key_offset),
-        dropout_seed=seed,
-        batch=entry,
-        head=head,
-        constants=constants,
-        offset_numbers=options.offsets,
-        soft_cap=options.soft_cap,
-        score_mod=options.score_mod,
-        captured_trainable=options.captured_trainable,
-        dropout_rate=options.dropout_rate,
-        precision=options.precision,
-    )

@@ -1,0 +1,93 @@
+"""What the math of one head takes, for every head of a call: leading axes for batch and heads."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from flax_mha._call import Operands, Options, accumulation_dtype
+from flax_mha._impl import layout, nonfinite
+from flax_mha._impl.nonfinite import Magnitudes
+from flax_mha._impl.scores import ScoreParams, Scores
+
+OfHeads = tuple[Array, Array, Array, ScoreParams, Scores, Magnitudes | None]
+
+
+def of_heads(operands: Operands, options: Options) -> OfHeads:
+    """Scaled query, key, value, params, scores and magnitudes, as `dense.dense_head` takes them."""
+    params, scores = params_and_scores(operands, options)
+    scale = options.scale if operands.scale is None else operands.scale
+    return with_scores(operands.query, operands.key, operands.value, scale, params, scores)
+
+
+def with_scores(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    scale: Float[Array, ""] | float,
+    params: ScoreParams,
+    scores: Scores,
+) -> OfHeads:
+    """The same, where `params` and `scores` are of heads already."""
+    groups = (key.shape[-2], query.shape[-2] // key.shape[-2])
+    # On every platform the matrix products are computed in this dtype too; on CPUs, bfloat16 products are slower.
+    dtype = accumulation_dtype(query.dtype)
+    query, key, value = (x.astype(dtype) for x in (query, key, value))
+    scale = scale if isinstance(scale, float) else scale.astype(dtype)
+    magnitudes = None
+    if scores.masks_scores(params):
+        of_queries = nonfinite.magnitude_of(query * scale)
+        if not isinstance(scale, float):  # else the gradient of the scale would be NaN
+            query = nonfinite.finite(query, of_queries)
+        key, value, of_keys = nonfinite.finite_keys(key, value)
+        magnitudes = Magnitudes(
+            layout.split_heads(of_queries[..., None], groups)[..., 0],
+            layout.split_heads(of_keys[..., None], (groups[0], 1))[..., 0],
+        )
+    keys, values = (layout.split_heads(x, (groups[0], 1)) for x in (key, value))
+    return layout.split_heads(query * scale, groups), keys, values, params, scores, magnitudes
+
+
+def params_and_scores(operands: Operands, options: Options) -> tuple[ScoreParams, Scores]:
+    """What is added to the scores and gets gradients, and all else that makes scores; leading axes [B..., K, G]."""
+    groups, rank = operands.groups, operands.query.ndim - 3
+    dtype = accumulation_dtype(operands.query.dtype)
+    captured = [layout.by_head(x, "", rank, groups) for x in operands.captured]
+    is_learned = options.captured_trainable
+    params = ScoreParams(
+        bias=None if operands.bias is None else layout.by_head(operands.bias, "B N T S", rank, groups),
+        sink=None if operands.sinks is None else layout.by_head(operands.sinks, "B N", rank, groups).astype(dtype),
+        captured=[x for x, learned in zip(captured, is_learned, strict=True) if learned],
+    )
+    return params, _scores(
+        operands, options, [x for x, learned in zip(captured, is_learned, strict=True) if not learned]
+    )
+
+
+def _scores(operands: Operands, options: Options, constants: list[jax.Array]) -> Scores:
+    batch, groups = operands.query.shape[:-3], operands.groups
+    rank, num_heads = len(batch), operands.query.shape[-2]
+    entry = head = seed = None
+    if options.score_mod is not None:
+        entry = layout.by_head(jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch), "B", rank, groups)
+        head = layout.by_head(jnp.arange(num_heads, dtype=jnp.int32), "N", rank, groups)
+    if operands.dropout_rng is not None:
+        own = (1,) * (rank + 2) if options.broadcast_dropout else (*batch, *groups)
+        seed = jax.random.bits(operands.dropout_rng, (*own, 2), jnp.uint32)
+    query_offset, key_offset = (None if x is None else layout.by_head(x, "B", rank, groups) for x in operands.offsets)
+    return Scores(
+        mask=None if operands.mask is None else layout.mask_by_head(operands.mask, rank, groups),
+        offset_arrays=(query_offset, key_offset),
+        dropout_seed=seed,
+        batch=entry,
+        head=head,
+        constants=constants,
+        offset_numbers=options.offsets,
+        soft_cap=options.soft_cap,
+        score_mod=options.score_mod,
+        captured_trainable=options.captured_trainable,
+        dropout_rate=options.dropout_rate,
+        precision=options.precision,
+        ring=operands.key.shape[-3] if options.ring else None,
+    )
