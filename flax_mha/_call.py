@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from flax_mha import _check
 from flax_mha._platform import being_traced
 from flax_mha._traced_function import Trace, TracedFunction, trace
-from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
+from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
 
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 
@@ -121,9 +121,14 @@ def canonical(
     broadcast_dropout: bool,
     return_residual: bool,
     precision: lax.PrecisionLike,
+    cached: bool = False,
+    ring: bool = False,
 ) -> Call:
-    """The arguments of `dot_product_attention`, if they fit together; all that masks scores becomes one mask."""
-    query, key, value, shape = _check.inputs(query, key, value)
+    """The arguments of `dot_product_attention`, if they fit together; all that masks scores becomes one mask.
+
+    Besides, `Options.cached`: keys and values may have another dtype than queries then; and `Options.ring`.
+    """
+    query, key, value, shape = _check.inputs(query, key, value, cached)
     offsets, offset_arrays = _check.offsets(query_offset, key_value_offset, shape)
     number, scale_array = _check.scale(scale, shape)
     window = _check.window(local_window_size)
@@ -133,6 +138,7 @@ def canonical(
         _length_mask(query_seq_lengths, key_value_seq_lengths, shape),
         _segment_mask(query_segment_ids, key_value_segment_ids, shape),
         _given_mask(mask, shape),
+        WrittenMask() if ring else None,
     ]
     present = [m for m in masks if m is not None]
     score_trace = _score_trace(score_mod, accumulation_dtype(query.dtype))
@@ -159,6 +165,8 @@ def canonical(
         broadcast_dropout=_check.flag("broadcast_dropout", broadcast_dropout),
         return_residual=_check.flag("return_residual", return_residual),
         precision=_check.precision(precision),
+        cached=cached,
+        ring=ring,
     )
     return Call(operands, options)
 

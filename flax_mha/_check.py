@@ -43,7 +43,9 @@ class Shape(NamedTuple):
         return numbers.reshape(batch), np.arange(self.num_heads if by_head else 1, dtype=np.int32)
 
 
-def inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array, Array, Array, Shape]:
+def inputs(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, any_dtypes: bool = False
+) -> tuple[Array, Array, Array, Shape]:
     """Query, key and value as arrays, and their sizes, if they fit together."""
     meaning = "[batch..., length, heads, head size]"
     query, key, value = (
@@ -71,7 +73,8 @@ def inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array, A
         )
     if query.shape[-1] < 1:
         raise ValueError(f"query head size must be at least 1, but got {shapes}.")
-    if not query.dtype == key.dtype == value.dtype or query.dtype.name not in DTYPES:
+    alike = any_dtypes or query.dtype == key.dtype == value.dtype
+    if not alike or any(x.dtype.name not in DTYPES for x in (query, key, value)):
         raise ValueError(
             f"query, key, value must share one dtype out of {', '.join(DTYPES)}, but got query {query.dtype}, "
             f"key {key.dtype}, value {value.dtype}; use .astype."

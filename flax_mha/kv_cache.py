@@ -1,66 +1,276 @@
 """`KVCache`: the keys and values of the tokens so far, a value in and a value out."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha import _check
+from flax_mha._integers import int32
 from flax_mha._platform import readable
-from flax_mha.masks import ArrayMask, Mask
+
+# How many places more than its window a ring has: so many tokens can be taken back.
+SPARE = 64
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of up to S tokens, the first `index` of which are written.
+    """Keys and values of the tokens so far, in Flax's layout, for each sequence of the batch.
+
+    The token at position p stands in slot p. With a `window` the cache is a ring of S slots: the token at position p
+    stands in slot p mod S, where it replaces one that no later query sees. A ring never overflows.
 
     Attributes:
       key: [B..., S, K, H].
       value: [B..., S, K, Hv].
-      index: Where the next token goes; int32.
+      index: The number of tokens so far, int32: one for all sequences, or one for each, [B...]. A negative number marks
+        a sequence that has lost tokens; its outputs are NaN.
+      window: None, or how many positions before its own a query sees.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha.kv_cache import KVCache
+      >>> cache = KVCache.create(2, 100, num_kv_heads=4, head_size=16, per_row=True)
+      >>> prompt = jnp.ones((2, 7, 4, 16))
+      >>> cache = cache.update(prompt, prompt, lengths=jnp.array([7, 3]))
+      >>> cache.index
+      Array([7, 3], dtype=int32)
+      >>> cache.truncate(2).take(jnp.array([0, 0, 0])).key.shape
+      (3, 100, 4, 16)
     """
 
     key: Float[Array, "*B S K H"]
     value: Float[Array, "*B S K Hv"]
-    index: Int[Array, ""]
+    index: Int[Array, "..."]
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        batch: int | Sequence[int],
+        max_length: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: DTypeLike = jnp.float32,
+        window: int | None = None,
+        per_row: bool = False,
+    ) -> "KVCache":
+        """An empty cache.
+
+        Args:
+          batch: Batch axes.
+          max_length: Tokens that fit.
+          num_kv_heads: K.
+          head_size: H, of keys and of values.
+          dtype: Of keys and values: floating point.
+          window: How many positions before its own a query sees, the `left` of `local_window_size`; None means all.
+            If window + 1 + 64 slots are fewer than `max_length`, the cache is a ring of so many.
+          per_row: Whether each sequence has an index of its own.
+
+        Raises:
+          ValueError: If an argument is out of its range.
+        """
+        axes = (batch,) if isinstance(batch, int | np.integer) else tuple(batch)
+        sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_size": head_size}
+        for name, size in (*(("batch", size) for size in axes), *sizes.items()):
+            if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < (name != "batch"):
+                raise ValueError(f"{name} must be an int >= {int(name != 'batch')}, but got {size!r}.")
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"dtype must be floating point, but got {jnp.dtype(dtype)}.")
+        _check.flag("per_row", per_row)
+        if window is not None and (not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 0):
+            raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
+        is_ring = window is not None and window + 1 + SPARE < max_length
+        slots = window + 1 + SPARE if is_ring else max_length  # type: ignore[operator]
+        shape = (*axes, slots, num_kv_heads, head_size)
+        index = jnp.zeros(axes if per_row else (), jnp.int32)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), index, window if is_ring else None)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Batch axes."""
+        return self.key.shape[:-3]
+
+    @property
+    def length(self) -> int:
+        """S, the number of slots."""
+        return self.key.shape[-3]
+
+    @property
+    def is_per_row(self) -> bool:
+        """Whether each sequence has an index of its own."""
+        return self.index.ndim > 0
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
         """Key, value and index."""
         return self.key, self.value, self.index
 
-    @property
-    def has_room(self) -> Bool[Array, ""] | bool:
-        """Whether one more token fits: True, or under `jit` an array.
+    def tokens(self, number: int, lengths: ArrayLike | None) -> Int[Array, "..."]:
+        """How many of `number` new tokens are none of the padding, in the shape of the index.
 
         Raises:
-          ValueError: If none fits and the index is known.
+          ValueError: If `lengths` are not what `update` takes.
         """
-        length = self.key.shape[-3]
-        if not readable(self.index):
-            return self.index < length
-        if int(np.asarray(self.index)) >= length:
+        if lengths is None:
+            return jnp.full(self.index.shape, number, jnp.int32)
+        if not self.is_per_row:
             raise ValueError(
-                f"the cache must have room for one more token, but all its {length} places are taken; start one with "
-                "a greater length."
+                "lengths must be None where all sequences share one index, but got an array; make the cache with "
+                "per_row=True."
             )
-        return True
+        lengths = int32("lengths", lengths)
+        if lengths.shape not in ((), self.batch):
+            raise ValueError(f"lengths must be [batch...] = {self.batch}, but got shape {lengths.shape}.")
+        if readable(lengths) and lengths.size and not 0 <= np.min(lengths) <= np.max(lengths) <= number:
+            raise ValueError(
+                f"lengths must be from 0 to {number}, the length of the prompt, but got {np.min(lengths)} to "
+                f"{np.max(lengths)}."
+            )
+        return jnp.broadcast_to(lengths, self.index.shape)
 
-    def append(self, key: Float[Array, "*B 1 K H"], value: Float[Array, "*B 1 K Hv"]) -> "KVCache":
-        """The cache with one more token. If it is full: under `jit` the same cache, else a ValueError (`has_room`)."""
-        key, value = (
-            cached.at[..., self.index, :, :].set(new[..., 0, :, :].astype(cached.dtype), mode="drop")
-            for cached, new in ((self.key, key), (self.value, value))
+    def has_room(self, number: int = 1, lengths: ArrayLike | None = None) -> Bool[Array, "..."] | bool:
+        """Whether so many more tokens fit: True, or where the index is not known yet an array in its shape.
+
+        Raises:
+          ValueError: If they do not fit and the index is known, or if `lengths` are not what `update` takes.
+        """
+        tokens = self.tokens(number, lengths)
+        end = self.index + tokens
+        fits = (self.index >= 0) & (tokens >= 0) & (tokens <= number)
+        fits = fits & (end >= 0 if self.window is not None else end <= self.length)
+        if not readable(fits):
+            return fits
+        if np.all(fits):
+            return True
+        if np.any(np.asarray(self.index) < 0):
+            raise ValueError(
+                "the cache must hold all tokens that a query sees, but a sequence has lost some (its index is "
+                "negative): truncate took back more than the ring has spare slots."
+            )
+        raise ValueError(
+            f"the cache must have room for one more token, but all its {self.length} places are taken; start one with "
+            "a greater length."
+            if number == 1
+            else f"the cache must have room for the new tokens, but they end at position {np.max(end)} and it has "
+            f"{self.length} places; start one with a greater length."
         )
-        return KVCache(key, value, self.index + jnp.asarray(self.has_room, self.index.dtype))
 
-    def masked(self, mask: Array | Mask | None) -> Array | Mask:
-        """The mask of the next query: what `mask` shows of all keys up to the place where that query's token goes."""
-        length = self.key.shape[-3]
-        written = jnp.broadcast_to(jnp.arange(length) <= self.index, (*self.key.shape[:-3], 1, 1, length))
-        if isinstance(mask, Mask):
-            return mask & ArrayMask(written)
-        return written if mask is None else written & _check.mask_of_numbers(mask)
+    def update(
+        self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K Hv"], lengths: ArrayLike | None = None
+    ) -> "KVCache":
+        """The cache with T more tokens.
+
+        Args:
+          key: In the dtype of the cache.
+          value: Likewise.
+          lengths: int [B...]: how many of the T tokens are none of the padding, which stands at the end; None means
+            all. Needs an index for each sequence.
+
+        Returns:
+          A new cache. Under `jit`, a sequence that has no room for its tokens keeps what it has.
+
+        Raises:
+          ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is known.
+        """
+        for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
+            expected = (*cached.shape[:-3], "T", *cached.shape[-2:])
+            if new.ndim != cached.ndim or new.shape[:-3] != cached.shape[:-3] or new.shape[-2:] != cached.shape[-2:]:
+                shape = f"({', '.join(map(str, expected))})"
+                raise ValueError(
+                    f"Autoregressive cache shape error, expected {name} shape {shape} instead got {new.shape}."
+                )
+            if new.dtype != cached.dtype:
+                raise ValueError(
+                    f"{name} must have the dtype of the cache, {cached.dtype}, but got {new.dtype}; use .astype."
+                )
+        number = key.shape[-3]
+        if value.shape[-3] != number:
+            raise ValueError(f"key and value must have one length, but got {number} and {value.shape[-3]}.")
+        room, tokens = self.has_room(number, lengths), self.tokens(number, lengths)
+        tokens = tokens if room is True else jnp.where(room, tokens, 0)
+        steps = jnp.arange(number, dtype=jnp.int32)
+        written = steps < tokens[..., None]
+        places = self.index[..., None] + steps
+        if self.window is not None:
+            written, places = written & (steps >= tokens[..., None] - self.length), places % self.length
+        places = jnp.where(written, places, self.length)  # there, nothing is written
+        index = self.index + tokens
+        return KVCache(_written(self.key, key, places), _written(self.value, value, places), index, self.window)
+
+    def truncate(self, index: ArrayLike) -> "KVCache":
+        """The cache after its first `index` tokens: later ones are taken back, as speculative decoding needs it.
+
+        Args:
+          index: int, or [B...] for a cache with an index for each sequence.
+
+        Raises:
+          ValueError: If there are fewer tokens, or if a ring has lost tokens that a query after them sees, and that is
+            known; under `jit` such a sequence is marked by a negative index.
+        """
+        new = int32("index", index)
+        if new.shape not in ((), self.index.shape):
+            raise ValueError(f"index must have the shape {self.index.shape} of the cache's, but got {new.shape}.")
+        new = jnp.broadcast_to(new, self.index.shape)
+        kept = jnp.zeros_like(self.index)
+        if self.window is not None:
+            kept = jnp.where(self.index <= self.length, 0, self.index - self.length + self.window)
+        fine = (new >= kept) & (new <= self.index) & (self.index >= 0)
+        if readable(fine) and not np.all(fine):
+            raise ValueError(
+                f"index must be from {np.max(kept)}, before which tokens are lost, to {np.min(self.index)}, the number "
+                f"of tokens so far, but got {np.min(new)} to {np.max(new)}."
+            )
+        key = self.key
+        if self.window is not None:
+            # What the slots held before is lost. A query that would see it after taking back more gets NaN.
+            taken_back = self.positions() >= new[..., None]
+            key = jnp.where(taken_back[..., None, None], jnp.asarray(jnp.nan, key.dtype), key)
+        return dataclasses.replace(self, key=key, index=jnp.where(fine, new, jnp.int32(-1)))
+
+    def take(self, rows: ArrayLike) -> "KVCache":
+        """The cache of these sequences: to reorder beams, or to continue one prompt in several ways.
+
+        Args:
+          rows: int [B']: entries of the first batch axis, each as often as wanted.
+
+        Raises:
+          ValueError: If there is no batch axis, or an entry that is known does not exist.
+        """
+        rows = int32("rows", rows)
+        if not self.batch or rows.ndim != 1:
+            raise ValueError(
+                f"rows must be [B'], entries of a batch axis, but got {rows.shape} for batch {self.batch}."
+            )
+        if readable(rows) and rows.size and not 0 <= np.min(rows) <= np.max(rows) < self.batch[0]:
+            raise ValueError(f"rows must be from 0 to {self.batch[0] - 1}, but got {np.min(rows)} to {np.max(rows)}.")
+        index = self.index[rows] if self.is_per_row else self.index
+        return KVCache(self.key[rows], self.value[rows], index, self.window)
+
+    def positions(self) -> Int[Array, "*B S"]:
+        """The position of the token in each slot; -1 where there is none."""
+        slots, index = jnp.arange(self.length, dtype=jnp.int32), self.index[..., None]
+        if self.window is not None:
+            slots = index - 1 - (index - 1 - slots) % self.length
+        return jnp.where((slots >= 0) & (slots < index), slots, -1) + jnp.zeros((*self.batch, 1), jnp.int32)
+
+
+def _written(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
+    """The cache with the new entries in these slots."""
+    # bfloat16 as its bits, because XLA's CPU would convert all of the cache.
+    if cached.dtype == jnp.bfloat16:
+        bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
+        return lax.bitcast_convert_type(_written(*bits, places), jnp.bfloat16)
+    if places.ndim == 1:
+        return cached.at[..., places, :, :].set(new, mode="drop")
+    rows = jnp.arange(math.prod(places.shape[:-1]), dtype=jnp.int32)[:, None]
+    flat, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (cached, new))
+    flat = flat.at[rows, places.reshape(-1, places.shape[-1])].set(fresh, mode="drop")
+    return flat.reshape(cached.shape)

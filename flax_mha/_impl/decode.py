@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._call import accumulation_dtype
@@ -81,7 +82,7 @@ def attend(
 
 
 class _Cached(NamedTuple):
-    """Keys or values [B, S, K, F] to read blocks of; bfloat16 as its bits, because XLA's CPU would convert all of it."""
+    """Keys or values [B, S, K, F] to read blocks of; bfloat16 as its bits, for XLA's CPU would convert all of it."""
 
     array: Array
     is_bfloat16: bool
@@ -91,13 +92,15 @@ class _Cached(NamedTuple):
         is_bfloat16 = x.dtype == jnp.bfloat16
         return cls(lax.bitcast_convert_type(x, jnp.uint16) if is_bfloat16 else x, is_bfloat16)
 
-    def block(self, entry: Int[Array, ""], first: Int[Array, ""], width: int) -> Float[Array, "K 1 s F"]:
+    def block(
+        self, entry: Int[Array, ""], first: Int[Array, ""], width: int, dtype: DTypeLike
+    ) -> Float[Array, "K 1 s F"]:
         """The block that begins at column `first`, in the layout of one head."""
         _, _, num_heads, size = self.array.shape
         x = lax.dynamic_slice(self.array, (entry, first, 0, 0), (1, width, num_heads, size))[0]
         if self.is_bfloat16:
             x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-        return layout.split_heads(x.astype(accumulation_dtype(x.dtype)), (num_heads, 1))
+        return layout.split_heads(x.astype(dtype), (num_heads, 1))
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
@@ -166,7 +169,7 @@ def _step(
     state, total = carry
     length = keys.array.shape[1]
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
-    k, v = (x.block(own.number, column, blocks.width) for x in (keys, values))
+    k, v = (x.block(own.number, column, blocks.width, own.query.dtype) for x in (keys, values))
 
     def one_head(x: tuple) -> tuple:
         q, k, v, params, scores, state = x

@@ -10,4 +10,5 @@ from flax_mha.masks.basic import CausalMask as CausalMask
 from flax_mha.masks.basic import LengthMask as LengthMask
 from flax_mha.masks.basic import LocalMask as LocalMask
 from flax_mha.masks.basic import SegmentMask as SegmentMask
+from flax_mha.masks.basic import WrittenMask as WrittenMask
 from flax_mha.masks.function import FunctionMask as FunctionMask

@@ -120,6 +120,20 @@ class LengthMask(Mask):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
+class WrittenMask(Mask):
+    """Keys at positions from 0 on: a cache that is a ring, or begins before position 0, holds nothing before it."""
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+        return tile.key_positions >= 0
+
+    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+        first, last = grid.position_bounds(1)
+        everything = np.ones(grid.counts, bool)
+        return Occupancy(everything & (last >= 0), everything & (first >= 0))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class SegmentMask(Mask):
     """Keys of the query's own segment, for sequences packed into one: int [B..., T] and [B..., S]."""
 

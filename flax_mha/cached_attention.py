@@ -1,0 +1,230 @@
+"""`cached_attention`: attention of new tokens over those in a cache and themselves."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from flax_mha import _call, _check, _choose
+from flax_mha._call import ScoreMod
+from flax_mha._choose import Implementation
+from flax_mha._impl.schedule import MAX_QUERIES_IN_PLACE
+from flax_mha._platform import readable
+from flax_mha.kv_cache import KVCache
+from flax_mha.masks import ArrayMask, Mask, WrittenMask
+
+
+def cached_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B T K H"],
+    value: Float[Array, "*B T K Hv"],
+    cache: KVCache,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    lengths: ArrayLike | None = None,
+    scale: float | ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    score_mod: ScoreMod | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    broadcast_dropout: bool = False,
+    implementation: Implementation | None = None,
+    precision: lax.PrecisionLike = None,
+) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
+    """Causal attention of T new tokens over the tokens in a cache and themselves; they are added to the cache.
+
+    Token i of a sequence stands at position `cache.index + i`. Any split of a sequence into calls gives what
+    `dot_product_attention(..., is_causal=True)` gives for the whole sequence.
+
+    A prompt that meets an empty cache is computed as without a cache, by the fastest implementation. Otherwise keys and
+    values are read where they are in the cache, only as far as a query sees.
+
+    Args:
+      query: Of the new tokens.
+      key: Likewise; rotated, if there are rotary embeddings.
+      value: Likewise.
+      cache: The tokens before them.
+      bias: Broadcasts to [B..., N, T, S], where S counts the slots of the cache; added to the scores.
+      mask: bool, broadcasts to [B..., N, T, S]. Or a mask object, which speaks of positions; its arrays with an entry
+        per key speak of slots.
+      lengths: int [B...]: how many of the T tokens of each sequence are none of the padding, which stands at the end;
+        None means all. The output of padding is 0. Needs a cache made with `per_row=True`.
+      scale: As in `dot_product_attention`, like all that follow.
+      local_window_size: (left, right). A ring needs one that reaches no further back than its own window.
+      logits_soft_cap: c turns a scaled score s into c * tanh(s / c).
+      sinks: Broadcasts to [B..., N].
+      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, with positions.
+      dropout_rate: Share of the weights to drop.
+      dropout_rng: Key of `jax.random`.
+      broadcast_dropout: Drop the same weights in every batch entry and head.
+      implementation: Which one; None chooses. A named one gets keys and values as arrays, all that the cache can hold.
+      precision: Of the matrix products.
+
+    Returns:
+      The output, and the cache with the new tokens. Under `jit`, a sequence whose tokens find no room returns NaN, and
+      its cache is left as it was.
+
+    Raises:
+      ValueError: If arguments do not fit together, or if there is no room and the index is known.
+      NotImplementedError: If the named implementation cannot compute this.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax_mha.cached_attention import cached_attention
+      >>> from flax_mha.kv_cache import KVCache
+      >>> cache = KVCache.create(2, 100, num_kv_heads=1, head_size=16)
+      >>> query = jax.random.normal(jax.random.key(0), (2, 5, 4, 16))
+      >>> key = value = query[:, :, :1]
+      >>> output, cache = cached_attention(query, key, value, cache)  # a prompt of five tokens
+      >>> output, cache = cached_attention(query[:, :1], key[:, :1], value[:, :1], cache)  # the next token
+      >>> output.shape, int(cache.index)
+      ((2, 1, 4, 16), 6)
+    """
+    number = query.shape[-3]
+    _check_cache(cache, bias, mask, local_window_size)
+    room, new, tokens = (
+        cache.has_room(number, lengths),
+        cache.update(key, value, lengths),
+        cache.tokens(number, lengths),
+    )
+    attend = functools.partial(
+        _attend,
+        query,
+        scale=scale,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        score_mod=score_mod,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+    )
+    ends = None if lengths is None else tokens  # of each sequence, counted from its first new token
+
+    def prompt() -> Array:
+        """The output if the cache was empty: that of an ordinary call."""
+        first_keys = (_of_first_slots(x, number) for x in (bias, mask))
+        return attend(key, value, *first_keys, query_seq_lengths=ends, implementation=implementation)
+
+    def general() -> Array:
+        """The output whatever the cache holds."""
+        index = jnp.maximum(cache.index, 0)
+        places: dict[str, Any] = {"query_offset": index, "query_seq_lengths": None if ends is None else index + ends}
+        in_place = implementation is None
+        if cache.window is None:
+            return attend(new.key, new.value, bias, mask, **places, cached=in_place, implementation=implementation)
+        if in_place and number == 1:
+            places["key_value_offset"] = index + tokens - 1
+            return attend(new.key, new.value, bias, mask, **places, cached=True, ring=True)
+        keys, values, first = in_order(cache, key, value)
+        shown = WrittenMask() if mask is None else _as_mask(mask) & WrittenMask()
+        return attend(keys, values, bias, shown, **places, key_value_offset=first, implementation=implementation)
+
+    output = _prompt_or_general(prompt, general, cache, number, mask)
+    return output if room is True else jnp.where(room[..., None, None, None], output, jnp.nan), new  # type: ignore[index]
+
+
+def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, Int[Array, "..."]]:
+    """Keys and values of a ring and of the tokens that come after it by their positions, and the first position.
+
+    Positions below 0 have nothing in them.
+    """
+    first = jnp.maximum(cache.index, 0) - cache.length
+    slots = (first[..., None] + jnp.arange(cache.length, dtype=jnp.int32)) % cache.length
+    slots = jnp.broadcast_to(slots, (*cache.batch, cache.length))[..., None, None]
+    ordered = (jnp.take_along_axis(x, slots, axis=-3) for x in (cache.key, cache.value))
+    keys, values = (jnp.concatenate(pair, axis=-3) for pair in zip(ordered, (key, value), strict=True))
+    return keys, values, first
+
+
+def _attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: ArrayLike | None,
+    mask: ArrayLike | Mask | None,
+    *,
+    query_offset: Any = 0,
+    key_value_offset: Any = 0,
+    query_seq_lengths: Array | None = None,
+    implementation: Implementation | None = None,
+    cached: bool = False,
+    ring: bool = False,
+    **scoring: Any,
+) -> Array:
+    """The output of a causal call; if `cached`, its keys and values are read in place."""
+    if not cached:
+        key, value = key.astype(query.dtype), value.astype(query.dtype)
+    call = _call.canonical(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        is_causal=True,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=None,
+        query_offset=query_offset,
+        key_value_offset=key_value_offset,
+        query_segment_ids=None,
+        key_value_segment_ids=None,
+        return_residual=False,
+        cached=cached,
+        ring=ring,
+        **scoring,
+    )
+    return _choose.run(call, implementation)[0]
+
+
+def _prompt_or_general(
+    prompt: Callable[[], Array], general: Callable[[], Array], cache: KVCache, number: int, mask: Any
+) -> Array:
+    """A prompt that is long enough for it to matter is computed as one if the cache is empty."""
+    if number <= MAX_QUERIES_IN_PLACE or (isinstance(mask, Mask) and mask.lengths[1]):
+        return general()
+    is_empty = jnp.all(cache.index == 0)
+    if not readable(is_empty):
+        return lax.cond(is_empty, prompt, general)
+    return prompt() if is_empty else general()
+
+
+def _check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> None:
+    """A ring holds all that the window shows, and nothing is said of its slots."""
+    window = _check.window(local_window_size)
+    if cache.window is None:
+        return
+    if window is None or window[0] is None or window[0] > cache.window:
+        raise ValueError(
+            f"local_window_size must reach back {cache.window} positions at most, because the cache is a ring that "
+            f"forgets the ones before, but got {local_window_size!r}; make the cache with the same window."
+        )
+    for name, x in (("bias", bias), ("mask", mask)):
+        by_slot = x.lengths[1] > 0 if isinstance(x, Mask) else x is not None and np.shape(x)[-1:] not in ((), (1,))
+        if by_slot:
+            raise ValueError(
+                f"{name} must not differ by slot where the cache is a ring, which uses slots again, but got shape "
+                f"{np.shape(x)}; use a mask object such as FunctionMask, or a score_mod, which speak of positions."
+                if not isinstance(x, Mask)
+                else f"{name} must hold no array with an entry per key where the cache is a ring, which uses slots "
+                "again; use FunctionMask, which speaks of positions."
+            )
+
+
+def _of_first_slots(x: Any, number: int) -> Any:
+    """What an array says of the first slots, in which the prompt stands."""
+    if x is None or isinstance(x, Mask) or np.shape(x)[-1:] in ((), (1,)):
+        return x
+    return x[..., :number]
+
+
+def _as_mask(mask: Any) -> Mask:
+    return mask if isinstance(mask, Mask) else ArrayMask(mask)
