@@ -16,7 +16,9 @@ from flax_mha.masks import SegmentMask as SegmentMask
 from flax_mha.nnx import MultiHeadAttention as MultiHeadAttention
 
 if TYPE_CHECKING:
+    from flax_mha import cached_attention as cached_attention
     from flax_mha import convert as convert
+    from flax_mha import kv_cache as kv_cache
     from flax_mha import linen as linen
     from flax_mha import plot as plot
     from flax_mha import recipes as recipes
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     __version__: str
 
 # Modules that are imported when they are asked for.
-_ON_FIRST_USE = ("convert", "kv_cache", "linen", "plot", "recipes", "rope")
+_ON_FIRST_USE = ("cached_attention", "convert", "kv_cache", "linen", "plot", "recipes", "rope")
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of the package

@@ -1,17 +1,20 @@
-"""What both modules share: checks of their arguments, and one step of decoding."""
+"""What both modules share: checks of their arguments, rotary positions, and decoding."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from flax.nnx.nn import dtypes
+from jaxtyping import Array, Float, Int
 
-from flax_mha import _check
+from flax_mha import _check, adapter
 from flax_mha._choose import Explanation, check_name
+from flax_mha.cached_attention import cached_attention, check_cache, in_order
 from flax_mha.kv_cache import KVCache
-from flax_mha.masks import Mask
+from flax_mha.masks import ArrayMask, Mask
+from flax_mha.rope import RoPE, apply_rope
 
 PerSequence = Int[Array, "*B"]
 P = ParamSpec("P")
@@ -30,6 +33,7 @@ def check_options(
     scale: float | None,
     normalize_qk: bool | str,
     qk_norm_epsilon: float | None,
+    rope: RoPE | None,
 ) -> None:
     """What the constructors of both modules accept.
 
@@ -47,6 +51,10 @@ def check_options(
         raise ValueError(f'normalize_qk must be False, True, "layer_norm" or "rms_norm", but got {normalize_qk!r}.')
     if qk_norm_epsilon is not None:
         _norm_epsilon(qk_norm_epsilon, normalize_qk)
+    if rope is not None:
+        if not isinstance(rope, RoPE):
+            raise ValueError(f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}.")
+        rope.rotated_size(qkv_features // num_heads)
 
 
 def _heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
@@ -111,12 +119,12 @@ def sequence_arguments(
     decode: bool,
 ) -> dict[str, Array | None]:
     """Segment ids and lengths as arguments of the attention: one of each for queries and for keys."""
-    for name, given, reason in (
-        ("segment_ids", segment_ids, "a cache holds one document"),
-        ("lengths", lengths, "the cache knows how many tokens it holds"),
-    ):
-        if decode and given is not None:
-            raise ValueError(f"{name} must be None while decoding, but got an array; {reason}.")
+    if decode and segment_ids is not None:
+        raise ValueError("segment_ids must be None while decoding, but got an array; a cache holds one document.")
+    if decode and isinstance(lengths, tuple):
+        raise ValueError("lengths must be one array while decoding, the new tokens of each sequence, but got a pair.")
+    if decode:
+        return {}
     if lengths is not None and not isinstance(lengths, tuple) and not self_attention:
         raise ValueError(
             "lengths must be a pair (of queries, of keys) where keys are not the queries, but got one array; use "
@@ -133,6 +141,12 @@ def sequence_arguments(
         "query_seq_lengths": query_lengths,
         "key_value_seq_lengths": key_lengths,
     }
+
+
+def reach(local_window_size: Any) -> int | None:
+    """How many positions before its own a query sees; None means all."""
+    window = _check.window(local_window_size)
+    return None if window is None else window[0]
 
 
 def without_none(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -160,31 +174,132 @@ def explaining(
     return explain
 
 
-class DecodingStep(NamedTuple):
-    """What one token's attention over the cache takes.
+def rotated(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    rope: RoPE | None,
+    positions: Array | tuple[Array, Array] | None,
+    self_attention: bool,
+    start: Int[Array, "..."] | int = 0,
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"]]:
+    """Query and key, rotated by their positions if there are rotary embeddings.
 
-    Attributes:
-      cache: With the token in it.
-      mask: What the token sees of the whole cache.
-      query_offset: Its position, where the mask, a window or a `score_mod` asks for it; else None.
-      has_room: Whether it found room in the cache.
+    Args:
+      query: Normalized, if that is asked for.
+      key: Likewise.
+      rope: The rotary embeddings, or None.
+      positions: [B..., T] or [T], or a pair for queries and keys; None counts from `start`.
+      self_attention: Whether keys are those of the queries' tokens.
+      start: The position of the first query, [] or [B...]; that of the first key is 0, if it is another's.
     """
+    if rope is None:
+        if positions is not None:
+            raise ValueError("positions must be None without rope, but got an array; pass rope=RoPE() to the module.")
+        return query, key
+    if positions is None:
+        start = jnp.asarray(start, jnp.int32)[..., None]
+        query_positions = start + jnp.arange(query.shape[-3], dtype=jnp.int32).reshape((1,) * (start.ndim - 1) + (-1,))
+        key_positions = query_positions if self_attention else jnp.arange(key.shape[-3], dtype=jnp.int32)
+    elif isinstance(positions, tuple):
+        if len(positions) != 2:
+            raise ValueError(
+                f"positions must be one array or a pair (of queries, of keys), but got {len(positions)} arrays."
+            )
+        query_positions, key_positions = positions
+    elif self_attention:
+        query_positions = key_positions = positions
+    else:
+        raise ValueError(
+            "positions must be a pair (of queries, of keys) where keys are not the queries, but got one array."
+        )
+    return apply_rope(query, query_positions, rope), apply_rope(key, key_positions, rope)
 
-    cache: KVCache
-    mask: Array | Mask
-    query_offset: Int[Array, ""] | None
-    has_room: Bool[Array, ""] | bool
 
-    def checked(self, output: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The output, NaN where the token found no room: nothing is lost silently."""
-        return output if self.has_room is True else jnp.where(self.has_room, output, jnp.full_like(output, jnp.nan))
+def decoded(
+    attention_fn: Callable[..., Array],
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B T K H"],
+    value: Float[Array, "*B T K Hv"],
+    cache: KVCache,
+    mask: Array | Mask | None,
+    lengths: Any,
+    flax_arguments: dict[str, Any],
+    extra: dict[str, Any],
+) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
+    """Attention of new tokens over the cache and themselves, and the cache with them.
+
+    `attention_fn` itself is called only if it is not ours, or if it has to do what only it can: sow the weights,
+    explain, compute complex numbers or quantized products.
+
+    Args:
+      attention_fn: The module's.
+      query: Rotated.
+      key: Likewise.
+      value: Not yet in the dtype of the cache.
+      cache: The tokens before them.
+      mask: As in the call of the module.
+      lengths: Likewise.
+      flax_arguments: Those that the module passes to any attention function.
+      extra: Those that only ours knows, or None.
+    """
+    mask = mask if mask is None or isinstance(mask, Mask) else _check.mask_of_numbers(mask)
+    key, value = _as_cached(key, cache.key, query), _as_cached(value, cache.value, query)
+    given = {name for name, x in flax_arguments.items() if x is not None}
+    needs_function = bool(given & {"module", "input_positions"}) or any("einsum" in name for name in given)
+    if attention_fn is not adapter.attention_fn or needs_function or jnp.iscomplexobj(query):
+        return _decoded_by(attention_fn, query, key, value, cache, mask, lengths, flax_arguments, extra)
+    (query,) = dtypes.promote_dtype((query,), dtype=flax_arguments["dtype"])
+    dropout = () if flax_arguments["deterministic"] else ("dropout_rate", "dropout_rng", "broadcast_dropout")
+    known = {name: flax_arguments[name] for name in ("precision", *dropout)}
+    return cached_attention(query, key, value, cache, mask=mask, lengths=lengths, **known, **extra)
 
 
-def decoding_step(
-    cache: KVCache, key: Array, value: Array, mask: Array | Mask | None, local_window_size: Any, score_mod: Any
-) -> DecodingStep:
-    """Puts one token's key and value into the cache. Its query is the newest token: all of the cache is its past."""
-    by_position = isinstance(mask, Mask) or local_window_size is not None or score_mod is not None
-    return DecodingStep(
-        cache.append(key, value), cache.masked(mask), cache.index if by_position else None, cache.has_room
+def _decoded_by(
+    attention_fn: Callable[..., Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    cache: KVCache,
+    mask: Array | Mask | None,
+    lengths: Any,
+    flax_arguments: dict[str, Any],
+    extra: dict[str, Any],
+) -> tuple[Array, KVCache]:
+    """The same by any function with Flax's signature, which gets all keys and values and a mask of what is visible."""
+    window, number = _check.window(extra["local_window_size"]), query.shape[-3]
+    check_cache(cache, extra["bias"], mask, window)
+    room, new, tokens = (
+        cache.has_room(number, lengths),
+        cache.update(key, value, lengths),
+        cache.tokens(number, lengths),
     )
+    index = jnp.maximum(cache.index, 0)
+    keys, values, first = new.key, new.value, jnp.zeros_like(index)
+    if cache.window is not None:
+        keys, values, first = in_order(cache, key, value)
+    steps = cache.counted(number)
+    q_idx = (index[..., None] + steps)[..., :, None]
+    kv_idx = (first[..., None] + cache.counted(keys.shape[-3]))[..., None, :]
+    left = None if window is None else window[0]
+    visible = (kv_idx >= 0) & (kv_idx <= q_idx) & (steps < tokens[..., None])[..., :, None]
+    visible = visible if left is None else visible & (kv_idx >= q_idx - left)
+    visible = jnp.broadcast_to(visible[..., None, :, :], (*cache.batch, 1, *visible.shape[-2:]))
+    by_position = isinstance(mask, Mask) or extra["score_mod"] is not None
+    places = {"query_offset": index, "key_value_offset": first} if by_position else {}
+    if mask is not None:
+        mask = mask & ArrayMask(visible) if isinstance(mask, Mask) else mask & visible
+    extra = without_none({**extra, **places, "local_window_size": None})
+    output = attention_fn(query, keys, values, mask=visible if mask is None else mask, **flax_arguments, **extra)
+    return output if room is True else jnp.where(room[..., None, None, None], output, jnp.nan), new  # type: ignore[index]
+
+
+def _as_cached(x: Array, cached: Array, query: Array) -> Array:
+    """Keys or values in the dtype of the cache, which may be narrower than that of the computation."""
+    if x.shape[:-3] != cached.shape[:-3] or x.shape[-3] != query.shape[-3] or x.shape[-2:] != cached.shape[-2:]:
+        expected = (*cached.shape[:-3], query.shape[-3], *cached.shape[-2:])
+        raise ValueError(f"Autoregressive cache shape error, expected key shape {expected} instead got {x.shape}.")
+    if jnp.iscomplexobj(x) and not jnp.iscomplexobj(cached):
+        raise ValueError(
+            f"the cache must have a dtype that holds {x.dtype}, but has {cached.dtype}; make it with that."
+        )
+    return x.astype(cached.dtype)

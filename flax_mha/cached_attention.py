@@ -89,7 +89,7 @@ def cached_attention(
       ((2, 1, 4, 16), 6)
     """
     number = query.shape[-3]
-    _check_cache(cache, bias, mask, local_window_size)
+    check_cache(cache, bias, mask, local_window_size)
     room, new, tokens = (
         cache.has_room(number, lengths),
         cache.update(key, value, lengths),
@@ -139,7 +139,7 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
     Positions below 0 have nothing in them.
     """
     first = jnp.maximum(cache.index, 0) - cache.length
-    slots = (first[..., None] + jnp.arange(cache.length, dtype=jnp.int32)) % cache.length
+    slots = (first[..., None] + cache.counted(cache.length)) % cache.length
     slots = jnp.broadcast_to(slots, (*cache.batch, cache.length))[..., None, None]
     ordered = (jnp.take_along_axis(x, slots, axis=-3) for x in (cache.key, cache.value))
     keys, values = (jnp.concatenate(pair, axis=-3) for pair in zip(ordered, (key, value), strict=True))
@@ -197,8 +197,12 @@ def _prompt_or_general(
     return prompt() if is_empty else general()
 
 
-def _check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> None:
-    """A ring holds all that the window shows, and nothing is said of its slots."""
+def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> None:
+    """A ring holds all that the window shows, and nothing is said of its slots.
+
+    Raises:
+      ValueError: If that is not so.
+    """
     window = _check.window(local_window_size)
     if cache.window is None:
         return

@@ -71,7 +71,7 @@ class KVCache:
           head_size: H, of keys and of values.
           dtype: Of keys and values: floating point.
           window: How many positions before its own a query sees, the `left` of `local_window_size`; None means all.
-            If window + 1 + 64 slots are fewer than `max_length`, the cache is a ring of so many.
+            If `max_length` is at least window + 1 + 64, the cache is a ring of so many slots.
           per_row: Whether each sequence has an index of its own.
 
         Raises:
@@ -82,16 +82,21 @@ class KVCache:
         for name, size in (*(("batch", size) for size in axes), *sizes.items()):
             if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < (name != "batch"):
                 raise ValueError(f"{name} must be an int >= {int(name != 'batch')}, but got {size!r}.")
-        if not jnp.issubdtype(dtype, jnp.floating):
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(f"dtype must be floating point, but got {jnp.dtype(dtype)}.")
         _check.flag("per_row", per_row)
         if window is not None and (not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 0):
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
-        is_ring = window is not None and window + 1 + SPARE < max_length
-        slots = window + 1 + SPARE if is_ring else max_length  # type: ignore[operator]
+        slots = max_length if window is None else min(max_length, window + 1 + SPARE)
         shape = (*axes, slots, num_kv_heads, head_size)
         index = jnp.zeros(axes if per_row else (), jnp.int32)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), index, window if is_ring else None)
+        return cls.of_window(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), index, window)
+
+    @classmethod
+    def of_window(cls, key: Array, value: Array, index: Array, window: int | None) -> "KVCache":
+        """The cache that these arrays hold, as `create` made it for the window: a ring if it has the slots of one."""
+        is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
+        return cls(key, value, index, window if is_ring else None)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -196,7 +201,7 @@ class KVCache:
             raise ValueError(f"key and value must have one length, but got {number} and {value.shape[-3]}.")
         room, tokens = self.has_room(number, lengths), self.tokens(number, lengths)
         tokens = tokens if room is True else jnp.where(room, tokens, 0)
-        steps = jnp.arange(number, dtype=jnp.int32)
+        steps = self.counted(number)
         written = steps < tokens[..., None]
         places = self.index[..., None] + steps
         if self.window is not None:
@@ -231,7 +236,7 @@ class KVCache:
         key = self.key
         if self.window is not None:
             # What the slots held before is lost. A query that would see it after taking back more gets NaN.
-            taken_back = self.positions() >= new[..., None]
+            taken_back = self.positions() >= (new[..., None] if self.is_per_row else new)
             key = jnp.where(taken_back[..., None, None], jnp.asarray(jnp.nan, key.dtype), key)
         return dataclasses.replace(self, key=key, index=jnp.where(fine, new, jnp.int32(-1)))
 
@@ -256,18 +261,23 @@ class KVCache:
 
     def positions(self) -> Int[Array, "*B S"]:
         """The position of the token in each slot; -1 where there is none."""
-        slots, index = jnp.arange(self.length, dtype=jnp.int32), self.index[..., None]
+        slots, index = self.counted(self.length), self.index[..., None]
         if self.window is not None:
             slots = index - 1 - (index - 1 - slots) % self.length
-        return jnp.where((slots >= 0) & (slots < index), slots, -1) + jnp.zeros((*self.batch, 1), jnp.int32)
+        positions = jnp.where((slots >= 0) & (slots < index), slots, -1)
+        return jnp.broadcast_to(positions, (*self.batch, self.length))
+
+    def counted(self, number: int) -> Int[Array, "... n"]:
+        """0, 1, 2, ... with an axis of length 1 for each axis of the index."""
+        return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))
 
 
 def _written(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
     """The cache with the new entries in these slots."""
     # bfloat16 as its bits, because XLA's CPU would convert all of the cache.
     if cached.dtype == jnp.bfloat16:
-        bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
-        return lax.bitcast_convert_type(_written(*bits, places), jnp.bfloat16)
+        bits, new_bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
+        return lax.bitcast_convert_type(_written(bits, new_bits, places), jnp.bfloat16)
     if places.ndim == 1:
         return cached.at[..., places, :, :].set(new, mode="drop")
     rows = jnp.arange(math.prod(places.shape[:-1]), dtype=jnp.int32)[:, None]

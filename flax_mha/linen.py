@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from flax.linen.module import merge_param
 from jaxtyping import Array, Float, Int
 
-from flax_mha import _module
+from flax_mha import _check, _module
 from flax_mha.adapter import attention_fn as default_attention_fn
 from flax_mha.adapter import explain_attention
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import Mask
+from flax_mha.rope import RoPE
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
@@ -40,6 +41,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
         does, "rms_norm" without subtracting the mean.
       qk_norm_epsilon: What these norms add to the variance; None means 1e-6, as Flax does.
+      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
+      per_row: Whether each sequence of a cache counts its own tokens, as `lengths` need it; `cache_index` is then
+        [B...]. With a `local_window_size` and long inputs the cache is a ring; see `flax_mha.kv_cache.KVCache.create`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -60,6 +64,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     sinks: bool = False
     qk_norm_epsilon: float | None = None
     normalize_qk: bool | Literal["layer_norm", "rms_norm"] = False  # type: ignore[assignment]
+    rope: RoPE | None = None
+    per_row: bool = False
 
     @nn.compact
     def __call__(
@@ -78,6 +84,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         segment_ids: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
         lengths: Int[Array, "*B"] | tuple[Array | None, Array | None] | None = None,
         score_mod: ScoreMod | None = None,
+        positions: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
@@ -87,6 +94,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           inputs_v: Values; None means `inputs_k`.
           inputs_kv: Keys and values in one; Flax deprecates it.
           mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
+            While decoding, S counts the slots of the cache, like that of `bias`; mask objects speak of positions.
           deterministic: True switches dropout off; None means the attribute.
           dropout_rng: Key for dropout; None draws one from the collection `dropout`.
           sow_weights: Sow the weights [B..., N, T, S] as `attention_weights` in the collection `intermediates`.
@@ -96,15 +104,19 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             Must be None while decoding.
           lengths: Number of tokens before the padding in each sequence: [B...], or a pair for queries and keys, which
             is required if keys are not the queries. Padded keys are masked; the attention output of padded queries is
-            0, before the output projection. Must be None while decoding.
+            0, before the output projection. While decoding, one array: how many of the T tokens are none of the
+            padding; this needs the attribute `per_row`.
           score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
+          positions: Of the tokens, for `rope`: [B..., T] or [T], or a pair for queries and keys, which is required if
+            keys are not the queries. None counts from 0, or from what the cache holds. Masks and windows do not heed
+            it: they go by the place in the sequence.
 
         Returns:
           The output.
 
         Raises:
           ValueError: If inputs do not fit the module or each other, if the cache has another shape or, where its index
-            is known, is full. Under `jit` a step past the end returns NaN and leaves the cache as it was.
+            is known, is full. Under `jit` a sequence that has no room returns NaN and leaves its cache as it was.
         """
         self_attention = inputs_kv is None and (inputs_k is None or inputs_k is inputs_q)
         if inputs_kv is not None:
@@ -120,12 +132,10 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         sinks = None
         if self.sinks:
             sinks = self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
-        query_offset, step = None, None
-        if self.decode:
-            variables, step = self._decoding_step(query, key, value, mask, score_mod)
-        if step is not None:
-            key, value, mask, query_offset = step.cache.key, step.cache.value, step.mask, step.query_offset
-            is_causal = False  # the query is the newest token: all of the cache is its past
+        variables, cache = self._cache(query, key, value) if self.decode else ((), None)
+        start = 0 if cache is None else jnp.maximum(cache.index, 0)
+        self_attention = self_attention or cache is not None
+        query, key = _module.rotated(query, key, self.rope, positions, self_attention, start)
         extra: dict[str, Any] = {
             "bias": bias,
             "implementation": self.implementation,
@@ -134,18 +144,31 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "logits_soft_cap": self.logits_soft_cap,
             "sinks": sinks,
             "score_mod": score_mod,
-            "query_offset": query_offset,
-            "is_causal": is_causal or None,
-            "module": self if sow_weights else None,
         }
-        flax_arguments = self._flax_arguments(mask, deterministic, dropout_rng)
-        x = self.attention_fn(query, key, value, **flax_arguments, **_module.without_none(sequences | extra))
+        arguments = self._flax_arguments(mask, deterministic, dropout_rng)
+        if sow_weights:
+            arguments["module"] = self
+        if cache is not None:
+            arguments.pop("mask", None)
+            x, cache = _module.decoded(
+                self.attention_fn,
+                query,
+                key,
+                value,
+                cache,
+                mask,
+                lengths,
+                arguments,
+                extra,
+            )
+        else:
+            extra = _module.without_none(sequences | extra | {"is_causal": is_causal or None})
+            x = self.attention_fn(query, key, value, **arguments, **extra)
         out = self._out(x, inputs_q.shape[-1])
-        if step is None:
-            return out
-        for variable, new in zip(variables, step.cache.arrays, strict=True):
-            variable.value = new  # now that nothing has raised
-        return step.checked(out)
+        if cache is not None:
+            for variable, new in zip(variables, cache.arrays, strict=True):
+                variable.value = new  # now that nothing has raised
+        return out
 
     @nn.nowrap
     def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
@@ -178,7 +201,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             self.scale,
             self.normalize_qk,
             self.qk_norm_epsilon,
+            self.rope,
         )
+        _check.flag("per_row", self.per_row)
 
     def _projected(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:
         """Query, key and value [B..., length, heads, head size], normalized if asked."""
@@ -236,16 +261,25 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         needed |= set() if keeps_all else {"dropout_rng", "dropout_rate"}
         return {name: x for name, x in arguments.items() if takes_all or name in known or name in needed}
 
-    def _decoding_step(
-        self, query: Array, key: Array, value: Array, mask: Array | Mask | None, score_mod: ScoreMod | None
-    ) -> tuple[tuple[nn.Variable, ...], _module.DecodingStep | None]:
-        """The cache variables and one token's attention over them; None where this call makes them, from its shapes."""
-        starting = not self.has_variable("cache", "cached_key")
-        variables = self._cache_variables(key, value)
+    def _cache(self, query: Array, key: Array, value: Array) -> tuple[tuple[nn.Variable, ...], KVCache | None]:
+        """The cache variables and what they hold; None where this call makes them, from its shapes."""
+        starting, reach = not self.has_variable("cache", "cached_key"), _module.reach(self.local_window_size)
+        *batch, length, num_heads, size = key.shape
+
+        def empty(place: int) -> Array:
+            return KVCache.create(batch, length, num_heads, size, key.dtype, reach, self.per_row).arrays[place]
+
+        names = ("cached_key", "cached_value", "cache_index")
+        variables = tuple(self.variable("cache", name, empty, place) for place, name in enumerate(names))
         if starting:
             return variables, None
-        cache = self._cache(variables, query)
-        return variables, _module.decoding_step(cache, key, value, mask, self.local_window_size, score_mod)
+        key, value, index = (variable.value for variable in variables)
+        expected = (*key.shape[:-3], query.shape[-3], self.num_heads, key.shape[-1])
+        if query.shape != expected:
+            raise ValueError(
+                f"Autoregressive cache shape error, expected query shape {expected} instead got {query.shape}."
+            )
+        return variables, KVCache.of_window(key, value, index, reach)
 
     def _out(self, x: Float[Array, "*B T N Hv"], features: int) -> Float[Array, "*B T Dout"]:
         """Back to features."""
@@ -262,24 +296,6 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(x)
-
-    def _cache_variables(self, key: Array, value: Array) -> tuple[nn.Variable, nn.Variable, nn.Variable]:
-        return (
-            self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype),
-            self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype),
-            self.variable("cache", "cache_index", lambda: jnp.array(0, dtype=jnp.int32)),
-        )
-
-    def _cache(self, variables: tuple[nn.Variable, ...], query: Float[Array, "*B 1 N H"]) -> KVCache:
-        """What the cache variables hold, if the keys that come with this `query` fit their shape."""
-        cache = KVCache(*(variable.value for variable in variables))
-        *batch, _, _, size = cache.key.shape
-        expected = (*batch, 1, self.num_heads, size)
-        if query.shape != expected:
-            raise ValueError(
-                f"Autoregressive cache shape error, expected query shape {expected} instead got {query.shape}."
-            )
-        return cache
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

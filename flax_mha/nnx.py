@@ -20,6 +20,7 @@ from flax_mha.adapter import explain_attention
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import Mask
+from flax_mha.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
@@ -75,6 +76,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         `dot_product_attention`.
       logits_soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
       sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
+      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
 
     Raises:
       ValueError: If an argument is out of its range, or if heads and features do not fit together.
@@ -132,6 +134,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
         sinks: bool = False,
+        rope: RoPE | None = None,
     ) -> None:
         _module.check_options(
             num_heads,
@@ -145,6 +148,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             scale,
             normalize_qk,
             qk_norm_epsilon,
+            rope,
         )
         _module.check_rngs(rngs, nnx.Rngs)
         super().__init__(
@@ -194,6 +198,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.scale = scale
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
+        self.rope = rope
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
 
     def __call__(
@@ -215,6 +220,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         segment_ids: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
         lengths: Int[Array, "*B"] | tuple[Array | None, Array | None] | None = None,
         score_mod: ScoreMod | None = None,
+        positions: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
@@ -223,11 +229,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           inputs_k: Keys; None means `inputs_q` (self-attention).
           inputs_v: Values; None means `inputs_k`.
           mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
+            While decoding, S counts the slots of the cache, like that of `bias`; mask objects speak of positions.
           deterministic: True switches dropout off; None means what the constructor got.
           rngs: Random streams, of which `dropout` is used, or one stream, for the dropout key; None uses the
             constructor's stream, if `keep_rngs` kept it.
           sow_weights: Sow the weights [B..., N, T, S] as `nnx.Intermediate` variable `attention_weights`.
-          decode: Take one token per call and keep its key and value in the cache; None means the constructor's.
+          decode: Add the T tokens of this call to the cache, and attend to all tokens in it; None means the
+            constructor's.
           is_causal: Queries see keys up to their own position. A decoding call always does.
           out_sharding: Sharding of the output, for `out`.
           qkv_sharding: Sharding of query, key and value, for their projections.
@@ -237,15 +245,20 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             Must be None while decoding.
           lengths: Number of tokens before the padding in each sequence: [B...], or a pair for queries and keys, which
             is required if keys are not the queries. Padded keys are masked; the attention output of padded queries is
-            0, before the output projection. Must be None while decoding.
+            0, before the output projection. While decoding, one array: how many of the T tokens are none of the
+            padding; this needs a cache with an index per sequence (`per_row`).
           score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
+          positions: Of the tokens, for `rope`: [B..., T] or [T], or a pair for queries and keys, which is required if
+            keys are not the queries. None counts from 0, or from what the cache holds. Masks and windows do not heed
+            it: they go by the place in the sequence.
 
         Returns:
           The output.
 
         Raises:
           ValueError: If inputs do not fit the module or each other, if the cache is missing, of another shape or, where
-            its index is known, full. Under `jit` a step past the end returns NaN and leaves the cache as it was.
+            its index is known, full. Under `jit` a sequence that has no room returns NaN and leaves its cache as it
+            was.
         """
         self_attention = inputs_k is None or inputs_k is inputs_q
         inputs_k, inputs_v = self._check_inputs(inputs_q, inputs_k, inputs_v)
@@ -253,11 +266,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         decode = self._first_given("decode", decode)
         sequences = _module.sequence_arguments(segment_ids, lengths, self_attention, decode)
         query, key, value = self._projected(inputs_q, inputs_k, inputs_v, qkv_sharding)
-        query_offset, step = None, None
-        if decode:
-            step = self._decoding_step(key, value, mask, score_mod)
-            key, value, mask, query_offset = step.cache.key, step.cache.value, step.mask, step.query_offset
-            is_causal = False  # the query is the newest token: all of the cache is its past
+        cache = self._cache() if decode else None
+        start = 0 if cache is None else jnp.maximum(cache.index, 0)
+        query, key = _module.rotated(query, key, self.rope, positions, self_attention or decode, start)
         extra: dict[str, Any] = {
             "bias": bias,
             "implementation": self.implementation,
@@ -266,28 +277,36 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             "logits_soft_cap": self.logits_soft_cap,
             "sinks": None if self.sinks is None else self.sinks[...],
             "score_mod": score_mod,
-            "query_offset": query_offset,
-            "input_positions": input_positions,
         }
-        x = self.attention_fn(
-            query,
-            key,
-            value,
-            mask=mask,
-            broadcast_dropout=self.broadcast_dropout,
-            dropout_rate=self.dropout_rate,
-            dtype=self.dtype,
-            precision=self.precision,
-            module=self if sow_weights else None,
-            is_causal=is_causal,
+        flax_arguments: dict[str, Any] = {
+            "broadcast_dropout": self.broadcast_dropout,
+            "dropout_rate": self.dropout_rate,
+            "dtype": self.dtype,
+            "precision": self.precision,
+            "module": self if sow_weights else None,
             **self._dropout(deterministic, rngs),
-            **_module.without_none(sequences | extra),
-        )
+        }
+        if input_positions is not None:
+            flax_arguments["input_positions"] = input_positions
+        if cache is not None:
+            x, cache = _module.decoded(
+                self.attention_fn,
+                query,
+                key,
+                value,
+                cache,
+                mask,
+                lengths,
+                flax_arguments,
+                extra,
+            )
+        else:
+            extra = _module.without_none(sequences | extra)
+            x = self.attention_fn(query, key, value, mask=mask, is_causal=is_causal, **flax_arguments, **extra)
         out = self.out(x, out_sharding=out_sharding)
-        if step is None:
-            return out
-        self._write_cache(step.cache)  # now that nothing has raised
-        return step.checked(out)
+        if cache is not None:
+            self._write_cache(cache)  # now that nothing has raised
+        return out
 
     def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
         """Traces a call of a copy of this module whose attention is explained instead of computed."""
@@ -304,16 +323,26 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     explain = _module.explaining(__call__, _explained)
 
-    def init_cache(self, input_shape: Sequence[int], dtype: DTypeLike | None = None) -> None:
+    def init_cache(self, input_shape: Sequence[int], dtype: DTypeLike | None = None, *, per_row: bool = False) -> None:
         """Makes an empty cache, which decoding needs.
 
+        A module with a `local_window_size` makes a ring, which never overflows, if S is larger than the window by
+        enough; see `flax_mha.kv_cache.KVCache.create`.
+
         Args:
-          input_shape: [B..., S, D] of the inputs that are to come, one token a call; S tokens fit.
+          input_shape: [B..., S, D] of the inputs that are to come, of all calls together; S tokens fit.
           dtype: Dtype of the cached keys and values; None means that in which the module computes them.
+          per_row: Whether each sequence counts its own tokens, as `lengths` need it; `cache_index` is then [B...].
+
+        Raises:
+          ValueError: If a size is negative, or the dtype is not floating point.
         """
         if dtype is None:
             dtype = self.dtype if self.dtype is not None else self.param_dtype
-        super().init_cache(input_shape, dtype)
+        *batch, length, _ = input_shape
+        window = _module.reach(self.local_window_size)
+        cache = KVCache.create(batch, length, self.num_kv_heads, self.head_dim, dtype, window, per_row)
+        self.cached_key, self.cached_value, self.cache_index = map(nnx.Cache, cache.arrays)
 
     def set_view(
         self,
@@ -321,6 +350,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         decode: bool | None = None,
         batch_size: int | Sequence[int] | None = None,
         max_length: int | None = None,
+        per_row: bool = False,
     ) -> None:
         """What `nnx.view` calls: switches dropout and decoding, and makes the cache if its size is given.
 
@@ -329,6 +359,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           decode: True makes calls decode; None leaves it.
           batch_size: Batch axes of a new cache, given together with `max_length`.
           max_length: Tokens that fit in it.
+          per_row: Whether each sequence counts its own tokens; see `init_cache`.
 
         Raises:
           TypeError: If one of the two is given without the other, or decoding starts without a cache.
@@ -340,7 +371,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 raise TypeError(f"'{name}' must be provided when initializing cache.")
         if batch_size is not None and max_length is not None:
             batch = (batch_size,) if isinstance(batch_size, int) else batch_size
-            self.init_cache((*batch, max_length, self.in_features))
+            self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
 
     def _projected(
         self, inputs_q: Array, inputs_k: Array, inputs_v: Array, sharding: Any
@@ -353,12 +384,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             query, key = self.query_ln(query), self.key_ln(key)
         return query, key, value
 
-    def _decoding_step(
-        self, key: Array, value: Array, mask: Array | Mask | None, score_mod: ScoreMod | None
-    ) -> _module.DecodingStep:
-        """Attention of one token over the cache variables and the token itself."""
-        cache = KVCache(*(variable[...] for variable in self._cache_variables(key)))
-        return _module.decoding_step(cache, key, value, mask, self.local_window_size, score_mod)
+    def _cache(self) -> KVCache:
+        """What the cache variables hold."""
+        if self.cached_key is None or self.cached_value is None or self.cache_index is None:
+            raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
+        key, value, index = (variable[...] for variable in (self.cached_key, self.cached_value, self.cache_index))
+        return KVCache.of_window(key, value, index, _module.reach(self.local_window_size))
 
     def _write_cache(self, cache: KVCache) -> None:
         assert self.cached_key is not None
@@ -413,15 +444,3 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 "keep_rngs=False."
             )
         return {"deterministic": False, "dropout_rng": (rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs)()}
-
-    def _cache_variables(self, key: Float[Array, "*B 1 K H"]) -> tuple[nnx.Cache, nnx.Cache, nnx.Cache]:
-        """Keys, values and index of the cache, if one more `key` fits their shape."""
-        if self.cached_key is None or self.cached_value is None or self.cache_index is None:
-            raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
-        *batch, _, heads, size = self.cached_key.shape
-        if key.shape != (*batch, 1, heads, size):
-            raise ValueError(
-                "Autoregressive cache shape error, "
-                f"expected key shape {(*batch, 1, heads, size)} instead got {key.shape}."
-            )
-        return self.cached_key, self.cached_value, self.cache_index

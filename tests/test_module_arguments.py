@@ -271,14 +271,15 @@ def test_a_key_of_jax_random_is_no_rngs():
         module(X, rngs=jax.random.key(0))
 
 
-def test_lengths_are_refused_while_decoding():
+def test_while_decoding_lengths_need_an_index_for_each_sequence():
+    expected = "lengths must be None where all sequences share one index.*per_row=True"
     module = Nnx.make(decode=True)
     module.init_cache((B, T, D))
-    with pytest.raises(ValueError, match="lengths must be None while decoding"):
+    with pytest.raises(ValueError, match=expected):
         module(X[:, :1], lengths=jnp.array([1, 1]))
     layer = Linen.make(decode=True)
     variables = layer.init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match="lengths must be None while decoding"):
+    with pytest.raises(ValueError, match=expected):
         layer.apply(variables, X[:, :1], lengths=jnp.array([1, 1]), mutable=["cache"])
 
 

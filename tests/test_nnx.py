@@ -812,7 +812,7 @@ def test_call_refuses(options, inputs, arguments, error, message):
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((BATCH, 2, FEATURES), r"expected key shape \(2, 1, 3, 5\) instead got \(2, 2, 3, 5\)"),
+        ((3, 2, FEATURES), r"expected key shape \(2, 2, 3, 5\) instead got \(3, 2, 3, 5\)"),
         ((1, 1, FEATURES), "got"),
     ],
 )

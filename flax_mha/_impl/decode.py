@@ -25,8 +25,7 @@ from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._platform import varying_as
 from flax_mha._tiles import Grid, Tile
-from flax_mha.masks import CausalMask, LengthMask, LocalMask, Mask
-from flax_mha.masks.base import And
+from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
 
 class Blocks(NamedTuple):
@@ -199,9 +198,9 @@ def _visited(
 ) -> tuple[Int[Array, ""] | int, Int[Array, ""] | int]:
     """The first block of keys that some query may see, and one past the last."""
     count = -(-length // blocks.width)
-    query_offset, key_offset = (jnp.reshape(jnp.asarray(x, jnp.int32), (-1,))[:1] for x in scores.offsets)
+    query_offset, key_offset = (jnp.asarray(x, jnp.int32).reshape(()) for x in scores.offsets)
     if scores.ring is not None:  # all of it, or what has been written since it was empty
-        written = jnp.minimum(key_offset[0], length - 1) + 1
+        written = jnp.minimum(key_offset, length - 1) + 1
         return 0, jnp.maximum(-(-written // blocks.width), 0)
     mask = _bounds(scores.mask)
     if mask is None:
