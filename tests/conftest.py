@@ -32,7 +32,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# Tracing makes many objects that stay. Looking through them for garbage as often as Python does takes a tenth of the time.
+# Tracing makes many objects that stay. Looking through them for garbage as often as Python does takes a tenth of the
+# time.
 gc.set_threshold(50_000, 20, 100)
 
 
