@@ -1,5 +1,6 @@
 """Strictness for every test: shapes are checked at run time, and nothing promotes or broadcasts in silence."""
 
+import gc
 import os
 import platform
 from importlib.metadata import version
@@ -29,6 +30,16 @@ from flax_mha._impl.tiling import TileShape  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+# Tracing makes many objects that stay. Looking through them for garbage as often as Python does takes a tenth of the
+# time.
+gc.set_threshold(50_000, 20, 100)
+
+
+def pytest_collection_finish():
+    """Nothing that was imported is garbage."""
+    gc.freeze()
 
 
 @pytest.fixture

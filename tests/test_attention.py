@@ -69,7 +69,7 @@ def test_forward_and_gradients_under_jit(name, implementation):
 def test_vmap_is_a_loop(name, implementation):
     case = CASES[name]
     pairs = jax.tree.map(lambda *pair: np.stack(pair), case.arrays(0), case.arrays(7))
-    together = jax.vmap(lambda a: call(case, implementation, a, case.traced))(pairs)
+    together = jax.device_get(jax.vmap(lambda a: call(case, implementation, a, case.traced))(pairs))
     for i in range(2):
         alone = call(case, implementation, {name: x[i] for name, x in pairs.items()}, case.traced)
         for got, want in zip(together, alone, strict=True):
@@ -82,7 +82,8 @@ def test_dropout_and_its_gradient(name, implementation):
     """The weights that are kept show in the output when the values are the identity matrix."""
     case = DROPOUT_CASES[name]
     arrays, cotangents = case.arrays(), case.cotangents()
-    identity = jnp.broadcast_to(jnp.eye(case.s)[:, None], (*case.batch, case.s, case.shapes["key"][-2], case.s))
+    keys = case.shapes["key"][-2]
+    identity = np.broadcast_to(np.eye(case.s, dtype=np.float32)[:, None], (*case.batch, case.s, keys, case.s))
     shown, _ = call(case, "xla", arrays | {"value": identity}, case.traced, dropout_rng=KEY)
     keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - case.static["dropout_rate"])
 

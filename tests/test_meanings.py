@@ -21,21 +21,28 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 
 def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):
     rng = np.random.default_rng(seed)
-    return [
-        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((batch, t, n, h), *[(batch, s, k, h)] * 2)
-    ]
+    return [rng.standard_normal(shape).astype(np.float32) for shape in ((batch, t, n, h), *[(batch, s, k, h)] * 2)]
 
 
-def output_and_gradients(arrays, **arguments):
-    """Every output and the gradients of a loss over those that are finite."""
+def program(**arguments):
+    """Jitted: every output and the gradients of a loss over those that are finite."""
 
     def loss(arrays):
         output, lse = dot_product_attention(*arrays, return_residual=True, **arguments)
         terms = (jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in (output, lse))
         return sum(terms), (output, lse)
 
-    grads, answer = jax.grad(loss, has_aux=True)(arrays)
-    return answer, grads
+    run = jax.jit(jax.grad(loss, has_aux=True))
+
+    def numpy(arrays):
+        gradients, answer = jax.device_get(run(arrays))
+        return answer, gradients
+
+    return numpy
+
+
+def output_and_gradients(arrays, **arguments):
+    return program(**arguments)(arrays)
 
 
 @BOTH
@@ -50,7 +57,7 @@ def test_a_query_that_sees_nothing_answers_zero_with_zero_gradients(implementati
     assert (d_query[hidden] == 0).all()
     assert (d_key[1] == 0).all()
     assert (d_value[1] == 0).all()
-    assert all(jnp.isfinite(x).all() for x in (output, d_query, d_key, d_value))
+    assert all(np.isfinite(x).all() for x in (output, d_query, d_key, d_value))
 
 
 HIDERS = {
@@ -65,35 +72,30 @@ HIDERS = {
 
 @BOTH
 @pytest.mark.parametrize("hider", HIDERS)
-@pytest.mark.parametrize("filling", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_hidden_keys_and_values_hold_reaches_nothing(hider, filling, implementation):
+def test_what_hidden_keys_and_values_hold_reaches_nothing(hider, implementation):
+    run = program(**HIDERS[hider], implementation=implementation)
     query, key, value = inputs()
-    arguments = HIDERS[hider] | {"implementation": implementation}
-    spoilt = [query, key.at[:, 40:].set(filling), value.at[:, 40:].set(filling)]
-    clean = [query, key.at[:, 40:].set(0), value.at[:, 40:].set(0)]
-    for got, want in zip(
-        jax.tree.leaves(output_and_gradients(spoilt, **arguments)),
-        jax.tree.leaves(output_and_gradients(clean, **arguments)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(got, want)
+    key[:, 40:], value[:, 40:] = 0, 0
+    want = run([query, key, value])
+    for filling in (np.nan, np.inf, -np.inf, 3e38):
+        key[:, 40:], value[:, 40:] = filling, filling
+        jax.tree.map(np.testing.assert_array_equal, run([query, key, value]), want)
 
 
 @BOTH
-@pytest.mark.parametrize("filling", [np.nan, np.inf])
-def test_the_future_changes_nothing_and_who_sees_nan_answers_nan(filling, implementation):
+def test_the_future_changes_nothing_and_who_sees_nan_answers_nan(implementation):
+    run = program(is_causal=True, implementation=implementation)
     query, key, value = inputs(t=S)
-    arguments = {"is_causal": True, "implementation": implementation}
-    (output, _), grads = output_and_gradients(
-        [query, key.at[:, 40].set(filling), value.at[:, 45, 0, 3].set(filling)], **arguments
-    )
-    (want, _), want_grads = output_and_gradients([x[:, :40] for x in (query, key, value)], **arguments)
-    # Another length is another order of sums.
-    np.testing.assert_allclose(output[:, :40], want, rtol=0, atol=2 * S * np.finfo(np.float32).eps)
-    assert jnp.isnan(output[:, 40:]).all()
-    for got, expected in zip(grads, want_grads, strict=True):
-        np.testing.assert_allclose(got[:, :40], expected, rtol=0, atol=2 * S * np.finfo(np.float32).eps)
-        assert (got[:, 40:] == 0).all()
+    (want, _), want_grads = run([x[:, :40] for x in (query, key, value)])
+    for filling in (np.nan, np.inf):
+        key[:, 40], value[:, 45, 0, 3] = filling, filling
+        (output, _), grads = run([query, key, value])
+        # Another length is another order of sums.
+        np.testing.assert_allclose(output[:, :40], want, rtol=0, atol=2 * S * np.finfo(np.float32).eps)
+        assert np.isnan(output[:, 40:]).all()
+        for got, expected in zip(grads, want_grads, strict=True):
+            np.testing.assert_allclose(got[:, :40], expected, rtol=0, atol=2 * S * np.finfo(np.float32).eps)
+            assert (got[:, 40:] == 0).all()
 
 
 @BOTH
@@ -105,9 +107,10 @@ def test_the_same_for_so_many_scores_that_a_cpu_makes_one_kernel_of_them(size, i
     mask[:, :, 5] = False
     hidden, seen = [3, 40, 127], 50
     mask[..., hidden] = False
-    attend = jax.jit(functools.partial(dot_product_attention, mask=mask, implementation=implementation))
+    jitted = jax.jit(functools.partial(dot_product_attention, mask=mask, implementation=implementation))
+    attend = lambda *arrays: np.asarray(jitted(*arrays))  # noqa: E731
     want = attend(1e3 * query, key, value)
-    assert jnp.isfinite(want).all()
+    assert np.isfinite(want).all()
     assert (want[:, 5] == 0).all()
     for filling in (np.nan, np.inf, -np.inf, 3e38):
         spoilt_key, spoilt_value = key.copy(), value.copy()
@@ -119,7 +122,7 @@ def test_the_same_for_so_many_scores_that_a_cpu_makes_one_kernel_of_them(size, i
         spoilt = [key.copy(), value.copy()]
         spoilt[which][:, seen, :, size - 1] = filling
         output = attend(1e3 * query, *spoilt)
-        assert jnp.isnan(output[sees]).all()
+        assert np.isnan(output[sees]).all()
         np.testing.assert_array_equal(output[~sees], want[~sees])
 
 
@@ -127,10 +130,10 @@ def test_the_same_for_so_many_scores_that_a_cpu_makes_one_kernel_of_them(size, i
 def test_logits_of_ten_thousand(implementation):
     query, key, value = inputs()
     answer, grads = output_and_gradients([query * 1e4, key, value], implementation=implementation)
-    assert all(jnp.isfinite(x).all() for x in (*answer, *grads))
-    best = jnp.argmax(jnp.einsum("btngh,bsnh->btngs", query.reshape(2, T, 2, 3, 8), key), -1).reshape(2, T, N)
-    picked = jnp.take_along_axis(jnp.repeat(value, 3, 2), best[..., None], 1)
-    certain = jnp.abs(answer[0] - picked).max(-1) < 1e-5
+    assert all(np.isfinite(x).all() for x in (*answer, *grads))
+    best = np.argmax(np.einsum("btngh,bsnh->btngs", query.reshape(2, T, 2, 3, 8), key), -1).reshape(2, T, N)
+    picked = np.take_along_axis(np.repeat(value, 3, 2), best[..., None], 1)
+    certain = np.abs(answer[0] - picked).max(-1) < 1e-5
     assert certain.mean() > 0.99  # few have two keys within rounding of each other
 
 
@@ -150,23 +153,22 @@ def test_permuted_keys_change_nothing_but_the_order_of_sums(implementation):
 
 @BOTH
 def test_same_call_same_bits(implementation):
-    arrays = inputs()
-    first, second = (
-        output_and_gradients(arrays, is_causal=True, implementation=implementation, **DROP) for _ in range(2)
-    )
-    jax.tree.map(np.testing.assert_array_equal, first, second)
+    run = program(is_causal=True, implementation=implementation, **DROP)
+    jax.tree.map(np.testing.assert_array_equal, run(inputs()), run(inputs()))
+
+
+@functools.cache
+def dropped_and_causal(implementation):
+    return output_and_gradients(inputs(), is_causal=True, query_offset=20, implementation=implementation, **DROP)
 
 
 @pytest.mark.parametrize("tile", [(16, 16), (48, 16), (16, 64), (512, 512), (32, 16, 2), (64, 16, 4)])
 def test_tiles_change_nothing_but_the_order_of_sums(tile, monkeypatch):
     """Dropout included: which weights it drops is a matter of the key and their place alone."""
-    arrays = inputs()
-    arguments = {"is_causal": True, "query_offset": 20, **DROP}
-    want = output_and_gradients(arrays, implementation="xla", **arguments)
     monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(*tile),))
-    got = output_and_gradients(arrays, implementation="blockwise", **arguments)
+    got = dropped_and_causal.__wrapped__("blockwise")
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=4 * S * np.finfo(np.float32).eps)
-    jax.tree.map(close, got, want)
+    jax.tree.map(close, got, dropped_and_causal("xla"))
 
 
 @pytest.mark.parametrize("empty", ["t", "s", "batch"])
@@ -186,9 +188,10 @@ DROP = {"dropout_rate": 0.2, "dropout_rng": jax.random.key(3)}
 def dropped(shape, **arguments):
     """Which weights are kept, [B, N, T, S], shown by values that are the identity matrix."""
     batch, t, n, s = shape
-    query, key = jnp.zeros((batch, t, n, 1)), jnp.zeros((batch, s, n, 1))
-    identity = jnp.broadcast_to(jnp.eye(s)[:, None], (batch, s, n, s))
-    return jnp.moveaxis(dot_product_attention(query, key, identity, **arguments), -2, 1) * s
+    query, key = np.zeros((batch, t, n, 1), np.float32), np.zeros((batch, s, n, 1), np.float32)
+    identity = np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (batch, s, n, s))
+    weights = jax.jit(functools.partial(dot_product_attention, **arguments))(query, key, identity)
+    return np.moveaxis(np.asarray(weights), -2, 1) * s
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -205,8 +208,8 @@ def test_dropout_is_independent_from_place_to_place():
     """Neighbours below, beside, in the next head and batch entry agree as often as chance says."""
     kept = dropped((2, 256, 4, 256), dropout_rate=0.5, dropout_rng=jax.random.key(0)) != 0
     for axis in range(4):
-        first = jnp.take(kept, jnp.arange(kept.shape[axis] - 1), axis)
-        second = jnp.take(kept, jnp.arange(1, kept.shape[axis]), axis)
+        first = np.take(kept, np.arange(kept.shape[axis] - 1), axis)
+        second = np.take(kept, np.arange(1, kept.shape[axis]), axis)
         assert abs((first == second).mean() - 0.5) < 4 * np.sqrt(0.25 / first.size)
 
 
@@ -237,8 +240,10 @@ def test_dense_is_differentiable_twice_and_forward():
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x, jnp.float64) for x in inputs(batch=1, t=3, s=5, n=2, k=1, h=3)]
         bias = jnp.ones((2, 1, 5))
-        attend = lambda q, k, v, b: dot_product_attention(  # noqa: E731
-            q, k, v, b, is_causal=True, query_offset=1, implementation="xla", return_residual=True
+        attend = jax.jit(
+            lambda q, k, v, b: dot_product_attention(
+                q, k, v, b, is_causal=True, query_offset=1, implementation="xla", return_residual=True
+            )
         )
         check_grads(attend, (*arrays, bias), order=2, modes=["fwd", "rev"], atol=1e-6, rtol=1e-6)
 
@@ -246,8 +251,10 @@ def test_dense_is_differentiable_twice_and_forward():
 def test_blockwise_gradient_in_float64():
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x, jnp.float64) for x in inputs(batch=1, t=19, s=37, n=2, k=1, h=3)]
-        attend = lambda *a: dot_product_attention(  # noqa: E731
-            *a, is_causal=True, query_offset=1, implementation="blockwise", return_residual=True
+        attend = jax.jit(
+            lambda *a: dot_product_attention(
+                *a, is_causal=True, query_offset=1, implementation="blockwise", return_residual=True
+            )
         )
         check_grads(attend, (*arrays, jnp.ones((2, 1, 37))), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
@@ -257,8 +264,9 @@ def test_a_traced_scale_has_a_gradient(implementation):
     arrays = inputs()
     loss = lambda scale: jnp.sum(jnp.sin(dot_product_attention(*arrays, scale=scale, implementation=implementation)))  # noqa: E731
     step = 1e-2
-    slope = (loss(0.3 + step) - loss(0.3 - step)) / (2 * step)
-    np.testing.assert_allclose(jax.grad(loss)(jnp.float32(0.3)), slope, rtol=1e-2)
+    run = jax.jit(jax.value_and_grad(loss))
+    (above, _), (below, _), (_, gradient) = (run(np.float32(scale)) for scale in (0.3 + step, 0.3 - step, 0.3))
+    np.testing.assert_allclose(gradient, (above - below) / (2 * step), rtol=1e-2)
 
 
 def test_the_choice_is_by_size_and_both_give_the_same():
@@ -287,5 +295,5 @@ def test_same_as_jax_nn(name):
     case = CASES[name]
     arrays, arguments = case.arrays(), {**case.traced, **case.static}
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        want = jax.nn.dot_product_attention(**jax.tree.map(jnp.asarray, arrays), **arguments)
+        want = jax.jit(lambda arrays: jax.nn.dot_product_attention(**arrays, **arguments))(arrays)
     np.testing.assert_allclose(dot_product_attention(**arrays, **arguments), want, rtol=0, atol=1e-5)

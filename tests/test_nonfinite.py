@@ -49,8 +49,8 @@ def arrays(**others):
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} | others
 
 
-@functools.lru_cache(maxsize=2)
-def program(score_mod, arguments, implementation, causal, mask=True):
+@functools.lru_cache(maxsize=1)
+def program(score_mod, arguments, implementation, causal, mask):
     """Jitted: outputs, and the gradients of a loss over those that are finite."""
     static = {name: x for name, x in ARGUMENTS[arguments].items() if isinstance(x, tuple | float) and name != "scale"}
     if mask:
@@ -69,7 +69,7 @@ def program(score_mod, arguments, implementation, causal, mask=True):
 
 
 def run(given, **which):
-    (_, outputs), gradients = program(**which)({name: jnp.asarray(x) for name, x in given.items()})
+    (_, outputs), gradients = jax.device_get(program(**{"mask": True} | which)(given))
     return dict(zip(("output", "lse"), outputs, strict=True)) | {f"d_{name}": x for name, x in gradients.items()}
 
 
@@ -82,15 +82,30 @@ def given_arrays(score_mod, arguments):
 
 @pytest.mark.parametrize(("score_mod", "arguments"), list(itertools.product(SCORE_MODS, ARGUMENTS)))
 @BOTH
-def test_what_is_masked_reaches_nothing(score_mod, arguments, implementation):
-    """In one feature of queries, keys and values, and in the bias: outputs and all gradients keep every bit."""
+def test_what_is_masked_reaches_nothing_and_what_is_visible_is_seen(score_mod, arguments, implementation):
+    """The second where the `score_mod` masks nothing itself, and has a value and a derivative everywhere."""
     which = {
         "score_mod": score_mod,
         "arguments": arguments,
         "implementation": implementation,
         "causal": score_mod in ("logarithm", "root"),
     }
-    clean = given_arrays(score_mod, arguments)
+    masked_reaches_nothing(**which)
+    if score_mod in ("no score_mod", "slopes"):
+        visible_is_seen(**which)
+
+
+@pytest.mark.parametrize("arguments", ["plain", "soft cap, sinks"])
+@BOTH
+def test_what_is_visible_is_seen_without_a_mask(arguments, implementation):
+    visible_is_seen(
+        score_mod="no score_mod", arguments=arguments, implementation=implementation, causal=False, mask=False
+    )
+
+
+def masked_reaches_nothing(**which):
+    """In one feature of queries, keys and values, and in the bias: outputs and all gradients keep every bit."""
+    clean = given_arrays(which["score_mod"], which["arguments"])
     clean["query"][:, 30:], clean["key"][:, 33:], clean["value"][:, 33:] = 0, 0, 0
     want = run(clean, **which)
     assert all(np.isfinite(x).all() for name, x in want.items() if name != "lse")
@@ -106,26 +121,13 @@ def test_what_is_masked_reaches_nothing(score_mod, arguments, implementation):
             np.testing.assert_array_equal(got[name], x, err_msg=f"{name}, {filling}")
 
 
-# Without a mask only what masks no scores itself.
-VISIBLE = [(score_mod, arguments, True) for score_mod in ("no score_mod", "slopes") for arguments in ARGUMENTS]
-VISIBLE += [("no score_mod", arguments, False) for arguments in ("plain", "soft cap, sinks")]
-
-
-@pytest.mark.parametrize(("score_mod", "arguments", "masked"), VISIBLE)
-@BOTH
-def test_what_is_visible_is_seen(score_mod, arguments, masked, implementation):
+def visible_is_seen(*, mask=True, **which):
     """In whichever feature it stands; rows that do not see it keep their values, and send back what they did."""
-    which = {
-        "score_mod": score_mod,
-        "arguments": arguments,
-        "implementation": implementation,
-        "causal": False,
-        "mask": masked,
-    }
-    clean = given_arrays(score_mod, arguments)
+    which |= {"mask": mask}
+    clean = given_arrays(which["score_mod"], which["arguments"])
     want = run(clean, **which)
-    visible = np.broadcast_to(MASK if masked else True, (B, N, T, S))
-    if "local_window_size" in ARGUMENTS[arguments]:
+    visible = np.broadcast_to(MASK if mask else True, (B, N, T, S))
+    if "local_window_size" in ARGUMENTS[which["arguments"]]:
         ahead = np.arange(S) - np.arange(T)[:, None]
         visible = visible & (ahead >= -40) & (ahead <= 30)
     for filling, name in itertools.product((np.nan, np.inf), ("query", "key", "value", "bias")):
@@ -143,11 +145,11 @@ def test_what_is_visible_is_seen(score_mod, arguments, masked, implementation):
             spoilt[name][0, 5, 1, H - 1] = filling
             rows[0, :, 2:] = np.moveaxis(visible[0, 2:, :, 5], 0, 1)
         got = run(spoilt, **which)
-        if masked or np.isnan(filling):
+        if mask or np.isnan(filling):
             assert np.isnan(got["output"][rows]).any(-1).all()
         np.testing.assert_array_equal(got["output"][~rows], want["output"][~rows])
         np.testing.assert_array_equal(got["lse"][~rows], want["lse"][~rows])
-        if masked:
+        if mask:
             unseen = ~rows.any(-1)
             np.testing.assert_array_equal(got["d_query"][unseen], want["d_query"][unseen])
             assert all(np.isfinite(x).all() for gradient, x in got.items() if gradient.startswith("d_"))

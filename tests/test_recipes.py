@@ -1,5 +1,7 @@
 """The gallery: each recipe equals its dense formula, in output and every gradient, those of captured arrays too."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,7 @@ RECIPES = {
 def inputs(dtype=np.float32):
     shapes = {"query": (B, S, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
     generator = np.random.default_rng(1)
-    return {name: jnp.asarray(generator.standard_normal(shape), dtype) for name, shape in shapes.items()}
+    return {name: generator.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
 
 
 def run(name, implementation, inputs, cotangent, **more):
@@ -76,7 +78,7 @@ def run(name, implementation, inputs, cotangent, **more):
         output = dot_product_attention(**inputs, **arguments, implementation=implementation, **more)
         return jnp.sum(output * cotangent), output
 
-    (d_inputs, d_learned), output = jax.grad(loss, (0, 1), has_aux=True)(inputs, learned)
+    (d_inputs, d_learned), output = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(inputs, learned)
     grads = [d_inputs[n] for n in ("query", "key", "value")]
     return output, grads if learned is None else [*grads, d_learned]
 
@@ -98,20 +100,24 @@ def dense(name, inputs, cotangent, keep=None):
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
+@functools.cache
+def kept(rate):
+    """What dropout multiplies the weights with: it shows in the output when the values are the identity."""
+    flat = {name: np.zeros_like(x) for name, x in inputs().items()}
+    flat["value"] = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, K, S))
+    shown = dot_product_attention(**flat, dropout_rate=rate, dropout_rng=jax.random.key(0), implementation="xla")
+    return (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - rate)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("rate", [0.0, 0.25], ids=["", "dropout"])
 def test_equals_its_dense_formula(name, implementation, rate):
-    """To 1e-5 relative; with dropout too, whose mask shows in the output when the values are the identity."""
+    """To 1e-5 relative; with dropout too."""
     arrays, cotangent = inputs(), rng.standard_normal((B, S, N, H)).astype(np.float32)
-    drop, keep = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}, None
-    if rate:
-        flat = {n: jnp.zeros_like(x) for n, x in arrays.items()} | {
-            "value": jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
-        }
-        keep = (np.moveaxis(np.asarray(dot_product_attention(**flat, **drop)), -2, -3) != 0) / (1 - rate)
+    drop = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}
     output, grads = run(name, implementation, arrays, cotangent, **drop)
-    want, want_grads = dense(name, arrays, cotangent, keep)
+    want, want_grads = dense(name, arrays, cotangent, kept(rate) if rate else None)
     for got, expected in zip((output, *grads), (want, *want_grads), strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
@@ -136,7 +142,7 @@ def test_bfloat16_by_the_rule_of_flash_attention(name, implementation):
         return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        simple = naive(**arrays)
+        simple = naive(**jax.tree.map(jnp.asarray, arrays))
     output, _ = run(name, implementation, arrays, jnp.ones((B, S, N, H), jnp.bfloat16))
     truth, _ = dense(name, arrays, np.ones((B, S, N, H)))
     error, naive_error = (np.abs(np.float64(x) - truth).max() for x in (output, simple))
@@ -150,13 +156,13 @@ def test_under_jit_vmap_and_remat(name):
     attend = lambda inputs, learned: dot_product_attention(  # noqa: E731
         **inputs, **(make() if learned is None else make(learned)), implementation="blockwise"
     )
-    want = attend(arrays, learned)
+    want = np.asarray(attend(arrays, learned))
     close = {"rtol": 0, "atol": 1e-5}
     np.testing.assert_allclose(jax.jit(attend)(arrays, learned), want, **close)
-    pair = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), arrays)
-    np.testing.assert_allclose(jax.vmap(attend, (0, None))(pair, learned)[1], want[::-1], **close)
+    pair = jax.tree.map(lambda x: np.stack([x, x[::-1]]), arrays)
+    np.testing.assert_allclose(np.asarray(jax.vmap(attend, (0, None))(pair, learned))[1], want[::-1], **close)
     gradient, again = (
-        jax.grad(lambda inputs, f=f: jnp.sum(jnp.sin(f(inputs, learned))))(arrays)
+        jax.jit(jax.grad(lambda inputs, f=f: jnp.sum(jnp.sin(f(inputs, learned)))))(arrays)
         for f in (attend, jax.checkpoint(attend))
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), gradient, again)

@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from train_demo import plots
+from train_demo import plots, sample
 from train_demo import train as training
 from train_demo.__main__ import main
-from train_demo.model import initial_params
+from train_demo.model import blueprint, initial_params
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 TINY = (
@@ -21,14 +21,24 @@ TINY = (
 COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--length", 2), ("plot",))
 
 
+cached_blueprint = functools.cache(blueprint)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _fast():
-    """Compiles the training once for all runs, and does not draw."""
+    """Compiles the training once for all runs, does not draw, and ends a run with a sample of two characters."""
+
+    def few(model, config, prompt, length, *rest, generate=sample.generate):
+        return generate(model, config, prompt, min(length, 2), *rest)
+
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):  # as users have it
         for name in ("make_update", "make_validate"):
             patch.setattr(training, name, functools.cache(getattr(training, name)))
         first = functools.cache(lambda *sizes: jax.device_get(initial_params(*sizes)))
         patch.setattr(training, "initial_params", lambda *sizes: jax.device_put(first(*sizes)))
+        for module in (training, sample):
+            patch.setattr(module, "blueprint", cached_blueprint)
+        patch.setattr(sample, "generate", few)
         patch.setattr(plots, "attention_weights", lambda *_: None)
         patch.setattr(plots, "attention_figure", lambda *_: None)
         patch.setattr(plots, "_write", lambda path, _: plots.write_atomically(path, b"\x89PNG"))
