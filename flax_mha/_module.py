@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -112,18 +112,74 @@ def check_inputs(inputs_q: Array, inputs_k: Array, inputs_v: Array) -> None:
         raise ValueError(f"inputs' key and value lengths must match, but got {shapes}.")
 
 
+KeySource = Literal["inputs", "cache", "stored", "to store"]
+
+
+def source_of_keys(
+    decode: bool, store_keys: bool, has_stored: bool, inputs_k: Any, inputs_v: Any, lengths: Any
+) -> KeySource:
+    """Where a call's keys come from, or go to.
+
+    "inputs": its own inputs. "cache": its own inputs and those of earlier calls. "stored": an earlier call stored them,
+    for cross-attention. "to store": its own inputs, which later calls use.
+    """
+    _check.flag("store_keys", store_keys)
+    if store_keys and not decode:
+        raise ValueError("store_keys must be False where nothing is decoded, but got True; pass decode=True.")
+    if store_keys and inputs_k is None:
+        raise ValueError("inputs_k must be given with store_keys, but got None; store_keys is for cross-attention.")
+    if not decode:
+        return "inputs"
+    if store_keys or not has_stored:
+        return "to store" if store_keys else "cache"
+    given = [
+        name for name, x in (("inputs_k", inputs_k), ("inputs_v", inputs_v), ("lengths", lengths)) if x is not None
+    ]
+    if given:
+        raise ValueError(
+            f"{' and '.join(given)} must be None where keys are stored already, but got an array; pass store_keys=True "
+            "to store others."
+        )
+    return "stored"
+
+
+def stored_lengths(sequences: dict[str, Array | None], key: Float[Array, "*B S K H"]) -> PerSequence:
+    """How many of the stored keys of each sequence are none of the padding."""
+    lengths = sequences["key_value_seq_lengths"]
+    return jnp.broadcast_to(jnp.asarray(key.shape[-3] if lengths is None else lengths, jnp.int32), key.shape[:-3])
+
+
+def with_stored_lengths(
+    attention_fn: Callable[..., Array],
+    sequences: dict[str, Array | None],
+    mask: Array | Mask | None,
+    lengths: PerSequence,
+    key: Float[Array, "*B S K H"],
+) -> Array | Mask | None:
+    """The mask of stored keys; their lengths are put into `sequences` for our attention, into the mask for others."""
+    if attention_fn is adapter.attention_fn:
+        sequences["key_value_seq_lengths"] = lengths
+        return mask
+    places = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
+    shown = (places < lengths[..., None])[..., None, None, :]
+    if mask is None or isinstance(mask, Mask):
+        return shown if mask is None else mask & ArrayMask(shown)
+    return _check.mask_of_numbers(mask) & shown
+
+
 def sequence_arguments(
     segment_ids: Array | tuple[Array, Array] | None,
     lengths: PerSequence | tuple[PerSequence | None, PerSequence | None] | None,
     self_attention: bool,
     decode: bool,
+    keys: KeySource,
 ) -> dict[str, Array | None]:
     """Segment ids and lengths as arguments of the attention: one of each for queries and for keys."""
     if decode and segment_ids is not None:
         raise ValueError("segment_ids must be None while decoding, but got an array; a cache holds one document.")
-    if decode and isinstance(lengths, tuple):
+    if keys == "cache" and isinstance(lengths, tuple):
         raise ValueError("lengths must be one array while decoding, the new tokens of each sequence, but got a pair.")
-    if decode:
+    if keys == "cache":
         return {}
     if lengths is not None and not isinstance(lengths, tuple) and not self_attention:
         raise ValueError(
@@ -181,6 +237,7 @@ def rotated(
     positions: Array | tuple[Array, Array] | None,
     self_attention: bool,
     start: Int[Array, "..."] | int = 0,
+    stored: bool = False,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"]]:
     """Query and key, rotated by their positions if there are rotary embeddings.
 
@@ -191,11 +248,19 @@ def rotated(
       positions: [B..., T] or [T], or a pair for queries and keys; None counts from `start`.
       self_attention: Whether keys are those of the queries' tokens.
       start: The position of the first query, [] or [B...]; that of the first key is 0, if it is another's.
+      stored: Whether the keys were rotated when they were stored.
     """
     if rope is None:
         if positions is not None:
             raise ValueError("positions must be None without rope, but got an array; pass rope=RoPE() to the module.")
         return query, key
+    if stored:
+        if positions is None or isinstance(positions, tuple):
+            raise ValueError(
+                "positions must be one array, of the queries, where rope is used with stored keys, but got "
+                f"{'None' if positions is None else 'a pair'}."
+            )
+        return apply_rope(query, positions, rope), key
     if positions is None:
         start = jnp.asarray(start, jnp.int32)[..., None]
         query_positions = start + jnp.arange(query.shape[-3], dtype=jnp.int32).reshape((1,) * (start.ndim - 1) + (-1,))

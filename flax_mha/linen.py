@@ -20,6 +20,8 @@ from flax_mha.kv_cache import KVCache
 from flax_mha.masks import Mask
 from flax_mha.rope import RoPE
 
+STORED = ("cached_key", "cached_value", "cached_lengths")  # for cross-attention
+
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
@@ -85,6 +87,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         lengths: Int[Array, "*B"] | tuple[Array | None, Array | None] | None = None,
         score_mod: ScoreMod | None = None,
         positions: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
+        store_keys: bool = False,
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
@@ -110,6 +113,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           positions: Of the tokens, for `rope`: [B..., T] or [T], or a pair for queries and keys, which is required if
             keys are not the queries. None counts from 0, or from what the cache holds. Masks and windows do not heed
             it: they go by the place in the sequence.
+          store_keys: Keep this call's keys, values and their `lengths` in the cache, for cross-attention: later calls
+            that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k`, and decoding.
 
         Returns:
           The output.
@@ -123,19 +128,27 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             inputs_k = inputs_v = _deprecated_inputs(inputs_k, inputs_v, inputs_kv)
         elif inputs_k is not None and inputs_v is not None:
             _warn_of_mask(inputs_v)
-        inputs_k, inputs_v = _module.given_or_same(inputs_q, inputs_k, inputs_v)
         self._check_options(inputs_q.shape[-1])
-        sequences = _module.sequence_arguments(segment_ids, lengths, self_attention, self.decode)
+        has_stored = self.has_variable("cache", "cached_lengths")
+        keys = _module.source_of_keys(self.decode, store_keys, has_stored, inputs_k, inputs_v, lengths)
+        self_attention = keys == "cache" or (keys == "inputs" and self_attention)
+        sequences = _module.sequence_arguments(segment_ids, lengths, self_attention, self.decode, keys)
+        dense = self._dense(inputs_q.shape[-1])
         # First the projections, so that features which do not fit the parameters get Flax's own error.
-        query, key, value = self._projected(inputs_q, inputs_k, inputs_v)
-        _module.check_inputs(inputs_q, inputs_k, inputs_v)
+        query = self._query(inputs_q, dense)
+        if keys == "stored":
+            key, value, used = self._stored()
+            mask = _module.with_stored_lengths(self.attention_fn, sequences, mask, used, key)
+        else:
+            inputs_k, inputs_v = _module.given_or_same(inputs_q, inputs_k, inputs_v)
+            key, value = self._keys(inputs_k, inputs_v, dense)
+            _module.check_inputs(inputs_q, inputs_k, inputs_v)
         sinks = None
         if self.sinks:
             sinks = self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
-        variables, cache = self._cache(query, key, value) if self.decode else ((), None)
+        variables, cache = self._cache(query, key) if keys == "cache" else ((), None)
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
-        self_attention = self_attention or cache is not None
-        query, key = _module.rotated(query, key, self.rope, positions, self_attention, start)
+        query, key = _module.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
         extra: dict[str, Any] = {
             "bias": bias,
             "implementation": self.implementation,
@@ -162,12 +175,16 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 extra,
             )
         else:
+            is_causal = is_causal and keys in ("inputs", "cache")  # "cache": this call makes it
             extra = _module.without_none(sequences | extra | {"is_causal": is_causal or None})
             x = self.attention_fn(query, key, value, **arguments, **extra)
         out = self._out(x, inputs_q.shape[-1])
         if cache is not None:
             for variable, new in zip(variables, cache.arrays, strict=True):
                 variable.value = new  # now that nothing has raised
+        if keys == "to store":
+            for name, x in zip(STORED, (key, value, _module.stored_lengths(sequences, key)), strict=True):
+                self.put_variable("cache", name, x)
         return out
 
     @nn.nowrap
@@ -205,33 +222,46 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         )
         _check.flag("per_row", self.per_row)
 
-    def _projected(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:
-        """Query, key and value [B..., length, heads, head size], normalized if asked."""
-        features = inputs_q.shape[-1] if self.qkv_features is None else self.qkv_features
-        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+    def _dense(self, in_features: int) -> Callable[..., nn.DenseGeneral]:
+        """Makes the projection to some heads."""
+        features = in_features if self.qkv_features is None else self.qkv_features
         head_size = features // self.num_heads
-        dense = functools.partial(
-            nn.DenseGeneral,
-            axis=-1,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            use_bias=self.use_bias,
-            precision=self.precision,
-            dot_general=self.qkv_dot_general,
-            dot_general_cls=self.qkv_dot_general_cls,
-        )
-        query = dense(features=(self.num_heads, head_size), name="query")(inputs_q)
-        key = dense(features=(num_kv_heads, head_size), name="key")(inputs_k)
-        value = dense(features=(num_kv_heads, head_size), name="value")(inputs_v)
-        if self.normalize_qk:
-            rms = self.normalize_qk == "rms_norm"
-            kind = nn.RMSNorm if rms else functools.partial(nn.LayerNorm, use_bias=False)
-            epsilon = 1e-6 if self.qk_norm_epsilon is None else self.qk_norm_epsilon
-            norm = functools.partial(kind, dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon)
-            query, key = norm(name="query_ln")(query), norm(name="key_ln")(key)
-        return query, key, value
+
+        def dense(num_heads: int, name: str) -> nn.DenseGeneral:
+            return nn.DenseGeneral(
+                features=(num_heads, head_size),
+                axis=-1,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                kernel_init=self.kernel_init,
+                bias_init=self.bias_init,
+                use_bias=self.use_bias,
+                precision=self.precision,
+                dot_general=self.qkv_dot_general,
+                dot_general_cls=self.qkv_dot_general_cls,
+                name=name,
+            )
+
+        return dense
+
+    def _query(self, inputs_q: Array, dense: Callable[..., nn.DenseGeneral]) -> Float[Array, "*B T N H"]:
+        """Queries, normalized if asked."""
+        return self._normalized(dense(self.num_heads, "query")(inputs_q), "query_ln")
+
+    def _keys(
+        self, inputs_k: Array, inputs_v: Array, dense: Callable[..., nn.DenseGeneral]
+    ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K H"]]:
+        """Keys, normalized if asked, and values."""
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        key, value = dense(num_kv_heads, "key")(inputs_k), dense(num_kv_heads, "value")(inputs_v)
+        return self._normalized(key, "key_ln"), value
+
+    def _normalized(self, x: Float[Array, "*B L N H"], name: str) -> Float[Array, "*B L N H"]:
+        if not self.normalize_qk:
+            return x
+        kind = nn.RMSNorm if self.normalize_qk == "rms_norm" else functools.partial(nn.LayerNorm, use_bias=False)
+        epsilon = 1e-6 if self.qk_norm_epsilon is None else self.qk_norm_epsilon
+        return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name)(x)
 
     def _flax_arguments(
         self, mask: Array | Mask | None, deterministic: bool | None, dropout_rng: Array | None
@@ -261,7 +291,11 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         needed |= set() if keeps_all else {"dropout_rng", "dropout_rate"}
         return {name: x for name, x in arguments.items() if takes_all or name in known or name in needed}
 
-    def _cache(self, query: Array, key: Array, value: Array) -> tuple[tuple[nn.Variable, ...], KVCache | None]:
+    def _stored(self) -> tuple[Array, Array, Array]:
+        """Keys, values and lengths that an earlier call stored."""
+        return tuple(self.get_variable("cache", name) for name in STORED)  # type: ignore[return-value]
+
+    def _cache(self, query: Array, key: Array) -> tuple[tuple[nn.Variable, ...], KVCache | None]:
         """The cache variables and what they hold; None where this call makes them, from its shapes."""
         starting, reach = not self.has_variable("cache", "cached_key"), _module.reach(self.local_window_size)
         *batch, length, num_heads, size = key.shape

@@ -199,6 +199,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
         self.rope = rope
+        self.cached_lengths: nnx.Cache[Array] | None = nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
 
     def __call__(
@@ -221,6 +222,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         lengths: Int[Array, "*B"] | tuple[Array | None, Array | None] | None = None,
         score_mod: ScoreMod | None = None,
         positions: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
+        store_keys: bool = False,
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
@@ -251,6 +253,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           positions: Of the tokens, for `rope`: [B..., T] or [T], or a pair for queries and keys, which is required if
             keys are not the queries. None counts from 0, or from what the cache holds. Masks and windows do not heed
             it: they go by the place in the sequence.
+          store_keys: Keep this call's keys, values and their `lengths` in the cache, for cross-attention: later calls
+            that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k`, and decoding.
 
         Returns:
           The output.
@@ -260,15 +264,21 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             its index is known, full. Under `jit` a sequence that has no room returns NaN and leaves its cache as it
             was.
         """
-        self_attention = inputs_k is None or inputs_k is inputs_q
-        inputs_k, inputs_v = self._check_inputs(inputs_q, inputs_k, inputs_v)
         _module.check_rngs(rngs, nnx.Rngs, nnx.RngStream)
         decode = self._first_given("decode", decode)
-        sequences = _module.sequence_arguments(segment_ids, lengths, self_attention, decode)
-        query, key, value = self._projected(inputs_q, inputs_k, inputs_v, qkv_sharding)
-        cache = self._cache() if decode else None
+        keys = _module.source_of_keys(decode, store_keys, self.cached_lengths is not None, inputs_k, inputs_v, lengths)
+        self_attention = keys == "cache" or (keys == "inputs" and (inputs_k is None or inputs_k is inputs_q))
+        sequences = _module.sequence_arguments(segment_ids, lengths, self_attention, decode, keys)
+        if keys == "stored":
+            _module.check_inputs(inputs_q, inputs_q, inputs_q)
+            query, (key, value, used) = self._query(inputs_q, qkv_sharding), self._stored()
+            mask = _module.with_stored_lengths(self.attention_fn, sequences, mask, used, key)
+        else:
+            inputs_k, inputs_v = self._check_inputs(inputs_q, inputs_k, inputs_v)
+            query, (key, value) = self._query(inputs_q, qkv_sharding), self._keys(inputs_k, inputs_v, qkv_sharding)
+        cache = self._cache() if keys == "cache" else None
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
-        query, key = _module.rotated(query, key, self.rope, positions, self_attention or decode, start)
+        query, key = _module.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
         extra: dict[str, Any] = {
             "bias": bias,
             "implementation": self.implementation,
@@ -301,11 +311,16 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 extra,
             )
         else:
+            is_causal = is_causal and not decode
             extra = _module.without_none(sequences | extra)
             x = self.attention_fn(query, key, value, mask=mask, is_causal=is_causal, **flax_arguments, **extra)
         out = self.out(x, out_sharding=out_sharding)
-        if cache is not None:
-            self._write_cache(cache)  # now that nothing has raised
+        if cache is not None:  # now that nothing has raised
+            self._write_cache(cache)
+        if keys == "to store":
+            stored = (key, value, _module.stored_lengths(sequences, key))
+            self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, stored)
+            self.cache_index = None
         return out
 
     def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
@@ -343,6 +358,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         window = _module.reach(self.local_window_size)
         cache = KVCache.create(batch, length, self.num_kv_heads, self.head_dim, dtype, window, per_row)
         self.cached_key, self.cached_value, self.cache_index = map(nnx.Cache, cache.arrays)
+        self.cached_lengths = nnx.data(None)
 
     def set_view(
         self,
@@ -373,16 +389,24 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             batch = (batch_size,) if isinstance(batch_size, int) else batch_size
             self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
 
-    def _projected(
-        self, inputs_q: Array, inputs_k: Array, inputs_v: Array, sharding: Any
-    ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"], Float[Array, "*B S K H"]]:
-        """Query, key and value, normalized if asked."""
+    def _query(self, inputs_q: Array, sharding: Any) -> Float[Array, "*B T N H"]:
+        """Queries, normalized if asked."""
         query = self.query(inputs_q, out_sharding=sharding)
-        key = self.key(inputs_k, out_sharding=sharding)
-        value = self.value(inputs_v, out_sharding=sharding)
-        if self.query_ln is not None and self.key_ln is not None:
-            query, key = self.query_ln(query), self.key_ln(key)
-        return query, key, value
+        return query if self.query_ln is None else self.query_ln(query)
+
+    def _keys(
+        self, inputs_k: Array, inputs_v: Array, sharding: Any
+    ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K H"]]:
+        """Keys, normalized if asked, and values."""
+        key, value = self.key(inputs_k, out_sharding=sharding), self.value(inputs_v, out_sharding=sharding)
+        return key if self.key_ln is None else self.key_ln(key), value
+
+    def _stored(self) -> tuple[Array, Array, Array]:
+        """Keys, values and lengths that an earlier call stored."""
+        assert self.cached_key is not None
+        assert self.cached_value is not None
+        assert self.cached_lengths is not None
+        return self.cached_key[...], self.cached_value[...], self.cached_lengths[...]
 
     def _cache(self) -> KVCache:
         """What the cache variables hold."""
