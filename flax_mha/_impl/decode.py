@@ -10,13 +10,13 @@ or any output, is not finite, then everything is computed again, as `nonfinite.p
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._call import accumulation_dtype
@@ -24,12 +24,12 @@ from flax_mha._impl import heads, layout, nonfinite, online_softmax
 from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._platform import varying_as
-from flax_mha._tiles import Grid, Tile
+from flax_mha._tiles import Grid, Scalar, Tile
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
 
 class Blocks(NamedTuple):
-    """How the scores of a batch entry are cut.
+    """How the scores are cut.
 
     Attributes:
       height: Queries of a block.
@@ -42,13 +42,47 @@ class Blocks(NamedTuple):
     sequential: bool
 
 
-class Entry(NamedTuple):
-    """A batch entry: its number, its queries, and the rest with leading axes [K, G]."""
+class Part(NamedTuple):
+    """Some of the batch entries: all, or one, whose axes have length 1 then.
 
-    number: Int[Array, ""]
-    query: Float[Array, "K G T H"]
+    Attributes:
+      first: The first of them, an index for each batch axis.
+      query: Their queries, scaled; like the rest with leading axes for batch and heads.
+      row: The first of these queries.
+      params: What is added to the scores.
+      scores: How products become scores.
+    """
+
+    first: tuple[Scalar, ...]
+    query: Float[Array, "*B K G t H"]
+    row: Scalar
     params: ScoreParams
     scores: Scores
+
+
+class Source(NamedTuple):
+    """Keys or values [B..., S, K, F], of which blocks are read; bfloat16 as its bits.
+
+    XLA's CPU backend would convert all of a bfloat16 array to float32 before a loop that reads parts of it.
+    """
+
+    array: Array
+    is_bfloat16: bool
+
+    @classmethod
+    def of(cls, x: Float[Array, "*B S K F"]) -> "Source":
+        """The array as it is read."""
+        is_bfloat16 = x.dtype == jnp.bfloat16
+        return cls(lax.bitcast_convert_type(x, jnp.uint16) if is_bfloat16 else x, is_bfloat16)
+
+    def block(self, part: Part, column: Scalar, width: int) -> Float[Array, "*B K 1 s F"]:
+        """The block of a part that begins at a column, in the layout of one head."""
+        batch, (_, num_heads, size) = part.query.shape[:-4], self.array.shape[-3:]
+        start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
+        x = lax.dynamic_slice(self.array, start, (*batch, width, num_heads, size), allow_negative_indices=False)
+        if self.is_bfloat16:
+            x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
+        return layout.split_heads(x.astype(part.query.dtype), (num_heads, 1))
 
 
 def attend(
@@ -61,124 +95,96 @@ def attend(
     scores: Scores,
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Output and log-sum-exp, without gradients."""
-    batch, groups = query.shape[:-3], (key.shape[-2], query.shape[-2] // key.shape[-2])
-    scaled = query.astype(accumulation_dtype(query.dtype)) * scale.astype(accumulation_dtype(query.dtype))
-    queries = layout.split_heads(scaled, groups).reshape(-1, *groups, query.shape[-3], query.shape[-1])
-    keys, values = (_Cached.of(x.reshape(-1, *x.shape[-3:])) for x in (key, value))
+    batch, dtype = query.shape[:-3], accumulation_dtype(query.dtype)
+    groups = (key.shape[-2], query.shape[-2] // key.shape[-2])
+    queries = layout.split_heads(query.astype(dtype) * scale.astype(dtype), groups)
+    keys, values = Source.of(key), Source.of(value)
 
-    def entry(i: Int[Array, ""], careful: bool) -> tuple[Array, Array, Array]:
-        own_params, own_scores = _of_entry((params, scores), jnp.unravel_index(i, batch))
-        return _entry(blocks, Entry(i, queries[i], own_params, own_scores), keys, values, careful)
+    def one_entry(i: Int[Array, ""], careful: bool) -> tuple[Array, Array, Array]:
+        place = jnp.unravel_index(i, batch)
+        own_query, own_params, own_scores = _of_entry((queries, params, scores), place)
+        return _blocks_of_rows(blocks, Part(place, own_query, 0, own_params, own_scores), keys, values, careful)
 
-    def entries(careful: bool) -> tuple[Array, Array, Array]:
-        one, numbers = functools.partial(entry, careful=careful), jnp.arange(queries.shape[0], dtype=jnp.int32)
-        return lax.map(one, numbers) if blocks.sequential else jax.vmap(one)(numbers)
+    def entries(careful: bool) -> list[Array]:
+        if not blocks.sequential:
+            everything = Part((0,) * len(batch), queries, 0, params, scores)
+            return list(_blocks_of_rows(blocks, everything, keys, values, careful))
+        numbers = jnp.arange(math.prod(batch), dtype=jnp.int32)
+        parts = lax.map(functools.partial(one_entry, careful=careful), numbers)
+        return [x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in parts]
 
-    *fast, finite = entries(careful=False)
-    output, lse = lax.cond(finite.all(), lambda: fast, lambda: list(entries(careful=True)[:2]))
-    output, lse = (x.reshape(*batch, *x.shape[1:]) for x in (output, lse))
+    *fast, product = entries(careful=False)
+    finite = jnp.isfinite(fast[0]).all() & jnp.isfinite(product).all()
+    output, lse = lax.cond(finite, lambda: fast, lambda: entries(careful=True)[:2])
     return layout.join_heads(output).astype(query.dtype), layout.join_heads(lse[..., None])[..., 0]
 
 
-class _Cached(NamedTuple):
-    """Keys or values [B, S, K, F] to read blocks of; bfloat16 as its bits, for XLA's CPU would convert all of it."""
-
-    array: Array
-    is_bfloat16: bool
-
-    @classmethod
-    def of(cls, x: Float[Array, "B S K F"]) -> "_Cached":
-        is_bfloat16 = x.dtype == jnp.bfloat16
-        return cls(lax.bitcast_convert_type(x, jnp.uint16) if is_bfloat16 else x, is_bfloat16)
-
-    def block(
-        self, entry: Int[Array, ""], first: Int[Array, ""], width: int, dtype: DTypeLike
-    ) -> Float[Array, "K 1 s F"]:
-        """The block that begins at column `first`, in the layout of one head."""
-        _, _, num_heads, size = self.array.shape
-        x = lax.dynamic_slice(self.array, (entry, first, 0, 0), (1, width, num_heads, size))[0]
-        if self.is_bfloat16:
-            x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-        return layout.split_heads(x.astype(dtype), (num_heads, 1))
-
-
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
-    """What belongs to the batch entry at `place`; axes of size 1 are shared."""
+    """What belongs to the batch entry at `place`; its batch axes have length 1."""
 
     def own(x: Array) -> Array:
-        for axis_index in place:
-            x = x[0] if x.shape[0] == 1 else lax.dynamic_index_in_dim(x, axis_index, 0, keepdims=False)
+        for axis, i in enumerate(place):
+            x = x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, i, 1, axis)
         return x
 
     return jax.tree.map(own, tree)
 
 
-def _entry(
-    blocks: Blocks, own: Entry, keys: _Cached, values: _Cached, careful: bool
-) -> tuple[Float[Array, "K G T Hv"], Float[Array, "K G T"], Bool[Array, ""]]:
-    """Output and log-sum-exp of one batch entry, a block of queries after the other, and whether all was finite."""
-    length = own.query.shape[2]
+def _blocks_of_rows(
+    blocks: Blocks, part: Part, keys: Source, values: Source, careful: bool
+) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
+    """Output and log-sum-exp, a block of queries after the other, and what tells whether all products were finite."""
+    length = part.query.shape[-2]
     count = -(-length // blocks.height)
 
-    def rows(first: Int[Array, ""] | int) -> tuple[Array, Array, Array]:
-        part = lax.dynamic_slice_in_dim(own.query, first, blocks.height, 2)
-        return _rows(blocks, first, own._replace(query=part), keys, values, careful)
+    def rows(row: Scalar) -> tuple[Array, Array, Array]:
+        query = lax.dynamic_slice_in_dim(part.query, row, blocks.height, part.query.ndim - 2)
+        return _rows(blocks, part._replace(query=query, row=row), keys, values, careful)
 
     if count == 1:
         return rows(0)
     # The last block ends at the last query: it computes some queries of the one before again.
     firsts = np.minimum(np.arange(count) * blocks.height, length - blocks.height)
-    output, lse, finite = lax.map(rows, jnp.asarray(firsts, jnp.int32))
-    last = count * blocks.height - length
+    output, lse, product = lax.map(rows, jnp.asarray(firsts, jnp.int32))
+    axis, again = part.query.ndim - 2, count * blocks.height - length
 
-    def joined(x: Float[Array, "blocks K G t *F"]) -> Float[Array, "K G T *F"]:
-        return jnp.concatenate([*x[:-1], x[-1][:, :, last:]], axis=2)
+    def joined(x: Float[Array, "blocks *B K G t *F"]) -> Float[Array, "*B K G T *F"]:
+        return jnp.concatenate([*x[:-1], lax.slice_in_dim(x[-1], again, blocks.height, axis=axis)], axis=axis)
 
-    return joined(output), joined(lse), finite.all()
+    return joined(output), joined(lse), product.min(0)
 
 
-def _rows(
-    blocks: Blocks, first: Int[Array, ""] | int, own: Entry, keys: _Cached, values: _Cached, careful: bool
-) -> tuple[Array, Array, Array]:
-    """The same of one block of queries, from query `first` on."""
-    begin, end = _visited(blocks, first, own.scores, keys.array.shape[1])
-    start = heads.over_heads(
-        lambda x: online_softmax.start(blocks.height, values.array.shape[3], x[1].sink, x[0].dtype),
-        (own.query, own.params),
-        2,
-    )
-    step = functools.partial(_step, blocks, first, own, keys, values, careful)
-    start = varying_as(own.query, (start, jnp.zeros((), own.query.dtype)))
-    state, products = lax.fori_loop(begin, end, step, start)
-    output, lse = heads.over_heads(online_softmax.finish, state, 2)
-    return output, lse, jnp.isfinite(products) & jnp.isfinite(output).all()
+def _rows(blocks: Blocks, part: Part, keys: Source, values: Source, careful: bool) -> tuple[Array, Array, Array]:
+    """The same of one block of queries."""
+    axes, dtype = part.query.ndim - 2, part.query.dtype
+    begin, end = _visited(blocks, part, keys.array.shape[-3])
+
+    def start(own: tuple[Array, ScoreParams]) -> tuple[online_softmax.State, Array]:
+        return online_softmax.start(blocks.height, values.array.shape[-1], own[1].sink, dtype), jnp.zeros((), dtype)
+
+    nothing = varying_as(part.query, heads.over_heads(start, (part.query, part.params), axes))
+    step = functools.partial(_step, blocks, part, keys, values, careful)
+    state, product = lax.fori_loop(begin, end, step, nothing)
+    return *heads.over_heads(online_softmax.finish, state, axes), product
 
 
 def _step(
-    blocks: Blocks,
-    first: Int[Array, ""] | int,
-    own: Entry,
-    keys: _Cached,
-    values: _Cached,
-    careful: bool,
-    i: Int[Array, ""],
-    carry: tuple,
+    blocks: Blocks, part: Part, keys: Source, values: Source, careful: bool, i: Int[Array, ""], carry: tuple
 ) -> tuple:
-    """Takes in block i of the keys, and sums up 0 times each product: NaN if one is not finite."""
-    state, total = carry
-    length = keys.array.shape[1]
+    """Takes in block i of the keys."""
+    length = keys.array.shape[-3]
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
-    k, v = (x.block(own.number, column, blocks.width, own.query.dtype) for x in (keys, values))
+    k, v = (source.block(part, column, blocks.width) for source in (keys, values))
 
-    def one_head(x: tuple) -> tuple:
-        q, k, v, params, scores, state = x
-        tile = Tile(first, column, (blocks.height, blocks.width), scores.offsets, ring=scores.ring)
+    def one_head(own: tuple) -> tuple[online_softmax.State, Array]:
+        q, k, v, params, scores, (state, product) = own
+        tile = Tile(part.row, column, (blocks.height, blocks.width), scores.offsets, ring=scores.ring)
         marks = row_marks = None
         if careful:
             k, v, of_keys = nonfinite.finite_keys(k, v)
             magnitudes = Magnitudes(nonfinite.magnitude_of(q), of_keys)
             marks, row_marks = magnitudes.marks_of_keys(), magnitudes.marks_of_rows(unmasked=False)
-        products = scores.dot(q, k, transpose_b=True)
+        products = scores.dot(k, q, transpose_b=True).T  # in this order XLA does not transpose the keys
         s = scores.tile(products, params.cut(tile), tile, scores.mask, marks)
         if length % blocks.width:
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
@@ -187,26 +193,40 @@ def _step(
         def weigh(weights: Float[Array, "t s"]) -> Float[Array, "t Hv"]:
             return scores.dot(weights if kept is None else weights * kept.astype(weights.dtype), v)
 
-        return online_softmax.update(state, s, weigh, row_marks), jnp.sum(products * 0)
+        return online_softmax.update(state, s, weigh, row_marks), _worst(product, products, scores)
 
-    state, zeros = heads.over_heads(one_head, (own.query, k, v, own.params, own.scores, state), 2)
-    return state, total + jnp.sum(zeros)
+    return heads.over_heads(one_head, (part.query, k, v, part.params, part.scores, carry), part.query.ndim - 2)
 
 
-def _visited(
-    blocks: Blocks, first: Int[Array, ""] | int, scores: Scores, length: int
-) -> tuple[Int[Array, ""] | int, Int[Array, ""] | int]:
-    """The first block of keys that some query may see, and one past the last."""
-    count = -(-length // blocks.width)
-    query_offset, key_offset = (jnp.asarray(x, jnp.int32).reshape(()) for x in scores.offsets)
+def _worst(before: Float[Array, ""], products: Float[Array, "t s"], scores: Scores) -> Float[Array, ""]:
+    """A number that is not finite if a product is infinite, and does not show in the output.
+
+    NaN and infinity do show, except for minus infinity, which counts as masked. If products go through a function
+    before they become scores, none of them may show.
+    """
+    if scores.soft_cap is None and scores.score_mod is None:
+        return jnp.minimum(before, jnp.min(products))
+    return before + jnp.sum(products * 0)
+
+
+def _visited(blocks: Blocks, part: Part, length: int) -> tuple[Scalar, Scalar]:
+    """The first block of keys in which some query may see one, and one past the last."""
+    scores, count = part.scores, -(-length // blocks.width)
     if scores.ring is not None:  # all of it, or what has been written since it was empty
-        written = jnp.minimum(key_offset, length - 1) + 1
+        written = jnp.minimum(jnp.max(scores.offsets[1]), length - 1) + 1
         return 0, jnp.maximum(-(-written // blocks.width), 0)
     mask = _bounds(scores.mask)
     if mask is None:
         return 0, count
-    grid = Grid((1, count), (blocks.height, blocks.width), (query_offset + first, key_offset), None)
-    some = jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
+
+    def one_head(own: tuple) -> Bool[Array, " count"]:
+        mask, offset_arrays = own
+        query, key = (n if x is None else x for n, x in zip(scores.offset_numbers, offset_arrays, strict=True))
+        grid = Grid((1, count), (blocks.height, blocks.width), (query + part.row, key))
+        return jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
+
+    some = heads.over_heads(one_head, (mask, scores.offset_arrays), part.query.ndim - 2)
+    some = some.any(range(some.ndim - 1))
     return jnp.argmax(some), jnp.where(some.any(), count - jnp.argmax(some[::-1]), 0)
 
 
