@@ -8,10 +8,12 @@ from importlib.metadata import version
 # Most of the time goes into compiling, and most of that into machine code that runs once. Without LLVM's optimizations
 # only rounding differs. So it does with XLA's older generator of CPU code, which takes a third of the time; later
 # versions lack it, and end at flags that they do not know. AVX has no fused multiply-add: with one, bits would depend
-# on what is fused into what. Set XLA_FLAGS, if only to nothing, to have what users have; .ci/run does both.
+# on what is fused into what. Splitting a program, to generate its parts side by side, takes longer than it saves where
+# other tests use the other cores. Set XLA_FLAGS, if only to nothing, to have what users have; .ci/run does both.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
+    " --xla_cpu_parallel_codegen_split_count=1"
     if version("jaxlib").startswith("0.10.") and platform.machine() == "x86_64"
     else "--xla_backend_optimization_level=0",
 )

@@ -193,10 +193,11 @@ def test_positions_of_any_integer_dtype(dtype):
 
 @pytest.mark.parametrize("shape", [(2, 0, 3, H), (0, 5, 3, H), (0, 3, H), (2, 5, 0, H)])
 def test_empty(shape):
-    x, positions = jnp.zeros(shape), jnp.zeros(shape[:-2], jnp.int32)
+    x, positions = np.zeros(shape, np.float32), np.zeros(shape[:-2], np.int32)
+    gradient = jax.jit(jax.grad(lambda *arguments: apply_rope(*arguments).sum()), static_argnums=2)
     for rope in ROPES.values():
         assert apply_rope(x, positions, rope).shape == shape
-        assert jax.grad(lambda x, rope=rope: apply_rope(x, positions, rope).sum())(x).shape == shape
+        assert gradient(x, positions, rope).shape == shape
 
 
 @pytest.mark.parametrize("name", ["yarn", "partial, interleaved"])
