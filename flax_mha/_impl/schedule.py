@@ -18,7 +18,7 @@ from flax_mha._impl.decode import Blocks
 from flax_mha._impl.layout import mask_by_head
 from flax_mha._impl.tiling import TileShape, Tiling, tiling_of
 from flax_mha._platform import being_traced, is_key, platform, readable, sharded
-from flax_mha.masks import And, LengthMask, Mask
+from flax_mha.masks import Mask
 
 # Up to this many scores of a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
 MAX_SCORES_DENSE = 256 * 256
@@ -88,23 +88,12 @@ def blocks_in_place(call: Call) -> Blocks | None:
     few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and platform() == "cpu"
     if not few and not options.cached:
         return None
-    height, batch = min(queries, MAX_HEIGHT_IN_PLACE), operands.query.shape[:-3]
+    height = min(queries, MAX_HEIGHT_IN_PLACE)
     if platform() != "cpu":
         return Blocks(height, min(keys, MAX_WIDTH_ACCELERATOR), sequential=False)
-    of_rows = [*operands.offsets, *jax.tree.leaves(_lengths_of(operands.mask))]
-    alike = all(x is None or math.prod(x.shape) == 1 for x in of_rows)
-    sequential = not alike and not sharded() and math.prod(batch) > 1
-    size = operands.key.shape[-1] + operands.value.shape[-1]
-    numbers = num_heads * size * (1 if sequential else math.prod(batch))
-    width = max(MIN_WIDTH_IN_PLACE, min(2 * MAX_NUMBERS_IN_PLACE // numbers // 64 * 64, MAX_WIDTH_IN_PLACE))
-    return Blocks(height, min(keys, width), sequential)
-
-
-def _lengths_of(mask: Mask | None) -> list[LengthMask]:
-    """The masks of lengths among those that it is made of."""
-    if isinstance(mask, And):
-        return _lengths_of(mask.left) + _lengths_of(mask.right)
-    return [mask] if isinstance(mask, LengthMask) else []
+    numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
+    width = max(MIN_WIDTH_IN_PLACE, min(MAX_NUMBERS_IN_PLACE // numbers // 64 * 64, MAX_WIDTH_IN_PLACE))
+    return Blocks(height, min(keys, width), sequential=not sharded())
 
 
 def sequential_axes(call: Call, scores: int) -> int | None:
