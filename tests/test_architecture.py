@@ -171,10 +171,12 @@ def readme_blocks():
 
 
 def test_the_readme_runs():
+    """Its blocks one after the other, as in one session of a reader."""
     assert readme_blocks()
+    names = {}
     for block in readme_blocks():
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a reader has it
-            exec(compile(block, "README.md", "exec"), {})
+            exec(compile(block, "README.md", "exec"), names)
 
 
 def test_the_readme_names_every_file():
