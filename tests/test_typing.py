@@ -25,6 +25,13 @@ attention = flax_mha.MultiHeadAttention(
 out: jax.Array = attention(x, mask=mask, lengths=jnp.array([3]), segment_ids=None)
 layer = linen.MultiHeadAttention(num_heads=2, num_kv_heads=1, implementation="xla", scale=0.3)
 same: jax.Array = layer(x, lengths=jnp.array([3]))
+rotary = flax_mha.MultiHeadAttention(2, 8, rope=flax_mha.rope.RoPE(base=1e6), decode=True, rngs=nnx.Rngs(0))
+rotary.init_cache((1, 9, 8), per_row=True)
+rotated: jax.Array = rotary(x, positions=jnp.arange(8), lengths=jnp.array([3]))
+crossed: jax.Array = linen.MultiHeadAttention(num_heads=2, decode=True, per_row=True)(x, x, store_keys=True)
+cache = flax_mha.kv_cache.KVCache.create(1, 9, num_kv_heads=2, head_size=4, window=None, per_row=True)
+decoded: jax.Array
+decoded, cache = flax_mha.cached_attention.cached_attention(x, x, x, cache.truncate(0), lengths=jnp.array([3]))
 convert.from_torch({}, num_heads=2)
 recipes.alibi(num_heads=2)
 plot.plot_mask(mask, 3, 4)
@@ -60,7 +67,14 @@ f2 = linen.MultiHeadAttention(num_heads="2")
 layer = linen.MultiHeadAttention(num_heads=2)
 g1 = layer(x, length=None)
 g2 = layer(x, segment_ids="a")
+g3 = layer(x, position=jnp.arange(8))
 h0 = attention.explain(x, maks=None)
+i1 = flax_mha.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), rope=10000.0)
+i2 = attention(x, store_key=True)
+i3 = flax_mha.rope.RoPE(theta=10000.0)
+i4 = flax_mha.kv_cache.KVCache.create(1, 9, 2, 4, per_rows=True)
+i5 = flax_mha.cached_attention.cached_attention(x, x, x, x)
+i6 = attention.init_cache((1, 9, 8), per_row="yes")
 h1 = flax_mha.CausalMask() & x
 h2 = flax_mha.LocalMask(1)
 h3 = flax_mha.linnen
@@ -96,6 +110,6 @@ def test_right_uses_are_right(reported):
 
 def test_every_mistake_is_reported(reported):
     lines = {int(line.split(":")[1]) for line in reported["wrong"]}
-    mistakes = {n for n, line in enumerate(WRONG.splitlines(), 1) if line[:1] in "abcdefgh" and line[1:2].isdigit()}
-    assert len(mistakes) == 23
+    mistakes = {n for n, line in enumerate(WRONG.splitlines(), 1) if line[:1] in "abcdefghi" and line[1:2].isdigit()}
+    assert len(mistakes) == 30
     assert lines == mistakes
