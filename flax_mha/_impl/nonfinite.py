@@ -53,8 +53,9 @@ def finite_keys(
 
 def magnitude_of(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
     """Half the mean absolute entry, infinity where there is NaN or infinity; without a gradient."""
-    # XLA's CPU computes a sum faster than other reductions that pass NaN on; that of these parts cannot overflow.
-    half_mean = jnp.sum(jnp.abs(lax.stop_gradient(x)) * (0.5 / max(x.shape[-1], 1)), axis=-1)
+    # XLA's CPU computes a sum faster than other reductions that pass NaN on (unless its terms are multiplied after
+    # `abs`: then it uses one core). That of these terms cannot overflow.
+    half_mean = jnp.sum(jnp.abs(lax.stop_gradient(x) * (0.5 / max(x.shape[-1], 1))), axis=-1)
     return jnp.where(jnp.isnan(half_mean), jnp.inf, half_mean)
 
 
