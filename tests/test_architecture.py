@@ -166,17 +166,14 @@ def test_importing_the_package_brings_no_peer_and_no_demo():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
-def readme_blocks():
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-
-
-def test_the_readme_runs():
-    """Its blocks one after the other, as in one session of a reader."""
-    assert readme_blocks()
-    names = {}
-    for block in readme_blocks():
+@pytest.mark.parametrize("page", ["README.md", "docs/inference.md"])
+def test_the_blocks_of_a_page_run(page):
+    """One after the other, as in one session of a reader."""
+    names, blocks = {}, re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a reader has it
-            exec(compile(block, "README.md", "exec"), names)
+            exec(compile(block, page, "exec"), names)
 
 
 def test_the_readme_names_every_file():
