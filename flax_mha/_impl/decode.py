@@ -23,7 +23,7 @@ from flax_mha._call import accumulation_dtype
 from flax_mha._impl import heads, layout, nonfinite, online_softmax
 from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
-from flax_mha._platform import varying_as
+from flax_mha._platform import platform, varying_alike, varying_as
 from flax_mha._tiles import Grid, Tile
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
@@ -61,10 +61,11 @@ def attend(
     scores: Scores,
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Output and log-sum-exp, without gradients."""
+    query, key, value, scale, params, scores = varying_alike((query, key, value, scale, params, scores))
     batch, groups = query.shape[:-3], (key.shape[-2], query.shape[-2] // key.shape[-2])
     scaled = query.astype(accumulation_dtype(query.dtype)) * scale.astype(accumulation_dtype(query.dtype))
     queries = layout.split_heads(scaled, groups).reshape(-1, *groups, query.shape[-3], query.shape[-1])
-    keys, values = (_Cached.of(x.reshape(-1, *x.shape[-3:])) for x in (key, value))
+    keys, values = map(_Cached.of, (key, value))
 
     def entry(i: Int[Array, ""], careful: bool) -> tuple[Array, Array, Array]:
         own_params, own_scores = _of_entry((params, scores), jnp.unravel_index(i, batch))
@@ -81,25 +82,32 @@ def attend(
 
 
 class _Cached(NamedTuple):
-    """Keys or values [B, S, K, F] to read blocks of; bfloat16 as its bits, for XLA's CPU would convert all of it."""
+    """Keys or values [B, S, K, F] to read blocks of."""
 
     array: Array
-    is_bfloat16: bool
 
     @classmethod
-    def of(cls, x: Float[Array, "B S K F"]) -> "_Cached":
-        is_bfloat16 = x.dtype == jnp.bfloat16
-        return cls(lax.bitcast_convert_type(x, jnp.uint16) if is_bfloat16 else x, is_bfloat16)
+    def of(cls, x: Float[Array, "*B S K F"]) -> "_Cached":
+        return cls(x.reshape(-1, *x.shape[-3:]))
 
     def block(
         self, entry: Int[Array, ""], first: Int[Array, ""], width: int, dtype: DTypeLike
     ) -> Float[Array, "K 1 s F"]:
         """The block that begins at column `first`, in the layout of one head."""
         _, _, num_heads, size = self.array.shape
-        x = lax.dynamic_slice(self.array, (entry, first, 0, 0), (1, width, num_heads, size))[0]
-        if self.is_bfloat16:
-            x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-        return layout.split_heads(x.astype(dtype), (num_heads, 1))
+
+        def read() -> Float[Array, "s K F"]:
+            x = lax.dynamic_slice(self.array, (entry, first, 0, 0), (1, width, num_heads, size))[0]
+            return x.astype(dtype)
+
+        if self.array.dtype == jnp.bfloat16 and platform() == "cpu":
+            # XLA's CPU converts an array before it takes a part of it, and would do so with all of it before the loop.
+            # Nothing is moved out of a branch; that this one is always taken, XLA must not know.
+            nothing = varying_as(self.array, jnp.zeros((width, num_heads, size), dtype))
+            return layout.split_heads(
+                lax.cond(lax.optimization_barrier(first) >= 0, read, lambda: nothing), (num_heads, 1)
+            )
+        return layout.split_heads(read(), (num_heads, 1))
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
