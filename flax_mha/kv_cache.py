@@ -344,5 +344,6 @@ def _written_as_bits(cached: Array, new: Array, places: Int[Array, "*B T"]) -> A
 
 @_written_as_bits.defjvp
 def _written_as_bits_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    *_, places = primals
-    return _written_as_bits(*primals), _scattered(*tangents[:2], places)
+    cached, new, places = primals
+    _, tangent = jax.jvp(lambda cached, new: _scattered(cached, new, places), (cached, new), tangents[:2])
+    return _written_as_bits(cached, new, places), tangent
