@@ -241,7 +241,12 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
 
 def _differs_by_slot(x: Any) -> bool:
     """Whether a bias or mask has an entry for each slot."""
-    return x.lengths[1] > 0 if isinstance(x, Mask) else x is not None and np.shape(x)[-1:] not in ((), (1,))
+    if isinstance(x, Mask):
+        return x.lengths[1] > 0
+    try:
+        return x is not None and np.shape(x)[-1:] not in ((), (1,))
+    except ValueError:  # ragged lists, which are refused where arrays are made of them
+        return False
 
 
 def _of_first_slots(x: Any, number: int) -> Any:

@@ -303,6 +303,8 @@ def _check_floating(dtype: DTypeLike) -> None:
 
 def _written(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
     """The cache with the new entries in these slots."""
+    if not new.size:
+        return cached
     if cached.dtype == jnp.bfloat16 and _CONVERTS_BFLOAT16 and platform() == "cpu":
         return _written_as_bits(*varying_alike((cached, new, places)))
     return _scattered(cached, new, places)
@@ -320,7 +322,7 @@ def _scattered(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
 @jax.custom_jvp
 def _written_as_bits(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
     """The same of bfloat16, by operations on its bits."""
-    if not 0 < places.size <= FEW:
+    if places.size > FEW:
         bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
         return lax.bitcast_convert_type(_scattered(*bits, places), jnp.bfloat16)
     flat, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (cached, lax.bitcast_convert_type(new, jnp.uint16)))
@@ -328,13 +330,15 @@ def _written_as_bits(cached: Array, new: Array, places: Int[Array, "*B T"]) -> A
     rows = 1 if places.ndim > 1 else flat.shape[0]  # all at once, if they share their places
 
     def write(i: Int[Array, ""], flat: Array) -> Array:
+        i = i.astype(jnp.int32)
         row, step = (i // fresh.shape[1], i % fresh.shape[1]) if places.ndim > 1 else (jnp.zeros_like(i), i)
         place = lax.dynamic_index_in_dim(places.reshape(-1), i, keepdims=False)
-        one = lax.dynamic_slice(fresh, (row, step, 0, 0), (rows, 1, num_heads, size))
+        zero = jnp.int32(0)
+        one = lax.dynamic_slice(fresh, (row, step, zero, zero), (rows, 1, num_heads, size))
 
         def written(flat: Array) -> Array:
             bits = lax.bitcast_convert_type(flat, jnp.uint16)
-            return lax.bitcast_convert_type(lax.dynamic_update_slice(bits, one, (row, place, 0, 0)), jnp.bfloat16)
+            return lax.bitcast_convert_type(lax.dynamic_update_slice(bits, one, (row, place, zero, zero)), jnp.bfloat16)
 
         # In a branch of its own, this is one operation in place.
         return lax.cond(place < slots, written, lambda flat: flat, flat)

@@ -97,7 +97,8 @@ class _Cached(NamedTuple):
         _, _, num_heads, size = self.array.shape
 
         def read() -> Float[Array, "s K F"]:
-            x = lax.dynamic_slice(self.array, (entry, first, 0, 0), (1, width, num_heads, size))[0]
+            start = (entry, first, jnp.int32(0), jnp.int32(0))
+            x = lax.dynamic_slice(self.array, start, (1, width, num_heads, size))[0]
             return x.astype(dtype)
 
         if self.array.dtype == jnp.bfloat16 and platform() == "cpu":
@@ -157,7 +158,7 @@ def _rows(
     )
     step = functools.partial(_step, blocks, first, own, keys, values, careful)
     start = varying_as(own.query, (start, jnp.zeros((), own.query.dtype)))
-    state, products = lax.fori_loop(begin, end, step, start)
+    state, products = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, start)
     output, lse = heads.over_heads(online_softmax.finish, state, 2)
     return output, lse, jnp.isfinite(products) & jnp.isfinite(output).all()
 
@@ -215,7 +216,8 @@ def _visited(
         return 0, count
     grid = Grid((1, count), (blocks.height, blocks.width), (query_offset + first, key_offset), None)
     some = jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
-    return jnp.argmax(some), jnp.where(some.any(), count - jnp.argmax(some[::-1]), 0)
+    before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
+    return before, jnp.where(some.any(), count - after, 0)
 
 
 def _bounds(mask: Mask | None) -> Mask | None:
