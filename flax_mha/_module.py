@@ -352,7 +352,9 @@ def _decoded_by(
     by_position = isinstance(mask, Mask) or extra["score_mod"] is not None
     places = {"query_offset": index, "key_value_offset": first} if by_position else {}
     if mask is not None:
-        mask = mask & ArrayMask(visible) if isinstance(mask, Mask) else mask & visible
+        lengths_and_heads = number, keys.shape[-3], query.shape[-2], keys.shape[-2]
+        shape = _check.Shape(cache.batch, *lengths_and_heads, keys.shape[-1], values.shape[-1])
+        mask = mask & ArrayMask(visible) if isinstance(mask, Mask) else jnp.asarray(_check.mask(mask, shape)) & visible
     extra = without_none({**extra, **places, "local_window_size": None})
     output = attention_fn(query, keys, values, mask=visible if mask is None else mask, **flax_arguments, **extra)
     return output if room is True else jnp.where(room[..., None, None, None], output, jnp.nan), new  # type: ignore[index]

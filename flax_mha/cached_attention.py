@@ -14,7 +14,7 @@ from flax_mha import _call, _check, _choose
 from flax_mha._call import ScoreMod
 from flax_mha._choose import Implementation
 from flax_mha._impl.schedule import MAX_QUERIES_IN_PLACE
-from flax_mha._platform import readable
+from flax_mha._platform import readable, varying_alike
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import ArrayMask, Mask, WrittenMask
 
@@ -88,7 +88,14 @@ def cached_attention(
       >>> output.shape, int(cache.index)
       ((2, 1, 4, 16), 6)
     """
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
+    query, key, value, _ = _check.inputs(query, key, value, any_dtypes=True)
     number = query.shape[-3]
+    if key.shape[-3] != number:
+        raise ValueError(
+            f"query and key must have one length, that of the new tokens, but got {number} and {key.shape[-3]}."
+        )
     check_cache(cache, bias, mask, local_window_size)
     room, new, tokens = (
         cache.has_room(number, lengths),
@@ -129,7 +136,15 @@ def cached_attention(
         shown = WrittenMask() if mask is None else _as_mask(mask) & WrittenMask()
         return attend(keys, values, bias, shown, **places, key_value_offset=first, implementation=implementation)
 
-    output = _prompt_or_general(prompt, general, cache, number, mask)
+    def alike(compute: Callable[[], Array]) -> Callable[[], Array]:
+        """Inside `jax.shard_map`, both may vary over the same axes of a mesh."""
+        return lambda: varying_alike((compute(), new.arrays))[0]
+
+    by_slot = number > cache.length and any(map(_differs_by_slot, (bias, mask)))
+    if number <= MAX_QUERIES_IN_PLACE or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
+        output = general()
+    else:
+        output = _prompt_or_general(alike(prompt), alike(general), cache)
     return output if room is True else jnp.where(room[..., None, None, None], output, jnp.nan), new  # type: ignore[index]
 
 
@@ -185,12 +200,8 @@ def _attend(
     return _choose.run(call, implementation)[0]
 
 
-def _prompt_or_general(
-    prompt: Callable[[], Array], general: Callable[[], Array], cache: KVCache, number: int, mask: Any
-) -> Array:
-    """A prompt that is long enough for it to matter is computed as one if the cache is empty."""
-    if number <= MAX_QUERIES_IN_PLACE or (isinstance(mask, Mask) and mask.lengths[1]):
-        return general()
+def _prompt_or_general(prompt: Callable[[], Array], general: Callable[[], Array], cache: KVCache) -> Array:
+    """What computes a prompt, if the cache is empty."""
     is_empty = jnp.all(cache.index == 0)
     if not readable(is_empty):
         return lax.cond(is_empty, prompt, general)
@@ -198,13 +209,19 @@ def _prompt_or_general(
 
 
 def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> None:
-    """A ring holds all that the window shows, and nothing is said of its slots.
+    """A ring holds all that the window shows, and nothing is said of its slots; what is said of others is of all.
 
     Raises:
       ValueError: If that is not so.
     """
     window = _check.window(local_window_size)
     if cache.window is None:
+        for name, x in (("bias", bias), ("mask", mask)):
+            if _differs_by_slot(x) and not isinstance(x, Mask) and np.shape(x)[-1] != cache.length:
+                raise ValueError(
+                    f"{name} must have an entry for each of the {cache.length} slots of the cache, or 1 for all, but "
+                    f"got shape {np.shape(x)}; slots that hold no token are masked already."
+                )
         return
     if window is None or window[0] is None or window[0] > cache.window:
         raise ValueError(
@@ -212,8 +229,7 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
             f"forgets the ones before, but got {local_window_size!r}; make the cache with the same window."
         )
     for name, x in (("bias", bias), ("mask", mask)):
-        by_slot = x.lengths[1] > 0 if isinstance(x, Mask) else x is not None and np.shape(x)[-1:] not in ((), (1,))
-        if by_slot:
+        if _differs_by_slot(x):
             raise ValueError(
                 f"{name} must not differ by slot where the cache is a ring, which uses slots again, but got shape "
                 f"{np.shape(x)}; use a mask object such as FunctionMask, or a score_mod, which speak of positions."
@@ -223,11 +239,21 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
             )
 
 
+def _differs_by_slot(x: Any) -> bool:
+    """Whether a bias or mask has an entry for each slot."""
+    if isinstance(x, Mask):
+        return x.lengths[1] > 0
+    try:
+        return x is not None and np.shape(x)[-1:] not in ((), (1,))
+    except ValueError:  # ragged lists, which are refused where arrays are made of them
+        return False
+
+
 def _of_first_slots(x: Any, number: int) -> Any:
     """What an array says of the first slots, in which the prompt stands."""
-    if x is None or isinstance(x, Mask) or np.shape(x)[-1:] in ((), (1,)):
+    if isinstance(x, Mask) or not _differs_by_slot(x):
         return x
-    return x[..., :number]
+    return (x if isinstance(x, np.ndarray) else jnp.asarray(x))[..., :number]
 
 
 def _as_mask(mask: Any) -> Mask:

@@ -13,7 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha import _check
 from flax_mha._integers import int32
-from flax_mha._platform import readable
+from flax_mha._platform import platform, readable, varying_alike
+
+# Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it.
+_CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
+# Up to so many tokens are then written one after another, without a copy of the cache.
+FEW = 64
 
 # How many places more than its window a ring has: so many tokens can be taken back.
 SPARE = 64
@@ -77,13 +82,12 @@ class KVCache:
         Raises:
           ValueError: If an argument is out of its range.
         """
-        axes = (batch,) if isinstance(batch, int | np.integer) else tuple(batch)
+        axes = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_size": head_size}
         for name, size in (*(("batch", size) for size in axes), *sizes.items()):
             if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < (name != "batch"):
                 raise ValueError(f"{name} must be an int >= {int(name != 'batch')}, but got {size!r}.")
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise ValueError(f"dtype must be floating point, but got {jnp.dtype(dtype)}.")
+        _check_floating(dtype)
         _check.flag("per_row", per_row)
         if window is not None and (not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 0):
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
@@ -126,7 +130,7 @@ class KVCache:
         """
         if lengths is None:
             return jnp.full(self.index.shape, number, jnp.int32)
-        if not self.is_per_row:
+        if not self.is_per_row and self.batch:
             raise ValueError(
                 "lengths must be None where all sequences share one index, but got an array; make the cache with "
                 "per_row=True."
@@ -145,8 +149,14 @@ class KVCache:
         """Whether so many more tokens fit: True, or where the index is not known yet an array in its shape.
 
         Raises:
-          ValueError: If they do not fit and the index is known, or if `lengths` are not what `update` takes.
+          ValueError: If they do not fit, whatever the index or because it is known, or if `lengths` are not what
+            `update` takes.
         """
+        if self.window is None and lengths is None and number > self.length:
+            raise ValueError(
+                f"the cache must have room for the new tokens, but they are {number} and it has {self.length} places; "
+                "start one with a greater length."
+            )
         tokens = self.tokens(number, lengths)
         end = self.index + tokens
         fits = (self.index >= 0) & (tokens >= 0) & (tokens <= number)
@@ -155,11 +165,7 @@ class KVCache:
             return fits
         if np.all(fits):
             return True
-        if np.any(np.asarray(self.index) < 0):
-            raise ValueError(
-                "the cache must hold all tokens that a query sees, but a sequence has lost some (its index is "
-                "negative): truncate took back more than the ring has spare slots."
-            )
+        self._check_complete()
         raise ValueError(
             f"the cache must have room for one more token, but all its {self.length} places are taken; start one with "
             "a greater length."
@@ -229,6 +235,7 @@ class KVCache:
             kept = jnp.where(self.index <= self.length, 0, self.index - self.length + self.window)
         fine = (new >= kept) & (new <= self.index) & (self.index >= 0)
         if readable(fine) and not np.all(fine):
+            self._check_complete()
             raise ValueError(
                 f"index must be from {np.max(kept)}, before which tokens are lost, to {np.min(self.index)}, the number "
                 f"of tokens so far, but got {np.min(new)} to {np.max(new)}."
@@ -244,7 +251,8 @@ class KVCache:
         """The cache of these sequences: to reorder beams, or to continue one prompt in several ways.
 
         Args:
-          rows: int [B']: entries of the first batch axis, each as often as wanted.
+          rows: int [B']: entries of the first batch axis, each as often as wanted. One that is not known and does not
+            exist becomes a sequence of NaN.
 
         Raises:
           ValueError: If there is no batch axis, or an entry that is known does not exist.
@@ -256,8 +264,20 @@ class KVCache:
             )
         if readable(rows) and rows.size and not 0 <= np.min(rows) <= np.max(rows) < self.batch[0]:
             raise ValueError(f"rows must be from 0 to {self.batch[0] - 1}, but got {np.min(rows)} to {np.max(rows)}.")
-        index = self.index[rows] if self.is_per_row else self.index
-        return KVCache(self.key[rows], self.value[rows], index, self.window)
+        rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
+
+        def taken(x: Array, missing: float) -> Array:
+            return x.at[rows].get(mode="fill", fill_value=missing)
+
+        index = taken(self.index, -1) if self.is_per_row else self.index
+        return KVCache(taken(self.key, math.nan), taken(self.value, math.nan), index, self.window)
+
+    def _check_complete(self) -> None:
+        if np.any(np.asarray(self.index) < 0):
+            raise ValueError(
+                "the cache must hold all tokens that a query sees, but a sequence has lost some (its index is "
+                "negative): truncate took back more than the ring has spare slots."
+            )
 
     def positions(self) -> Int[Array, "*B S"]:
         """The position of the token in each slot; -1 where there is none."""
@@ -272,15 +292,62 @@ class KVCache:
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))
 
 
+def _check_floating(dtype: DTypeLike) -> None:
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"dtype must be floating point, but got {dtype!r}.") from error
+    if dtype is None or not jnp.issubdtype(known, jnp.inexact):
+        raise ValueError(f"dtype must be floating point, but got {dtype and known}.")
+
+
 def _written(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
     """The cache with the new entries in these slots."""
-    # bfloat16 as its bits, because XLA's CPU would convert all of the cache.
-    if cached.dtype == jnp.bfloat16:
-        bits, new_bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
-        return lax.bitcast_convert_type(_written(bits, new_bits, places), jnp.bfloat16)
+    if not new.size:
+        return cached
+    if cached.dtype == jnp.bfloat16 and _CONVERTS_BFLOAT16 and platform() == "cpu":
+        return _written_as_bits(*varying_alike((cached, new, places)))
+    return _scattered(cached, new, places)
+
+
+def _scattered(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
     if places.ndim == 1:
         return cached.at[..., places, :, :].set(new, mode="drop")
     rows = jnp.arange(math.prod(places.shape[:-1]), dtype=jnp.int32)[:, None]
     flat, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (cached, new))
     flat = flat.at[rows, places.reshape(-1, places.shape[-1])].set(fresh, mode="drop")
     return flat.reshape(cached.shape)
+
+
+@jax.custom_jvp
+def _written_as_bits(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
+    """The same of bfloat16, by operations on its bits."""
+    if places.size > FEW:
+        bits, new_bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
+        return lax.bitcast_convert_type(_scattered(bits, new_bits, places), jnp.bfloat16)
+    flat, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (cached, lax.bitcast_convert_type(new, jnp.uint16)))
+    _, slots, num_heads, size = flat.shape
+    rows = 1 if places.ndim > 1 else flat.shape[0]  # all at once, if they share their places
+
+    def write(i: Int[Array, ""], flat: Array) -> Array:
+        i = i.astype(jnp.int32)
+        row, step = (i // fresh.shape[1], i % fresh.shape[1]) if places.ndim > 1 else (jnp.zeros_like(i), i)
+        place = lax.dynamic_index_in_dim(places.reshape(-1), i, keepdims=False)
+        zero = jnp.int32(0)
+        one = lax.dynamic_slice(fresh, (row, step, zero, zero), (rows, 1, num_heads, size))
+
+        def written(flat: Array) -> Array:
+            bits = lax.bitcast_convert_type(flat, jnp.uint16)
+            return lax.bitcast_convert_type(lax.dynamic_update_slice(bits, one, (row, place, zero, zero)), jnp.bfloat16)
+
+        # In a branch of its own, this is one operation in place.
+        return lax.cond(place < slots, written, lambda flat: flat, flat)
+
+    return lax.fori_loop(0, places.size, write, flat).reshape(cached.shape)
+
+
+@_written_as_bits.defjvp
+def _written_as_bits_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    cached, new, places = primals
+    _, tangent = jax.jvp(lambda cached, new: _scattered(cached, new, places), (cached, new), tangents[:2])
+    return _written_as_bits(cached, new, places), tangent

@@ -23,7 +23,7 @@ from flax_mha._call import accumulation_dtype
 from flax_mha._impl import heads, layout, nonfinite, online_softmax
 from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
-from flax_mha._platform import varying_as
+from flax_mha._platform import platform, varying_alike, varying_as
 from flax_mha._tiles import Grid, Scalar, Tile
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
@@ -61,28 +61,26 @@ class Part(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Keys or values [B..., S, K, F], of which blocks are read; bfloat16 as its bits.
+    """Keys or values, of which blocks are read."""
 
-    XLA's CPU backend would convert all of a bfloat16 array to float32 before a loop that reads parts of it.
-    """
-
-    array: Array
-    is_bfloat16: bool
-
-    @classmethod
-    def of(cls, x: Float[Array, "*B S K F"]) -> "Source":
-        """The array as it is read."""
-        is_bfloat16 = x.dtype == jnp.bfloat16
-        return cls(lax.bitcast_convert_type(x, jnp.uint16) if is_bfloat16 else x, is_bfloat16)
+    array: Float[Array, "*B S K F"]
 
     def block(self, part: Part, column: Scalar, width: int) -> Float[Array, "*B K 1 s F"]:
         """The block of a part that begins at a column, in the layout of one head."""
         batch, (_, num_heads, size) = part.query.shape[:-4], self.array.shape[-3:]
         start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
-        x = lax.dynamic_slice(self.array, start, (*batch, width, num_heads, size), allow_negative_indices=False)
-        if self.is_bfloat16:
-            x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-        return layout.split_heads(x.astype(part.query.dtype), (num_heads, 1))
+        shape, dtype = (*batch, width, num_heads, size), part.query.dtype
+
+        def read() -> Array:
+            return lax.dynamic_slice(self.array, start, shape, allow_negative_indices=False).astype(dtype)
+
+        if self.array.dtype != jnp.bfloat16 or platform() != "cpu":
+            return layout.split_heads(read(), (num_heads, 1))
+        # XLA's CPU converts an array before it takes a part of it, and would do so with all of it before the loop.
+        # Nothing is moved out of a branch; that this one is always taken, XLA must not know.
+        nothing = varying_as(self.array, jnp.zeros(shape, dtype))
+        always = lax.optimization_barrier(start[-3]) >= 0
+        return layout.split_heads(lax.cond(always, read, lambda: nothing), (num_heads, 1))
 
 
 def attend(
@@ -95,10 +93,11 @@ def attend(
     scores: Scores,
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Output and log-sum-exp, without gradients."""
+    query, key, value, scale, params, scores = varying_alike((query, key, value, scale, params, scores))
     batch, dtype = query.shape[:-3], accumulation_dtype(query.dtype)
     groups = (key.shape[-2], query.shape[-2] // key.shape[-2])
     queries = layout.split_heads(query.astype(dtype) * scale.astype(dtype), groups)
-    keys, values = Source.of(key), Source.of(value)
+    keys, values = Source(key), Source(value)
 
     def one_entry(i: Int[Array, ""], careful: bool) -> tuple[Array, Array, Array]:
         place = jnp.unravel_index(i, batch)
@@ -164,7 +163,7 @@ def _rows(blocks: Blocks, part: Part, keys: Source, values: Source, careful: boo
 
     nothing = varying_as(part.query, heads.over_heads(start, (part.query, part.params), axes))
     step = functools.partial(_step, blocks, part, keys, values, careful)
-    state, product = lax.fori_loop(begin, end, step, nothing)
+    state, product = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
     return *heads.over_heads(online_softmax.finish, state, axes), product
 
 
@@ -227,7 +226,8 @@ def _visited(blocks: Blocks, part: Part, length: int) -> tuple[Scalar, Scalar]:
 
     some = heads.over_heads(one_head, (mask, scores.offset_arrays), part.query.ndim - 2)
     some = some.any(range(some.ndim - 1))
-    return jnp.argmax(some), jnp.where(some.any(), count - jnp.argmax(some[::-1]), 0)
+    before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
+    return before, jnp.where(some.any(), count - after, 0)
 
 
 def _bounds(mask: Mask | None) -> Mask | None:

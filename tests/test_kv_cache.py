@@ -1,0 +1,323 @@
+"""`KVCache`: what stands where, what is taken back or reordered, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha.kv_cache import FEW, SPARE, KVCache
+
+B, S, K, H = 3, 11, 2, 5
+WINDOW = 4
+RING = WINDOW + 1 + SPARE
+
+
+def tokens(first, number, batch=(B,), dtype=jnp.float32):
+    """Keys and values that say where they belong: the batch entry, and in its fraction the position."""
+    entry = np.arange(np.prod(batch, dtype=int)).reshape(*batch, 1, 1, 1)
+    position = np.asarray(first).reshape(np.shape(first) + (1,) * 3) + np.arange(number)[:, None, None]
+    key = np.broadcast_to(entry + (position + 1) / 1024, (*batch, number, K, H))
+    return jnp.asarray(key, dtype), jnp.asarray(-key, dtype)
+
+
+def assert_holds(cache, index):
+    """Every slot holds the token that `positions` names, and the rest nothing that was ever written."""
+    np.testing.assert_array_equal(cache.index, index)
+    positions = np.asarray(cache.positions())
+    ends = np.broadcast_to(np.asarray(index), cache.batch) if cache.is_per_row else np.full(cache.batch, index)
+    for place in np.ndindex(*cache.batch):
+        seen = positions[place][positions[place] >= 0]
+        first = 0 if cache.window is None else max(0, ends[place] - cache.length)
+        np.testing.assert_array_equal(np.sort(seen), np.arange(first, ends[place]))
+    entry = np.arange(np.prod(cache.batch, dtype=int)).reshape(*cache.batch, 1)
+    expected = np.float32(np.where(positions >= 0, entry + (positions + 1) / 1024, 0))[..., None, None]
+    held = (positions >= 0)[..., None, None]
+    for x, wanted in ((cache.key, expected), (cache.value, -expected)):
+        np.testing.assert_array_equal(np.where(held, x, 0), np.broadcast_to(wanted, x.shape))
+
+
+def same_bits(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@jax.jit
+def updated(cache, key, value, lengths=None):
+    return cache.update(key, value, lengths)
+
+
+def test_an_empty_cache():
+    cache = KVCache.create(B, S, K, H, jnp.bfloat16)
+    assert cache.key.shape == cache.value.shape == (B, S, K, H)
+    assert cache.key.dtype == jnp.bfloat16
+    assert (cache.index.shape, cache.index.dtype) == ((), jnp.int32)
+    assert (cache.batch, cache.length, cache.is_per_row, cache.window) == ((B,), S, False, None)
+    assert_holds(cache, 0)
+    cache = KVCache.create((2, 3), S, K, H, per_row=True)
+    assert (cache.batch, cache.index.shape, cache.key.dtype) == ((2, 3), (2, 3), jnp.float32)
+
+
+@pytest.mark.parametrize("batch", [0, (), (0, 2), np.int64(2), [2, 1]])
+def test_batch_axes(batch):
+    cache = KVCache.create(batch, S, K, H, per_row=True)
+    grown = cache.update(*tokens(0, 3, cache.batch)).truncate(2)
+    assert grown.key.shape == (*cache.batch, S, K, H)
+    assert_holds(grown, np.full(cache.batch, 2))
+
+
+@pytest.mark.parametrize(("length", "slots"), [(RING - 1, RING - 1), (RING, RING), (10 * RING, RING)])
+def test_a_ring_needs_a_window_and_some_spare_slots(length, slots):
+    cache = KVCache.create(B, length, K, H, window=WINDOW)
+    assert cache.length == slots
+    assert cache.window == (WINDOW if slots == RING else None)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("batch", [(B,), (), (2, 2)])
+def test_tokens_one_after_another(batch, dtype):
+    """Eight bits of significand hold entry and position up to here."""
+    cache = KVCache.create(batch, S, K, H, dtype)
+    at = 0
+    for number in (1, 3, 0, 2):
+        cache = updated(cache, *tokens(at, number, batch, dtype))
+        at += number
+        assert int(cache.index) == at
+        key, value = tokens(0, S, batch, dtype)
+        held = (np.arange(S) < at)[:, None, None]
+        np.testing.assert_array_equal(cache.key, np.where(held, key, 0))
+        np.testing.assert_array_equal(cache.value, np.where(held, value, 0))
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_sequences_of_their_own_lengths(window):
+    cache = KVCache.create(B, 4 * RING, K, H, window=window, per_row=True)
+    index = np.zeros(B, int)
+    for lengths in ([5, 0, 2], [7, 7, 7], [0, 1, 6], [3, 7, 0]):
+        cache = updated(cache, *tokens(index, 7), jnp.asarray(lengths))
+        index = index + lengths
+        assert_holds(cache, index)
+
+
+def test_one_length_for_all():
+    cache = KVCache.create(B, S, K, H, per_row=True)
+    assert_holds(cache.update(*tokens(0, 7), lengths=4), [4, 4, 4])
+    assert_holds(KVCache.create((), S, K, H).update(*tokens(0, 7, ()), lengths=4), 4)
+
+
+@pytest.mark.parametrize("chunk", [1, 13, 2 * RING + 3])
+def test_a_ring_keeps_the_last_tokens(chunk):
+    cache = KVCache.create(B, 10 * RING, K, H, window=WINDOW)
+    for at in range(0, 3 * RING if chunk > 1 else 3, chunk):
+        cache = updated(cache, *tokens(at, chunk))
+        assert_holds(cache, at + chunk)
+
+
+def test_truncate():
+    cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 9), lengths=[9, 5, 7])
+    assert_holds(cache.truncate(5), [5, 5, 5])
+    shorter = cache.truncate(jnp.array([9, 0, 6]))
+    assert_holds(shorter, [9, 0, 6])
+    assert_holds(shorter.update(*tokens([9, 0, 6], 2)), [11, 2, 8])
+    assert_holds(jax.jit(KVCache.truncate)(cache, jnp.array([1, 2, 3])), [1, 2, 3])
+    assert_holds(KVCache.create(B, S, K, H).update(*tokens(0, 9)).truncate(0), 0)
+
+
+def test_truncate_marks_what_it_cannot_take_back():
+    cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 9))
+    marked = jax.jit(KVCache.truncate)(cache, jnp.array([3, 10, -1]))
+    np.testing.assert_array_equal(marked.index, [3, -1, -1])
+    unknown = jax.jit(lambda cache: cache.has_room(1))(marked)
+    np.testing.assert_array_equal(unknown, [True, False, False])
+    same_bits(updated(marked, *tokens(0, 1)).key[1:], marked.key[1:])
+    with pytest.raises(ValueError, match=r"the cache must hold all tokens that a query sees, but a sequence has lost"):
+        marked.update(*tokens(0, 1))
+    with pytest.raises(ValueError, match=r"a sequence has lost"):
+        marked.truncate(0)
+
+
+def test_truncate_of_a_ring():
+    """Back by as many tokens as there are spare slots, and one more; what was overwritten is gone."""
+    cache = KVCache.create(B, 9 * RING, K, H, window=WINDOW).update(*tokens(0, 3 * RING))
+    oldest = 3 * RING - SPARE - 1
+    back = cache.truncate(oldest)
+    held = np.asarray(back.positions()) >= oldest - WINDOW
+    keys = np.asarray(back.key)
+    assert np.isfinite(keys[held]).all()
+    assert np.isnan(keys[~held]).all()
+    assert_holds(back.update(*tokens(oldest, 2 * RING)), oldest + 2 * RING)
+    with pytest.raises(ValueError, match=rf"index must be from {oldest}, before which tokens are lost, to {3 * RING}"):
+        cache.truncate(oldest - 1)
+    lost = jax.jit(KVCache.truncate)(cache, oldest - 1)
+    assert int(lost.index) == -1
+
+
+def test_take():
+    cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 7), lengths=[7, 3, 5])
+    rows = jnp.array([2, 0, 0, 2])
+    for beams in (cache.take(rows), jax.jit(KVCache.take)(cache, rows)):
+        np.testing.assert_array_equal(beams.index, [5, 7, 7, 5])
+        np.testing.assert_array_equal(beams.key, cache.key[rows])
+        np.testing.assert_array_equal(beams.value, cache.value[rows])
+    shared = KVCache.create(B, S, K, H).update(*tokens(0, 7)).take([1])
+    assert (shared.batch, int(shared.index)) == ((1,), 7)
+
+
+def test_rows_that_do_not_exist_become_nan():
+    cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 7))
+    beams = jax.jit(KVCache.take)(cache, jnp.array([0, B, -1]))
+    np.testing.assert_array_equal(beams.index, [7, -1, -1])
+    np.testing.assert_array_equal(beams.key[0], cache.key[0])
+    assert np.isnan(beams.key[1:]).all()
+
+
+def test_room_where_the_index_is_not_known():
+    cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 9), lengths=[9, 5, 0])
+    assert cache.has_room(2) is True
+    room = jax.jit(lambda cache, lengths: cache.has_room(6, lengths))
+    np.testing.assert_array_equal(room(cache, jnp.array([2, 6, 7])), [True, True, False])
+    np.testing.assert_array_equal(room(cache, jnp.array([3, -1, 6])), [False, False, True])
+    np.testing.assert_array_equal(jax.jit(lambda cache: cache.has_room(6))(cache), [False, True, True])
+
+
+def test_a_ring_is_full_where_positions_end():
+    last = 2**31 - 1
+    ring = KVCache(*tokens(0, RING), jnp.asarray(last - 2, jnp.int32), WINDOW)
+    assert ring.has_room(2) is True
+    with pytest.raises(ValueError, match="must have room"):
+        ring.has_room(3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("number", [1, FEW + 1])
+def test_without_room_nothing_is_written(number, per_row, dtype):
+    """Under jit, and in the sequences alone that have none."""
+    length = number + 4
+    cache = KVCache.create(B, length, K, H, dtype, per_row=per_row)
+    cache = cache.update(*tokens(0, length, dtype=dtype), lengths=[length, 4, 5] if per_row else None)
+    after = updated(cache, *tokens(0, number, dtype=dtype))
+    if not per_row:
+        same_bits(after, cache)
+        return
+    np.testing.assert_array_equal(after.index, [length, 4 + number, 5])
+    same_bits((after.key[::2], after.value[::2]), (cache.key[::2], cache.value[::2]))
+    same_bits(after.key[1, 4:], tokens(0, number, dtype=dtype)[0][1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("number", [2, FEW + 1])
+def test_what_is_written_has_a_gradient(number, per_row, dtype):
+    """And what it replaces has none."""
+    cache = KVCache.create(B, FEW + 7, K, H, dtype, per_row=per_row).update(*tokens(0, 3, dtype=dtype))
+
+    @jax.jit
+    def gradients(old, new):
+        def total(old, new):
+            key = KVCache(old, cache.value, cache.index).update(new, new).key
+            return jnp.sum(key.astype(jnp.float32) * jnp.arange(1.0, FEW + 8)[:, None, None][None])
+
+        return jax.grad(total, argnums=(0, 1))(old, new)
+
+    of_old, of_new = gradients(cache.key, tokens(3, number, dtype=dtype)[0])
+    places = np.arange(1.0, FEW + 8)
+    kept = np.where((places > 3) & (places <= 3 + number), 0, places)
+    np.testing.assert_array_equal(of_old, jnp.broadcast_to(kept[:, None, None], of_old.shape).astype(dtype))
+    np.testing.assert_array_equal(of_new[0, :, 0, 0], jnp.asarray(places[3 : 3 + number], dtype))
+
+
+def test_under_vmap_and_scan():
+    key, value = tokens(0, 6)
+    caches = jax.vmap(lambda _: KVCache.create((), S, K, H))(jnp.arange(B))
+
+    def step(caches, token):
+        return jax.vmap(KVCache.update)(caches, *token), None
+
+    many, _ = jax.jit(lambda c: jax.lax.scan(step, c, tuple(jnp.moveaxis(x, 1, 0)[:, :, None] for x in (key, value))))(
+        caches
+    )
+    np.testing.assert_array_equal(many.index, np.full(B, 6))
+    np.testing.assert_array_equal(many.key[:, :6], key)
+
+
+ONE = KVCache.create(B, S, K, H).update(*tokens(0, 7))
+ROWS = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 7), lengths=[7, 3, 5])
+RING_CACHE = KVCache.create(B, RING, K, H, window=WINDOW)
+NEW = tokens(0, 2)
+
+
+def create(**given):
+    return KVCache.create(**{"batch": B, "max_length": S, "num_kv_heads": K, "head_size": H} | given)
+
+
+REFUSED = {
+    "batch, a float": (lambda: create(batch=2.0), "batch must be an int >= 0, but got 2.0"),
+    "batch, nothing": (lambda: create(batch=None), "batch must be an int >= 0, but got None"),
+    "batch, negative": (lambda: create(batch=(2, -1)), "batch must be an int >= 0, but got -1"),
+    "batch, a flag": (lambda: create(batch=True), "batch must be an int >= 0, but got True"),
+    "no slots": (lambda: create(max_length=0), "max_length must be an int >= 1, but got 0"),
+    "slots, a float": (lambda: create(max_length=1e3), "max_length must be an int >= 1, but got 1000.0"),
+    "no heads": (lambda: create(num_kv_heads=0), "num_kv_heads must be an int >= 1, but got 0"),
+    "head size, text": (lambda: create(head_size="8"), "head_size must be an int >= 1, but got '8'"),
+    "integers": (lambda: create(dtype=jnp.int8), "dtype must be floating point, but got int8"),
+    "no dtype": (lambda: create(dtype=None), "dtype must be floating point, but got None"),
+    "no such dtype": (lambda: create(dtype="float33"), "dtype must be floating point, but got 'float33'"),
+    "per_row, a number": (lambda: create(per_row=1), "per_row must be True or False, but got 1"),
+    "window, a pair": (lambda: create(window=(3, 0)), r"window must be an int >= 0 or None, but got \(3, 0\)"),
+    "window, negative": (lambda: create(window=-1), "window must be an int >= 0 or None, but got -1"),
+    "window, a flag": (lambda: create(window=True), "window must be an int >= 0 or None, but got True"),
+    "full": (
+        lambda: ONE.update(*tokens(7, 5)),
+        "must have room for the new tokens, but they end at position 12 and it has 11 places; start one with",
+    ),
+    "full, one token": (
+        lambda: ONE.update(*tokens(7, 4)).update(*tokens(11, 1)),
+        "must have room for one more token, but all its 11 places are taken; start one with a greater length",
+    ),
+    "one sequence full": (lambda: ROWS.update(*tokens(0, 5)), "end at position 12 and it has 11 places"),
+    "one length too great": (lambda: ROWS.update(*tokens(0, 6), lengths=[5, 1, 1]), "end at position 12"),
+    "never any room": (
+        lambda: jax.eval_shape(lambda c: c.update(*tokens(0, S + 1)), ONE),
+        "must have room for the new tokens, but they are 12 and it has 11 places",
+    ),
+    "batch of the keys": (
+        lambda: ONE.update(*tokens(0, 2, (2,))),
+        r"Autoregressive cache shape error, expected key shape \(3, T, 2, 5\) instead got \(2, 2, 2, 5\)",
+    ),
+    "rank of the keys": (lambda: ONE.update(NEW[0][0], NEW[1][0]), r"expected key shape .* instead got \(2, 2, 5\)"),
+    "heads": (lambda: ONE.update(NEW[0][:, :, :1], NEW[1]), r"expected key shape .* instead got \(3, 2, 1, 5\)"),
+    "head size": (lambda: ONE.update(NEW[0], NEW[1][..., :3]), r"expected value shape .* instead got \(3, 2, 2, 3\)"),
+    "dtype of the keys": (
+        lambda: ONE.update(NEW[0].astype(jnp.bfloat16), NEW[1]),
+        r"key must have the dtype of the cache, float32, but got bfloat16; use \.astype",
+    ),
+    "dtype of the values": (lambda: ONE.update(NEW[0], NEW[1].astype(jnp.float16)), "value must have the dtype .*16"),
+    "lengths of key and value": (lambda: ONE.update(NEW[0], NEW[1][:, :1]), "one length, but got 2 and 1"),
+    "lengths of one index": (lambda: ONE.update(*NEW, lengths=[1, 1, 1]), "lengths must be None .*per_row=True"),
+    "lengths, negative": (lambda: ROWS.update(*NEW, lengths=[1, -1, 1]), "lengths must be from 0 to 2.*got -1 to 1"),
+    "lengths, too long": (lambda: ROWS.update(*NEW, lengths=[1, 3, 1]), "lengths must be from 0 to 2.*got 1 to 3"),
+    "lengths, another batch": (lambda: ROWS.update(*NEW, lengths=[1, 1]), r"lengths must be \[batch...\] = \(3,\)"),
+    "lengths, floats": (lambda: ROWS.update(*NEW, lengths=[1.0, 1.0, 1.0]), "lengths must be integers.*float64"),
+    "lengths, flags": (lambda: ROWS.update(*NEW, lengths=jnp.ones(B, bool)), "lengths must be integers.*bool"),
+    "truncate forward": (lambda: ONE.truncate(8), "index must be from 0, .* to 7, the number of tokens so far"),
+    "truncate one forward": (lambda: ROWS.truncate(4), "index must be from 0, .* to 3, .*but got 4 to 4"),
+    "truncate to less than nothing": (lambda: ONE.truncate(-1), "index must be from 0, .*but got -1 to -1"),
+    "truncate to floats": (lambda: ONE.truncate(1.0), "index must be integers, but got float64"),
+    "truncate each of one index": (lambda: ONE.truncate([1, 1, 1]), r"index must have the shape \(\) of the cache's"),
+    "truncate another batch": (lambda: ROWS.truncate([1, 1]), r"index must have the shape \(3,\) of the cache's"),
+    "truncate a ring forward": (lambda: RING_CACHE.truncate(1), "index must be from 0, .* to 0"),
+    "rows out of range": (lambda: ONE.take([0, 3]), "rows must be from 0 to 2, but got 0 to 3"),
+    "rows from the end": (lambda: ONE.take([-1]), "rows must be from 0 to 2, but got -1 to -1"),
+    "one row": (lambda: ONE.take(1), r"rows must be \[B'\], entries of a batch axis, but got \(\) for batch \(3,\)"),
+    "rows of no batch": (lambda: create(batch=()).take([0]), r"rows must be \[B'\].*for batch \(\)"),
+    "rows, floats": (lambda: ONE.take([0.0]), "rows must be integers, but got float64"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
