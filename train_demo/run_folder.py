@@ -112,8 +112,8 @@ def read_config(out: Path) -> Config:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{out / CONFIG} is damaged ({why}): start anew with another --out") from error
     raise UserError(
-        f"{out} holds a run of version {version} of the model, but this program trains version {MODEL_VERSION}, whose "
-        "parameters are others: train anew with another --out"
+        f"{out} holds a run of version {version} of the demo's model, whose parameters do not fit version "
+        f"{MODEL_VERSION}, which this program trains: train anew with another --out"
     )
 
 
