@@ -65,7 +65,7 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Predicts, at each position, the character that follows.
 
-    Positions are rotary, and each layer sees the last `context_length` positions: texts of any length are fine.
+    Positions are rotary, and each layer sees the last `context_length` of them: texts may be longer than in training.
 
     Args:
         vocabulary_size: V, the distinct characters.
