@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -60,10 +61,18 @@ def _environment(tmp_path_factory):
         yield
 
 
+SPEED = re.compile(r"[\d,]+ characters in [\d.]+ s: [\d,]+ tokens/s \(before that, compiling took [\d.]+ s\)\n")
+
+
+def assert_complaint(said, arguments, code=0):
+    """Only what fails, and the speed of sampling, stands on stderr."""
+    assert SPEED.fullmatch(said) if arguments[0] == "sample" else not said or code == 2
+
+
 def demo(*arguments, code=0, start=("-m", "train_demo")):
     done = subprocess.run([sys.executable, *start, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
-    assert not done.stderr or code == 2
+    assert_complaint(done.stderr, arguments, code)
     return done.stdout
 
 
@@ -73,7 +82,7 @@ def here(capfd, *arguments):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         assert main([str(argument) for argument in arguments]) == 0
     said = capfd.readouterr()
-    assert not said.err
+    assert_complaint(said.err, arguments)
     return said.out
 
 
@@ -238,12 +247,25 @@ def test_sample_and_plot(copy, capfd):
     assert (copy / "attention.png").stat().st_size > 1000
 
     prompt = "The quick brown fox jumps"  # longer than the context
-    command = ("sample", "--out", copy, "--prompt", prompt, "--length", 30)
+    command = ("sample", "--out", copy, "--prompt", prompt, "--max-new-tokens", 30)
     texts = [demo(*command, "--seed", 1), *(here(capfd, *command, "--seed", seed) for seed in (1, 2))]
     assert texts[0] == texts[1] != texts[2]
     greedy = [here(capfd, *command, "--seed", seed, "--temperature", 0) for seed in (1, 2)]
     assert greedy[0] == greedy[1] != texts[0]
     assert all(text.startswith(prompt) and len(text) == len(prompt) + 30 + 1 for text in texts)
+    stop = texts[0][-4:-2]
+    assert (
+        here(capfd, *command, "--seed", 1, "--stop", stop)
+        == prompt + texts[0].removeprefix(prompt).split(stop)[0] + "\n"
+    )
+
+    together = ("--prompt", "fox", "--num-samples", 2, "--seed", 1)
+    said = here(capfd, *command, *together)
+    parts = re.split(r"^--- prompt (\d) of 2, sample (\d) of 2 ---\n", said, flags=re.MULTILINE)
+    assert [parts[1::3], parts[2::3]] == [list("1122"), list("1212")]
+    assert parts[3] == texts[0]
+    assert parts[9].startswith("fox")
+    assert len({text[-31:] for text in parts[3::3]}) == 4
 
 
 # What the command line refuses
@@ -290,6 +312,7 @@ def test_bad_text(capsys, tmp_path, content, words):
     ("arguments", "words"),
     [
         (["--heads", "3"], ["--features 128", "--heads 3"]),
+        (["--heads", "128"], ["--features 128", "--heads 128", "rotary"]),
         (["--data", "."], ["cannot read --data ."]),
         (["--out", __file__], ["File exists"]),
         (["--out", f"{__file__}/run"], ["Not a directory"]),
@@ -300,7 +323,21 @@ def test_bad_text(capsys, tmp_path, content, words):
             (["sample", "--out", "x", "--prompt", "x", f"--temperature={bad}"], ["--temperature", f"got '{bad}'"])
             for bad in ("-0.1", "nan", "inf", "-inf", "x")
         ),
-        (["sample", "--out", "x", "--prompt", "x", "--length", "0"], ["--length", "got '0'"]),
+        *(
+            (["sample", "--out", "x", "--prompt", "x", f"--{option}={bad}"], [f"--{option}", f"got '{bad}'"])
+            for option, bads in {
+                "max-new-tokens": NO_COUNTS,
+                "top-k": NO_COUNTS,
+                "top-p": ("0", "-0.1", "1.01", "nan", "inf", "x"),
+                "min-p": ("-0.1", "1.01", "nan", "x"),
+                "num-samples": (*NO_COUNTS, "1025"),
+                "seed": ("-1", "4294967296"),
+            }.items()
+            for bad in bads
+        ),
+        (["sample", "--out", "x", "--prompt", "x", "--stop", ""], ["--stop is empty"]),
+        (["sample", "--out", "x", "--prompt", "x", "--prompt", ""], ["--prompt is empty"]),
+        (["sample", "--out", "x", "--prompt", "x", "--length", "5"], ["--length"]),
         (["sample", "--out", "no-such-folder", "--prompt", "x"], ["no-such-folder holds no run", "start one"]),
         (["plot", "--out", "no-such-folder"], ["no-such-folder holds no run", "start one"]),
     ],
@@ -323,10 +360,12 @@ def test_the_newest_run_is_the_default(capsys, monkeypatch, finished, tmp_path):
         shutil.copytree(finished, tmp_path / "runs" / name)
         os.utime(tmp_path / "runs" / name / run_folder.CONFIG, (time, time))
     with jax.numpy_dtype_promotion("standard"):
-        assert main(["sample", "--prompt", "fox", "--length", "2"]) == 0
+        assert main(["sample", "--prompt", "fox", "--max-new-tokens", "2"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("fox")
-    assert said.err == f"The newest run: {Path('runs', 'new')}\n"
+    named, newline, speed = said.err.partition("\n")
+    assert named + newline == f"The newest run: {Path('runs', 'new')}\n"
+    assert SPEED.fullmatch(speed)
 
 
 UNSAFE = "\x1b[31m\a\r\x9b\u202e"
@@ -352,7 +391,7 @@ def test_errors_do_not_command_the_terminal(capsys, monkeypatch, tmp_path, argum
 def test_written_text_does_not_command_the_terminal(capfd, tmp_path):
     (tmp_path / "text").write_text(UNSAFE * 100)
     said = demo("--data", tmp_path / "text", "--out", tmp_path / "run", *TINY, "--steps", 1)
-    said += here(capfd, "sample", "--out", tmp_path / "run", "--prompt", "\x1b[", "--length", 20)
+    said += here(capfd, "sample", "--out", tmp_path / "run", "--prompt", "\x1b[", "--max-new-tokens", 20)
     assert not set(UNSAFE) - set("[31m") & set(said)
     assert "\\x1b[" in said
 
@@ -382,10 +421,9 @@ def test_the_same_text_elsewhere_is_the_same_configuration(finished, tmp_path):
     assert config.settings == run_folder.read_config(finished).settings
 
 
-@pytest.mark.parametrize("prompt", ["Ünknown é", ""])
-def test_bad_prompts(capsys, finished, prompt):
-    said = refusal(capsys, "sample", "--out", finished, "--prompt", prompt)
-    assert ("'Ü' 'é'" in said) if prompt else ("empty" in said)
+@pytest.mark.parametrize("arguments", [["--prompt", "Ünknown é"], ["--prompt", "fox", "--stop", "Üé"]])
+def test_characters_that_the_model_never_saw(capsys, finished, arguments):
+    assert "'Ü' 'é'" in refusal(capsys, "sample", "--out", finished, *arguments)
 
 
 @pytest.mark.parametrize("command", [["sample", "--prompt", "fox"], ["plot"]])
@@ -398,6 +436,19 @@ def test_a_damaged_configuration(capsys, copy):
     (copy / run_folder.CONFIG).write_text('{"settings": ')
     for arguments in (["--resume"], ["sample", "--prompt", "fox"], ["plot"]):
         assert "config.json is damaged" in refusal(capsys, *arguments, "--out", copy)
+
+
+@pytest.mark.parametrize("version", [None, 3])
+def test_a_run_of_another_model(capsys, copy, version):
+    config = json.loads((copy / run_folder.CONFIG).read_bytes())
+    del config["model_version"]
+    (copy / run_folder.CONFIG).write_text(
+        json.dumps(config if version is None else {**config, "model_version": version})
+    )
+    for arguments in (["--resume"], ["sample", "--prompt", "fox"], ["plot"]):
+        said = refusal(capsys, *arguments, "--out", copy)
+        assert f"holds a run of version {version or 1} of the demo's model" in said
+        assert "train anew" in said
 
 
 def test_a_loss_that_is_not_finite(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from train_demo import plots, sample
+from train_demo import generate, plots, sample
 from train_demo import train as training
 from train_demo.__main__ import main
 from train_demo.model import blueprint, initial_params
@@ -18,7 +18,7 @@ TINY = (
     *("--steps", 4, "--save-every", 2, "--eval-every", 4, "--batch-size", 2, "--context-length", 8),
     *("--layers", 1, "--heads", 1, "--features", 4),
 )
-COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--length", 2), ("plot",))
+COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--max-new-tokens", 2), ("plot",))
 
 
 cached_blueprint = functools.cache(blueprint)
@@ -26,10 +26,10 @@ cached_blueprint = functools.cache(blueprint)
 
 @pytest.fixture(scope="module", autouse=True)
 def _fast():
-    """Compiles the training once for all runs, does not draw, and ends a run with a sample of two characters."""
+    """Compiles the training once for all runs, does not draw, and ends no run with a sample."""
 
-    def few(model, config, prompt, length, *rest, generate=sample.generate):
-        return generate(model, config, prompt, min(length, 2), *rest)
+    def nothing(model, vocabulary, prompts, *rest, write=generate.generate, **options):
+        return write(model, vocabulary, prompts, *rest, **options) if rest else iter(())
 
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):  # as users have it
         for name in ("make_update", "make_validate"):
@@ -38,7 +38,7 @@ def _fast():
         patch.setattr(training, "initial_params", lambda *sizes: jax.device_put(first(*sizes)))
         for module in (training, sample):
             patch.setattr(module, "blueprint", cached_blueprint)
-        patch.setattr(sample, "generate", few)
+        patch.setattr(generate, "generate", nothing)
         patch.setattr(plots, "attention_weights", lambda *_: None)
         patch.setattr(plots, "attention_figure", lambda *_: None)
         patch.setattr(plots, "_write", lambda path, _: plots.write_atomically(path, b"\x89PNG"))
@@ -152,7 +152,7 @@ def test_a_damaged_file(capfd, finished, tmp_path, place, harm):
         succeeded = survives(capfd, copy, *command)
         assert succeeded or not good_before
         if succeeded and command == ("--resume",):
-            assert survives(capfd, copy, "sample", "--prompt", "fox", "--length", 1)
+            assert survives(capfd, copy, "sample", "--prompt", "fox", "--max-new-tokens", 1)
 
 
 CONFIG_HARMS = {
@@ -161,6 +161,7 @@ CONFIG_HARMS = {
     "sha256": [None, 3],
     "vocabulary": [None, 3, ["a"], "", "ba", "ab", "\ud800"],
     "earlier_ends": [None, 3, [0], [4], [2, 1], ["1"], [True]],
+    "model_version": [None, "2", True, 2.0, 1, 3],
     "sentence": [None, 3, "", "?", "The quick brown fox"],
 }
 SETTING_HARMS = {
@@ -189,7 +190,7 @@ def test_a_damaged_configuration(capfd, finished, tmp_path, where, name, value):
         survives(capfd, copy, *command)
 
 
-@pytest.mark.parametrize("name", ["settings", "data", "sha256", "vocabulary", "sentence", "earlier_ends"])
+@pytest.mark.parametrize("name", CONFIG_HARMS)
 def test_a_configuration_without_a_key(capfd, finished, tmp_path, name):
     copy = Path(shutil.copytree(finished, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_bytes())

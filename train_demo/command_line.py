@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
@@ -11,13 +12,22 @@ from typing import NoReturn
 from train_demo.data import encode
 from train_demo.errors import UserError, printable
 from train_demo.run_folder import newest, prepare, read_config
-from train_demo.settings import Settings, count, seed, temperature
+from train_demo.settings import Settings, above_zero_to_one, count, seed, several, temperature, zero_to_one
 
 # JAX, Matplotlib and Orbax are imported where they are used, so that help and refusals come at once.
 
 
 RUNS = Path("runs")
 SETTINGS = {option.name: option for option in fields(Settings)}
+SAMPLING = (
+    ("max-new-tokens", count, 500, "characters to write"),
+    ("temperature", temperature, 0.7, "lower is safer, 0 takes the likeliest"),
+    ("top-k", count, None, "choose among the N likeliest characters"),
+    ("top-p", above_zero_to_one, None, "choose among the likeliest characters that are this probable together"),
+    ("min-p", zero_to_one, None, "choose among characters that are so many times as likely as the likeliest"),
+    ("num-samples", several, 1, "texts for each prompt"),
+    ("seed", seed, 0, "another seed writes another text"),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,35 +59,57 @@ def _train(chosen: argparse.Namespace) -> int:
     config, text = prepare(out, chosen.data, given, chosen.resume)
     # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
-    from jax.errors import JaxRuntimeError
-
     from train_demo.train import train
 
-    try:
+    with _memory("--batch-size, --context-length or --features"):
         return train(config, text, out, chosen.resume)
+
+
+@contextmanager
+def _memory(options: str) -> Iterator[None]:
+    """Names the options to lower where the device has too little memory."""
+    from jax.errors import JaxRuntimeError
+
+    try:
+        yield
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise UserError(
-            "the device has too little memory: lower --batch-size, --context-length or --features"
-        ) from error
+        raise UserError(f"the device has too little memory: lower {options}") from error
 
 
 def _sample(chosen: argparse.Namespace) -> int:
+    _refuse_empty("--prompt", chosen.prompt)
+    _refuse_empty("--stop", [] if chosen.stop is None else [chosen.stop])
     out = _chosen_run(chosen.out)
     config = read_config(out)
-    # Before anything slow begins:
-    encode(chosen.prompt, config.vocabulary)
-    if not chosen.prompt:
-        raise UserError("--prompt is empty: give at least one character")
-    from train_demo.sample import generate, load_model
+    encode("".join([*chosen.prompt, chosen.stop or ""]), config.vocabulary)  # before anything slow begins
+    from train_demo import generate, sample
+    from train_demo.sampler import Sampling
 
-    model = load_model(out, config)
-    print(printable(chosen.prompt), end="", flush=True)
-    for character in generate(model, config, chosen.prompt, chosen.length, chosen.temperature, chosen.seed):
-        print(printable(character), end="", flush=True)
-    print()
+    model = sample.load_model(out, config)
+    sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
+
+    def start() -> Iterator[list[str]]:
+        return generate.generate(
+            model,
+            config.vocabulary,
+            chosen.prompt,
+            chosen.max_new_tokens,
+            sampling,
+            num_samples=chosen.num_samples,
+            stop=chosen.stop,
+            seed=chosen.seed,
+        )
+
+    with _memory("--num-samples, or give fewer prompts"):
+        sample.show(chosen.prompt, chosen.num_samples, start)
     return 0
+
+
+def _refuse_empty(option: str, texts: Sequence[str]) -> None:
+    if not all(texts):
+        raise UserError(f"{option} is empty: give at least one character")
 
 
 def _chosen_run(out: Path | None) -> Path:
@@ -120,12 +152,17 @@ def _parser() -> Parser:
 
     sample = commands.add_parser("sample", help="write text with a trained model", allow_abbrev=False)
     sample.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
-    sample.add_argument("--prompt", required=True, metavar="TEXT", help="what the model goes on writing")
-    sample.add_argument("--length", type=count, default=500, help="characters to write (default: 500)")
     sample.add_argument(
-        "--temperature", type=temperature, default=0.7, help="lower is safer, 0 takes the likeliest (default: 0.7)"
+        "--prompt",
+        required=True,
+        action="append",
+        metavar="TEXT",
+        help="what the model goes on writing; several prompts are continued at the same time",
     )
-    sample.add_argument("--seed", type=seed, default=0, help="another seed writes another text (default: 0)")
+    for name, parse, default, explanation in SAMPLING:
+        ending = "" if default is None else f" (default: {default})"
+        sample.add_argument(f"--{name}", type=parse, default=default, help=explanation + ending)
+    sample.add_argument("--stop", metavar="TEXT", help="end a text before this")
     sample.set_defaults(command=_sample)
 
     pictures = "draw loss.png and attention.png, also while the training runs"

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from flax_mha import MultiHeadAttention
+from flax_mha.rope import RoPE
 from train_demo.settings import Settings
 
 Params = dict[Any, Any]
@@ -25,6 +26,9 @@ class Block(nnx.Module):
             dropout_rate=settings.dropout_rate,
             use_bias=False,
             normalize_qk=True,
+            rope=RoPE(),
+            # Windows of training are no longer than this. In longer texts the window slides, and the cache is a ring.
+            local_window_size=(settings.context_length - 1, 0),
             decode=False,
             keep_rngs=False,
             rngs=rngs,
@@ -34,11 +38,23 @@ class Block(nnx.Module):
         self.narrow = nnx.Linear(4 * features, features, use_bias=False, rngs=rngs)
         self.dropout = nnx.Dropout(settings.dropout_rate)
 
-    def __call__(self, x: Float[Array, "B T D"], *, rngs: nnx.Rngs | None, sow_weights: bool) -> Float[Array, "B T D"]:
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        lengths: Int[Array, " B"] | None,
+        rngs: nnx.Rngs | None,
+        sow_weights: bool,
+    ) -> Float[Array, "B T D"]:
         """Adds to each position what it reads from the positions before it, then what it makes of that."""
         fixed = rngs is None
         heard = self.attention(
-            self.attention_norm(x), is_causal=True, deterministic=fixed, rngs=rngs, sow_weights=sow_weights
+            self.attention_norm(x),
+            is_causal=True,
+            lengths=lengths,
+            deterministic=fixed,
+            rngs=rngs,
+            sow_weights=sow_weights,
         )
         x = x + self.dropout(heard, deterministic=fixed, rngs=rngs)
         # Squared ReLU learns as well as GELU here and costs no exponential (Primer, arXiv 2109.08668).
@@ -49,33 +65,44 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Predicts, at each position, the character that follows.
 
+    Positions are rotary, and each layer sees the last `context_length` of them: texts may be longer than in training.
+
     Args:
         vocabulary_size: V, the distinct characters.
-        settings: layers, heads, features, dropout rate, and the longest context.
+        settings: layers, heads, features, dropout rate, and the context length.
         rngs: the stream `params` draws the weights.
+
+    Attributes:
+        reach: the number of last characters on which a prediction depends, through all layers together.
     """
 
     def __init__(self, vocabulary_size: int, settings: Settings, *, rngs: nnx.Rngs):
         features = settings.features
         self.embedding = nnx.Embed(vocabulary_size, features, rngs=rngs)
-        self.position = nnx.Embed(settings.context_length, features, rngs=rngs)
         self.blocks = nnx.List([Block(settings, rngs=rngs) for _ in range(settings.layers)])
         self.norm = nnx.RMSNorm(features, rngs=rngs)
         self.head = nnx.Linear(features, vocabulary_size, use_bias=False, rngs=rngs)
+        self.reach = settings.layers * (settings.context_length - 1) + 1
 
     def __call__(
-        self, characters: Int[Array, "B T"], *, rngs: nnx.Rngs | None = None, sow_weights: bool = False
+        self,
+        characters: Int[Array, "B T"],
+        *,
+        lengths: Int[Array, " B"] | None = None,
+        rngs: nnx.Rngs | None = None,
+        sow_weights: bool = False,
     ) -> Float[Array, "B T V"]:
         """Returns the logits of the next character.
 
         Args:
-            characters: their numbers in the vocabulary; T is at most the context length.
+            characters: their numbers in the vocabulary.
+            lengths: the characters of each row before its padding; None means all.
             rngs: the stream `dropout`; None means no dropout.
             sow_weights: sow every block's `attention_weights`, `[B, N, T, T]`, for `nnx.capture`.
         """
-        x = self.embedding(characters) + self.position(jnp.arange(characters.shape[1])[None])
+        x = self.embedding(characters)
         for block in self.blocks:
-            x = block(x, rngs=rngs, sow_weights=sow_weights)
+            x = block(x, lengths=lengths, rngs=rngs, sow_weights=sow_weights)
         return self.head(self.norm(x))
 
 

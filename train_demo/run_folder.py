@@ -19,6 +19,8 @@ except ImportError:  # Windows: nothing keeps two runs out of one folder there
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
+# What the parameters of a checkpoint mean. Version 1, which had no number, learned an embedding of each position.
+MODEL_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Config:
         vocabulary: the text's distinct characters, in order.
         sentence: the piece of the validation part that the attention picture shows.
         earlier_ends: the numbers of steps that the run had before it was extended, in order.
+        model_version: the version of the model that the run trains.
     """
 
     settings: Settings
@@ -40,6 +43,7 @@ class Config:
     vocabulary: str
     sentence: str
     earlier_ends: tuple[int, ...] = ()
+    model_version: int = MODEL_VERSION
 
 
 def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) -> tuple[Config, data.Text]:
@@ -95,15 +99,22 @@ def read_config(out: Path) -> Config:
     """Reads the configuration of the run in a folder.
 
     Raises:
-        UserError: there is no run, or its `config.json` is damaged.
+        UserError: there is no run, or its `config.json` is damaged, or its model is one of another version.
     """
     try:
-        return _checked(read_json(out / CONFIG))
+        saved = read_json(out / CONFIG)
+        version = _version(saved)
+        if version == MODEL_VERSION:
+            return _checked(saved)
     except FileNotFoundError:
         raise UserError(f"{out} holds no run: start one with python -m train_demo --out {out}") from None
     except (ValueError, OSError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{out / CONFIG} is damaged ({why}): start anew with another --out") from error
+    raise UserError(
+        f"{out} holds a run of version {version} of the demo's model, whose parameters do not fit version "
+        f"{MODEL_VERSION}, which this program trains: train anew with another --out"
+    )
 
 
 def read_json(path: Path) -> Any:
@@ -119,9 +130,19 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _checked(saved: Any) -> Config:
-    if not isinstance(saved, dict) or saved.keys() != {field.name for field in fields(Config)}:
+def _version(saved: Any) -> int:
+    """The version of the model whose configuration this is."""
+    names = {field.name for field in fields(Config)}
+    if isinstance(saved, dict) and saved.keys() == names - {"model_version"}:
+        return 1
+    if not isinstance(saved, dict) or saved.keys() != names:
         raise ValueError("it is not a run's configuration")
+    if type(saved["model_version"]) is not int:
+        raise ValueError("its model version is not a whole number")
+    return saved["model_version"]
+
+
+def _checked(saved: dict[str, Any]) -> Config:
     ends = saved["earlier_ends"]
     if not isinstance(ends, list) or not all(type(end) is int and end > 0 for end in ends):
         raise ValueError("its earlier ends are not numbers of steps")

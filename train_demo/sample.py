@@ -1,16 +1,14 @@
-"""Text from a trained model, one character at a time."""
+"""A trained model from its checkpoint, and the texts that it writes on the terminal."""
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
 
 from train_demo import checkpoint
-from train_demo.data import encode
 from train_demo.errors import UserError, printable
 from train_demo.model import Transformer, blueprint
 from train_demo.run_folder import Config
@@ -33,48 +31,44 @@ def load_model(out: Path, config: Config) -> Transformer:
     return nnx.merge(structure, jax.device_put(restored.trees["params"]))
 
 
-def generate(
-    model: Transformer, config: Config, prompt: str, length: int, temperature: float = 0.7, seed: int = 0
-) -> Iterator[str]:
-    """Continues a prompt.
+def show(prompts: Sequence[str], num_samples: int, start: Callable[[], Iterator[list[str]]]) -> None:
+    """Prints texts after their prompts, and on stderr how fast they were written.
+
+    One text is printed as it is written, several ones at the end, each under a heading.
 
     Args:
-        model: the trained model.
-        config: its run's configuration.
-        prompt: at least one character, all of which the model knows; the model sees the last `context_length`.
-        length: characters to write.
-        temperature: divides the logits; 0 always takes the likeliest character.
-        seed: the same seed writes the same text.
-
-    Yields:
-        One character after the other.
+        prompts: what the texts continue.
+        num_samples: texts for each prompt.
+        start: begins to write the texts, which come in pieces, as `generate` yields them; called twice.
     """
-    numbers = encode(prompt, config.vocabulary)[-config.settings.context_length :]
-    window, filled = jnp.zeros(config.settings.context_length, jnp.int32).at[: len(numbers)].set(numbers), len(numbers)
-    structure, params = nnx.split(model)
-    for place in range(length):
-        window, number = _next(structure, params, window, filled, temperature, seed, place)
-        filled = min(filled + 1, len(window))
-        yield config.vocabulary[int(number)]
+    begin = time.perf_counter()
+    next(start())  # compiles; these characters are written again below
+    compiled = time.perf_counter()
+    size = _stream(prompts[0], start()) if len(prompts) * num_samples == 1 else _all(prompts, num_samples, start())
+    seconds = time.perf_counter() - compiled
+    print(
+        f"{size:,} characters in {seconds:.2f} s: {size / seconds:,.0f} tokens/s "
+        f"(before that, compiling took {compiled - begin:.1f} s)",
+        file=sys.stderr,
+    )
 
 
-@jax.jit(static_argnums=0)
-def _next(
-    structure: nnx.GraphDef[Transformer],
-    params: nnx.State,
-    window: Int[Array, " T"],
-    filled: int,
-    temperature: float,
-    seed: int,
-    place: int,
-) -> tuple[Int[Array, " T"], Int[Array, ""]]:
-    """Draws one character and appends it to the window: always the same shapes, so that this compiles once."""
-    # Whatever stands behind the `filled` characters is hidden from them by causality.
-    logits = nnx.merge(structure, params)(window[None])[0, filled - 1]
-    key = jax.random.fold_in(jax.random.key(seed), place)
-    # Only differences count: without the largest logit, a small temperature makes no infinity of the likeliest one.
-    sharpened = (logits - logits.max()) / jnp.where(temperature > 0, temperature, 1.0)
-    number = jnp.where(temperature > 0, jax.random.categorical(key, sharpened), logits.argmax())
-    full = filled == len(window)
-    window = jnp.where(full, jnp.roll(window, -1), window)
-    return window.at[jnp.where(full, len(window) - 1, filled)].set(number), number
+def _stream(prompt: str, pieces: Iterator[list[str]]) -> int:
+    """Prints one text as it comes; returns its characters."""
+    print(printable(prompt), end="", flush=True)
+    size = 0
+    for (piece,) in pieces:
+        print(printable(piece), end="", flush=True)
+        size += len(piece)
+    print(flush=True)
+    return size
+
+
+def _all(prompts: Sequence[str], num_samples: int, pieces: Iterator[list[str]]) -> int:
+    """Prints several texts; returns their characters, all together."""
+    texts = ["".join(parts) for parts in zip(*pieces, strict=True)]
+    for number, text in enumerate(texts):
+        prompt, sample = divmod(number, num_samples)
+        print(f"--- prompt {prompt + 1} of {len(prompts)}, sample {sample + 1} of {num_samples} ---")
+        print(printable(prompts[prompt] + text), flush=True)
+    return sum(map(len, texts))

@@ -54,6 +54,33 @@ def rate(text: str) -> float:
     return _checked(text, float, lambda number: 0 <= number < 1, "a number from 0 up to, but not including, 1")
 
 
+def above_zero_to_one(text: str) -> float:
+    """Reads a number above 0, up to and including 1.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is anything else.
+    """
+    return _checked(text, float, lambda number: 0 < number <= 1, "a number above 0, up to and including 1")
+
+
+def zero_to_one(text: str) -> float:
+    """Reads a number from 0 to 1.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is anything else.
+    """
+    return _checked(text, float, lambda number: 0 <= number <= 1, "a number from 0 to 1")
+
+
+def several(text: str) -> int:
+    """Reads a whole number from 1 to 1024, of what is computed at the same time and has to fit in memory.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is anything else.
+    """
+    return _checked(text, int, lambda number: 1 <= number <= 1024, "a whole number from 1 to 1024")
+
+
 def _checked(text: str, kind: Callable[[str], Any], is_sane: Callable[[Any], bool], expected: str) -> Any:
     try:
         number = kind(text)
@@ -85,10 +112,10 @@ class Settings:
     save_every: int = _option(200, count, "steps between two checkpoints")
 
     def __post_init__(self) -> None:
-        if self.features % self.heads:
+        if self.features % (2 * self.heads):
             raise UserError(
-                f"--features {self.features} cannot be shared by --heads {self.heads}: "
-                "choose a number of features that the heads divide"
+                f"--features {self.features} cannot be shared by --heads {self.heads}: choose a number of features "
+                "that twice the number of heads divides, because rotary positions pair the features of a head"
             )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
 
-from train_demo import checkpoint, metrics, plots, progress, sample
+from train_demo import checkpoint, generate, metrics, plots, progress
 from train_demo.data import Text, encode, validation_windows
 from train_demo.errors import printable
 from train_demo.model import Transformer, blueprint, initial_params
@@ -129,7 +129,7 @@ def _loop(
 def _finish(model: Transformer, config: Config, out: Path, console: Console) -> None:
     plots.draw(out, model, config)
     prompt = config.sentence.split(" ")[0] or config.sentence[0]
-    written = "".join(sample.generate(model, config, prompt, length=500))
+    written = "".join(piece for (piece,) in generate.generate(model, config.vocabulary, [prompt]))
     console.rule("a sample", style="dim")
     console.print(prompt + written)
     console.rule(style="dim")

@@ -1,0 +1,212 @@
+"""The demo's sampler, next to Hugging Face's filters in NumPy, and its texts, next to a pass without a cache."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from train_demo import generate
+from train_demo.model import blueprint, initial_params
+from train_demo.sampler import Sampling, draw, filtered
+from train_demo.settings import Settings
+
+# The sampler
+
+
+def hugging_face(logits, temperature=1.0, top_k=None, top_p=None, min_p=None):
+    """Its LogitsWarpers, one after the other, in float64."""
+    scores = np.asarray(logits, np.float64) / temperature
+    if top_k is not None:
+        scores[scores < np.sort(scores)[-min(top_k, len(scores))]] = -np.inf
+    if top_p is not None:
+        order = np.argsort(scores, kind="stable")
+        remove = np.cumsum(softmax(scores)[order]) <= 1 - top_p
+        remove[-1] = False
+        scores[order[remove]] = -np.inf
+    if min_p is not None:
+        probabilities = softmax(scores)
+        scores[probabilities < min_p * probabilities.max()] = -np.inf
+    return scores
+
+
+def softmax(scores):
+    with np.errstate(under="ignore"):
+        powers = np.exp(scores - scores.max())
+    return powers / powers.sum()
+
+
+LOGITS = np.random.default_rng(0).normal(size=97).astype(np.float32) * 3
+TIES = np.float32([1.0, 2.0, 2.0, 0.0, 2.0, 1.0, 2.0, -1.0])
+UNIFORM = np.zeros(8, np.float32)
+HUGE = np.float32([3e38, -3e38, 2.9e38, 0, 3e38])
+SMALL = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("logits", "options"),
+    [
+        (LOGITS, {}),
+        *((LOGITS, {name: value}) for name, value in SMALL.items()),
+        (LOGITS, SMALL),
+        (LOGITS, SMALL | {"temperature": 5.0}),
+        (LOGITS, SMALL | {"top_k": 1}),
+        (LOGITS, SMALL | {"top_p": 1e-9}),
+        (LOGITS, SMALL | {"min_p": 1.0}),
+        (LOGITS, {"top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0}),
+        (TIES, {"top_k": 2}),
+        (TIES, {"top_k": 5}),
+        (TIES, {"top_p": 0.3}),
+        (TIES, {"top_k": 4, "top_p": 0.5}),
+        (TIES, {"min_p": 1.0}),
+        (UNIFORM, {"top_p": 0.5}),
+        (UNIFORM, {"top_p": 0.5, "min_p": 1.0}),
+        (UNIFORM, {"top_k": 3}),
+        (HUGE, {"top_p": 0.5, "top_k": 2, "min_p": 0.5}),
+        (HUGE, {"temperature": 1e30}),
+        (LOGITS, {"temperature": 1e-30}),
+        (LOGITS, {"temperature": 1e30, "top_k": 10, "min_p": 0.5}),
+    ],
+)
+def test_the_filters_are_those_of_hugging_face(logits, options):
+    expected = hugging_face(logits, **options)
+    got = np.asarray(jax.jit(filtered)(logits, Sampling(**{"temperature": 1.0} | options)))
+    kept = softmax(expected) > 0
+    np.testing.assert_array_equal(softmax(got) > 0, kept)
+    np.testing.assert_array_equal(np.isneginf(got)[kept], False)
+    np.testing.assert_allclose(softmax(got), softmax(expected), rtol=0, atol=1e-6)
+
+
+def test_draws_are_as_frequent_as_they_are_probable():
+    sampling = Sampling(temperature=0.9, top_k=6, top_p=0.95, min_p=0.05)
+    number = 20_000
+    keys = jax.random.split(jax.random.key(0), number)
+    drawn = jax.jit(jax.vmap(draw, (0, None, None)))(keys, LOGITS[:12], sampling)
+    expected = softmax(hugging_face(LOGITS[:12], **sampling._asdict()))
+    frequencies = np.bincount(drawn, minlength=12) / number
+    assert (frequencies[expected == 0] == 0).all()
+    np.testing.assert_allclose(frequencies, expected, atol=4 * 0.5 / number**0.5)  # four standard deviations
+
+
+@pytest.mark.parametrize("logits", [LOGITS, TIES, UNIFORM, HUGE])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1e-300}, {"temperature": 0.0, **SMALL}])
+def test_temperature_0_takes_the_first_of_the_likeliest(logits, options):
+    options = {**SMALL, "temperature": 0.0} if len(options) > 1 else options
+    for seed in range(3):
+        assert jax.jit(draw)(jax.random.key(seed), logits, Sampling(**options)) == np.argmax(logits)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1e-300), Sampling(1e300), Sampling(1e-44, 3, 1e-300, 1e-300)])
+def test_numbers_beyond_float32(sampling):
+    assert 0 <= int(jax.jit(draw)(jax.random.key(0), LOGITS, sampling)) < len(LOGITS)
+
+
+# The texts
+
+VOCABULARY = "abcdefghijk"
+CONTEXT = 8
+SETTINGS = Settings(seed=1, context_length=CONTEXT, layers=2, heads=2, features=16)
+GREEDY, WILD = Sampling(temperature=0.0), Sampling(temperature=2.0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Weights large enough that texts are no repetitions of one character."""
+    structure, _ = blueprint(len(VOCABULARY), SETTINGS)
+    return nnx.merge(structure, jax.tree.map(lambda x: 3 * x, initial_params(len(VOCABULARY), SETTINGS)))
+
+
+def texts(model, prompts, *rest, **options):
+    return [
+        "".join(parts) for parts in zip(*generate.generate(model, VOCABULARY, prompts, *rest, **options), strict=True)
+    ]
+
+
+@jax.jit
+def logits_of(model, numbers):
+    return model(numbers)
+
+
+def numbers_of(text):
+    return np.array([[VOCABULARY.index(character) for character in text]], np.int32)
+
+
+@pytest.mark.parametrize("prompt", ["a", "bcdefgab", "abcdefghijkabcdefghijkabc"[: 2 * CONTEXT - 1]])
+def test_texts_beyond_the_context_are_those_of_one_windowed_pass(model, prompt):
+    (text,) = texts(model, [prompt], 90, GREEDY)
+    whole = prompt + text
+    logits = logits_of(model, numbers_of(whole))[0]
+    expected = "".join(VOCABULARY[number] for number in np.argmax(logits, axis=-1))
+    assert text == expected[len(prompt) - 1 : -1]
+    assert len(set(text)) > 3
+
+
+def test_the_logits_beyond_the_ring_are_those_of_one_windowed_pass(model):
+    structure, params = nnx.split(model, nnx.Param)
+    numbers, lengths = generate.padded([numbers_of("abc")[0], numbers_of("fedcbagfed")[0]])
+    cache, logits = generate.prefill(structure, params, numbers, lengths, 1)
+    written = []
+    for start in range(0, 4 * generate.CHUNK, generate.CHUNK):  # more than the ring of 7 + 1 + 64 slots
+        cache, logits, new = generate.write(
+            structure, params, cache, logits, jax.random.key(0), np.zeros(2, np.int32), start, Sampling(1.0)
+        )
+        written.append(new)
+    for row, (prompt, length) in enumerate(zip(numbers, lengths, strict=True)):
+        whole = np.concatenate([prompt[:length], *(np.asarray(new[row]) for new in written)])
+        expected = logits_of(model, whole[None])[0, -1]
+        np.testing.assert_allclose(logits[row], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_nothing_depends_on_what_is_out_of_reach(model):
+    whole = numbers_of("abcdefghijk" * 5)
+    reach = model.reach
+    assert reach == 2 * (CONTEXT - 1) + 1
+    last = logits_of(model, whole)[0, -1]
+    np.testing.assert_allclose(logits_of(model, whole[:, -reach:])[0, -1], last, rtol=0, atol=1e-5 * np.abs(last).max())
+    assert np.abs(logits_of(model, whole[:, 1 - reach :])[0, -1] - last).max() > 1e-4
+
+
+def test_a_text_does_not_depend_on_its_neighbours(model):
+    prompts = ["a", "abcdefghijk" * 3, "khc", "abcdefghijkab"]
+    together = texts(model, prompts, 50, WILD, num_samples=2, seed=3)
+    alone = [text for prompt in prompts for text in texts(model, [prompt], 50, WILD, num_samples=2, seed=3)]
+    assert together == alone
+    assert len(set(together)) == len(together)
+    assert texts(model, ["khc"], 50, WILD, seed=3) == together[4:5]
+    assert texts(model, ["khc"], 50, WILD, seed=4) != together[4:5]
+
+
+def test_one_compilation_for_prompts_of_similar_lengths(model):
+    texts(model, ["ab", "abc"], 5, num_samples=2)
+    before = generate.prefill._cache_size(), generate.write._cache_size()
+    for seed, (first, second) in enumerate([("a", "b"), ("abcd", "a"), ("abcdefghijkabcd", "abcdefghijkabcde")]):
+        texts(model, [first, second], 40 + seed, Sampling(0.1 + seed), num_samples=2, seed=2**32 - 1 - seed)
+    assert (generate.prefill._cache_size(), generate.write._cache_size()) == before
+
+
+@pytest.mark.parametrize("number", [1, 31, 32, 33, 70])
+def test_texts_have_the_length_that_was_asked_for(model, number):
+    (text,) = texts(model, ["abc"], number)
+    assert len(text) == number
+    assert texts(model, ["abc"], 70)[0].startswith(text)
+
+
+def test_stop_ends_a_text_also_across_chunks(model):
+    whole = texts(model, ["abc", "k"], 100, WILD)
+    for stop in (whole[0][30:34], whole[0][:3], whole[1][62:66], whole[0][95:], whole[0][:40], whole[0][60:]):
+        assert texts(model, ["abc", "k"], 100, WILD, stop=stop) == [text.split(stop)[0] for text in whole]
+    ended = list(generate.generate(model, VOCABULARY, ["abc"], 10_000, WILD, stop=whole[0][40]))
+    assert len(ended) <= 2
+
+
+@pytest.mark.parametrize("stop", ["a", "ab", "aab", "abab", "b" * 10, "aabaabaabb", "baaba"])
+def test_until_shows_all_before_the_stop_and_nothing_of_it(stop):
+    drawn = np.random.default_rng(1)
+    for size in (1, 2, 3, 7):
+        whole = ["".join(drawn.choice(list("ab"), 42)) for _ in range(5)]
+        pieces = [[text[start : start + size] for text in whole] for start in range(0, 42, size)]
+        shown = [""] * 5
+        for new in generate.until(stop, pieces):
+            shown = [text + piece for text, piece in zip(shown, new, strict=True)]
+            for text, end in zip(shown, whole, strict=True):
+                assert end.split(stop)[0].startswith(text)
+        assert shown == [text.split(stop)[0] for text in whole]
