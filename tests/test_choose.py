@@ -10,6 +10,8 @@ from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU 
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._impl import cudnn, schedule
+from flax_mha.cached_attention import cached_attention
+from flax_mha.kv_cache import KVCache
 
 B, T, N, K, H = 2, 256, 4, 2, 64
 HOPPER = cudnn.Device("NVIDIA H200", (9, 0))
@@ -206,3 +208,22 @@ def test_on_a_cpu():
     for name, words in (("cudnn", "runs on NVIDIA GPUs, and this runs on cpu"), ("splash", "runs on TPUs")):
         with pytest.raises(NotImplementedError, match=words):
             dot_product_attention(x, x, x, implementation=name)
+
+
+@pytest.mark.parametrize("lengths", [None, jnp.array([200, 3])], ids=["all tokens", "padded"])
+@pytest.mark.parametrize("window", [None, (99, 0)], ids=["all positions", "a ring"])
+def test_a_prompt_that_meets_an_empty_cache_reaches_the_kernel(hopper, lengths, window):
+    """Under jit, where whether it is empty is found out when the program runs."""
+    query, key, value = inputs()
+    cache = jax.eval_shape(
+        lambda: KVCache.create(B, 512, K, H, jnp.bfloat16, window=window and window[0], per_row=True)
+    )
+
+    def prompt(query, key, value, cache):
+        return cached_attention(query, key, value, cache, lengths=lengths, local_window_size=window)
+
+    text = jax.jit(prompt).trace(query, key, value, cache).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmax" in text
+    step = [jax.ShapeDtypeStruct((B, 1, *x.shape[2:]), x.dtype) for x in (query, key, value)]
+    lengths = None
+    assert "__cudnn" not in jax.jit(prompt).trace(*step, cache).lower(lowering_platforms=("cuda",)).as_text()

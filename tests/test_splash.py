@@ -10,6 +10,8 @@ from jax import export
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._impl import kernel_mask, splash
+from flax_mha.cached_attention import cached_attention
+from flax_mha.kv_cache import KVCache
 
 B, T, N, K, H = 2, 256, 2, 1, 32
 # Ids in no order, the least and the greatest among them.
@@ -344,3 +346,11 @@ def test_inside_shard_map():
 
     assert "tpu_custom_call" in lowered_with(False)
     assert "tpu_custom_call" not in lowered_with(True)
+
+
+def test_a_prompt_that_meets_an_empty_cache_reaches_the_kernel():
+    """Under jit, where whether it is empty is found out when the program runs."""
+    query, key, value = abstract()
+    cache = jax.eval_shape(lambda: KVCache.create(B, 600, key.shape[2], key.shape[3], jnp.bfloat16))
+    prompt = jax.jit(lambda *arrays: cached_attention(*arrays)[0])
+    assert "tpu_custom_call" in export.export(prompt, platforms=["tpu"])(query, key, value, cache).mlir_module()
