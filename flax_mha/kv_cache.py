@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha import _check
-from flax_mha._integers import int32
+from flax_mha._integers import extremes, int32
 from flax_mha._platform import platform, readable, varying_alike
 
 # Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it.
@@ -138,10 +138,10 @@ class KVCache:
         lengths = int32("lengths", lengths)
         if lengths.shape not in ((), self.batch):
             raise ValueError(f"lengths must be [batch...] = {self.batch}, but got shape {lengths.shape}.")
-        if readable(lengths) and lengths.size and not 0 <= np.min(lengths) <= np.max(lengths) <= number:
+        least, most = extremes(lengths)
+        if not 0 <= least <= most <= number:
             raise ValueError(
-                f"lengths must be from 0 to {number}, the length of the prompt, but got {np.min(lengths)} to "
-                f"{np.max(lengths)}."
+                f"lengths must be from 0 to {number}, the length of the prompt, but got {least} to {most}."
             )
         return jnp.broadcast_to(lengths, self.index.shape)
 
@@ -262,8 +262,9 @@ class KVCache:
             raise ValueError(
                 f"rows must be [B'], entries of a batch axis, but got {rows.shape} for batch {self.batch}."
             )
-        if readable(rows) and rows.size and not 0 <= np.min(rows) <= np.max(rows) < self.batch[0]:
-            raise ValueError(f"rows must be from 0 to {self.batch[0] - 1}, but got {np.min(rows)} to {np.max(rows)}.")
+        least, most = extremes(rows)
+        if rows.size and readable(rows) and not 0 <= least <= most < self.batch[0]:
+            raise ValueError(f"rows must be from 0 to {self.batch[0] - 1}, but got {least} to {most}.")
         rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
 
         def taken(x: Array, missing: float) -> Array:

@@ -99,6 +99,16 @@ def test_sequences_of_their_own_lengths(window):
         assert_holds(cache, index)
 
 
+def test_what_is_known_may_be_known_under_jit_too():
+    """Arrays that a jitted function closes over."""
+    cache, lengths, rows = KVCache.create(B, S, K, H, per_row=True), jnp.array([3, 0, 2]), jnp.array([2, 2])
+    grown = jax.jit(lambda cache: cache.update(*tokens(0, 7), lengths=lengths))(cache)
+    assert_holds(grown, [3, 0, 2])
+    np.testing.assert_array_equal(jax.jit(lambda cache: cache.take(rows))(grown).index, [2, 2])
+    with pytest.raises(ValueError, match="lengths must be from 0 to 2"):
+        jax.jit(lambda cache: cache.update(*tokens(0, 2), lengths=lengths))(cache)
+
+
 def test_one_length_for_all():
     cache = KVCache.create(B, S, K, H, per_row=True)
     assert_holds(cache.update(*tokens(0, 7), lengths=4), [4, 4, 4])

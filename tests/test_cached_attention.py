@@ -1,0 +1,444 @@
+"""Calls of `cached_attention`: what it refuses, what is full, NaN in slots, transformations, implementations."""
+
+import functools
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention
+from flax_mha.cached_attention import cached_attention
+from flax_mha.kv_cache import SPARE, KVCache
+from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, SegmentMask
+
+B, N, K, H, S = 2, 4, 2, 6, 43
+LENGTH, WINDOW = 31, 5
+RING = WINDOW + 1 + SPARE
+
+
+def tokens(number, batch=(B,), dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal((*batch, number, n, H)), dtype) for n in (N, K, K)]
+
+
+def cut(arrays, first, last):
+    return [x[..., first:last, :, :] for x in arrays]
+
+
+def empty(batch=(B,), dtype=jnp.float32, **given):
+    return KVCache.create(batch, S, K, H, dtype, **given)
+
+
+def in_full(x, **arguments):
+    return dot_product_attention(*x, is_causal=True, implementation="xla", **arguments)
+
+
+@jax.jit
+def step(query, key, value, cache, lengths=None):
+    return cached_attention(query, key, value, cache, lengths=lengths)
+
+
+X = tokens(LENGTH)
+FULL = np.asarray(in_full(X))
+
+
+def after(number, **given):
+    """A cache that holds so many tokens of X."""
+    return empty(**given).update(*cut(X, 0, number)[1:])
+
+
+# Without room ---------------------------------------------------------------------------------------------------------
+
+
+def test_overflow_raises_where_the_index_is_known():
+    cache = after(LENGTH).update(*tokens(S - LENGTH)[1:])
+    with pytest.raises(ValueError, match=r"room for one more token, but all its 43 places are taken"):
+        cached_attention(*tokens(1), cache)
+    with pytest.raises(ValueError, match=r"end at position 46 and it has 43 places; start one with a greater length"):
+        cached_attention(*tokens(3), cache)
+
+
+def test_a_chunk_longer_than_the_cache_never_fits():
+    with pytest.raises(ValueError, match=r"but they are 44 and it has 43 places"):
+        jax.eval_shape(lambda cache: cached_attention(*tokens(S + 1), cache)[0], empty())
+
+
+@pytest.mark.parametrize("number", [1, 20])
+def test_a_sequence_without_room_answers_nan_and_keeps_its_cache(number):
+    cache = empty(per_row=True).update(*tokens(S)[1:], lengths=[S - number + 1, 11])
+    output, new = step(*tokens(number, seed=1), cache)
+    assert np.isnan(output[0]).all()
+    assert np.isfinite(output[1]).all()
+    np.testing.assert_array_equal(new.index, [S - number + 1, 11 + number])
+    for old, now in zip(cache.arrays, new.arrays, strict=True):
+        assert np.asarray(old[0]).tobytes() == np.asarray(now[0]).tobytes()
+    one = KVCache(cache.key, cache.value, jnp.int32(S - number + 1))
+    output, new = step(*tokens(number, seed=1), one)
+    assert np.isnan(output).all()
+    for old, now in zip(one.arrays, new.arrays, strict=True):
+        assert np.asarray(old).tobytes() == np.asarray(now).tobytes()
+
+
+def test_padding_needs_no_room():
+    """A prompt that is padded beyond the cache, with a bias for each slot."""
+    x, lengths = tokens(S + 9), jnp.array([S, 7])
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal((N, 1, S)), jnp.float32)
+    both = jax.jit(lambda cache: cached_attention(*x, cache, bias, lengths=lengths))
+    expected = in_full(cut(x, 0, S), bias=bias, query_seq_lengths=lengths)
+    for run in (both, lambda cache: cached_attention(*x, cache, bias, lengths=lengths)):
+        output, cache = run(empty(per_row=True))
+        np.testing.assert_allclose(output[:, :S], expected, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(output[:, S:], 0)
+        np.testing.assert_array_equal(cache.index, lengths)
+
+
+def test_a_lost_sequence_answers_nan():
+    cache = jax.jit(KVCache.truncate)(empty(per_row=True).update(*cut(X, 0, 9)[1:]), jnp.array([3, 10]))
+    output, _ = step(*cut(X, 3, 4), cache)
+    np.testing.assert_allclose(output[0], FULL[0, 3:4], rtol=0, atol=1e-5)
+    assert np.isnan(output[1]).all()
+
+
+def test_a_ring_that_took_back_too_much_answers_nan():
+    """In two steps, each of which alone would have been fine: what the first took back is lost to the second."""
+    attend = functools.partial(cached_attention, local_window_size=WINDOW)
+    x = tokens(3 * RING)
+    cache = KVCache.create(B, 999, K, H, window=WINDOW).update(*x[1:])
+    near = cache.truncate(2 * RING + 10)
+    output, _ = attend(*cut(x, 2 * RING + 10, 2 * RING + 11), near)
+    expected = in_full(x, local_window_size=WINDOW)
+    np.testing.assert_allclose(output, expected[:, 2 * RING + 10 : 2 * RING + 11], rtol=0, atol=1e-5)
+    far = near.truncate(2 * RING)
+    for size in (1, 3):
+        output, _ = attend(*cut(x, 2 * RING, 2 * RING + size), far)
+        assert np.isnan(output).all()
+
+
+# NaN and large numbers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [1, 18])
+def test_what_is_visible_is_seen(number):
+    """A NaN in a slot reaches the queries that see the slot, and no others."""
+    at, place = LENGTH - number - 1, LENGTH - 3 if number > 2 else 4
+    sees = np.zeros((B, number, N), bool)
+    sees[0, max(0, place - at) :, 2:] = True
+    for filling in (jnp.nan, jnp.inf):
+        for which in (1, 2):
+            spoilt = list(X)
+            spoilt[which] = X[which].at[0, place, 1, 2].set(filling)
+            cache = empty().update(*cut(spoilt, 0, at)[1:])
+            output = np.asarray(step(*cut(spoilt, at, at + number), cache)[0])
+            assert np.isnan(output[sees]).all()
+            np.testing.assert_allclose(output[~sees], FULL[:, at : at + number][~sees], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("number", [1, 18])
+@pytest.mark.parametrize("filling", [np.nan, np.inf, 3e38, -3e38])
+def test_hidden_slots_reach_nothing(number, filling):
+    """Never written, beyond the window, masked: not outputs, and not gradients."""
+    at = LENGTH - number
+    mask = np.ones((1, 1, 1, S), bool)
+    mask[..., at - 2] = False
+    hidden = np.r_[0 : at - 9, at - 2, LENGTH:S]
+
+    @jax.jit
+    def run(key, value):
+        cache = KVCache(key, value, jnp.int32(at))
+
+        def loss(query, key, value):
+            output, _ = cached_attention(query, key, value, cache, mask=mask, local_window_size=(8, 0))
+            return jnp.sin(output).sum(), output
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*cut(X, at, LENGTH))
+
+    cache = after(at)
+    expected = run(cache.key, cache.value)
+    got = run(cache.key.at[:, hidden].set(filling), cache.value.at[:, hidden].set(filling))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+# Transformations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("number", [2, 18])
+def test_gradients_reach_the_new_tokens_and_the_cache(number, dtype):
+    """Those of queries, keys and values, and of what the cache held, are those of one call."""
+    x, at = [x.astype(dtype) for x in X], LENGTH - number
+    weights = jnp.asarray(np.random.default_rng(3).standard_normal((B, number, N, H)), jnp.float32)
+
+    @jax.jit
+    def by_cache(query, key, value):
+        cache = empty(dtype=dtype).update(*cut((key, value), 0, at))
+        output, _ = cached_attention(*cut((query, key, value), at, LENGTH), cache)
+        return jnp.sum(output.astype(jnp.float32) * weights)
+
+    @jax.jit
+    def at_once(*x):
+        return jnp.sum(in_full(x)[:, at:].astype(jnp.float32) * weights)
+
+    tolerance = 1e-5 if dtype == jnp.float32 else 2**-5
+    for got, expected in zip(*(jax.grad(f, (0, 1, 2))(*x) for f in (by_cache, at_once)), strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, expected)), rtol=0, atol=tolerance)
+
+
+def test_forward_and_second_derivatives():
+    cache = after(LENGTH - 3)
+    x = tuple(cut(X, LENGTH - 3, LENGTH))
+
+    def by_cache(query, key, value):
+        return cached_attention(query, key, value, cache)[0]
+
+    def at_once(*new):
+        whole = [jnp.concatenate([old[:, : LENGTH - 3], part], 1) for old, part in zip(X, new, strict=True)]
+        return in_full(whole)[:, LENGTH - 3 :]
+
+    def derivatives(f):
+        along = functools.partial(jax.jvp, f, x, tuple(map(jnp.cos, x)))
+        second = jax.grad(lambda q: jax.jvp(lambda q: jnp.sin(f(q, *x[1:])).sum(), (q,), (jnp.cos(q),))[1])
+        return along()[1], second(x[0])
+
+    for got, expected in zip(*(jax.jit(lambda f=f: derivatives(f))() for f in (by_cache, at_once)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("number", [1, 18])
+def test_vmap_over_sequences_with_an_index_each(number):
+    """Each with a cache without a batch axis."""
+    indices = jnp.array([3, 12])
+    caches = jax.vmap(lambda key, value, index: empty(()).update(key, value, index))(*cut(X[1:], 0, 12), indices)
+    new = [jnp.stack([x[b, i : i + number] for b, i in enumerate((3, 12))]) for x in X]
+    output, caches = jax.jit(jax.vmap(cached_attention))(*new, caches)
+    expected = np.stack([FULL[b, i : i + number] for b, i in enumerate((3, 12))])
+    np.testing.assert_allclose(output, expected, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(caches.index, indices + number)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scan(dtype):
+    x = [x.astype(dtype) for x in X]
+    by_token = [jnp.moveaxis(x, 1, 0)[:, :, None] for x in x]
+
+    def one(cache, token):
+        output, cache = cached_attention(*token, cache)
+        return cache, output[:, 0]
+
+    cache, outputs = jax.jit(lambda cache: jax.lax.scan(one, cache, by_token))(empty(dtype=dtype))
+    assert int(cache.index) == LENGTH
+    tolerance = 1e-5 if dtype == jnp.float32 else 2**-6
+    expected = np.asarray(in_full(x), np.float32)
+    np.testing.assert_allclose(np.asarray(outputs, np.float32).swapaxes(0, 1), expected, rtol=0, atol=tolerance)
+
+
+def test_twenty_steps_trace_once():
+    traced = []
+
+    @jax.jit
+    def counted(query, key, value, cache):
+        traced.append(1)
+        return cached_attention(query, key, value, cache)
+
+    cache = empty(per_row=True)
+    for i in range(20):
+        _, cache = counted(*cut(X, i, i + 1), cache)
+        if i == 9:
+            cache = cache.truncate(jnp.array([3, 9])).take(jnp.array([1, 0]))
+    assert len(traced) == 1
+
+
+def test_64_bit_types():
+    with jax.enable_x64(True):
+        x = [jnp.asarray(np.asarray(x), jnp.float64) for x in X]
+        expected = in_full(x)
+        for dtype, window in ((jnp.float64, None), (jnp.bfloat16, WINDOW)):
+            cache = KVCache.create(B, 999, K, H, dtype, window=window, per_row=True)
+            output, cache = cached_attention(
+                x[0], *(x.astype(dtype) for x in x[1:]), cache, lengths=np.array([LENGTH, 20]), local_window_size=window
+            )
+            cache = cache.truncate(jnp.int64(17)).take(jnp.arange(2))
+            assert (output.dtype, cache.index.dtype) == (jnp.float64, jnp.int32)
+            last, cache = jax.jit(functools.partial(cached_attention, local_window_size=window))(
+                x[0][:, 17:18], *(x[:, 17:18].astype(dtype) for x in x[1:]), cache
+            )
+            np.testing.assert_array_equal(cache.index, 18)
+            if window is None:
+                np.testing.assert_allclose(output[0], expected[0], rtol=0, atol=1e-12)
+                np.testing.assert_allclose(last, expected[:, 17:18], rtol=0, atol=1e-12)
+
+
+def test_across_devices():
+    """Batch entries, or query heads over one cache, on eight devices; in a process of its own, which has so many."""
+    program = f"""
+    import jax, jax.numpy as jnp, numpy as np
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    from flax_mha.cached_attention import cached_attention
+    from flax_mha.kv_cache import KVCache
+    P, window = jax.P, {WINDOW}
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(0)
+
+    def check(number, dtype, per_row, window, by_head):
+        new, old = ([jnp.asarray(rng.standard_normal((8, t, n, 6)), dtype) for n in (8, 1, 1)] for t in (number, 9))
+        def attend(query, key, value, cache):
+            return cached_attention(query, key, value, cache, local_window_size=window)
+        cache = KVCache.create(8, 99, 1, 6, dtype, window=window, per_row=per_row).update(*old[1:])
+        specs = (P(None, None, "x"), P(), P()) if by_head else (P("x"),) * 3
+        of_index = P("x") if per_row and not by_head else P()
+        of_cache = jax.tree.unflatten(jax.tree.structure(cache), (specs[1], specs[2], of_index))
+        both = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(*specs, of_cache), out_specs=(specs[0], of_cache)))
+        for start in (cache, KVCache.create(8, 99, 1, 6, dtype, window=window, per_row=per_row)):
+            (got, after), (expected, alone) = both(*new, start), jax.jit(attend)(*new, start)
+            atol = 2e-2 if dtype == jnp.bfloat16 else 1e-5
+            np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, expected)), rtol=0, atol=atol)
+            for x, y in zip(after.arrays, alone.arrays):
+                assert np.array_equal(x, y)
+
+    check(1, jnp.bfloat16, True, None, False)
+    check(1, jnp.float32, False, window, False)
+    check(18, jnp.float32, True, None, False)
+    check(18, jnp.float32, False, window, True)
+    print("all equal")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert done.stdout == "all equal\n", done.stderr
+
+
+# Implementations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_named_implementations(implementation, window):
+    cache = KVCache.create(B, S if window is None else 999, K, H, window=window)
+    given = {"implementation": implementation, "local_window_size": window}
+    at, outputs = 0, []
+    for size in (18, 1, 12):
+        output, cache = jax.jit(functools.partial(cached_attention, **given))(*cut(X, at, at + size), cache)
+        outputs.append(output)
+        at += size
+    expected = in_full(X, local_window_size=window)
+    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "splash"])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_implementations_that_know_no_cache(implementation, window):
+    cache = KVCache.create(B, 999, K, H, window=window)
+    for number in (1, 20):
+        run = functools.partial(cached_attention, implementation=implementation, local_window_size=window)
+        for call in (run, jax.jit(run)):
+            with pytest.raises(NotImplementedError, match=f'implementation="{implementation}" cannot compute this'):
+                call(*tokens(number), cache)
+
+
+@pytest.mark.parametrize("batch", [0, (), (2, 0)])
+@pytest.mark.parametrize("number", [0, 1, 20])
+def test_of_nothing(batch, number):
+    cache = KVCache.create(batch, S, K, H, jnp.bfloat16, per_row=True)
+    query, key, value = tokens(number, cache.batch)
+    output, cache = cached_attention(query, key.astype(jnp.bfloat16), value.astype(jnp.bfloat16), cache)
+    assert output.shape == query.shape
+    np.testing.assert_array_equal(cache.index, np.full(cache.batch, number))
+
+
+# Refused -------------------------------------------------------------------------------------------------------------
+
+NEW, ONE, ROWS = tokens(3), empty(), empty(per_row=True)
+IN_RING = KVCache.create(B, 999, K, H, window=WINDOW)
+
+
+def call(cache=ONE, new=NEW, **arguments):
+    return cached_attention(*new, cache, **arguments)
+
+
+REFUSED = {
+    "no cache": (lambda: call(None), "cache must be a KVCache, but got NoneType; make one with KVCache.create"),
+    "other numbers of tokens": (
+        lambda: call(new=(NEW[0], *tokens(5)[1:])),
+        "query and key must have one length, that of the new tokens, but got 3 and 5",
+    ),
+    "another batch": (
+        lambda: call(new=tokens(3, (1,))),
+        r"expected key shape \(2, T, 2, 6\) instead got \(1, 3, 2, 6\)",
+    ),
+    "batch of the query": (lambda: call(new=(NEW[0][:1], *NEW[1:])), "query, key, value batch dims must match"),
+    "rank": (lambda: call(new=tokens(3, ())), r"expected key shape .* instead got \(3, 2, 6\)"),
+    "vectors": (lambda: call(new=(jnp.ones(6),) * 3), r"query must be \[batch..., length, heads, head size\]"),
+    "dtype": (
+        lambda: call(new=[x.astype(jnp.bfloat16) for x in NEW]),
+        r"key must have the dtype of the cache, float32, but got bfloat16; use \.astype",
+    ),
+    "head size": (lambda: call(new=(NEW[0][..., :4], *NEW[1:])), "query, key depths must match, but got 4 and 6"),
+    "heads": (lambda: call(new=(NEW[0][:, :, :3], *NEW[1:])), "query heads must be a multiple of key/value heads"),
+    "mask of the prompt": (
+        lambda: call(new=tokens(20), mask=np.ones((20, 20), bool)),
+        r"mask must have an entry for each of the 43 slots of the cache, or 1 for all, but got shape \(20, 20\)",
+    ),
+    "bias of the prompt": (
+        lambda: call(new=tokens(20), bias=np.ones((N, 20, 20), np.float32)),
+        r"bias must have an entry for each of the 43 slots of the cache, or 1 for all, but got shape \(4, 20, 20\)",
+    ),
+    "ragged mask": (lambda: call(mask=[[True], [True, False]]), "mask must be a boolean array or .* but got list"),
+    "mask, the class": (lambda: call(new=tokens(20), mask=CausalMask), r"mask object .*call it: CausalMask\(\)"),
+    "mask of numbers": (lambda: call(mask=np.ones((3, S))), "mask must be bool .*got float32"),
+    "mask of other queries": (lambda: call(mask=np.ones((4, S), bool)), "mask must broadcast to .*got shape"),
+    "a ring without a window": (
+        lambda: call(IN_RING),
+        "local_window_size must reach back 5 positions at most, because the cache is a ring .*got None; make the cache",
+    ),
+    "a ring with a half-open window": (lambda: call(IN_RING, local_window_size=(None, 0)), r"at most.*got \(None, 0\)"),
+    "a ring with a wider window": (lambda: call(IN_RING, local_window_size=6), "at most.*got 6"),
+    "bias of a ring's slots": (
+        lambda: call(IN_RING, bias=np.ones((N, 1, RING), np.float32), local_window_size=5),
+        r"bias must not differ by slot where the cache is a ring.*\(4, 1, 70\); use a mask object",
+    ),
+    "mask of a ring's slots": (
+        lambda: call(IN_RING, mask=np.ones((1, RING), bool), local_window_size=5),
+        "mask must not differ by slot where the cache is a ring",
+    ),
+    "segments of a ring's slots": (
+        lambda: call(IN_RING, mask=SegmentMask(np.ones(3, int), np.ones(RING, int)), local_window_size=5),
+        "mask must hold no array with an entry per key where the cache is a ring",
+    ),
+    "a mask object of a ring's slots": (
+        lambda: call(IN_RING, mask=CausalMask() & ~ArrayMask(np.ones((3, RING), bool)), local_window_size=5),
+        "mask must hold no array with an entry per key where the cache is a ring",
+    ),
+    "lengths of one index": (lambda: call(lengths=[1, 1]), "lengths must be None where all .*per_row=True"),
+    "lengths, too long": (lambda: call(ROWS, lengths=[4, 1]), "lengths must be from 0 to 3, .*got 1 to 4"),
+    "lengths, negative": (lambda: call(ROWS, lengths=[-1, 1]), "lengths must be from 0 to 3, .*got -1 to 1"),
+    "lengths, floats": (lambda: call(ROWS, lengths=[1.0, 1.0]), "lengths must be integers"),
+    "window": (lambda: call(local_window_size=-1), "local_window_size must be an int >= 0"),
+    "rate without a key": (lambda: call(dropout_rate=0.5), "dropout_rng must be a key where dropout_rate > 0"),
+    "implementation": (lambda: call(implementation="flash"), "implementation must be .*got 'flash'"),
+    "score_mod": (lambda: call(score_mod="alibi"), "score_mod must be a function of scalars, but got 'alibi'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    run, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as error:
+        run()
+    assert "\n" not in str(error.value)
+
+
+def test_masks_that_speak_of_positions_are_fine_in_a_ring():
+    """Also arrays of one entry for all keys."""
+    x = tokens(2 * RING)
+    masks = {
+        "mask": FunctionMask(lambda b, h, q, k: (q - k) % 3 != 1) & LengthMask(2 * RING - 1),
+        "bias": np.float32(np.arange(N)).reshape(N, 1, 1),
+    }
+    run = functools.partial(cached_attention, local_window_size=WINDOW, **masks)
+    cache = IN_RING.update(*cut(x, 0, 2 * RING - 1)[1:])
+    output, _ = run(*cut(x, 2 * RING - 1, 2 * RING), cache)
+    expected = in_full(x, local_window_size=WINDOW, **masks)
+    np.testing.assert_allclose(output, expected[:, -1:], rtol=0, atol=1e-5)

@@ -1,0 +1,161 @@
+"""A few queries of many keys are read in place: outputs, log-sum-exps and all derivatives are those of the dense way."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention
+from flax_mha._impl import schedule
+from flax_mha.masks import FunctionMask
+
+N, K, H, HV, S = 4, 2, 6, 5, 149
+rng = np.random.default_rng(0)
+BATCH = (2,)
+INDEX = jnp.array([3, 140], jnp.int32)
+SLOPES = jnp.asarray(rng.standard_normal(N), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Three blocks of keys, and several of queries; the last ones overlap those before."""
+    monkeypatch.setattr(schedule, "MIN_KEYS_IN_PLACE", 100)
+    monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 3)
+    monkeypatch.setattr(schedule, "MAX_WIDTH_IN_PLACE", 64)
+
+
+def arrays(t, batch=BATCH, seed=1):
+    rng = np.random.default_rng(seed)
+    shapes = ((t, N, H), (S, K, H), (S, K, HV))
+    return [jnp.asarray(rng.standard_normal((*batch, *shape)), jnp.float32) for shape in shapes]
+
+
+def sloped(slopes):
+    return lambda score, b, h, q, k: score + slopes[h] * (q - k).astype(score.dtype) / 64 + b.astype(score.dtype)
+
+
+CASES = {
+    "plain": {},
+    "causal": {"is_causal": True, "query_offset": INDEX},
+    "window": {"is_causal": True, "query_offset": INDEX, "local_window_size": 20},
+    "lengths": {"key_value_seq_lengths": INDEX, "query_seq_lengths": jnp.array([2, 5])},
+    "nothing visible": {"key_value_seq_lengths": 0},
+    "logits": {"logits_soft_cap": 2.0, "sinks": SLOPES, "scale": jnp.float32(0.9)},
+    "score_mod": {"score_mod": sloped(SLOPES), "mask": FunctionMask(lambda b, h, q, k: (q + k + h) % 3 != 1)},
+    "bias and mask": {
+        "bias": jnp.asarray(rng.standard_normal((N, 1, S)), jnp.float32),
+        "mask": jnp.asarray(rng.random((*BATCH, 1, 5, S)) < 0.5),
+    },
+    "dropout": {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1), "query_offset": INDEX},
+}
+
+
+def both_ways(call):
+    """What `call` returns where keys are read in place and where they are not, and that it makes a difference."""
+    in_place = call()
+    chosen = schedule.blocks_in_place
+    schedule.blocks_in_place = lambda call: None
+    try:
+        return in_place, call()
+    finally:
+        schedule.blocks_in_place = chosen
+
+
+def attend(query, key, value, **arguments):
+    return dot_product_attention(query, key, value, implementation="xla", return_residual=True, **arguments)
+
+
+def assert_same(got, expected, tolerance=1e-5):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        size = max(1.0, float(np.abs(np.nan_to_num(other, posinf=0, neginf=0)).max(initial=0)))
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs(name):
+    """Also with NaN and infinities in keys, values and queries, wherever they are, and large numbers where hidden."""
+    query, key, value = arrays(5)
+    given = {
+        "clean": (query, key, value),
+        "NaN in a key": (query, key.at[0, 70, 1, 2].set(jnp.nan), value),
+        "queries": (query.at[0, 4, 2, 1].set(jnp.nan).at[1, 0].set(jnp.inf), key, value),
+    }
+    if name not in ("plain", "logits", "dropout"):  # without a mask, an infinite value is one only in its feature
+        given["values"] = (query, key, value.at[1, 10, 0, 0].set(jnp.inf).at[0, 100, 1].set(-jnp.inf))
+    if name in ("causal", "window", "lengths", "nothing visible"):
+        given["hidden"] = (query, key.at[:, 148].set(3e38), value.at[:, 147].set(-3e38).at[:, 146].set(jnp.nan))
+
+    def program():
+        call = jax.jit(lambda *x: attend(*x, **CASES[name]))
+        return {filling: call(*x) for filling, x in given.items()}
+
+    in_place, dense = both_ways(program)
+    for filling in given:
+        for got, expected in zip(in_place[filling], dense[filling], strict=True):
+            axes = tuple(range(3, got.ndim))  # a row that is not finite is so in one feature or in all
+            seen = ~(np.isfinite(expected) | (expected == -np.inf)).all(axes)
+            np.testing.assert_array_equal(~(np.isfinite(got) | (got == -np.inf)).all(axes), seen, err_msg=filling)
+            assert_same(got[~seen], expected[~seen])
+            if filling in ("clean", "hidden"):
+                assert not seen.any()
+
+
+@functools.cache
+def derivatives(name, second):
+    """First derivatives of everything that has some, forward and reverse, and one second derivative."""
+    static = {n: x for n, x in CASES[name].items() if n not in ("bias", "sinks", "scale")}
+    learned = {n: x for n, x in CASES[name].items() if n in ("bias", "sinks", "scale")}
+
+    def loss(query, key, value, learned, slopes):
+        given = dict(static)
+        if "score_mod" in given:
+            given["score_mod"] = sloped(slopes)
+        output, lse = attend(query, key, value, **learned, **given)
+        return jnp.sin(output).sum() + jnp.cos(jnp.where(lse == -jnp.inf, 0, lse)).sum()
+
+    def run(x):
+        tangents = jax.tree.map(jnp.cos, x)
+        value, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4))(*x)
+        _, forward = jax.jvp(loss, x, tangents)
+        along = jax.grad(lambda t: jax.jvp(loss, (t, *x[1:]), tangents)[1])(x[0]) if second else 0.0
+        return value, gradients, forward, along
+
+    return run, (*arrays(5), learned, SLOPES)
+
+
+@pytest.mark.parametrize("name", ["window", "logits", "score_mod", "bias and mask", "dropout"])
+def test_derivatives(name):
+    run, x = derivatives(name, second=name == "logits")
+    got, expected = both_ways(lambda: jax.jit(lambda x: run(x))(x))
+    assert_same(got, expected)
+
+
+def test_what_is_read_in_place():
+    """On a CPU, up to 16 queries of at least so many keys."""
+    calls = []
+
+    def blocks(call):
+        calls.append(original(call))
+        return calls[-1]
+
+    original = schedule.blocks_in_place
+    schedule.blocks_in_place = blocks
+    try:
+        for t in (1, 16, 17):
+            attend(*arrays(t, ()))
+        query, key, value = arrays(1, ())
+        attend(query, key[:99], value[:99])
+    finally:
+        schedule.blocks_in_place = original
+    assert [any(x is not None for x in calls[i : i + 1]) for i in range(len(calls))] == [True, True, False, False]
+
+
+def test_batch_axes_and_halves():
+    for batch, dtype in (((), jnp.float32), ((2, 3), jnp.bfloat16), ((1,), jnp.float16)):
+        x = [x.astype(dtype) for x in arrays(5, batch)]
+        got, expected = both_ways(lambda x=x: dot_product_attention(*x, implementation="xla"))
+        assert got.dtype == expected.dtype == dtype
+        # One rounding each, of results below 2.
+        assert_same(got.astype(jnp.float32), expected.astype(jnp.float32), float(jnp.finfo(dtype).eps) * 2)
