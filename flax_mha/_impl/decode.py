@@ -147,7 +147,7 @@ def _blocks_of_rows(
     output, lse, product = lax.map(rows, jnp.asarray(firsts, jnp.int32))
     axis, again = part.query.ndim - 2, count * blocks.height - length
 
-    def joined(x: Float[Array, "blocks *B K G t *F"]) -> Float[Array, "*B K G T *F"]:
+    def joined(x: Float[Array, "blocks ..."]) -> Float[Array, "..."]:
         return jnp.concatenate([*x[:-1], lax.slice_in_dim(x[-1], again, blocks.height, axis=axis)], axis=axis)
 
     return joined(output), joined(lse), product.min(0)

@@ -154,8 +154,8 @@ def visible_range(
     if mask.key_lengths is not None:
         end = jnp.minimum(*jnp.broadcast_arrays(end, jnp.maximum(mask.key_lengths, 0)[..., None]))
     if mask.query_lengths is not None:
-        rows, end = jnp.broadcast_arrays(rows, end)
-        end = jnp.where(rows < mask.query_lengths[..., None], end, jnp.zeros_like(end))
+        rows, end, used = jnp.broadcast_arrays(rows, end, mask.query_lengths[..., None])
+        end = jnp.where(rows < used, end, jnp.zeros_like(end))
     return jnp.broadcast_to(first, (batch, queries)), jnp.broadcast_to(end, (batch, queries))
 
 
