@@ -1,4 +1,4 @@
-"""A few queries of many keys are read in place: outputs, log-sum-exps and all derivatives are those of the dense way."""
+"""A few queries of many keys are read in place: outputs, log-sum-exps and derivatives are those of the dense way."""
 
 import functools
 

@@ -1,0 +1,278 @@
+"""Decoding with the modules of flax.nnx and flax.linen: any split of a sequence into calls equals the whole forward."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flax_mha
+from flax_mha import linen
+from flax_mha.masks import FunctionMask
+from flax_mha.rope import RoPE
+
+B, D, N, K, LENGTH, WINDOW = 2, 24, 4, 2, 97, 5
+SLOTS = {"ring": 300, "slots": 67}  # from 70 on, the window makes a ring of 70
+EVERYTHING = {
+    "num_kv_heads": K,
+    "rope": RoPE(),
+    "local_window_size": (WINDOW, 1),
+    "logits_soft_cap": 2.0,
+    "sinks": True,
+    "normalize_qk": "rms_norm",
+}
+X = jnp.asarray(np.random.default_rng(0).standard_normal((B, LENGTH, D)), jnp.float32)
+SIZES = (1, 7, 40)
+
+
+def grown(params):
+    """Vectors that start as zeros or ones, where they would show too little, with something added."""
+    added = np.linspace(-0.5, 0.5, N)
+    return jax.tree.map(lambda x: x + jnp.asarray(np.resize(added, x.shape), x.dtype) if x.ndim == 1 else x, params)
+
+
+class Nnx:
+    """An nnx module that decodes, one jitted program for each shape of its inputs."""
+
+    def __init__(self, **options):
+        self.module = flax_mha.MultiHeadAttention(N, D, decode=True, rngs=nnx.Rngs(0, dropout=1), **options)
+        nnx.update(self.module, grown(nnx.state(self.module, nnx.Param)))
+
+    def full(self, x, **arguments):
+        return self.module(x, decode=False, is_causal=True, **arguments)
+
+    def start(self, slots, per_row):
+        self.module.init_cache((B, slots, D), per_row=per_row)
+
+    def step(self, x, **arguments):
+        return nnx_step(self.module, x, arguments)
+
+    @property
+    def index(self):
+        return self.module.cache_index[...]
+
+
+@nnx.jit
+def nnx_step(module, x, arguments):
+    return module(x, **arguments)
+
+
+class Linen:
+    """The same of linen, with variables that are handed on."""
+
+    def __init__(self, **options):
+        self.options = {"num_heads": N, **options}
+        layer = linen.MultiHeadDotProductAttention(**self.options)
+        self.params = grown(layer.init(jax.random.key(0), X, deterministic=True)["params"])
+
+    def full(self, x, **arguments):
+        layer = linen.MultiHeadDotProductAttention(**self.options)
+        return layer.apply({"params": self.params}, x, is_causal=True, **arguments)
+
+    def start(self, slots, per_row):
+        self.layer = linen.MultiHeadDotProductAttention(**self.options, decode=True, per_row=per_row)
+        init = functools.partial(self.layer.init, deterministic=True)
+        shapes = jax.eval_shape(init, jax.random.key(0), jnp.zeros((B, slots, D)))
+        self.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes["cache"])
+
+    def step(self, x, **arguments):
+        output, changed = linen_step(self.layer, self.params, self.cache, x, arguments)
+        self.cache = changed["cache"]
+        return output
+
+    @property
+    def index(self):
+        return self.cache["cache_index"]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def linen_step(layer, params, cache, x, arguments):
+    return layer.apply({"params": params, "cache": cache}, x, mutable=["cache"], **arguments)
+
+
+APIS = pytest.mark.parametrize("api", [Nnx, Linen])
+
+
+@functools.cache
+def made(api):
+    """A module with everything, and its output of the whole sequence."""
+    module = api(**EVERYTHING)
+    return module, np.asarray(module.full(X))
+
+
+@APIS
+@pytest.mark.parametrize("kind", SLOTS)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_split(api, kind, data):
+    module, expected = made(api)
+    module.start(SLOTS[kind], per_row=False)
+    at, end = 0, min(LENGTH, SLOTS[kind])
+    while at < end:
+        fits = [size for size in SIZES if size <= end - at]
+        size = data.draw(st.sampled_from(fits if at % 3 else fits[-1:]))
+        output = module.step(X[:, at : at + size])
+        np.testing.assert_allclose(output, expected[:, at : at + size], rtol=0, atol=1e-5)
+        at += size
+        assert int(module.index) == at
+
+
+@APIS
+@pytest.mark.parametrize("kind", SLOTS)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_split_of_each_sequence(api, kind, data):
+    """With `lengths`; the padding is not finite."""
+    module, expected = made(api)
+    module.start(SLOTS[kind], per_row=True)
+    at, x = np.zeros(B, int), np.asarray(X)
+    for _ in range(data.draw(st.integers(1, 5))):
+        size = data.draw(st.sampled_from(SIZES))
+        lengths = np.minimum([data.draw(st.integers(0, size)) for _ in range(B)], min(LENGTH, SLOTS[kind]) - at)
+        new = np.full((B, size, D), np.nan, np.float32)
+        for row in range(B):
+            new[row, : lengths[row]] = x[row, at[row] : at[row] + lengths[row]]
+        output = np.asarray(module.step(jnp.asarray(new), lengths=jnp.asarray(lengths, jnp.int32)))
+        for row in range(B):
+            got, wanted = output[row, : lengths[row]], expected[row, at[row] : at[row] + lengths[row]]
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+        at = at + lengths
+        np.testing.assert_array_equal(module.index, at)
+
+
+@APIS
+def test_positions(api):
+    """Any, for the rotation alone."""
+    module, _ = made(api)
+    positions = jnp.asarray(np.random.default_rng(1).integers(0, 999, (B, LENGTH)), jnp.int32)
+    expected = module.full(X[:, :48], positions=positions[:, :48])
+    module.start(SLOTS["slots"], per_row=False)
+    outputs = [module.step(X[:, a:b], positions=positions[:, a:b]) for a, b in ((0, 40), (40, 47), (47, 48))]
+    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
+
+
+@APIS
+def test_masks_and_biases_of_the_call(api):
+    """Arrays say something of each slot, objects of positions."""
+    module = api(num_kv_heads=K)
+    rng = np.random.default_rng(1)
+    slots = SLOTS["slots"]
+    mask, bias = rng.random((B, 1, 1, slots)) < 0.8, np.float32(rng.standard_normal((N, 1, slots)))
+    thinned = FunctionMask(jax.tree_util.Partial(lambda b, h, q, k: (q + k) % 3 != 1))
+    expected = module.full(X[:, :48], mask=mask[..., :48], bias=bias[..., :48])
+    by_object = module.full(X[:, :48], mask=thinned)
+    for arguments, wanted in (({"mask": mask, "bias": bias}, expected), ({"mask": thinned}, by_object)):
+        module.start(slots, per_row=True)
+        outputs = [module.step(X[:, a:b], **arguments) for a, b in ((0, 40), (40, 47), (47, 48))]
+        np.testing.assert_allclose(np.concatenate(outputs, 1), wanted, rtol=0, atol=1e-5)
+
+
+FLAX = {Nnx: nnx.dot_product_attention, Linen: nn.dot_product_attention}
+
+
+@APIS
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_attention_functions_of_flax(api, window):
+    """They get all keys, in a ring in the order of their positions, and a mask of what is visible."""
+    module = api(rope=RoPE(), local_window_size=window)
+    expected = np.asarray(module.full(X))
+    module.start(SLOTS["ring"], per_row=True)
+    if api is Nnx:
+        module.module.attention_fn = FLAX[api]
+    else:
+        module.layer = module.layer.clone(attention_fn=FLAX[api])
+    at, mask = 0, np.ones((1, 1), bool)
+    for size in (40, 40, 1, 7):
+        with jax.numpy_rank_promotion("allow"):  # Flax's own
+            output = module.step(X[:, at : at + size], mask=mask)
+        np.testing.assert_allclose(output, expected[:, at : at + size], rtol=0, atol=1e-5)
+        at += size
+
+
+@pytest.mark.parametrize("kind", SLOTS)
+def test_sown_weights(kind):
+    """Of every slot; in a ring of the slots and then the new tokens, by position."""
+    module = Linen(**EVERYTHING)
+
+    def sowing(layer, x, **variables):
+        mutable = [*variables, "intermediates"]
+        output, changed = layer.apply({"params": module.params, **variables}, x, sow_weights=True, mutable=mutable)
+        return output, changed.get("cache"), changed["intermediates"]["attention_weights"][0]
+
+    module.start(SLOTS[kind], per_row=False)
+    causal = module.layer.clone(decode=False)
+    causal = functools.partial(causal.apply, is_causal=True, sow_weights=True, mutable=["intermediates"])
+    expected, sown = causal({"params": module.params}, X[:, :48])
+    whole, outputs, cache = sown["intermediates"]["attention_weights"][0], [], module.cache
+    for first, end in ((0, 40), (40, 47), (47, 48)):
+        output, cache, last = sowing(module.layer, X[:, first:end], cache=cache)
+        outputs.append(output)
+    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
+    slots = cache["cached_key"].shape[1]
+    assert last.shape == (B, N, 1, slots + (kind == "ring"))
+    end = last.shape[-1] if kind == "ring" else 48  # where the newest token stands
+    np.testing.assert_allclose(last[..., end - 48 : end], whole[:, :, 47:], rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(last[..., end:], 0)
+    np.testing.assert_array_equal(last[..., : end - 48], 0)
+
+
+@APIS
+def test_dropout_drops_what_the_whole_forward_drops(api):
+    """What is dropped depends on key and position, so one key for all calls drops the same."""
+    module, key = api(num_kv_heads=K, dropout_rate=0.4), jax.random.key(3)
+
+    def dropping():
+        return {"dropout_rng": key} if api is Linen else {"rngs": nnx.Rngs(dropout=key)}
+
+    expected = module.full(X[:, :48], deterministic=False, **dropping())
+    kept = module.full(X[:, :48], deterministic=True)
+    module.start(SLOTS["slots"], per_row=True)
+    if api is Linen:
+        module.layer = module.layer.clone(deterministic=False)
+    else:
+        module.module.deterministic = False
+    steps = [module.step(X[:, a:b], **dropping()) for a, b in ((0, 40), (40, 47), (47, 48))]
+    np.testing.assert_allclose(np.concatenate(steps, 1), expected, rtol=0, atol=1e-5)
+    assert np.abs(kept - expected).max() > 0.01
+
+
+def test_views():
+    """A cache of its own for each view, with an index for each sequence if that is asked for."""
+    module = Nnx(**EVERYTHING).module
+    expected = module(X, decode=False, is_causal=True)
+    view = nnx.view(module, decode=True, batch_size=B, max_length=SLOTS["slots"], per_row=True)
+    assert module.cached_key is None
+    assert view.cache_index.shape == (B,)
+    view(X[:, :40], lengths=jnp.array([40, 11]))
+    output = view(jnp.stack([X[0, 40:41], X[1, 11:12]]))
+    wanted = jnp.stack([expected[0, 40:41], expected[1, 11:12]])
+    np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(view.cache_index[...], [41, 12])
+
+
+def test_a_donated_step():
+    """As the documentation of decoding has it: the cache goes in and comes out, and one trace serves all steps."""
+    module = Nnx(**EVERYTHING).module
+    expected = module(X, decode=False, is_causal=True)
+    module.init_cache((B, SLOTS["ring"], D), per_row=True)
+    graph, cache, rest = nnx.split(module, nnx.Cache, ...)
+    traced = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache, rest, x):
+        traced.append(1)
+        module = nnx.merge(graph, cache, rest)
+        output = module(x)
+        return output, nnx.state(module, nnx.Cache)
+
+    for t in range(20):
+        given = jax.tree.leaves(cache)
+        output, cache = step(cache, rest, X[:, t : t + 1])
+        assert all(x.is_deleted() for x in given)
+        np.testing.assert_allclose(output, expected[:, t : t + 1], rtol=0, atol=1e-5)
+    assert len(traced) == 1
