@@ -324,8 +324,8 @@ def _scattered(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
 def _written_as_bits(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
     """The same of bfloat16, by operations on its bits."""
     if places.size > FEW:
-        bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
-        return lax.bitcast_convert_type(_scattered(*bits, places), jnp.bfloat16)
+        bits, new_bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
+        return lax.bitcast_convert_type(_scattered(bits, new_bits, places), jnp.bfloat16)
     flat, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (cached, lax.bitcast_convert_type(new, jnp.uint16)))
     _, slots, num_heads, size = flat.shape
     rows = 1 if places.ndim > 1 else flat.shape[0]  # all at once, if they share their places
