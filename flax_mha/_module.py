@@ -351,10 +351,13 @@ def _decoded_by(
     visible = jnp.broadcast_to(visible[..., None, :, :], (*cache.batch, 1, *visible.shape[-2:]))
     by_position = isinstance(mask, Mask) or extra["score_mod"] is not None
     places = {"query_offset": index, "key_value_offset": first} if by_position else {}
-    if mask is not None:
-        lengths_and_heads = number, keys.shape[-3], query.shape[-2], keys.shape[-2]
-        shape = _check.Shape(cache.batch, *lengths_and_heads, keys.shape[-1], values.shape[-1])
-        mask = mask & ArrayMask(visible) if isinstance(mask, Mask) else jnp.asarray(_check.mask(mask, shape)) & visible
+    if isinstance(mask, Mask):
+        mask = mask & ArrayMask(visible)
+    elif mask is not None:
+        (num_kv_heads, size), value_size = keys.shape[-2:], values.shape[-1]
+        sizes = (number, keys.shape[-3], query.shape[-2], num_kv_heads, size, value_size)
+        shown = _check.mask(mask, _check.Shape(cache.batch, *sizes))
+        mask = visible if shown is None else shown & visible
     extra = without_none({**extra, **places, "local_window_size": None})
     output = attention_fn(query, keys, values, mask=visible if mask is None else mask, **flax_arguments, **extra)
     return output if room is True else jnp.where(room[..., None, None, None], output, jnp.nan), new  # type: ignore[index]

@@ -191,6 +191,7 @@ class KVCache:
         Raises:
           ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is known.
         """
+        key, value = jnp.asarray(key), jnp.asarray(value)
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
             expected = (*cached.shape[:-3], "T", *cached.shape[-2:])
             if new.ndim != cached.ndim or new.shape[:-3] != cached.shape[:-3] or new.shape[-2:] != cached.shape[-2:]:
@@ -268,7 +269,7 @@ class KVCache:
         rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
 
         def taken(x: Array, missing: float) -> Array:
-            return x.at[rows].get(mode="fill", fill_value=missing)
+            return jnp.asarray(x).at[rows].get(mode="fill", fill_value=missing)
 
         index = taken(self.index, -1) if self.is_per_row else self.index
         return KVCache(taken(self.key, math.nan), taken(self.value, math.nan), index, self.window)
@@ -304,6 +305,7 @@ def _check_floating(dtype: DTypeLike) -> None:
 
 def _written(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
     """The cache with the new entries in these slots."""
+    cached = jnp.asarray(cached)  # a checkpoint may have been read as NumPy's arrays
     if not new.size:
         return cached
     if cached.dtype == jnp.bfloat16 and _CONVERTS_BFLOAT16 and platform() == "cpu":

@@ -163,6 +163,33 @@ def test_hidden_slots_reach_nothing(number, filling):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
+def test_arrays_of_numpy():
+    """Also of what a checkpoint holds."""
+    at = LENGTH - 3
+    cache = jax.tree.map(np.asarray, after(at))
+    output, cache = cached_attention(*map(np.asarray, cut(X, at, LENGTH)), cache)
+    np.testing.assert_allclose(output, FULL[:, at:], rtol=0, atol=1e-5)
+    assert isinstance(cache.key, jax.Array)
+
+
+def test_a_score_mod_with_a_derivative_of_its_own_reads_a_narrow_cache():
+    """It takes another way than all others, by a dense attention."""
+
+    @jax.custom_vjp
+    def doubled(x):
+        return jnp.sin(x) * 2
+
+    doubled.defvjp(lambda x: (doubled(x), x), lambda x, cotangent: (cotangent * 2 * jnp.cos(x),))
+    query, *cached = X[0], *(x.astype(jnp.bfloat16) for x in X[1:])
+    mod = {"score_mod": lambda score, b, h, q, k: doubled(score)}
+    expected = in_full((query, *(x.astype(jnp.float32) for x in cached)), **mod)
+    cache, outputs = empty(dtype=jnp.bfloat16), []
+    for first, end in ((0, 18), (18, 19), (19, LENGTH)):
+        output, cache = cached_attention(*cut((query, *cached), first, end), cache, **mod)
+        outputs.append(output)
+    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
+
+
 # Transformations -----------------------------------------------------------------------------------------------------
 
 

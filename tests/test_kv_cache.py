@@ -109,6 +109,15 @@ def test_what_is_known_may_be_known_under_jit_too():
         jax.jit(lambda cache: cache.update(*tokens(0, 2), lengths=lengths))(cache)
 
 
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_arrays_of_numpy(window):
+    """As a checkpoint may be read."""
+    cache = jax.tree.map(np.asarray, KVCache.create(B, RING, K, H, window=window, per_row=True))
+    grown = jax.tree.map(np.asarray, cache.update(*map(np.asarray, tokens(0, 7))))
+    assert_holds(jax.tree.map(np.asarray, grown.truncate(np.array([5, 2, 7]))), [5, 2, 7])
+    np.testing.assert_array_equal(grown.take(np.array([2, 2])).key[1], grown.key[2])
+
+
 def test_one_length_for_all():
     cache = KVCache.create(B, S, K, H, per_row=True)
     assert_holds(cache.update(*tokens(0, 7), lengths=4), [4, 4, 4])

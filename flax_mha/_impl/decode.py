@@ -113,6 +113,8 @@ def attend(
         return [x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in parts]
 
     *fast, product = entries(careful=False)
+    if not scores.masks_scores(params):  # then NaN and infinity propagate by themselves
+        return layout.join_heads(fast[0]).astype(query.dtype), layout.join_heads(fast[1][..., None])[..., 0]
     finite = jnp.isfinite(fast[0]).all() & jnp.isfinite(product).all()
     output, lse = lax.cond(finite, lambda: fast, lambda: entries(careful=True)[:2])
     return layout.join_heads(output).astype(query.dtype), layout.join_heads(lse[..., None])[..., 0]

@@ -93,7 +93,11 @@ def blocks_in_place(call: Call) -> Blocks | None:
         return Blocks(height, min(keys, MAX_WIDTH_ACCELERATOR), sequential=False)
     numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
     width = max(MIN_WIDTH_IN_PLACE, min(MAX_NUMBERS_IN_PLACE // numbers // 64 * 64, MAX_WIDTH_IN_PLACE))
-    return Blocks(height, min(keys, width), sequential=not sharded())
+    width = min(keys, width)
+    masked = operands.mask is not None or operands.bias is not None or options.score_mod is not None
+    if keys % width and not masked:
+        return None  # the last block would have to mask some of its keys
+    return Blocks(height, width, sequential=not sharded())
 
 
 def sequential_axes(call: Call, scores: int) -> int | None:
