@@ -144,9 +144,9 @@ def test_what_is_read_in_place():
     schedule.blocks_in_place = blocks
     try:
         for t in (1, 16, 17):
-            attend(*arrays(t, ()))
+            attend(*arrays(t, ()), is_causal=True)
         query, key, value = arrays(1, ())
-        attend(query, key[:99], value[:99])
+        attend(query, key[:99], value[:99], is_causal=True)
     finally:
         schedule.blocks_in_place = original
     assert [any(x is not None for x in calls[i : i + 1]) for i in range(len(calls))] == [True, True, False, False]
