@@ -42,8 +42,8 @@ def with_scores(
             query = nonfinite.finite(query, of_queries)
         key, value, of_keys = nonfinite.finite_keys(key, value)
         magnitudes = Magnitudes(
-            layout.split_heads(of_queries[..., None], groups)[..., 0],
-            layout.split_heads(of_keys[..., None], (groups[0], 1))[..., 0],
+            layout.vectors_by_head(of_queries, groups),
+            layout.vectors_by_head(of_keys, (groups[0], 1)),
         )
     keys, values = (layout.split_heads(x, (groups[0], 1)) for x in (key, value))
     return layout.split_heads(query * scale, groups), keys, values, params, scores, magnitudes

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from flax_mha.masks import Mask
@@ -41,6 +42,13 @@ def split_heads(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[A
     """Queries, keys or values; keys and values have groups (K, 1)."""
     x = jnp.moveaxis(x, -2, -3)
     return x.reshape(*x.shape[:-3], *groups, *x.shape[-2:])
+
+
+def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float[Array, "*B K G L"]:
+    """One number for each query, or for each key."""
+    rank = x.ndim - 2
+    x = lax.transpose(x, (*range(rank), rank + 1, rank))
+    return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))
 
 
 def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
