@@ -14,11 +14,17 @@ from flax_mha._impl.scores import ScoreParams, Scores
 OfHeads = tuple[Array, Array, Array, ScoreParams, Scores, Magnitudes | None]
 
 
-def of_heads(operands: Operands, options: Options) -> OfHeads:
-    """Scaled query, key, value, params, scores and magnitudes, as `dense.dense_head` takes them."""
+def of_heads(operands: Operands, options: Options, sizes: bool) -> OfHeads:
+    """Scaled query, key, value, params, scores and magnitudes, as `dense.dense_head` takes them.
+
+    Args:
+      operands: Of the call.
+      options: Of the call.
+      sizes: Whether magnitudes tell the sizes of finite entries, as `dense.fused_rows` needs it.
+    """
     params, scores = params_and_scores(operands, options)
     scale = options.scale if operands.scale is None else operands.scale
-    return with_scores(operands.query, operands.key, operands.value, scale, params, scores)
+    return with_scores(operands.query, operands.key, operands.value, scale, params, scores, sizes)
 
 
 def with_scores(
@@ -28,6 +34,7 @@ def with_scores(
     scale: Float[Array, ""] | float,
     params: ScoreParams,
     scores: Scores,
+    sizes: bool,
 ) -> OfHeads:
     """The same, where `params` and `scores` are of heads already."""
     groups = (key.shape[-2], query.shape[-2] // key.shape[-2])
@@ -37,10 +44,10 @@ def with_scores(
     scale = scale if isinstance(scale, float) else scale.astype(dtype)
     magnitudes = None
     if scores.masks_scores(params):
-        of_queries = nonfinite.magnitude_of(query * scale)
+        of_queries = nonfinite.magnitude_of(query * scale, sizes)
         if not isinstance(scale, float):  # else the gradient of the scale would be NaN
             query = nonfinite.finite(query, of_queries)
-        key, value, of_keys = nonfinite.finite_keys(key, value)
+        key, value, of_keys = nonfinite.finite_keys(key, value, sizes)
         magnitudes = Magnitudes(
             layout.vectors_by_head(of_queries, groups),
             layout.vectors_by_head(of_keys, (groups[0], 1)),

@@ -20,9 +20,10 @@ from jaxtyping import Array, Bool, Float
 
 
 class Magnitudes(NamedTuple):
-    """Per scaled query and per key of one head half its mean absolute entry: infinity where it held NaN or infinity.
+    """Per scaled query and per key of one head a number that is infinity where it held NaN or infinity.
 
-    The magnitude of a key is also infinity if its value held NaN or infinity.
+    Else it is half the mean absolute entry, or 0 where nobody asked for that. The magnitude of a key is also infinity
+    if its value held NaN or infinity.
     """
 
     query: Float[Array, "... T"]
@@ -52,16 +53,20 @@ class Magnitudes(NamedTuple):
 
 
 def finite_keys(
-    key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"]
+    key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"], sizes: bool = False
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Float[Array, "*B S K"]]:
     """Keys and values, zero where one of the two is not finite, and the magnitudes of the keys."""
     of_values = magnitude_of(value)
-    magnitude = lax.select(_is_infinite(of_values), of_values, magnitude_of(key))
+    magnitude = lax.select(_is_infinite(of_values), of_values, magnitude_of(key, sizes))
     return finite(key, magnitude), finite(value, magnitude), magnitude
 
 
-def magnitude_of(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
-    """Half the mean absolute entry, infinity where there is NaN or infinity; without a gradient."""
+def magnitude_of(x: Float[Array, "*L F"], sizes: bool = False) -> Float[Array, "*L"]:
+    """What `Magnitudes` says of these vectors, half the mean absolute entry if `sizes`; without a gradient."""
+    if not sizes:
+        is_finite = lax.reduce_and(lax.is_finite(lax.stop_gradient(x)), (x.ndim - 1,))
+        zeros = lax.full(is_finite.shape, 0, x.dtype)
+        return lax.select(is_finite, zeros, lax.full_like(zeros, jnp.inf))
     # XLA's CPU computes a sum faster than other reductions that pass NaN on (unless its terms are multiplied after
     # `abs`: then it uses one core). That of these terms cannot overflow.
     terms = lax.abs(lax.mul(lax.stop_gradient(x), lax.full_like(x, 0.5 / max(x.shape[-1], 1))))

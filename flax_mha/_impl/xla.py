@@ -58,7 +58,7 @@ def blockwise_attention(call: Call) -> OutputAndLse:
 
 @functools.partial(jax.jit, static_argnames=("options", "sequential"))
 def _dense(operands: Operands, options: Options, sequential: int) -> OutputAndLse:
-    return _all_heads(of_heads(operands, options), sequential, operands.query.dtype)
+    return _all_heads(of_heads(operands, options, sizes=True), sequential, operands.query.dtype)
 
 
 def _all_heads(arrays: OfHeads, sequential: int, dtype: DTypeLike) -> OutputAndLse:
@@ -90,7 +90,7 @@ def _read_in_place_jvp(
     *_, scores = primals  # what it holds has no gradient
 
     def dense_of(query: Array, key: Array, value: Array, scale: Array, params: ScoreParams) -> OutputAndLse:
-        return _all_heads(with_scores(query, key, value, scale, params, scores), sequential, query.dtype)
+        return _all_heads(with_scores(query, key, value, scale, params, scores, sizes=True), sequential, query.dtype)
 
     return jax.jvp(dense_of, primals[:5], tangents[:5])
 
@@ -104,7 +104,7 @@ def _blockwise(
     sequential: int | None,
     fuse_rows: bool,
 ) -> OutputAndLse:
-    arrays, axes = of_heads(operands, options), operands.query.ndim - 1
+    arrays, axes = of_heads(operands, options, sizes=fuse_rows), operands.query.ndim - 1
     if blocks is None:
         *_, scores, _ = arrays
         blocks = _block_mask(scores, tiling, axes)
