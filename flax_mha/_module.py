@@ -149,22 +149,40 @@ def stored_lengths(sequences: dict[str, Array | None], key: Float[Array, "*B S K
     return jnp.broadcast_to(jnp.asarray(key.shape[-3] if lengths is None else lengths, jnp.int32), key.shape[:-3])
 
 
+def check_stored(mask: Array | Mask | None, score_mod: Any, local_window_size: Any) -> None:
+    """Nothing that depends on the positions of queries: the cache does not count the calls that use stored keys.
+
+    Raises:
+      ValueError: If there is such an argument.
+    """
+    given = {
+        "mask": isinstance(mask, Mask),
+        "score_mod": score_mod is not None,
+        "local_window_size": _check.window(local_window_size) is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            got = "a mask object" if name == "mask" else "one"
+            raise ValueError(
+                f"{name} must not depend on positions where keys are stored, whose calls are not counted, but got "
+                f"{got}; use a mask or bias array [..., queries, keys]."
+            )
+
+
 def with_stored_lengths(
     attention_fn: Callable[..., Array],
     sequences: dict[str, Array | None],
-    mask: Array | Mask | None,
+    mask: Array | None,
     lengths: PerSequence,
     key: Float[Array, "*B S K H"],
-) -> Array | Mask | None:
+) -> Array | None:
     """The mask of stored keys; their lengths are put into `sequences` for our attention, into the mask for others."""
     if attention_fn is adapter.attention_fn:
         sequences["key_value_seq_lengths"] = lengths
         return mask
     places = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
     shown = (places < lengths[..., None])[..., None, None, :]
-    if mask is None or isinstance(mask, Mask):
-        return shown if mask is None else mask & ArrayMask(shown)
-    return _check.mask_of_numbers(mask) & shown
+    return shown if mask is None else _check.mask_of_numbers(mask) & shown
 
 
 def sequence_arguments(

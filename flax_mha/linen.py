@@ -114,7 +114,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             keys are not the queries. None counts from 0, or from what the cache holds. Masks and windows do not heed
             it: they go by the place in the sequence.
           store_keys: Keep this call's keys, values and their `lengths` in the cache, for cross-attention: later calls
-            that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k`, and decoding.
+            that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k`, and decoding. Those
+            calls take no mask object, `score_mod` or window, for which they would have to know their position.
 
         Returns:
           The output.
@@ -138,7 +139,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         query = self._query(inputs_q, dense)
         if keys == "stored":
             key, value, used = self._stored()
-            mask = _module.with_stored_lengths(self.attention_fn, sequences, mask, used, key)
+            _module.check_stored(mask, score_mod, self.local_window_size)
+            mask = _module.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
         else:
             inputs_k, inputs_v = _module.given_or_same(inputs_q, inputs_k, inputs_v)
             key, value = self._keys(inputs_k, inputs_v, dense)

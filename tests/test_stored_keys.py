@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_mha import MultiHeadAttention, linen
+from flax_mha import CausalMask, MultiHeadAttention, linen
 from flax_mha.rope import RoPE
 
 X = jax.random.normal(jax.random.key(0), (2, 7, 12))
@@ -115,6 +115,19 @@ def test_what_does_not_fit_is_refused(make):
     ):
         with pytest.raises(ValueError, match=expected):
             module(*inputs, **arguments)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["mask", "score_mod", "local_window_size"])
+def test_what_depends_on_positions_is_refused(make, name):
+    """A later call begins at an unknown position; counted from 0, its answer would be silently wrong."""
+    window = {"local_window_size": 2} if name == "local_window_size" else {}
+    options = {"mask": CausalMask(), "score_mod": lambda score, b, h, q_idx, kv_idx: score}
+    arguments = {} if window else {name: options[name]}
+    module = make(**window)
+    module(X[:, :1], ENCODED, store_keys=True, **arguments)
+    with pytest.raises(ValueError, match=f"{name} must not depend on positions where keys are stored"):
+        module(X[:, 1:2], **arguments)
 
 
 def test_making_a_cache_forgets_the_stored_keys():
