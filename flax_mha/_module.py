@@ -223,6 +223,12 @@ def reach(local_window_size: Any) -> int | None:
     return None if window is None else window[0]
 
 
+def extra_arguments(module: Any, bias: Array | None, sinks: Array | None, score_mod: Any) -> dict[str, Any]:
+    """The arguments that only our attention knows, of a module of either kind and of its call; None where not given."""
+    of_module = ("implementation", "scale", "local_window_size", "logits_soft_cap")
+    return {"bias": bias, "sinks": sinks, "score_mod": score_mod, **{name: getattr(module, name) for name in of_module}}
+
+
 def without_none(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments that are given; without the others, any function with Flax's signature will do."""
     return {name: value for name, value in arguments.items() if value is not None}
@@ -351,11 +357,8 @@ def _decoded_by(
     """The same by any function with Flax's signature, which gets all keys and values and a mask of what is visible."""
     window, number = _check.window(extra["local_window_size"]), query.shape[-3]
     check_cache(cache, extra["bias"], mask, window)
-    room, new, tokens = (
-        cache.has_room(number, lengths),
-        cache.update(key, value, lengths),
-        cache.tokens(number, lengths),
-    )
+    appended = cache.append(key, value, lengths)
+    new, tokens = appended.cache, appended.tokens
     index = jnp.maximum(cache.index, 0)
     keys, values, first = new.key, new.value, jnp.zeros_like(index)
     if cache.window is not None:
@@ -378,7 +381,7 @@ def _decoded_by(
         mask = visible if shown is None else shown & visible
     extra = without_none({**extra, **places, "local_window_size": None})
     output = attention_fn(query, keys, values, mask=visible if mask is None else mask, **flax_arguments, **extra)
-    return output if room is True else jnp.where(room[..., None, None, None], output, jnp.nan), new  # type: ignore[index]
+    return appended.checked(output), new
 
 
 def _as_cached(x: Array, cached: Array, query: Array) -> Array:

@@ -97,11 +97,8 @@ def cached_attention(
             f"query and key must have one length, that of the new tokens, but got {number} and {key.shape[-3]}."
         )
     check_cache(cache, bias, mask, local_window_size)
-    room, new, tokens = (
-        cache.has_room(number, lengths),
-        cache.update(key, value, lengths),
-        cache.tokens(number, lengths),
-    )
+    appended = cache.append(key, value, lengths)
+    new, tokens = appended.cache, appended.tokens
     attend = functools.partial(
         _attend,
         query,
@@ -145,7 +142,7 @@ def cached_attention(
         output = general()
     else:
         output = _prompt_or_general(alike(prompt), alike(general), cache)
-    return output if room is True else jnp.where(room[..., None, None, None], output, jnp.nan), new  # type: ignore[index]
+    return appended.checked(output), new
 
 
 def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, Int[Array, "..."]]:

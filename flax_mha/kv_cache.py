@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,10 @@ class KVCache:
         Raises:
           ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is known.
         """
+        return self.append(key, value, lengths).cache
+
+    def append(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> "Appended":
+        """What `update` returns, and which tokens were added."""
         key, value = jnp.asarray(key), jnp.asarray(value)
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
             expected = (*cached.shape[:-3], "T", *cached.shape[-2:])
@@ -207,15 +212,15 @@ class KVCache:
         if value.shape[-3] != number:
             raise ValueError(f"key and value must have one length, but got {number} and {value.shape[-3]}.")
         room, tokens = self.has_room(number, lengths), self.tokens(number, lengths)
-        tokens = tokens if room is True else jnp.where(room, tokens, 0)
+        added = tokens if room is True else jnp.where(room, tokens, 0)
         steps = self.counted(number)
-        written = steps < tokens[..., None]
+        written = steps < added[..., None]
         places = self.index[..., None] + steps
         if self.window is not None:
-            written, places = written & (steps >= tokens[..., None] - self.length), places % self.length
+            written, places = written & (steps >= added[..., None] - self.length), places % self.length
         places = jnp.where(written, places, self.length)  # there, nothing is written
-        index = self.index + tokens
-        return KVCache(_written(self.key, key, places), _written(self.value, value, places), index, self.window)
+        arrays = _written(self.key, key, places), _written(self.value, value, places), self.index + added
+        return Appended(KVCache(*arrays, window=self.window), tokens, room)
 
     def truncate(self, index: ArrayLike) -> "KVCache":
         """The cache after its first `index` tokens: later ones are taken back, as speculative decoding needs it.
@@ -292,6 +297,26 @@ class KVCache:
     def counted(self, number: int) -> Int[Array, "... n"]:
         """0, 1, 2, ... with an axis of length 1 for each axis of the index."""
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))
+
+
+class Appended(NamedTuple):
+    """A cache with new tokens.
+
+    Attributes:
+      cache: The cache.
+      tokens: How many of the new tokens of each sequence are none of the padding, in the shape of the index.
+      room: Whether they found room; see `KVCache.has_room`.
+    """
+
+    cache: KVCache
+    tokens: Int[Array, "..."]
+    room: Bool[Array, "..."] | bool
+
+    def checked(self, output: Float[Array, "*B T N Hv"]) -> Float[Array, "*B T N Hv"]:
+        """The output of the new tokens, NaN for a sequence whose tokens found no room: nothing is lost silently."""
+        if self.room is True:
+            return output
+        return jnp.where(jnp.asarray(self.room)[..., None, None, None], output, jnp.nan)
 
 
 def _check_floating(dtype: DTypeLike) -> None:

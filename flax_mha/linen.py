@@ -151,15 +151,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         variables, cache = self._cache(query, key) if keys == "cache" else ((), None)
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
         query, key = _module.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
-        extra: dict[str, Any] = {
-            "bias": bias,
-            "implementation": self.implementation,
-            "scale": self.scale,
-            "local_window_size": self.local_window_size,
-            "logits_soft_cap": self.logits_soft_cap,
-            "sinks": sinks,
-            "score_mod": score_mod,
-        }
+        extra = _module.extra_arguments(self, bias, sinks, score_mod)
         arguments = self._flax_arguments(mask, deterministic, dropout_rng)
         if sow_weights:
             arguments["module"] = self

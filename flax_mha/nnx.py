@@ -281,15 +281,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         cache = self._cache() if keys == "cache" else None
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
         query, key = _module.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
-        extra: dict[str, Any] = {
-            "bias": bias,
-            "implementation": self.implementation,
-            "scale": self.scale,
-            "local_window_size": self.local_window_size,
-            "logits_soft_cap": self.logits_soft_cap,
-            "sinks": None if self.sinks is None else self.sinks[...],
-            "score_mod": score_mod,
-        }
+        sinks = None if self.sinks is None else self.sinks[...]
+        extra = _module.extra_arguments(self, bias, sinks, score_mod)
         flax_arguments: dict[str, Any] = {
             "broadcast_dropout": self.broadcast_dropout,
             "dropout_rate": self.dropout_rate,

@@ -60,29 +60,6 @@ class Part(NamedTuple):
     scores: Scores
 
 
-class Source(NamedTuple):
-    """Keys or values, of which blocks are read."""
-
-    array: Float[Array, "*B S K F"]
-
-    def block(self, part: Part, column: Scalar, width: int) -> Float[Array, "*B K 1 s F"]:
-        """The block of a part that begins at a column, in the layout of one head."""
-        batch, (_, num_heads, size) = part.query.shape[:-4], self.array.shape[-3:]
-        start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
-        shape, dtype = (*batch, width, num_heads, size), part.query.dtype
-
-        def read() -> Array:
-            return lax.dynamic_slice(self.array, start, shape, allow_negative_indices=False).astype(dtype)
-
-        if self.array.dtype != jnp.bfloat16 or platform() != "cpu":
-            return layout.split_heads(read(), (num_heads, 1))
-        # XLA's CPU converts an array before it takes a part of it, and would do so with all of it before the loop.
-        # Nothing is moved out of a branch; that this one is always taken, XLA must not know.
-        nothing = varying_as(self.array, jnp.zeros(shape, dtype))
-        always = lax.optimization_barrier(start[-3]) >= 0
-        return layout.split_heads(lax.cond(always, read, lambda: nothing), (num_heads, 1))
-
-
 def attend(
     blocks: Blocks,
     query: Float[Array, "*B T N H"],
@@ -97,27 +74,25 @@ def attend(
     batch, dtype = query.shape[:-3], accumulation_dtype(query.dtype)
     groups = (key.shape[-2], query.shape[-2] // key.shape[-2])
     queries = layout.split_heads(query.astype(dtype) * scale.astype(dtype), groups)
-    keys, values = Source(key), Source(value)
 
     def one_entry(i: Int[Array, ""], careful: bool) -> tuple[Array, Array, Array]:
         place = jnp.unravel_index(i, batch)
         own_query, own_params, own_scores = _of_entry((queries, params, scores), place)
-        return _blocks_of_rows(blocks, Part(place, own_query, 0, own_params, own_scores), keys, values, careful)
+        return _blocks_of_rows(blocks, Part(place, own_query, 0, own_params, own_scores), key, value, careful)
 
     def entries(careful: bool) -> list[Array]:
         if not blocks.sequential:
             everything = Part((0,) * len(batch), queries, 0, params, scores)
-            return list(_blocks_of_rows(blocks, everything, keys, values, careful))
+            return list(_blocks_of_rows(blocks, everything, key, value, careful))
         numbers = jnp.arange(math.prod(batch), dtype=jnp.int32)
         parts = lax.map(functools.partial(one_entry, careful=careful), numbers)
         return [x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in parts]
 
-    *fast, product = entries(careful=False)
-    if not scores.masks_scores(params):  # then NaN and infinity propagate by themselves
-        return layout.join_heads(fast[0]).astype(query.dtype), layout.join_heads(fast[1][..., None])[..., 0]
-    finite = jnp.isfinite(fast[0]).all() & jnp.isfinite(product).all()
-    output, lse = lax.cond(finite, lambda: fast, lambda: entries(careful=True)[:2])
-    return layout.join_heads(output).astype(query.dtype), layout.join_heads(lse[..., None])[..., 0]
+    output, lse, flag = entries(careful=False)
+    if scores.masks_scores(params):  # else NaN and infinity propagate by themselves
+        finite = jnp.isfinite(output).all() & jnp.isfinite(flag).all()
+        output, lse = lax.cond(finite, lambda: [output, lse], lambda: entries(careful=True)[:2])
+    return layout.to_caller(output, lse, query.dtype)
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
@@ -132,53 +107,53 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
 
 
 def _blocks_of_rows(
-    blocks: Blocks, part: Part, keys: Source, values: Source, careful: bool
+    blocks: Blocks, part: Part, key: Array, value: Array, careful: bool
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
-    """Output and log-sum-exp, a block of queries after the other, and what tells whether all products were finite."""
+    """Output and log-sum-exp, a block of queries after the other, and `_nonfinite_flag` of all products."""
     length = part.query.shape[-2]
     count = -(-length // blocks.height)
 
     def rows(row: Scalar) -> tuple[Array, Array, Array]:
         query = lax.dynamic_slice_in_dim(part.query, row, blocks.height, part.query.ndim - 2)
-        return _rows(blocks, part._replace(query=query, row=row), keys, values, careful)
+        return _rows(blocks, part._replace(query=query, row=row), key, value, careful)
 
     if count == 1:
         return rows(0)
     # The last block ends at the last query: it computes some queries of the one before again.
     firsts = np.minimum(np.arange(count) * blocks.height, length - blocks.height)
-    output, lse, product = lax.map(rows, jnp.asarray(firsts, jnp.int32))
+    output, lse, flag = lax.map(rows, jnp.asarray(firsts, jnp.int32))
     axis, again = part.query.ndim - 2, count * blocks.height - length
 
     def joined(x: Float[Array, "blocks ..."]) -> Float[Array, "..."]:
         return jnp.concatenate([*x[:-1], lax.slice_in_dim(x[-1], again, blocks.height, axis=axis)], axis=axis)
 
-    return joined(output), joined(lse), product.sum(0)  # a sum passes NaN on
+    return joined(output), joined(lse), flag.sum(0)  # a sum passes NaN on
 
 
-def _rows(blocks: Blocks, part: Part, keys: Source, values: Source, careful: bool) -> tuple[Array, Array, Array]:
+def _rows(blocks: Blocks, part: Part, key: Array, value: Array, careful: bool) -> tuple[Array, Array, Array]:
     """The same of one block of queries."""
     axes, dtype = part.query.ndim - 2, part.query.dtype
-    begin, end = _visited(blocks, part, keys.array.shape[-3])
+    begin, end = _visited(blocks, part, key.shape[-3])
 
     def start(own: tuple[Array, ScoreParams]) -> tuple[online_softmax.State, Array]:
-        return online_softmax.start(blocks.height, values.array.shape[-1], own[1].sink, dtype), jnp.zeros((), dtype)
+        return online_softmax.start(blocks.height, value.shape[-1], own[1].sink, dtype), jnp.zeros((), dtype)
 
     nothing = varying_as(part.query, heads.over_heads(start, (part.query, part.params), axes))
-    step = functools.partial(_step, blocks, part, keys, values, careful)
-    state, product = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
-    return *heads.over_heads(online_softmax.finish, state, axes), product
+    step = functools.partial(_step, blocks, part, key, value, careful)
+    state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
+    return *heads.over_heads(online_softmax.finish, state, axes), flag
 
 
 def _step(
-    blocks: Blocks, part: Part, keys: Source, values: Source, careful: bool, i: Int[Array, ""], carry: tuple
+    blocks: Blocks, part: Part, key: Array, value: Array, careful: bool, i: Int[Array, ""], carry: tuple
 ) -> tuple:
     """Takes in block i of the keys."""
-    length = keys.array.shape[-3]
+    length = key.shape[-3]
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
-    k, v = (source.block(part, column, blocks.width) for source in (keys, values))
+    k, v = (_block(x, part, column, blocks.width) for x in (key, value))
 
     def one_head(own: tuple) -> tuple[online_softmax.State, Array]:
-        q, k, v, params, scores, (state, product) = own
+        q, k, v, params, scores, (state, flag) = own
         tile = Tile(part.row, column, (blocks.height, blocks.width), scores.offsets, ring=scores.ring)
         marks = row_marks = None
         if careful:
@@ -194,16 +169,34 @@ def _step(
         def weigh(weights: Float[Array, "t s"]) -> Float[Array, "t Hv"]:
             return scores.dot(weights if kept is None else weights * kept.astype(weights.dtype), v)
 
-        return online_softmax.update(state, s, weigh, row_marks), _worst(product, products, scores)
+        return online_softmax.update(state, s, weigh, row_marks), _nonfinite_flag(flag, products, scores)
 
     return heads.over_heads(one_head, (part.query, k, v, part.params, part.scores, carry), part.query.ndim - 2)
 
 
-def _worst(before: Float[Array, ""], products: Float[Array, "t s"], scores: Scores) -> Float[Array, ""]:
-    """A number that is not finite if a product is infinite, and does not show in the output.
+def _block(x: Float[Array, "*B S K F"], part: Part, column: Scalar, width: int) -> Float[Array, "*B K 1 s F"]:
+    """The keys or values of a part from this column on, in the layout of one head."""
+    batch, (_, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
+    start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
+    shape, dtype = (*batch, width, num_heads, size), part.query.dtype
 
-    NaN and infinity do show, except for minus infinity, which counts as masked. If products go through a function
-    before they become scores, none of them may show.
+    def read() -> Array:
+        return lax.dynamic_slice(x, start, shape, allow_negative_indices=False).astype(dtype)
+
+    if x.dtype != jnp.bfloat16 or platform() != "cpu":
+        return layout.split_heads(read(), (num_heads, 1))
+    # XLA's CPU converts an array before it takes a part of it, and would do so with all of it before the loop. Nothing
+    # is moved out of a branch; that this one is always taken, XLA must not know.
+    nothing = varying_as(x, jnp.zeros(shape, dtype))
+    always = lax.optimization_barrier(start[-3]) >= 0
+    return layout.split_heads(lax.cond(always, read, lambda: nothing), (num_heads, 1))
+
+
+def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], scores: Scores) -> Float[Array, ""]:
+    """A number that is not finite if a product is not, and if this does not make the output NaN anyway.
+
+    NaN and infinity make the output NaN. Minus infinity does not: such a score counts as masked. A soft cap or a
+    `score_mod` may return finite scores for all three.
     """
     if scores.soft_cap is None and scores.score_mod is None:
         return jnp.minimum(before, jnp.min(products))

@@ -10,6 +10,7 @@ from typing import TypeVar
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.masks import Mask
@@ -49,6 +50,13 @@ def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float
     rank = x.ndim - 2
     x = lax.transpose(x, (*range(rank), rank + 1, rank))
     return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))
+
+
+def to_caller(
+    output: Float[Array, "*B K G T Hv"], lse: Float[Array, "*B K G T"], dtype: DTypeLike
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
+    """Output, in this dtype, and log-sum-exp in the caller's layout."""
+    return join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
 
 
 def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:

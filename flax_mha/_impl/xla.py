@@ -63,7 +63,7 @@ def _dense(operands: Operands, options: Options, sequential: int) -> OutputAndLs
 
 def _all_heads(arrays: OfHeads, sequential: int, dtype: DTypeLike) -> OutputAndLse:
     output, lse = heads.over_heads(_dense_head, arrays, arrays[0].ndim - 2, sequential)
-    return layout.join_heads(output).astype(dtype), layout.join_heads(lse[..., None])[..., 0]
+    return layout.to_caller(output, lse, dtype)
 
 
 def _dense_head(arrays: OfHeads) -> tuple[Array, Array]:
@@ -113,7 +113,7 @@ def _blockwise(
         sequential = max([sequential, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
     one_head = functools.partial(_blockwise_head, tiling, blocks.single and fuse_rows)
     output, lse = heads.over_heads(one_head, varying_alike((*arrays, blocks)), axes, sequential or 0)
-    return layout.join_heads(output).astype(operands.query.dtype), layout.join_heads(lse[..., None])[..., 0]
+    return layout.to_caller(output, lse, operands.query.dtype)
 
 
 def _blockwise_head(tiling: Tiling, fuse_rows: bool, arrays: tuple) -> tuple[Array, Array]:
