@@ -5,6 +5,9 @@ A new feature adds lines here, and with them all the checks of test_attention.py
 
 import numpy as np
 
+from flax_mha import _call
+from flax_mha._platform import target_of
+
 T, S, N, H = 37, 53, 6, 8
 
 
@@ -118,3 +121,8 @@ DROPOUT_CASES = {
         traced={"key_value_seq_lengths": _int(40, 53)},
     ),
 }
+
+
+def compiled_for(patch, platform):
+    """As on a machine with this accelerator, whatever holds the arrays; `patch` is a pytest.MonkeyPatch."""
+    patch.setattr(_call, "target_of", lambda arrays: target_of(arrays)._replace(platform=platform))

@@ -38,9 +38,10 @@ BELOW = {
     "cached_attention": {"_call", "_check", "_choose", "_impl.schedule", "_platform", "kv_cache", "masks"},
     "adapter": {"_call", "_check", "attention", "masks"},
     "attention": {"_call", "_choose", "masks"},
-    "_choose": {"_call", "_impl.schedule", "_impl.xla", "_platform"},
-    "_impl.cudnn": {"_call", "_impl.kernel_mask", "_impl.nonfinite", "_platform"},
-    "_impl.splash": {"_call", "_impl.kernel_mask", "_impl.nonfinite", "_platform"},
+    "_choose": {"_call", "_impl.schedule", "_impl.xla", "_mesh", "_platform"},
+    "_mesh": {"_call", "_platform"},
+    "_impl.cudnn": {"_call", "_impl.kernel_mask", "_impl.nonfinite"},
+    "_impl.splash": {"_call", "_impl.kernel_mask", "_impl.nonfinite"},
     "_impl.kernel_mask": {"_call", "masks"},
     "_impl.xla": {
         "_call",

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import compiled_for
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._impl import cudnn, schedule
+from flax_mha._impl import cudnn
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
 
@@ -21,10 +22,8 @@ IDS = jnp.zeros((B, T), jnp.int32)
 @pytest.fixture
 def hopper(monkeypatch):
     """As on a GPU of this kind, whose plans all compile."""
-    for module in (cudnn, schedule):
-        monkeypatch.setattr(module, "platform", lambda: "gpu")
-    monkeypatch.setattr("flax_mha._choose.platform", lambda: "gpu")
-    monkeypatch.setattr(cudnn, "device", lambda: HOPPER)
+    compiled_for(monkeypatch, "gpu")
+    monkeypatch.setattr(cudnn, "device", lambda platform: HOPPER if platform == "gpu" else cudnn.Device(platform, None))
     monkeypatch.setattr(cudnn, "failure", lambda kernel: [])
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
