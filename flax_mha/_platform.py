@@ -1,6 +1,7 @@
 """What is known while tracing of where a call runs: the platform, meshes, and which values are known."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -40,6 +41,14 @@ def target_of(arrays: Sequence[Array]) -> Target:
     if kinds:  # inside `jax.shard_map` nothing is split
         return Target(platform(), any(kind is not jax.sharding.AxisType.Manual for kind in kinds))
     return Target(platform(), jax.device_count() > 1)
+
+
+def without_explicit_axes() -> AbstractContextManager:
+    """Hides a mesh with Explicit axes, while scalar functions are traced that will run inside `jax.shard_map`, too."""
+    axis_types = jax.sharding.get_abstract_mesh().axis_types
+    if jax.sharding.AxisType.Explicit not in axis_types:
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def readable(x: Array | np.ndarray) -> bool:
