@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from flax_mha._call import Call, Operands
 from flax_mha._impl import schedule, xla
 from flax_mha._mesh import on_mesh, split_of, unsplit
 from flax_mha._platform import being_traced
+from flax_mha._platform_branch import on_platform
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
 NAMES: tuple[str, ...] = get_args(Implementation)
@@ -126,20 +126,18 @@ def _run(call: Call, implementation: str | None) -> Output:
     name, elsewhere = chosen(call), _elsewhere(call)
     if elsewhere is None:
         return _implementation(name).attention(call)
-    platform = {"gpu": "cuda"}.get(call.options.target.platform, call.options.target.platform)
 
-    def computed(call: Call) -> Callable[[Operands], Array]:
-        return lambda operands: _implementation(chosen(call)).attention(call._replace(operands=operands))[0]
+    def attend(call: Call) -> Callable[[Operands], Array]:
+        attention = _implementation(chosen(call)).attention
+        return lambda operands: attention(call._replace(operands=operands))[0]
 
-    output = lax.platform_dependent(call.operands, default=computed(elsewhere), **{platform: computed(call)})
-    return output, None
+    return on_platform(call.options.target.platform, attend(call), attend(elsewhere), call.operands), None
 
 
 def _elsewhere(call: Call) -> Call | None:
     """The same call on a CPU, if the traced program may be compiled for one and holds a kernel that does not run there.
 
-    Where a program will run is not known while it is traced: `jit(backend="cpu")`, arrays on another device and
-    `jax.export` decide it later.
+    See `_platform_branch.py`.
     """
     if chosen(call) not in FUSED or not being_traced():
         return None

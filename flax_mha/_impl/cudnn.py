@@ -135,7 +135,9 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
     call = Call(operands, options)
     mask, (queries, keys) = kernel_mask.kernel_mask(call), operands.lengths
     kernel, axes = _kernel(call, mask), operands.query.ndim - 3
-    query, key, value = kernel_mask.vmapped_together(operands.query, operands.key, operands.value)
+    query, key, value = kernel_mask.vmapped_together(
+        operands.query, operands.key, operands.value, *jax.tree.leaves(operands.mask)
+    )[:3]
     query, key, value = (kernel_mask.flat(x, axes) for x in (query, key, value))
     batch = query.shape[0]
     first, end = kernel_mask.visible_range(mask.flat(operands.query.shape[:axes]), batch, (queries, keys))
