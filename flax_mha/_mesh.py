@@ -15,9 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from flax_mha._call import Call, Operands, Options, numbered
+from flax_mha._context import Axes, Context, belongs_to_keys
 from flax_mha._platform import being_traced
-
-Axes = str | tuple[str, ...] | None
 
 
 class Split(NamedTuple):
@@ -37,17 +36,38 @@ class Split(NamedTuple):
     batch: tuple[Axes, ...]
     heads: Axes
     key_heads: Axes
+    context: Context | None = None
 
     def size(self, axes: Axes) -> int:
         """In how many parts these mesh axes split an array."""
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        return math.prod(self.mesh.shape[name] for name in names)
+        return math.prod(self.mesh.shape[name] for name in _names(axes))
 
     def spec(self, x: Any, axes: str) -> PartitionSpec:
         """How an array is split whose axes have these names, as in the field metadata of masks (`masks/base.py`)."""
-        by_name = {"B": self.batch, "N": (self.heads,), "K": (self.key_heads,)}
+        by_name = {"B": self.batch, "N": (self.heads,), "K": (self.key_heads,), **self._sequences(axes)}
         each = [part for name in axes.split() for part in by_name.get(name, (None,))]
         return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
+
+    def _sequences(self, axes: str) -> dict[str, tuple[Axes]]:
+        """What splits the axes of queries and of keys, in an array whose axes have these names."""
+        if self.context is None:
+            return {}
+        axis, strategy = self.context.axis, self.context.strategy
+        if "H" in axes.split():  # query, key and value
+            return {"T": (axis,), "S": (axis,)}
+        if strategy == "ulysses":  # there, what belongs to heads goes where these are computed
+            return {"N": ((*_names(self.heads), axis),)}
+        queries: dict[str, tuple[Axes]] = {"T": (axis,), "T|1": (axis,)}
+        return queries | ({"S": (axis,)} if strategy == "ring" and belongs_to_keys(axes) else {})
+
+    @property
+    def output_spec(self) -> PartitionSpec:
+        """How output and log-sum-exp are split."""
+        return PartitionSpec(*self.batch, None if self.context is None else self.context.axis, self.heads)
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def split_of(call: Call) -> Split | None:
@@ -56,6 +76,8 @@ def split_of(call: Call) -> Split | None:
     Raises:
       ValueError: If what the caller or the types say cannot be computed.
     """
+    if isinstance(call.options.sharding, Context):
+        return _of_context(call, call.options.sharding)
     if call.options.sharding is not None:
         return _given(call, call.options.sharding)
     types = [jax.typeof(x).sharding for x in call.operands[:3]]
@@ -73,12 +95,64 @@ def _axes_of_type(mesh: Any, *kinds: AxisType) -> list[str]:
 def _given(call: Call, sharding: Any) -> Split | None:
     """What the caller says: a PartitionSpec, for the mesh of the context, or a NamedSharding."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
-    named = {name for axes in spec for name in ((axes,) if isinstance(axes, str) else axes or ())}
+    named = {name for axes in spec for name in _names(axes)}
     known = _axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
     if unknown := named - set(known):
         have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or a NamedSharding"
         raise ValueError(f"qkv_sharding must name axes of the mesh, but got {', '.join(sorted(unknown))}, and {have}.")
     return _split(mesh, set(known), [spec], call, "qkv_sharding") if known else None
+
+
+def _of_context(call: Call, context: Context) -> Split:
+    """What `context_parallel` says; types with Explicit axes add how batch and heads are split, where it does not."""
+    mesh, spec = _mesh_and_spec(call, context)
+    known = _axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
+    batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
+    heads = context.head_axis or spec[-2]
+    named = [context.axis, *(name for axes in (*batch, heads) for name in _names(axes))]
+    if unknown := set(named) - set(known):
+        have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or mesh="
+        got = ", ".join(map(repr, sorted(unknown)))
+        raise ValueError(f"context_parallel must name axes of the mesh, but got {got}, and {have}.")
+    if len(set(named)) < len(named):
+        raise ValueError(f"axis, batch_axes and head_axis must be different mesh axes, but got {tuple(named)}.")
+    if context.batch_axes and not batch:
+        raise ValueError(f"batch_axes must be None without a batch axis, but got {context.batch_axes!r}.")
+    split = _split(mesh, set(known), [PartitionSpec(*batch, None, heads)], call, "context_parallel")
+    _check_sequences(call, context, split)
+    return split._replace(context=context)
+
+
+def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
+    """The mesh, and what the type of the query says of its axes."""
+    rank, typed = call.operands.query.ndim, jax.typeof(call.operands.query).sharding
+    if _axes_of_type(typed.mesh, AxisType.Explicit):
+        return context.mesh or typed.mesh, (*typed.spec, *(None,) * (rank - len(typed.spec)))
+    held = getattr(call.operands.query, "sharding", None)
+    placed = (
+        held.mesh if not isinstance(call.operands.query, jax.core.Tracer) and isinstance(held, NamedSharding) else None
+    )
+    return context.mesh or placed or jax.sharding.get_abstract_mesh(), (None,) * rank
+
+
+def _check_sequences(call: Call, context: Context, split: Split) -> None:
+    """Lengths that can be split, and for "ulysses" heads."""
+    if call.options.cached:
+        raise ValueError("context_parallel must not be used for decoding, but got a cache; decode without it.")
+    devices, name = split.size(context.axis), context.axis
+    for what, length in zip(("queries", "keys"), call.operands.lengths, strict=True):
+        if not isinstance(length, int) or length % (devices * context.chunks):
+            twice = ' twice each with layout="zigzag",' if context.chunks > 1 else ""
+            raise ValueError(
+                f"the number of {what} must be a multiple of {devices * context.chunks},{twice} for the {devices} "
+                f"devices of mesh axis {name!r}, but got {length}; pad them, and mask the padding by lengths."
+            )
+    num_kv_heads = call.operands.groups[0] // split.size(split.key_heads)
+    if context.strategy == "ulysses" and (num_kv_heads % devices or split.key_heads != split.heads):
+        raise ValueError(
+            f'strategy="ulysses" must have a multiple of {devices} key heads on each of the {devices} devices of mesh '
+            f'axis {name!r}, which exchange heads for positions, but got {num_kv_heads}; use "ring" or "allgather".'
+        )
 
 
 def _placed(call: Call) -> Split | None:
@@ -146,12 +220,11 @@ def _on_mesh(operands: Operands, options: Options, split: Split, run: Callable[[
         own = _own_keys(jax.tree.unflatten(structure, leaves), operands, split)
         return run(unsplit(Call(own, options)))
 
-    output = PartitionSpec(*split.batch, None, split.heads)
     return jax.shard_map(
         part,
         mesh=split.mesh,
         in_specs=tuple(specs),
-        out_specs=(output, output),
+        out_specs=(split.output_spec, split.output_spec),
         axis_names=split.manual,
         check_vma=False,  # kernels do not say over which axes their output varies
     )(*leaves)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from flax_mha import _check
 from flax_mha._call import Sharding, accumulation_dtype
+from flax_mha._context import Context
 from flax_mha.attention import (
     Explanation,
     Implementation,
@@ -111,6 +112,11 @@ def attention_fn(
       (1, 3, 8)
     """
     query, key, value = (promote_dtype or dtypes.promote_dtype)((query, key, value), dtype=dtype)
+    if isinstance(qkv_sharding, Context) and module is not None:
+        raise ValueError(
+            "module (sow_weights) must be None with context_parallel, but got a module: the weights [T, S] are on no "
+            "device; use flax_mha.attention_fn on a short sequence."
+        )
     mask = mask if mask is None or isinstance(mask, Mask) else _check.mask_of_numbers(mask)
     dropout_rate, dropout_rng = (0.0, None) if deterministic else (dropout_rate, dropout_rng)
     flax_only: dict[str, Any] = {
