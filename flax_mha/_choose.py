@@ -125,9 +125,8 @@ def _run_part(implementation: str | None, context: Context | None) -> Callable[[
 def _in_context(context: Context, attend: Callable[[Call], Output], implementation: str | None) -> Callable:
     """What a device computes of a call whose sequence is split."""
     if context.strategy == "ring":
-        if implementation not in (None, "blockwise"):
-            reason = "only blockwise attention computes the gradient of a hop from the merged result"
-            check_computes(implementation, [f'with strategy="ring", {reason}'])
+        if implementation is not None:
+            check_computes(implementation, _explanation_of_ring().refusals[implementation])
         return functools.partial(ring.ring_attention, axis=context.axis, chunks=context.chunks)
     exchange = gather.ulysses if context.strategy == "ulysses" else gather.all_gathered
     return functools.partial(exchange, context=context, attend=attend)
@@ -164,6 +163,11 @@ def _elsewhere(call: Call) -> Call | None:
     return call._replace(options=call.options._replace(target=target))
 
 
+def _explanation_of_ring() -> Explanation:
+    reason = 'with strategy="ring", only blockwise attention computes the gradient of a hop from the merged result'
+    return Explanation("blockwise", {name: [] if name == "blockwise" else [reason] for name in NAMES})
+
+
 def explain(call: Call, implementation: str | None) -> Explanation:
     """The whole table, of the part of the call that each device computes.
 
@@ -181,8 +185,9 @@ def explain(call: Call, implementation: str | None) -> Explanation:
 
     if split is None:
         return _explain(_whole(call), implementation)
-    jax.eval_shape(lambda operands: on_mesh(call._replace(operands=operands), split, explain_part), call.operands)
-    return explanations[0]
+    part = explain_part if split.context is None else _in_context(split.context, explain_part, implementation)
+    jax.eval_shape(lambda operands: on_mesh(call._replace(operands=operands), split, part), call.operands)
+    return explanations[0] if explanations else _explanation_of_ring()
 
 
 def _explain(call: Call, implementation: str | None) -> Explanation:

@@ -331,6 +331,11 @@ def decoded(
       flax_arguments: Those that the module passes to any attention function.
       extra: Those that only ours knows, or None.
     """
+    if adapter.context_of(attention_fn) is not None:
+        raise ValueError(
+            "decode must be False with context_parallel, which has no cache that is split along the sequence, but got "
+            "True; decode with attention_fn=flax_mha.attention_fn."
+        )
     mask = mask if mask is None or isinstance(mask, Mask) else _check.mask_of_numbers(mask)
     key, value = _as_cached(key, cache.key, query), _as_cached(value, cache.value, query)
     given = {name for name, x in flax_arguments.items() if x is not None}

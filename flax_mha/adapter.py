@@ -1,6 +1,7 @@
 """`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,11 +113,6 @@ def attention_fn(
       (1, 3, 8)
     """
     query, key, value = (promote_dtype or dtypes.promote_dtype)((query, key, value), dtype=dtype)
-    if isinstance(qkv_sharding, Context) and module is not None:
-        raise ValueError(
-            "module (sow_weights) must be None with context_parallel, but got a module: the weights [T, S] are on no "
-            "device; use flax_mha.attention_fn on a short sequence."
-        )
     mask = mask if mask is None or isinstance(mask, Mask) else _check.mask_of_numbers(mask)
     dropout_rate, dropout_rng = (0.0, None) if deterministic else (dropout_rate, dropout_rng)
     flax_only: dict[str, Any] = {
@@ -124,6 +120,8 @@ def attention_fn(
         "qk_attn_weights_einsum": qk_attn_weights_einsum,
         "attn_weights_value_einsum": attn_weights_value_einsum,
     }
+    if isinstance(qkv_sharding, Context):
+        _check_context_computes(query, flax_only | {"module": module})
     extra: dict[str, Any] = {
         "scale": scale,
         "query_seq_lengths": query_seq_lengths,
@@ -157,6 +155,24 @@ def attention_fn(
     return dot_product_attention(query, key, value, implementation=implementation, **scored, **dropout)
 
 
+def _check_context_computes(query: Array, arguments: dict[str, Any]) -> None:
+    """Nothing that needs whole sequences on a device."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given or jnp.iscomplexobj(query):
+        got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
+        raise ValueError(
+            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}; these "
+            "need whole sequences on a device: use flax_mha.attention_fn."
+        )
+
+
+def context_of(given: Callable[..., Array]) -> Context | None:
+    """How an attention function made by `context_parallel` splits sequences; None for others."""
+    arguments = given.keywords if isinstance(given, functools.partial) and given.func is attention_fn else {}
+    context = arguments.get("qkv_sharding")
+    return context if isinstance(context, Context) else None
+
+
 def _check_flax_computes(**extra: Any) -> None:
     given = [name for name, value in extra.items() if value is not None and not (isinstance(value, int) and value == 0)]
     if given:
@@ -183,7 +199,8 @@ def explain_attention(given: Callable[..., Array]) -> Iterator[tuple[Callable[..
     Raises:
       ValueError: If the module has another attention function.
     """
-    if given is not attention_fn:
+    context = context_of(given)
+    if given is not attention_fn and context is None:
         raise ValueError(f"attention_fn must be flax_mha.attention_fn to be explained, but got {given!r}.")
     explanations: list[Explanation] = []
 
@@ -195,7 +212,7 @@ def explain_attention(given: Callable[..., Array]) -> Iterator[tuple[Callable[..
         if not isinstance(core.get("mask"), Mask | None):
             core["mask"] = _check.mask_of_numbers(core["mask"])
         query, key, value = dtypes.promote_dtype((query, key, value), dtype=arguments.get("dtype"))
-        explanations.append(explain_implementation(query, key, value, **core))
+        explanations.append(explain_implementation(query, key, value, **core, qkv_sharding=context))
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
 
     yield explained, explanations

@@ -8,7 +8,8 @@ Those of keys and values travel with these, and are back home after N hops.
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from flax_mha._call import Call, Operands, Options, accumulation_dtype
 from flax_mha._impl import parts, xla
 from flax_mha._tiles import Scalar
 
+T = TypeVar("T")
 OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]
 
 
@@ -37,9 +39,15 @@ class Ring(NamedTuple):
     chunks: int
     options: Options
 
-    def chunk(self, device: Scalar, number: int) -> Scalar:
+    def chunk(self, device: Scalar, number: Scalar) -> Scalar:
         """Which chunk of the whole sequence is this one of a device."""
-        return device if number == 0 else 2 * self.size - 1 - device
+        return device + number * (2 * self.size - 1 - 2 * device)
+
+    def over_pairs(self, step: Callable[[Scalar, Scalar, T], T], state: T) -> T:
+        """Folds `step` over all pairs of a chunk of queries and a chunk of keys, one after another."""
+        if self.chunks == 1:
+            return step(0, 0, state)
+        return lax.fori_loop(0, self.chunks**2, lambda n, state: step(n // self.chunks, n % self.chunks, state), state)
 
     def next(self, tree: Any) -> Any:
         """The arrays of the device before this one."""
@@ -121,68 +129,68 @@ def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
     rank = lax.axis_index(ring.axis)
 
     def hop(state: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
-        output, lse, arrays = state
-        following = ring.next(arrays)
+        results, arrays = state
+        following, source = ring.next(arrays), (rank - number) % ring.size
         held = parts.with_arrays_of_keys(operands, arrays)
-        for i, of_chunk in enumerate(_results(ring, held, (rank - number) % ring.size)):
-            for result in of_chunk:
-                output, lse = _merged(output, lse, result, i)
-        return (output, lse, following), None
+
+        def pair(i: Scalar, j: Scalar, results: OutputAndLse) -> OutputAndLse:
+            return _merged(ring, results, i, _result(ring, held, source, i, j))
+
+        return (ring.over_pairs(pair, results), following), None
 
     nothing = jnp.zeros((*query.shape[:-1], value.shape[-1]), dtype), jnp.full(query.shape[:-1], -jnp.inf, dtype)
-    state = (*nothing, parts.arrays_of_keys(operands))
-    (output, lse, _), _ = lax.scan(hop, state, jnp.arange(ring.size, dtype=jnp.int32))
-    return output, lse
+    state = nothing, parts.arrays_of_keys(operands)
+    (results, _), _ = lax.scan(hop, state, jnp.arange(ring.size, dtype=jnp.int32))
+    return results
 
 
-def _merged(output: Array, lse: Array, result: OutputAndLse, chunk: int) -> OutputAndLse:
-    """The results so far, with those over more keys merged into the rows of one chunk."""
-    more, more_lse = result
-    size = more_lse.shape[-2]
-    rows = slice(chunk * size, (chunk + 1) * size)
-    before, before_lse = output[..., rows, :, :], lse[..., rows, :]
-    total = _log_add(before_lse, more_lse)
-    merged = before * _share(before_lse, total)[..., None] + more * _share(more_lse, total)[..., None]
-    if merged.shape == output.shape:
-        return merged, total
-    return output.at[..., rows, :, :].set(merged), lse.at[..., rows, :].set(total)
-
-
-def _rows(results: OutputAndLse, ring: Ring, chunk: int) -> OutputAndLse:
+def _rows(ring: Ring, results: OutputAndLse, chunk: Scalar) -> OutputAndLse:
     """Of one chunk of the queries."""
     output, lse = results
     size = lse.shape[-2] // ring.chunks
-    rows = slice(chunk * size, (chunk + 1) * size)
-    return output[..., rows, :, :], lse[..., rows, :]
+    output, lse = (
+        lax.dynamic_slice_in_dim(x, chunk * size, size, axis)
+        for x, axis in ((output, lse.ndim - 2), (lse, lse.ndim - 2))
+    )
+    return output, lse
 
 
-def _results(
-    ring: Ring, operands: Operands, source: Scalar, known: OutputAndLse | None = None
-) -> list[list[OutputAndLse]]:
-    """For each chunk of the queries the results over each chunk of the keys that device `source` sent.
+def _merged(ring: Ring, results: OutputAndLse, chunk: Scalar, more: OutputAndLse) -> OutputAndLse:
+    """The results so far, and in the rows of one chunk those over more keys besides."""
+    (before, before_lse), (after, after_lse) = _rows(ring, results, chunk), more
+    total = _log_add(before_lse, after_lse)
+    merged = before * _share(before_lse, total)[..., None] + after * _share(after_lse, total)[..., None]
+    axis = total.ndim - 2
+    first = chunk * total.shape[axis]
+    output, lse = (
+        lax.dynamic_update_slice_in_dim(x, part, first, axis) for x, part in zip(results, (merged, total), strict=True)
+    )
+    return output, lse
+
+
+def _result(
+    ring: Ring, operands: Operands, source: Scalar, i: Scalar, j: Scalar, known: OutputAndLse | None = None
+) -> OutputAndLse:
+    """The result of chunk `i` of the queries over chunk `j` of the keys.
 
     Args:
       ring: The static part.
-      operands: The device's own, with these keys.
-      source: Where they come from.
-      known: The results over all keys; these are returned then, for their gradients.
+      operands: The device's own, with keys that it was sent.
+      source: The device whose keys these are.
+      i: Which chunk of the queries.
+      j: Which chunk of the keys.
+      known: The results over all keys, if they are known; they are returned then, for their gradients.
     """
     (queries, keys), rank = operands.lengths, lax.axis_index(ring.axis)
-    dtype, (height, width) = accumulation_dtype(operands.query.dtype), (queries // ring.chunks, keys // ring.chunks)
-    # As in blockwise attention itself; so that nothing is rounded before it is merged.
+    height, width = queries // ring.chunks, keys // ring.chunks
+    # As blockwise attention does itself; here, so that nothing is rounded before it is merged.
+    dtype = accumulation_dtype(operands.query.dtype)
     query, key, value = (x.astype(dtype) for x in operands[:3])
-    operands = operands._replace(query=query, key=key, value=value)
-    table: list[list[OutputAndLse]] = []
-    for i in range(ring.chunks):
-        rows = parts.of_queries(operands, i * height, height)
-        result = None if known is None else _rows(known, ring, i)
-        table.append([])
-        for j in range(ring.chunks):
-            part = parts.of_keys(rows, j * width, source * keys + j * width, width)
-            positions = ring.chunk(rank, i) * height, ring.chunk(source, j) * width
-            call = Call(*parts.at_positions(part, ring.options, *positions))
-            table[-1].append(xla.blockwise_attention(call, result))
-    return table
+    part = parts.of_queries(operands._replace(query=query, key=key, value=value), i * height, height)
+    part = parts.of_keys(part, j * width, source * keys + j * width, width)
+    positions = ring.chunk(rank, i) * height, ring.chunk(source, j) * width
+    call = Call(*parts.at_positions(part, ring.options, *positions))
+    return xla.blockwise_attention(call, None if known is None else _rows(ring, known, i))
 
 
 def _forward(ring: Ring, trainable: Trainable, operands: Operands) -> tuple[OutputAndLse, tuple]:
@@ -197,18 +205,19 @@ def _backward(ring: Ring, saved: tuple, cotangents: OutputAndLse) -> tuple[Train
 
     def hop(state: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
         sums, arrays = state
-        following = ring.next(arrays)
+        following, source = ring.next(arrays), (rank - number) % ring.size
         held = parts.with_arrays_of_keys(operands, arrays)
-        own = _trainable(held, ring.options)
-        query, key, value = (x.astype(dtype) for x in own[:3])
+        query, key, value = (x.astype(dtype) for x in held[:3])
+        own = _trainable(held, ring.options)._replace(query=query, key=key, value=value)
 
-        def results(own: Trainable) -> list[OutputAndLse]:
-            table = _results(ring, _with_trainable(held, ring.options, own), (rank - number) % ring.size, known)
-            return [result for of_chunk in table for result in of_chunk]
+        def pair(i: Scalar, j: Scalar, sums: Trainable) -> Trainable:
+            def result(own: Trainable) -> OutputAndLse:
+                return _result(ring, _with_trainable(held, ring.options, own), source, i, j, known)
 
-        _, pull = jax.vjp(results, own._replace(query=query, key=key, value=value))
-        [gradients] = pull([_rows(cotangents, ring, i) for i in range(ring.chunks) for _ in range(ring.chunks)])
-        sums = jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, gradients)
+            [gradients] = jax.vjp(result, own)[1](_rows(ring, cotangents, i))
+            return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, gradients)
+
+        sums = ring.over_pairs(pair, sums)
         key, value = ring.next((sums.key, sums.value))
         return (sums._replace(key=key, value=value), following), None
 
