@@ -43,10 +43,10 @@ def target_of(arrays: Sequence[Array]) -> Target:
     return Target(platform(), jax.device_count() > 1)
 
 
-def without_explicit_axes() -> AbstractContextManager:
-    """Hides a mesh with Explicit axes, while scalar functions are traced that will run inside `jax.shard_map`, too."""
+def without_mesh() -> AbstractContextManager:
+    """Hides the mesh while scalar functions are traced that will run inside `jax.shard_map`, where its axes differ."""
     axis_types = jax.sharding.get_abstract_mesh().axis_types
-    if jax.sharding.AxisType.Explicit not in axis_types:
+    if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 

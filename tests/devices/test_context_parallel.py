@@ -1,0 +1,193 @@
+"""`context_parallel` gives the result of one device: every strategy and layout, on any mesh, in either module."""
+
+import contextlib
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import flax_mha
+from flax_mha import CausalMask, FunctionMask, LengthMask, LocalMask
+from flax_mha._impl import schedule, xla
+from flax_mha._impl.tiling import TileShape
+from flax_mha.context_parallel import from_zigzag, to_zigzag, zigzag_positions
+from flax_mha.rope import RoPE
+from tests import oracle
+
+B, N, H, T = 2, 8, 8, 48
+SIZES = (2, 4, 8)
+STRATEGIES = ("ring", "ulysses", "allgather")
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def mesh_of(axis_type=AxisType.Auto, **sizes):
+    count = int(np.prod(list(sizes.values())))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (axis_type,) * len(sizes), devices=jax.devices()[:count])
+
+
+def arrays(num_kv_heads, length=T, keys=None, dtype=jnp.float32):
+    rng = np.random.default_rng(num_kv_heads)
+    shapes = (B, length, N, H), (B, keys or length, num_kv_heads, H), (B, keys or length, num_kv_heads, H)
+    query, key, value = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    return {"query": query, "key": key, "value": value}
+
+
+def floats(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def plain(x, order):
+    return {"is_causal": True}
+
+
+def everything(x, order):
+    """All that depends on batch entry, head or position, and all that gets a gradient."""
+
+    def alibi(score, b, h, q_idx, kv_idx):
+        return score + x["slopes"][h] * (kv_idx - q_idx).astype(jnp.float32) * 0.1 * (b + 1).astype(jnp.float32)
+
+    segments = order(jnp.asarray(np.repeat([[0, 1, 1, 2], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1)
+    return {
+        "bias": order(order(x["bias"], 2), 3) + order(x["of_keys"], 3),
+        "mask": FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b),
+        "is_causal": True,
+        "query_segment_ids": segments,
+        "key_value_segment_ids": segments,
+        "key_value_seq_lengths": jnp.asarray([T, T - 7], jnp.int32),
+        "score_mod": alibi,
+        "sinks": x["sinks"],
+        "scale": x["scale"],
+        "dropout_rate": 0.2,
+        "dropout_rng": jax.random.key(0),
+    }
+
+
+def windows(x, order):
+    """Positions that do not begin at 0, a mask array, lengths and a window on both sides."""
+    shown = np.random.default_rng(0).random((1, N, T, 2 * T)) < 0.8
+    return {
+        "mask": (CausalMask(3) | LocalMask(2, 9) | LengthMask(jnp.asarray([9, 30], jnp.int32))) & array_mask(shown, order),
+        "query_offset": jnp.asarray([40, 11], jnp.int32),
+        "key_value_offset": 5,
+        "query_seq_lengths": jnp.asarray([80, 30], jnp.int32),
+        "local_window_size": (20, 20),
+        "logits_soft_cap": 5.0,
+    }
+
+
+def array_mask(shown, order):
+    return flax_mha.masks.ArrayMask(order(order(jnp.asarray(shown), 2), 3))
+
+
+EXTRA = {"bias": floats(1, B, 1, T, T), "of_keys": floats(2, T)[None, None, None], "sinks": floats(3, N)}
+EXTRA |= {"slopes": floats(4, N), "scale": jnp.float32(0.3)}
+# Arguments, the arrays that get gradients, and how many devices: ulysses needs as many key heads.
+CASES = {
+    "plain": (plain, arrays(8), 8),
+    "everything": (everything, arrays(4) | EXTRA, 4),
+    "windows": (windows, arrays(2, keys=2 * T), 2),
+}
+
+
+def in_order(layout, devices):
+    """Puts arrays [..., positions, ...] into the order of a layout, and back."""
+    if layout == "contiguous":
+        return (lambda x, axis: x), (lambda x: x)
+    return (lambda x, axis: to_zigzag(x, devices, axis)), (lambda x: from_zigzag(x, devices))
+
+
+def with_gradients(attention_fn, arguments, order=lambda x, axis: x):
+    """A function of arrays; the cotangent depends on the position, so that the order is seen in gradients, too."""
+
+    def attend(x):
+        return attention_fn(x["query"], x["key"], x["value"], **arguments(x, order))
+
+    def run(x):
+        output, pull = jax.vjp(attend, x)
+        return output, pull(jnp.cos(output))[0]
+
+    return run
+
+
+@functools.cache
+def on_one_device(case):
+    arguments, x, _ = CASES[case]
+    return jax.device_get(jax.jit(with_gradients(flax_mha.attention_fn, arguments))(x))
+
+
+def compare(got, expected):
+    (output, gradients), (want, want_gradients) = jax.device_get(got), expected
+    np.testing.assert_allclose(output, want, rtol=0, atol=1e-6 * np.abs(want).max())
+    assert gradients.keys() == want_gradients.keys()
+    for name, value in want_gradients.items():
+        np.testing.assert_allclose(gradients[name], value, rtol=0, atol=1e-5 * np.abs(value).max(), err_msg=name)
+
+
+def moved(text):
+    """How many operations of a program move arrays between devices, but for sums of gradients."""
+    kinds = ("collective-permute", "all-gather", "all-to-all")
+    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def sequence_split(x, mesh, order, batch=None, heads=None, queries_split=False):
+    """Queries, keys and values in the order of a layout, split over the mesh; so is what belongs to them."""
+    specs = dict.fromkeys(("query", "key", "value"), jax.P(batch, "context", heads))
+    x = {name: order(array, 1) if name in specs else array for name, array in x.items()}
+    specs |= {"sinks": jax.P(heads), "bias": jax.P(batch, None, "context" if queries_split else None)}
+    return {name: jax.device_put(x[name], jax.NamedSharding(mesh, specs.get(name, jax.P()))) for name in x}
+
+
+def run_on_mesh(case, mesh, strategy, layout, batch=None, heads=None, given=True, compiled=None):
+    """Output and gradients in the order of positions; the program's text goes into the list `compiled`."""
+    arguments, x, _ = CASES[case]
+    order, back = in_order(layout, mesh.shape["context"])
+    axes = {"batch_axes": batch, "head_axis": heads, "mesh": mesh} if given else {"batch_axes": batch, "head_axis": heads}
+    attention_fn = flax_mha.context_parallel("context", strategy, layout, **axes)
+    x = sequence_split(x, mesh, order, batch, heads)
+    program = jax.jit(with_gradients(attention_fn, arguments, order)).lower(x).compile()
+    if compiled is not None:
+        compiled.append(program.as_text())
+    output, gradients = jax.device_get(program(x))
+    gradients |= {name: back(gradients[name]) for name in ("query", "key", "value")}
+    return back(output), gradients
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_as_on_one_device(strategy, layout, case):
+    devices = CASES[case][2]
+    compare(run_on_mesh(case, mesh_of(context=devices), strategy, layout), on_one_device(case))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_a_mesh_of_data_context_and_heads(strategy, axis_type):
+    """What is exchanged: keys and values, and their gradients, with nothing but the ids of segments besides."""
+    mesh, explicit = mesh_of(axis_type, data=2, context=2, model=2), axis_type == AxisType.Explicit
+    axes = {} if explicit else {"batch": "data", "heads": "model"}  # types say it themselves
+    compiled = []
+    with contextlib.nullcontext() if explicit else jax.set_mesh(mesh):
+        x = CASES["everything"][1]
+        placed = sequence_split(x, mesh, lambda x, axis: x, "data", "model", strategy != "ulysses")
+        attention_fn = flax_mha.context_parallel("context", strategy, **axes_of(axes))
+        run = with_gradients(attention_fn, everything)
+        program = jax.jit(run).lower(placed).compile()
+    compare(program(placed), on_one_device("everything"))
+    expected = {
+        "ring": {"collective-permute": 8},
+        "ulysses": {"all-to-all": 8},
+        "allgather": {"all-gather": 2},
+    }
+    assert moved(program.as_text()) == expected[strategy]
+
+
+def axes_of(axes):
+    return {{"batch": "batch_axes", "heads": "head_axis"}[name]: axis for name, axis in axes.items()}
