@@ -18,6 +18,7 @@ BELOW = {
         "adapter",
         "attention",
         "cached_attention",
+        "context_parallel",
         "convert",
         "kv_cache",
         "linen",
@@ -36,11 +37,25 @@ BELOW = {
     "linen": {"_check", "_module", "adapter", "attention", "kv_cache", "masks", "rope"},
     "_module": {"_check", "_choose", "adapter", "cached_attention", "kv_cache", "masks", "rope"},
     "cached_attention": {"_call", "_check", "_choose", "_impl.schedule", "_platform", "kv_cache", "masks"},
-    "adapter": {"_call", "_check", "attention", "masks"},
+    "context_parallel": {"_context", "adapter"},
+    "adapter": {"_call", "_check", "_context", "attention", "masks"},
     "attention": {"_call", "_choose", "masks"},
-    "_choose": {"_call", "_impl.schedule", "_impl.xla", "_mesh", "_platform", "_platform_branch"},
+    "_choose": {
+        "_call",
+        "_context",
+        "_impl.gather",
+        "_impl.ring",
+        "_impl.schedule",
+        "_impl.xla",
+        "_mesh",
+        "_platform",
+        "_platform_branch",
+    },
     "_platform_branch": {"_call"},
-    "_mesh": {"_call", "_platform"},
+    "_mesh": {"_call", "_context", "_platform"},
+    "_impl.ring": {"_call", "_impl.parts", "_impl.xla", "_tiles"},
+    "_impl.gather": {"_call", "_context", "_impl.parts"},
+    "_impl.parts": {"_call", "_context", "_tiles"},
     "_impl.cudnn": {"_call", "_impl.kernel_mask", "_impl.nonfinite"},
     "_impl.splash": {"_call", "_impl.kernel_mask", "_impl.nonfinite"},
     "_impl.kernel_mask": {"_call", "masks"},
@@ -102,7 +117,7 @@ BELOW = {
     "_impl.nonfinite": set(),
     "_impl.online_softmax": {"_impl.nonfinite"},
     "_impl.__init__": set(),
-    "_call": {"_check", "_platform", "_traced_function", "masks"},
+    "_call": {"_check", "_context", "_platform", "_traced_function", "masks"},
     "masks.__init__": {"masks.base", "masks.basic", "masks.function"},
     "masks.function": {"_check", "_platform", "_tiles", "_traced_function", "masks.base"},
     "masks.basic": {"_check", "_integers", "_tiles", "masks.base"},
@@ -111,7 +126,8 @@ BELOW = {
     "_traced_function": {"_captured", "_jaxprs", "_platform"},
     "_captured": set(),
     "_jaxprs": {"_platform"},
-    "_check": {"_integers", "_platform"},
+    "_check": {"_context", "_integers", "_platform"},
+    "_context": set(),
     "_integers": {"_platform"},
     "_platform": set(),
     "kv_cache": {"_check", "_integers", "_platform"},
@@ -168,7 +184,7 @@ def test_importing_the_package_brings_no_peer_and_no_demo():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/inference.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/inference.md", "docs/devices.md"])
 def test_the_blocks_of_a_page_run(page):
     """One after the other, as in one session of a reader."""
     names, blocks = {}, re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -438,3 +439,13 @@ def test_rows_that_see_nothing_or_what_is_not_finite():
         assert np.isnan(want[0]).any()
         for answer, value in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(answer, value, rtol=0, atol=1e-5)
+
+
+def test_the_blocks_of_the_page_run():
+    names, page = {}, (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a reader has it
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            exec(compile(block, "docs/devices.md", "exec"), names)
+        names["layer"].attention_fn = flax_mha.attention_fn
+        want = names["layer"](names["tokens"], is_causal=True)
+    np.testing.assert_allclose(names["out"], want, rtol=0, atol=1e-5 * np.abs(want).max())
