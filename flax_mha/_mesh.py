@@ -112,6 +112,8 @@ def _of_context(call: Call, context: Context) -> Split:
     named = [context.axis, *(name for axes in (*batch, heads) for name in _names(axes))]
     if unknown := set(named) - set(known):
         have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or mesh="
+        if unknown & set(_axes_of_type(mesh, AxisType.Manual)):
+            have = "that is manual already: call it outside jax.shard_map"
         got = ", ".join(map(repr, sorted(unknown)))
         raise ValueError(f"context_parallel must name axes of the mesh, but got {got}, and {have}.")
     if len(set(named)) < len(named):

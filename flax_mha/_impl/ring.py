@@ -8,6 +8,7 @@ Those of keys and values travel with these, and are back home after N hops.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +18,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flax_mha._call import Call, Operands, Options, accumulation_dtype
-from flax_mha._impl import parts, xla
+from flax_mha._impl import online_softmax, parts, xla
+from flax_mha._impl.online_softmax import State
 from flax_mha._tiles import Scalar
 
 T = TypeVar("T")
@@ -99,49 +101,58 @@ def _with_trainable(operands: Operands, options: Options, trainable: Trainable) 
 
 def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> OutputAndLse:
     """Output and log-sum-exp with one more score in the denominator, which has no value."""
-    proper = lse < jnp.inf  # rows that saw NaN or infinity stay as they are, and have no gradient
-    lse_or_0 = jnp.where(proper, lse, jnp.zeros_like(lse))
-    total = _log_add(lse_or_0, sinks)
-    share = jnp.where(proper, _share(lse_or_0, total), jnp.ones_like(lse))
-    return output * share[..., None], jnp.where(proper, total, lse)
-
-
-def _log_add(a: Array, b: Array) -> Array:
-    """log(exp(a) + exp(b)), whose gradient is finite where both are -inf."""
-    largest = lax.stop_gradient(jnp.maximum(a, b))
-    shift = jnp.where(jnp.isinf(largest), jnp.zeros_like(largest), largest)
-    total = jnp.exp(a - shift) + jnp.exp(b - shift)
-    seen = total != 0
-    return jnp.where(seen, jnp.log(jnp.where(seen, total, jnp.ones_like(total))) + shift, -jnp.inf)
-
-
-def _share(lse: Array, total: Array) -> Array:
-    """exp(lse - total): how much of the whole softmax is in a part; 0 where the part saw nothing."""
-    seen = lse != -jnp.inf
-    return jnp.where(seen, jnp.exp(jnp.where(seen, lse - total, jnp.zeros_like(lse))), jnp.zeros_like(lse))
+    # Rows that saw NaN or infinity stay as they are, and have no gradient; so do those without any score.
+    proper = (lse < jnp.inf) & ((lse > -jnp.inf) | (sinks > -jnp.inf))
+    a, b = (jnp.where(proper, x, jnp.zeros_like(x)) for x in (lse, jnp.broadcast_to(sinks, lse.shape)))
+    share = jnp.where(proper, jax.nn.sigmoid(a - b), jnp.ones_like(lse))
+    return output * share[..., None], jnp.where(proper, jnp.logaddexp(a, b), lse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
     operands = _with_trainable(operands, ring.options, trainable)
-    query, value = operands.query, operands.value
-    dtype = accumulation_dtype(query.dtype)
-    rank = lax.axis_index(ring.axis)
+    (*batch, length, num_heads, _), features = operands.query.shape, operands.value.shape[-1]
+    dtype, rank = accumulation_dtype(operands.query.dtype), lax.axis_index(ring.axis)
 
     def hop(state: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
-        results, arrays = state
+        merged, arrays = state
         following, source = ring.next(arrays), (rank - number) % ring.size
         held = parts.with_arrays_of_keys(operands, arrays)
 
-        def pair(i: Scalar, j: Scalar, results: OutputAndLse) -> OutputAndLse:
-            return _merged(ring, results, i, _result(ring, held, source, i, j))
+        def pair(i: Scalar, j: Scalar, merged: State) -> State:
+            return _merge(ring, merged, i, _result(ring, held, source, i, j))
 
-        return (ring.over_pairs(pair, results), following), None
+        return (ring.over_pairs(pair, merged), following), None
 
-    nothing = jnp.zeros((*query.shape[:-1], value.shape[-1]), dtype), jnp.full(query.shape[:-1], -jnp.inf, dtype)
+    of_rows = (*batch, length, num_heads)
+    largest, total, output = online_softmax.start(math.prod(of_rows), features, None, dtype)
+    nothing = State(largest.reshape(of_rows), total.reshape(of_rows), output.reshape(*of_rows, features))
     state = nothing, parts.arrays_of_keys(operands)
-    (results, _), _ = lax.scan(hop, state, jnp.arange(ring.size, dtype=jnp.int32))
-    return results
+    (merged, _), _ = lax.scan(hop, state, jnp.arange(ring.size, dtype=jnp.int32))
+    output, lse = online_softmax.finish(_flat(merged))
+    return output.reshape(nothing.output.shape), lse.reshape(of_rows)
+
+
+def _flat(state: State) -> State:
+    """With one axis for the rows of all heads."""
+    rows = state.running_sum.size
+    return State(state.running_max.reshape(rows), state.running_sum.reshape(rows), state.output.reshape(rows, -1))
+
+
+def _merge(ring: Ring, merged: State, chunk: Scalar, result: OutputAndLse) -> State:
+    """What was merged so far, and into the rows of one chunk the result over more keys.
+
+    To the running softmax a result is one more key, whose score is the log-sum-exp, with the output as its value. It is
+    kept as a maximum and a sum: a log-sum-exp that is rounded in every hop would be as wrong as all of them together.
+    """
+    output, lse = result
+    axis, size = lse.ndim - 2, lse.shape[-2]
+    before = State(*(lax.dynamic_slice_in_dim(x, chunk * size, size, axis) for x in merged))
+    values = output.reshape(lse.size, -1)
+    after = online_softmax.update(_flat(before), lse.reshape(-1, 1), lambda weights: weights * values)
+    rows = (x.reshape(old.shape) for x, old in zip(after, before, strict=True))
+    put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk * size, axis=axis)
+    return State(*(put(x, part) for x, part in zip(merged, rows, strict=True)))
 
 
 def _rows(ring: Ring, results: OutputAndLse, chunk: Scalar) -> OutputAndLse:
@@ -151,19 +162,6 @@ def _rows(ring: Ring, results: OutputAndLse, chunk: Scalar) -> OutputAndLse:
     output, lse = (
         lax.dynamic_slice_in_dim(x, chunk * size, size, axis)
         for x, axis in ((output, lse.ndim - 2), (lse, lse.ndim - 2))
-    )
-    return output, lse
-
-
-def _merged(ring: Ring, results: OutputAndLse, chunk: Scalar, more: OutputAndLse) -> OutputAndLse:
-    """The results so far, and in the rows of one chunk those over more keys besides."""
-    (before, before_lse), (after, after_lse) = _rows(ring, results, chunk), more
-    total = _log_add(before_lse, after_lse)
-    merged = before * _share(before_lse, total)[..., None] + after * _share(after_lse, total)[..., None]
-    axis = total.ndim - 2
-    first = chunk * total.shape[axis]
-    output, lse = (
-        lax.dynamic_update_slice_in_dim(x, part, first, axis) for x, part in zip(results, (merged, total), strict=True)
     )
     return output, lse
 
