@@ -12,9 +12,10 @@ from jaxtyping import Array, Float
 from flax_mha._call import Call, Operands
 from flax_mha._context import Context
 from flax_mha._impl import gather, ring, schedule, xla
-from flax_mha._mesh import on_mesh, split_of, unsplit
+from flax_mha._mesh import on_mesh, unsplit
 from flax_mha._platform import being_traced
 from flax_mha._platform_branch import on_platform
+from flax_mha._split import split_of
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
 NAMES: tuple[str, ...] = get_args(Implementation)
