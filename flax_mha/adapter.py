@@ -1,8 +1,6 @@
 """`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike."""
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,14 +14,7 @@ from jaxtyping import Array, Float
 
 from flax_mha import _check
 from flax_mha._call import Sharding, accumulation_dtype
-from flax_mha._context import Context
-from flax_mha.attention import (
-    Explanation,
-    Implementation,
-    ScoreMod,
-    dot_product_attention,
-    explain_implementation,
-)
+from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
 from flax_mha.masks import Mask
 
 
@@ -120,8 +111,6 @@ def attention_fn(
         "qk_attn_weights_einsum": qk_attn_weights_einsum,
         "attn_weights_value_einsum": attn_weights_value_einsum,
     }
-    if isinstance(qkv_sharding, Context):
-        _check_context_computes(query, flax_only | {"module": module})
     extra: dict[str, Any] = {
         "scale": scale,
         "query_seq_lengths": query_seq_lengths,
@@ -155,24 +144,6 @@ def attention_fn(
     return dot_product_attention(query, key, value, implementation=implementation, **scored, **dropout)
 
 
-def _check_context_computes(query: Array, arguments: dict[str, Any]) -> None:
-    """Nothing that needs whole sequences on a device."""
-    given = [name for name, value in arguments.items() if value is not None]
-    if given or jnp.iscomplexobj(query):
-        got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
-        raise ValueError(
-            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}; these "
-            "need whole sequences on a device: use flax_mha.attention_fn."
-        )
-
-
-def context_of(given: Callable[..., Array]) -> Context | None:
-    """How an attention function made by `context_parallel` splits sequences; None for others."""
-    arguments = given.keywords if isinstance(given, functools.partial) and given.func is attention_fn else {}
-    context = arguments.get("qkv_sharding")
-    return context if isinstance(context, Context) else None
-
-
 def _check_flax_computes(**extra: Any) -> None:
     given = [name for name, value in extra.items() if value is not None and not (isinstance(value, int) and value == 0)]
     if given:
@@ -190,32 +161,6 @@ def _flax_attention(
         mask = causal if mask is None else mask & causal
     key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value))
     return linen_attention(query, key, value, bias, mask, **arguments)
-
-
-@contextlib.contextmanager
-def explain_attention(given: Callable[..., Array]) -> Iterator[tuple[Callable[..., Array], list[Explanation]]]:
-    """A stand-in for `attention_fn` that computes nothing, and the list to which it adds its explanation of each call.
-
-    Raises:
-      ValueError: If the module has another attention function.
-    """
-    context = context_of(given)
-    if given is not attention_fn and context is None:
-        raise ValueError(f"attention_fn must be flax_mha.attention_fn to be explained, but got {given!r}.")
-    explanations: list[Explanation] = []
-
-    def explained(query: Array, key: Array, value: Array, **arguments: Any) -> Array:
-        not_core = ("deterministic", "dtype", "promote_dtype", "module", "force_fp32_for_softmax")
-        core = {name: x for name, x in arguments.items() if name not in not_core and "einsum" not in name}
-        if arguments.get("deterministic"):
-            core |= {"dropout_rate": 0.0, "dropout_rng": None}
-        if not isinstance(core.get("mask"), Mask | None):
-            core["mask"] = _check.mask_of_numbers(core["mask"])
-        query, key, value = dtypes.promote_dtype((query, key, value), dtype=arguments.get("dtype"))
-        explanations.append(explain_implementation(query, key, value, **core, qkv_sharding=context))
-        return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
-
-    yield explained, explanations
 
 
 def attention_weights(

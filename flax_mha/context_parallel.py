@@ -4,7 +4,7 @@ Each device holds a part of the tokens. Between two attentions nothing else look
 needs no further change; see `docs/devices.md`.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -14,8 +14,48 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from flax_mha._call import Sharding
 from flax_mha._context import Axes, Context, Layout, Strategy, chunk_order
 from flax_mha.adapter import attention_fn
+from flax_mha.masks import Mask
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextAttention:
+    """An `attention_fn` for sequences that are split over devices: what `context_parallel` makes."""
+
+    context: Context
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | Mask | None = None,
+        *,
+        qkv_sharding: Sharding | None = None,
+        **arguments: Any,
+    ) -> Array:
+        """As `flax_mha.attention_fn`. `qkv_sharding`, which modules pass that split heads, adds to what is known."""
+        _check_computes(query, arguments)
+        sharding = self.context.with_sharding(qkv_sharding, query.ndim)
+        return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
+
+
+def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
+    """Nothing that needs whole sequences on a device.
+
+    Raises:
+      ValueError: If there is such an argument.
+    """
+    given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
+    if given or jnp.iscomplexobj(query):
+        got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
+        raise ValueError(
+            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}; these "
+            "need whole sequences on a device: use flax_mha.attention_fn."
+        )
 
 
 def context_parallel(
@@ -49,7 +89,7 @@ def context_parallel(
       mesh: The mesh; None takes that of `jax.set_mesh`, of the types (Explicit axes), or of arrays that are not traced.
 
     Returns:
-      A function with the signature of `flax_mha.attention_fn`. Equal arguments return the same function.
+      A function with the signature of `flax_mha.attention_fn`; equal arguments make equal functions.
 
     Raises:
       ValueError: If an argument is none of that; when the function is called, if the mesh has no such axis, or if
@@ -73,14 +113,8 @@ def context_parallel(
             raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, but got {given!r}.")
     if not isinstance(axis, str):
         raise ValueError(f"axis must be the name of one mesh axis, but got {axis!r}.")
-    return _attention_fn(
-        Context(axis, strategy, layout, _names("batch_axes", batch_axes), _names("head_axis", head_axis), mesh)
-    )
-
-
-@functools.cache
-def _attention_fn(context: Context) -> Callable[..., Array]:
-    return functools.partial(attention_fn, qkv_sharding=context)
+    batch_axes, head_axis = _names("batch_axes", batch_axes), _names("head_axis", head_axis)
+    return ContextAttention(Context(axis, strategy, layout, batch_axes, head_axis, mesh))
 
 
 def _names(name: str, axes: Any) -> Axes:

@@ -207,10 +207,10 @@ def test_outside_jit_the_mesh_is_that_of_the_arrays():
 
 
 def test_nothing_is_computed_again_outside_jit():
-    """Equal arguments are the same function, and the program is compiled once."""
+    """Equal arguments make equal functions, and the program is compiled once."""
     x = placed(arrays(8), mesh_of(context=2))
     functions = [flax_mha.context_parallel("context", "allgather") for _ in range(2)]
-    assert functions[0] is functions[1]
+    assert functions[0] == functions[1]
     functions[0](**x)
     before = _mesh._compiled_on_mesh._cache_size()
     functions[1](**x)
@@ -299,11 +299,11 @@ def compare_trees(got, expected):
 
 
 def test_nnx_module_with_rotary_positions():
-    """In zigzag order, with dropout, on a mesh that also splits batch and heads."""
+    """In zigzag order, with dropout, on a mesh that also splits batch and heads, of which the module tells."""
     mesh, (order, back) = mesh_of(data=2, context=2, model=2), in_order("zigzag", 2)
-    split = flax_mha.context_parallel("context", "ring", "zigzag", batch_axes="data", head_axis="model")
+    split = flax_mha.context_parallel("context", "ring", "zigzag", batch_axes="data")
 
-    def run(attention_fn, order, positions):
+    def run(attention_fn, order, positions, **module_arguments):
         module = flax_mha.MultiHeadAttention(
             4,
             FEATURES,
@@ -313,6 +313,7 @@ def test_nnx_module_with_rotary_positions():
             attention_fn=attention_fn,
             decode=False,
             rngs=nnx.Rngs(0),
+            **module_arguments,
         )
         graph, params, rest = nnx.split(module, nnx.Param, ...)
         ids = order(jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1)
@@ -322,13 +323,16 @@ def test_nnx_module_with_rotary_positions():
             dropout = {"deterministic": False, "rngs": nnx.Rngs(1)}
             return module(x, is_causal=True, segment_ids=ids, positions=positions, **dropout)
 
-        output, (d_params, d_x) = jax.jit(functools.partial(module_gradients, apply))(params, order(x, 1))
+        inputs = jax.device_put(order(x, 1), jax.P("data", "context") if module_arguments else None)
+        program = jax.jit(functools.partial(module_gradients, apply)).lower(params, inputs).compile()
+        assert moved(program.as_text()) == ({"collective-permute": 8} if module_arguments else {})
+        output, (d_params, d_x) = program(params, inputs)
         return output, d_params, d_x
 
     x = floats(5, B, T, FEATURES)
     expected = run(flax_mha.attention_fn, lambda x, axis: x, None)
     with jax.set_mesh(mesh):
-        output, d_params, d_x = run(split, order, jnp.asarray(zigzag_positions(T, 2)))
+        output, d_params, d_x = run(split, order, jnp.asarray(zigzag_positions(T, 2)), head_axis="model")
     compare_trees((back(output), d_params, back(d_x)), expected)
 
 
@@ -355,7 +359,7 @@ def test_explanations():
         fn = flax_mha.context_parallel("context", strategy, mesh=mesh)
         module = flax_mha.MultiHeadAttention(2, 16, attention_fn=fn, decode=False, rngs=nnx.Rngs(0))
         chosen[strategy] = module.explain(jnp.ones((1, 8, 16))).chosen
-        assert flax_mha.explain_implementation(x, x, x, **fn.keywords).chosen == "blockwise"
+        assert flax_mha.explain_implementation(x, x, x, qkv_sharding=fn.context).chosen == "blockwise"
     assert chosen == {"ring": "blockwise", "ulysses": "xla", "allgather": "xla"}
 
 
@@ -385,6 +389,7 @@ REFUSED = {
     "sown weights": ({}, {"module": nnx.Module()}, r"but got module \(sow_weights\)"),
     "einsums": ({}, {"einsum_dot_general": jax.lax.dot_general}, "but got einsum_dot_general"),
     "complex": ({}, dict.fromkeys(QKV, X.astype(jnp.complex64)), "a query of complex64"),
+    "two answers": ({"head_axis": "data"}, {"qkv_sharding": jax.P(None, None, "x")}, "must agree on the mesh axes"),
     "batch": ({"batch_axes": "data"}, dict.fromkeys(QKV, X[0]), "without a batch axis"),
 }
 
