@@ -155,7 +155,7 @@ SPLITS = [("plain", n) for n in SIZES] + [("windows", 2), ("everything", 4)]
     ("strategy", "case", "devices"),
     [(strategy, *split) for strategy in STRATEGIES for split in SPLITS] + [("ring", "everything", 8)],
 )
-def test_as_on_one_device(strategy, case, devices, layout):
+def test_as_on_one_device(strategy, case, devices, layout, small_tiles):
     (arguments, x), mesh = CASES[case], mesh_of(context=devices)
     order, back = in_order(layout, devices)
     x = placed({name: order(x[name], 1) if name in QKV else x[name] for name in x}, mesh)
@@ -282,6 +282,25 @@ def test_bfloat16_is_as_exact_as_on_one_device():
             assert answer.dtype == jnp.bfloat16
             error, allowed = (np.abs(np.float64(x) - truth).max() for x in (answer, alone))
             assert error <= 2 * allowed + 2**-9 * np.abs(truth).max(), strategy
+
+
+def test_large_scores_lose_no_digits():
+    """A log-sum-exp of 100 is rounded to 4e-6, which is an error of a whole hop; merging must not add to it."""
+    x = {name: array * 5 if name != "value" else array for name, array in arrays(8).items()}
+
+    def run(attention_fn, x):
+        output, pull = jax.vjp(lambda x: attention_fn(**x, is_causal=True), x)
+        return output, *(pull(jnp.cos(output))[0][name] for name in QKV)
+
+    on_mesh = flax_mha.context_parallel("context", mesh=mesh_of(context=8))
+    got, alone = (jax.jit(functools.partial(run, fn))(x) for fn in (on_mesh, flax_mha.attention_fn))
+    exact = [np.asarray(x[name], np.float64) for name in QKV]
+    cotangents = np.float64(jnp.cos(alone[0])), np.zeros((B, T, N))
+    (want, lse), gradients = oracle.attention(*exact, is_causal=True, cotangents=cotangents)
+    assert lse.max() > 100
+    for answer, one, truth in zip(got, alone, (want, *gradients), strict=True):
+        error, allowed = (np.abs(np.float64(x) - truth).max() for x in (answer, one))
+        assert error <= 2 * allowed + 1e-6 * np.abs(truth).max()
 
 
 FEATURES = 32
