@@ -8,7 +8,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+from cases import compiled_for
 from flax import nnx
 from jax.sharding import AxisType
 
@@ -19,7 +21,6 @@ from flax_mha._impl import schedule, xla
 from flax_mha._impl.tiling import TileShape
 from flax_mha.context_parallel import from_zigzag, to_zigzag, zigzag_positions
 from flax_mha.rope import RoPE
-from tests import oracle
 
 B, N, H, T = 2, 8, 8, 48
 SIZES = (2, 4, 8)
@@ -380,6 +381,17 @@ def test_explanations():
         chosen[strategy] = module.explain(jnp.ones((1, 8, 16))).chosen
         assert flax_mha.explain_implementation(x, x, x, qkv_sharding=fn.context).chosen == "blockwise"
     assert chosen == {"ring": "blockwise", "ulysses": "xla", "allgather": "xla"}
+
+
+def test_ulysses_keeps_the_fused_kernel(monkeypatch):
+    """Of a TPU, lowered for it on this machine: one call of the kernel forward, and no others."""
+    compiled_for(monkeypatch, "tpu")
+    mesh = mesh_of(context=4)
+    fn = flax_mha.context_parallel("context", "ulysses", "zigzag", mesh=mesh)
+    sharding = jax.NamedSharding(mesh, jax.P(None, "context"))
+    x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16, sharding=sharding)
+    program = jax.jit(lambda x: fn(x, x, x, is_causal=True)).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert program.count("tpu_custom_call") == 1
 
 
 X = jnp.ones((2, 16, 4, 8))
