@@ -142,8 +142,9 @@ def _flat(state: State) -> State:
 def _merge(ring: Ring, merged: State, chunk: Scalar, result: OutputAndLse) -> State:
     """What was merged so far, and into the rows of one chunk the result over more keys.
 
-    To the running softmax a result is one more key, whose score is the log-sum-exp, with the output as its value. It is
-    kept as a maximum and a sum: a log-sum-exp that is rounded in every hop would be as wrong as all of them together.
+    To the running softmax a result is one more key, whose score is the log-sum-exp and whose value is the output. What
+    is kept are a maximum and a sum. A merged log-sum-exp would be rounded in every hop, and where scores are large,
+    these errors add up.
     """
     output, lse = result
     axis, size = lse.ndim - 2, lse.shape[-2]

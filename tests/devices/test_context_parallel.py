@@ -201,10 +201,15 @@ def test_the_ring_forward_sends_keys_and_values(segments, count):
     assert moved(program.as_text()) == {"collective-permute": count}
 
 
-def test_outside_jit_the_mesh_is_that_of_the_arrays():
-    x, fn = placed(arrays(8), mesh_of(context=4)), flax_mha.context_parallel("context", "ring")
+@pytest.mark.parametrize("context", [False, True], ids=["no mesh", "set_mesh"])
+def test_outside_jit_arrays_tell_how_they_are_split(context):
+    mesh, fn = mesh_of(data=2, context=2, model=2), flax_mha.context_parallel("context", "allgather")
+    x = placed(arrays(8), mesh, "data", "model")
+    with jax.set_mesh(mesh) if context else contextlib.nullcontext():
+        out = fn(**x, is_causal=True)
+    assert out.sharding.is_equivalent_to(x["query"].sharding, out.ndim)
     want, _ = on_one_device("plain")
-    np.testing.assert_allclose(fn(**x, is_causal=True), want, rtol=0, atol=1e-6 * np.abs(want).max())
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
 def test_nothing_is_computed_again_outside_jit():
