@@ -49,10 +49,10 @@ def _target_of_sharding(sharding: jax.sharding.Sharding) -> Target:
     return Target(device.platform, len(sharding.device_set) > 1)
 
 
-def without_explicit_axes() -> AbstractContextManager:
-    """Hides a mesh with Explicit axes, while scalar functions are traced that will run inside `jax.shard_map`, too."""
+def without_mesh() -> AbstractContextManager:
+    """Hides the mesh while scalar functions are traced that will run inside `jax.shard_map`, where its axes differ."""
     axis_types = jax.sharding.get_abstract_mesh().axis_types
-    if jax.sharding.AxisType.Explicit not in axis_types:
+    if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
