@@ -77,6 +77,8 @@ def split_of(call: Call) -> Split | None:
         return _of_context(call, call.options.sharding)
     if call.options.sharding is not None:
         return _given(call, call.options.sharding)
+    if not call.options.target.may_be_split:
+        return None
     types = [jax.typeof(x).sharding for x in call.operands[:3]]
     explicit = {name for x in types for name in axes_of_type(x.mesh, AxisType.Explicit)}
     if explicit:
