@@ -459,6 +459,12 @@ def test_decoding_is_refused():
         module(jnp.ones((2, 4, 32)))
 
 
+def test_an_empty_batch():
+    x = jnp.zeros((0, T, N, H))
+    fn = flax_mha.context_parallel("context", mesh=mesh_of(context=2))
+    assert jax.grad(lambda x: fn(x, x, x, is_causal=True).sum())(x).shape == x.shape
+
+
 def test_rows_that_see_nothing_or_what_is_not_finite():
     """Masked rows are 0 with gradients 0, NaN in masked keys reaches nothing, visible NaN reaches its rows."""
     x = {name: array.at[1, 3].set(np.nan) if name == "key" else array for name, array in arrays(8).items()}
