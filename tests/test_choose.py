@@ -59,7 +59,14 @@ FUSED = {
     "two batch axes": (inputs(batch=(2, 3)), {}),
     "lengths": (inputs(), {"key_value_seq_lengths": jnp.array([200, 0]), "query_seq_lengths": jnp.array([100, 256])}),
     "causal, lengths": (inputs(), {"is_causal": True, "key_value_seq_lengths": jnp.array([200, 0])}),
+    "causal, more keys": (inputs(s=384), {"is_causal": True}),
+    "causal, more queries": (inputs(301, 200), {"is_causal": True}),
+    "causal, more queries, lengths": (
+        inputs(301, 200),
+        {"is_causal": True, "key_value_seq_lengths": jnp.array([200, 30]), "query_seq_lengths": jnp.array([100, 300])},
+    ),
     "causal window": (inputs(), {"is_causal": True, "local_window_size": 100}),
+    "causal window, more queries, some see nothing": (inputs(301, 170), {"is_causal": True, "local_window_size": 60}),
     "window backwards": (inputs(), {"local_window_size": (100, 0)}),
     "odd lengths": (inputs(301, 517), {}),
     "mask objects": (inputs(), {"mask": masks.CausalMask() & masks.LocalMask(100, 5)}),
@@ -84,7 +91,6 @@ NOT_FUSED = {
     "window ahead only": (inputs(), {"local_window_size": (None, 5)}, "window must end"),
     "offset": (inputs(), {"is_causal": True, "query_offset": 7}, "window must end"),
     "offset as data": (inputs(), {"is_causal": True, "query_offset": jnp.array([7, 9])}, "query_offset"),
-    "causal, other lengths": (inputs(s=384), {"is_causal": True}, "as many queries as keys"),
     "scale as data": (inputs(), {"scale": jnp.float32(0.3)}, "scale"),
     "precision": (inputs(), {"precision": "highest"}, "precision must be the default"),
     "function": (inputs(), {"mask": masks.FunctionMask(lambda b, h, q, k: q > k)}, "none of causal"),
@@ -148,7 +154,7 @@ def test_what_fails_to_compile_has_no_plan():
     assert reason.startswith("cuDNN has no plan for it: ")
 
 
-def dense_kernel(kernel, query, key, value, query_lengths, key_lengths):
+def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False):
     """What cuDNN computes, by jax.nn's own dense way."""
     return jax.nn.dot_product_attention(
         query,
@@ -160,6 +166,7 @@ def dense_kernel(kernel, query, key, value, query_lengths, key_lengths):
         key_value_seq_lengths=key_lengths,
         local_window_size=kernel.window,
         implementation="xla",
+        return_residual=residual,
     )
 
 

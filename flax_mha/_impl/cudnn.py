@@ -7,15 +7,15 @@ rows whose keys are all masked return 0, and what masked keys hold reaches nothi
 import functools
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from flax_mha._call import Call, Operands, Options
-from flax_mha._impl import kernel_mask, nonfinite
+from flax_mha._impl import kernel_mask, nonfinite, when_finite
 from flax_mha._impl.kernel_mask import KernelMask
 from flax_mha._platform import platform, sharded
 
@@ -23,6 +23,11 @@ DTYPES = (jnp.float16, jnp.bfloat16)
 # To a multiple of this lengths are padded: backward plans fail for odd ones, and answered NaN for odd multiples of 64
 # (pytorch/pytorch#196678).
 SIDE = 128
+
+Arrays = tuple[Array, ...]  # query, key and value
+Bounds = tuple[int | None, int | None]  # left and right of a `KernelMask`
+Lengths = tuple[Int[Array, " B"] | None, Int[Array, " B"] | None]
+Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
 class Device(NamedTuple):
@@ -53,9 +58,15 @@ class Kernel(NamedTuple):
     padded: bool
 
     def __call__(
-        self, query: Array, key: Array, value: Array, query_lengths: Array | None, key_lengths: Array | None
-    ) -> Array:
-        """The fused attention itself."""
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        query_lengths: Array | None,
+        key_lengths: Array | None,
+        residual: bool = False,
+    ) -> Any:
+        """The fused attention itself; with `residual` the log-sum-exp too, which has no gradient."""
         return jax.nn.dot_product_attention(
             query,
             key,
@@ -66,6 +77,7 @@ class Kernel(NamedTuple):
             key_value_seq_lengths=key_lengths,
             local_window_size=self.window,
             implementation="cudnn",
+            return_residual=residual,  # type: ignore[call-overload]
         )
 
 
@@ -73,7 +85,9 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
     query, key = call.operands.query, call.operands.key
     (queries, keys), batch = call.operands.lengths, math.prod(query.shape[:-3])
     rows, columns = (length + -length % SIDE for length in (queries, keys))
-    padded = (rows, columns) != (queries, keys) or mask.query_lengths is not None or mask.key_lengths is not None
+    if mask.right == 0:
+        columns = rows  # its causal masks are square: keys behind the last query are left out, missing ones are padding
+    padded = rows > queries or columns > keys or mask.query_lengths is not None or mask.key_lengths is not None
     return Kernel(
         (batch, rows, *query.shape[-2:]),
         (batch, columns, *key.shape[-2:]),
@@ -108,8 +122,6 @@ def refusals(call: Call) -> list[str]:
         reasons.append("jax.nn passes it no segments")
     if mask.right not in (None, 0) or (mask.left is not None and (mask.right is None or mask.left < 0)):
         reasons.append("a window must end at the query itself: is_causal=True, or (left, 0)")
-    if mask.right == 0 and operands.lengths[0] != operands.lengths[1]:
-        reasons.append("causal needs as many queries as keys")
     if sharded():
         reasons.append("under a mesh it needs query, key and value sharded alike, which is not known here")
     return reasons or failure(_kernel(call, mask))
@@ -136,33 +148,70 @@ def failure(kernel: Kernel) -> list[str]:
 @functools.partial(jax.jit, static_argnames="options")
 def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"]:
     call = Call(operands, options)
-    mask, (queries, keys) = kernel_mask.kernel_mask(call), operands.lengths
-    kernel, axes = _kernel(call, mask), operands.query.ndim - 3
-    query, key, value = kernel_mask.vmapped_together(operands.query, operands.key, operands.value)
-    query, key, value = (kernel_mask.flat(x, axes) for x in (query, key, value))
-    batch = query.shape[0]
-    first, end = kernel_mask.visible_range(mask.flat(operands.query.shape[:axes]), batch, (queries, keys))
-    nonfinite_rows = jnp.zeros((), bool)
-    if mask.masks_scores:
-        key, value, of_keys = nonfinite.finite_keys(key, value)
-        of_queries = nonfinite.magnitude_of(query * options.scale)
-        query = nonfinite.finite(query, of_queries)
-        sees_bad = kernel_mask.counted(of_keys == jnp.inf, first, end) > 0
-        nonfinite_rows = kernel_mask.for_query_heads(sees_bad, query.shape[2]) | (of_queries == jnp.inf)
-        query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
+    mask, axes = kernel_mask.kernel_mask(call), operands.query.ndim - 3
+    kernel, mask = _kernel(call, mask), mask.flat(operands.query.shape[:axes])
+    query, key, value = (kernel_mask.flat(x, axes) for x in (operands.query, operands.key, operands.value))
+    arrays = (query, key[:, : kernel.key[1]], value[:, : kernel.key[1]])
+    if not mask.masks_scores:
+        return _padded(kernel, arrays, None)[0].reshape(operands.query.shape)
+    bounds, lengths = (mask.left, mask.right), (mask.query_lengths, mask.key_lengths)
+    ways = when_finite.Ways(functools.partial(_plain, kernel, bounds), functools.partial(_careful, kernel, bounds))
+    return when_finite.attention(ways, arrays, lengths).reshape(operands.query.shape)
+
+
+def _visible(bounds: Bounds, lengths: Lengths, arrays: Arrays) -> Range:
+    """First visible key of each query, and the one after the last."""
+    query, key, _ = arrays
+    mask = KernelMask(*bounds, *lengths, None, ())
+    return kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
+
+
+def _plain(kernel: Kernel, bounds: Bounds, arrays: Arrays, lengths: Lengths) -> tuple[Array, Array]:
+    """The output if all is finite, and the log-sum-exp of rows that see a key, which tells whether queries are."""
+    query, key, _ = arrays
+    left, _ = bounds
+    if lengths == (None, None) and (left is None or query.shape[1] <= key.shape[1] + left):  # all rows see a key
+        output, lse = _padded(kernel, arrays, None, residual=True)
+        return output, lse
+    first, end = _visible(bounds, lengths, arrays)
+    output, lse = _padded(kernel, arrays, (first, end), residual=True)
+    masked = (end <= first)[:, :, None]
+    return (
+        jnp.where(masked[..., None], jnp.zeros_like(output), output),
+        jnp.where(masked, jnp.zeros_like(lse), lse),
+    )
+
+
+def _careful(kernel: Kernel, bounds: Bounds, arrays: Arrays, lengths: Lengths) -> Array:
+    """The output whatever the arrays hold."""
+    query, key, value = arrays
+    first, end = _visible(bounds, lengths, arrays)
+    key, value, of_keys = nonfinite.finite_keys(key, value)
+    of_queries = nonfinite.magnitude_of(query * kernel.scale)
+    query = nonfinite.finite(query, of_queries)
+    query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
+    [output] = _padded(kernel, (query, key, value), (first, end))
+    sees_bad = kernel_mask.counted(of_keys == jnp.inf, first, end) > 0
+    nonfinite_rows = kernel_mask.for_query_heads(sees_bad, query.shape[2]) | (of_queries == jnp.inf)
+    return kernel_mask.with_our_rows(output, end <= first, nonfinite_rows)
+
+
+def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
+    """Output and, with `residual`, log-sum-exp of the arrays, which are padded to the lengths that the kernel takes."""
+    query, key, value = kernel_mask.vmapped_together(*arrays)
+    batch, queries = query.shape[:2]
     used_queries = used_keys = None
     if kernel.padded:
         # The rows that see a key come first, so their number is the query length that cuDNN gets; at least 1.
-        rows = (
-            jnp.sum(first < end, axis=1, dtype=jnp.int32) if mask.masks_scores else jnp.full(batch, queries, jnp.int32)
-        )
-        columns = jnp.max(end, axis=1) if mask.masks_scores else jnp.full(batch, keys, jnp.int32)
+        rows, columns = jnp.full(batch, queries, jnp.int32), jnp.full(batch, key.shape[1], jnp.int32)
+        if visible is not None:
+            first, end = visible
+            rows, columns = jnp.sum(first < end, axis=1, dtype=jnp.int32), jnp.max(end, axis=1)
         used_queries, used_keys = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
-    query, key, value = (kernel_mask.pad_to(x, 1, SIDE) for x in (query, key, value))
-    output = kernel(query, key, value, used_queries, used_keys)[:, :queries]
-    if mask.masks_scores:
-        output = kernel_mask.with_our_rows(output, end <= first, nonfinite_rows)
-    return output.reshape(operands.query.shape)
+    query = kernel_mask.pad_to(query, 1, kernel.query[1])
+    key, value = (kernel_mask.pad_to(x, 1, kernel.key[1]) for x in (key, value))
+    answer = kernel(query, key, value, used_queries, used_keys, residual)
+    return [x[:, :queries] for x in (answer if residual else [answer])]
 
 
 def cudnn_attention(call: Call) -> tuple[Float[Array, "*B T N Hv"], None]:
