@@ -19,6 +19,7 @@ FREE = {
 }  # fmt: skip
 ALSO_FREE = ("-done", "-update")  # the second half of what is counted where it starts
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
+NO_KERNEL = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Sharding)"')
 ATTENTION = re.compile(r"cudnn\$fmha|splash|flash_attention|tpu_custom_call")
 
 
@@ -105,7 +106,7 @@ class Program:
 
     def _costs_of(self, instruction: Instruction, results: dict[str, str]) -> Costs:
         opcode = instruction.opcode
-        if opcode in FREE or opcode.endswith(ALSO_FREE):
+        if opcode in FREE or opcode.endswith(ALSO_FREE) or NO_KERNEL.search(instruction.attributes):
             return Costs()
         name = next((name for name in COLLECTIVES if opcode.startswith(name)), None)
         if name is not None:
@@ -115,7 +116,9 @@ class Program:
         if opcode == "while":
             return Costs().plus(self.costs(instruction.called[0]), _trips(instruction))
         if opcode == "conditional":
-            return min(map(self.costs, instruction.called), key=lambda costs: (costs.traffic, costs.others))
+            return min(
+                map(self.costs, instruction.called), key=lambda costs: (costs.attention, costs.others, costs.traffic)
+            )
         if opcode in ("call", "async-start") and instruction.called:
             return self.costs(instruction.called[0])
         return Costs(others=1, traffic=self._traffic(instruction, results))
@@ -156,11 +159,11 @@ def _closing(text: str, opening: int) -> int:
 
 def size_of(shape: str) -> int:
     """Bytes of all its arrays in main memory."""
-    return sum(
-        SIZES.get(kind, 0) * math.prod(int(n) for n in dimensions.split(",") if n)
-        for kind, dimensions, layout in ARRAY.findall(shape)
-        if _in_main_memory(layout)
-    )
+    return sum(_size(array) for array in ARRAY.finditer(shape) if _in_main_memory(array[0]))
+
+
+def _size(array: re.Match) -> int:
+    return SIZES.get(array[1], 0) * math.prod(int(n) for n in array[2].split(",") if n)
 
 
 def _in_main_memory(shape: str) -> bool:
@@ -169,7 +172,12 @@ def _in_main_memory(shape: str) -> bool:
 
 def _bytes_of(instruction: Instruction, results: dict[str, str]) -> float:
     """Of an instruction that stands alone."""
-    if instruction.opcode in ("dynamic-slice", "slice", "copy-start", "gather"):
+    if instruction.opcode == "copy-start":  # its result: two arrays, of which one is the operand, and a context
+        return size_of(instruction.result)
+    if instruction.opcode == "slice-start":  # its result: the operand, the slice and a context
+        _, part, *_ = ARRAY.finditer(instruction.result)
+        return _size(part) + size_of(part[0])
+    if instruction.opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * min(size_of(instruction.result), *(size_of(results[name]) for name in instruction.operands[:1]))
     if instruction.opcode == "dynamic-update-slice":
         return 2 * size_of(results[instruction.operands[1]])

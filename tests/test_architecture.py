@@ -39,9 +39,9 @@ BELOW = {
     "adapter": {"_call", "_check", "attention", "masks"},
     "attention": {"_call", "_choose", "masks"},
     "_choose": {"_call", "_impl.schedule", "_impl.xla", "_platform"},
-    "_impl.cudnn": {"_call", "_impl.kernel_mask", "_impl.nonfinite", "_impl.when_finite", "_platform"},
-    "_impl.splash": {"_call", "_impl.kernel_mask", "_impl.nonfinite", "_impl.when_finite", "_platform"},
-    "_impl.when_finite": set(),
+    "_impl.cudnn": {"_call", "_impl.kernel_mask", "_impl.when_finite", "_platform"},
+    "_impl.splash": {"_call", "_impl.kernel_mask", "_impl.when_finite", "_platform"},
+    "_impl.when_finite": {"_call", "_impl.kernel_mask", "_impl.xla", "masks"},
     "_impl.kernel_mask": {"_call", "masks"},
     "_impl.xla": {
         "_call",

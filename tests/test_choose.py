@@ -71,6 +71,15 @@ FUSED = {
     "odd lengths": (inputs(301, 517), {}),
     "mask objects": (inputs(), {"mask": masks.CausalMask() & masks.LocalMask(100, 5)}),
     "window wider than the keys": (inputs(), {"local_window_size": (1000, 1000)}),
+    "offsets of each sequence, lengths": (
+        inputs(),
+        {
+            "query_offset": jnp.array([-20, 30]),
+            "key_value_offset": jnp.array([5]),
+            "query_seq_lengths": jnp.array([100, 256]),
+            "key_value_seq_lengths": jnp.array([250, 300]),
+        },
+    ),
     "head size 256": (inputs(h=256), {"scale": 0.5}),
     "as many heads": (inputs(k=N), {"is_causal": True}),
 }

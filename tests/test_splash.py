@@ -101,6 +101,16 @@ HIDING = {
         },
     ),
     "mask objects": (shapes(), {"mask": masks.CausalMask(3) & masks.LocalMask(100, -2)}),
+    "mask objects, everything masked": (shapes(), {"mask": masks.CausalMask(4 - T) & masks.LocalMask(T - 5, None)}),
+    "offsets of each sequence, lengths": (
+        shapes(),
+        {
+            "query_offset": lengths(-20, 30),
+            "key_value_offset": lengths(5),
+            "query_seq_lengths": lengths(100, 256),
+            "key_value_seq_lengths": lengths(250, 300),
+        },
+    ),
 }
 
 
@@ -159,6 +169,41 @@ def test_bfloat16_by_the_rule_of_flash_attention(arguments, seen):
         assert got.dtype == simple.dtype == jnp.bfloat16
         error, naive_error = (np.abs(np.float64(x) - np.float64(want)).max() for x in (got, simple))
         assert error <= 2 * naive_error + float(jnp.finfo(jnp.bfloat16).eps) * np.abs(want).max()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True, "logits_soft_cap": 2.0}, HIDING["lengths"][1]])
+@pytest.mark.parametrize("sinks", [np.float32([0.5, 3.0]), np.float32([[-np.inf, 1.0], [80.0, -2.0]])])
+def test_sinks(sinks, arguments):
+    """One for each head, or each head of each sequence, with gradients; rows that see nothing among them."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def answers(implementation, *arrays):
+        def attend(query, key, value, sinks):
+            return dot_product_attention(query, key, value, sinks=sinks, implementation=implementation, **arguments)
+
+        output, pull = jax.vjp(attend, *arrays)
+        return output, *pull(jnp.where(jnp.isfinite(output), jnp.cos(output), jnp.zeros_like(output)))
+
+    query, key, value = normal(shapes())
+    expected = answers("xla", query, key, value, sinks)
+    assert np.abs(expected[-1]).max() > 1e-4
+    assert_close(answers("splash", query, key, value, sinks), expected)
+    if arguments:
+        key[0, 250], value[1, 130, 0, 3] = np.nan, np.inf
+        assert_close(answers("splash", query, key, value, sinks), answers("xla", query, key, value, sinks))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("infinity", [np.inf, -np.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_infinity_that_is_seen_reaches_the_output(which, infinity):
+    """Also where all products with it are minus infinity, which kernels take for masked scores."""
+    arrays = [np.abs(x) for x in normal(shapes())]
+    arrays[which][0, 200, :, 5] = infinity
+    output = gradients("splash", {"is_causal": True})(arrays)[0]
+    np.testing.assert_array_equal(np.isnan(output), np.isnan(gradients("xla", {"is_causal": True})(arrays)[0]))
+    assert np.isnan(output[0, 200]).all()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -251,6 +296,11 @@ CHOSEN = {
     "soft cap": (abstract(), {"logits_soft_cap": 30.0}),
     "mask objects": (abstract(), {"mask": masks.CausalMask() & masks.SegmentMask(PACKED, PACKED)}),
     "precision": (abstract(), {"precision": "default"}),
+    "sinks": (abstract(), {"sinks": jnp.zeros(N), "is_causal": True}),
+    "offsets as data, lengths": (
+        abstract(),
+        {"query_offset": lengths(7, 9), "query_seq_lengths": lengths(100, 256), "query_segment_ids": SEGMENTS},
+    ),
 }
 REFUSED = {
     "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, and this is float16"),
@@ -267,7 +317,6 @@ REFUSED = {
         "SegmentMask",
     ),
     "dropout": (abstract(), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
-    "sinks": (abstract(), {"sinks": jnp.zeros(N)}, "sinks"),
     "score_mod": (abstract(), {"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
     "residual": (abstract(), {"return_residual": True}, "return_residual"),
     "offset as data": (abstract(), {"is_causal": True, "query_offset": lengths(7, 9)}, "query_offset"),

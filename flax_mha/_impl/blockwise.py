@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from flax_mha._impl import dense, online_softmax
 from flax_mha._impl.block_mask import BlockMask
-from flax_mha._impl.nonfinite import Magnitudes, finite
+from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._impl.tiling import Tiling, padded_mask
 from flax_mha._impl.visit import Visit, by_row, element, over_keys
@@ -40,9 +40,9 @@ def blockwise_head(
     Args:
       tiling: How the scores are cut.
       fuse_rows: Whether to compute all rows of tiles at once, if there is no gradient; needs `blocks.single`.
-      query: Scaled.
-      key: Finite if anything may be masked.
-      value: Values, likewise.
+      query: Scaled; finite if anything may be masked.
+      key: Likewise.
+      value: Likewise.
       params: The other differentiable inputs: bias, sink and the arrays that `score_mod` captures.
       scores: How products of queries and keys become scores.
       magnitudes: Of queries and keys; None if nothing can be masked.
@@ -137,8 +137,7 @@ def _forward(tiling: Tiling, fuse_rows: bool, *operands: Any) -> tuple[tuple[Arr
 
 
 def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    query, key, value, params, scores, magnitudes, blocks, output, lse = saved
-    query = query if magnitudes is None else finite(query, magnitudes.query)
+    query, key, value, params, scores, _, blocks, output, lse = saved
     row_data = _row_data(query, output, lse, cotangents)
 
     def row(sums: tuple, own: tuple) -> tuple[tuple, Array]:

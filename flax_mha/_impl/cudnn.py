@@ -1,7 +1,7 @@
 """NVIDIA's fused attention (cuDNN), through `jax.nn.dot_product_attention`, where it gives our result.
 
-The mask goes in as flags and lengths, never as an array. Around the kernel our semantics for masked values are kept:
-rows whose keys are all masked return 0, and what masked keys hold reaches nothing.
+The mask goes in as flags and lengths, never as an array. Rows whose keys are all masked return 0, as everywhere;
+`when_finite.py` ensures that what masked keys hold reaches nothing.
 """
 
 import functools
@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._call import Call, Operands, Options
-from flax_mha._impl import kernel_mask, nonfinite, when_finite
-from flax_mha._impl.kernel_mask import KernelMask
+from flax_mha._impl import kernel_mask, when_finite
+from flax_mha._impl.kernel_mask import Bounds, Data, KernelMask
+from flax_mha._impl.when_finite import Arrays
 from flax_mha._platform import platform, sharded
 
 DTYPES = (jnp.float16, jnp.bfloat16)
@@ -24,9 +25,6 @@ DTYPES = (jnp.float16, jnp.bfloat16)
 # (pytorch/pytorch#196678).
 SIDE = 128
 
-Arrays = tuple[Array, ...]  # query, key and value
-Bounds = tuple[int | None, int | None]  # left and right of a `KernelMask`
-Lengths = tuple[Int[Array, " B"] | None, Int[Array, " B"] | None]
 Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
@@ -151,49 +149,31 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
     mask, axes = kernel_mask.kernel_mask(call), operands.query.ndim - 3
     kernel, mask = _kernel(call, mask), mask.flat(operands.query.shape[:axes])
     query, key, value = (kernel_mask.flat(x, axes) for x in (operands.query, operands.key, operands.value))
-    arrays = (query, key[:, : kernel.key[1]], value[:, : kernel.key[1]])
-    if not mask.masks_scores:
-        return _padded(kernel, arrays, None)[0].reshape(operands.query.shape)
-    bounds, lengths = (mask.left, mask.right), (mask.query_lengths, mask.key_lengths)
-    ways = when_finite.Ways(functools.partial(_plain, kernel, bounds), functools.partial(_careful, kernel, bounds))
-    return when_finite.attention(ways, arrays, lengths).reshape(operands.query.shape)
+    arrays, data = (query, key[:, : kernel.key[1]], value[:, : kernel.key[1]]), mask.data
+    if mask.masks_scores:
+        compute = functools.partial(_masked, kernel, mask.bounds)
+        fused = when_finite.Fused(compute, mask.bounds, options, head_axis=2)
+        output = when_finite.attention(fused, arrays, data)
+    else:
+        [output] = _padded(kernel, arrays, None)
+    return output.reshape(operands.query.shape)
 
 
-def _visible(bounds: Bounds, lengths: Lengths, arrays: Arrays) -> Range:
-    """First visible key of each query, and the one after the last."""
-    query, key, _ = arrays
-    mask = KernelMask(*bounds, *lengths, None, ())
-    return kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
-
-
-def _plain(kernel: Kernel, bounds: Bounds, arrays: Arrays, lengths: Lengths) -> tuple[Array, Array]:
-    """The output if all is finite, and the log-sum-exp of rows that see a key, which tells whether queries are."""
-    query, key, _ = arrays
-    left, _ = bounds
-    if lengths == (None, None) and (left is None or query.shape[1] <= key.shape[1] + left):  # all rows see a key
-        output, lse = _padded(kernel, arrays, None, residual=True)
-        return output, lse
-    first, end = _visible(bounds, lengths, arrays)
-    output, lse = _padded(kernel, arrays, (first, end), residual=True)
-    masked = (end <= first)[:, :, None]
-    return (
-        jnp.where(masked[..., None], jnp.zeros_like(output), output),
-        jnp.where(masked, jnp.zeros_like(lse), lse),
-    )
-
-
-def _careful(kernel: Kernel, bounds: Bounds, arrays: Arrays, lengths: Lengths) -> Array:
-    """The output whatever the arrays hold."""
+def _masked(kernel: Kernel, bounds: Bounds, arrays: Arrays, data: Data, differentiated: bool) -> tuple[Array, Arrays]:
+    """The output, 0 where a query sees nothing, and what has to be finite."""
     query, key, value = arrays
-    first, end = _visible(bounds, lengths, arrays)
-    key, value, of_keys = nonfinite.finite_keys(key, value)
-    of_queries = nonfinite.magnitude_of(query * kernel.scale)
-    query = nonfinite.finite(query, of_queries)
-    query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
-    [output] = _padded(kernel, (query, key, value), (first, end))
-    sees_bad = kernel_mask.counted(of_keys == jnp.inf, first, end) > 0
-    nonfinite_rows = kernel_mask.for_query_heads(sees_bad, query.shape[2]) | (of_queries == jnp.inf)
-    return kernel_mask.with_our_rows(output, end <= first, nonfinite_rows)
+    mask = KernelMask.of(bounds, data)
+    visible = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
+    if kernel_mask.shows_all_rows_something(mask, (query.shape[1], key.shape[1])):
+        output, lse = _padded(kernel, arrays, None, residual=True)
+    else:
+        output, lse = _padded(kernel, arrays, visible, residual=True)
+        first, end = visible
+        masked = (end <= first)[:, :, None]
+        output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
+        lse = jnp.where(masked, jnp.zeros_like(lse), lse)
+    # Without gradients a query concerns its own row alone, whose log-sum-exp is much less to read.
+    return output, (query if differentiated else lse, key, value)
 
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:

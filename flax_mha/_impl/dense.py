@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_mha._impl.nonfinite import Magnitudes, finite
+from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._tiles import Tile
 from flax_mha.masks import Mask
@@ -86,7 +86,7 @@ def _shrunk(x: Float[Array, "n H"], magnitude: Float[Array, " n"]) -> tuple[Floa
     exponent, is_large = half + 4, (magnitude * (2 * x.shape[1]) > 2.0 ** (half - 4))[:, None]
     one = jnp.asarray(1, x.dtype)
     factor = jnp.where(is_large, jnp.asarray(2.0**-exponent, x.dtype), one)
-    return finite(x * factor, magnitude), jnp.where(is_large, jnp.asarray(2.0**exponent, x.dtype), one)
+    return x * factor, jnp.where(is_large, jnp.asarray(2.0**exponent, x.dtype), one)
 
 
 def _differentiable(
@@ -98,7 +98,6 @@ def _differentiable(
     magnitudes: Magnitudes | None,
 ) -> OutputAndLse:
     whole = _whole(query, key, scores)
-    query = query if magnitudes is None else finite(query, magnitudes.query)
     products = scores.dot(query, key, transpose_b=True)
     s = scores.differentiable_tile(products, params, whole, scores.mask)
     if magnitudes is None:

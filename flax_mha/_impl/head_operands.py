@@ -45,8 +45,7 @@ def with_scores(
     magnitudes = None
     if scores.masks_scores(params):
         of_queries = nonfinite.magnitude_of(query * scale, sizes)
-        if not isinstance(scale, float):  # else the gradient of the scale would be NaN
-            query = nonfinite.finite(query, of_queries)
+        query = nonfinite.finite(query, of_queries)
         key, value, of_keys = nonfinite.finite_keys(key, value, sizes)
         magnitudes = Magnitudes(
             layout.vectors_by_head(of_queries, groups),

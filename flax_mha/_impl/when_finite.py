@@ -1,12 +1,13 @@
-"""A fused kernel on the arrays as they are, while everything in them is finite; only otherwise on prepared ones.
+"""A fused kernel while all that it reads is finite, and the portable implementation otherwise.
 
-Kernels let NaN and infinity through where a weight is 0. To prevent that, keys and values are replaced by zeros where
-they are not finite, which reads and writes all of them. That nothing needs it is found out by one reading, so the
-prepared computation stands in the branch of a conditional that a program hardly ever takes. It runs one batch entry
-after another there, because its memory is set aside whether or not the branch is taken.
+Kernels let NaN and infinity through where a weight is 0. Replacing them before the kernel would read and write all keys
+and values. Here one reading finds out that there are none, and what to do about them stands in the branch of a
+conditional that programs hardly ever take. It computes one head after another, because the memory of a branch is set
+aside whether or not it is taken.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,67 +16,97 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-Arrays = tuple[Array, ...]
+from flax_mha._call import Call, Operands, Options
+from flax_mha._impl import xla
+from flax_mha._impl.kernel_mask import Bounds, Data
+from flax_mha.masks import LengthMask, LocalMask
+
+Arrays = tuple[Array, ...]  # query, key, value and, if there are any, sinks [B, N]
 
 
-class Ways(NamedTuple):
-    """The same attention in two ways, each a function of (arrays that get gradients, pytree of arrays that get none).
+class Fused(NamedTuple):
+    """A kernel and the call that it computes: all that is static.
 
     Attributes:
-      plain: Right if everything is finite. Returns the output and an array that is not finite if a query is not.
-      careful: Right whatever the arrays hold. Returns the output.
+      kernel: Takes arrays, data and whether there will be a gradient. Returns the output, and arrays [B, L, ...]: if
+        all of these are finite, the output is right, and so is the gradient.
+      bounds: Of the mask, like data.
+      options: Those of the call that the kernel computes of the arrays.
+      head_axis: Where query, key, value and output have their heads: 1 or 2.
     """
 
-    plain: Callable[[Arrays, Any], tuple[Array, Array]]
-    careful: Callable[[Arrays, Any], Array]
+    kernel: Callable[[Arrays, Data, bool], tuple[Array, Arrays]]
+    bounds: Bounds
+    options: Options
+    head_axis: int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(ways: Ways, arrays: Arrays, data: Any) -> Array:
-    """The output of `plain` or of `careful`, with first-order derivatives in reverse mode.
-
-    Args:
-      ways: The two.
-      arrays: Query, key, value and what else gets gradients, each with a leading axis for the batch.
-      data: A pytree of arrays that get none, likewise.
-    """
-    _, key, value, *_ = arrays
-    output, of_queries = ways.plain(arrays, data)
-    finite = all_finite(key, value, of_queries)
-    return lax.cond(finite, lambda: output, lambda: _by_entry(ways.careful, arrays, data))
+def attention(fused: Fused, arrays: Arrays, data: Data) -> Array:
+    """The output, with first-order derivatives in reverse mode."""
+    output, decisive = fused.kernel(arrays, data, False)
+    return lax.cond(all_finite(*decisive), lambda: output, lambda: _by_head(fused, _portable, arrays, data))
 
 
-def _forward(ways: Ways, arrays: Arrays, data: Any) -> tuple[Array, tuple]:
-    output, pull = jax.vjp(lambda arrays: ways.plain(arrays, data)[0], arrays)
-    finite = all_finite(*arrays[:3])
-    chosen = lax.cond(finite, lambda: output, lambda: _by_entry(ways.careful, arrays, data))
+def _forward(fused: Fused, arrays: Arrays, data: Data) -> tuple[Array, tuple]:
+    output, pull, decisive = jax.vjp(lambda arrays: fused.kernel(arrays, data, True), arrays, has_aux=True)
+    finite = all_finite(*decisive)
+    chosen = lax.cond(finite, lambda: output, lambda: _by_head(fused, _portable, arrays, data))
     # The kernel's gradient needs its output. If that is the one chosen, it is kept only once.
     pull = jax.tree.map(lambda x: chosen if x is output else x, pull)
     return chosen, (pull, finite, arrays, data)
 
 
-def _backward(ways: Ways, saved: tuple, cotangent: Array) -> tuple[Arrays, None]:
+def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Arrays, None]:
     pull, finite, arrays, data = saved
-
-    def careful(arrays: Arrays, data: Any, cotangent: Array) -> Arrays:
-        _, pull = jax.vjp(lambda arrays: ways.careful(arrays, data), arrays)
-        return pull(cotangent)[0]
-
     [gradients] = pull(cotangent)
-    return lax.cond(finite, lambda: gradients, lambda: _by_entry(careful, arrays, data, cotangent)), None
+    gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, arrays)
+    return lax.cond(finite, lambda: gradients, lambda: _by_head(fused, _gradients, arrays, data, cotangent)), None
 
 
 attention.defvjp(_forward, _backward)
 
 
-def _by_entry(function: Callable, *operands: Any) -> Any:
-    """`function(*operands)`, one batch entry after another."""
+def _by_head(fused: Fused, function: Callable, arrays: Arrays, data: Data, *more: Array) -> Any:
+    """`function(fused, data, arrays, *more)`, of one batch entry and key head after another."""
+    num_heads = arrays[1].shape[fused.head_axis]
 
-    def one_entry(operands: Any) -> Any:
-        results = function(*jax.tree.map(lambda x: x[None], operands))
-        return jax.tree.map(lambda x: x[0], results)
+    def split(x: Float[Array, "..."]) -> Float[Array, "K ..."]:
+        """One entry's [T, N, H] or [N, T, H], or its sinks [N], to [K, 1, T, G, H] or [K, 1, G]."""
+        x = jnp.swapaxes(x, 0, 1) if fused.head_axis == 1 and x.ndim == 3 else x
+        axis = x.ndim // 2
+        x = x.reshape(*x.shape[:axis], num_heads, -1, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)[:, None]
 
-    return lax.map(one_entry, operands)
+    def joined(x: Float[Array, "K ..."]) -> Float[Array, "..."]:
+        """The inverse."""
+        x = x[:, 0]
+        axis = (x.ndim - 1) // 2
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return jnp.swapaxes(x, 0, 1) if fused.head_axis == 1 and x.ndim == 3 else x
+
+    def one_entry(operands: tuple) -> Any:
+        of_heads, own_data = operands
+        own_data = jax.tree.map(lambda x: x[None], own_data)
+        one_head = functools.partial(function, fused, own_data)
+        return jax.tree.map(joined, lax.map(lambda x: one_head(*x), jax.tree.map(split, of_heads)))
+
+    return lax.map(one_entry, ((arrays, *more), data))
+
+
+def _portable(fused: Fused, data: Data, arrays: Arrays) -> Float[Array, "1 T G Hv"]:
+    query, key, value, *sinks = arrays
+    (left, right), (query_lengths, key_lengths, segments) = fused.bounds, data
+    masks = [LocalMask(left, None), LocalMask(None, right), LengthMask(key_lengths, query_lengths), segments]
+    mask = functools.reduce(operator.and_, (mask for mask in masks if mask is not None))
+    operands = Operands(query, key, value, None, sinks[0] if sinks else None, mask, [], (None, None), None, None)
+    return xla.blockwise_attention(Call(operands, fused.options))[0]
+
+
+def _gradients(fused: Fused, data: Data, arrays: Arrays, cotangent: Float[Array, "1 T G Hv"]) -> Arrays:
+    _, pull = jax.vjp(functools.partial(_portable, fused, data), arrays)
+    return pull(cotangent)[0]
 
 
 @jax.custom_batching.custom_vmap
