@@ -15,6 +15,8 @@ from flax_mha._platform import being_traced
 from flax_mha._traced_function import Trace, TracedFunction, trace
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
 
+DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
+
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 
 

@@ -80,6 +80,7 @@ BELOW = {
         "masks",
     },
     "_impl.blockwise": {
+        "_call",
         "_impl.block_mask",
         "_impl.dense",
         "_impl.nonfinite",

@@ -10,14 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from flax_mha._call import Call
+from flax_mha._call import DEFAULT_PRECISION, Call
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
-
-DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
-
 
 Bounds = tuple[int | None, int | None]  # `left` and `right` of a mask
 Data = tuple[Int[Array, " B"] | None, Int[Array, " B"] | None, SegmentMask | None]  # its lengths and segments

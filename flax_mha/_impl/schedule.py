@@ -6,12 +6,14 @@ together in tiles of one shape.
 
 import functools
 import math
+import pathlib
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from flax_mha._call import Call
+from flax_mha._call import DEFAULT_PRECISION, Call, accumulation_dtype
 from flax_mha._impl import block_mask, heads
 from flax_mha._impl.block_mask import BlockMask
 from flax_mha._impl.decode import Blocks
@@ -98,6 +100,35 @@ def blocks_in_place(call: Call) -> Blocks | None:
     if keys % width and not masked:
         return None  # the last block would have to mask some of its keys
     return Blocks(height, width, sequential=not sharded())
+
+
+def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
+    """In what dtype query, key, value and weights enter matrix products, whose sums are float32 at least.
+
+    In their own, 16 bits wide, where that is faster: on accelerators, and in tiles on CPUs with a matrix unit for
+    bfloat16 (AMX). Other CPUs, and whoever asks for more precision than the default, get `accumulation_dtype`.
+
+    Args:
+      call: The call.
+      tiles: Whether it is computed tile by tile.
+    """
+    operands, options = call
+    dtype, wide = operands.query.dtype, accumulation_dtype(operands.query.dtype)
+    precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+    if dtype.itemsize > 2 or any(precision not in DEFAULT_PRECISION for precision in precisions):
+        return wide
+    if platform() != "cpu":
+        return dtype
+    # XLA fails when such a program runs if there is but one head: "DotThunk ... BF16 x BF16 = F32".
+    several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1 and not sharded()
+    return dtype if tiles and dtype == jnp.bfloat16 and several_heads and _has_amx() else wide
+
+
+@functools.cache
+def _has_amx() -> bool:
+    """Whether this machine's CPU has a matrix unit for bfloat16."""
+    info = pathlib.Path("/proc/cpuinfo")
+    return info.exists() and " amx_bf16" in info.read_text()
 
 
 def sequential_axes(call: Call, scores: int) -> int | None:

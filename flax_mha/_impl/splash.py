@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 from jaxtyping import Array, Float, Int
 
-from flax_mha._call import Call, Operands, Options
+from flax_mha._call import DEFAULT_PRECISION, Call, Operands, Options
 from flax_mha._impl import kernel_mask, when_finite
 from flax_mha._impl.kernel_mask import Bounds, Data, KernelMask
 from flax_mha._impl.when_finite import Arrays
@@ -94,7 +94,7 @@ def refusals(call: Call) -> list[str]:
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         reasons.append("its kernels do not compile with jax_enable_x64")
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if precision not in kernel_mask.DEFAULT_PRECISION:
+    if precision not in DEFAULT_PRECISION:
         reasons.append(f"its matrix products have the default precision, and this asks for {precision}")
     if 0 in operands.query.shape or 0 in operands.value.shape:
         reasons.append("an axis is empty")

@@ -32,7 +32,7 @@ def dense_attention(call: Call) -> OutputAndLse:
     blocks = schedule.blocks_in_place(call)
     if blocks is not None:
         return _in_place(call.operands, call.options, blocks, sequential or 0)
-    return _dense(call.operands, call.options, sequential or 0)
+    return _dense(call.operands, call.options, sequential or 0, schedule.product_dtype(call, tiles=False))
 
 
 def blockwise_attention(call: Call) -> OutputAndLse:
@@ -45,8 +45,9 @@ def blockwise_attention(call: Call) -> OutputAndLse:
     tiling, blocks = schedule.tiles(call)
     scores = tiling.height * tiling.width
     sequential, fuse_rows = schedule.sequential_axes(call, scores), schedule.fuses_rows(call, scores)
+    dtype = schedule.product_dtype(call, tiles=True)
     try:
-        return _blockwise(call.operands, call.options, tiling, blocks, sequential, fuse_rows)
+        return _blockwise(call.operands, call.options, tiling, blocks, sequential, fuse_rows, dtype)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -56,9 +57,9 @@ def blockwise_attention(call: Call) -> OutputAndLse:
         ) from error
 
 
-@functools.partial(jax.jit, static_argnames=("options", "sequential"))
-def _dense(operands: Operands, options: Options, sequential: int) -> OutputAndLse:
-    return _all_heads(of_heads(operands, options, sizes=True), sequential, operands.query.dtype)
+@functools.partial(jax.jit, static_argnames=("options", "sequential", "dtype"))
+def _dense(operands: Operands, options: Options, sequential: int, dtype: jnp.dtype) -> OutputAndLse:
+    return _all_heads(of_heads(operands, options, sizes=True, dtype=dtype), sequential, operands.query.dtype)
 
 
 def _all_heads(arrays: OfHeads, sequential: int, dtype: DTypeLike) -> OutputAndLse:
@@ -90,12 +91,13 @@ def _read_in_place_jvp(
     *_, scores = primals  # what it holds has no gradient
 
     def dense_of(query: Array, key: Array, value: Array, scale: Array, params: ScoreParams) -> OutputAndLse:
-        return _all_heads(with_scores(query, key, value, scale, params, scores, sizes=True), sequential, query.dtype)
+        arrays = with_scores(query, key, value, scale, params, scores, True, accumulation_dtype(query.dtype))
+        return _all_heads(arrays, sequential, query.dtype)
 
     return jax.jvp(dense_of, primals[:5], tangents[:5])
 
 
-@functools.partial(jax.jit, static_argnames=("options", "tiling", "sequential", "fuse_rows"))
+@functools.partial(jax.jit, static_argnames=("options", "tiling", "sequential", "fuse_rows", "dtype"))
 def _blockwise(
     operands: Operands,
     options: Options,
@@ -103,8 +105,9 @@ def _blockwise(
     blocks: BlockMask | None,
     sequential: int | None,
     fuse_rows: bool,
+    dtype: jnp.dtype,
 ) -> OutputAndLse:
-    arrays, axes = of_heads(operands, options, sizes=fuse_rows), operands.query.ndim - 1
+    arrays, axes = of_heads(operands, options, sizes=fuse_rows, dtype=dtype), operands.query.ndim - 1
     if blocks is None:
         *_, scores, _ = arrays
         blocks = _block_mask(scores, tiling, axes)
