@@ -192,7 +192,7 @@ def _row_data(
     delta = jnp.where(finite, delta - d_lse, jnp.zeros_like(delta))
     # exp(score - inf) = 0, also where the score is -inf
     lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))
-    return query, d_output, lse[:, None], delta[:, None]
+    return query, d_output.astype(query.dtype), lse[:, None], delta[:, None]
 
 
 def _weights(
