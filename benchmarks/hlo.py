@@ -62,12 +62,16 @@ class Costs(NamedTuple):
       attention: Launches of fused attention kernels.
       others: Launches of all other kernels.
       traffic: Bytes that the others read and write.
+      step: Of these, bytes that one step of an innermost loop moves, the largest; 0 if there is no loop.
+      is_exact: Whether the trips of all loops are known.
       collectives: How often each collective runs.
     """
 
     attention: float = 0
     others: float = 0
     traffic: float = 0
+    step: float = 0
+    is_exact: bool = True
     collectives: dict[str, float] = {}  # noqa: RUF012  # never changed
 
     def plus(self, other: "Costs", times: float = 1) -> "Costs":
@@ -75,7 +79,7 @@ class Costs(NamedTuple):
         names = [*self.collectives, *other.collectives]
         added = {name: self.collectives.get(name, 0) + times * other.collectives.get(name, 0) for name in names}
         numbers = (a + times * b for a, b in zip(self[:3], other[:3], strict=True))
-        return Costs(*numbers, added)
+        return Costs(*numbers, max(self.step, other.step), self.is_exact and other.is_exact, added)
 
 
 class Program:
@@ -114,7 +118,10 @@ class Program:
         if instruction.is_attention:
             return Costs(attention=1)
         if opcode == "while":
-            return Costs().plus(self.costs(instruction.called[0]), _trips(instruction))
+            trips = _trips(instruction)
+            body = self.costs(instruction.called[0])
+            body = body._replace(step=body.step or body.traffic, is_exact=body.is_exact and trips is not None)
+            return Costs().plus(body, trips or 1)
         if opcode == "conditional":
             return min(
                 map(self.costs, instruction.called), key=lambda costs: (costs.attention, costs.others, costs.traffic)
@@ -211,6 +218,6 @@ def _bytes_written(fusion: Instruction, inside: list[Instruction]) -> float:
     return max(written, 0)
 
 
-def _trips(loop: Instruction) -> int:
+def _trips(loop: Instruction) -> int | None:
     known = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.attributes)
-    return int(known[1]) if known else 1
+    return int(known[1]) if known else None
