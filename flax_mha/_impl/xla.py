@@ -32,7 +32,8 @@ def dense_attention(call: Call) -> OutputAndLse:
     blocks = schedule.blocks_in_place(call)
     if blocks is not None:
         return _in_place(call.operands, call.options, blocks, sequential or 0)
-    return _dense(call.operands, call.options, sequential or 0, schedule.product_dtype(call, tiles=False))
+    dtype, together = schedule.product_dtype(call, tiles=False), schedule.heads_together(call, scores)
+    return _dense(call.operands, call.options, sequential or 0, together, dtype)
 
 
 def blockwise_attention(call: Call) -> OutputAndLse:
@@ -45,9 +46,9 @@ def blockwise_attention(call: Call) -> OutputAndLse:
     tiling, blocks = schedule.tiles(call)
     scores = tiling.height * tiling.width
     sequential, fuse_rows = schedule.sequential_axes(call, scores), schedule.fuses_rows(call, scores)
-    dtype = schedule.product_dtype(call, tiles=True)
+    together, dtype = schedule.heads_together(call, scores), schedule.product_dtype(call, tiles=True)
     try:
-        return _blockwise(call.operands, call.options, tiling, blocks, sequential, fuse_rows, dtype)
+        return _blockwise(call.operands, call.options, tiling, blocks, sequential, together, fuse_rows, dtype)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -57,13 +58,16 @@ def blockwise_attention(call: Call) -> OutputAndLse:
         ) from error
 
 
-@functools.partial(jax.jit, static_argnames=("options", "sequential", "dtype"))
-def _dense(operands: Operands, options: Options, sequential: int, dtype: jnp.dtype) -> OutputAndLse:
-    return _all_heads(of_heads(operands, options, sizes=True, dtype=dtype), sequential, operands.query.dtype)
+@functools.partial(jax.jit, static_argnames=("options", "sequential", "together", "dtype"))
+def _dense(
+    operands: Operands, options: Options, sequential: int, together: int | None, dtype: jnp.dtype
+) -> OutputAndLse:
+    arrays = of_heads(operands, options, sizes=True, dtype=dtype)
+    return _all_heads(arrays, sequential, operands.query.dtype, together)
 
 
-def _all_heads(arrays: OfHeads, sequential: int, dtype: DTypeLike) -> OutputAndLse:
-    output, lse = heads.over_heads(_dense_head, arrays, arrays[0].ndim - 2, sequential)
+def _all_heads(arrays: OfHeads, sequential: int, dtype: DTypeLike, together: int | None = None) -> OutputAndLse:
+    output, lse = heads.over_heads(_dense_head, arrays, arrays[0].ndim - 2, sequential, together)
     return layout.to_caller(output, lse, dtype)
 
 
@@ -97,13 +101,14 @@ def _read_in_place_jvp(
     return jax.jvp(dense_of, primals[:5], tangents[:5])
 
 
-@functools.partial(jax.jit, static_argnames=("options", "tiling", "sequential", "fuse_rows", "dtype"))
+@functools.partial(jax.jit, static_argnames=("options", "tiling", "sequential", "together", "fuse_rows", "dtype"))
 def _blockwise(
     operands: Operands,
     options: Options,
     tiling: Tiling,
     blocks: BlockMask | None,
     sequential: int | None,
+    together: int | None,
     fuse_rows: bool,
     dtype: jnp.dtype,
 ) -> OutputAndLse:
@@ -115,7 +120,7 @@ def _blockwise(
     if sequential is not None and not blocks.single:
         sequential = max([sequential, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
     one_head = functools.partial(_blockwise_head, tiling, blocks.single and fuse_rows)
-    output, lse = heads.over_heads(one_head, varying_alike((*arrays, blocks)), axes, sequential or 0)
+    output, lse = heads.over_heads(one_head, varying_alike((*arrays, blocks)), axes, sequential or 0, together)
     return layout.to_caller(output, lse, operands.query.dtype)
 
 
