@@ -159,7 +159,7 @@ def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[A
             d_value = visit.add_keys(d_value, scores.dot(visit.rows(d_output_transposed, 1), _times(weights, kept)))
             return d_query, d_key, d_value, d_params.add(tile, d_part)
 
-        start = (zeros(q.shape), *sums)
+        start = (varying_as(query, zeros(q.shape)), *sums)
         d_query, *new_sums = over_keys(blocks, tiling, scores, i, visit_tile, start)
         return tuple(new_sums), (d_query * scores.scale).astype(q.dtype)
 
