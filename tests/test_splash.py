@@ -221,6 +221,23 @@ def test_vmap_over_some_of_the_inputs():
     np.testing.assert_allclose(mapped("splash"), mapped("xla"), rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_gradients_under_vmap():
+    """Of a batch of calls, one of which holds NaN where it is not seen: that one decides for all."""
+    query, key, value = normal(shapes(batch=(3, B)))
+    key[1, 0, 250:], value[2, 1, 251] = np.nan, np.inf
+    lengths = np.array([[T, 250], [250, T], [T, 100]], np.int32)
+
+    def mapped(implementation):
+        def loss(query, key, value, length):
+            attend = functools.partial(dot_product_attention, is_causal=True, implementation=implementation)
+            return jnp.sum(jnp.cos(attend(query, key, value, key_value_seq_lengths=length)))
+
+        return jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2))))(query, key, value, lengths)
+
+    assert_close(mapped("splash"), mapped("xla"))
+
+
 def test_tiles_of_a_mask():
     """What splash is told of a tile is what its kernel computes there; of one value throughout, that value alone."""
     for left, right, keys in (

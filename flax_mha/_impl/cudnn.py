@@ -162,13 +162,12 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
 def _masked(kernel: Kernel, bounds: Bounds, arrays: Arrays, data: Data, differentiated: bool) -> tuple[Array, Arrays]:
     """The output, 0 where a query sees nothing, and what has to be finite."""
     query, key, value = arrays
-    mask = KernelMask.of(bounds, data)
-    visible = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
-    if kernel_mask.shows_all_rows_something(mask, (query.shape[1], key.shape[1])):
+    mask, lengths = KernelMask.of(bounds, data), (query.shape[1], key.shape[1])
+    if kernel_mask.shows_all_rows_something(mask, lengths):
         output, lse = _padded(kernel, arrays, None, residual=True)
     else:
-        output, lse = _padded(kernel, arrays, visible, residual=True)
-        first, end = visible
+        first, end = kernel_mask.visible_range(mask, query.shape[0], lengths)
+        output, lse = _padded(kernel, arrays, (first, end), residual=True)
         masked = (end <= first)[:, :, None]
         output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
         lse = jnp.where(masked, jnp.zeros_like(lse), lse)
