@@ -41,7 +41,7 @@ BELOW = {
     "_choose": {"_call", "_impl.schedule", "_impl.xla", "_platform"},
     "_impl.cudnn": {"_call", "_impl.kernel_mask", "_impl.when_finite", "_platform"},
     "_impl.splash": {"_call", "_impl.kernel_mask", "_impl.when_finite", "_platform"},
-    "_impl.when_finite": {"_call", "_impl.kernel_mask", "_impl.xla", "masks"},
+    "_impl.when_finite": {"_call", "_impl.kernel_mask", "_impl.xla", "_platform", "masks"},
     "_impl.kernel_mask": {"_call", "masks"},
     "_impl.xla": {
         "_call",

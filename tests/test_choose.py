@@ -80,6 +80,16 @@ FUSED = {
             "key_value_seq_lengths": jnp.array([250, 300]),
         },
     ),
+    "offsets, causal, lengths": (
+        inputs(),
+        {
+            "query_offset": 30,
+            "key_value_offset": 30,
+            "is_causal": True,
+            "query_seq_lengths": jnp.array([130, 286]),
+            "key_value_seq_lengths": jnp.array([280, 300]),
+        },
+    ),
     "head size 256": (inputs(h=256), {"scale": 0.5}),
     "as many heads": (inputs(k=N), {"is_causal": True}),
 }

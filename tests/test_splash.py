@@ -207,6 +207,20 @@ def test_infinity_that_is_seen_reaches_the_output(which, infinity):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("huge", [3e38, -3e38])
+def test_the_largest_numbers_reach_no_gradient_where_they_are_masked(huge):
+    """Although their products with the cotangent overflow."""
+    arguments = {"is_causal": True, "key_value_seq_lengths": lengths(200, T)}
+    query, key, value = normal(shapes())
+    key[0, 200:], value[0, 200:] = 0, 0
+    want = gradients("splash", arguments)([query, key, value])
+    key[0, 200:], value[0, 200:] = huge, huge
+    got = gradients("splash", arguments)([query, key, value])
+    assert all(np.isfinite(x).all() for x in got)
+    assert_close(got, want)
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_vmap_over_some_of_the_inputs():
     query, key, value = normal(shapes(t=130))
     queries = jnp.stack([query, -query])

@@ -152,7 +152,7 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
     arrays, data = (query, key[:, : kernel.key[1]], value[:, : kernel.key[1]]), mask.data
     if mask.masks_scores:
         compute = functools.partial(_masked, kernel, mask.bounds)
-        fused = when_finite.Fused(compute, mask.bounds, options, head_axis=2)
+        fused = when_finite.Fused(compute, mask.bounds, options._replace(offsets=(0, 0)), head_axis=2)
         output = when_finite.attention(fused, arrays, data)
     else:
         [output] = _padded(kernel, arrays, None)

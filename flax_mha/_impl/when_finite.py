@@ -1,9 +1,9 @@
-"""A fused kernel while all that it reads is finite, and the portable implementation otherwise.
+"""A fused kernel while all that it reads is finite and of moderate size, and the portable implementation otherwise.
 
-Kernels let NaN and infinity through where a weight is 0. Replacing them before the kernel would read and write all keys
-and values. Here one reading finds out that there are none, and what to do about them stands in the branch of a
-conditional that programs hardly ever take. It computes one head after another, because the memory of a branch is set
-aside whether or not it is taken.
+Kernels let NaN and infinity through where a weight is 0, also those that arise where a product overflows. Replacing
+them before the kernel would read and write all keys and values. Here one reading finds out that there are none, and
+what to do about them stands in the branch of a conditional that programs hardly ever take. It computes one head after
+another, because the memory of a branch is set aside whether or not it is taken.
 """
 
 import functools
@@ -19,7 +19,11 @@ from jaxtyping import Array, Bool, Float
 from flax_mha._call import Call, Operands, Options
 from flax_mha._impl import xla
 from flax_mha._impl.kernel_mask import Bounds, Data
+from flax_mha._platform import varying_alike
 from flax_mha.masks import LengthMask, LocalMask
+
+# Products of two numbers up to this size, summed over any head size, do not overflow in float32.
+LARGEST = 2.0**56
 
 Arrays = tuple[Array, ...]  # query, key, value and, if there are any, sinks [B, N]
 
@@ -29,7 +33,7 @@ class Fused(NamedTuple):
 
     Attributes:
       kernel: Takes arrays, data and whether there will be a gradient. Returns the output, and arrays [B, L, ...]: if
-        all of these are finite, the output is right, and so is the gradient.
+        all of these are moderate, the output is right, and so is the gradient.
       bounds: Of the mask, like data.
       options: Those of the call that the kernel computes of the arrays.
       head_axis: Where query, key, value and output have their heads: 1 or 2.
@@ -41,30 +45,34 @@ class Fused(NamedTuple):
     head_axis: int
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(fused: Fused, arrays: Arrays, data: Data) -> Array:
     """The output, with first-order derivatives in reverse mode."""
+    return _attention(fused, *varying_alike((arrays, data)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(fused: Fused, arrays: Arrays, data: Data) -> Array:
     output, decisive = fused.kernel(arrays, data, False)
-    return lax.cond(all_finite(*decisive), lambda: output, lambda: _by_head(fused, _portable, arrays, data))
+    return lax.cond(all_moderate(*decisive), lambda: output, lambda: _by_head(fused, _portable, arrays, data))
 
 
 def _forward(fused: Fused, arrays: Arrays, data: Data) -> tuple[Array, tuple]:
     output, pull, decisive = jax.vjp(lambda arrays: fused.kernel(arrays, data, True), arrays, has_aux=True)
-    finite = all_finite(*decisive)
-    chosen = lax.cond(finite, lambda: output, lambda: _by_head(fused, _portable, arrays, data))
+    moderate = all_moderate(*decisive)
+    chosen = lax.cond(moderate, lambda: output, lambda: _by_head(fused, _portable, arrays, data))
     # The kernel's gradient needs its output. If that is the one chosen, it is kept only once.
     pull = jax.tree.map(lambda x: chosen if x is output else x, pull)
-    return chosen, (pull, finite, arrays, data)
+    return chosen, (pull, moderate, arrays, data)
 
 
 def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Arrays, None]:
-    pull, finite, arrays, data = saved
+    pull, moderate, arrays, data = saved
     [gradients] = pull(cotangent)
     gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, arrays)
-    return lax.cond(finite, lambda: gradients, lambda: _by_head(fused, _gradients, arrays, data, cotangent)), None
+    return lax.cond(moderate, lambda: gradients, lambda: _by_head(fused, _gradients, arrays, data, cotangent)), None
 
 
-attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward)
 
 
 def _by_head(fused: Fused, function: Callable, arrays: Arrays, data: Data, *more: Array) -> Any:
@@ -110,17 +118,17 @@ def _gradients(fused: Fused, data: Data, arrays: Arrays, cotangent: Float[Array,
 
 
 @jax.custom_batching.custom_vmap
-def all_finite(*arrays: Float[Array, "B L *rest"]) -> Bool[Array, ""]:
-    """Whether all entries are finite; under `vmap`, those of all calls together, so that a conditional remains one."""
+def all_moderate(*arrays: Float[Array, "B L *rest"]) -> Bool[Array, ""]:
+    """Whether all entries are finite and not large; under `vmap` of all calls, so that a conditional remains one."""
     # Arrays of one shape are read by one kernel, and what is left of each by another.
-    entries = _joined([lax.is_finite(x) for x in arrays])
+    entries = _joined([lax.abs(x) <= min(LARGEST, float(jnp.finfo(x.dtype).max)) for x in arrays])
     rows = _joined([x.all(range(2, x.ndim)) for x in entries])
     return functools.reduce(jnp.logical_and, [x.all() for x in rows])
 
 
-@all_finite.def_vmap
-def _all_finite_of_all(axis_size: int, in_batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
-    return all_finite(*arrays), False
+@all_moderate.def_vmap
+def _all_moderate_of_all(axis_size: int, in_batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
+    return all_moderate(*arrays), False
 
 
 def _joined(flags: list[Array]) -> list[Array]:
