@@ -252,3 +252,31 @@ def test_a_prompt_that_meets_an_empty_cache_reaches_the_kernel(hopper, lengths, 
     step = [jax.ShapeDtypeStruct((B, 1, *x.shape[2:]), x.dtype) for x in (query, key, value)]
     lengths = None
     assert "__cudnn" not in jax.jit(prompt).trace(*step, cache).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("platform", "amx", "arguments", "tiles", "dtype"),
+    [
+        ("gpu", False, {}, False, "bfloat16"),
+        ("tpu", False, {}, True, "bfloat16"),
+        ("tpu", False, {"dtype": jnp.float16}, True, "float16"),
+        ("gpu", False, {"dtype": jnp.float32}, True, "float32"),
+        ("gpu", False, {"precision": "highest"}, True, "float32"),
+        ("cpu", False, {}, True, "float32"),
+        ("cpu", True, {}, True, "bfloat16"),
+        ("cpu", True, {}, False, "float32"),
+        ("cpu", True, {"dtype": jnp.float16}, True, "float32"),
+        ("cpu", True, {"batch": (), "n": 1, "k": 1}, True, "float32"),
+    ],
+)
+def test_where_products_have_16_bits(platform, amx, arguments, tiles, dtype, monkeypatch):
+    monkeypatch.setattr(schedule, "platform", lambda: platform)
+    monkeypatch.setattr(schedule, "_has_amx", lambda: amx)
+    sizes = {name: x for name, x in arguments.items() if name != "precision"}
+    precision = arguments.get("precision")
+    seen = []
+    monkeypatch.setattr("flax_mha._choose.run", lambda call, _: seen.append(call) or (call.operands.query, None))
+    jax.eval_shape(functools.partial(dot_product_attention, precision=precision), *inputs(**sizes))
+    assert schedule.product_dtype(seen[0], tiles=tiles) == dtype
+    with jax.default_matmul_precision("float32"):
+        assert schedule.product_dtype(seen[0], tiles=tiles) == jnp.float32
