@@ -173,7 +173,7 @@ def row(cell: Cell) -> dict[str, str]:
             compiled = function.lower(*cell.arguments).compile()
         except Exception as error:  # whatever it is, the table shows it
             first = next(line.strip() for line in [*str(error).splitlines(), "?"] if line.strip())
-            return facts | {"chosen": f"{facts.get('chosen', '')} fails: {type(error).__name__}: {first[:160]}"}
+            return facts | {"chosen": f"{facts.get('chosen', '')} fails: {type(error).__name__}: {first[:160]}".strip()}
     costs = hlo.Program(compiled.as_text()).costs()
     more = "" if costs.is_exact else "+"
     collectives = ", ".join(f"{number:g} {name}" for name, number in costs.collectives.items())

@@ -4,7 +4,8 @@ Nothing has to run for that. Traffic is what instructions read and write in the 
 their operands and results: of an operand that is only sliced, the slices; of an array that is updated in place, the
 update; nothing of what stays on chip. A loop counts as often as it runs, or once where that is not known.
 
-Of a conditional the cheapest branch counts. Ours take the other one only where something is NaN or infinite.
+Of a conditional the branch counts that moves least, of those without a loop of unknown length if there are any. Ours
+take the other one only where something is NaN, infinite or very large.
 """
 
 import math
@@ -123,9 +124,7 @@ class Program:
             body = body._replace(step=body.step or body.traffic, is_exact=body.is_exact and trips is not None)
             return Costs().plus(body, trips or 1)
         if opcode == "conditional":
-            return min(
-                map(self.costs, instruction.called), key=lambda costs: (costs.attention, costs.others, costs.traffic)
-            )
+            return min(map(self.costs, instruction.called), key=lambda costs: (not costs.is_exact, costs.traffic))
         if opcode in ("call", "async-start") and instruction.called:
             return self.costs(instruction.called[0])
         return Costs(others=1, traffic=self._traffic(instruction, results))
