@@ -50,13 +50,14 @@ def target_of(name: str) -> Target:
 
 
 @contextlib.contextmanager
-def compiling_for(target: Target) -> Iterator[None]:
-    """Has our choice of implementation, and jax's checks of cuDNN, take the target for the devices that are here."""
+def compiling_for(target: Target, count: int = 1) -> Iterator[None]:
+    """Has our choice of implementation, and jax's checks of cuDNN, take `count` of these devices for those here."""
     ours = [module for name, module in sys.modules.items() if name.startswith("flax_mha.")]
     asked = [module for module in ours if getattr(module, "platform", None) is _platform.platform]
     theirs = "jax._src.cudnn.fused_attention_stablehlo"
     with contextlib.ExitStack() as stack:
-        patches = [mock.patch.object(module, "platform", return_value=target.platform) for module in asked]
+        patches = [mock.patch("jax.device_count", return_value=count)]
+        patches += [mock.patch.object(module, "platform", return_value=target.platform) for module in asked]
         if target.platform == "gpu":
             device = cudnn.Device("NVIDIA H200", (9, 0))
             patches += [

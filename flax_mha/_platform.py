@@ -1,7 +1,9 @@
 """What is known while tracing of where a call runs: the platform, meshes, and which values are known."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +14,49 @@ from jaxtyping import Array
 T = TypeVar("T")
 
 
+class Target(NamedTuple):
+    """What a call is compiled for.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu".
+      may_be_split: Whether the compiler may split arrays over several devices without the types saying so.
+    """
+
+    platform: str
+    may_be_split: bool
+
+
 def platform() -> str:
-    """What a call is compiled for: "cpu", "gpu" or "tpu"."""
+    """What is compiled for if no array says otherwise: "cpu", "gpu" or "tpu"."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
-def sharded() -> bool:
-    """Whether a mesh may split arrays unseen; inside `jax.shard_map` nothing is split."""
-    axes = jax.sharding.get_abstract_mesh().axis_types
-    return any(kind is not jax.sharding.AxisType.Manual for kind in axes)
+def target_of(arrays: Sequence[Array]) -> Target:
+    """Where a call with these arrays runs: on the devices that hold them, or on the default ones while tracing."""
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        targets = {_target_of_sharding(x.sharding) for x in arrays}
+        return max(targets, key=lambda target: target.may_be_split)
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = mesh if mesh.axis_types else jax.typeof(arrays[0]).sharding.mesh
+    if mesh.axis_types:  # inside `jax.shard_map` nothing is split, nor on one device
+        free = any(kind is not jax.sharding.AxisType.Manual for kind in mesh.axis_types)
+        return Target(platform(), free and mesh.size > 1)
+    return Target(platform(), jax.device_count() > 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _target_of_sharding(sharding: jax.sharding.Sharding) -> Target:
+    device: Any = next(iter(sharding.device_set))
+    return Target(device.platform, len(sharding.device_set) > 1)
+
+
+def without_explicit_axes() -> AbstractContextManager:
+    """Hides a mesh with Explicit axes, while scalar functions are traced that will run inside `jax.shard_map`, too."""
+    axis_types = jax.sharding.get_abstract_mesh().axis_types
+    if jax.sharding.AxisType.Explicit not in axis_types:
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def readable(x: Array | np.ndarray) -> bool:

@@ -11,9 +11,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha import _call, _check, _choose
-from flax_mha._call import ScoreMod
+from flax_mha._call import ScoreMod, Sharding
 from flax_mha._choose import Implementation
 from flax_mha._impl.schedule import MAX_QUERIES_IN_PLACE
+from flax_mha._mesh import by_device
 from flax_mha._platform import readable, varying_alike
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import ArrayMask, Mask, WrittenMask
@@ -38,6 +39,7 @@ def cached_attention(
     broadcast_dropout: bool = False,
     implementation: Implementation | None = None,
     precision: lax.PrecisionLike = None,
+    qkv_sharding: Sharding | None = None,
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
     """Causal attention of T new tokens over the tokens in a cache and themselves; they are added to the cache.
 
@@ -67,6 +69,7 @@ def cached_attention(
       broadcast_dropout: Drop the same weights in every batch entry and head.
       implementation: Which one; None chooses. A named one gets keys and values as arrays, all that the cache can hold.
       precision: Of the matrix products.
+      qkv_sharding: How a mesh splits the query, and the cache alike.
 
     Returns:
       The output, and the cache with the new tokens. Under `jit`, a sequence whose tokens find no room returns NaN, and
@@ -111,6 +114,7 @@ def cached_attention(
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
         precision=precision,
+        qkv_sharding=qkv_sharding,
     )
     ends = None if lengths is None else tokens  # of each sequence, counted from its first new token
 
@@ -152,9 +156,16 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
     """
     first = jnp.maximum(cache.index, 0) - cache.length
     slots = (first[..., None] + cache.counted(cache.length)) % cache.length
-    slots = jnp.broadcast_to(slots, (*cache.batch, cache.length))[..., None, None]
-    ordered = (jnp.take_along_axis(x, slots, axis=-3) for x in (cache.key, cache.value))
-    keys, values = (jnp.concatenate(pair, axis=-3) for pair in zip(ordered, (key, value), strict=True))
+    axes = "B S" if cache.is_per_row else "S"
+
+    def ordered(cached: Array, slots: Array, new: Array) -> Array:
+        slots = jnp.broadcast_to(slots, cached.shape[:-2])[..., None, None]
+        return jnp.concatenate([jnp.take_along_axis(cached, slots, axis=-3), new], axis=-3)
+
+    keys, values = (
+        by_device(ordered, cached, "B S K H", (slots, axes), (new, "B T K H"))
+        for cached, new in ((cache.key, key), (cache.value, value))
+    )
     return keys, values, first
 
 

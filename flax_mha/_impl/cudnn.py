@@ -15,10 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._call import Call, Operands, Options
-from flax_mha._impl import kernel_mask, when_finite
+from flax_mha._impl import kernel_mask, nonfinite, when_finite
 from flax_mha._impl.kernel_mask import Bounds, Data, KernelMask
 from flax_mha._impl.when_finite import Arrays
-from flax_mha._platform import platform, sharded
 
 DTYPES = (jnp.float16, jnp.bfloat16)
 # To a multiple of this lengths are padded: backward plans fail for odd ones, and answered NaN for odd multiples of 64
@@ -35,10 +34,10 @@ class Device(NamedTuple):
     capability: tuple[int, int] | None
 
 
-def device() -> Device:
-    """The first device of the default backend."""
-    if platform() != "gpu":
-        return Device(platform(), None)
+def device(platform: str) -> Device:
+    """The first device of a platform."""
+    if platform != "gpu":
+        return Device(platform, None)
     first = jax.devices("gpu")[0]
     version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(first, "compute_capability", "")))
     return Device(first.device_kind, (int(version[1]), int(version[2])) if version else None)
@@ -99,7 +98,7 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
 
 def refusals(call: Call) -> list[str]:
     """Why cuDNN cannot compute this call with our result; its plan is tried only if there is no other reason."""
-    mask, here = kernel_mask.kernel_mask(call), device()
+    mask, here = kernel_mask.kernel_mask(call), device(call.options.target.platform)
     operands = call.operands
     head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
     reasons = kernel_mask.refusals(call, mask)
@@ -120,8 +119,6 @@ def refusals(call: Call) -> list[str]:
         reasons.append("jax.nn passes it no segments")
     if mask.right not in (None, 0) or (mask.left is not None and (mask.right is None or mask.left < 0)):
         reasons.append("a window must end at the query itself: is_causal=True, or (left, 0)")
-    if sharded():
-        reasons.append("under a mesh it needs query, key and value sharded alike, which is not known here")
     return reasons or failure(_kernel(call, mask))
 
 
@@ -150,7 +147,9 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
     kernel, mask = _kernel(call, mask), mask.flat(operands.query.shape[:axes])
     query, key, value = (kernel_mask.flat(x, axes) for x in (operands.query, operands.key, operands.value))
     arrays, data = (query, key[:, : kernel.key[1]], value[:, : kernel.key[1]]), mask.data
-    if mask.masks_scores:
+    if mask.masks_scores and options.target.may_be_split:
+        output = _careful(kernel, mask, arrays)
+    elif mask.masks_scores:
         compute = functools.partial(_masked, kernel, mask.bounds)
         fused = when_finite.Fused(compute, mask.bounds, options._replace(offsets=(0, 0)), head_axis=2)
         output = when_finite.attention(fused, arrays, data)
@@ -175,9 +174,24 @@ def _masked(kernel: Kernel, bounds: Bounds, arrays: Arrays, data: Data, differen
     return output, (query if differentiated else lse, key, value)
 
 
+def _careful(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
+    """The same, whatever the arrays hold: devices that may hold parts of them need not agree on anything for this."""
+    query, key, value = arrays
+    first, end = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
+    key, value, of_keys = nonfinite.finite_keys(key, value)
+    of_queries = nonfinite.magnitude_of(query * kernel.scale)
+    query = nonfinite.finite(query, of_queries)
+    query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
+    [output] = _padded(kernel, (query, key, value), (first, end))
+    sees_bad = kernel_mask.counted(of_keys == jnp.inf, first, end) > 0
+    nonfinite_rows = jnp.repeat(sees_bad, query.shape[2] // key.shape[2], axis=2) | (of_queries == jnp.inf)
+    output = jnp.where(nonfinite_rows[..., None], jnp.full_like(output, jnp.nan), output)
+    return jnp.where((end <= first)[:, :, None, None], jnp.zeros_like(output), output)
+
+
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
     """Output and, with `residual`, log-sum-exp of the arrays, which are padded to the lengths that the kernel takes."""
-    query, key, value = kernel_mask.vmapped_together(*arrays)
+    query, key, value = kernel_mask.vmapped_together(*arrays, *jax.tree.leaves(visible))[:3]
     batch, queries = query.shape[:2]
     used_queries = used_keys = None
     if kernel.padded:

@@ -185,6 +185,13 @@ def visible_range(
     return jnp.broadcast_to(first, (batch, queries)), jnp.broadcast_to(end, (batch, queries))
 
 
+def counted(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[Array, "B T"]) -> Int[Array, "B T K"]:
+    """How many flags are set from `first` up to, not including, `end`."""
+    sums = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
+    at_end, at_first = (jnp.take_along_axis(sums, i[:, :, None], axis=1) for i in (jnp.maximum(first, end), first))
+    return at_end - at_first
+
+
 def shows_all_rows_something(mask: KernelMask, lengths: tuple[int, int]) -> bool:
     """Whether every query sees a key, by positions alone."""
     queries, keys = lengths

@@ -1,0 +1,204 @@
+"""What works on one device works on a mesh, split over batch, heads or both, wherever the split can be known from."""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import compiled_for
+from jax.sharding import AxisType
+
+from flax_mha import dot_product_attention, explain_implementation
+from flax_mha.masks import FunctionMask
+
+B, N, H = 4, 4, 8
+SPLITS = {"batch": ((4, 1), ("data", None)), "heads": ((1, 4), (None, "model")), "both": ((2, 4), ("data", "model"))}
+# From where it is known: nothing, or a mesh in the context; the argument; types.
+KINDS = ("auto", "auto, set_mesh", "argument", "explicit", "explicit, set_mesh")
+
+
+def mesh_of(sizes, kind):
+    axis_type = AxisType.Explicit if "explicit" in kind else AxisType.Auto
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    return jax.make_mesh(sizes, ("data", "model"), axis_types=(axis_type,) * 2, devices=devices)
+
+
+def context(mesh, kind):
+    return jax.set_mesh(mesh) if "set_mesh" in kind else contextlib.nullcontext()
+
+
+def collectives(text):
+    """What moves floats between devices, but for sums of gradients."""
+    moves = ("all-gather", "all-to-all", "collective-permute")
+    return {name for name in moves if re.search(rf"= \(?f32\S* {name}(-start)?\(", text)}
+
+
+def arrays(length, num_kv_heads):
+    rng = np.random.default_rng(length)
+    shapes = (B, length, N, H), (B, length, num_kv_heads, H), (B, length, num_kv_heads, H)
+    query, key, value = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    lengths = jnp.asarray([length, 3, length // 2, 0], jnp.int32)
+    slopes = jnp.asarray(rng.standard_normal(N), jnp.float32)
+    return {"query": query, "key": key, "value": value, "lengths": lengths, "slopes": slopes}
+
+
+def attend(x, sharding=None):
+    """All that depends on batch entry, head and position; dropout is not divided by the layout."""
+
+    def alibi(score, b, h, q_idx, kv_idx):
+        return score + x["slopes"][h] * (kv_idx - q_idx).astype(jnp.float32) * 0.01 * (b + 1).astype(jnp.float32)
+
+    return dot_product_attention(
+        x["query"],
+        x["key"],
+        x["value"],
+        mask=FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b),
+        is_causal=True,
+        key_value_seq_lengths=x["lengths"],
+        score_mod=alibi,
+        dropout_rate=0.1,
+        dropout_rng=jax.random.key(0),
+        qkv_sharding=sharding,
+    )
+
+
+def with_gradients(x, sharding=None):
+    trainable = {name: x[name] for name in ("query", "key", "value", "slopes")}
+    output, pull = jax.vjp(lambda arrays: attend(x | arrays, sharding), trainable)
+    return output, pull(jnp.cos(output))
+
+
+@functools.cache
+def on_one_device(length, num_kv_heads):
+    return jax.device_get(jax.jit(with_gradients)(arrays(length, num_kv_heads)))
+
+
+def placed(x, mesh, axes, num_kv_heads):
+    batch, heads = axes
+    kv_heads = heads if num_kv_heads == N else None
+    specs = {"query": (batch, None, heads), "key": (batch, None, kv_heads), "value": (batch, None, kv_heads)}
+    specs |= {"lengths": (batch,), "slopes": ()}
+    return {name: jax.device_put(x[name], jax.NamedSharding(mesh, jax.P(*specs[name]))) for name in x}
+
+
+def compare(got, expected):
+    """Up to the order of sums, which blocks of another size change."""
+    for answer, value in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(jax.device_get(answer), value, rtol=0, atol=1e-5 * np.abs(value).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("length", "num_kv_heads"), [(40, N), (600, 1)], ids=["dense", "tiles, one key head"])
+def test_any_mesh(length, num_kv_heads, split, kind):
+    sizes, axes = SPLITS[split]
+    mesh = mesh_of(sizes, kind)
+    sharding = jax.NamedSharding(mesh, jax.P(axes[0], None, axes[1])) if kind == "argument" else None
+    x = placed(arrays(length, num_kv_heads), mesh, axes, num_kv_heads)
+    with context(mesh, kind):
+        program = jax.jit(functools.partial(with_gradients, sharding=sharding)).lower(x).compile()
+        compare(program(x), on_one_device(length, num_kv_heads))
+    assert not collectives(program.as_text())
+
+
+def test_arrays_outside_jit():
+    """Their placement is known, also if that is a part of them alone."""
+    x = arrays(40, 1)
+    for sizes, axes in SPLITS.values():
+        mesh = mesh_of(sizes, "auto")
+        split = placed(x, mesh, axes, 1)
+        compare(attend(split), on_one_device(40, 1)[0])
+        assert attend(split).sharding.is_equivalent_to(split["query"].sharding, 4)
+
+
+def test_few_queries_of_many_keys():
+    """Which one device reads in place."""
+    x = arrays(600, 2)
+    expected = attend(x | {"query": x["query"][:, :3]})
+    for kind in KINDS:
+        mesh = mesh_of((2, 2), kind)
+        split = placed(x | {"query": x["query"][:, :3]}, mesh, ("data", "model"), N)
+        with context(mesh, kind):
+            compare(jax.jit(attend)(split), expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (jax.P("rows"), r"name axes of the mesh, but got rows, and the mesh has \('data', 'model'\)"),
+        (jax.P(None, "data"), "split alike, over batch axes and heads, but qkv_sharding say"),
+        (jax.P(None, None, None, "model"), "split alike, over batch axes and heads"),
+        (jax.P(("data", "model")), "batch axis 0 must be a multiple of the 8 parts"),
+        (jax.P(None, None, ("data", "model")), "the query heads must be a multiple of the 8 parts"),
+        ("data", "qkv_sharding must be a jax.P or a NamedSharding"),
+    ],
+)
+def test_sharding_that_does_not_fit(spec, words):
+    x = arrays(40, N)
+    with jax.set_mesh(mesh_of((2, 4), "auto")), pytest.raises(ValueError, match=words):
+        attend(x, spec)
+
+
+def test_key_heads_that_do_not_fit():
+    query, key = jnp.zeros((1, 8, 12, H)), jnp.zeros((1, 8, 6, H))
+    sharding = jax.NamedSharding(mesh_of((1, 4), "auto"), jax.P(None, None, "model"))
+    with pytest.raises(ValueError, match="the key heads must divide the 4 parts"):
+        dot_product_attention(query, key, key, qkv_sharding=sharding)
+
+
+def test_a_mesh_must_be_there():
+    x = arrays(40, N)
+    with pytest.raises(ValueError, match="there is no mesh; use"):
+        attend(x, jax.P("data"))
+    compare(attend(x, jax.P()), on_one_device(40, N)[0])
+
+
+def test_sequences_that_are_split_are_refused():
+    mesh = mesh_of((2, 4), "explicit")
+    x = jax.device_put(jnp.zeros((4, 8, 4, H)), jax.NamedSharding(mesh, jax.P(None, "data")))
+    with pytest.raises(ValueError, match="context_parallel for sequences that are split"):
+        jax.jit(dot_product_attention)(x, x, x)
+
+
+def test_kernels_run_in_every_part(monkeypatch):
+    """A TPU is given one, three with the gradient, and none where nothing says how arrays are split."""
+    compiled_for(monkeypatch, "tpu")
+    x = jax.ShapeDtypeStruct((4, 256, N, 128), jnp.bfloat16)
+    auto, explicit = mesh_of((2, 4), "auto"), mesh_of((2, 4), "explicit")
+    spec = jax.P("data", None, "model")
+
+    def kernels(sharding, mesh, gradient):
+        def loss(*arrays):
+            return dot_product_attention(*arrays, is_causal=True, qkv_sharding=sharding).astype(jnp.float32).sum()
+
+        function = jax.jit(jax.grad(loss, (0, 1, 2)) if gradient else loss)
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))] * 3
+        return jax.export.export(function, platforms=["tpu"])(*types).mlir_module().count("@tpu_custom_call")
+
+    assert kernels(jax.NamedSharding(auto, spec), auto, gradient=False) == 1
+    assert kernels(jax.NamedSharding(auto, spec), auto, gradient=True) == 3
+    assert kernels(None, auto, gradient=True) == 0
+    with jax.set_mesh(explicit):
+        assert kernels(None, explicit, gradient=False) == 1
+        assert kernels(None, explicit, gradient=True) == 3
+
+
+def test_explained(monkeypatch):
+    compiled_for(monkeypatch, "tpu")
+    x = jax.ShapeDtypeStruct((4, 256, N, 128), jnp.bfloat16)
+    mesh = mesh_of((2, 4), "auto")
+
+    def explained(sharding):
+        answers = []
+        jax.eval_shape(lambda x: answers.append(explain_implementation(x, x, x, qkv_sharding=sharding)), x)
+        return answers[0]
+
+    assert explained(jax.NamedSharding(mesh, jax.P("data"))).chosen == "splash"
+    assert explained(jax.P()).chosen == "splash"
+    unknown = explained(None)
+    assert unknown.chosen == "xla"
+    assert unknown.refusals["splash"] == ["on several devices it must know how its arrays are split; pass qkv_sharding"]
