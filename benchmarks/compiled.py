@@ -19,7 +19,6 @@ with a +. Of several devices the numbers are those of each.
 """
 
 import argparse
-import contextlib
 import datetime
 import functools
 import importlib.metadata
@@ -77,7 +76,6 @@ class Cell(NamedTuple):
     implementation: str
     function: Callable
     arguments: tuple
-    mesh: Any = None
     chosen: Callable[[], str] | None = None
 
 
@@ -95,9 +93,9 @@ def cells(target: Target) -> Iterator[Cell]:
         for name, axes in PLACEMENTS.items():
             split = functools.partial(placed, mesh, axes)
             yield from attention_cells(target, next(iter(SHAPES)), "causal", split, f", split by {name}")
-            yield from attention_cells(
-                target, next(iter(SHAPES)), "causal", split, f", split by {name}, jax.set_mesh", mesh
-            )
+            told = {"qkv_sharding": split(4)}
+            where = f", split by {name}, as qkv_sharding says"
+            yield from attention_cells(target, next(iter(SHAPES)), "causal", split, where, told)
 
 
 def placed(mesh: jax.sharding.Mesh, axes: tuple, rank: int) -> jax.sharding.NamedSharding:
@@ -105,7 +103,7 @@ def placed(mesh: jax.sharding.Mesh, axes: tuple, rank: int) -> jax.sharding.Name
 
 
 def attention_cells(
-    target: Target, shape: str, call: str, sharding: Callable, where: str, mesh: Any = None
+    target: Target, shape: str, call: str, sharding: Callable, where: str, told: dict[str, Any] | None = None
 ) -> Iterator[Cell]:
     """Forward and gradient of ours, of our tiles, and of `jax.nn`."""
     batch, length, heads, key_heads, size = SHAPES[shape]
@@ -124,15 +122,19 @@ def attention_cells(
 
     theirs = {"gpu": "cudnn"}.get(target.platform)
     peers = {
-        "flax_mha": peer(dot_product_attention),
-        "flax_mha blockwise": peer(dot_product_attention, implementation="blockwise"),
+        "flax_mha": peer(dot_product_attention, **(told or {})),
+        "flax_mha blockwise": peer(dot_product_attention, implementation="blockwise", **(told or {})),
         "jax.nn": peer(jax.nn.dot_product_attention, implementation=theirs),
     }
     for way in ("forward", "gradient"):
         for name, f in peers.items():
             program = f if way == "forward" else with_gradient(f)
-            chosen = functools.partial(chosen_for, peer(explain_implementation), arrays) if name == "flax_mha" else None
-            yield Cell(f"{shape} {call}{where}, {way}", name, program, tuple(arrays), mesh, chosen)
+            chosen = (
+                functools.partial(chosen_for, peer(explain_implementation, **(told or {})), arrays)
+                if name == "flax_mha"
+                else None
+            )
+            yield Cell(f"{shape} {call}{where}, {way}", name, program, tuple(arrays), chosen)
 
 
 def chosen_for(explain: Callable, arrays: list) -> str:
@@ -166,14 +168,13 @@ def demo_cell(name: str, options: settings.Settings, sharding: Any) -> Cell:
 def row(cell: Cell) -> dict[str, str]:
     """What the compiler reports, or why it does not compile."""
     facts = {"program": cell.name, "implementation": cell.implementation}
-    with contextlib.nullcontext() if cell.mesh is None else jax.set_mesh(cell.mesh):
-        try:
-            facts["chosen"] = cell.chosen() if cell.chosen else ""
-            function = cell.function if hasattr(cell.function, "lower") else jax.jit(cell.function)
-            compiled = function.lower(*cell.arguments).compile()
-        except Exception as error:  # whatever it is, the table shows it
-            first = next(line.strip() for line in [*str(error).splitlines(), "?"] if line.strip())
-            return facts | {"chosen": f"{facts.get('chosen', '')} fails: {type(error).__name__}: {first[:160]}".strip()}
+    try:
+        facts["chosen"] = cell.chosen() if cell.chosen else ""
+        function = cell.function if hasattr(cell.function, "lower") else jax.jit(cell.function)
+        compiled = function.lower(*cell.arguments).compile()
+    except Exception as error:  # whatever it is, the table shows it
+        first = next(line.strip() for line in [*str(error).splitlines(), "?"] if line.strip())
+        return facts | {"chosen": f"{facts.get('chosen', '')} fails: {type(error).__name__}: {first[:160]}".strip()}
     costs = hlo.Program(compiled.as_text()).costs()
     more = "" if costs.is_exact else "+"
     collectives = ", ".join(f"{number:g} {name}" for name, number in costs.collectives.items())
