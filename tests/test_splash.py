@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import compiled_for
 from jax import export
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._impl import kernel_mask, splash
@@ -389,6 +390,9 @@ def mesh():
     return jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+TWO = AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
 def refusals(dtype=jnp.float32):
     explained = []
     x = jax.ShapeDtypeStruct(shapes()[0], dtype)
@@ -401,7 +405,7 @@ def refusals(dtype=jnp.float32):
     [
         (lambda: jax.enable_x64(True), "jax_enable_x64"),
         (lambda: jax.default_matmul_precision("high"), "this asks for high"),
-        (lambda: jax.set_mesh(mesh()), "on several devices it must know how its arrays are split"),
+        (lambda: use_abstract_mesh(TWO), "on several devices it must know how its arrays are split"),
     ],
 )
 def test_settings_that_the_kernels_do_not_know(setting, reason):
@@ -409,6 +413,8 @@ def test_settings_that_the_kernels_do_not_know(setting, reason):
     with setting():
         [refusal] = refusals()
     assert reason in refusal
+    with jax.set_mesh(mesh()):  # of one device, which splits nothing
+        assert refusals() == []
 
 
 def test_float64_is_refused():
