@@ -19,6 +19,8 @@ from flax_mha._platform import Target, being_traced, target_of
 from flax_mha._traced_function import Trace, TracedFunction, trace
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
 
+DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
+
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 Sharding = PartitionSpec | NamedSharding | Context
 

@@ -37,9 +37,11 @@ def target_of(arrays: Sequence[Array]) -> Target:
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         targets = {_target_of_sharding(x.sharding) for x in arrays}
         return max(targets, key=lambda target: target.may_be_split)
-    kinds = jax.sharding.get_abstract_mesh().axis_types or jax.typeof(arrays[0]).sharding.mesh.axis_types
-    if kinds:  # inside `jax.shard_map` nothing is split
-        return Target(platform(), any(kind is not jax.sharding.AxisType.Manual for kind in kinds))
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = mesh if mesh.axis_types else jax.typeof(arrays[0]).sharding.mesh
+    if mesh.axis_types:  # inside `jax.shard_map` nothing is split, nor on one device
+        free = any(kind is not jax.sharding.AxisType.Manual for kind in mesh.axis_types)
+        return Target(platform(), free and mesh.size > 1)
     return Target(platform(), jax.device_count() > 1)
 
 

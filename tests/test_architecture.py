@@ -81,8 +81,9 @@ BELOW = {
     "_impl.ring": {"_call", "_impl.online_softmax", "_impl.parts", "_impl.xla", "_tiles"},
     "_impl.gather": {"_call", "_context", "_impl.parts"},
     "_impl.parts": {"_call", "_context", "_tiles"},
-    "_impl.cudnn": {"_call", "_impl.kernel_mask", "_impl.nonfinite"},
-    "_impl.splash": {"_call", "_impl.kernel_mask", "_impl.nonfinite"},
+    "_impl.cudnn": {"_call", "_impl.kernel_mask", "_impl.nonfinite", "_impl.when_finite"},
+    "_impl.splash": {"_call", "_impl.kernel_mask", "_impl.when_finite"},
+    "_impl.when_finite": {"_call", "_impl.kernel_mask", "_impl.xla", "_platform", "masks"},
     "_impl.kernel_mask": {"_call", "masks"},
     "_impl.xla": {
         "_call",
@@ -121,6 +122,7 @@ BELOW = {
         "masks",
     },
     "_impl.blockwise": {
+        "_call",
         "_impl.block_mask",
         "_impl.dense",
         "_impl.nonfinite",

@@ -1,5 +1,7 @@
 """Every case of the table x every implementation x {forward, gradients, jit, vmap}, against float64."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from cases import CASES, DROPOUT_CASES, Case
 
 from flax_mha import dot_product_attention
+from flax_mha._impl import schedule
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 KEY = jax.random.key(5)
@@ -109,10 +112,54 @@ def test_float64(implementation):
             assert_close(got, want, terms(case))
 
 
+@pytest.fixture
+def narrow_products(monkeypatch):
+    """As on accelerators: the operands of matrix products keep their 16 bits."""
+    monkeypatch.setattr(schedule, "product_dtype", lambda call, tiles: call.operands.query.dtype)
+
+
+@pytest.mark.usefixtures("narrow_products")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_narrow_products_of_every_case(name, implementation):
+    """Weights, and the gradients of scores, are rounded to bfloat16 before they are multiplied, once each."""
+    case = CASES[name]
+    arrays = {name: jnp.asarray(x, jnp.bfloat16) for name, x in case.arrays().items()}
+    cotangents = case.cotangents(dtype=jnp.bfloat16)[0], case.cotangents()[1]
+    answer, grads = jax.jit(lambda a, c, t: gradients(case, implementation, a, c, t))(arrays, cotangents, case.traced)
+    exact, exact_cotangents = jax.tree.map(lambda x: np.asarray(x, np.float64), (arrays, cotangents))
+    expected, expected_grads = oracle.attention(**exact, **case.traced, **case.static, cotangents=exact_cotangents)
+    for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
+        assert_close(np.asarray(got, np.float64), want, 4, eps=float(jnp.finfo(jnp.bfloat16).eps))
+
+
+@pytest.mark.usefixtures("narrow_products")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_narrow_products_are_what_xla_gets(implementation):
+    """All of them take bfloat16, and give float32."""
+    x = jnp.zeros((1, 70, 2, 8), jnp.bfloat16)
+
+    def attend(*arrays):
+        return dot_product_attention(*arrays, is_causal=True, implementation=implementation)
+
+    def both(*arrays):
+        output, pull = jax.vjp(attend, *arrays)
+        return output, pull(output)
+
+    # The gradient of "xla" is jax's own, which multiplies float32 by what is float32 already.
+    for f, count in ((attend, 2), (both, 7))[: 2 if implementation == "blockwise" else 1]:
+        products = re.findall(r"stablehlo.dot_general.*: (.*)", jax.jit(f).lower(x, x, x).as_text())
+        assert len(products) >= count
+        assert all(types.count("bf16") == 2 and types.count("f32") == 1 for types in products)
+
+
+@pytest.mark.parametrize("operands", ["float32", "narrow"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_low_precision_by_the_rule_of_flash_attention(implementation, dtype):
+def test_low_precision_by_the_rule_of_flash_attention(implementation, dtype, operands, request):
     """At most twice the error of the naive computation in the same dtype, plus one rounding of the result."""
+    if operands == "narrow":
+        request.getfixturevalue("narrow_products")
     case = Case(k=2, t=67, s=67, is_causal=True)
     arrays = {name: jnp.asarray(x, dtype) for name, x in case.arrays().items()}
     d_output, d_lse = jnp.asarray(case.cotangents()[0], dtype), np.zeros(case.output_shapes[1], np.float32)

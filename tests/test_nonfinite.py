@@ -192,3 +192,15 @@ def test_padding_is_never_asked_about(implementation):
     highest, lowest = np.max(asked, 0), np.min(asked, 0)
     assert tuple(highest[:2]) == (3 + T - 1, 5 + S - 1)
     assert tuple(lowest[2:]) == (3, 5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_infinity_is_seen_although_all_products_with_it_are_minus_infinity(implementation, which):
+    query, key, value = arrays = [
+        np.abs(np.random.default_rng(0).standard_normal((1, 70, 1, 8), np.float32)) for _ in range(3)
+    ]
+    arrays[which][0, 40, 0, 5] = -np.inf
+    output = dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+    sees = np.arange(70) == 40 if which == 0 else np.arange(70) >= 40
+    np.testing.assert_array_equal(np.isnan(output[0, :, 0, 0]), sees)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import compiled_for
 from jax import export
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._impl import kernel_mask, splash
@@ -101,6 +102,16 @@ HIDING = {
         },
     ),
     "mask objects": (shapes(), {"mask": masks.CausalMask(3) & masks.LocalMask(100, -2)}),
+    "mask objects, everything masked": (shapes(), {"mask": masks.CausalMask(4 - T) & masks.LocalMask(T - 5, None)}),
+    "offsets of each sequence, lengths": (
+        shapes(),
+        {
+            "query_offset": lengths(-20, 30),
+            "key_value_offset": lengths(5),
+            "query_seq_lengths": lengths(100, 256),
+            "key_value_seq_lengths": lengths(250, 300),
+        },
+    ),
 }
 
 
@@ -162,6 +173,55 @@ def test_bfloat16_by_the_rule_of_flash_attention(arguments, seen):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True, "logits_soft_cap": 2.0}, HIDING["lengths"][1]])
+@pytest.mark.parametrize("sinks", [np.float32([0.5, 3.0]), np.float32([[-np.inf, 1.0], [80.0, -2.0]])])
+def test_sinks(sinks, arguments):
+    """One for each head, or each head of each sequence, with gradients; rows that see nothing among them."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def answers(implementation, *arrays):
+        def attend(query, key, value, sinks):
+            return dot_product_attention(query, key, value, sinks=sinks, implementation=implementation, **arguments)
+
+        output, pull = jax.vjp(attend, *arrays)
+        return output, *pull(jnp.where(jnp.isfinite(output), jnp.cos(output), jnp.zeros_like(output)))
+
+    query, key, value = normal(shapes())
+    expected = answers("xla", query, key, value, sinks)
+    assert np.abs(expected[-1]).max() > 1e-4
+    assert_close(answers("splash", query, key, value, sinks), expected)
+    if arguments:
+        key[0, 250], value[1, 130, 0, 3] = np.nan, np.inf
+        assert_close(answers("splash", query, key, value, sinks), answers("xla", query, key, value, sinks))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("infinity", [np.inf, -np.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_infinity_that_is_seen_reaches_the_output(which, infinity):
+    """Also where all products with it are minus infinity, which kernels take for masked scores."""
+    arrays = [np.abs(x) for x in normal(shapes())]
+    arrays[which][0, 200, :, 5] = infinity
+    output = gradients("splash", {"is_causal": True})(arrays)[0]
+    np.testing.assert_array_equal(np.isnan(output), np.isnan(gradients("xla", {"is_causal": True})(arrays)[0]))
+    assert np.isnan(output[0, 200]).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("huge", [3e38, -3e38])
+def test_the_largest_numbers_reach_no_gradient_where_they_are_masked(huge):
+    """Although their products with the cotangent overflow."""
+    arguments = {"is_causal": True, "key_value_seq_lengths": lengths(200, T)}
+    query, key, value = normal(shapes())
+    key[0, 200:], value[0, 200:] = 0, 0
+    want = gradients("splash", arguments)([query, key, value])
+    key[0, 200:], value[0, 200:] = huge, huge
+    got = gradients("splash", arguments)([query, key, value])
+    assert all(np.isfinite(x).all() for x in got)
+    assert_close(got, want)
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_vmap_over_some_of_the_inputs():
     query, key, value = normal(shapes(t=130))
     queries = jnp.stack([query, -query])
@@ -174,6 +234,23 @@ def test_vmap_over_some_of_the_inputs():
         return jax.vmap(attend)(queries, jnp.array([[200, 0], [7, 256]]))
 
     np.testing.assert_allclose(mapped("splash"), mapped("xla"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_gradients_under_vmap():
+    """Of a batch of calls, one of which holds NaN where it is not seen: that one decides for all."""
+    query, key, value = normal(shapes(batch=(3, B)))
+    key[1, 0, 250:], value[2, 1, 251] = np.nan, np.inf
+    lengths = np.array([[T, 250], [250, T], [T, 100]], np.int32)
+
+    def mapped(implementation):
+        def loss(query, key, value, length):
+            attend = functools.partial(dot_product_attention, is_causal=True, implementation=implementation)
+            return jnp.sum(jnp.cos(attend(query, key, value, key_value_seq_lengths=length)))
+
+        return jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2))))(query, key, value, lengths)
+
+    assert_close(mapped("splash"), mapped("xla"))
 
 
 def test_tiles_of_a_mask():
@@ -251,6 +328,11 @@ CHOSEN = {
     "soft cap": (abstract(), {"logits_soft_cap": 30.0}),
     "mask objects": (abstract(), {"mask": masks.CausalMask() & masks.SegmentMask(PACKED, PACKED)}),
     "precision": (abstract(), {"precision": "default"}),
+    "sinks": (abstract(), {"sinks": jnp.zeros(N), "is_causal": True}),
+    "offsets as data, lengths": (
+        abstract(),
+        {"query_offset": lengths(7, 9), "query_seq_lengths": lengths(100, 256), "query_segment_ids": SEGMENTS},
+    ),
 }
 REFUSED = {
     "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, and this is float16"),
@@ -267,7 +349,6 @@ REFUSED = {
         "SegmentMask",
     ),
     "dropout": (abstract(), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
-    "sinks": (abstract(), {"sinks": jnp.zeros(N)}, "sinks"),
     "score_mod": (abstract(), {"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
     "residual": (abstract(), {"return_residual": True}, "return_residual"),
     "offset as data": (abstract(), {"is_causal": True, "query_offset": lengths(7, 9)}, "query_offset"),
@@ -309,6 +390,9 @@ def mesh():
     return jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+TWO = AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
 def refusals(dtype=jnp.float32):
     explained = []
     x = jax.ShapeDtypeStruct(shapes()[0], dtype)
@@ -321,7 +405,7 @@ def refusals(dtype=jnp.float32):
     [
         (lambda: jax.enable_x64(True), "jax_enable_x64"),
         (lambda: jax.default_matmul_precision("high"), "this asks for high"),
-        (lambda: jax.set_mesh(mesh()), "on several devices it must know how its arrays are split"),
+        (lambda: use_abstract_mesh(TWO), "on several devices it must know how its arrays are split"),
     ],
 )
 def test_settings_that_the_kernels_do_not_know(setting, reason):
@@ -329,6 +413,8 @@ def test_settings_that_the_kernels_do_not_know(setting, reason):
     with setting():
         [refusal] = refusals()
     assert reason in refusal
+    with jax.set_mesh(mesh()):  # of one device, which splits nothing
+        assert refusals() == []
 
 
 def test_float64_is_refused():

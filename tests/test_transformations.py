@@ -11,6 +11,7 @@ import pytest
 from jax import export
 
 from flax_mha import dot_product_attention, explain_implementation
+from flax_mha._impl import schedule
 from flax_mha.masks import FunctionMask, LengthMask
 
 B, T, N, K, H = 3, 40, 4, 2, 8
@@ -286,3 +287,31 @@ def test_forward_over_reverse_through_tiles():
         return jax.jvp(jax.grad(loss), (ARRAYS[0],), (jnp.cos(ARRAYS[0]),))[1]
 
     np.testing.assert_allclose(product("blockwise"), product("xla"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 4, 6, 100])
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_groups_of_heads_change_nothing(together, implementation, monkeypatch):
+    """As on a TPU: loops over groups of batch entries or heads, which may share keys and lengths."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((3, 20, n, 8), np.float32) for n in (4, 2, 2))
+
+    def answers():
+        def attend(*arrays):
+            return dot_product_attention(
+                *arrays,
+                jnp.ones((1, 4, 1, 20)),
+                key_value_seq_lengths=jnp.array([20, 7, 0]),
+                sinks=jnp.zeros((3, 4)),
+                implementation=implementation,
+            )
+
+        output, pull = jax.vjp(attend, query, key, value)
+        return output, *pull(output)
+
+    want = answers()
+    monkeypatch.setattr(schedule, "heads_together", lambda call, scores: together)
+    monkeypatch.setattr(schedule, "sequential_axes", lambda call, scores: None)
+    for got, expected in zip(answers(), want, strict=True):
+        atol = 20 * np.finfo(np.float32).eps * np.abs(expected).max()  # sums of 20 terms, in another order
+        np.testing.assert_allclose(got, expected, rtol=0, atol=atol)

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from flax_mha._call import accumulation_dtype
 from flax_mha._impl import dense, online_softmax
 from flax_mha._impl.block_mask import BlockMask
-from flax_mha._impl.nonfinite import Magnitudes, finite
+from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._impl.tiling import Tiling, padded_mask
 from flax_mha._impl.visit import Visit, by_row, element, over_keys
@@ -41,9 +42,9 @@ def blockwise_head(
     Args:
       tiling: How the scores are cut.
       fuse_rows: Whether to compute all rows of tiles at once, if there is no gradient; needs `blocks.single`.
-      query: Scaled.
-      key: Finite if anything may be masked.
-      value: Values, likewise.
+      query: Scaled; finite if anything may be masked.
+      key: Likewise.
+      value: Likewise.
       params: The other differentiable inputs: bias, sink and the arrays that `score_mod` captures.
       scores: How products of queries and keys become scores.
       magnitudes: Of queries and keys; None if nothing can be masked.
@@ -94,7 +95,7 @@ def _output(
 
         def visit_tile(visit: Visit, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
             tile, kept = visit.tile, scores.dropout_multiplier(visit.tile)
-            products = scores.dot(visit.rows(q), visit.keys(key), transpose_b=True)
+            products = scores.products(visit.rows(q), visit.keys(key))
             of_tile = None if magnitudes is None else Magnitudes(visit.rows(q_magnitude), visit.keys(magnitudes.key))
             marks = row_marks = None
             if of_tile is not None:
@@ -108,7 +109,7 @@ def _output(
             )
             return online_softmax.State(*map(visit.put_rows, state, after))
 
-        nothing = online_softmax.start(tiling.height, value.shape[1], params.sink, value.dtype)
+        nothing = online_softmax.start(tiling.height, value.shape[1], params.sink, accumulation_dtype(value.dtype))
         return online_softmax.finish(over_keys(blocks, tiling, scores, i, visit_tile, varying_as(q, nothing)))
 
     of_queries = None if magnitudes is None else magnitudes.query
@@ -146,9 +147,9 @@ def _forward(tiling: Tiling, fuse_rows: bool, *operands: Any) -> tuple[tuple[Arr
 
 
 def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    query, key, value, params, scores, magnitudes, blocks, output, lse = saved
-    query = query if magnitudes is None else finite(query, magnitudes.query)
+    query, key, value, params, scores, _, blocks, output, lse = saved
     row_data = _row_data(query, output, lse, cotangents)
+    zeros = functools.partial(jnp.zeros, dtype=accumulation_dtype(query.dtype))
 
     def row(sums: tuple, own: tuple) -> tuple[tuple, Array]:
         i, blocks, q, d_output, lse_i, delta = own
@@ -157,7 +158,7 @@ def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[A
         def visit_tile(visit: Visit, mask: Mask | None, state: tuple) -> tuple:
             d_query, d_key, d_value, d_params = state
             tile, keys, kept = visit.tile, visit.keys(key), scores.dropout_multiplier(visit.tile)
-            products = scores.dot(visit.rows(q), keys, transpose_b=True)
+            products = scores.products(visit.rows(q), keys)
             s, pull = scores.tile_vjp(products, params.cut(tile), tile, mask)
             weights = _weights(s, visit.rows(lse_i), scores, params)
             d_weights = _times(scores.dot(visit.rows(d_output), visit.keys(value), transpose_b=True), kept)
@@ -167,17 +168,19 @@ def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[A
             d_value = visit.add_keys(d_value, scores.dot(visit.rows(d_output_transposed, 1), _times(weights, kept)))
             return d_query, d_key, d_value, d_params.add(tile, d_part)
 
-        d_query, *new_sums = over_keys(blocks, tiling, scores, i, visit_tile, (jnp.zeros_like(q), *sums))
-        return tuple(new_sums), d_query
+        start = (varying_as(query, zeros(q.shape)), *sums)
+        d_query, *new_sums = over_keys(blocks, tiling, scores, i, visit_tile, start)
+        return tuple(new_sums), (d_query * scores.scale).astype(q.dtype)
 
     # A CPU multiplies matrices up to three times faster if the result is wide, [F, s], not tall.
-    sums = varying_as(query, (jnp.zeros_like(key.T), jnp.zeros_like(value.T), params.zeros()))
+    sums = varying_as(query, (zeros(key.T.shape), zeros(value.T.shape), params.zeros()))
     (d_key, d_value, d_params), d_query = lax.scan(row, sums, by_row(tiling, blocks, *row_data))
     if params.sink is not None:
         _, _, lse_rows, delta_rows = row_data
         d_params = d_params._replace(sink=-jnp.sum(jnp.exp(params.sink - lse_rows) * delta_rows))
     d_params = jax.tree.map(lambda d, x: d.astype(x.dtype), d_params, params)
-    return d_query.reshape(query.shape), d_key.T, d_value.T, d_params, None, None, None
+    d_key, d_value = (d_key.T * scores.scale).astype(key.dtype), d_value.T.astype(value.dtype)
+    return d_query.reshape(query.shape), d_key, d_value, d_params, None, None, None
 
 
 _head.defvjp(_forward, _backward)
@@ -215,7 +218,7 @@ def _row_data(
     delta = jnp.where(finite, delta - d_lse, jnp.zeros_like(delta))
     # exp(score - inf) = 0, also where the score is -inf
     lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))
-    return query, d_output, lse[:, None], delta[:, None]
+    return query, d_output.astype(query.dtype), lse[:, None], delta[:, None]
 
 
 def _weights(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_mha._impl.nonfinite import Magnitudes, finite
+from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._tiles import Tile
 from flax_mha.masks import Mask
@@ -69,12 +69,12 @@ def fused_rows(
     memory.
     """
     if magnitudes is None:
-        s = scores.tile(scores.dot(query, key, transpose_b=True), params, tile, mask)
+        s = scores.tile(scores.products(query, key), params, tile, mask)
         return _softmax(s, value, params, scores, tile)
     # Rows of large numbers are scaled down before the product and up after it. A masked product may then overflow to
     # infinity, but it is never NaN (infinity minus infinity).
     (query, query_factor), (key, key_factor) = _shrunk(query, magnitudes.query), _shrunk(key, magnitudes.key)
-    products = scores.dot(query, key, transpose_b=True) * key_factor.T * query_factor
+    products = scores.products(query, key) * key_factor.T * query_factor
     s = scores.tile(products, params, tile, mask, magnitudes.marks_of_scores(), fused=True)
     return _softmax(s, value, params, scores, tile)
 
@@ -82,11 +82,11 @@ def fused_rows(
 def _shrunk(x: Float[Array, "n H"], magnitude: Float[Array, " n"]) -> tuple[Float[Array, "n H"], Float[Array, "n 1"]]:
     """The rows, scaled down where their products could overflow, and the powers of two that undo the scaling."""
     # In float32 from 2^60 on, by 2^-68. Smaller factors would lose the products of a row's other entries.
-    half = jnp.finfo(x.dtype).maxexp // 2
+    half = jnp.finfo(magnitude.dtype).maxexp // 2
     exponent, is_large = half + 4, (magnitude * (2 * x.shape[1]) > 2.0 ** (half - 4))[:, None]
-    one = jnp.asarray(1, x.dtype)
-    factor = jnp.where(is_large, jnp.asarray(2.0**-exponent, x.dtype), one)
-    return finite(x * factor, magnitude), jnp.where(is_large, jnp.asarray(2.0**exponent, x.dtype), one)
+    one = jnp.ones((), magnitude.dtype)
+    factor = jnp.where(is_large, one * 2.0**-exponent, one)
+    return x * factor.astype(x.dtype), jnp.where(is_large, one * 2.0**exponent, one)
 
 
 def _differentiable(
@@ -98,8 +98,7 @@ def _differentiable(
     magnitudes: Magnitudes | None,
 ) -> OutputAndLse:
     whole = _whole(query, key, scores)
-    query = query if magnitudes is None else finite(query, magnitudes.query)
-    products = scores.dot(query, key, transpose_b=True)
+    products = scores.products(query, key)
     s = scores.differentiable_tile(products, params, whole, scores.mask)
     if magnitudes is None:
         return _softmax(s, value, params, scores, whole)

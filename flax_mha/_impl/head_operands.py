@@ -1,6 +1,9 @@
 """What the math of one head takes, for every head of a call: leading axes for batch and heads."""
 
+import dataclasses
+
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha._call import Operands, Options, accumulation_dtype, numbered
@@ -11,17 +14,18 @@ from flax_mha._impl.scores import ScoreParams, Scores
 OfHeads = tuple[Array, Array, Array, ScoreParams, Scores, Magnitudes | None]
 
 
-def of_heads(operands: Operands, options: Options, sizes: bool) -> OfHeads:
-    """Scaled query, key, value, params, scores and magnitudes, as `dense.dense_head` takes them.
+def of_heads(operands: Operands, options: Options, sizes: bool, dtype: DTypeLike) -> OfHeads:
+    """Query, key, value, params, scores and magnitudes, as `dense.dense_head` takes them.
 
     Args:
       operands: Of the call.
       options: Of the call.
       sizes: Whether magnitudes tell the sizes of finite entries, as `dense.fused_rows` needs it.
+      dtype: Of query, key and value in the matrix products.
     """
     params, scores = params_and_scores(operands, options)
     scale = options.scale if operands.scale is None else operands.scale
-    return with_scores(operands.query, operands.key, operands.value, scale, params, scores, sizes)
+    return with_scores(operands.query, operands.key, operands.value, scale, params, scores, sizes, dtype)
 
 
 def with_scores(
@@ -32,25 +36,28 @@ def with_scores(
     params: ScoreParams,
     scores: Scores,
     sizes: bool,
+    dtype: DTypeLike,
 ) -> OfHeads:
     """The same, where `params` and `scores` are of heads already."""
-    groups = (key.shape[-2], query.shape[-2] // key.shape[-2])
-    # On every platform the matrix products are computed in this dtype too; on CPUs, bfloat16 products are slower.
-    dtype = accumulation_dtype(query.dtype)
-    query, key, value = (x.astype(dtype) for x in (query, key, value))
-    scale = scale if isinstance(scale, float) else scale.astype(dtype)
+    groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
+    query, key, value = query.astype(wide), key.astype(dtype), value.astype(dtype)
+    scale = scale if isinstance(scale, float) else scale.astype(wide)
     magnitudes = None
     if scores.masks_scores(params):
         of_queries = nonfinite.magnitude_of(query * scale, sizes)
-        if not isinstance(scale, float):  # else the gradient of the scale would be NaN
-            query = nonfinite.finite(query, of_queries)
+        query = nonfinite.finite(query, of_queries)
         key, value, of_keys = nonfinite.finite_keys(key, value, sizes)
         magnitudes = Magnitudes(
             layout.vectors_by_head(of_queries, groups),
-            layout.vectors_by_head(of_keys, (groups[0], 1)),
+            layout.vectors_by_head(of_keys, (groups[0], 1)).astype(wide),
         )
+    if isinstance(scale, float) and dtype != wide:  # a scaled query would have to be rounded
+        scores = dataclasses.replace(scores, scale=scale)
+    else:
+        query = query * scale
+    queries = layout.split_heads(query.astype(dtype), groups)
     keys, values = (layout.split_heads(x, (groups[0], 1)) for x in (key, value))
-    return layout.split_heads(query * scale, groups), keys, values, params, scores, magnitudes
+    return queries, keys, values, params, scores, magnitudes
 
 
 def params_and_scores(operands: Operands, options: Options) -> tuple[ScoreParams, Scores]:

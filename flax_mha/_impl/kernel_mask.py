@@ -1,8 +1,8 @@
-"""A mask in the terms of fused kernels, and our semantics for masked values kept around them.
+"""A mask in the terms of fused kernels.
 
 Fused kernels know a window, lengths and segments. `kernel_mask` reads them out of a call's mask; what is left over is a
-reason to refuse. Kernels compute something for rows whose keys are all masked, and let NaN through where a weight is 0:
-the other functions say which rows that concerns, and put in what we return.
+reason to refuse. Kernels compute something for rows whose keys are all masked; other functions here say which these
+are.
 """
 
 import functools
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from flax_mha._call import Call
+from flax_mha._call import DEFAULT_PRECISION, Call
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
 
-DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
+Bounds = tuple[int | None, int | None]  # `left` and `right` of a mask
+Data = tuple[Int[Array, " B"] | None, Int[Array, " B"] | None, SegmentMask | None]  # its lengths and segments
 
 
 class KernelMask(NamedTuple):
@@ -38,6 +38,22 @@ class KernelMask(NamedTuple):
     segments: SegmentMask | None
     others: tuple[str, ...]
 
+    @classmethod
+    def of(cls, bounds: Bounds, data: Data) -> "KernelMask":
+        """The mask with these parts."""
+        (left, right), (query_lengths, key_lengths, segments) = bounds, data
+        return cls(left, right, query_lengths, key_lengths, segments, ())
+
+    @property
+    def bounds(self) -> Bounds:
+        """What is static of it."""
+        return self.left, self.right
+
+    @property
+    def data(self) -> Data:
+        """What is not."""
+        return self.query_lengths, self.key_lengths, self.segments
+
     @property
     def masks_scores(self) -> bool:
         """Whether anything may be masked at all."""
@@ -57,7 +73,7 @@ class KernelMask(NamedTuple):
 
 
 def kernel_mask(call: Call) -> KernelMask:
-    """The call's mask, as far as it can be said in the terms of kernels; offsets must be numbers."""
+    """The call's mask, as far as it can be said in the terms of kernels; windows only if offsets are numbers."""
     left = right = query_lengths = key_lengths = segments = None
     others = []
     for part in _parts(call.operands.mask):
@@ -77,9 +93,16 @@ def kernel_mask(call: Call) -> KernelMask:
     ahead = query_offset - key_offset
     left = None if left is None or left - ahead >= queries - 1 else max(left - ahead, -keys)
     right = None if right is None or right + ahead >= keys - 1 else max(right + ahead, -queries)
-    query_lengths = None if query_lengths is None else query_lengths - query_offset
-    key_lengths = None if key_lengths is None else key_lengths - key_offset
+    if not call.operands.has_known_offsets:  # then any limit is a reason to refuse
+        left, right = (None if side is None else 0 for side in (left, right))
+    query_array, key_array = call.operands.offsets
+    query_lengths = _less(query_lengths, query_offset if query_array is None else query_array)
+    key_lengths = _less(key_lengths, key_offset if key_array is None else key_array)
     return KernelMask(left, right, query_lengths, key_lengths, segments, tuple(others))
+
+
+def _less(lengths: Int[Array, "*B"] | None, offset: Int[Array, "*B"] | int) -> Int[Array, "*B"] | None:
+    return None if lengths is None else lengths - offset
 
 
 def _parts(mask: Mask | None) -> list[Mask]:
@@ -95,24 +118,27 @@ def _smaller(a: Any, b: Any) -> Any:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
-def refusals(call: Call, mask: KernelMask, caps: bool = False) -> list[str]:
+def refusals(call: Call, mask: KernelMask, caps: bool = False, sinks: bool = False) -> list[str]:
     """The reasons that hold for every fused kernel why it cannot compute this call.
 
     Args:
       call: The call.
       mask: Its mask.
       caps: Whether this kernel supports a soft cap.
+      sinks: Whether it supports sinks.
     """
     operands, options = call
+    has_band = mask.left is not None or mask.right is not None
+    fixed = "must be a number known while tracing, because the kernel's causal masks and windows stand still"
     unknown = {
         "bias": operands.bias is not None and "is not supported: it may mask whole rows, and holds T x S values",
         "logits_soft_cap": options.soft_cap is not None and not caps and "is not computed by it",
-        "sinks": operands.sinks is not None and "are not supported by fused kernels",
+        "sinks": operands.sinks is not None and not sinks and "are not supported by it",
         "score_mod": options.score_mod is not None and "is not supported by fused kernels",
         "dropout_rate": options.dropout_rate > 0 and "needs the random numbers of the key given",
         "return_residual": options.return_residual and "needs a log-sum-exp with a gradient, in float32",
-        "query_offset": operands.offsets[0] is not None and "must be a number known while tracing",
-        "key_value_offset": operands.offsets[1] is not None and "must be a number known while tracing",
+        "query_offset": has_band and operands.offsets[0] is not None and fixed,
+        "key_value_offset": has_band and operands.offsets[1] is not None and fixed,
         "scale": operands.scale is not None and "must be a number known while tracing",
         "precision": options.precision not in DEFAULT_PRECISION
         and f"must be the default, all that kernels have, and this asks for {options.precision}",
@@ -166,28 +192,22 @@ def counted(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[Arra
     return at_end - at_first
 
 
-def sees_any(
-    flags: Bool[Array, "B S"], first: Int[Array, "B T"], end: Int[Array, "B T"], segments: SegmentMask | None
-) -> Bool[Array, "B T"]:
-    """Whether a flag is set from `first` up to, not including, `end`, in the query's segment.
+def shows_all_rows_something(mask: KernelMask, lengths: tuple[int, int]) -> bool:
+    """Whether every query sees a key, by positions alone."""
+    queries, keys = lengths
+    if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
+        return False
+    return (mask.right is None or mask.right >= 0) and (mask.left is None or queries <= keys + mask.left)
 
-    T * S comparisons, which compilers reduce while making them and never store.
+
+def masked_rows(mask: KernelMask, batch: int, lengths: tuple[int, int]) -> Bool[Array, "B T"]:
+    """Which queries see no key, of `mask.flat`.
+
+    With segments these are T * S comparisons, which compilers reduce while making them and never store.
     """
-    places = jnp.arange(flags.shape[1], dtype=jnp.int32)[None, None, :]
-    seen = flags[:, None, :] & (first[:, :, None] <= places) & (places < end[:, :, None])
-    if segments is not None:
-        seen = seen & (segments.query_ids[:, :, None] == segments.key_value_ids[:, None, :])
-    return seen.any(-1)
-
-
-def with_our_rows(
-    output: Float[Array, "B T N Hv"], masked: Bool[Array, "B T"], nonfinite: Bool[Array, "B T N"]
-) -> Float[Array, "B T N Hv"]:
-    """The kernel's output, but NaN for rows that see something not finite, and 0 for those that see nothing."""
-    output = jnp.where(nonfinite[..., None], jnp.full_like(output, jnp.nan), output)
-    return jnp.where(masked[:, :, None, None], jnp.zeros_like(output), output)
-
-
-def for_query_heads(flags: Bool[Array, "B T K"], num_heads: int) -> Bool[Array, "B T N"]:
-    """What is said of key heads, said of the query heads that share them."""
-    return jnp.repeat(flags, num_heads // flags.shape[2], axis=2)
+    first, end = visible_range(mask, batch, lengths)
+    if mask.segments is None:
+        return end <= first
+    places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, :]
+    seen = (first[:, :, None] <= places) & (places < end[:, :, None])
+    return ~(seen & (mask.segments.query_ids[:, :, None] == mask.segments.key_value_ids[:, None, :])).any(-1)

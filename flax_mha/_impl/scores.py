@@ -67,6 +67,7 @@ class Scores:
       captured_trainable: Which of the arrays that it captures get gradients, in order.
       dropout_rate: Share of the weights that are dropped.
       precision: Of the matrix products, as in `jax.lax.dot_general`.
+      scale: What multiplies products of queries and keys, if the queries are not scaled.
       ring: The number of keys if they form a ring, else None; see `_tiles.Tile`.
     """
 
@@ -82,6 +83,7 @@ class Scores:
     captured_trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
     dropout_rate: float = dataclasses.field(metadata={"static": True})
     precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     ring: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -101,10 +103,22 @@ class Scores:
         """Whether a score may be masked in a tile in which `mask` says what is visible."""
         return mask is not None or params.bias is not None or self.score_mod is not None
 
+    def products(self, query: Float[Array, "t H"], key: Float[Array, "s H"]) -> Float[Array, "t s"]:
+        """Scaled products of queries and keys."""
+        products = self.dot(query, key, transpose_b=True)
+        return products if self.scale == 1.0 else products * self.scale
+
     def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
-        """The matrix product a @ b, or a @ b.T."""
+        """The matrix product a @ b, or a @ b.T, of operands in the narrower of their dtypes, in float32 at least."""
+        narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
         contract = ((1,), (1 if transpose_b else 0,))
-        return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision)
+        return lax.dot_general(
+            a.astype(narrow),
+            b.astype(narrow),
+            (contract, ((), ())),
+            precision=self.precision,
+            preferred_element_type=accumulation_dtype(narrow),
+        )
 
     def tile(
         self,

@@ -1,8 +1,8 @@
 """TPU attention through the splash attention kernels that come with jax, where they give our result.
 
 A mask by position alone becomes one that the kernel computes, and by which it skips tiles; lengths and segments become
-its segment ids. Around the kernel our semantics for masked values are kept: rows whose keys are all masked return 0,
-and what masked keys hold reaches nothing.
+its segment ids. Rows whose keys are all masked return 0, as everywhere; `when_finite.py` ensures that what masked keys
+hold reaches nothing.
 """
 
 import dataclasses
@@ -16,11 +16,12 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from flax_mha._call import Call, Operands, Options
-from flax_mha._impl import kernel_mask, nonfinite
-from flax_mha._impl.kernel_mask import KernelMask
+from flax_mha._call import DEFAULT_PRECISION, Call, Operands, Options
+from flax_mha._impl import kernel_mask, when_finite
+from flax_mha._impl.kernel_mask import Bounds, Data, KernelMask
+from flax_mha._impl.when_finite import Arrays
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 # In float32 with every kind of mask, twice this no longer compiles for TPU v4, whose tiles must fit in 16 MiB.
@@ -78,7 +79,7 @@ class Band(splash_masks.Mask):
 def refusals(call: Call) -> list[str]:
     """Why splash attention cannot compute this call with our result."""
     operands, mask = call.operands, kernel_mask.kernel_mask(call)
-    reasons = kernel_mask.refusals(call, mask, caps=True)
+    reasons = kernel_mask.refusals(call, mask, caps=True, sinks=True)
     target = call.options.target
     if target.platform != "tpu":
         reasons.append(f"it runs on TPUs, and this runs on {target.platform}")
@@ -93,7 +94,7 @@ def refusals(call: Call) -> list[str]:
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         reasons.append("its kernels do not compile with jax_enable_x64")
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if precision not in kernel_mask.DEFAULT_PRECISION:
+    if precision not in DEFAULT_PRECISION:
         reasons.append(f"its matrix products have the default precision, and this asks for {precision}")
     if 0 in operands.query.shape or 0 in operands.value.shape:
         reasons.append("an axis is empty")
@@ -112,44 +113,53 @@ def splash_attention(call: Call, interpret: bool = False) -> tuple[Float[Array, 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def _attention(operands: Operands, options: Options, interpret: bool) -> Float[Array, "*B T N Hv"]:
-    (queries, keys), axes = operands.lengths, operands.query.ndim - 3
-    mask = kernel_mask.kernel_mask(Call(operands, options)).flat(operands.query.shape[:axes])
-    query, key, value = (kernel_mask.flat(x, axes) for x in (operands.query, operands.key, operands.value))
+    batch, (query, key, value) = operands.query.shape[:-3], operands[:3]
+    mask = kernel_mask.kernel_mask(Call(operands, options)).flat(batch)
+    query, key, value = (jnp.swapaxes(kernel_mask.flat(x, len(batch)), 1, 2) for x in (query, key, value))
+    arrays: Arrays = (_scaled(query, options.scale), key, value)
+    if operands.sinks is not None:
+        sinks = jnp.broadcast_to(operands.sinks, (*batch, query.shape[1])).astype(jnp.float32)
+        arrays = (*arrays, kernel_mask.flat(sinks, len(batch)))
+    kernel = functools.partial(_output, mask.bounds, options.soft_cap, interpret)
     if mask.masks_scores:
-        key, value, of_keys = nonfinite.finite_keys(key, value)
-        of_queries = nonfinite.magnitude_of(query * options.scale)
-        query = nonfinite.finite(query, of_queries)
-        masked, sees_bad = _rows(mask, of_keys == jnp.inf, queries)
-        query = jnp.where(masked[:, :, None, None], jnp.zeros_like(query), query)
-    query = (query.astype(jnp.float32) * options.scale).astype(query.dtype)
-    sides = (_tile(queries), _tile(keys))
+        options = options._replace(scale=1.0, offsets=(0, 0))
+        fused = when_finite.Fused(kernel, mask.bounds, options, head_axis=1)
+        output = when_finite.attention(fused, arrays, mask.data)
+    else:
+        output, _ = kernel(arrays, mask.data, False)
+    return jnp.swapaxes(output, 1, 2).reshape(*operands.query.shape[:-1], value.shape[-1])
+
+
+def _scaled(query: Float[Array, "B N T H"], scale: float) -> Float[Array, "B N T H"]:
+    number = np.asarray(scale, query.dtype)
+    if float(number) == scale:
+        return query * number
+    return (query.astype(jnp.float32) * scale).astype(query.dtype)
+
+
+def _output(
+    bounds: Bounds, soft_cap: float | None, interpret: bool, arrays: Arrays, data: Data, differentiated: bool
+) -> tuple[Float[Array, "B N T Hv"], Arrays]:
+    """The output, 0 where a query sees nothing, and what has to be finite; of [B, N, T, H], queries scaled."""
+    query, key, value, *sinks = arrays
+    mask, lengths = KernelMask.of(bounds, data), (query.shape[2], key.shape[2])
+    sides = (_tile(lengths[0]), _tile(lengths[1]))
     # Built anew for every trace: a kernel holds arrays of the trace that it was built in.
     kernel = splash.make_splash_mha(
-        splash_masks.MultiHeadMask([_mask(mask, (queries, keys), sides)] * query.shape[2]),
+        splash_masks.MultiHeadMask([_mask(mask, lengths, sides)] * query.shape[1]),
         block_sizes=_block_sizes(*sides),
-        attn_logits_soft_cap=options.soft_cap,
+        attn_logits_soft_cap=soft_cap,
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
     )
-    padded = (kernel_mask.pad_to(x, 1, side) for x, side in zip((query, key, value), (*sides, sides[1]), strict=True))
-    output = jax.vmap(kernel)(*(jnp.swapaxes(x, 1, 2) for x in padded), _segment_ids(mask, query, key, sides))
-    output = jnp.swapaxes(output, 1, 2)[:, :queries]
-    if mask.masks_scores:
-        nonfinite_rows = kernel_mask.for_query_heads(sees_bad, query.shape[2]) | (of_queries == jnp.inf)
-        output = kernel_mask.with_our_rows(output, masked, nonfinite_rows)
-    return output.reshape(*operands.query.shape[:-1], value.shape[-1])
-
-
-def _rows(mask: KernelMask, bad: Bool[Array, "B S K"], queries: int) -> tuple[Bool[Array, "B T"], Bool[Array, "B T K"]]:
-    """Which queries see nothing, and which see a key that is not finite; that is only looked for if there is one."""
-    batch, keys, heads = bad.shape
-    first, end = kernel_mask.visible_range(mask, batch, (queries, keys))
-    sees = functools.partial(kernel_mask.sees_any, first=first, end=end, segments=mask.segments)
-    hidden = end <= first if mask.segments is None else ~sees(jnp.ones((batch, keys), bool))
-    none = jnp.zeros((heads, batch, queries), bool)
-    poisoned = lax.cond(jnp.any(bad), lambda: lax.map(sees, jnp.moveaxis(bad, 2, 0)), lambda: none)
-    return hidden, jnp.moveaxis(poisoned, 0, 2)
+    padded = (kernel_mask.pad_to(x, 2, side) for x, side in zip(arrays[:3], (*sides, sides[1]), strict=True))
+    segment_ids = _segment_ids(mask, query.shape[0], lengths, sides)
+    output = jax.vmap(kernel)(*padded, segment_ids, sinks[0] if sinks else None)[:, :, : lengths[0]]
+    if not kernel_mask.shows_all_rows_something(mask, lengths):
+        masked = kernel_mask.masked_rows(mask, query.shape[0], lengths)
+        output = jnp.where(masked[:, None, :, None], jnp.zeros_like(output), output)
+    return output, (query, key, value)
 
 
 def _tile(length: int) -> int:
@@ -178,16 +188,18 @@ def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) ->
     return splash_masks.FullMask(size) if everything or furthest < nearest else Band(size, mask.left, mask.right, keys)
 
 
-def _segment_ids(mask: KernelMask, query: Array, key: Array, sides: tuple[int, int]) -> splash.SegmentIds | None:
+def _segment_ids(
+    mask: KernelMask, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
+) -> splash.SegmentIds | None:
     """Ids of queries and keys; keys behind their sequence's end get one that no query has."""
     if mask.segments is None and mask.key_lengths is None:
         return None
     if mask.segments is None:
-        query_ids, key_ids = (jnp.zeros(x.shape[:2], jnp.int32) for x in (query, key))
+        query_ids, key_ids = (jnp.zeros((batch, length), jnp.int32) for length in lengths)
     else:
         query_ids, key_ids = mask.segments.query_ids, mask.segments.key_value_ids
     if mask.key_lengths is not None:
-        inside = jnp.arange(key.shape[1], dtype=jnp.int32)[None, :] < mask.key_lengths[:, None]
+        inside = jnp.arange(lengths[1], dtype=jnp.int32)[None, :] < mask.key_lengths[:, None]
         key_ids = jnp.where(inside, key_ids, _unused(query_ids)[:, None])
     return splash.SegmentIds(kernel_mask.pad_to(query_ids, 1, sides[0]), kernel_mask.pad_to(key_ids, 1, sides[1]))
 

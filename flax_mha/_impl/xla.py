@@ -32,7 +32,8 @@ def dense_attention(call: Call) -> OutputAndLse:
     blocks = schedule.blocks_in_place(call)
     if blocks is not None:
         return _in_place(call.operands, call.options, blocks, sequential or 0)
-    return _dense(call.operands, call.options, sequential or 0)
+    dtype, together = schedule.product_dtype(call, tiles=False), schedule.heads_together(call, scores)
+    return _dense(call.operands, call.options, sequential or 0, together, dtype)
 
 
 def blockwise_attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
@@ -50,8 +51,9 @@ def blockwise_attention(call: Call, result: OutputAndLse | None = None) -> Outpu
     tiling, blocks = schedule.tiles(call)
     scores = tiling.height * tiling.width
     sequential, fuse_rows = schedule.sequential_axes(call, scores), schedule.fuses_rows(call, scores)
+    together, dtype = schedule.heads_together(call, scores), schedule.product_dtype(call, tiles=True)
     try:
-        return _blockwise(call.operands, call.options, tiling, blocks, sequential, fuse_rows, result)
+        return _blockwise(call.operands, call.options, tiling, blocks, sequential, together, fuse_rows, dtype, result)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -61,13 +63,16 @@ def blockwise_attention(call: Call, result: OutputAndLse | None = None) -> Outpu
         ) from error
 
 
-@functools.partial(jax.jit, static_argnames=("options", "sequential"))
-def _dense(operands: Operands, options: Options, sequential: int) -> OutputAndLse:
-    return _all_heads(of_heads(operands, options, sizes=True), sequential, operands.query.dtype)
+@functools.partial(jax.jit, static_argnames=("options", "sequential", "together", "dtype"))
+def _dense(
+    operands: Operands, options: Options, sequential: int, together: int | None, dtype: jnp.dtype
+) -> OutputAndLse:
+    arrays = of_heads(operands, options, sizes=True, dtype=dtype)
+    return _all_heads(arrays, sequential, operands.query.dtype, together)
 
 
-def _all_heads(arrays: OfHeads, sequential: int, dtype: DTypeLike) -> OutputAndLse:
-    output, lse = heads.over_heads(_dense_head, arrays, arrays[0].ndim - 2, sequential)
+def _all_heads(arrays: OfHeads, sequential: int, dtype: DTypeLike, together: int | None = None) -> OutputAndLse:
+    output, lse = heads.over_heads(_dense_head, arrays, arrays[0].ndim - 2, sequential, together)
     return layout.to_caller(output, lse, dtype)
 
 
@@ -95,22 +100,25 @@ def _read_in_place_jvp(
     *_, scores = primals  # what it holds has no gradient
 
     def dense_of(query: Array, key: Array, value: Array, scale: Array, params: ScoreParams) -> OutputAndLse:
-        return _all_heads(with_scores(query, key, value, scale, params, scores, sizes=True), sequential, query.dtype)
+        arrays = with_scores(query, key, value, scale, params, scores, True, accumulation_dtype(query.dtype))
+        return _all_heads(arrays, sequential, query.dtype)
 
     return jax.jvp(dense_of, primals[:5], tangents[:5])
 
 
-@functools.partial(jax.jit, static_argnames=("options", "tiling", "sequential", "fuse_rows"))
+@functools.partial(jax.jit, static_argnames=("options", "tiling", "sequential", "together", "fuse_rows", "dtype"))
 def _blockwise(
     operands: Operands,
     options: Options,
     tiling: Tiling,
     blocks: BlockMask | None,
     sequential: int | None,
+    together: int | None,
     fuse_rows: bool,
+    dtype: jnp.dtype,
     result: OutputAndLse | None,
 ) -> OutputAndLse:
-    arrays, axes = of_heads(operands, options, sizes=fuse_rows), operands.query.ndim - 1
+    arrays, axes = of_heads(operands, options, sizes=fuse_rows, dtype=dtype), operands.query.ndim - 1
     if blocks is None:
         *_, scores, _ = arrays
         blocks = _block_mask(scores, tiling, axes)
@@ -119,7 +127,8 @@ def _blockwise(
         sequential = max([sequential, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
     one_head = functools.partial(_blockwise_head, tiling, blocks.single and fuse_rows)
     known = None if result is None else layout.from_caller(*result, operands.groups)
-    output, lse = heads.over_heads(one_head, varying_alike((*arrays, blocks, known)), axes, sequential or 0)
+    operands_of_heads = varying_alike((*arrays, blocks, known))
+    output, lse = heads.over_heads(one_head, operands_of_heads, axes, sequential or 0, together)
     return layout.to_caller(output, lse, operands.query.dtype)
 
 

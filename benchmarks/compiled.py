@@ -1,0 +1,231 @@
+"""What do compilers for accelerators make of it? Compiled ahead of time, on a machine without one; nothing runs.
+
+    python benchmarks/compiled.py --target v5e:2x2|v5e:4x4|h200|h200x4 [--only WORDS] [--skip WORDS] [--out FILE.md]
+
+Attention, causal unless said, forward and with its gradient, and one training step of the demo. For TPUs this needs
+`pip install libtpu`, for H200s `pip install 'jax[cuda13]'` (jax 0.12, 4.5 GB); neither a driver nor a device.
+
+Columns:
+  attention    launches of fused attention kernels: splash, cuDNN
+  others       launches of all other kernels
+  MiB moved    what the others read and write in the device's main memory (benchmarks/hlo.py says how it is counted)
+  MiB a step   of these, one step of the innermost loop that moves most: a tile
+  temporaries  MiB that the program needs besides its arguments and results
+  collectives  what devices send one another
+  chosen       the implementation that we choose
+
+All of it while everything is finite. A loop whose trips the compiler does not tell counts once: then numbers are marked
+with a +. Of several devices the numbers are those of each.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+
+import hlo
+import jax
+import jax.numpy as jnp
+from targets import Target, compiling_for, mesh_of, target_of
+
+from flax_mha import dot_product_attention, explain_implementation
+from train_demo import model, settings, update
+
+# (batch, length, heads, key heads, size), all bfloat16
+SHAPES = {
+    "(4, 4096, 16, 64)": (4, 4096, 16, 16, 64),
+    "(1, 16384, 16, 128)": (1, 16384, 16, 16, 128),
+    "(2, 4096, 32 / 8, 128)": (2, 4096, 32, 8, 128),
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "not causal": {},
+    "causal, window of 1024": {"is_causal": True, "local_window_size": (1023, 0)},
+    "lengths": {"key_value_seq_lengths": "lengths"},
+}
+DEMOS = {
+    "demo": {},
+    "demo, larger": {"context_length": 1024, "features": 512, "heads": 8, "layers": 4},
+}
+PLACEMENTS = {"batch": ("data",), "heads": (None, None, "model"), "batch and heads": ("data", None, "model")}
+COLUMNS = {
+    "program": "---",
+    "implementation": "---",
+    "attention": "---:",
+    "others": "---:",
+    "MiB moved": "---:",
+    "MiB a step": "---:",
+    "temporaries": "---:",
+    "collectives": "---",
+    "chosen": "---",
+}
+
+
+class Cell(NamedTuple):
+    """A program: its function, the shapes and placement of its arguments, and what tells the implementation chosen."""
+
+    name: str
+    implementation: str
+    function: Callable
+    arguments: tuple
+    chosen: Callable[[], str] | None = None
+
+
+def cells(target: Target) -> Iterator[Cell]:
+    """All of them: on one device, and split over several if there are several."""
+    alone = jax.sharding.NamedSharding(jax.sharding.Mesh(target.devices[:1], "x"), jax.P())
+    for shape in SHAPES:
+        for call in CALLS:
+            if shape == next(iter(SHAPES)) or call == "causal":
+                yield from attention_cells(target, shape, call, lambda *axes: alone, "")
+    for name, options in DEMOS.items():
+        yield demo_cell(name, settings.Settings(**options), alone)
+    if len(target.devices) > 1:
+        mesh = mesh_of(target.devices)
+        for name, axes in PLACEMENTS.items():
+            split = functools.partial(placed, mesh, axes)
+            yield from attention_cells(target, next(iter(SHAPES)), "causal", split, f", split by {name}")
+            told = {"qkv_sharding": split(4)}
+            where = f", split by {name}, as qkv_sharding says"
+            yield from attention_cells(target, next(iter(SHAPES)), "causal", split, where, told)
+
+
+def placed(mesh: jax.sharding.Mesh, axes: tuple, rank: int) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(mesh, jax.P(*axes[:rank]))
+
+
+def attention_cells(
+    target: Target, shape: str, call: str, sharding: Callable, where: str, told: dict[str, Any] | None = None
+) -> Iterator[Cell]:
+    """Forward and gradient of ours, of our tiles, and of `jax.nn`."""
+    batch, length, heads, key_heads, size = SHAPES[shape]
+    sizes = [(batch, length, n, size) for n in (heads, key_heads, key_heads)]
+    arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=sharding(4)) for size in sizes]
+    arguments = dict(CALLS[call])
+    if "key_value_seq_lengths" in arguments:
+        arrays.append(jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=sharding(1)))
+        del arguments["key_value_seq_lengths"]
+
+    def peer(attend: Callable, **more: Any) -> Callable:
+        def f(query: Any, key: Any, value: Any, lengths: Any = None) -> Any:
+            return attend(query, key, value, key_value_seq_lengths=lengths, **arguments, **more)
+
+        return f
+
+    theirs = {"gpu": "cudnn"}.get(target.platform)
+    peers = {
+        "flax_mha": peer(dot_product_attention, **(told or {})),
+        "flax_mha blockwise": peer(dot_product_attention, implementation="blockwise", **(told or {})),
+        "jax.nn": peer(jax.nn.dot_product_attention, implementation=theirs),
+    }
+    for way in ("forward", "gradient"):
+        for name, f in peers.items():
+            program = f if way == "forward" else with_gradient(f)
+            chosen = (
+                functools.partial(chosen_for, peer(explain_implementation, **(told or {})), arrays)
+                if name == "flax_mha"
+                else None
+            )
+            yield Cell(f"{shape} {call}{where}, {way}", name, program, tuple(arrays), chosen)
+
+
+def chosen_for(explain: Callable, arrays: list) -> str:
+    """Which implementation we choose for these shapes."""
+    names = []
+    jax.eval_shape(lambda *arrays: names.append(explain(*arrays).chosen), *arrays)
+    return names[0]
+
+
+def with_gradient(f: Callable) -> Callable:
+    """`f`, and what its gradient makes of the output."""
+
+    def both(*arrays: Any) -> Any:
+        floats, rest = arrays[:3], arrays[3:]
+        output, pull = jax.vjp(lambda *floats: f(*floats, *rest), *floats)
+        return output, pull(output)
+
+    return both
+
+
+def demo_cell(name: str, options: settings.Settings, sharding: Any) -> Cell:
+    """One step of training on 100,000 characters out of 100."""
+    structure, params = model.blueprint(100, options)
+    state = jax.eval_shape(lambda params: update.State(params, update.make_optimizer(options).init(params)), params)
+    shapes = (state, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((100_000,), jnp.int32))
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    words = ", ".join(f"{word}={number}" for word, number in DEMOS[name].items()) or "as it comes"
+    return Cell(f"training step of the demo ({words})", "flax_mha", update.make_update(structure, options), arguments)
+
+
+def row(cell: Cell) -> dict[str, str]:
+    """What the compiler reports, or why it does not compile."""
+    facts = {"program": cell.name, "implementation": cell.implementation}
+    try:
+        facts["chosen"] = cell.chosen() if cell.chosen else ""
+        function = cell.function if hasattr(cell.function, "lower") else jax.jit(cell.function)
+        compiled = function.lower(*cell.arguments).compile()
+    except Exception as error:  # whatever it is, the table shows it
+        first = next(line.strip() for line in [*str(error).splitlines(), "?"] if line.strip())
+        return facts | {"chosen": f"{facts.get('chosen', '')} fails: {type(error).__name__}: {first[:160]}".strip()}
+    costs = hlo.Program(compiled.as_text()).costs()
+    more = "" if costs.is_exact else "+"
+    collectives = ", ".join(f"{number:g} {name}" for name, number in costs.collectives.items())
+    return facts | {
+        "attention": f"{costs.attention:g}",
+        "others": f"{costs.others:g}{more}",
+        "MiB moved": f"{costs.traffic / 2**20:,.0f}{more}",
+        "MiB a step": f"{costs.step / 2**20:,.0f}" if costs.step else "",
+        "temporaries": f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:,.0f}",
+        "collectives": collectives or "none",
+    }
+
+
+def head(name: str) -> list[str]:
+    """Of a table: target, versions, command."""
+    packages = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax")
+    installed = {package.name.lower() for package in importlib.metadata.distributions()}
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages if p in installed)
+    date = datetime.datetime.now(datetime.UTC).date()
+    python = ".".join(map(str, sys.version_info[:3]))
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return [
+        f"# Compiled ahead of time for {name}",
+        "",
+        f"{date}, Python {python}, {versions}; `{command}`. Nothing ran. The columns: see `benchmarks/compiled.py`.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'|'.join(COLUMNS.values())}|",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="v5e:2x2, v5e:4x4, h200, h200x4, or another TPU topology")
+    parser.add_argument("--only", default="", help="programs that contain these words")
+    parser.add_argument("--skip", default="no program", help="programs that contain these words")
+    parser.add_argument("--out", type=Path, help="file for the table, besides the screen")
+    options = parser.parse_args()
+    target = target_of(options.target)
+    jax.config.update("jax_enable_compilation_cache", False)  # it would want to load what is made for other devices
+    lines = head(options.target)
+    print("\n".join(lines), flush=True)
+    for cell in cells(target):
+        if options.only in cell.name and options.skip not in cell.name:
+            with compiling_for(target, len(target.devices) if "split" in cell.name else 1):
+                facts = row(cell)
+            lines.append(f"| {' | '.join(facts.get(column, '') for column in COLUMNS)} |")
+            print(lines[-1], flush=True)
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What `benchmarks/hlo.py` reads out of a program: kernels, traffic, trips, the cheaper branch."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+SPEC = importlib.util.spec_from_file_location("hlo", Path(__file__).parent.parent / "benchmarks" / "hlo.py")
+hlo = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(hlo)
+
+TEXT = """HloModule f
+
+%fused (p.0: f32[1024], p.1: s32[]) -> f32[256] {
+  %p.0 = f32[1024]{0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  ROOT %slice = f32[256]{0} dynamic-slice(%p.0, %p.1), dynamic_slice_sizes={256}
+}
+
+%body (p: (f32[1024], s32[])) -> (f32[1024], s32[]) {
+  %p = (f32[1024]{0}, s32[]) parameter(0)
+  %x = f32[1024]{0} get-tuple-element(%p), index=0
+  %i = s32[] get-tuple-element(%p), index=1
+  %part = f32[256]{0} fusion(%x, %i), kind=kLoop, calls=%fused
+  ROOT %out = (f32[1024]{0}, s32[]) tuple(%x, %i)
+}
+
+%plain (p: f32[1024]) -> f32[1024] {
+  ROOT %p = f32[1024]{0} parameter(0)
+}
+
+%careful (p: f32[1024]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  ROOT %copy = f32[1024]{0} copy(%p)
+}
+
+ENTRY %main (x: f32[1024], i: s32[], yes: pred[]) -> f32[1024] {
+  %x = f32[1024]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %yes = pred[] parameter(2)
+  %start = (f32[1024]{0}, s32[]) tuple(%x, %i)
+  %loop = (f32[1024]{0}, s32[]) while(%start), condition=%c, body=%body, backend_config={KNOWN}
+  %y = f32[1024]{0:T(8,128)S(1)} custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"
+  %sum = f32[1024]{0} all-reduce(%y), replica_groups={}, to_apply=%add
+  %z = f32[1024]{0} negate(%y)
+  ROOT %answer = f32[1024]{0} conditional(%yes, %z, %z), true_computation=%careful, false_computation=%plain
+}
+"""
+
+
+@pytest.mark.parametrize(("known", "trips"), [('{"known_trip_count":{"n":"5"}}', 5), ("{}", None)])
+def test_costs_of_a_program(known, trips):
+    costs = hlo.Program(TEXT.replace("{KNOWN}", known)).costs()
+    step = 1024 + 4 + 1024  # the slice that is read, its place, what is written
+    assert costs.attention == 1
+    assert costs.others == (trips or 1) + 1
+    assert costs.traffic == (trips or 1) * step + 4096  # y is in fast memory
+    assert costs.step == step
+    assert costs.is_exact == (trips is not None)
+    assert costs.collectives == {"all-reduce": 1}
+
+
+def test_of_a_program_compiled_here():
+    """Every instruction is understood."""
+
+    def f(x, i):
+        x = lax.fori_loop(0, 7, lambda _, x: jnp.sin(x @ x), x)
+        return lax.cond(i > 0, lambda: x, lambda: x @ x + 1), lax.dynamic_update_slice(x, x[:2], (i, i))
+
+    text = jax.jit(f).lower(jnp.ones((64, 64)), 1).compile().as_text()
+    costs = hlo.Program(text).costs()
+    assert costs.others >= 7
+    assert costs.traffic >= 7 * 2 * 64 * 64 * 4
+    assert len(re.findall("ENTRY", text)) == 1
