@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha import MultiHeadAttention
 from flax_mha.rope import RoPE
+from train_demo.mesh import gathered
 from train_demo.settings import Settings
 
 Params = dict[Any, Any]
@@ -18,11 +19,12 @@ class Block(nnx.Module):
     """`x + attention(norm(x))`, then `x + network(norm(x))`: a pre-norm transformer block."""
 
     def __init__(self, settings: Settings, *, rngs: nnx.Rngs):
-        features = settings.features
-        self.attention_norm = nnx.RMSNorm(features, rngs=rngs)
+        features, dtype = settings.features, computed_in(settings)
+        self.attention_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
         self.attention = MultiHeadAttention(
             settings.heads,
             features,
+            dtype=dtype,
             dropout_rate=settings.dropout_rate,
             use_bias=False,
             normalize_qk=True,
@@ -33,9 +35,9 @@ class Block(nnx.Module):
             keep_rngs=False,
             rngs=rngs,
         )
-        self.network_norm = nnx.RMSNorm(features, rngs=rngs)
-        self.widen = nnx.Linear(features, 4 * features, use_bias=False, rngs=rngs)
-        self.narrow = nnx.Linear(4 * features, features, use_bias=False, rngs=rngs)
+        self.network_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
+        self.widen = nnx.Linear(features, 4 * features, use_bias=False, dtype=dtype, rngs=rngs)
+        self.narrow = nnx.Linear(4 * features, features, use_bias=False, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(settings.dropout_rate)
 
     def __call__(
@@ -77,11 +79,11 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, vocabulary_size: int, settings: Settings, *, rngs: nnx.Rngs):
-        features = settings.features
-        self.embedding = nnx.Embed(vocabulary_size, features, rngs=rngs)
+        features, dtype = settings.features, computed_in(settings)
+        self.embedding = nnx.Embed(vocabulary_size, features, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([Block(settings, rngs=rngs) for _ in range(settings.layers)])
-        self.norm = nnx.RMSNorm(features, rngs=rngs)
-        self.head = nnx.Linear(features, vocabulary_size, use_bias=False, rngs=rngs)
+        self.norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(features, vocabulary_size, use_bias=False, dtype=dtype, rngs=rngs)
         self.reach = settings.layers * (settings.context_length - 1) + 1
 
     def __call__(
@@ -91,19 +93,30 @@ class Transformer(nnx.Module):
         lengths: Int[Array, " B"] | None = None,
         rngs: nnx.Rngs | None = None,
         sow_weights: bool = False,
+        remat: bool = False,
     ) -> Float[Array, "B T V"]:
-        """Returns the logits of the next character.
+        """Returns the logits of the next character, float32.
 
         Args:
             characters: their numbers in the vocabulary.
             lengths: the characters of each row before its padding; None means all.
             rngs: the stream `dropout`; None means no dropout.
             sow_weights: sow every block's `attention_weights`, `[B, N, T, T]`, for `nnx.capture`.
+            remat: for the gradient, compute each block again instead of keeping what it computed.
         """
-        x = self.embedding(characters)
+
+        def run(block: Block, x: Float[Array, "B T D"], rngs: nnx.Rngs | None) -> Float[Array, "B T D"]:
+            return gathered(block)(x, lengths=lengths, rngs=rngs, sow_weights=sow_weights)
+
+        x = gathered(self.embedding)(characters)
         for block in self.blocks:
-            x = block(x, lengths=lengths, rngs=rngs, sow_weights=sow_weights)
-        return self.head(self.norm(x))
+            x = (nnx.remat(run) if remat else run)(block, x, rngs)
+        return gathered(self.head)(self.norm(x)).astype(jnp.float32)
+
+
+def computed_in(settings: Settings) -> Any:
+    """The dtype that layers compute in; None, for float32, is that of the parameters."""
+    return None if settings.dtype == "float32" else jnp.dtype(settings.dtype)
 
 
 def blueprint(vocabulary_size: int, settings: Settings) -> tuple[nnx.GraphDef[Transformer], Params]:
@@ -116,9 +129,10 @@ def blueprint(vocabulary_size: int, settings: Settings) -> tuple[nnx.GraphDef[Tr
     return structure, nnx.to_pure_dict(shapes)
 
 
-def initial_params(vocabulary_size: int, settings: Settings) -> Params:
-    """Draws the first parameters, a nested dict of arrays, from the settings' seed."""
-    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(_transformer(vocabulary_size, settings), nnx.Param)))()
+def initial_params(vocabulary_size: int, settings: Settings, shardings: Params | None = None) -> Params:
+    """Draws the first parameters, a nested dict of arrays, from the settings' seed; they lie as `shardings` says."""
+    draw = lambda: nnx.to_pure_dict(nnx.state(_transformer(vocabulary_size, settings), nnx.Param))  # noqa: E731
+    return jax.jit(draw, out_shardings=shardings)()
 
 
 def _transformer(vocabulary_size: int, settings: Settings) -> Transformer:
