@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from train_demo.data import encode
 from train_demo.errors import UserError, printable
+from train_demo.layout import Layout
 from train_demo.run_folder import newest, prepare, read_config
 from train_demo.settings import Settings, above_zero_to_one, count, seed, several, temperature, zero_to_one
 
@@ -19,6 +20,7 @@ from train_demo.settings import Settings, above_zero_to_one, count, seed, severa
 
 RUNS = Path("runs")
 SETTINGS = {option.name: option for option in fields(Settings)}
+LAYOUT = {option.name: option for option in fields(Layout)}
 SAMPLING = (
     ("max-new-tokens", count, 500, "characters to write"),
     ("temperature", temperature, 0.7, "lower is safer, 0 takes the likeliest"),
@@ -56,13 +58,15 @@ def run(arguments: Sequence[str]) -> int:
 def _train(chosen: argparse.Namespace) -> int:
     given = {name: getattr(chosen, name) for name in SETTINGS if getattr(chosen, name) is not None}
     out = chosen.out or Path(RUNS, Path(chosen.data).stem if chosen.data else "python-docs")
+    layout = Layout(**{name: getattr(chosen, name) for name in LAYOUT})
     config, text = prepare(out, chosen.data, given, chosen.resume)
     # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
+    from train_demo.processes import joined
     from train_demo.train import train
 
-    with _memory("--batch-size, --context-length or --features"):
-        return train(config, text, out, chosen.resume)
+    with joined(layout), _memory("--batch-size, --context-length or --features"):
+        return train(config, text, out, chosen.resume, layout)
 
 
 @contextmanager
@@ -148,6 +152,7 @@ def _parser() -> Parser:
     for name, option in SETTINGS.items():
         parse, explanation = option.metadata["parse"], option.metadata["help"]
         train.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: {option.default})")
+    _add_layout(train, LAYOUT)
     train.set_defaults(command=_train)
 
     sample = commands.add_parser("sample", help="write text with a trained model", allow_abbrev=False)
@@ -170,3 +175,14 @@ def _parser() -> Parser:
     plot.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
     plot.set_defaults(command=_plot)
     return parser
+
+
+def _add_layout(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    for name in names:
+        option, flag = LAYOUT[name], f"--{name.replace('_', '-')}"
+        parse, explanation = option.metadata["parse"], option.metadata["help"]
+        if parse is None:
+            parser.add_argument(flag, action="store_true", help=explanation)
+        else:
+            ending = "" if option.default is None else f" (default: {option.default})"
+            parser.add_argument(flag, type=parse, default=option.default, help=explanation + ending)
