@@ -62,6 +62,8 @@ def save(checkpoints: ocp.CheckpointManager, step: int, trees: Trees) -> None:
         if jax.process_index() == 0:
             write_atomically(path / SEAL, json.dumps(_hashes(path), indent=1).encode())
     except (OSError, ValueError, JaxRuntimeError) as error:  # TensorStore, which writes the arrays, raises ValueError
+        if isinstance(error, JaxRuntimeError) and jax.process_count() > 1:  # from another process, not from the disk
+            raise
         raise UserError(
             f"checkpoint {step} cannot be saved in {path.parent} ({_reason(error)}): "
             "free some space, or fix the disk, then go on with --resume"

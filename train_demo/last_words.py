@@ -31,7 +31,7 @@ def last_words(log: str) -> str | None:
         return f"{what}: {AGAIN}"
     if re.search("Failed to send RPC to coordination service|Socket closed|Connection reset|connection attempt", log):
         return f"process 0, the coordinator, was lost: {AGAIN}"
-    return f"JAX ended this process ({fatal[1][:200]}): {AGAIN}"
+    return f"JAX ended this process ({fatal[1].split('absl::Status: ')[-1][:200]}): {AGAIN}"
 
 
 def main() -> None:

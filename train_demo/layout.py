@@ -62,6 +62,8 @@ class Layout:
     num_processes: int | None = option(None, count, "processes of this run, all started with the same options")
     process_id: int | None = option(None, index, "this process, from 0; process 0 prints and writes")
 
+    start_timeout: int = option(60, count, "seconds in which all processes have to start")
+
     def __post_init__(self) -> None:
         together = {
             "--coordinator": self.coordinator,
@@ -123,4 +125,4 @@ class Layout:
 
     def alone(self) -> "Layout":
         """The same, without other processes."""
-        return replace(self, coordinator=None, num_processes=None, process_id=None)
+        return replace(self, coordinator=None, num_processes=None, process_id=None, start_timeout=60)

@@ -88,15 +88,14 @@ def gathered(module: Module) -> Module:
     """
     if current() is None:
         return module
-    structure, params, rest = nnx.split(module, nnx.Param, ...)
-    whole = _constrain(nnx.to_pure_dict(params), lambda path, leaf: _without_fsdp(_spec(path, leaf)))
-    nnx.replace_by_pure_dict(params, whole)
-    return nnx.merge(structure, params, rest)
+    structure, state = nnx.split(module)
+    whole = _constrain(nnx.to_pure_dict(state), lambda path, leaf: _without_fsdp(_spec(path, leaf)))
+    return nnx.merge(structure, whole)
 
 
 def one_per_part(params: Tree) -> Tree:
     """Constrains gradients of each part of the batch, `[batch_parts(), ...]`, to lie where they are computed."""
-    return _constrain(params, lambda path, leaf: P(BATCH, *_without_fsdp(_spec(path, leaf))))
+    return _constrain(params, lambda path, leaf: P(BATCH, *tuple(_without_fsdp(_spec(path, leaf)))))
 
 
 def split_batch(windows: Array, axis: int = 0) -> Array:

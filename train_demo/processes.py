@@ -5,19 +5,20 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from train_demo import last_words
 from train_demo.errors import MainThreadOnly, UserError, printable
 from train_demo.layout import Layout
 
-WAIT_SECONDS = 60  # for all processes to have started
 HEARTBEAT_SECONDS = 10  # without a sign of life a process counts as lost
 
 
@@ -26,7 +27,7 @@ def joined(layout: Layout) -> Iterator[None]:
     """Joins the other processes of the run for as long as the context lasts; does nothing for a single process.
 
     Raises:
-        UserError: another process was lost.
+        UserError: another process was lost, or the coordinator's port is taken.
     """
     if layout.num_processes is None:
         yield
@@ -40,31 +41,38 @@ def joined(layout: Layout) -> Iterator[None]:
         raise
     except Exception as error:
         # The runtime may be about to end this process, and then says why.
-        threading.Event().wait(HEARTBEAT_SECONDS)
+        time.sleep(HEARTBEAT_SECONDS + 2)
         what = " ".join(str(error).split())[:200]
         raise UserError(f"another process was lost ({what}): {last_words.AGAIN}") from error
 
 
 def _connect(layout: Layout) -> None:
     # JAX would abort the process with a long log when its own time-out ends.
-    timer = threading.Timer(WAIT_SECONDS, _not_found, [layout])
+    timer = threading.Timer(layout.start_timeout, _not_found, [layout])
     timer.daemon = True
     timer.start()
-    jax.distributed.initialize(
-        layout.coordinator,
-        layout.num_processes,
-        layout.process_id,
-        initialization_timeout=WAIT_SECONDS + 30,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-    )
+    try:
+        jax.distributed.initialize(
+            layout.coordinator,
+            layout.num_processes,
+            layout.process_id,
+            initialization_timeout=layout.start_timeout + 30,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except (JaxRuntimeError, ValueError) as error:
+        raise UserError(
+            f"process {layout.process_id} cannot start at --coordinator {layout.coordinator} "
+            f"({' '.join(str(error).split())[:200]}): choose another port"
+        ) from error
+    wait("the start")
     timer.cancel()
 
 
 def _not_found(layout: Layout) -> None:
     others = "not all other processes came to" if layout.first else "nothing answers at"
     _say(
-        f"python -m train_demo: error: {others} --coordinator {layout.coordinator} within {WAIT_SECONDS} s: start "
-        f"{layout.num_processes} processes, with --process-id 0 to {(layout.num_processes or 1) - 1}\n"
+        f"python -m train_demo: error: {others} --coordinator {layout.coordinator} within {layout.start_timeout} s: "
+        f"start {layout.num_processes} processes, with --process-id 0 to {(layout.num_processes or 1) - 1}\n"
     )
     os._exit(2)
 
