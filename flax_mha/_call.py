@@ -1,21 +1,39 @@
 """One call: its arguments checked once, and put into the form that every implementation takes."""
 
 import functools
+import math
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt32
 
 from flax_mha import _check
-from flax_mha._platform import being_traced
+from flax_mha._platform import Target, being_traced, target_of
 from flax_mha._traced_function import Trace, TracedFunction, trace
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
 
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
+Sharding = PartitionSpec | NamedSharding
+
+
+class Numbers(NamedTuple):
+    """What depends on the numbers of batch entries and heads; None where the call does not.
+
+    Attributes:
+      batch: Numbers of the batch entries, counted through all batch axes; for `score_mod`.
+      head: Numbers of the query heads; for `score_mod`.
+      dropout_seed: Two random words for each head, or for all of them.
+    """
+
+    batch: Int[Array, "*B"] | None
+    head: Int[Array, " N"] | None
+    dropout_seed: UInt32[Array, "*B N 2"] | None
 
 
 class Operands(NamedTuple):
@@ -25,6 +43,7 @@ class Operands(NamedTuple):
       captured: What the `score_mod` captures.
       offsets: Positions of the first query and the first key [B...], where these are arrays.
       scale: What multiplies query . key, where that is an array.
+      numbers: What depends on the numbers of batch entries and heads, where this is a part of a larger call.
     """
 
     query: Float[Array, "*B T N H"]
@@ -37,6 +56,7 @@ class Operands(NamedTuple):
     offsets: tuple[Array | None, Array | None]
     scale: Array | None
     dropout_rng: Array | None
+    numbers: "Numbers | None" = None
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -53,6 +73,26 @@ class Operands(NamedTuple):
         """K, and G = N / K."""
         return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
 
+    def map_arrays(self, change: Callable[[Array, str], Any]) -> "Operands":
+        """The operands with `change(array, axes)` in the place of every array, axes as in `masks/base.py`."""
+
+        def changed(x: Any, axes: str) -> Any:
+            return None if x is None else change(x, axes)
+
+        return Operands(
+            query=changed(self.query, "B T N H"),
+            key=changed(self.key, "B S K H"),
+            value=changed(self.value, "B S K H"),
+            bias=changed(self.bias, "B N T|1 S|1"),
+            sinks=changed(self.sinks, "B N"),
+            mask=None if self.mask is None else self.mask.map_arrays(change),
+            captured=[changed(x, "") for x in self.captured],
+            offsets=(changed(self.offsets[0], "B"), changed(self.offsets[1], "B")),
+            scale=changed(self.scale, ""),
+            dropout_rng=changed(self.dropout_rng, ""),
+            numbers=self.numbers and Numbers(*map(changed, self.numbers, ("B", "N", "B N words"))),
+        )
+
 
 class Options(NamedTuple):
     """The static (hashable) part of a call.
@@ -64,6 +104,8 @@ class Options(NamedTuple):
       ring: Whether the keys form a ring (`_tiles.Tile`); the key's offset is then the position of the newest one.
       score_mod: The traced function.
       captured_trainable: Which of the arrays that it captures get gradients.
+      target: What the call is compiled for.
+      sharding: How the caller says that a mesh splits the query, or None.
     """
 
     offsets: tuple[int, int]
@@ -75,6 +117,8 @@ class Options(NamedTuple):
     broadcast_dropout: bool
     return_residual: bool
     precision: lax.PrecisionLike
+    target: Target
+    sharding: Sharding | None
     cached: bool = False
     ring: bool = False
 
@@ -121,6 +165,7 @@ def canonical(
     broadcast_dropout: bool,
     return_residual: bool,
     precision: lax.PrecisionLike,
+    qkv_sharding: Sharding | None,
     cached: bool = False,
     ring: bool = False,
 ) -> Call:
@@ -165,6 +210,8 @@ def canonical(
         broadcast_dropout=_check.flag("broadcast_dropout", broadcast_dropout),
         return_residual=_check.flag("return_residual", return_residual),
         precision=_check.precision(precision),
+        target=target_of((query, key, value)),
+        sharding=_check.sharding(qkv_sharding),
         cached=cached,
         ring=ring,
     )
@@ -195,6 +242,21 @@ def _score_trace(score_mod: ScoreMod | None, dtype: jnp.dtype) -> Trace | None:
     _check.user_function("score_mod", score_mod)
     signature = {"score": dtype} | dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
     return trace("score_mod", score_mod, signature, dtype.name)
+
+
+def numbered(operands: Operands, options: Options) -> Numbers:
+    """The numbers of batch entries and heads, and the random words of each, from which dropout follows."""
+    if operands.numbers is not None:
+        return operands.numbers
+    batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
+    entry = head = seed = None
+    if options.score_mod is not None:
+        entry = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
+        head = jnp.arange(num_heads, dtype=jnp.int32)
+    if operands.dropout_rng is not None:
+        own = (1,) * (len(batch) + 1) if options.broadcast_dropout else (*batch, num_heads)
+        seed = jax.random.bits(operands.dropout_rng, (*own, 2), jnp.uint32)
+    return Numbers(entry, head, seed)
 
 
 def numbers_as_arrays(call: Call) -> Call:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -302,6 +303,13 @@ def flag(name: str, value: bool) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, but got {value!r}.")
     return bool(value)
+
+
+def sharding(value: Any) -> Any:
+    """How a mesh splits the query."""
+    if value is not None and not isinstance(value, NamedSharding | PartitionSpec):
+        raise ValueError(f"qkv_sharding must be a jax.P or a NamedSharding, of the query, but got {value!r}.")
+    return value
 
 
 def user_function(name: str, function: Any) -> None:

@@ -1,17 +1,23 @@
 """Which implementation computes a call: what each refuses, and which is fastest."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from flax_mha._call import Call
+from flax_mha._call import Call, Operands
 from flax_mha._impl import schedule, xla
-from flax_mha._platform import platform
+from flax_mha._mesh import on_mesh, split_of, unsplit
+from flax_mha._platform import being_traced
+from flax_mha._platform_branch import on_platform
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
 NAMES: tuple[str, ...] = get_args(Implementation)
+FUSED = ("cudnn", "splash")
 Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None]
 
 
@@ -21,16 +27,20 @@ class Explanation(NamedTuple):
     Attributes:
       chosen: The implementation that computes the call.
       refusals: For each implementation the reasons why it cannot run; none where it can.
+      on_cpu: What computes the call instead if the program that is being traced is compiled for a CPU; None if the
+        same.
     """
 
     chosen: str
     refusals: dict[str, list[str]]
+    on_cpu: str | None = None
 
     def __str__(self) -> str:
         """A line for each implementation, and one for each further reason."""
         lines = []
         for name, reasons in self.refusals.items():
             verdict = "chosen" if name == self.chosen else "would run"
+            verdict = "chosen if compiled for a CPU" if name == self.on_cpu else verdict
             lines.append(f"{name:<9}  {'no: ' + reasons[0] if reasons else verdict}")
             lines += [f"{'':<9}      {reason}" for reason in reasons[1:]]
         return "\n".join(lines)
@@ -67,7 +77,7 @@ def _fastest_first(call: Call) -> list[str]:
     """What to try, by static shapes and platform alone; the last one always runs."""
     if schedule.blocks_in_place(call) is not None or (call.has_known_sizes and call.operands.lengths[0] == 1):
         return ["xla"]  # a few vectors times a matrix: nothing to fuse
-    fused = {"gpu": ["cudnn"], "tpu": ["splash"]}.get(platform(), [])
+    fused = {"gpu": ["cudnn"], "tpu": ["splash"]}.get(call.options.target.platform, [])
     return [*fused, "xla" if schedule.prefers_dense(call) else "blockwise"]
 
 
@@ -92,29 +102,74 @@ def check_computes(implementation: str, reasons: list[str]) -> None:
 
 
 def run(call: Call, implementation: str | None) -> Output:
-    """Runs what is named, or what is chosen.
+    """Runs what is named, or what is chosen, on each device for its part of the call where that is known.
 
     Raises:
       ValueError: If there is no such implementation.
       NotImplementedError: If the named one cannot compute this call.
     """
     check_name(implementation)
-    if implementation is None:
-        return _implementation(chosen(call)).attention(call)
-    check_computes(implementation, refusals(implementation, call))
-    return _implementation(implementation).attention(call)
+    run_part = functools.partial(_run, implementation=implementation)
+    split = split_of(call)
+    return run_part(_whole(call)) if split is None else on_mesh(call, split, run_part)
+
+
+def _whole(call: Call) -> Call:
+    """A call without a known split; the caller may have said that there is none."""
+    return call if call.options.sharding is None else unsplit(call)
+
+
+def _run(call: Call, implementation: str | None) -> Output:
+    if implementation is not None:
+        check_computes(implementation, refusals(implementation, call))
+        return _implementation(implementation).attention(call)
+    name, elsewhere = chosen(call), _elsewhere(call)
+    if elsewhere is None:
+        return _implementation(name).attention(call)
+
+    def attend(call: Call) -> Callable[[Operands], Array]:
+        attention = _implementation(chosen(call)).attention
+        return lambda operands: attention(call._replace(operands=operands))[0]
+
+    return on_platform(call.options.target.platform, attend(call), attend(elsewhere), call.operands), None
+
+
+def _elsewhere(call: Call) -> Call | None:
+    """The same call on a CPU, if the traced program may be compiled for one and holds a kernel that does not run there.
+
+    See `_platform_branch.py`.
+    """
+    if chosen(call) not in FUSED or not being_traced():
+        return None
+    target = call.options.target._replace(platform="cpu")
+    return call._replace(options=call.options._replace(target=target))
 
 
 def explain(call: Call, implementation: str | None) -> Explanation:
-    """The whole table.
+    """The whole table, of the part of the call that each device computes.
 
     Raises:
       ValueError: If there is no such implementation.
       NotImplementedError: If the named one cannot compute this call.
     """
     check_name(implementation)
+    split, explanations = split_of(call), []
+
+    def explain_part(call: Call) -> Output:
+        explanations.append(_explain(call, implementation))
+        operands = call.operands
+        return jnp.zeros((*operands.query.shape[:-1], operands.value.shape[-1])), None
+
+    if split is None:
+        return _explain(_whole(call), implementation)
+    jax.eval_shape(lambda operands: on_mesh(call._replace(operands=operands), split, explain_part), call.operands)
+    return explanations[0]
+
+
+def _explain(call: Call, implementation: str | None) -> Explanation:
     table = {name: refusals(name, call) for name in NAMES}
     if implementation is None:
-        return Explanation(chosen(call), table)
+        elsewhere = _elsewhere(call)
+        return Explanation(chosen(call), table, None if elsewhere is None else chosen(elsewhere))
     check_computes(implementation, table[implementation])
     return Explanation(implementation, table)

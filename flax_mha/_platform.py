@@ -1,7 +1,8 @@
 """What is known while tracing of where a call runs: the platform, meshes, and which values are known."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +13,42 @@ from jaxtyping import Array
 T = TypeVar("T")
 
 
+class Target(NamedTuple):
+    """What a call is compiled for.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu".
+      may_be_split: Whether the compiler may split arrays over several devices without the types saying so.
+    """
+
+    platform: str
+    may_be_split: bool
+
+
 def platform() -> str:
-    """What a call is compiled for: "cpu", "gpu" or "tpu"."""
+    """What is compiled for if no array says otherwise: "cpu", "gpu" or "tpu"."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
-def sharded() -> bool:
-    """Whether a mesh may split arrays unseen; inside `jax.shard_map` nothing is split."""
-    axes = jax.sharding.get_abstract_mesh().axis_types
-    return any(kind is not jax.sharding.AxisType.Manual for kind in axes)
+def target_of(arrays: Sequence[Array]) -> Target:
+    """Where a call with these arrays runs: on the devices that hold them, or on the default ones while tracing."""
+    held = [x for x in arrays if not isinstance(x, jax.core.Tracer) and isinstance(x, jax.Array)]
+    if len(held) == len(arrays):
+        device: Any = next(iter(held[0].sharding.device_set))
+        return Target(device.platform, any(len(x.sharding.device_set) > 1 for x in held))
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    if kinds:  # inside `jax.shard_map` nothing is split
+        return Target(platform(), any(kind is not jax.sharding.AxisType.Manual for kind in kinds))
+    return Target(platform(), jax.device_count() > 1)
+
+
+def without_explicit_axes() -> AbstractContextManager:
+    """Hides a mesh with Explicit axes, while scalar functions are traced that will run inside `jax.shard_map`, too."""
+    axis_types = jax.sharding.get_abstract_mesh().axis_types
+    if jax.sharding.AxisType.Explicit not in axis_types:
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def readable(x: Array | np.ndarray) -> bool:

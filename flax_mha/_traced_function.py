@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from flax_mha._captured import with_jax_arrays
 from flax_mha._jaxprs import RULES, derivative_is_finite, equations, evaluated_alike, inputs, key_of, key_of_derivative
-from flax_mha._platform import any_varies
+from flax_mha._platform import any_varies, without_explicit_axes
 
 
 class TracedFunction:
@@ -147,7 +147,8 @@ def _traced(function: Callable, arguments: tuple[jax.ShapeDtypeStruct, ...]) -> 
                 # NumPy cannot index its arrays with traced numbers; JAX can.
                 return with_jax_arrays(function)(*scalars)
 
-    return jax.make_jaxpr(anew)(*arguments)
+    with without_explicit_axes():
+        return jax.make_jaxpr(anew)(*arguments)
 
 
 def _without_derivative(jaxpr: Jaxpr) -> set[Any]:

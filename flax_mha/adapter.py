@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha import _check
-from flax_mha._call import accumulation_dtype
+from flax_mha._call import Sharding, accumulation_dtype
 from flax_mha.attention import (
     Explanation,
     Implementation,
@@ -57,6 +57,7 @@ def attention_fn(
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
     score_mod: ScoreMod | None = None,
+    qkv_sharding: Sharding | None = None,
 ) -> Array:
     """`flax_mha.dot_product_attention` for the `attention_fn=` of a Flax module, ours or Flax's own.
 
@@ -93,6 +94,7 @@ def attention_fn(
       logits_soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
       sinks: [N].
       score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
+      qkv_sharding: How a mesh splits the query.
 
     Returns:
       [B..., T, N, Hv].
@@ -128,6 +130,7 @@ def attention_fn(
         "logits_soft_cap": logits_soft_cap,
         "sinks": sinks,
         "score_mod": score_mod,
+        "qkv_sharding": qkv_sharding,
     }
     dropout: dict[str, Any] = {
         "dropout_rate": dropout_rate,

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha import _call, _choose
-from flax_mha._call import ScoreMod
+from flax_mha._call import ScoreMod, Sharding
 from flax_mha._choose import Explanation, Implementation
 from flax_mha.masks import Mask
 
@@ -36,6 +36,7 @@ class _Arguments(TypedDict, total=False):
     broadcast_dropout: bool
     implementation: Implementation | None
     precision: lax.PrecisionLike
+    qkv_sharding: Sharding | None
 
 
 @overload
@@ -85,6 +86,7 @@ def dot_product_attention(
     implementation: Implementation | None = None,
     return_residual: bool = False,
     precision: lax.PrecisionLike = None,
+    qkv_sharding: Sharding | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""Scaled dot-product attention of many heads, exact, in memory that grows linearly with the lengths.
 
@@ -143,6 +145,11 @@ def dot_product_attention(
         "blockwise". For `jax.jvp`, `jax.jacfwd` or second derivatives use "xla".
       return_residual: Also return the log-sum-exp of the scores.
       precision: Of the matrix products; None means `jax.default_matmul_precision`.
+      qkv_sharding: How a mesh splits the batch axes and heads of `query`, and of key and value alike, say
+        `jax.P("data", None, "model")`; fewer key heads than devices are the same on several of them. Every device then
+        computes its part without communication. Only needed inside `jit` on a mesh with Auto axes: types with Explicit
+        axes, and arrays outside `jit`, say it themselves. A `jax.P` refers to the mesh of `jax.set_mesh`; without a
+        mesh, `jax.P()` says that nothing is split.
 
     Returns:
       [B..., T, N, Hv] in the dtype of `query`; with `return_residual` also the log-sum-exp [B..., T, N] (float32, or
@@ -189,6 +196,7 @@ def dot_product_attention(
         broadcast_dropout=broadcast_dropout,
         return_residual=return_residual,
         precision=precision,
+        qkv_sharding=qkv_sharding,
     )
     output, lse = _choose.run(call, implementation)
     return (output, lse) if return_residual else output  # type: ignore[return-value]  # then lse is an array
@@ -219,6 +227,7 @@ def explain_implementation(
     implementation: Implementation | None = None,
     return_residual: bool = False,
     precision: lax.PrecisionLike = None,
+    qkv_sharding: Sharding | None = None,
 ) -> Explanation:
     """Which implementation computes a call, and why the others do not.
 
@@ -261,5 +270,6 @@ def explain_implementation(
         broadcast_dropout=broadcast_dropout,
         return_residual=return_residual,
         precision=precision,
+        qkv_sharding=qkv_sharding,
     )
     return _choose.explain(call, implementation)

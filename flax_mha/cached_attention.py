@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha import _call, _check, _choose
-from flax_mha._call import ScoreMod
+from flax_mha._call import ScoreMod, Sharding
 from flax_mha._choose import Implementation
 from flax_mha._impl.schedule import MAX_QUERIES_IN_PLACE
 from flax_mha._platform import readable, varying_alike
@@ -38,6 +38,7 @@ def cached_attention(
     broadcast_dropout: bool = False,
     implementation: Implementation | None = None,
     precision: lax.PrecisionLike = None,
+    qkv_sharding: Sharding | None = None,
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
     """Causal attention of T new tokens over the tokens in a cache and themselves; they are added to the cache.
 
@@ -67,6 +68,7 @@ def cached_attention(
       broadcast_dropout: Drop the same weights in every batch entry and head.
       implementation: Which one; None chooses. A named one gets keys and values as arrays, all that the cache can hold.
       precision: Of the matrix products.
+      qkv_sharding: How a mesh splits the query, and the cache alike.
 
     Returns:
       The output, and the cache with the new tokens. Under `jit`, a sequence whose tokens find no room returns NaN, and
@@ -111,6 +113,7 @@ def cached_attention(
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
         precision=precision,
+        qkv_sharding=qkv_sharding,
     )
     ends = None if lengths is None else tokens  # of each sequence, counted from its first new token
 

@@ -5,6 +5,8 @@ A new feature adds lines here, and with them all the checks of test_attention.py
 
 import numpy as np
 
+from flax_mha import _platform
+
 T, S, N, H = 37, 53, 6, 8
 
 
@@ -118,3 +120,8 @@ DROPOUT_CASES = {
         traced={"key_value_seq_lengths": _int(40, 53)},
     ),
 }
+
+
+def compiled_for(patch, platform):
+    """As on a machine with this accelerator; arrays that exist are on a CPU. `patch` is a pytest.MonkeyPatch."""
+    patch.setattr(_platform, "platform", lambda: platform)

@@ -6,25 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import compiled_for
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._impl import cudnn, schedule
+from flax_mha._impl import cudnn
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
 
 B, T, N, K, H = 2, 256, 4, 2, 64
 HOPPER = cudnn.Device("NVIDIA H200", (9, 0))
+CUDNN_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{x}") for x in ("", "Backward")]
 IDS = jnp.zeros((B, T), jnp.int32)
 
 
 @pytest.fixture
 def hopper(monkeypatch):
     """As on a GPU of this kind, whose plans all compile."""
-    for module in (cudnn, schedule):
-        monkeypatch.setattr(module, "platform", lambda: "gpu")
-    monkeypatch.setattr("flax_mha._choose.platform", lambda: "gpu")
-    monkeypatch.setattr(cudnn, "device", lambda: HOPPER)
+    compiled_for(monkeypatch, "gpu")
+    monkeypatch.setattr(cudnn, "device", lambda platform: HOPPER if platform == "gpu" else cudnn.Device(platform, None))
     monkeypatch.setattr(cudnn, "failure", lambda kernel: [])
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
@@ -188,6 +188,62 @@ def test_around_the_kernel_our_meanings_are_kept(name, monkeypatch):
         (got, got_grads), (want, want_grads) = run("cudnn", *arrays), run("xla", *arrays)
     for answer, expected in zip((got, *got_grads), (want, *want_grads), strict=True):
         np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-4)
+
+
+def half(dtype=jnp.bfloat16):
+    rng = np.random.default_rng(3)
+    return [jnp.asarray(rng.standard_normal(x.shape), dtype) for x in inputs()]
+
+
+def near(got, expected):
+    """Results below 2 in bfloat16, each rounded once."""
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=0, atol=2**-7)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_on_a_gpu_host_a_program_for_a_cpu_is_right():
+    """Arrays that are on a CPU, and jit(backend="cpu"), of which nothing is known while tracing."""
+    arrays = half()
+    expected = dot_product_attention(*(x.astype(jnp.float32) for x in arrays), is_causal=True, implementation="xla")
+    explanation = explain_implementation(*arrays, is_causal=True)
+    assert (explanation.chosen, explanation.on_cpu) == ("xla", None)
+    assert "this runs on cpu" in explanation.refusals["cudnn"][0]
+    near(dot_product_attention(*arrays, is_causal=True), expected)
+
+    explained = []
+
+    def attend(*arrays):
+        explained.append(explain_implementation(*arrays, is_causal=True))
+        return dot_product_attention(*arrays, is_causal=True)
+
+    near(jax.jit(attend)(*arrays), expected)
+    assert (explained[0].chosen, explained[0].on_cpu) == ("cudnn", "xla")
+    assert "chosen if compiled for a CPU" in str(explained[0])
+    gradient = jax.jit(jax.grad(lambda *arrays: attend(*arrays).sum().astype(jnp.float32)))(*arrays)
+    assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("cpu", "cuda")])
+def test_exported_for_other_platforms(platforms):
+    """With lengths that are data, gradients and a batch axis of vmap."""
+
+    def with_gradients(lengths, *arrays):
+        attend = functools.partial(dot_product_attention, is_causal=True, key_value_seq_lengths=lengths)
+        output, pull = jax.vjp(attend, *arrays)
+        return output, *pull(output)
+
+    program = jax.jit(jax.vmap(with_gradients, (0, None, None, None)))
+    lengths = jnp.array([[200, 3], [7, 256]], jnp.int32)
+    exported = jax.export.export(program, platforms=platforms, disabled_checks=CUDNN_CALLS)(lengths, *inputs())
+    for name in CUDNN_CALLS:
+        assert (name.is_custom_call() in exported.mlir_module()) == ("cuda" in platforms)
+    if "cpu" in platforms:
+        arrays = half()
+        expected = program(lengths, *(x.astype(jnp.float32) for x in arrays))
+        for got, want in zip(exported.call(lengths, *arrays), expected, strict=True):
+            scale = jnp.abs(want).max()
+            near(got.astype(jnp.float32) / scale, want / scale)
 
 
 def test_on_this_machine():

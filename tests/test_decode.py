@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import compiled_for
 
 from flax_mha import dot_product_attention
-from flax_mha._impl import schedule
+from flax_mha._impl import cudnn, schedule
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import CausalMask, FunctionMask, SegmentMask
@@ -205,7 +206,8 @@ def test_where_the_index_is_known(name):
 def test_as_on_an_accelerator(name, monkeypatch):
     """All batch entries together."""
     programs.cache_clear()
-    monkeypatch.setattr(schedule, "platform", lambda: "gpu")
+    compiled_for(monkeypatch, "gpu")
+    monkeypatch.setattr(cudnn, "device", lambda platform: cudnn.Device(platform, None))
     monkeypatch.setattr(schedule, "MAX_WIDTH_ACCELERATOR", 64)
     for seed in range(2):
         split(name, seed)

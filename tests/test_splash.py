@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import compiled_for
 from jax import export
 
 from flax_mha import dot_product_attention, explain_implementation, masks
@@ -23,8 +24,7 @@ PACKED = np.sort(SEGMENTS, axis=-1)
 def tpu():
     """As on a TPU, in small tiles."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("_choose", "_impl.splash", "_impl.schedule"):
-            patch.setattr(f"flax_mha.{module}.platform", lambda: "tpu")
+        compiled_for(patch, "tpu")
         patch.setattr(splash, "TILES", (128,))
         jax.clear_caches()
         yield
@@ -298,7 +298,7 @@ def test_a_tpu_gets_the_portable_one_where_the_kernels_would_answer_something_el
 
 
 def test_every_reason_is_named(monkeypatch):
-    monkeypatch.setattr(splash, "platform", lambda: "cpu")
+    compiled_for(monkeypatch, "cpu")
     with pytest.raises(NotImplementedError) as error:
         lowered(abstract(dtype=jnp.float16), implementation="splash", return_residual=True, bias=jnp.zeros((T, T)))
     for reason in ("it runs on TPUs, and this runs on cpu", "float16", "bias", "return_residual", "Use None"):
@@ -310,8 +310,10 @@ def mesh():
 
 
 def refusals(dtype=jnp.float32):
-    x = jnp.zeros(shapes()[0], dtype)
-    return explain_implementation(x, x, x, is_causal=True).refusals["splash"]
+    explained = []
+    x = jax.ShapeDtypeStruct(shapes()[0], dtype)
+    jax.eval_shape(lambda x: explained.append(explain_implementation(x, x, x, is_causal=True)), x)
+    return explained[0].refusals["splash"]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +321,7 @@ def refusals(dtype=jnp.float32):
     [
         (lambda: jax.enable_x64(True), "jax_enable_x64"),
         (lambda: jax.default_matmul_precision("high"), "this asks for high"),
-        (lambda: jax.set_mesh(mesh()), "under a mesh"),
+        (lambda: jax.set_mesh(mesh()), "on several devices it must know how its arrays are split"),
     ],
 )
 def test_settings_that_the_kernels_do_not_know(setting, reason):

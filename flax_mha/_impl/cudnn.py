@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 from flax_mha._call import Call, Operands, Options
 from flax_mha._impl import kernel_mask, nonfinite
 from flax_mha._impl.kernel_mask import KernelMask
-from flax_mha._platform import platform, sharded
 
 DTYPES = (jnp.float16, jnp.bfloat16)
 # To a multiple of this lengths are padded: backward plans fail for odd ones, and answered NaN for odd multiples of 64
@@ -32,10 +31,10 @@ class Device(NamedTuple):
     capability: tuple[int, int] | None
 
 
-def device() -> Device:
-    """The first device of the default backend."""
-    if platform() != "gpu":
-        return Device(platform(), None)
+def device(platform: str) -> Device:
+    """The first device of a platform."""
+    if platform != "gpu":
+        return Device(platform, None)
     first = jax.devices("gpu")[0]
     version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(first, "compute_capability", "")))
     return Device(first.device_kind, (int(version[1]), int(version[2])) if version else None)
@@ -87,7 +86,7 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
 
 def refusals(call: Call) -> list[str]:
     """Why cuDNN cannot compute this call with our result; its plan is tried only if there is no other reason."""
-    mask, here = kernel_mask.kernel_mask(call), device()
+    mask, here = kernel_mask.kernel_mask(call), device(call.options.target.platform)
     operands = call.operands
     head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
     reasons = kernel_mask.refusals(call, mask)
@@ -110,8 +109,6 @@ def refusals(call: Call) -> list[str]:
         reasons.append("a window must end at the query itself: is_causal=True, or (left, 0)")
     if mask.right == 0 and operands.lengths[0] != operands.lengths[1]:
         reasons.append("causal needs as many queries as keys")
-    if sharded():
-        reasons.append("under a mesh it needs query, key and value sharded alike, which is not known here")
     return reasons or failure(_kernel(call, mask))
 
 
@@ -138,7 +135,9 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
     call = Call(operands, options)
     mask, (queries, keys) = kernel_mask.kernel_mask(call), operands.lengths
     kernel, axes = _kernel(call, mask), operands.query.ndim - 3
-    query, key, value = kernel_mask.vmapped_together(operands.query, operands.key, operands.value)
+    query, key, value = kernel_mask.vmapped_together(
+        operands.query, operands.key, operands.value, *jax.tree.leaves(operands.mask)
+    )[:3]
     query, key, value = (kernel_mask.flat(x, axes) for x in (query, key, value))
     batch = query.shape[0]
     first, end = kernel_mask.visible_range(mask.flat(operands.query.shape[:axes]), batch, (queries, keys))

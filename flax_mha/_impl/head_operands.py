@@ -1,12 +1,9 @@
 """What the math of one head takes, for every head of a call: leading axes for batch and heads."""
 
-import math
-
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from flax_mha._call import Operands, Options, accumulation_dtype
+from flax_mha._call import Operands, Options, accumulation_dtype, numbered
 from flax_mha._impl import layout, nonfinite
 from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
@@ -73,21 +70,18 @@ def params_and_scores(operands: Operands, options: Options) -> tuple[ScoreParams
 
 
 def _scores(operands: Operands, options: Options, constants: list[jax.Array]) -> Scores:
-    batch, groups = operands.query.shape[:-3], operands.groups
-    rank, num_heads = len(batch), operands.query.shape[-2]
-    entry = head = seed = None
-    if options.score_mod is not None:
-        entry = layout.by_head(jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch), "B", rank, groups)
-        head = layout.by_head(jnp.arange(num_heads, dtype=jnp.int32), "N", rank, groups)
-    if operands.dropout_rng is not None:
-        own = (1,) * (rank + 2) if options.broadcast_dropout else (*batch, *groups)
-        seed = jax.random.bits(operands.dropout_rng, (*own, 2), jnp.uint32)
+    rank, groups = operands.query.ndim - 3, operands.groups
+    numbers = numbered(operands, options)
+    batch, head, seed = (
+        None if x is None else layout.by_head(x, axes, rank, groups)
+        for x, axes in zip(numbers, ("B", "N", "B N words"), strict=True)
+    )
     query_offset, key_offset = (None if x is None else layout.by_head(x, "B", rank, groups) for x in operands.offsets)
     return Scores(
         mask=None if operands.mask is None else layout.mask_by_head(operands.mask, rank, groups),
         offset_arrays=(query_offset, key_offset),
         dropout_seed=seed,
-        batch=entry,
+        batch=batch,
         head=head,
         constants=constants,
         offset_numbers=options.offsets,

@@ -17,8 +17,11 @@ from flax_mha._impl.block_mask import BlockMask
 from flax_mha._impl.decode import Blocks
 from flax_mha._impl.layout import mask_by_head
 from flax_mha._impl.tiling import TileShape, Tiling, tiling_of
-from flax_mha._platform import being_traced, is_key, platform, readable, sharded
+from flax_mha._platform import Target, being_traced, is_key, readable
 from flax_mha.masks import Mask
+
+# Where axes may be looped over, and where XLA makes one kernel of a product, a softmax and a product.
+ON_ONE_CPU = Target("cpu", may_be_split=False)
 
 # Up to this many scores of a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
 MAX_SCORES_DENSE = 256 * 256
@@ -74,7 +77,7 @@ def fuses_rows(call: Call, scores: int) -> bool:
     """
     operands, options = call
     plain = options.score_mod is None and operands.dropout_rng is None and not options.return_residual
-    return call.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and platform() == "cpu" and not sharded()
+    return call.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target == ON_ONE_CPU
 
 
 def blocks_in_place(call: Call) -> Blocks | None:
@@ -85,11 +88,12 @@ def blocks_in_place(call: Call) -> Blocks | None:
     if options.score_mod is not None and options.score_mod.has_custom_vjp:
         return None  # the derivative of what is read in place is that of a dense attention, by a rule for jax.jvp
     (queries, keys), (num_heads, _) = operands.lengths, operands.groups
-    few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and platform() == "cpu"
+    on_cpu = options.target.platform == "cpu"
+    few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and on_cpu
     if not few and not options.cached:
         return None
     height = min(queries, MAX_HEIGHT_IN_PLACE)
-    if platform() != "cpu":
+    if not on_cpu:
         return Blocks(height, min(keys, MAX_WIDTH_ACCELERATOR), sequential=False)
     numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
     width = max(MIN_WIDTH_IN_PLACE, min(MAX_NUMBERS_IN_PLACE // numbers // 64 * 64, MAX_WIDTH_IN_PLACE))
@@ -97,17 +101,17 @@ def blocks_in_place(call: Call) -> Blocks | None:
     masked = operands.mask is not None or operands.bias is not None or options.score_mod is not None
     if keys % width and not masked:
         return None  # the last block would have to mask some of its keys
-    return Blocks(height, width, sequential=not sharded())
+    return Blocks(height, width, sequential=not options.target.may_be_split)
 
 
 def sequential_axes(call: Call, scores: int) -> int | None:
     """How many of the leading axes [B..., K, G] to loop over, given the number of scores of one head in memory at once.
 
     On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. None on
-    accelerators, under a mesh and for symbolic sizes: then no axis may be looped over.
+    accelerators, where arrays may be split, and for symbolic sizes: then no axis may be looped over.
     """
-    if platform() != "cpu" or sharded() or not call.has_known_sizes:
-        return None  # an accelerator runs all heads together, and a mesh shards them
+    if call.options.target != ON_ONE_CPU or not call.has_known_sizes:
+        return None  # an accelerator runs all heads together, and a mesh may split them
     axes, num_heads = call.operands.query.ndim - 1, call.operands.query.shape[-2]
     if scores <= MAX_SCORES_ALL_HEADS:
         return 0
@@ -126,7 +130,7 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
     known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
     if not operands.has_known_offsets or not known:
         return tiling_of(lengths, TILE_SHAPES[0]), None
-    shapes, gathering = (TILE_SHAPES, GATHERING) if platform() == "cpu" else (TILE_SHAPES[:1], ())
+    shapes, gathering = (TILE_SHAPES, GATHERING) if options.target.platform == "cpu" else (TILE_SHAPES[:1], ())
     if not arrays or operands.mask is None:
         return _cheapest_of_one(lengths, operands.mask, options.offsets, shapes), None
     concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)

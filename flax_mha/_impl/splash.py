@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha._call import Call, Operands, Options
 from flax_mha._impl import kernel_mask, nonfinite
 from flax_mha._impl.kernel_mask import KernelMask
-from flax_mha._platform import platform, sharded
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 # In float32 with every kind of mask, twice this no longer compiles for TPU v4, whose tiles must fit in 16 MiB.
@@ -80,8 +79,9 @@ def refusals(call: Call) -> list[str]:
     """Why splash attention cannot compute this call with our result."""
     operands, mask = call.operands, kernel_mask.kernel_mask(call)
     reasons = kernel_mask.refusals(call, mask, caps=True)
-    if platform() != "tpu":
-        reasons.append(f"it runs on TPUs, and this runs on {platform()}")
+    target = call.options.target
+    if target.platform != "tpu":
+        reasons.append(f"it runs on TPUs, and this runs on {target.platform}")
     if operands.query.dtype not in DTYPES:
         reasons.append(f"it computes float32 and bfloat16, and this is {operands.query.dtype}")
     if max(operands.query.shape[-1], operands.value.shape[-1]) > LARGEST_HEAD:
@@ -97,8 +97,8 @@ def refusals(call: Call) -> list[str]:
         reasons.append(f"its matrix products have the default precision, and this asks for {precision}")
     if 0 in operands.query.shape or 0 in operands.value.shape:
         reasons.append("an axis is empty")
-    if sharded():
-        reasons.append("under a mesh it needs to be told how its arrays are split, which is not known here")
+    if target.may_be_split:
+        reasons.append("on several devices it must know how its arrays are split; pass qkv_sharding")
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying:
         reasons.append("inside jax.shard_map it needs check_vma=False")

@@ -1,0 +1,24 @@
+"""The tests in `devices/`, which need eight devices: each file in a process of its own, on a CPU divided into eight."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "devices"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("test_*.py")))
+def test_on_eight_devices(name):
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", f"{FOLDER / name}.py"]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
