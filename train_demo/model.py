@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+import flax_mha
 from flax_mha import MultiHeadAttention
 from flax_mha.rope import RoPE
-from train_demo.mesh import gathered
+from train_demo.layout import Layout
+from train_demo.mesh import BATCH, gathered
 from train_demo.settings import Settings
 
 Params = dict[Any, Any]
@@ -18,7 +20,7 @@ Params = dict[Any, Any]
 class Block(nnx.Module):
     """`x + attention(norm(x))`, then `x + network(norm(x))`: a pre-norm transformer block."""
 
-    def __init__(self, settings: Settings, *, rngs: nnx.Rngs):
+    def __init__(self, settings: Settings, layout: Layout, *, rngs: nnx.Rngs):
         features, dtype = settings.features, computed_in(settings)
         self.attention_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
         self.attention = MultiHeadAttention(
@@ -34,6 +36,7 @@ class Block(nnx.Module):
             decode=False,
             keep_rngs=False,
             rngs=rngs,
+            **_attention_over(layout),
         )
         self.network_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
         self.widen = nnx.Linear(features, 4 * features, use_bias=False, dtype=dtype, rngs=rngs)
@@ -72,16 +75,17 @@ class Transformer(nnx.Module):
     Args:
         vocabulary_size: V, the distinct characters.
         settings: layers, heads, features, dropout rate, and the context length.
+        layout: how it is computed, of which the attention over several devices' characters heeds something.
         rngs: the stream `params` draws the weights.
 
     Attributes:
         reach: the number of last characters on which a prediction depends, through all layers together.
     """
 
-    def __init__(self, vocabulary_size: int, settings: Settings, *, rngs: nnx.Rngs):
+    def __init__(self, vocabulary_size: int, settings: Settings, layout: Layout | None = None, *, rngs: nnx.Rngs):
         features, dtype = settings.features, computed_in(settings)
         self.embedding = nnx.Embed(vocabulary_size, features, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(settings, rngs=rngs) for _ in range(settings.layers)])
+        self.blocks = nnx.List([Block(settings, layout or Layout(), rngs=rngs) for _ in range(settings.layers)])
         self.norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(features, vocabulary_size, use_bias=False, dtype=dtype, rngs=rngs)
         self.reach = settings.layers * (settings.context_length - 1) + 1
@@ -119,21 +123,35 @@ def computed_in(settings: Settings) -> Any:
     return None if settings.dtype == "float32" else jnp.dtype(settings.dtype)
 
 
-def blueprint(vocabulary_size: int, settings: Settings) -> tuple[nnx.GraphDef[Transformer], Params]:
+def blueprint(
+    vocabulary_size: int, settings: Settings, layout: Layout | None = None
+) -> tuple[nnx.GraphDef[Transformer], Params]:
     """Returns the model's structure and its parameters' shapes, without computing anything.
 
     Returns:
         The structure, which `nnx.merge` joins with parameters to a model, and a nested dict of `jax.ShapeDtypeStruct`.
     """
-    structure, shapes = nnx.split(nnx.eval_shape(lambda: _transformer(vocabulary_size, settings)), nnx.Param)
+    structure, shapes = nnx.split(nnx.eval_shape(lambda: _transformer(vocabulary_size, settings, layout)), nnx.Param)
     return structure, nnx.to_pure_dict(shapes)
 
 
 def initial_params(vocabulary_size: int, settings: Settings, shardings: Params | None = None) -> Params:
     """Draws the first parameters, a nested dict of arrays, from the settings' seed; they lie as `shardings` says."""
-    draw = lambda: nnx.to_pure_dict(nnx.state(_transformer(vocabulary_size, settings), nnx.Param))  # noqa: E731
+
+    def draw() -> Params:
+        return nnx.to_pure_dict(nnx.state(_transformer(vocabulary_size, settings), nnx.Param))
+
     return jax.jit(draw, out_shardings=shardings)()
 
 
-def _transformer(vocabulary_size: int, settings: Settings) -> Transformer:
-    return Transformer(vocabulary_size, settings, rngs=nnx.Rngs(settings.seed))
+def _transformer(vocabulary_size: int, settings: Settings, layout: Layout | None = None) -> Transformer:
+    return Transformer(vocabulary_size, settings, layout, rngs=nnx.Rngs(settings.seed))
+
+
+def _attention_over(layout: Layout) -> dict[str, Any]:
+    """What the attention has to be told where several devices share the characters of a window."""
+    if layout.context == 1:
+        return {}
+    # While it accumulates, `jax.vmap` has the axes of the batch.
+    axes = BATCH if layout.accumulate == 1 else None
+    return {"attention_fn": flax_mha.context_parallel("context", batch_axes=axes, head_axis="model")}

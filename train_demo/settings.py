@@ -76,6 +76,15 @@ def zero_to_one(text: str) -> float:
     return checked(text, float, lambda number: 0 <= number <= 1, "a number from 0 to 1")
 
 
+def number(text: str) -> int:
+    """Reads a whole number, which may be written as 7e9.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is anything else, or below 1, or above 1e15.
+    """
+    return int(checked(text, float, lambda number: 1 <= number <= 1e15, "a number of parameters, such as 7e9"))
+
+
 def several(text: str) -> int:
     """Reads a whole number from 1 to 1024, of what is computed at the same time and has to fit in memory.
 

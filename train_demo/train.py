@@ -65,7 +65,7 @@ class Run:
 
     @cached_property
     def _blueprint(self) -> tuple[nnx.GraphDef[Transformer], Params]:
-        return blueprint(len(self.text.vocabulary), self.config.settings)
+        return blueprint(len(self.text.vocabulary), self.config.settings, self.layout)
 
     def first_state(self) -> State:
         """The state before the first step."""
@@ -112,7 +112,8 @@ def train(config: Config, text: Text, out: Path, resume: bool, layout: Layout) -
             return INTERRUPTED
         params = mesh.fetch(devices, state.params)
     if layout.first:
-        _finish(nnx.merge(run.structure, params), config, out, console)
+        structure, _ = blueprint(len(text.vocabulary), config.settings)
+        _finish(nnx.merge(structure, params), config, out, console)
     return 0
 
 
