@@ -1,5 +1,7 @@
 """A causal transformer over characters: embeddings, blocks of attention and of a small network, a head."""
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -108,14 +110,35 @@ class Transformer(nnx.Module):
             sow_weights: sow every block's `attention_weights`, `[B, N, T, T]`, for `nnx.capture`.
             remat: for the gradient, compute each block again instead of keeping what it computed.
         """
-
-        def run(block: Block, x: Float[Array, "B T D"], rngs: nnx.Rngs | None) -> Float[Array, "B T D"]:
-            return gathered(block)(x, lengths=lengths, rngs=rngs, sow_weights=sow_weights)
-
         x = gathered(self.embedding)(characters)
-        for block in self.blocks:
-            x = (nnx.remat(run) if remat else run)(block, x, rngs)
+        run = functools.partial(Block.__call__, lengths=lengths, sow_weights=sow_weights)
+        if remat:
+            x = _rematerialized(run, self.blocks, x, rngs)
+        else:
+            for block in self.blocks:
+                x = run(gathered(block), x, rngs=rngs)
         return gathered(self.head)(self.norm(x)).astype(jnp.float32)
+
+
+def _rematerialized(
+    run: Callable[..., Array], blocks: Sequence[Block], x: Float[Array, "B T D"], rngs: nnx.Rngs | None
+) -> Float[Array, "B T D"]:
+    """Runs the blocks one after the other, and keeps only what goes in; they are computed again for their gradients.
+
+    In a loop, because without one XLA may compute all of them again at once, when it needs only the last.
+    """
+    structures, states = zip(*map(nnx.split, blocks), strict=True)
+    stream, draws = nnx.split(rngs)
+
+    def step(carry: tuple[Array, Any], state: nnx.State) -> tuple[tuple[Array, Any], None]:
+        x, draws = carry
+        rngs = nnx.merge(stream, draws)
+        x = run(gathered(nnx.merge(structures[0], state)), x, rngs=rngs)
+        return (x, nnx.state(rngs)), None
+
+    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *states)
+    (x, _), _ = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), (x, draws), stacked)
+    return x
 
 
 def computed_in(settings: Settings) -> Any:
