@@ -103,9 +103,9 @@ def split_batch(windows: Array, axis: int = 0) -> Array:
     return _constrain(windows, lambda path, leaf: P(*[None] * axis, BATCH))
 
 
-def split_batch_and_characters(numbers: Array) -> Array:
-    """Constrains `[B, T]` to be split along both axes."""
-    return _constrain(numbers, lambda path, leaf: P(BATCH, "context"))
+def split_characters(numbers: Array) -> Array:
+    """Constrains `[B, T]` to be split along the characters of each window, besides what splits the batch."""
+    return _constrain(numbers, lambda path, leaf: P(P.UNCONSTRAINED, "context"))
 
 
 def put(mesh: Mesh | None, array: np.ndarray, spec: P = P()) -> Array:  # noqa: B008

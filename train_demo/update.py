@@ -136,5 +136,6 @@ def _matrices(params: Params) -> Params:
 def _loss(
     model: Transformer, windows: Int[Array, "B T+1"], rngs: nnx.Rngs | None, remat: bool = False
 ) -> Float[Array, ""]:
-    logits = model(windows[:, :-1], rngs=rngs, remat=remat)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+    inputs, targets = mesh.split_characters(windows[:, :-1]), mesh.split_characters(windows[:, 1:])
+    logits = model(inputs, rngs=rngs, remat=remat)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
