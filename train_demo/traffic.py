@@ -140,11 +140,19 @@ def _size(kind: str, result: str, operation: str, rest: str, devices: int) -> tu
 
 
 def _group(rest: str, devices: int) -> int:
-    iota = re.search(r"replica_groups=\[(?:\d+,)*(\d+)\]<=", rest)
-    if iota:
-        return int(iota[1])
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
-    return len(listed[1].split(",")) if listed else devices
+    """How many devices there are in each group: `{{0,1},{2,3}}`, `[2,2]<=[4]` and `mesh['a'=2,'b'=2] {'a'}` have 2."""
+    given = rest.partition("replica_groups=")[2]
+    if not given or given.startswith("{}"):
+        return devices
+    listed, iota = re.match(r"\{\{([\d,]+)\}", given), re.match(r"\[(?:\d+,)*(\d+)\]<=", given)
+    if listed or iota:
+        return len(listed[1].split(",")) if listed else int(iota[1])  # type: ignore[index]
+    axes = re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", given)
+    if axes is None:
+        raise ValueError(f"replica_groups of an unknown form: {given[:100]}")
+    sizes = dict(axis.split("=") for axis in axes[1].split(","))
+    # Of a part of an axis, `'a':(1)2`, the last number is the size.
+    return math.prod(int(axis.split(")")[1] if ":" in axis else sizes[axis]) for axis in axes[2].split(",") if axis)
 
 
 def _split(shape: str) -> list[str]:

@@ -23,7 +23,7 @@ class State(NamedTuple):
     optimizer: optax.OptState
 
 
-Update = Callable[[State, int, Int[Array, " S"]], tuple[State, Float[Array, ""]]]
+
 Validate = Callable[[Params, Int[Array, "C W T+1"]], Float[Array, ""]]
 
 
@@ -50,7 +50,7 @@ def make_update(
     earlier_ends: tuple[int, ...] = (),
     layout: Layout | None = None,
     shardings: State | None = None,
-) -> Update:
+) -> jax.stages.Wrapped:
     """Makes `update(state, step, characters) -> (state, loss)`, compiled.
 
     The batch and the dropout are drawn from the seed and the step alone, so that a resumed run draws the same ones.
