@@ -18,7 +18,7 @@ from train_demo.traffic import Traffic, traffic
 from train_demo.update import State, make_optimizer, make_update
 
 # The machine code is never run, so LLVM need not work on it. Memory and collectives are settled before.
-UNOPTIMIZED = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
+UNOPTIMIZED: dict[str, str | bool] = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": "0"}
 
 
 LONGEST = 16384
@@ -110,7 +110,9 @@ def make_plan(settings: Settings, layout: Layout, vocabulary: int, characters: i
         update = make_update(structure, settings, (), layout, None if over is None else shardings)
         lowered = update.lower(state, step, text)
         compiled = lowered.compile(UNOPTIMIZED if devices[0].platform == "cpu" else None)
-    memory = compiled.memory_analysis()
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert hlo is not None
     return Plan(
         sizes,
         sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -119,7 +121,7 @@ def make_plan(settings: Settings, layout: Layout, vocabulary: int, characters: i
         4 * characters,
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        traffic(compiled.as_text(), len(devices)),
+        traffic(hlo, len(devices)),
     )
 
 

@@ -23,7 +23,6 @@ class State(NamedTuple):
     optimizer: optax.OptState
 
 
-
 Validate = Callable[[Params, Int[Array, "C W T+1"]], Float[Array, ""]]
 
 
