@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from flax_mha._call import Call, Operands, Options, numbered
+from flax_mha._call import Call, Operands, Options, Sharding, numbered
 from flax_mha._platform import being_traced
 
 Axes = str | tuple[str, ...] | None
@@ -121,6 +121,44 @@ def _split(mesh: Any, manual: set[str], specs: Sequence[Any], call: Call, source
             f"multiple of them, but got {num_kv_heads}; use another mesh axis, or None."
         )
     return split._replace(key_heads=None if num_kv_heads % parts else heads)
+
+
+def by_device(function: Callable[..., Array], like: Array, axes: str, *others: tuple[Array, str]) -> Array:
+    """`function(like, *others)`, each device computing its part, where the type of `like` says how it is split.
+
+    Args:
+      function: Returns an array that is split as `like` is.
+      like: [B..., length, K, size].
+      axes: Names of its axes, as in the field metadata of masks.
+      *others: Other arrays, with the names of their axes.
+    """
+    mesh = jax.typeof(like).sharding.mesh
+    explicit = _axes_of_type(mesh, AxisType.Explicit)
+    if not explicit:
+        return function(like, *(x for x, _ in others))
+    spec = tuple(jax.typeof(like).sharding.spec)
+    *batch, _, heads, _ = spec + (None,) * (like.ndim - len(spec))
+    split = Split(mesh, frozenset(explicit), tuple(batch), heads, heads)
+    arrays, names = zip((like, axes), *others, strict=True)
+    specs = tuple(map(split.spec, arrays, names))
+    placed = [_resharded(x, split, spec) for x, spec in zip(arrays, specs, strict=True)]
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=split.manual, check_vma=False
+    )(*placed)
+
+
+def placed(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
+    """An array on its devices, given how a mesh splits it, or an array of which it has only the first `rank` axes."""
+    if sharding is None:
+        return x
+    mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
+    if mesh.empty:
+        raise ValueError(f"sharding must be a NamedSharding where there is no mesh, but got {sharding}.")
+    spec: Any = getattr(sharding, "spec", sharding)
+    target = NamedSharding(mesh, PartitionSpec(*spec[:rank]))
+    if _axes_of_type(mesh, AxisType.Explicit):
+        return jax.reshard(x, target)
+    return lax.with_sharding_constraint(x, target)
 
 
 def unsplit(call: Call) -> Call:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha import _check, adapter
 from flax_mha._choose import Explanation, check_name
+from flax_mha._tensor_parallel import attention_sharding, check_head_axis
 from flax_mha.cached_attention import cached_attention, check_cache, in_order
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import ArrayMask, Mask
@@ -34,6 +35,7 @@ def check_options(
     normalize_qk: bool | str,
     qk_norm_epsilon: float | None,
     rope: RoPE | None,
+    head_axis: str | None,
 ) -> None:
     """What the constructors of both modules accept.
 
@@ -51,6 +53,7 @@ def check_options(
         raise ValueError(f'normalize_qk must be False, True, "layer_norm" or "rms_norm", but got {normalize_qk!r}.')
     if qk_norm_epsilon is not None:
         _norm_epsilon(qk_norm_epsilon, normalize_qk)
+    check_head_axis(head_axis)
     if rope is not None:
         if not isinstance(rope, RoPE):
             raise ValueError(f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}.")
@@ -223,10 +226,18 @@ def reach(local_window_size: Any) -> int | None:
     return None if window is None else window[0]
 
 
-def extra_arguments(module: Any, bias: Array | None, sinks: Array | None, score_mod: Any) -> dict[str, Any]:
+def extra_arguments(
+    module: Any, bias: Array | None, sinks: Array | None, score_mod: Any, qkv_sharding: Any, query: Array
+) -> dict[str, Any]:
     """The arguments that only our attention knows, of a module of either kind and of its call; None where not given."""
     of_module = ("implementation", "scale", "local_window_size", "logits_soft_cap")
-    return {"bias": bias, "sinks": sinks, "score_mod": score_mod, **{name: getattr(module, name) for name in of_module}}
+    return {
+        "bias": bias,
+        "sinks": sinks,
+        "score_mod": score_mod,
+        "qkv_sharding": attention_sharding(qkv_sharding, module.head_axis, query.ndim),
+        **{name: getattr(module, name) for name in of_module},
+    }
 
 
 def without_none(arguments: dict[str, Any]) -> dict[str, Any]:

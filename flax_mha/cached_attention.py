@@ -14,6 +14,7 @@ from flax_mha import _call, _check, _choose
 from flax_mha._call import ScoreMod, Sharding
 from flax_mha._choose import Implementation
 from flax_mha._impl.schedule import MAX_QUERIES_IN_PLACE
+from flax_mha._mesh import by_device
 from flax_mha._platform import readable, varying_alike
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import ArrayMask, Mask, WrittenMask
@@ -155,9 +156,16 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
     """
     first = jnp.maximum(cache.index, 0) - cache.length
     slots = (first[..., None] + cache.counted(cache.length)) % cache.length
-    slots = jnp.broadcast_to(slots, (*cache.batch, cache.length))[..., None, None]
-    ordered = (jnp.take_along_axis(x, slots, axis=-3) for x in (cache.key, cache.value))
-    keys, values = (jnp.concatenate(pair, axis=-3) for pair in zip(ordered, (key, value), strict=True))
+    axes = "B S" if cache.is_per_row else "S"
+
+    def ordered(cached: Array, slots: Array, new: Array) -> Array:
+        slots = jnp.broadcast_to(slots, cached.shape[:-2])[..., None, None]
+        return jnp.concatenate([jnp.take_along_axis(cached, slots, axis=-3), new], axis=-3)
+
+    keys, values = (
+        by_device(ordered, cached, "B S K H", (slots, axes), (new, "B T K H"))
+        for cached, new in ((cache.key, key), (cache.value, value))
+    )
     return keys, values, first
 
 

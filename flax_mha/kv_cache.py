@@ -13,7 +13,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha import _check
+from flax_mha._call import Sharding
 from flax_mha._integers import extremes, int32
+from flax_mha._mesh import by_device, placed
 from flax_mha._platform import platform, readable, varying_alike
 
 # Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it.
@@ -67,6 +69,7 @@ class KVCache:
         dtype: DTypeLike = jnp.float32,
         window: int | None = None,
         per_row: bool = False,
+        sharding: Sharding | None = None,
     ) -> "KVCache":
         """An empty cache.
 
@@ -79,6 +82,7 @@ class KVCache:
           window: How many positions before its own a query sees, the `left` of `local_window_size`; None means all.
             If `max_length` is at least window + 1 + 64, the cache is a ring of so many slots.
           per_row: Whether each sequence has an index of its own.
+          sharding: How a mesh splits the batch axes and heads of keys and values [B..., S, K, H].
 
         Raises:
           ValueError: If an argument is out of its range.
@@ -94,8 +98,9 @@ class KVCache:
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
         slots = max_length if window is None else min(max_length, window + 1 + SPARE)
         shape = (*axes, slots, num_kv_heads, head_size)
-        index = jnp.zeros(axes if per_row else (), jnp.int32)
-        return cls.of_window(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), index, window)
+        key, value = (placed(jnp.zeros(shape, dtype), sharding) for _ in range(2))
+        index = placed(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
+        return cls.of_window(key, value, index, window)
 
     @classmethod
     def of_window(cls, key: Array, value: Array, index: Array, window: int | None) -> "KVCache":
@@ -333,6 +338,11 @@ def _written(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
     cached = jnp.asarray(cached)  # a checkpoint may have been read as NumPy's arrays
     if not new.size:
         return cached
+    axes = "B T" if places.ndim > 1 else "T"
+    return by_device(_written_here, cached, "B S K H", (new, "B T K H"), (places, axes))
+
+
+def _written_here(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
     if cached.dtype == jnp.bfloat16 and _CONVERTS_BFLOAT16 and platform() == "cpu":
         return _written_as_bits(*varying_alike((cached, new, places)))
     return _scattered(cached, new, places)

@@ -13,6 +13,8 @@ from flax.linen.module import merge_param
 from jaxtyping import Array, Float, Int
 
 from flax_mha import _check, _module
+from flax_mha._call import Sharding
+from flax_mha._tensor_parallel import boxed, dot_general, parameter_names
 from flax_mha.adapter import attention_fn as default_attention_fn
 from flax_mha.adapter import explain_attention
 from flax_mha.attention import Explanation, Implementation, ScoreMod
@@ -46,6 +48,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
       per_row: Whether each sequence of a cache counts its own tokens, as `lengths` need it; `cache_index` is then
         [B...]. With a `local_window_size` and long inputs the cache is a ring; see `flax_mha.kv_cache.KVCache.create`.
+      head_axis: Split the heads over this mesh axis (tensor parallelism), or over that of a logical axis: parameters
+        are boxed with the names of their axes, as by `nn.with_partitioning`. With fewer key heads than devices, of
+        which the mesh of `jax.set_mesh` must tell, every device holds all key heads.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -68,6 +73,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     normalize_qk: bool | Literal["layer_norm", "rms_norm"] = False  # type: ignore[assignment]
     rope: RoPE | None = None
     per_row: bool = False
+    head_axis: str | None = None
 
     @nn.compact
     def __call__(
@@ -88,6 +94,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         score_mod: ScoreMod | None = None,
         positions: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
         store_keys: bool = False,
+        qkv_sharding: Sharding | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
@@ -116,6 +123,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           store_keys: Keep this call's keys, values and their `lengths` in the cache, for cross-attention: later calls
             that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k`, and decoding. Those
             calls take no mask object, `score_mod` or window, for which they would have to know their position.
+          qkv_sharding: Sharding of query, key and value [B..., T, N, H], for the attention; see
+            `dot_product_attention`.
 
         Returns:
           The output.
@@ -147,11 +156,12 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             _module.check_inputs(inputs_q, inputs_k, inputs_v)
         sinks = None
         if self.sinks:
-            sinks = self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
+            init = self._split(nn.initializers.zeros_init(), "sinks")
+            sinks = self.param("sinks", init, (self.num_heads,), self.param_dtype)
         variables, cache = self._cache(query, key) if keys == "cache" else ((), None)
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
         query, key = _module.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
-        extra = _module.extra_arguments(self, bias, sinks, score_mod)
+        extra = _module.extra_arguments(self, bias, sinks, score_mod, qkv_sharding, query)
         arguments = self._flax_arguments(mask, deterministic, dropout_rng)
         if sow_weights:
             arguments["module"] = self
@@ -213,6 +223,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             self.normalize_qk,
             self.qk_norm_epsilon,
             self.rope,
+            self.head_axis,
         )
         _check.flag("per_row", self.per_row)
 
@@ -222,21 +233,30 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         head_size = features // self.num_heads
 
         def dense(num_heads: int, name: str) -> nn.DenseGeneral:
+            axes = "query" if name == "query" else "key"
             return nn.DenseGeneral(
                 features=(num_heads, head_size),
                 axis=-1,
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
-                kernel_init=self.kernel_init,
-                bias_init=self.bias_init,
+                kernel_init=self._split(self.kernel_init, axes),
+                bias_init=self._split(self.bias_init, axes, bias=True),
                 use_bias=self.use_bias,
                 precision=self.precision,
-                dot_general=self.qkv_dot_general,
+                dot_general=self.qkv_dot_general or (None if self.qkv_dot_general_cls else dot_general),
                 dot_general_cls=self.qkv_dot_general_cls,
                 name=name,
             )
 
         return dense
+
+    def _split(self, init: Callable[..., Any], parameter: str, bias: bool = False) -> Callable[..., Any]:
+        """The initializer, which boxes the parameter with the names of its axes if `head_axis` splits it."""
+        if self.head_axis is None or not self.is_initializing():
+            return init
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        names = getattr(parameter_names(self.head_axis, self.num_heads, num_kv_heads), parameter)
+        return boxed(init, self.head_axis, names[1:] if bias else names)
 
     def _query(self, inputs_q: Array, dense: Callable[..., nn.DenseGeneral]) -> Float[Array, "*B T N H"]:
         """Queries, normalized if asked."""
@@ -314,13 +334,13 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         return nn.DenseGeneral(
             features=self.out_features or features,
             axis=(-2, -1),
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            bias_init=self.out_bias_init or self.bias_init,
+            kernel_init=self._split(self.out_kernel_init or self.kernel_init, "out"),
+            bias_init=self._split(self.out_bias_init or self.bias_init, "out_bias"),
             use_bias=self.use_bias,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             precision=self.precision,
-            dot_general=self.out_dot_general,
+            dot_general=self.out_dot_general or (None if self.out_dot_general_cls else dot_general),
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(x)

@@ -14,7 +14,9 @@ from flax.typing import DotGeneralT, Dtype, Initializer, PrecisionLike, PromoteD
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha import _module
+from flax_mha import _module, _tensor_parallel
+from flax_mha._call import Sharding
+from flax_mha._tensor_parallel import ParameterNames
 from flax_mha.adapter import attention_fn as default_attention_fn
 from flax_mha.adapter import explain_attention
 from flax_mha.attention import Explanation, Implementation, ScoreMod
@@ -77,6 +79,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       logits_soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
       sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
+      head_axis: Split the heads over this mesh axis (tensor parallelism), or over that of a logical axis: parameters
+        and caches get the metadata `out_sharding`, and are placed by it if the module is made under `jax.set_mesh`.
+        With fewer key heads than devices, which the mesh must tell, all devices hold those.
 
     Raises:
       ValueError: If an argument is out of its range, or if heads and features do not fit together.
@@ -135,6 +140,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         logits_soft_cap: float | None = None,
         sinks: bool = False,
         rope: RoPE | None = None,
+        head_axis: str | None = None,
     ) -> None:
         _module.check_options(
             num_heads,
@@ -149,6 +155,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             normalize_qk,
             qk_norm_epsilon,
             rope,
+            head_axis,
         )
         _module.check_rngs(rngs, nnx.Rngs)
         super().__init__(
@@ -175,8 +182,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             qkv_promote_dtype=qkv_promote_dtype,
             out_promote_dtype=out_promote_dtype,
             ln_promote_dtype=ln_promote_dtype,
-            qkv_dot_general=qkv_dot_general,
-            out_dot_general=out_dot_general,
+            qkv_dot_general=qkv_dot_general or (None if qkv_dot_general_cls else _tensor_parallel.dot_general),
+            out_dot_general=out_dot_general or (None if out_dot_general_cls else _tensor_parallel.dot_general),
             qkv_dot_general_cls=qkv_dot_general_cls,
             out_dot_general_cls=out_dot_general_cls,
             rngs=rngs,
@@ -201,6 +208,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.rope = rope
         self.cached_lengths: nnx.Cache[Array] | None = nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
+        self.head_axis = head_axis
+        if head_axis is not None:
+            self._split_parameters(_tensor_parallel.parameter_names(head_axis, num_heads, self.num_kv_heads))
 
     def __call__(
         self,
@@ -240,7 +250,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             constructor's.
           is_causal: Queries see keys up to their own position. A decoding call always does.
           out_sharding: Sharding of the output, for `out`.
-          qkv_sharding: Sharding of query, key and value, for their projections.
+          qkv_sharding: Sharding of query, key and value [B..., T, N, H], for the attention (see
+            `dot_product_attention`) and, on a mesh with Explicit axes, for their projections.
           input_positions: Passed on to an `attention_fn` that knows it, as Flax does; the default one does not.
           bias: Broadcasts to [B..., N, T, S]; added to the scores.
           segment_ids: Segment ids of documents packed into one sequence: [B..., T], or a pair for queries and keys.
@@ -267,22 +278,23 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """
         _module.check_rngs(rngs, nnx.Rngs, nnx.RngStream)
         decode = self._first_given("decode", decode)
+        projected = qkv_sharding if _tensor_parallel.explicit(inputs_q) else None
         keys = _module.source_of_keys(decode, store_keys, self.cached_lengths is not None, inputs_k, inputs_v, lengths)
         self_attention = keys == "cache" or (keys == "inputs" and (inputs_k is None or inputs_k is inputs_q))
         sequences = _module.sequence_arguments(segment_ids, lengths, self_attention, decode, keys)
         if keys == "stored":
             _module.check_inputs(inputs_q, inputs_q, inputs_q)
-            query, (key, value, used) = self._query(inputs_q, qkv_sharding), self._stored()
+            query, (key, value, used) = self._query(inputs_q, projected), self._stored()
             _module.check_stored(mask, score_mod, self.local_window_size)
             mask = _module.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
         else:
             inputs_k, inputs_v = self._check_inputs(inputs_q, inputs_k, inputs_v)
-            query, (key, value) = self._query(inputs_q, qkv_sharding), self._keys(inputs_k, inputs_v, qkv_sharding)
+            query, (key, value) = self._query(inputs_q, projected), self._keys(inputs_k, inputs_v, projected)
         cache = self._cache() if keys == "cache" else None
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
         query, key = _module.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
         sinks = None if self.sinks is None else self.sinks[...]
-        extra = _module.extra_arguments(self, bias, sinks, score_mod)
+        extra = _module.extra_arguments(self, bias, sinks, score_mod, qkv_sharding, query)
         flax_arguments: dict[str, Any] = {
             "broadcast_dropout": self.broadcast_dropout,
             "dropout_rate": self.dropout_rate,
@@ -333,7 +345,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     explain = _module.explaining(__call__, _explained)
 
-    def init_cache(self, input_shape: Sequence[int], dtype: DTypeLike | None = None, *, per_row: bool = False) -> None:
+    def init_cache(
+        self,
+        input_shape: Sequence[int],
+        dtype: DTypeLike | None = None,
+        *,
+        per_row: bool = False,
+        sharding: Sharding | None = None,
+    ) -> None:
         """Makes an empty cache, which decoding needs.
 
         A module with a `local_window_size` makes a ring, which never overflows, if S is larger than the window by
@@ -343,6 +362,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           input_shape: [B..., S, D] of the inputs that are to come, of all calls together; S tokens fit.
           dtype: Dtype of the cached keys and values; None means that in which the module computes them.
           per_row: Whether each sequence counts its own tokens, as `lengths` need it; `cache_index` is then [B...].
+          sharding: How a mesh splits the batch axes and heads of cached keys and values [B..., S, K, H]; None splits
+            the heads as `head_axis` does.
 
         Raises:
           ValueError: If a size is negative, or the dtype is not floating point.
@@ -351,8 +372,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             dtype = self.dtype if self.dtype is not None else self.param_dtype
         *batch, length, _ = input_shape
         window = _module.reach(self.local_window_size)
-        cache = KVCache.create(batch, length, self.num_kv_heads, self.head_dim, dtype, window, per_row)
+        names: tuple[str | None, ...] | None = None
+        if self.head_axis is not None and sharding is None:
+            heads = _tensor_parallel.parameter_names(self.head_axis, self.num_heads, self.num_kv_heads).cache
+            names = (*(None,) * len(batch), *heads)
+        cache = KVCache.create(batch, length, self.num_kv_heads, self.head_dim, dtype, window, per_row, sharding)
         self.cached_key, self.cached_value, self.cache_index = map(nnx.Cache, cache.arrays)
+        if names is not None:
+            self.cached_key, self.cached_value = (_split(x, names) for x in (self.cached_key, self.cached_value))
         self.cached_lengths = nnx.data(None)
 
     def set_view(
@@ -383,6 +410,16 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if batch_size is not None and max_length is not None:
             batch = (batch_size,) if isinstance(batch_size, int) else batch_size
             self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
+
+    def _split_parameters(self, names: ParameterNames) -> None:
+        """Gives parameters the metadata that says how they are split, and places them where there is a mesh."""
+        layers = (self.query, names.query), (self.key, names.key), (self.value, names.key), (self.out, names.out)
+        for layer, of_kernel in layers:
+            layer.kernel = _split(layer.kernel, of_kernel)
+            if layer.bias is not None:
+                layer.bias = _split(layer.bias, names.out_bias if layer is self.out else of_kernel[1:])
+        if self.sinks is not None:
+            self.sinks = _split(self.sinks, names.sinks)
 
     def _query(self, inputs_q: Array, sharding: Any) -> Float[Array, "*B T N H"]:
         """Queries, normalized if asked."""
@@ -463,3 +500,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 "keep_rngs=False."
             )
         return {"deterministic": False, "dropout_rng": (rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs)()}
+
+
+def _split(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
+    """The variable with metadata for how it is split; placed if there is a mesh."""
+    metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
+    if "out_sharding" in metadata:
+        raise ValueError(
+            f"head_axis must be None where metadata says how parameters are split, but got {metadata['out_sharding']}."
+        )
+    eager = None if _tensor_parallel.has_mesh() else False
+    return type(variable)(variable[...], eager_sharding=eager, **metadata | {"out_sharding": names})

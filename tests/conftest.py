@@ -15,7 +15,7 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
     " --xla_cpu_parallel_codegen_split_count=1"
     if version("jaxlib").startswith("0.10.") and platform.machine() == "x86_64"
-    else "--xla_backend_optimization_level=0",
+    else "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
 )
 
 import jax

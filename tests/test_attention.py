@@ -67,11 +67,13 @@ def test_forward_and_gradients_under_jit(name, implementation):
     "name", ["no batch", "grouped heads", "lengths", "segments", "mask", "bias of keys", "one query", "everything"]
 )
 def test_vmap_is_a_loop(name, implementation):
+    """Each result is that of its arrays alone, by the equation."""
     case = CASES[name]
-    pairs = jax.tree.map(lambda *pair: np.stack(pair), case.arrays(0), case.arrays(7))
+    each = case.arrays(0), case.arrays(7)
+    pairs = jax.tree.map(lambda *pair: np.stack(pair), *each)
     together = jax.device_get(jax.vmap(lambda a: call(case, implementation, a, case.traced))(pairs))
-    for i in range(2):
-        alone = call(case, implementation, {name: x[i] for name, x in pairs.items()}, case.traced)
+    for i, arrays in enumerate(each):
+        alone = oracle.attention(**arrays, **case.traced, **case.static)
         for got, want in zip(together, alone, strict=True):
             assert_close(got[i], want, terms(case))
 

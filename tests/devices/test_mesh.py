@@ -5,12 +5,14 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import compiled_for
 from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention
+from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.masks import FunctionMask
 
 B, N, H = 4, 4, 8
@@ -101,3 +103,102 @@ def test_any_mesh(length, num_kv_heads, split, kind):
         program = jax.jit(functools.partial(with_gradients, sharding=sharding)).lower(x).compile()
         compare(program(x), on_one_device(length, num_kv_heads))
     assert not collectives(program.as_text())
+
+
+def test_arrays_outside_jit():
+    """Their placement is known, also if that is a part of them alone."""
+    x = arrays(40, 1)
+    for sizes, axes in SPLITS.values():
+        mesh = mesh_of(sizes, "auto")
+        split = placed(x, mesh, axes, 1)
+        compare(attend(split), on_one_device(40, 1)[0])
+        assert attend(split).sharding.is_equivalent_to(split["query"].sharding, 4)
+
+
+def test_few_queries_of_many_keys():
+    """Which one device reads in place."""
+    x = arrays(600, 2)
+    expected = attend(x | {"query": x["query"][:, :3]})
+    for kind in KINDS:
+        mesh = mesh_of((2, 2), kind)
+        split = placed(x | {"query": x["query"][:, :3]}, mesh, ("data", "model"), N)
+        with context(mesh, kind):
+            compare(jax.jit(attend)(split), expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (jax.P("rows"), r"name axes of the mesh, but got rows, and the mesh has \('data', 'model'\)"),
+        (jax.P(None, "data"), "split alike, over batch axes and heads, but qkv_sharding say"),
+        (jax.P(None, None, None, "model"), "split alike, over batch axes and heads"),
+        (jax.P(("data", "model")), "batch axis 0 must be a multiple of the 8 parts"),
+        (jax.P(None, None, ("data", "model")), "the query heads must be a multiple of the 8 parts"),
+        ("data", "qkv_sharding must be a jax.P or a NamedSharding"),
+    ],
+)
+def test_sharding_that_does_not_fit(spec, words):
+    x = arrays(40, N)
+    with jax.set_mesh(mesh_of((2, 4), "auto")), pytest.raises(ValueError, match=words):
+        attend(x, spec)
+
+
+def test_key_heads_that_do_not_fit():
+    query, key = jnp.zeros((1, 8, 12, H)), jnp.zeros((1, 8, 6, H))
+    sharding = jax.NamedSharding(mesh_of((1, 4), "auto"), jax.P(None, None, "model"))
+    with pytest.raises(ValueError, match="the key heads must divide the 4 parts"):
+        dot_product_attention(query, key, key, qkv_sharding=sharding)
+
+
+def test_a_mesh_must_be_there():
+    x = arrays(40, N)
+    with pytest.raises(ValueError, match="there is no mesh; use"):
+        attend(x, jax.P("data"))
+    compare(attend(x, jax.P()), on_one_device(40, N)[0])
+
+
+def test_sequences_that_are_split_are_refused():
+    mesh = mesh_of((2, 4), "explicit")
+    x = jax.device_put(jnp.zeros((4, 8, 4, H)), jax.NamedSharding(mesh, jax.P(None, "data")))
+    with pytest.raises(ValueError, match="context_parallel for sequences that are split"):
+        jax.jit(dot_product_attention)(x, x, x)
+
+
+def test_kernels_run_in_every_part(monkeypatch):
+    """A TPU is given one, three with the gradient, and none where nothing says how arrays are split."""
+    compiled_for(monkeypatch, "tpu")
+    x = jax.ShapeDtypeStruct((4, 256, N, 128), jnp.bfloat16)
+    auto, explicit = mesh_of((2, 4), "auto"), mesh_of((2, 4), "explicit")
+    spec = jax.P("data", None, "model")
+
+    def kernels(sharding, mesh, gradient):
+        def loss(*arrays):
+            return dot_product_attention(*arrays, is_causal=True, qkv_sharding=sharding).astype(jnp.float32).sum()
+
+        function = jax.jit(jax.grad(loss, (0, 1, 2)) if gradient else loss)
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))] * 3
+        return jax.export.export(function, platforms=["tpu"])(*types).mlir_module().count("@tpu_custom_call")
+
+    assert kernels(jax.NamedSharding(auto, spec), auto, gradient=False) == 1
+    assert kernels(jax.NamedSharding(auto, spec), auto, gradient=True) == 3
+    assert kernels(None, auto, gradient=True) == 0
+    with jax.set_mesh(explicit):
+        assert kernels(None, explicit, gradient=False) == 1
+        assert kernels(None, explicit, gradient=True) == 3
+
+
+def test_explained(monkeypatch):
+    compiled_for(monkeypatch, "tpu")
+    x = jax.ShapeDtypeStruct((4, 256, N, 128), jnp.bfloat16)
+    mesh = mesh_of((2, 4), "auto")
+
+    def explained(sharding):
+        answers = []
+        jax.eval_shape(lambda x: answers.append(explain_implementation(x, x, x, qkv_sharding=sharding)), x)
+        return answers[0]
+
+    assert explained(jax.NamedSharding(mesh, jax.P("data"))).chosen == "splash"
+    assert explained(jax.P()).chosen == "splash"
+    unknown = explained(None)
+    assert unknown.chosen == "xla"
+    assert unknown.refusals["splash"] == ["on several devices it must know how its arrays are split; pass qkv_sharding"]

@@ -1,0 +1,180 @@
+"""`head_axis`: heads split over a mesh axis, from the projections to the sum of the output; caches split like them."""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType
+
+import flax_mha
+from flax_mha import linen
+from flax_mha.rope import RoPE
+
+FEATURES, N = 16, 4
+KINDS = ("auto", "auto, set_mesh", "explicit", "explicit, set_mesh")
+OPTIONS = {"rope": RoPE(), "normalize_qk": "rms_norm", "sinks": True, "dropout_rate": 0.1}
+
+
+def mesh_of(kind):
+    axis_type = AxisType.Explicit if "explicit" in kind else AxisType.Auto
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+
+
+def context(mesh, kind):
+    return jax.set_mesh(mesh) if "set_mesh" in kind else contextlib.nullcontext()
+
+
+def inputs(length=24):
+    return jnp.asarray(np.random.default_rng(0).standard_normal((4, length, FEATURES)), jnp.float32)
+
+
+def collectives(text):
+    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+    return {name: number for name in names if (number := len(re.findall(rf" {name}(?:-start)?\(", text)))}
+
+
+def compare(got, expected):
+    """Up to the order of sums, in which devices take part."""
+    for answer, value in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(jax.device_get(answer), value, rtol=0, atol=1e-5 * np.abs(value).max())
+
+
+def nnx_layer(num_kv_heads, **options):
+    options = OPTIONS | {"decode": False} | options
+    return flax_mha.MultiHeadAttention(N, FEATURES, num_kv_heads=num_kv_heads, rngs=nnx.Rngs(0), **options)
+
+
+def of_nnx(graph, state, x):
+    """Output and gradients; with dropout."""
+
+    def attend(state):
+        return nnx.merge(graph, state)(x, is_causal=True, deterministic=False, rngs=nnx.Rngs(dropout=1))
+
+    output, pull = jax.vjp(attend, state)
+    return output, pull(jnp.cos(output))
+
+
+def linen_layer(num_kv_heads, **options):
+    return linen.MultiHeadDotProductAttention(N, num_kv_heads=num_kv_heads, deterministic=True, **OPTIONS | options)
+
+
+def of_linen(layer, variables, x):
+    rngs = {"dropout": jax.random.key(1)}
+
+    def attend(variables):
+        return layer.copy(deterministic=False).apply(variables, x, is_causal=True, rngs=rngs)
+
+    output, pull = jax.vjp(attend, variables)
+    return output, pull(jnp.cos(output))
+
+
+def check(function, state, mesh, kind, expected):
+    """On the mesh the answer is the same, after one sum in the forward pass."""
+    x = jax.device_put(inputs(), jax.NamedSharding(mesh, jax.P("data")))
+    with context(mesh, kind):
+        forward = jax.jit(lambda state, x: function(state, x)[0]).lower(state, x).compile()
+        answer = jax.jit(function)(state, x)
+    compare(answer, expected)
+    assert collectives(forward.as_text()) == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_kv_heads", [N, 1])
+def test_nnx(num_kv_heads, kind):
+    graph, state = nnx.split(nnx_layer(num_kv_heads, keep_rngs=False))
+    whole = jax.device_get(jax.jit(functools.partial(of_nnx, graph))(state, inputs()))
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        layer = nnx_layer(num_kv_heads, keep_rngs=False, head_axis="model")
+    heads = "model" if num_kv_heads == N else None
+    assert tuple(layer.query.kernel[...].sharding.spec) == (None, "model", None)
+    assert tuple(layer.value.kernel[...].sharding.spec) == (None, heads, None)
+    assert tuple(layer.out.kernel[...].sharding.spec) == ("model", None, None)
+    graph, state = nnx.split(layer)
+    check(functools.partial(of_nnx, graph), state, mesh, kind, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_kv_heads", [N, 1])
+def test_linen(num_kv_heads, kind):
+    variables = linen_layer(num_kv_heads).init(jax.random.key(0), inputs())
+    whole = jax.device_get(jax.jit(functools.partial(of_linen, linen_layer(num_kv_heads)))(variables, inputs()))
+    mesh, layer = mesh_of(kind), linen_layer(num_kv_heads, head_axis="model")
+    with jax.set_mesh(mesh):
+        boxed = jax.jit(layer.init)(jax.random.key(0), inputs())
+    compare(nn.unbox(boxed), variables)
+    specs = nn.get_partition_spec(boxed)
+    assert specs["params"]["query"]["kernel"] == jax.P(None, "model", None)
+    placed = jax.tree.map(lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)), variables, specs)
+    check(functools.partial(of_linen, layer), placed, mesh, kind, whole)
+
+
+@pytest.mark.parametrize("kind", ["auto, set_mesh", "explicit, set_mesh"])
+def test_a_logical_axis(kind):
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("heads", "model")]):
+        layer = nnx_layer(N, keep_rngs=False, head_axis="heads")
+        assert tuple(layer.query.kernel[...].sharding.spec) == (None, "model", None)
+        boxed = linen_layer(N, head_axis="heads").init(jax.random.key(0), inputs())
+        logical = nn.get_partition_spec(boxed)
+        assert logical["params"]["query"]["kernel"] == jax.P(None, "heads", None)
+        assert nn.logical_to_mesh(logical)["params"]["query"]["kernel"] == jax.P(None, "model", None)
+
+
+def test_without_a_mesh_there_is_metadata_alone():
+    layer = nnx_layer(N, head_axis="model")
+    assert layer.query.kernel.get_metadata("out_sharding") == (None, "model", None)
+    expected = nnx_layer(N)(inputs(), deterministic=True)
+    np.testing.assert_array_equal(layer(inputs(), deterministic=True), expected)
+    with pytest.raises(ValueError, match="head_axis must be None where metadata says"):
+        nnx_layer(N, head_axis="model", kernel_metadata={"out_sharding": ("model",), "eager_sharding": False})
+
+
+@pytest.mark.parametrize("window", [None, (10, 0)], ids=["all positions", "a ring"])
+@pytest.mark.parametrize(("num_kv_heads", "kind"), [(N, "auto"), (N, "explicit"), (1, "explicit")])
+def test_decoding(num_kv_heads, kind, window):
+    """The cache stays split as it was made: over batch and heads."""
+    options = {"local_window_size": window, "decode": True, "dropout_rate": 0.0, "sinks": False}
+    expected = nnx_layer(num_kv_heads, **options | {"decode": False})(inputs(100), is_causal=True)
+    mesh = mesh_of(kind)
+    spec = jax.P("data", None, "model" if num_kv_heads == N else None, None)
+    with jax.set_mesh(mesh):
+        layer = nnx_layer(num_kv_heads, head_axis="model", **options)
+        layer.init_cache((4, 120, FEATURES), per_row=True, sharding=spec)
+        x = jax.device_put(inputs(100), jax.NamedSharding(mesh, jax.P("data")))
+        graph, cache, rest = nnx.split(layer, nnx.Cache, ...)
+
+        @jax.jit
+        def step(cache, rest, x):
+            layer = nnx.merge(graph, cache, rest)
+            return layer(x), nnx.state(layer, nnx.Cache)
+
+        outputs = []
+        for start, end in ((0, 40), (40, 41), (41, 100)):
+            output, cache = step(cache, rest, x[:, start:end])
+            outputs.append(jax.device_get(output))
+    compare(np.concatenate(outputs, 1), expected)
+    key = cache["cached_key"][...]
+    assert key.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), key.ndim)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nnx_layer(N, head_axis="heads"), r"head_axis must name an axis of the mesh \('data', 'model'\)"),
+        (lambda: nnx_layer(N, head_axis=3), "head_axis must be the name of a mesh axis"),
+        (
+            lambda: flax_mha.MultiHeadAttention(6, 12, rngs=nnx.Rngs(0), head_axis="model"),
+            "head_axis must have a size that divides num_heads",
+        ),
+    ],
+)
+def test_bad_input(make, words):
+    with jax.set_mesh(mesh_of("auto")), pytest.raises(ValueError, match=words):
+        make()
