@@ -53,6 +53,21 @@ def test_collectives_are_counted_with_the_trips_of_their_loops():
     }
 
 
+def test_a_loop_that_counts_from_0():
+    told = ', backend_config={"known_trip_count":{"n":"5"}}'
+    counter = """  %start = s32[] constant(0)
+  %zero = s32[] copy(%start)
+  %tuple = (s32[], /*index=1*/bf16[4,8]) tuple(%zero, %a)
+  %loop = """
+    condition = """  %n = s32[]{:T(128)} constant(5)
+  %i = s32[] get-tuple-element(%carry), index=0
+  ROOT %compare"""
+    hlo = HLO.replace("ENTRY %main (a: f32[]) -> f32[] {\n  %loop = ", "ENTRY %main (a: f32[]) -> f32[] {\n" + counter)
+    hlo = hlo.replace(told, "").replace("  ROOT %compare", condition)
+    assert traffic(hlo, 8) == traffic(HLO, 8)
+    assert traffic(hlo.replace("constant(0)", "constant(1)"), 8).unknown_loops == 1
+
+
 def test_a_loop_of_unknown_length_is_named():
     found = traffic(HLO.replace(', backend_config={"known_trip_count":{"n":"3"}}', ""), 8)
     assert found.unknown_loops == 1

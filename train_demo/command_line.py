@@ -21,6 +21,12 @@ from train_demo.settings import Settings, above_zero_to_one, count, number, seed
 RUNS = Path("runs")
 SETTINGS = {option.name: option for option in fields(Settings)}
 LAYOUT = {option.name: option for option in fields(Layout)}
+ABSENT_TPU = {
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
 PLANNED = ("batch_size", "context_length", "layers", "heads", "features", "dropout_rate", "dtype")
 PLANNED_LAYOUT = ("data_parallel", "fsdp", "tensor", "context", "accumulate", "remat")
 SAMPLING = (
@@ -165,6 +171,9 @@ def _pretend(chosen: argparse.Namespace) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     if chosen.topology:
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+        # libtpu looks for the TPU that is not here, and says so at length.
+        for name, value in ABSENT_TPU.items():
+            os.environ.setdefault(name, value)
     else:
         # The older way to ask for virtual devices may not stand beside the newer one.
         kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]

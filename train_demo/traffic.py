@@ -94,13 +94,13 @@ class _Reader:
             total: Counts = (Counter(), Counter(), Counter())
             for line in self.computations[name]:
                 found = INSTRUCTION.match(line)
-                for counts, times in self._of_instruction(*found.groups()) if found else ():
+                for counts, times in self._of_instruction(name, *found.groups()) if found else ():
                     for sums, numbers in zip(total, counts, strict=True):
                         sums.update({kind: times * number for kind, number in numbers.items()})
             self._counted[name] = total
         return self._counted[name]
 
-    def _of_instruction(self, result: str, operation: str, rest: str) -> Iterator[tuple[Counts, int]]:
+    def _of_instruction(self, name: str, result: str, operation: str, rest: str) -> Iterator[tuple[Counts, int]]:
         kind = operation.removesuffix("-start")
         if kind in SENT:
             size, n = _size(kind, result, operation, rest, self.devices)
@@ -109,13 +109,40 @@ class _Reader:
         if operation == "conditional":
             yield max((self.count(name) for name in _called(rest)), key=lambda counts: counts[2].total()), 1
             return
-        for name in _called(rest):
-            yield self.count(name), self._trips(rest) if operation == "while" and self.count(name)[0] else 1
+        for called in _called(rest):
+            yield self.count(called), self._trips(name, rest) if operation == "while" and self.count(called)[0] else 1
 
-    def _trips(self, rest: str) -> int:
+    def _trips(self, name: str, rest: str) -> int:
         known = re.search(r"known_trip_count[^\d]*(\d+)", rest)
-        self.unknown_loops += known is None
-        return int(known[1]) if known else 1
+        trips = int(known[1]) if known else self._trips_of_counter(name, rest)
+        self.unknown_loops += trips is None
+        return trips or 1
+
+    def _trips_of_counter(self, name: str, rest: str) -> int | None:
+        """The trips of a loop as `jax.lax.scan` makes it, that counts from 0 while it is less than a constant."""
+        carry, condition = re.match(r"(%?[\w.-]+)\)", rest), re.search(r"condition=%?([\w.-]+)", rest)
+        if carry is None or condition is None:
+            return None
+        test = self.computations[condition[1]]
+        compared = next(
+            (re.search(r"compare\((\S+), (\S+)\), direction=LT", line) for line in test if "ROOT" in line), None
+        )
+        if compared is None:
+            return None
+        place = re.search(r"get-tuple-element\(\S+\), index=(\d+)", _definition(test, compared[1]))
+        limit = re.search(r"constant\((\d+)\)", _definition(test, compared[2]))
+        starts = re.search(r" tuple\((.*?)\)", re.sub(r"/\*.*?\*/", "", _definition(self.computations[name], carry[1])))
+        if place is None or limit is None or starts is None:
+            return None
+        first = _definition(self.computations[name], starts[1].split(", ")[int(place[1])])
+        return int(limit[1]) if "constant(0)" in first else None
+
+
+def _definition(lines: list[str], name: str) -> str:
+    """The line that defines a name, or what it is a copy of; the empty string where none does."""
+    line = next((line for line in lines if line.lstrip().removeprefix("ROOT ").startswith(f"{name} = ")), "")
+    copied = re.search(r" copy\((\S+)\)", line)
+    return _definition(lines, copied[1]) if copied else line
 
 
 def _called(rest: str) -> list[str]:
