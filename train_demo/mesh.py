@@ -1,6 +1,6 @@
 """The mesh of devices: how parameters, optimizer state and batches lie on it.
 
-Four axes, of which each may have one device only:
+Four axes, of which each may have one device only ("context" is left out then):
 
     data     each device has all parameters and a part of the batch; gradients are added up once in a step
     fsdp     each device has a part of the batch and a part of all parameters and their optimizer state; a block's
@@ -48,8 +48,10 @@ def make(sizes: Sizes, devices: Sequence[jax.Device] | None = None) -> Mesh | No
     number = math.prod(sizes)
     if number == 1:
         return None
+    # The attention names the axes that split its arrays, and would add up gradients over one that it does not name.
+    axes = {name: size for name, size in sizes._asdict().items() if name != "context" or size > 1}
     devices = (jax.devices() if devices is None else devices)[:number]
-    return jax.make_mesh(sizes, sizes._fields, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
 
 
 def use(mesh: Mesh | None) -> AbstractContextManager:
@@ -105,6 +107,9 @@ def split_batch(windows: Array, axis: int = 0) -> Array:
 
 def split_characters(numbers: Array) -> Array:
     """Constrains `[B, T]` to be split along the characters of each window, besides what splits the batch."""
+    mesh = current()
+    if mesh is None or "context" not in mesh.shape:
+        return numbers
     return _constrain(numbers, lambda path, leaf: P(P.UNCONSTRAINED, "context"))
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import P
 from jaxtyping import Array, Float, Int
 
 import flax_mha
 from flax_mha import MultiHeadAttention
 from flax_mha.rope import RoPE
+from train_demo import mesh
 from train_demo.layout import Layout
-from train_demo.mesh import BATCH, gathered
 from train_demo.settings import Settings
 
 Params = dict[Any, Any]
@@ -40,6 +41,8 @@ class Block(nnx.Module):
             rngs=rngs,
             **_attention_over(layout),
         )
+        # Told how the heads are split, each device computes the attention of its own as if it were alone.
+        self.qkv_sharding = P(batch_axes(layout), None, "model", None) if layout.context == 1 else None
         self.network_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
         self.widen = nnx.Linear(features, 4 * features, use_bias=False, dtype=dtype, rngs=rngs)
         self.narrow = nnx.Linear(4 * features, features, use_bias=False, dtype=dtype, rngs=rngs)
@@ -62,6 +65,7 @@ class Block(nnx.Module):
             deterministic=fixed,
             rngs=rngs,
             sow_weights=sow_weights,
+            qkv_sharding=None if mesh.current() is None else self.qkv_sharding,
         )
         x = x + self.dropout(heard, deterministic=fixed, rngs=rngs)
         # Squared ReLU learns as well as GELU here and costs no exponential (Primer, arXiv 2109.08668).
@@ -110,14 +114,14 @@ class Transformer(nnx.Module):
             sow_weights: sow every block's `attention_weights`, `[B, N, T, T]`, for `nnx.capture`.
             remat: for the gradient, compute each block again instead of keeping what it computed.
         """
-        x = gathered(self.embedding)(characters)
+        x = mesh.gathered(self.embedding)(characters)
         run = functools.partial(Block.__call__, lengths=lengths, sow_weights=sow_weights)
         if remat:
             x = _rematerialized(run, self.blocks, x, rngs)
         else:
             for block in self.blocks:
-                x = run(gathered(block), x, rngs=rngs)
-        return gathered(self.head)(self.norm(x)).astype(jnp.float32)
+                x = run(mesh.gathered(block), x, rngs=rngs)
+        return mesh.gathered(self.head)(self.norm(x)).astype(jnp.float32)
 
 
 def _rematerialized(
@@ -133,7 +137,7 @@ def _rematerialized(
     def step(carry: tuple[Array, Any], state: nnx.State) -> tuple[tuple[Array, Any], None]:
         x, draws = carry
         rngs = nnx.merge(stream, draws)
-        x = run(gathered(nnx.merge(structures[0], state)), x, rngs=rngs)
+        x = run(mesh.gathered(nnx.merge(structures[0], state)), x, rngs=rngs)
         return (x, nnx.state(rngs)), None
 
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *states)
@@ -175,6 +179,10 @@ def _attention_over(layout: Layout) -> dict[str, Any]:
     """What the attention has to be told where several devices share the characters of a window."""
     if layout.context == 1:
         return {}
-    # While it accumulates, `jax.vmap` has the axes of the batch.
-    axes = BATCH if layout.accumulate == 1 else None
-    return {"attention_fn": flax_mha.context_parallel("context", batch_axes=axes, head_axis="model")}
+    attention_fn = flax_mha.context_parallel("context", batch_axes=batch_axes(layout), head_axis="model")
+    return {"attention_fn": attention_fn}
+
+
+def batch_axes(layout: Layout) -> tuple[str, ...] | None:
+    """The mesh axes that split the batch as a model sees it: while it accumulates, `jax.vmap` has them."""
+    return mesh.BATCH if layout.accumulate == 1 else None

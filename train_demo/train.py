@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -149,7 +149,8 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
     """Trains from after `start`; returns the last step, its state, and whether Ctrl-C was pressed."""
     config, settings = run.config, run.config.settings
     update = make_update(run.structure, settings, config.earlier_ends, run.layout, run.shardings)
-    validate = make_validate(run.structure)
+    # Its windows are not accumulated.
+    validate = make_validate(blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))[0])
     ends = {*config.earlier_ends, settings.steps}
     training, windows = _characters(run)
     step, unread = start, []
