@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flax_mha
-from train_demo import mesh, plan
+from train_demo import checkpoint, mesh, plan
 from train_demo.layout import Layout
 from train_demo.model import blueprint, initial_params
 from train_demo.settings import Settings
@@ -130,3 +130,25 @@ def test_the_plan_counts_what_is_sent():
     reduced_once = planned("accumulate").traffic.kinds["all-reduce"]
     assert numbers * 4 <= reduced_once.size <= numbers * 4 + 100  # and the loss, and parts of the gradient's norm
     assert not planned("accumulate").traffic.unknown_loops
+
+
+def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
+    _, shapes = blueprint(VOCABULARY, SETTINGS)
+
+    def shardings(layout):
+        return mesh.shardings(mesh.make(layout.sizes(8, SETTINGS)), shapes)
+
+    params = initial_params(VOCABULARY, SETTINGS, shardings(Layout(data_parallel=2, fsdp=4)))
+    with checkpoint.manager(tmp_path) as checkpoints:
+        checkpoint.save(checkpoints, 1, {"params": params})
+    for layout in (Layout(fsdp=8), Layout(data_parallel=2, tensor=4), Layout(data_parallel=4, fsdp=2), None):
+        like, at = shapes, None
+        if layout is not None:
+            at = shardings(layout)
+            like = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), like, at)
+        found = checkpoint.restore_newest(tmp_path, {"params": like}, pytest.fail).trees["params"]
+        for leaf, saved in zip(*map(jax.tree.leaves, (found, params)), strict=True):
+            np.testing.assert_array_equal(leaf, saved, strict=True)
+        assert at is None or all(
+            leaf.sharding == there for leaf, there in zip(*map(jax.tree.leaves, (found, at)), strict=True)
+        )
