@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flax_mha.adapter import attention_fn as attention_fn
 from flax_mha.attention import dot_product_attention as dot_product_attention
 from flax_mha.attention import explain_implementation as explain_implementation
+from flax_mha.context_parallel import context_parallel as context_parallel
 from flax_mha.masks import CausalMask as CausalMask
 from flax_mha.masks import FunctionMask as FunctionMask
 from flax_mha.masks import LengthMask as LengthMask

@@ -14,12 +14,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, UInt32
 
 from flax_mha import _check
+from flax_mha._context import Context
 from flax_mha._platform import Target, being_traced, target_of
 from flax_mha._traced_function import Trace, TracedFunction, trace
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
 
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
-Sharding = PartitionSpec | NamedSharding
+Sharding = PartitionSpec | NamedSharding | Context
 
 
 class Numbers(NamedTuple):

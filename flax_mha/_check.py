@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from flax_mha._context import Context
 from flax_mha._integers import LARGEST, SMALLEST, extremes, ids_int32, int32
 from flax_mha._platform import being_traced, readable
 
@@ -307,7 +308,7 @@ def flag(name: str, value: bool) -> bool:
 
 def sharding(value: Any) -> Any:
     """How a mesh splits the query."""
-    if value is not None and not isinstance(value, NamedSharding | PartitionSpec):
+    if value is not None and not isinstance(value, NamedSharding | PartitionSpec | Context):
         raise ValueError(f"qkv_sharding must be a jax.P or a NamedSharding, of the query, but got {value!r}.")
     return value
 

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from flax_mha._call import Call, Operands
-from flax_mha._impl import schedule, xla
-from flax_mha._mesh import on_mesh, split_of, unsplit
+from flax_mha._context import Context
+from flax_mha._impl import gather, ring, schedule, xla
+from flax_mha._mesh import on_mesh, unsplit
 from flax_mha._platform import being_traced
 from flax_mha._platform_branch import on_platform
+from flax_mha._split import split_of
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
 NAMES: tuple[str, ...] = get_args(Implementation)
@@ -109,9 +111,26 @@ def run(call: Call, implementation: str | None) -> Output:
       NotImplementedError: If the named one cannot compute this call.
     """
     check_name(implementation)
-    run_part = functools.partial(_run, implementation=implementation)
     split = split_of(call)
-    return run_part(_whole(call)) if split is None else on_mesh(call, split, run_part)
+    if split is None:
+        return _run(_whole(call), implementation)
+    return on_mesh(call, split, _run_part(implementation, split.context))
+
+
+@functools.lru_cache(maxsize=64)  # equal ones are the same, so that nothing is compiled again
+def _run_part(implementation: str | None, context: Context | None) -> Callable[[Call], Output]:
+    attend = functools.partial(_run, implementation=implementation)
+    return attend if context is None else _in_context(context, attend, implementation)
+
+
+def _in_context(context: Context, attend: Callable[[Call], Output], implementation: str | None) -> Callable:
+    """What a device computes of a call whose sequence is split."""
+    if context.strategy == "ring":
+        if implementation is not None:
+            check_computes(implementation, _explanation_of_ring().refusals[implementation])
+        return functools.partial(ring.ring_attention, axis=context.axis, chunks=context.chunks)
+    exchange = gather.ulysses if context.strategy == "ulysses" else gather.all_gathered
+    return functools.partial(exchange, context=context, attend=attend)
 
 
 def _whole(call: Call) -> Call:
@@ -145,6 +164,11 @@ def _elsewhere(call: Call) -> Call | None:
     return call._replace(options=call.options._replace(target=target))
 
 
+def _explanation_of_ring() -> Explanation:
+    reason = 'with strategy="ring", only blockwise attention computes the gradient of a hop from the merged result'
+    return Explanation("blockwise", {name: [] if name == "blockwise" else [reason] for name in NAMES})
+
+
 def explain(call: Call, implementation: str | None) -> Explanation:
     """The whole table, of the part of the call that each device computes.
 
@@ -162,8 +186,9 @@ def explain(call: Call, implementation: str | None) -> Explanation:
 
     if split is None:
         return _explain(_whole(call), implementation)
-    jax.eval_shape(lambda operands: on_mesh(call._replace(operands=operands), split, explain_part), call.operands)
-    return explanations[0]
+    part = explain_part if split.context is None else _in_context(split.context, explain_part, implementation)
+    jax.eval_shape(lambda operands: on_mesh(call._replace(operands=operands), split, part), call.operands)
+    return explanations[0] if explanations else _explanation_of_ring()
 
 
 def _explain(call: Call, implementation: str | None) -> Explanation:

@@ -13,6 +13,7 @@ from flax_mha import _check, adapter
 from flax_mha._choose import Explanation, check_name
 from flax_mha._tensor_parallel import attention_sharding, check_head_axis
 from flax_mha.cached_attention import cached_attention, check_cache, in_order
+from flax_mha.context_parallel import ContextAttention
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import ArrayMask, Mask
 from flax_mha.rope import RoPE, apply_rope
@@ -231,11 +232,12 @@ def extra_arguments(
 ) -> dict[str, Any]:
     """The arguments that only our attention knows, of a module of either kind and of its call; None where not given."""
     of_module = ("implementation", "scale", "local_window_size", "logits_soft_cap")
+    names_batch = isinstance(module.attention_fn, ContextAttention)
     return {
         "bias": bias,
         "sinks": sinks,
         "score_mod": score_mod,
-        "qkv_sharding": attention_sharding(qkv_sharding, module.head_axis, query.ndim),
+        "qkv_sharding": attention_sharding(qkv_sharding, module.head_axis, query.ndim, names_batch),
         **{name: getattr(module, name) for name in of_module},
     }
 
@@ -342,6 +344,11 @@ def decoded(
       flax_arguments: Those that the module passes to any attention function.
       extra: Those that only ours knows, or None.
     """
+    if isinstance(attention_fn, ContextAttention):
+        raise ValueError(
+            "decode must be False with context_parallel, which has no cache that is split along the sequence, but got "
+            "True; decode with attention_fn=flax_mha.attention_fn."
+        )
     mask = mask if mask is None or isinstance(mask, Mask) else _check.mask_of_numbers(mask)
     key, value = _as_cached(key, cache.key, query), _as_cached(value, cache.value, query)
     given = {name for name, x in flax_arguments.items() if x is not None}

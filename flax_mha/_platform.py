@@ -1,5 +1,6 @@
 """What is known while tracing of where a call runs: the platform, meshes, and which values are known."""
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -33,20 +34,25 @@ def platform() -> str:
 
 def target_of(arrays: Sequence[Array]) -> Target:
     """Where a call with these arrays runs: on the devices that hold them, or on the default ones while tracing."""
-    held = [x for x in arrays if not isinstance(x, jax.core.Tracer) and isinstance(x, jax.Array)]
-    if len(held) == len(arrays):
-        device: Any = next(iter(held[0].sharding.device_set))
-        return Target(device.platform, any(len(x.sharding.device_set) > 1 for x in held))
-    kinds = jax.sharding.get_abstract_mesh().axis_types
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        targets = {_target_of_sharding(x.sharding) for x in arrays}
+        return max(targets, key=lambda target: target.may_be_split)
+    kinds = jax.sharding.get_abstract_mesh().axis_types or jax.typeof(arrays[0]).sharding.mesh.axis_types
     if kinds:  # inside `jax.shard_map` nothing is split
         return Target(platform(), any(kind is not jax.sharding.AxisType.Manual for kind in kinds))
     return Target(platform(), jax.device_count() > 1)
 
 
-def without_explicit_axes() -> AbstractContextManager:
-    """Hides a mesh with Explicit axes, while scalar functions are traced that will run inside `jax.shard_map`, too."""
+@functools.lru_cache(maxsize=256)
+def _target_of_sharding(sharding: jax.sharding.Sharding) -> Target:
+    device: Any = next(iter(sharding.device_set))
+    return Target(device.platform, len(sharding.device_set) > 1)
+
+
+def without_mesh() -> AbstractContextManager:
+    """Hides the mesh while scalar functions are traced that will run inside `jax.shard_map`, where its axes differ."""
     axis_types = jax.sharding.get_abstract_mesh().axis_types
-    if jax.sharding.AxisType.Explicit not in axis_types:
+    if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 

@@ -122,14 +122,23 @@ def _size(head_axis: str) -> int:
     return mesh.shape[axis]
 
 
-def attention_sharding(qkv_sharding: Sharding | None, head_axis: str | None, rank: int) -> Sharding | None:
-    """How the attention's query, of this rank, is split on a mesh with Auto axes, as far as it is known here."""
+def attention_sharding(
+    qkv_sharding: Sharding | None, head_axis: str | None, rank: int, names_batch: bool
+) -> Sharding | None:
+    """How the attention's query, of this rank, is split on a mesh with Auto axes, as far as it is known here.
+
+    Args:
+      qkv_sharding: What the caller says.
+      head_axis: Of the module.
+      rank: Of the query.
+      names_batch: Whether the attention function knows by itself what splits the batch.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if qkv_sharding is not None or head_axis is None or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return qkv_sharding
     axis = mesh_axis(head_axis)
     # Other mesh axes may split the batch, and it is not known how.
-    alone = all(name == axis or size == 1 for name, size in mesh.shape.items())
+    alone = names_batch or all(name == axis or size == 1 for name, size in mesh.shape.items())
     return PartitionSpec(*(None,) * (rank - 2), axis, None) if alone else None
 
 

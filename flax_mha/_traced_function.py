@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from flax_mha._captured import with_jax_arrays
 from flax_mha._jaxprs import RULES, derivative_is_finite, equations, evaluated_alike, inputs, key_of, key_of_derivative
-from flax_mha._platform import any_varies, without_explicit_axes
+from flax_mha._platform import any_varies, without_mesh
 
 
 class TracedFunction:
@@ -147,7 +147,7 @@ def _traced(function: Callable, arguments: tuple[jax.ShapeDtypeStruct, ...]) -> 
                 # NumPy cannot index its arrays with traced numbers; JAX can.
                 return with_jax_arrays(function)(*scalars)
 
-    with without_explicit_axes():
+    with without_mesh():
         return jax.make_jaxpr(anew)(*arguments)
 
 

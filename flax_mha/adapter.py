@@ -1,7 +1,6 @@
 """`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,13 +14,7 @@ from jaxtyping import Array, Float
 
 from flax_mha import _check
 from flax_mha._call import Sharding, accumulation_dtype
-from flax_mha.attention import (
-    Explanation,
-    Implementation,
-    ScoreMod,
-    dot_product_attention,
-    explain_implementation,
-)
+from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
 from flax_mha.masks import Mask
 
 
@@ -168,31 +161,6 @@ def _flax_attention(
         mask = causal if mask is None else mask & causal
     key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value))
     return linen_attention(query, key, value, bias, mask, **arguments)
-
-
-@contextlib.contextmanager
-def explain_attention(given: Callable[..., Array]) -> Iterator[tuple[Callable[..., Array], list[Explanation]]]:
-    """A stand-in for `attention_fn` that computes nothing, and the list to which it adds its explanation of each call.
-
-    Raises:
-      ValueError: If the module has another attention function.
-    """
-    if given is not attention_fn:
-        raise ValueError(f"attention_fn must be flax_mha.attention_fn to be explained, but got {given!r}.")
-    explanations: list[Explanation] = []
-
-    def explained(query: Array, key: Array, value: Array, **arguments: Any) -> Array:
-        not_core = ("deterministic", "dtype", "promote_dtype", "module", "force_fp32_for_softmax")
-        core = {name: x for name, x in arguments.items() if name not in not_core and "einsum" not in name}
-        if arguments.get("deterministic"):
-            core |= {"dropout_rate": 0.0, "dropout_rng": None}
-        if not isinstance(core.get("mask"), Mask | None):
-            core["mask"] = _check.mask_of_numbers(core["mask"])
-        query, key, value = dtypes.promote_dtype((query, key, value), dtype=arguments.get("dtype"))
-        explanations.append(explain_implementation(query, key, value, **core))
-        return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
-
-    yield explained, explanations
 
 
 def attention_weights(

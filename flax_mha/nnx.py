@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha import _module, _tensor_parallel
 from flax_mha._call import Sharding
+from flax_mha._explained import explain_attention
 from flax_mha._tensor_parallel import ParameterNames
 from flax_mha.adapter import attention_fn as default_attention_fn
-from flax_mha.adapter import explain_attention
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import Mask

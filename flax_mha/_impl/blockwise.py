@@ -34,6 +34,7 @@ def blockwise_head(
     scores: Scores,
     magnitudes: Magnitudes | None,
     blocks: BlockMask,
+    result: tuple[Float[Array, "T Hv"], Float[Array, " T"]] | None = None,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     """Output and log-sum-exp of one head.
 
@@ -47,6 +48,8 @@ def blockwise_head(
       scores: How products of queries and keys become scores.
       magnitudes: Of queries and keys; None if nothing can be masked.
       blocks: Which tiles are visited.
+      result: Output and log-sum-exp over these and other keys, if they are known. Then they are returned, and nothing
+        is computed but gradients: those of what these keys contribute.
     """
     rows, columns = tiling.shape
     query = pad(query, (rows, query.shape[1]))
@@ -55,7 +58,13 @@ def blockwise_head(
     if magnitudes is not None:
         widths = (rows - tiling.lengths[0], columns - tiling.lengths[1])
         magnitudes = Magnitudes(*(jnp.pad(x, (0, width)) for x, width in zip(magnitudes, widths, strict=True)))
-    output, lse = _head(tiling, fuse_rows, query, key, value, params, scores, magnitudes, blocks)
+    operands = (query, key, value, params, scores, magnitudes, blocks)
+    if result is None:
+        output, lse = _head(tiling, fuse_rows, *operands)
+    else:
+        output, lse = _known(
+            tiling, pad(result[0], (rows, value.shape[1])), pad(result[1][:, None], (rows, 1))[:, 0], *operands
+        )
     return output[: tiling.lengths[0]], lse[: tiling.lengths[0]]
 
 
@@ -172,6 +181,23 @@ def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[A
 
 
 _head.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _known(tiling: Tiling, output: Array, lse: Array, *operands: Any) -> tuple[Array, Array]:
+    """As `_head`, where output and log-sum-exp are known: only its backward pass computes anything."""
+    return output, lse
+
+
+def _known_forward(tiling: Tiling, output: Array, lse: Array, *operands: Any) -> tuple[tuple[Array, Array], tuple]:
+    return (output, lse), (*operands, output, lse)
+
+
+def _known_backward(tiling: Tiling, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
+    return (None, None, *_backward(tiling, False, saved, cotangents))
+
+
+_known.defvjp(_known_forward, _known_backward)
 
 
 def _row_data(

@@ -59,6 +59,13 @@ def to_caller(
     return join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
 
 
+def from_caller(
+    output: Float[Array, "*B T N Hv"], lse: Float[Array, "*B T N"], groups: tuple[int, int]
+) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
+    """The inverse of `to_caller`, in the dtype of the log-sum-exp."""
+    return split_heads(output.astype(lse.dtype), groups), vectors_by_head(lse, groups)
+
+
 def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
     """Back to the caller's layout."""
     x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])

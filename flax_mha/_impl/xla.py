@@ -35,8 +35,13 @@ def dense_attention(call: Call) -> OutputAndLse:
     return _dense(call.operands, call.options, sequential or 0)
 
 
-def blockwise_attention(call: Call) -> OutputAndLse:
-    """Output and log-sum-exp, tile by tile: `implementation="blockwise"`."""
+def blockwise_attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
+    """Output and log-sum-exp, tile by tile: `implementation="blockwise"`.
+
+    Args:
+      call: The call.
+      result: Output and log-sum-exp over these and other keys, if they are known: see `blockwise.blockwise_head`.
+    """
     call = numbers_as_arrays(call)
     operands, options = call
     if operands.mask is not None and operands.has_known_offsets:
@@ -46,7 +51,7 @@ def blockwise_attention(call: Call) -> OutputAndLse:
     scores = tiling.height * tiling.width
     sequential, fuse_rows = schedule.sequential_axes(call, scores), schedule.fuses_rows(call, scores)
     try:
-        return _blockwise(call.operands, call.options, tiling, blocks, sequential, fuse_rows)
+        return _blockwise(call.operands, call.options, tiling, blocks, sequential, fuse_rows, result)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -103,6 +108,7 @@ def _blockwise(
     blocks: BlockMask | None,
     sequential: int | None,
     fuse_rows: bool,
+    result: OutputAndLse | None,
 ) -> OutputAndLse:
     arrays, axes = of_heads(operands, options, sizes=fuse_rows), operands.query.ndim - 1
     if blocks is None:
@@ -112,7 +118,8 @@ def _blockwise(
     if sequential is not None and not blocks.single:
         sequential = max([sequential, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
     one_head = functools.partial(_blockwise_head, tiling, blocks.single and fuse_rows)
-    output, lse = heads.over_heads(one_head, varying_alike((*arrays, blocks)), axes, sequential or 0)
+    known = None if result is None else layout.from_caller(*result, operands.groups)
+    output, lse = heads.over_heads(one_head, varying_alike((*arrays, blocks, known)), axes, sequential or 0)
     return layout.to_caller(output, lse, operands.query.dtype)
 
 

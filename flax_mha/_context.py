@@ -1,0 +1,67 @@
+"""How a sequence is split over the devices of a mesh axis, as a value, and in which order its tokens then stand."""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+Axes = str | tuple[str, ...] | None
+Strategy = Literal["ring", "ulysses", "allgather"]
+Layout = Literal["contiguous", "zigzag"]
+
+
+class Context(NamedTuple):
+    """The arguments of `context_parallel`."""
+
+    axis: str
+    strategy: Strategy
+    layout: Layout
+    batch_axes: Axes
+    head_axis: Axes
+    mesh: Mesh | AbstractMesh | None
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks of the sequence a device holds, each of adjacent positions."""
+        return 2 if self.layout == "zigzag" else 1
+
+    def with_sharding(self, sharding: Any, rank: int) -> "Context":
+        """With what a sharding of the query says besides, of batch, heads and mesh.
+
+        Raises:
+          ValueError: If the two contradict each other.
+        """
+        if sharding is None:
+            return self
+        spec: PartitionSpec = getattr(sharding, "spec", sharding)
+        parts: list[Any] = [*spec, *(None,) * (rank - len(spec))]
+        *batch, length, heads, size = parts
+        said = self._replace(
+            batch_axes=(batch[0] if batch else None) or self.batch_axes,
+            head_axis=heads or self.head_axis,
+            mesh=getattr(sharding, "mesh", None) or self.mesh,
+        )
+        agrees = all(new == old for new, old in zip(said, self, strict=True) if old is not None)
+        if not agrees or size or any(batch[1:]) or length not in (None, self.axis):
+            raise ValueError(
+                f"qkv_sharding and context_parallel must agree on the mesh axes of the first batch axis, the sequence "
+                f"and the heads, but got {spec} and {tuple(self)}; say it once."
+            )
+        return said
+
+
+def belongs_to_keys(axes: str) -> bool:
+    """Whether an array with these axes (named as in `masks/base.py`) is split over devices as the keys are.
+
+    One with an axis for the queries besides is split over those, and holds all keys.
+    """
+    names = axes.split()
+    return "S" in names and not {"T", "T|1"} & set(names)
+
+
+def chunk_order(layout: Layout, parts: int) -> np.ndarray:
+    """The numbers of the chunks of the sequence in the order in which the devices hold them."""
+    if layout == "contiguous":
+        return np.arange(parts, dtype=np.int32)
+    pairs = np.arange(parts, dtype=np.int32)
+    return np.stack([pairs, 2 * parts - 1 - pairs], 1).ravel()

@@ -1,0 +1,228 @@
+"""Attention over a sequence that is split over devices: queries stay, keys and values travel around a ring.
+
+Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889. In each of N hops a
+device sends the keys that it holds to the next device, and meanwhile computes blockwise attention of its queries over
+them. Output and log-sum-exp are merged with those of the hops before. The backward pass goes around once more: given
+the merged output and log-sum-exp, blockwise attention's own backward pass computes what each hop adds to the gradients.
+Those of keys and values travel with these, and are back home after N hops.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from flax_mha._call import Call, Operands, Options, accumulation_dtype
+from flax_mha._impl import online_softmax, parts, xla
+from flax_mha._impl.online_softmax import State
+from flax_mha._tiles import Scalar
+
+T = TypeVar("T")
+OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]
+
+
+class Ring(NamedTuple):
+    """The static part: the devices, and the options of the call.
+
+    Attributes:
+      axis: The mesh axis whose devices form the ring.
+      size: How many there are.
+      chunks: How many chunks of adjacent positions each holds: 1, or 2 for "zigzag".
+      options: Of the call.
+    """
+
+    axis: str
+    size: int
+    chunks: int
+    options: Options
+
+    def chunk(self, device: Scalar, number: Scalar) -> Scalar:
+        """Which chunk of the whole sequence is this one of a device."""
+        return device + number * (2 * self.size - 1 - 2 * device)
+
+    def over_pairs(self, step: Callable[[Scalar, Scalar, T], T], state: T) -> T:
+        """Folds `step` over all pairs of a chunk of queries and a chunk of keys, one after another."""
+        if self.chunks == 1:
+            return step(0, 0, state)
+        return lax.fori_loop(0, self.chunks**2, lambda n, state: step(n // self.chunks, n % self.chunks, state), state)
+
+    def next(self, tree: Any) -> Any:
+        """The arrays of the device before this one."""
+        pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
+
+
+class Trainable(NamedTuple):
+    """What gets gradients."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+    captured: list[Array]
+    scale: Array | None
+
+
+def ring_attention(call: Call, axis: str, chunks: int) -> OutputAndLse:
+    """Output and log-sum-exp of a device's queries, in a `jax.shard_map` over the mesh.
+
+    Args:
+      call: With the device's own queries and keys, and numbers of its own batch entries and heads.
+      axis: The mesh axis that splits the sequence.
+      chunks: How many chunks a device holds.
+    """
+    operands, options = call
+    ring = Ring(axis, lax.axis_size(axis), chunks, options._replace(return_residual=True))
+    trainable = _trainable(operands, options)
+    output, lse = _ring(ring, trainable, operands._replace(sinks=None, dropout_rng=None))
+    if operands.sinks is not None:
+        output, lse = _with_sinks(output, lse, operands.sinks[..., None, :].astype(lse.dtype))
+    return output.astype(operands.query.dtype), lse
+
+
+def _trainable(operands: Operands, options: Options) -> Trainable:
+    captured = [x for x, learned in zip(operands.captured, options.captured_trainable, strict=True) if learned]
+    return Trainable(operands.query, operands.key, operands.value, operands.bias, captured, operands.scale)
+
+
+def _with_trainable(operands: Operands, options: Options, trainable: Trainable) -> Operands:
+    learned = iter(trainable.captured)
+    captured = [
+        next(learned) if is_learned else x
+        for x, is_learned in zip(operands.captured, options.captured_trainable, strict=True)
+    ]
+    return operands._replace(**trainable._replace(captured=captured)._asdict())
+
+
+def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> OutputAndLse:
+    """Output and log-sum-exp with one more score in the denominator, which has no value."""
+    # Rows that saw NaN or infinity stay as they are, and have no gradient; so do those without any score.
+    proper = (lse < jnp.inf) & ((lse > -jnp.inf) | (sinks > -jnp.inf))
+    a, b = (jnp.where(proper, x, jnp.zeros_like(x)) for x in (lse, jnp.broadcast_to(sinks, lse.shape)))
+    share = jnp.where(proper, jax.nn.sigmoid(a - b), jnp.ones_like(lse))
+    return output * share[..., None], jnp.where(proper, jnp.logaddexp(a, b), lse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
+    operands = _with_trainable(operands, ring.options, trainable)
+    (*batch, length, num_heads, _), features = operands.query.shape, operands.value.shape[-1]
+    dtype, rank = accumulation_dtype(operands.query.dtype), lax.axis_index(ring.axis)
+
+    def hop(state: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
+        merged, arrays = state
+        following, source = ring.next(arrays), (rank - number) % ring.size
+        held = parts.with_arrays_of_keys(operands, arrays)
+
+        def pair(i: Scalar, j: Scalar, merged: State) -> State:
+            return _merge(ring, merged, i, _result(ring, held, source, i, j))
+
+        return (ring.over_pairs(pair, merged), following), None
+
+    of_rows = (*batch, length, num_heads)
+    largest, total, output = online_softmax.start(math.prod(of_rows), features, None, dtype)
+    nothing = State(largest.reshape(of_rows), total.reshape(of_rows), output.reshape(*of_rows, features))
+    state = nothing, parts.arrays_of_keys(operands)
+    (merged, _), _ = lax.scan(hop, state, jnp.arange(ring.size, dtype=jnp.int32))
+    output, lse = online_softmax.finish(_flat(merged))
+    return output.reshape(nothing.output.shape), lse.reshape(of_rows)
+
+
+def _flat(state: State) -> State:
+    """With one axis for the rows of all heads."""
+    rows = state.running_sum.size
+    return State(state.running_max.reshape(rows), state.running_sum.reshape(rows), state.output.reshape(rows, -1))
+
+
+def _merge(ring: Ring, merged: State, chunk: Scalar, result: OutputAndLse) -> State:
+    """What was merged so far, and into the rows of one chunk the result over more keys.
+
+    To the running softmax a result is one more key, whose score is the log-sum-exp, with the output as its value. It is
+    kept as a maximum and a sum: a log-sum-exp that is rounded in every hop would be as wrong as all of them together.
+    """
+    output, lse = result
+    axis, size = lse.ndim - 2, lse.shape[-2]
+    before = State(*(lax.dynamic_slice_in_dim(x, chunk * size, size, axis) for x in merged))
+    values = output.reshape(lse.size, -1)
+    after = online_softmax.update(_flat(before), lse.reshape(-1, 1), lambda weights: weights * values)
+    rows = (x.reshape(old.shape) for x, old in zip(after, before, strict=True))
+    put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk * size, axis=axis)
+    return State(*(put(x, part) for x, part in zip(merged, rows, strict=True)))
+
+
+def _rows(ring: Ring, results: OutputAndLse, chunk: Scalar) -> OutputAndLse:
+    """Of one chunk of the queries."""
+    output, lse = results
+    size = lse.shape[-2] // ring.chunks
+    output, lse = (
+        lax.dynamic_slice_in_dim(x, chunk * size, size, axis)
+        for x, axis in ((output, lse.ndim - 2), (lse, lse.ndim - 2))
+    )
+    return output, lse
+
+
+def _result(
+    ring: Ring, operands: Operands, source: Scalar, i: Scalar, j: Scalar, known: OutputAndLse | None = None
+) -> OutputAndLse:
+    """The result of chunk `i` of the queries over chunk `j` of the keys.
+
+    Args:
+      ring: The static part.
+      operands: The device's own, with keys that it was sent.
+      source: The device whose keys these are.
+      i: Which chunk of the queries.
+      j: Which chunk of the keys.
+      known: The results over all keys, if they are known; they are returned then, for their gradients.
+    """
+    (queries, keys), rank = operands.lengths, lax.axis_index(ring.axis)
+    height, width = queries // ring.chunks, keys // ring.chunks
+    # As blockwise attention does itself; here, so that nothing is rounded before it is merged.
+    dtype = accumulation_dtype(operands.query.dtype)
+    query, key, value = (x.astype(dtype) for x in operands[:3])
+    part = parts.of_queries(operands._replace(query=query, key=key, value=value), i * height, height)
+    part = parts.of_keys(part, j * width, source * keys + j * width, width)
+    positions = ring.chunk(rank, i) * height, ring.chunk(source, j) * width
+    call = Call(*parts.at_positions(part, ring.options, *positions))
+    return xla.blockwise_attention(call, None if known is None else _rows(ring, known, i))
+
+
+def _forward(ring: Ring, trainable: Trainable, operands: Operands) -> tuple[OutputAndLse, tuple]:
+    results = _ring(ring, trainable, operands)
+    return results, (trainable, operands, results)
+
+
+def _backward(ring: Ring, saved: tuple, cotangents: OutputAndLse) -> tuple[Trainable, None]:
+    trainable, operands, known = saved
+    operands = _with_trainable(operands, ring.options, trainable)
+    dtype, rank = accumulation_dtype(operands.query.dtype), lax.axis_index(ring.axis)
+
+    def hop(state: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
+        sums, arrays = state
+        following, source = ring.next(arrays), (rank - number) % ring.size
+        held = parts.with_arrays_of_keys(operands, arrays)
+        query, key, value = (x.astype(dtype) for x in held[:3])
+        own = _trainable(held, ring.options)._replace(query=query, key=key, value=value)
+
+        def pair(i: Scalar, j: Scalar, sums: Trainable) -> Trainable:
+            def result(own: Trainable) -> OutputAndLse:
+                return _result(ring, _with_trainable(held, ring.options, own), source, i, j, known)
+
+            [gradients] = jax.vjp(result, own)[1](_rows(ring, cotangents, i))
+            return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, gradients)
+
+        sums = ring.over_pairs(pair, sums)
+        key, value = ring.next((sums.key, sums.value))
+        return (sums._replace(key=key, value=value), following), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), trainable)
+    state = zeros, parts.arrays_of_keys(operands)
+    (sums, _), _ = lax.scan(hop, state, jnp.arange(ring.size, dtype=jnp.int32))
+    return jax.tree.map(lambda d, x: d.astype(x.dtype), sums, trainable), None
+
+
+_ring.defvjp(_forward, _backward)

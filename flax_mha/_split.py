@@ -1,0 +1,197 @@
+"""How a mesh splits a call: over batch axes and heads, and over the sequence if `context_parallel` says so.
+
+It is known in three cases: the caller says so (`qkv_sharding`), the types of the arrays do (a mesh with Explicit axes),
+or the arrays are not traced. In all other cases XLA's partitioner splits the call.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_mha._call import Call
+from flax_mha._context import Axes, Context, belongs_to_keys
+
+
+class Split(NamedTuple):
+    """Which mesh axes split the batch axes and the heads of a call.
+
+    Attributes:
+      mesh: The mesh.
+      manual: The mesh axes over which each device computes on its own.
+      batch: For each batch axis the mesh axes that split it.
+      heads: The mesh axes that split the query heads.
+      key_heads: Those that split the key and value heads; None if there are fewer of them than devices, which then hold
+        all of them.
+    """
+
+    mesh: Mesh | AbstractMesh
+    manual: frozenset[str]
+    batch: tuple[Axes, ...]
+    heads: Axes
+    key_heads: Axes
+    context: Context | None = None
+
+    def size(self, axes: Axes) -> int:
+        """In how many parts these mesh axes split an array."""
+        return math.prod(self.mesh.shape[name] for name in _names(axes))
+
+    def spec(self, x: Any, axes: str) -> PartitionSpec:
+        """How an array is split whose axes have these names, as in the field metadata of masks (`masks/base.py`)."""
+        by_name = {"B": self.batch, "N": (self.heads,), "K": (self.key_heads,), **self._sequences(axes)}
+        each = [part for name in axes.split() for part in by_name.get(name, (None,))]
+        return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
+
+    def _sequences(self, axes: str) -> dict[str, tuple[Axes]]:
+        """What splits the axes of queries and of keys, in an array whose axes have these names."""
+        if self.context is None:
+            return {}
+        axis, strategy = self.context.axis, self.context.strategy
+        if "H" in axes.split():  # query, key and value
+            return {"T": (axis,), "S": (axis,)}
+        if strategy == "ulysses":  # there, what belongs to heads goes where these are computed
+            return {"N": ((*_names(self.heads), axis),)}
+        queries: dict[str, tuple[Axes]] = {"T": (axis,), "T|1": (axis,)}
+        return queries | ({"S": (axis,)} if strategy == "ring" and belongs_to_keys(axes) else {})
+
+    @property
+    def output_spec(self) -> PartitionSpec:
+        """How output and log-sum-exp are split."""
+        return PartitionSpec(*self.batch, None if self.context is None else self.context.axis, self.heads)
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def split_of(call: Call) -> Split | None:
+    """How the call is split, if that is known and a mesh is there.
+
+    Raises:
+      ValueError: If what the caller or the types say cannot be computed.
+    """
+    if isinstance(call.options.sharding, Context):
+        return _of_context(call, call.options.sharding)
+    if call.options.sharding is not None:
+        return _given(call, call.options.sharding)
+    if not call.options.target.may_be_split:
+        return None
+    types = [jax.typeof(x).sharding for x in call.operands[:3]]
+    explicit = {name for x in types for name in axes_of_type(x.mesh, AxisType.Explicit)}
+    if explicit:
+        mesh = next(x.mesh for x in types if axes_of_type(x.mesh, AxisType.Explicit))
+        return _split(mesh, explicit, [x.spec for x in types], call, "their types")
+    return _placed(call)
+
+
+def axes_of_type(mesh: Any, *kinds: AxisType) -> list[str]:
+    return [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in kinds]
+
+
+def _given(call: Call, sharding: Any) -> Split | None:
+    """What the caller says: a PartitionSpec, for the mesh of the context, or a NamedSharding."""
+    mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
+    named = {name for axes in spec for name in _names(axes)}
+    known = axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
+    if unknown := named - set(known):
+        have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or a NamedSharding"
+        raise ValueError(f"qkv_sharding must name axes of the mesh, but got {', '.join(sorted(unknown))}, and {have}.")
+    return _split(mesh, set(known), [spec], call, "qkv_sharding") if known else None
+
+
+def _of_context(call: Call, context: Context) -> Split:
+    """What `context_parallel` says; types with Explicit axes add how batch and heads are split, where it does not."""
+    mesh, spec = _mesh_and_spec(call, context)
+    known = axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
+    batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
+    heads = context.head_axis or spec[-2]
+    named = [context.axis, *(name for axes in (*batch, heads) for name in _names(axes))]
+    if unknown := set(named) - set(known):
+        have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or mesh="
+        if unknown & set(axes_of_type(mesh, AxisType.Manual)):
+            have = "that is manual already: call it outside jax.shard_map"
+        got = ", ".join(map(repr, sorted(unknown)))
+        raise ValueError(f"context_parallel must name axes of the mesh, but got {got}, and {have}.")
+    if len(set(named)) < len(named):
+        raise ValueError(f"axis, batch_axes and head_axis must be different mesh axes, but got {tuple(named)}.")
+    if context.batch_axes and not batch:
+        raise ValueError(f"batch_axes must be None without a batch axis, but got {context.batch_axes!r}.")
+    split = _split(mesh, set(known), [PartitionSpec(*batch, None, heads)], call, "context_parallel")
+    _check_sequences(call, context, split)
+    return split._replace(context=context)
+
+
+def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
+    """The mesh, and what the type of the query says of its axes."""
+    rank, typed = call.operands.query.ndim, jax.typeof(call.operands.query).sharding
+    if axes_of_type(typed.mesh, AxisType.Explicit):
+        return context.mesh or typed.mesh, (*typed.spec, *(None,) * (rank - len(typed.spec)))
+    held = getattr(call.operands.query, "sharding", None)
+    placed = (
+        held.mesh if not isinstance(call.operands.query, jax.core.Tracer) and isinstance(held, NamedSharding) else None
+    )
+    return context.mesh or placed or jax.sharding.get_abstract_mesh(), (None,) * rank
+
+
+def _check_sequences(call: Call, context: Context, split: Split) -> None:
+    """Lengths that can be split, and for "ulysses" heads."""
+    if call.options.cached:
+        raise ValueError("context_parallel must not be used for decoding, but got a cache; decode without it.")
+    devices, name = split.size(context.axis), context.axis
+    for what, length in zip(("queries", "keys"), call.operands.lengths, strict=True):
+        if not isinstance(length, int) or length % (devices * context.chunks):
+            twice = ' twice each with layout="zigzag",' if context.chunks > 1 else ""
+            raise ValueError(
+                f"the number of {what} must be a multiple of {devices * context.chunks},{twice} for the {devices} "
+                f"devices of mesh axis {name!r}, but got {length}; pad them, and mask the padding by lengths."
+            )
+    num_kv_heads = call.operands.groups[0] // split.size(split.key_heads)
+    if context.strategy == "ulysses" and (num_kv_heads % devices or split.key_heads != split.heads):
+        raise ValueError(
+            f'strategy="ulysses" must have a multiple of {devices} key heads on each of the {devices} devices of mesh '
+            f'axis {name!r}, which exchange heads for positions, but got {num_kv_heads}; use "ring" or "allgather".'
+        )
+
+
+def _placed(call: Call) -> Split | None:
+    """What arrays say that are not traced, where it can be computed without moving any."""
+    held: list[Any] = [x.sharding for x in call.operands[:3] if not isinstance(x, jax.core.Tracer)]
+    if len(held) < 3 or not all(isinstance(x, NamedSharding) and x.mesh == held[0].mesh for x in held):
+        return None
+    mesh = held[0].mesh
+    try:
+        return _split(mesh, set(mesh.axis_names), [x.spec for x in held], call, "they") if mesh.size > 1 else None
+    except ValueError:
+        return None
+
+
+def _split(mesh: Any, manual: set[str], specs: Sequence[Any], call: Call, source: str) -> Split:
+    """The split of a call, given what is known of query, key and value, or of all of them."""
+    rank, operands = call.operands.query.ndim, call.operands
+    full = [(*spec, *(None,) * (rank - len(spec))) for spec in specs]
+    said = [{axes for axes in dimension if axes not in (None, ())} for dimension in zip(*full, strict=True)]
+    if any(len(x) > 1 for x in said) or said[-1] or said[-3]:
+        got = ", ".join(map(str, specs))
+        raise ValueError(
+            f"query, key and value must be split alike, over batch axes and heads, but {source} say {got}; use "
+            "jax.reshard, or context_parallel for sequences that are split."
+        )
+    *batch, _, heads, _ = (next(iter(x), None) for x in said)
+    split = Split(mesh, frozenset(manual), tuple(batch), heads, None)
+    sizes = (*operands.query.shape[:-3], operands.query.shape[-2])
+    names = [f"batch axis {axis}" for axis in range(rank - 3)] + ["the query heads"]
+    for name, size, axes in zip(names, sizes, (*batch, heads), strict=True):
+        if isinstance(size, int) and size % split.size(axes):
+            raise ValueError(
+                f"{name} must be a multiple of the {split.size(axes)} parts into which mesh axis {axes!r} splits it, "
+                f"but got {size}; use another mesh axis, or None."
+            )
+    num_kv_heads, parts = operands.key.shape[-2], split.size(heads)
+    if num_kv_heads % parts and parts % num_kv_heads:
+        raise ValueError(
+            f"the key heads must divide the {parts} parts into which mesh axis {heads!r} splits heads, or be a "
+            f"multiple of them, but got {num_kv_heads}; use another mesh axis, or None."
+        )
+    return split._replace(key_heads=None if num_kv_heads % parts else heads)

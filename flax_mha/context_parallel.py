@@ -1,0 +1,189 @@
+"""Attention over a sequence that is split over the devices of a mesh axis: `context_parallel`.
+
+Each device holds a part of the tokens. Between two attentions nothing else looks at other tokens, so a transformer
+needs no further change; see `docs/devices.md`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from flax_mha._call import Sharding
+from flax_mha._context import Axes, Context, Layout, Strategy, chunk_order
+from flax_mha.adapter import attention_fn
+from flax_mha.masks import Mask
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextAttention:
+    """An `attention_fn` for sequences that are split over devices: what `context_parallel` makes."""
+
+    context: Context
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | Mask | None = None,
+        *,
+        qkv_sharding: Sharding | None = None,
+        **arguments: Any,
+    ) -> Array:
+        """As `flax_mha.attention_fn`. `qkv_sharding`, which modules pass that split heads, adds to what is known."""
+        _check_computes(query, arguments)
+        sharding = self.context.with_sharding(qkv_sharding, query.ndim)
+        return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
+
+
+def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
+    """Nothing that needs whole sequences on a device.
+
+    Raises:
+      ValueError: If there is such an argument.
+    """
+    given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
+    if given or jnp.iscomplexobj(query):
+        got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
+        raise ValueError(
+            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}; these "
+            "need whole sequences on a device: use flax_mha.attention_fn."
+        )
+
+
+def context_parallel(
+    axis: str,
+    strategy: Strategy = "ring",
+    layout: Layout = "contiguous",
+    batch_axes: Axes = None,
+    head_axis: Axes = None,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> Callable[..., Array]:
+    """An `attention_fn` for modules whose sequences are split over the devices of a mesh axis.
+
+    It takes the arguments of `flax_mha.attention_fn`, with the shapes of whole sequences, and gives the same result:
+    masks, windows, lengths, `score_mod` and dropout speak of positions in the whole sequence.
+
+    Args:
+      axis: The mesh axis that splits queries, and keys and values, along their lengths T and S. Its size N must divide
+        both.
+      strategy: What the devices exchange.
+        "ring": keys and values travel from device to device, and each computes a part of the attention meanwhile.
+        Memory per device does not grow with N at T / N tokens per device. Computed by "blockwise" attention.
+        "ulysses": each device gets all positions of T / N as many heads, by an all-to-all before and after. Any
+        implementation computes it, fused kernels too. Each device must hold a multiple of N key heads.
+        "allgather": each device gets all keys and values, for its own queries. Fits short sequences, or few key heads.
+      layout: Which tokens a device holds. "contiguous": T / N in a row. "zigzag": two chunks of T / (2 N), the r-th
+        from the front and the r-th from the back, which gives all devices the same work under a causal mask. All arrays
+        along T and S are in this order then: see `to_zigzag`, and `zigzag_positions` for rotary embeddings.
+      batch_axes: The mesh axes that split the first batch axis; None for none, or, on a mesh with Explicit axes, what
+        the type of the query says.
+      head_axis: The mesh axis that splits the heads; None likewise.
+      mesh: The mesh; None takes that of `jax.set_mesh`, of the types (Explicit axes), or of arrays that are not traced.
+
+    Returns:
+      A function with the signature of `flax_mha.attention_fn`; equal arguments make equal functions.
+
+    Raises:
+      ValueError: If an argument is none of that; when the function is called, if the mesh has no such axis, or if
+        lengths or heads cannot be split so. The function also refuses what needs all tokens on one device: decoding,
+        sown weights, Flax's einsums.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import flax_mha
+      >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> attention_fn = flax_mha.context_parallel("context", mesh=mesh)
+      >>> x = jnp.ones((2, 8, 4, 16))
+      >>> attention_fn(x, x, x, is_causal=True).shape
+      (2, 8, 4, 16)
+
+    References:
+      Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+    """
+    for name, given, known in (("strategy", strategy, get_args(Strategy)), ("layout", layout, get_args(Layout))):
+        if given not in known:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, but got {given!r}.")
+    if not isinstance(axis, str):
+        raise ValueError(f"axis must be the name of one mesh axis, but got {axis!r}.")
+    batch_axes, head_axis = _names("batch_axes", batch_axes), _names("head_axis", head_axis)
+    return ContextAttention(Context(axis, strategy, layout, batch_axes, head_axis, mesh))
+
+
+def _names(name: str, axes: Any) -> Axes:
+    given = tuple(axes) if isinstance(axes, list) else axes
+    if (
+        given is not None
+        and not isinstance(given, str)
+        and not (isinstance(given, tuple) and all(isinstance(x, str) for x in given))
+    ):
+        raise ValueError(f"{name} must be the name of a mesh axis, a tuple of names or None, but got {axes!r}.")
+    return given or None
+
+
+def zigzag_positions(length: int, devices: int) -> np.ndarray:
+    """The position of every token in the "zigzag" order: int32 [length].
+
+    Pass it as `positions` to modules with rotary embeddings, whose tokens are in that order. Token i of the sequence in
+    zigzag order is token `zigzag_positions(...)[i]` of the sequence as it is read.
+
+    Args:
+      length: Number of tokens.
+      devices: Size of the mesh axis.
+
+    Raises:
+      ValueError: If `length` is no multiple of 2 * `devices`.
+
+    Example:
+      >>> zigzag_positions(8, 2)
+      array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
+    """
+    return np.asarray(to_zigzag(np.arange(length, dtype=np.int32), devices, axis=0))
+
+
+def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
+    """An array whose `axis` runs along the sequence, in the "zigzag" order of this many devices.
+
+    Raises:
+      ValueError: If the axis cannot be cut into 2 * `devices` chunks.
+
+    Example:
+      >>> import numpy as np
+      >>> to_zigzag(np.array([[0, 1, 2, 3, 4, 5, 6, 7]]), devices=4)
+      array([[0, 7, 1, 6, 2, 5, 3, 4]])
+    """
+    return _with_chunks(x, chunk_order("zigzag", devices), axis)
+
+
+def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
+    """The inverse of `to_zigzag`.
+
+    Raises:
+      ValueError: If the axis cannot be cut into 2 * `devices` chunks.
+
+    Example:
+      >>> import numpy as np
+      >>> from_zigzag(np.array([[0, 7, 1, 6, 2, 5, 3, 4]]), devices=4)
+      array([[0, 1, 2, 3, 4, 5, 6, 7]])
+    """
+    return _with_chunks(x, np.argsort(chunk_order("zigzag", devices)), axis)
+
+
+def _with_chunks(x: ArrayLike, order: np.ndarray, axis: int) -> Any:
+    array = x if hasattr(x, "shape") else np.asarray(x)
+    length = array.shape[axis]
+    if length % len(order):
+        raise ValueError(
+            f"the length of axis {axis} must be a multiple of {len(order)}, two chunks for each device, but got "
+            f"{length}; pad it."
+        )
+    library = np if isinstance(array, np.ndarray) else jnp
+    chunks = library.split(array, len(order), axis)
+    return library.concatenate([chunks[i] for i in order], axis)

@@ -1,0 +1,475 @@
+"""`context_parallel` gives the result of one device: every strategy and layout, on any mesh, in either module."""
+
+import contextlib
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import flax_mha
+import flax_mha.linen
+from flax_mha import CausalMask, FunctionMask, LengthMask, LocalMask, _mesh
+from flax_mha._impl import schedule, xla
+from flax_mha._impl.tiling import TileShape
+from flax_mha.context_parallel import from_zigzag, to_zigzag, zigzag_positions
+from flax_mha.rope import RoPE
+from tests import oracle
+
+B, N, H, T = 2, 8, 8, 48
+SIZES = (2, 4, 8)
+QKV = ("query", "key", "value")
+STRATEGIES = ("ring", "ulysses", "allgather")
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def mesh_of(axis_type=AxisType.Auto, **sizes):
+    count = int(np.prod(list(sizes.values())))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (axis_type,) * len(sizes), devices=jax.devices()[:count])
+
+
+def arrays(num_kv_heads, length=T, keys=None, dtype=jnp.float32):
+    rng = np.random.default_rng(num_kv_heads)
+    shapes = (B, length, N, H), (B, keys or length, num_kv_heads, H), (B, keys or length, num_kv_heads, H)
+    query, key, value = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    return {"query": query, "key": key, "value": value}
+
+
+def floats(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def plain(x, order):
+    return {"is_causal": True}
+
+
+def everything(x, order):
+    """All that depends on batch entry, head or position, and all that gets a gradient."""
+
+    def alibi(score, b, h, q_idx, kv_idx):
+        return score + x["slopes"][h] * (kv_idx - q_idx).astype(jnp.float32) * 0.1 * (b + 1).astype(jnp.float32)
+
+    segments = order(jnp.asarray(np.repeat([[0, 1, 1, 2], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1)
+    return {
+        "bias": order(order(x["bias"], 2), 3) + order(x["of_keys"], 3),
+        "mask": FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b),
+        "is_causal": True,
+        "query_segment_ids": segments,
+        "key_value_segment_ids": segments,
+        "key_value_seq_lengths": jnp.asarray([T, T - 7], jnp.int32),
+        "score_mod": alibi,
+        "sinks": x["sinks"],
+        "scale": x["scale"],
+        "dropout_rate": 0.2,
+        "dropout_rng": jax.random.key(0),
+    }
+
+
+def windows(x, order):
+    """Positions that do not begin at 0, a mask array, lengths and a window on both sides."""
+    shown = np.random.default_rng(0).random((1, N, T, 2 * T)) < 0.8
+    return {
+        "mask": (CausalMask(3) | LocalMask(2, 9) | LengthMask(jnp.asarray([9, 30], jnp.int32)))
+        & array_mask(shown, order),
+        "query_offset": jnp.asarray([40, 11], jnp.int32),
+        "key_value_offset": 5,
+        "query_seq_lengths": jnp.asarray([80, 30], jnp.int32),
+        "local_window_size": (20, 20),
+        "logits_soft_cap": 5.0,
+    }
+
+
+def array_mask(shown, order):
+    return flax_mha.masks.ArrayMask(order(order(jnp.asarray(shown), 2), 3))
+
+
+EXTRA = {"bias": floats(1, B, 1, T, T), "of_keys": floats(2, T)[None, None, None], "sinks": floats(3, N)}
+EXTRA |= {"slopes": floats(4, N), "scale": jnp.float32(0.3)}
+# Arguments, and the arrays that get gradients.
+CASES = {
+    "plain": (plain, arrays(8)),
+    "everything": (everything, arrays(4) | EXTRA),
+    "windows": (windows, arrays(2, keys=2 * T)),
+}
+
+
+def in_order(layout, devices):
+    """Puts arrays [..., positions, ...] into the order of a layout, and back."""
+    if layout == "contiguous":
+        return (lambda x, axis: x), (lambda x: x)
+    return (lambda x, axis: to_zigzag(x, devices, axis)), (lambda x: from_zigzag(x, devices))
+
+
+def with_gradients(attention_fn, arguments, order=lambda x, axis: x):
+    """A function of arrays; the cotangent depends on the position, so that the order is seen in gradients, too."""
+
+    def attend(x):
+        return attention_fn(x["query"], x["key"], x["value"], **arguments(x, order))
+
+    def run(x):
+        output, pull = jax.vjp(attend, x)
+        return output, pull(jnp.cos(output))[0]
+
+    return run
+
+
+@functools.cache
+def on_one_device(case):
+    arguments, x = CASES[case]
+    return jax.device_get(jax.jit(with_gradients(flax_mha.attention_fn, arguments))(x))
+
+
+def compare(got, expected):
+    (output, gradients), (want, want_gradients) = jax.device_get(got), expected
+    np.testing.assert_allclose(output, want, rtol=0, atol=1e-6 * np.abs(want).max())
+    assert gradients.keys() == want_gradients.keys()
+    for name, value in want_gradients.items():
+        np.testing.assert_allclose(gradients[name], value, rtol=0, atol=1e-5 * np.abs(value).max(), err_msg=name)
+
+
+def moved(text):
+    """How many operations of a program move arrays between devices, but for sums of gradients."""
+    kinds = ("collective-permute", "all-gather", "all-to-all")
+    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def placed(x, mesh, batch=None, heads=None):
+    """Queries, keys and values split over the mesh, and what belongs to them."""
+    of_sequences = jax.P(batch, "context", heads)
+    specs = dict.fromkeys(("query", "key", "value"), of_sequences)
+    specs |= {"bias": jax.P(batch, None, "context"), "sinks": jax.P(heads)}
+    return {name: jax.device_put(x[name], jax.NamedSharding(mesh, specs.get(name, jax.P()))) for name in x}
+
+
+SPLITS = [("plain", n) for n in SIZES] + [("windows", 2), ("everything", 4)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("strategy", "case", "devices"),
+    [(strategy, *split) for strategy in STRATEGIES for split in SPLITS] + [("ring", "everything", 8)],
+)
+def test_as_on_one_device(strategy, case, devices, layout, small_tiles):
+    (arguments, x), mesh = CASES[case], mesh_of(context=devices)
+    order, back = in_order(layout, devices)
+    x = placed({name: order(x[name], 1) if name in QKV else x[name] for name in x}, mesh)
+    attention_fn = flax_mha.context_parallel("context", strategy, layout, mesh=mesh)
+    program = jax.jit(with_gradients(attention_fn, arguments, order)).lower(x).compile()
+    output, gradients = jax.device_get(program(x))
+    gradients |= {name: back(gradients[name]) for name in QKV}
+    compare((back(output), gradients), on_one_device(case))
+    if case == "plain":
+        expected = {"ring": {"collective-permute": 6}, "ulysses": {"all-to-all": 8}, "allgather": {"all-gather": 2}}
+        assert moved(program.as_text()) == expected[strategy]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_a_mesh_of_data_context_and_heads(strategy, axis_type):
+    """Known from types with Explicit axes, else given. The ids of segments are what the ring exchanges besides."""
+    (arguments, x), mesh = CASES["everything"], mesh_of(axis_type, data=2, context=2, model=2)
+    x = placed(x, mesh, "data", "model")
+    if axis_type == AxisType.Explicit:
+        run, context = (
+            with_gradients(flax_mha.context_parallel("context", strategy), arguments),
+            contextlib.nullcontext(),
+        )
+    else:
+        attention_fn = flax_mha.context_parallel("context", strategy, batch_axes="data", head_axis="model")
+        run, context = with_gradients(attention_fn, arguments), jax.set_mesh(mesh)
+    with context:
+        program = jax.jit(run).lower(x).compile()
+    compare(program(x), on_one_device("everything"))
+    if strategy == "ring":
+        assert moved(program.as_text()) == {"collective-permute": 8}
+
+
+@pytest.mark.parametrize(("segments", "count"), [(False, 2), (True, 3)])
+def test_the_ring_forward_sends_keys_and_values(segments, count):
+    mesh = mesh_of(data=2, context=2, model=2)
+    attention_fn = flax_mha.context_parallel("context", batch_axes="data", head_axis="model", mesh=mesh)
+    x = placed(arrays(8), mesh, "data", "model")
+    ids = jnp.zeros((B, T), jnp.int32) if segments else None
+    program = jax.jit(lambda x: attention_fn(**x, query_segment_ids=ids)).lower(x).compile()
+    assert moved(program.as_text()) == {"collective-permute": count}
+
+
+def test_outside_jit_the_mesh_is_that_of_the_arrays():
+    x, fn = placed(arrays(8), mesh_of(context=4)), flax_mha.context_parallel("context", "ring")
+    want, _ = on_one_device("plain")
+    np.testing.assert_allclose(fn(**x, is_causal=True), want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+def test_nothing_is_computed_again_outside_jit():
+    """Equal arguments make equal functions, and the program is compiled once."""
+    x = placed(arrays(8), mesh_of(context=2))
+    functions = [flax_mha.context_parallel("context", "allgather") for _ in range(2)]
+    assert functions[0] == functions[1]
+    functions[0](**x)
+    before = _mesh._compiled_on_mesh._cache_size()
+    functions[1](**x)
+    assert _mesh._compiled_on_mesh._cache_size() == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_does_not_grow_with_the_devices(layout):
+    """Temporaries of the ring's gradient, at 1024 tokens per device."""
+
+    def temporaries(devices):
+        mesh = mesh_of(context=devices)
+        fn = flax_mha.context_parallel("context", "ring", layout, mesh=mesh)
+        sharding = jax.NamedSharding(mesh, jax.P(None, "context"))
+        x = jax.ShapeDtypeStruct((1, 1024 * devices, 8, 64), jnp.float32, sharding=sharding)
+
+        def gradient(query, key, value):
+            return jax.vjp(lambda *x: fn(*x, is_causal=True), query, key, value)[1](query)
+
+        return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    sizes = [temporaries(devices) for devices in SIZES]
+    assert max(sizes) <= 1.1 * min(sizes)
+
+
+@pytest.mark.parametrize(("layout", "most"), [("zigzag", 1.05), ("contiguous", 2.0)])
+def test_zigzag_gives_all_devices_the_same_work(layout, most, monkeypatch):
+    """Tiles that are visited, as the block masks of all hops say; contiguous, the last device does twice the mean."""
+    devices, tiles = 4, np.zeros(4, int)
+    block_mask = xla._block_mask
+
+    def count(rank, number):
+        tiles[rank] += int(number)
+
+    def counting(*arguments):
+        blocks = block_mask(*arguments)
+        jax.debug.callback(count, jax.lax.axis_index("context"), blocks.num_tiles.sum())
+        return blocks
+
+    monkeypatch.setattr(xla, "_block_mask", counting)
+    monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(16, 16),))
+    attention_fn = flax_mha.context_parallel("context", "ring", layout, mesh=mesh_of(context=devices))
+    x = jnp.zeros((1, 32 * 2 * devices, 1, 8))
+    jax.block_until_ready(attention_fn(x, x, x, is_causal=True))
+    jax.effects_barrier()
+    side = 2 * 2 * devices
+    assert tiles.sum() == side * (side + 1) // 2  # the lower triangle, once
+    assert tiles.max() / tiles.mean() <= most
+    assert layout == "zigzag" or tiles.max() / tiles.mean() > 1.5
+
+
+def test_bfloat16_is_as_exact_as_on_one_device():
+    """FlashAttention's rule: at most twice the error of the same computation on one device, and one rounding."""
+    x, mesh = arrays(2, dtype=jnp.bfloat16), mesh_of(context=4)
+    d_output = np.cos(np.arange(B * T * N * H).reshape(B, T, N, H))
+
+    def run(attention_fn, x):
+        output, pull = jax.vjp(lambda x: attention_fn(**x, is_causal=True), x)
+        gradients = pull(jnp.asarray(d_output, jnp.bfloat16))[0]
+        return output, *(gradients[name] for name in QKV)
+
+    exact = [np.asarray(x[name], np.float64) for name in QKV]
+    d_exact = np.float64(jnp.asarray(d_output, jnp.bfloat16)), np.zeros((B, T, N))
+    (want, _), want_gradients = oracle.attention(*exact, is_causal=True, cotangents=d_exact)
+    one_device = jax.jit(functools.partial(run, flax_mha.attention_fn))(x)
+    for strategy in ("ring", "allgather"):
+        got = jax.jit(functools.partial(run, flax_mha.context_parallel("context", strategy, mesh=mesh)))(x)
+        for answer, alone, truth in zip(got, one_device, (want, *want_gradients), strict=True):
+            assert answer.dtype == jnp.bfloat16
+            error, allowed = (np.abs(np.float64(x) - truth).max() for x in (answer, alone))
+            assert error <= 2 * allowed + 2**-9 * np.abs(truth).max(), strategy
+
+
+def test_large_scores_lose_no_digits():
+    """A log-sum-exp of 100 is rounded to 4e-6, which is an error of a whole hop; merging must not add to it."""
+    x = {name: array * 5 if name != "value" else array for name, array in arrays(8).items()}
+
+    def run(attention_fn, x):
+        output, pull = jax.vjp(lambda x: attention_fn(**x, is_causal=True), x)
+        return output, *(pull(jnp.cos(output))[0][name] for name in QKV)
+
+    on_mesh = flax_mha.context_parallel("context", mesh=mesh_of(context=8))
+    got, alone = (jax.jit(functools.partial(run, fn))(x) for fn in (on_mesh, flax_mha.attention_fn))
+    exact = [np.asarray(x[name], np.float64) for name in QKV]
+    cotangents = np.float64(jnp.cos(alone[0])), np.zeros((B, T, N))
+    (want, lse), gradients = oracle.attention(*exact, is_causal=True, cotangents=cotangents)
+    assert lse.max() > 100
+    for answer, one, truth in zip(got, alone, (want, *gradients), strict=True):
+        error, allowed = (np.abs(np.float64(x) - truth).max() for x in (answer, one))
+        assert error <= 2 * allowed + 1e-6 * np.abs(truth).max()
+
+
+FEATURES = 32
+
+
+def module_gradients(apply, params, x):
+    output, pull = jax.vjp(apply, params, x)
+    return output, pull(jnp.cos(output))
+
+
+def compare_trees(got, expected):
+    for answer, value in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        value = jax.device_get(value)
+        np.testing.assert_allclose(jax.device_get(answer), value, rtol=0, atol=1e-5 * np.abs(value).max())
+
+
+def test_nnx_module_with_rotary_positions():
+    """In zigzag order, with dropout, on a mesh that also splits batch and heads, of which the module tells."""
+    mesh, (order, back) = mesh_of(data=2, context=2, model=2), in_order("zigzag", 2)
+    split = flax_mha.context_parallel("context", "ring", "zigzag", batch_axes="data")
+
+    def run(attention_fn, order, positions, **module_arguments):
+        module = flax_mha.MultiHeadAttention(
+            4,
+            FEATURES,
+            num_kv_heads=2,
+            rope=RoPE(),
+            dropout_rate=0.1,
+            attention_fn=attention_fn,
+            decode=False,
+            rngs=nnx.Rngs(0),
+            **module_arguments,
+        )
+        graph, params, rest = nnx.split(module, nnx.Param, ...)
+        ids = order(jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1)
+
+        def apply(params, x):
+            module = nnx.merge(graph, params, rest)
+            dropout = {"deterministic": False, "rngs": nnx.Rngs(1)}
+            return module(x, is_causal=True, segment_ids=ids, positions=positions, **dropout)
+
+        inputs = jax.device_put(order(x, 1), jax.P("data", "context") if module_arguments else None)
+        program = jax.jit(functools.partial(module_gradients, apply)).lower(params, inputs).compile()
+        assert moved(program.as_text()) == ({"collective-permute": 8} if module_arguments else {})
+        output, (d_params, d_x) = program(params, inputs)
+        return output, d_params, d_x
+
+    x = floats(5, B, T, FEATURES)
+    expected = run(flax_mha.attention_fn, lambda x, axis: x, None)
+    with jax.set_mesh(mesh):
+        output, d_params, d_x = run(split, order, jnp.asarray(zigzag_positions(T, 2)), head_axis="model")
+    compare_trees((back(output), d_params, back(d_x)), expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linen_module_on_an_explicit_mesh(strategy):
+    mesh, x = mesh_of(AxisType.Explicit, data=2, context=2), floats(6, B, T, FEATURES)
+    attention_fn = flax_mha.context_parallel("context", strategy)
+    one, split = (
+        flax_mha.linen.MultiHeadDotProductAttention(4, num_kv_heads=2, rope=RoPE(), attention_fn=fn)
+        for fn in (flax_mha.attention_fn, attention_fn)
+    )
+    params = one.init(jax.random.key(0), x)
+    expected = jax.jit(functools.partial(module_gradients, functools.partial(one.apply, is_causal=True)))(params, x)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data", "context")))
+        apply = functools.partial(split.apply, is_causal=True)
+        compare_trees(jax.jit(functools.partial(module_gradients, apply))(params, x), expected)
+
+
+def test_explanations():
+    mesh, x = mesh_of(context=2), jnp.ones((1, 1024, 2, 64))
+    chosen = {}
+    for strategy in STRATEGIES:
+        fn = flax_mha.context_parallel("context", strategy, mesh=mesh)
+        module = flax_mha.MultiHeadAttention(2, 16, attention_fn=fn, decode=False, rngs=nnx.Rngs(0))
+        chosen[strategy] = module.explain(jnp.ones((1, 8, 16))).chosen
+        assert flax_mha.explain_implementation(x, x, x, qkv_sharding=fn.context).chosen == "blockwise"
+    assert chosen == {"ring": "blockwise", "ulysses": "xla", "allgather": "xla"}
+
+
+X = jnp.ones((2, 16, 4, 8))
+REFUSED = {
+    "no mesh": ({"mesh": None}, {}, "'context', and there is no mesh; use jax.set_mesh, or mesh="),
+    "an unknown axis": ({"axis": "sequence"}, {}, r"'sequence', and the mesh has \('data', 'context'\)"),
+    "an unknown batch axis": ({"batch_axes": ("data", "x")}, {}, "'x', and the mesh has"),
+    "an axis twice": ({"batch_axes": "context"}, {}, "must be different mesh axes"),
+    "a strategy": ({"strategy": "star"}, {}, "strategy must be 'ring' or 'ulysses' or 'allgather', but got 'star'"),
+    "a layout": ({"layout": "random"}, {}, "layout must be 'contiguous' or 'zigzag', but got 'random'"),
+    "two axes": ({"axis": ("data", "context")}, {}, "axis must be the name of one mesh axis"),
+    "a list of numbers": ({"head_axis": [1]}, {}, "head_axis must be the name of a mesh axis"),
+    "the length": ({}, {"query": X[:, :6]}, "number of queries must be a multiple of 4.*but got 6; pad"),
+    "keys": ({}, {"key": X[:, :6], "value": X[:, :6]}, "number of keys must be a multiple of 4.*but got 6"),
+    "zigzag": (
+        {"layout": "zigzag"},
+        {"query": X[:, :12]},
+        'queries must be a multiple of 8, twice each with layout="zigzag"',
+    ),
+    "heads": ({"head_axis": "data"}, {"query": X[:, :, :3]}, "must be a multiple"),
+    "key heads": (
+        {"strategy": "ulysses"},
+        {"key": X[:, :, :2], "value": X[:, :, :2]},
+        'but got 2; use "ring" or "allgather"',
+    ),
+    "sown weights": ({}, {"module": nnx.Module()}, r"but got module \(sow_weights\)"),
+    "einsums": ({}, {"einsum_dot_general": jax.lax.dot_general}, "but got einsum_dot_general"),
+    "complex": ({}, dict.fromkeys(QKV, X.astype(jnp.complex64)), "a query of complex64"),
+    "two answers": ({"head_axis": "data"}, {"qkv_sharding": jax.P(None, None, "x")}, "must agree on the mesh axes"),
+    "batch": ({"batch_axes": "data"}, dict.fromkeys(QKV, X[0]), "without a batch axis"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refusals(reason):
+    made, called, message = REFUSED[reason]
+    mesh = mesh_of(data=2, context=4)
+
+    def call():
+        attention_fn = flax_mha.context_parallel(**{"axis": "context", "mesh": mesh} | made)
+        attention_fn(**dict.fromkeys(QKV, X) | called)
+
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_the_ring_runs_blockwise_attention_alone():
+    fn = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
+    with pytest.raises(NotImplementedError, match='strategy="ring", only blockwise'):
+        fn(X, X, X, implementation="xla")
+    with pytest.raises(ValueError, match="implementation must be"):
+        fn(X, X, X, implementation="fast")
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: fn(x, x, x), (X,), (X,))
+
+
+def test_decoding_is_refused():
+    fn = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
+    module = flax_mha.MultiHeadAttention(4, 32, attention_fn=fn, decode=True, rngs=nnx.Rngs(0))
+    module.init_cache((2, 8, 32))
+    with pytest.raises(ValueError, match="decode must be False with context_parallel"):
+        module(jnp.ones((2, 4, 32)))
+
+
+def test_rows_that_see_nothing_or_what_is_not_finite():
+    """Masked rows are 0 with gradients 0, NaN in masked keys reaches nothing, visible NaN reaches its rows."""
+    x = {name: array.at[1, 3].set(np.nan) if name == "key" else array for name, array in arrays(8).items()}
+
+    def attend(fn, x, sinks):
+        return fn(**x, sinks=sinks, key_value_seq_lengths=jnp.asarray([0, 30], jnp.int32), local_window_size=(4, 4))
+
+    def run(fn, sinks):
+        output, pull = jax.vjp(functools.partial(attend, fn), x, sinks)
+        return output, pull(jnp.where(jnp.isnan(output), jnp.zeros_like(output), jnp.ones_like(output)))
+
+    on_mesh = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
+    one, split = (jax.jit(functools.partial(run, fn)) for fn in (flax_mha.attention_fn, on_mesh))
+    for sinks in (jnp.full((N,), -jnp.inf), floats(3, N)):
+        want, got = one(sinks), split(sinks)
+        assert np.isnan(want[0]).any()
+        for answer, value in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(answer, value, rtol=0, atol=1e-5)
+
+
+def test_the_blocks_of_the_page_run():
+    names, page = {}, (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a reader has it
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            exec(compile(block, "docs/devices.md", "exec"), names)
+        names["layer"].attention_fn = flax_mha.attention_fn
+        want = names["layer"](names["tokens"], is_causal=True)
+    np.testing.assert_allclose(names["out"], want, rtol=0, atol=1e-5 * np.abs(want).max())
