@@ -135,6 +135,6 @@ def _matrices(params: Params) -> Params:
 def _loss(
     model: Transformer, windows: Int[Array, "B T+1"], rngs: nnx.Rngs | None, remat: bool = False
 ) -> Float[Array, ""]:
-    inputs, targets = mesh.split_characters(windows[:, :-1]), mesh.split_characters(windows[:, 1:])
-    logits = model(inputs, rngs=rngs, remat=remat)
+    logits = model(mesh.split_characters(windows[:, :-1]), rngs=rngs, remat=remat)
+    targets = mesh.split_characters(windows[:, 1:])
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

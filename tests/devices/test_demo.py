@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-import flax_mha
 from train_demo import checkpoint, mesh, plan
 from train_demo.layout import Layout
 from train_demo.model import blueprint, initial_params
@@ -77,10 +76,7 @@ def reduced(hlo):
             yield [int(np.prod([int(n) for n in size.split(",") if n])) for size in sizes], "/while/body" in rest
 
 
-needs_context = pytest.mark.skipif(not hasattr(flax_mha, "context_parallel"), reason="no attention over an axis here")
-
-
-@pytest.mark.parametrize("name", [*list(LAYOUTS)[1:-1], pytest.param("context", marks=needs_context)])
+@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
 def test_the_losses_of_one_device_at_every_step(name):
     np.testing.assert_allclose(seen(name).losses, seen("alone").losses, rtol=0, atol=1e-5)
     assert seen("alone").losses[-1] < seen("alone").losses[0] - 0.1  # it learns
