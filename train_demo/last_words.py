@@ -35,12 +35,18 @@ def last_words(log: str) -> str | None:
 
 
 def main() -> None:
-    """Reads the log from stdin; the end comes when the process ends."""
+    """Reads the log from stdin, to where the process ends or begins to list its stack."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    log = deque((line.decode(errors="replace") for line in sys.stdin.buffer), KEPT)
-    line = last_words("".join(log))
-    if line:
-        print(f"python -m train_demo: error: {line}", file=sys.stderr, flush=True)
+    log: deque[str] = deque(maxlen=KEPT)
+    for line in sys.stdin.buffer:
+        log.append(line.decode(errors="replace"))
+        if line.startswith(b"*** Check failure"):
+            break
+    words = last_words("".join(log))
+    if words:
+        print(f"python -m train_demo: error: {words}", file=sys.stderr, flush=True)
+    for _ in sys.stdin.buffer:
+        pass
 
 
 if __name__ == "__main__":
