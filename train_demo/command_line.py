@@ -157,12 +157,14 @@ def _plan(chosen: argparse.Namespace) -> int:
     context_length = given.setdefault("context_length", Settings().context_length)
     layout = plan.fitting(layout, len(devices), context_length)
     if chosen.params:
-        one_each = layout.accumulate * len(devices) // (layout.tensor * layout.context)
-        given = {"batch_size": one_each, **given, **plan.of_size(chosen.params, len(text.vocabulary))}
+        given |= plan.of_size(chosen.params, len(text.vocabulary))
+    parts = layout.accumulate * len(devices) // (layout.tensor * layout.context)
+    if chosen.batch_size is None and (chosen.params or Settings().batch_size % max(parts, 1)):
+        given["batch_size"] = max(parts, 1)
     settings = Settings(**given)
     characters = max(len(text.training), settings.context_length + 2)
-    print(plan.flags(settings, layout))
-    print(plan.report(plan.make_plan(settings, layout, len(text.vocabulary), characters, devices)))
+    made = plan.make_plan(settings, layout, len(text.vocabulary), characters, devices)
+    print(plan.flags(settings, layout), plan.report(made), sep="\n")
     return 0
 
 
@@ -237,8 +239,8 @@ def _parser() -> Parser:
 
 
 def _planned(name: str) -> str:
-    with_params = {"batch_size": "; with --params one for each part of the batch"}
-    return f" (default: {SETTINGS[name].default}{with_params.get(name, '')})"
+    otherwise = {"batch_size": "; with --params, or where that cannot be split, one for each part"}
+    return f" (default: {SETTINGS[name].default}{otherwise.get(name, '')})"
 
 
 def _add_layout(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
