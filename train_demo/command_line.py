@@ -232,15 +232,10 @@ def _parser() -> Parser:
     plan.add_argument("--data", metavar="FILE", help="the text to train on (default: Python's own documentation)")
     for name in PLANNED:
         parse, explanation = SETTINGS[name].metadata["parse"], SETTINGS[name].metadata["help"]
-        plan.add_argument(f"--{name.replace('_', '-')}", type=parse, help=explanation + _planned(name))
+        plan.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: as for train)")
     _add_layout(plan, PLANNED_LAYOUT)
     plan.set_defaults(command=_plan)
     return parser
-
-
-def _planned(name: str) -> str:
-    otherwise = {"batch_size": "; with --params, or where that cannot be split, one for each part"}
-    return f" (default: {SETTINGS[name].default}{otherwise.get(name, '')})"
 
 
 def _add_layout(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
