@@ -37,7 +37,7 @@ def by_device(function: Callable[..., Array], like: Array, axes: str, *others: t
     specs = tuple(map(split.spec, arrays, names))
     placed = [_resharded(x, split, spec) for x, spec in zip(arrays, specs, strict=True)]
     return jax.shard_map(
-        function, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=split.manual, check_vma=False
+        function, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=_manual(split), check_vma=False
     )(*placed)
 
 
@@ -53,6 +53,11 @@ def placed(x: Array, sharding: Sharding | None, rank: int | None = None) -> Arra
     if axes_of_type(mesh, AxisType.Explicit):
         return jax.reshard(x, target)
     return lax.with_sharding_constraint(x, target)
+
+
+def _manual(split: Split) -> frozenset[str]:
+    """The mesh axes to name; without a name they are all but those that `jax.vmap` has mapped away."""
+    return frozenset() if split.manual == frozenset(split.mesh.axis_names) else split.manual
 
 
 def unsplit(call: Call) -> Call:
@@ -83,7 +88,7 @@ def _on_mesh(operands: Operands, options: Options, split: Split, run: Callable[[
         mesh=split.mesh,
         in_specs=tuple(specs),
         out_specs=(split.output_spec, split.output_spec),
-        axis_names=split.manual,
+        axis_names=_manual(split),
         check_vma=False,  # kernels do not say over which axes their output varies
     )(*leaves)
 

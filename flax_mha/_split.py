@@ -16,7 +16,7 @@ from flax_mha._context import Axes, Context, belongs_to_keys
 
 
 class Split(NamedTuple):
-    """Which mesh axes split the batch axes and the heads of a call.
+    """Which mesh axes split the batch axes, the heads and the sequence of a call.
 
     Attributes:
       mesh: The mesh.
@@ -25,6 +25,7 @@ class Split(NamedTuple):
       heads: The mesh axes that split the query heads.
       key_heads: Those that split the key and value heads; None if there are fewer of them than devices, which then hold
         all of them.
+      context: How sequences are split, too; None if they are not.
     """
 
     mesh: Mesh | AbstractMesh
@@ -102,7 +103,7 @@ def _given(call: Call, sharding: Any) -> Split | None:
 
 
 def _of_context(call: Call, context: Context) -> Split:
-    """What `context_parallel` says; types with Explicit axes add how batch and heads are split, where it does not."""
+    """What `context_parallel` says; where it does not name what splits batch and heads, arrays may say it."""
     mesh, spec = _mesh_and_spec(call, context)
     known = axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
     batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
@@ -124,15 +125,15 @@ def _of_context(call: Call, context: Context) -> Split:
 
 
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
-    """The mesh, and what the type of the query says of its axes."""
-    rank, typed = call.operands.query.ndim, jax.typeof(call.operands.query).sharding
-    if axes_of_type(typed.mesh, AxisType.Explicit):
-        return context.mesh or typed.mesh, (*typed.spec, *(None,) * (rank - len(typed.spec)))
-    held = getattr(call.operands.query, "sharding", None)
-    placed = (
-        held.mesh if not isinstance(call.operands.query, jax.core.Tracer) and isinstance(held, NamedSharding) else None
-    )
-    return context.mesh or placed or jax.sharding.get_abstract_mesh(), (None,) * rank
+    """The mesh, and what is known of how it splits the axes of the query: by its type, or if it is not traced."""
+    query: Any = call.operands.query
+    known: Any = jax.typeof(query).sharding
+    if not axes_of_type(known.mesh, AxisType.Explicit):
+        known = None if isinstance(query, jax.core.Tracer) else query.sharding
+    around, is_named = jax.sharding.get_abstract_mesh(), isinstance(known, NamedSharding)
+    mesh: Any = context.mesh or (known.mesh if is_named and around.empty else around)
+    spec = tuple(known.spec) if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh else ()
+    return mesh, (*spec, *(None,) * (query.ndim - len(spec)))
 
 
 def _check_sequences(call: Call, context: Context, split: Split) -> None:

@@ -125,6 +125,8 @@ def _fix(error: Exception) -> str:
     """What to do about an error that a user's function raised, where that is known."""
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return "; use jnp.where in the place of `if`, and & | ~ in the place of `and`, `or`, `not`"
+    if type(error).__name__ == "ShardingTypeError":
+        return "; capture jax.reshard(array, jax.P()) of arrays that are split, whose entries every device needs"
     conversions = (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
     if isinstance(error, conversions) or "len() of unsized" in str(error):  # the latter from torch
         return "; capture lists, torch tensors and NumPy arrays in other objects as jnp.asarray(...) of them"

@@ -76,17 +76,17 @@ def context_parallel(
         both.
       strategy: What the devices exchange.
         "ring": keys and values travel from device to device, and each computes a part of the attention meanwhile.
-        Memory per device does not grow with N at T / N tokens per device. Computed by "blockwise" attention.
-        "ulysses": each device gets all positions of T / N as many heads, by an all-to-all before and after. Any
+        Memory per device depends on T / N alone. Computed by "blockwise" attention.
+        "ulysses": each device gets all positions of one N-th of its heads, by an all-to-all before and after. Any
         implementation computes it, fused kernels too. Each device must hold a multiple of N key heads.
         "allgather": each device gets all keys and values, for its own queries. Fits short sequences, or few key heads.
       layout: Which tokens a device holds. "contiguous": T / N in a row. "zigzag": two chunks of T / (2 N), the r-th
         from the front and the r-th from the back, which gives all devices the same work under a causal mask. All arrays
         along T and S are in this order then: see `to_zigzag`, and `zigzag_positions` for rotary embeddings.
-      batch_axes: The mesh axes that split the first batch axis; None for none, or, on a mesh with Explicit axes, what
-        the type of the query says.
-      head_axis: The mesh axis that splits the heads; None likewise.
-      mesh: The mesh; None takes that of `jax.set_mesh`, of the types (Explicit axes), or of arrays that are not traced.
+      batch_axes: The mesh axes that split the first batch axis. None: what the query says, by its type (on a mesh with
+        Explicit axes) or if it is not traced; else none.
+      head_axis: The mesh axis that splits the heads. None: likewise, or the `head_axis` of the module.
+      mesh: The mesh. None: that of `jax.set_mesh`, or the query's.
 
     Returns:
       A function with the signature of `flax_mha.attention_fn`; equal arguments make equal functions.

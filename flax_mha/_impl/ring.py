@@ -135,21 +135,22 @@ def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
 
 def _flat(state: State) -> State:
     """With one axis for the rows of all heads."""
-    rows = state.running_sum.size
-    return State(state.running_max.reshape(rows), state.running_sum.reshape(rows), state.output.reshape(rows, -1))
+    largest, total, output = state
+    return State(largest.reshape(total.size), total.reshape(total.size), output.reshape(total.size, output.shape[-1]))
 
 
 def _merge(ring: Ring, merged: State, chunk: Scalar, result: OutputAndLse) -> State:
     """What was merged so far, and into the rows of one chunk the result over more keys.
 
-    To the running softmax a result is one more key, whose score is the log-sum-exp, with the output as its value. It is
-    kept as a maximum and a sum: a log-sum-exp that is rounded in every hop would be as wrong as all of them together.
+    To the running softmax a result is one more key, whose score is the log-sum-exp and whose value is the output. What
+    is kept are a maximum and a sum. A merged log-sum-exp would be rounded in every hop, and where scores are large,
+    these errors add up.
     """
     output, lse = result
     axis, size = lse.ndim - 2, lse.shape[-2]
     before = State(*(lax.dynamic_slice_in_dim(x, chunk * size, size, axis) for x in merged))
-    values = output.reshape(lse.size, -1)
-    after = online_softmax.update(_flat(before), lse.reshape(-1, 1), lambda weights: weights * values)
+    values = output.reshape(lse.size, output.shape[-1])
+    after = online_softmax.update(_flat(before), lse.reshape(lse.size, 1), lambda weights: weights * values)
     rows = (x.reshape(old.shape) for x, old in zip(after, before, strict=True))
     put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk * size, axis=axis)
     return State(*(put(x, part) for x, part in zip(merged, rows, strict=True)))

@@ -8,7 +8,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+from cases import compiled_for
 from flax import nnx
 from jax.sharding import AxisType
 
@@ -19,7 +21,6 @@ from flax_mha._impl import schedule, xla
 from flax_mha._impl.tiling import TileShape
 from flax_mha.context_parallel import from_zigzag, to_zigzag, zigzag_positions
 from flax_mha.rope import RoPE
-from tests import oracle
 
 B, N, H, T = 2, 8, 8, 48
 SIZES = (2, 4, 8)
@@ -200,10 +201,15 @@ def test_the_ring_forward_sends_keys_and_values(segments, count):
     assert moved(program.as_text()) == {"collective-permute": count}
 
 
-def test_outside_jit_the_mesh_is_that_of_the_arrays():
-    x, fn = placed(arrays(8), mesh_of(context=4)), flax_mha.context_parallel("context", "ring")
+@pytest.mark.parametrize("context", [False, True], ids=["no mesh", "set_mesh"])
+def test_outside_jit_arrays_tell_how_they_are_split(context):
+    mesh, fn = mesh_of(data=2, context=2, model=2), flax_mha.context_parallel("context", "allgather")
+    x = placed(arrays(8), mesh, "data", "model")
+    with jax.set_mesh(mesh) if context else contextlib.nullcontext():
+        out = fn(**x, is_causal=True)
+    assert out.sharding.is_equivalent_to(x["query"].sharding, out.ndim)
     want, _ = on_one_device("plain")
-    np.testing.assert_allclose(fn(**x, is_causal=True), want, rtol=0, atol=1e-6 * np.abs(want).max())
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
 def test_nothing_is_computed_again_outside_jit():
@@ -239,15 +245,11 @@ def test_memory_does_not_grow_with_the_devices(layout):
 @pytest.mark.parametrize(("layout", "most"), [("zigzag", 1.05), ("contiguous", 2.0)])
 def test_zigzag_gives_all_devices_the_same_work(layout, most, monkeypatch):
     """Tiles that are visited, as the block masks of all hops say; contiguous, the last device does twice the mean."""
-    devices, tiles = 4, np.zeros(4, int)
-    block_mask = xla._block_mask
-
-    def count(rank, number):
-        tiles[rank] += int(number)
+    devices, visited, block_mask = 4, [], xla._block_mask
 
     def counting(*arguments):
         blocks = block_mask(*arguments)
-        jax.debug.callback(count, jax.lax.axis_index("context"), blocks.num_tiles.sum())
+        jax.debug.callback(lambda *x: visited.append(x), jax.lax.axis_index("context"), blocks.num_tiles.sum())
         return blocks
 
     monkeypatch.setattr(xla, "_block_mask", counting)
@@ -256,6 +258,7 @@ def test_zigzag_gives_all_devices_the_same_work(layout, most, monkeypatch):
     x = jnp.zeros((1, 32 * 2 * devices, 1, 8))
     jax.block_until_ready(attention_fn(x, x, x, is_causal=True))
     jax.effects_barrier()
+    tiles = np.array([sum(number for device, number in visited if device == rank) for rank in range(devices)])
     side = 2 * 2 * devices
     assert tiles.sum() == side * (side + 1) // 2  # the lower triangle, once
     assert tiles.max() / tiles.mean() <= most
@@ -382,6 +385,17 @@ def test_explanations():
     assert chosen == {"ring": "blockwise", "ulysses": "xla", "allgather": "xla"}
 
 
+def test_ulysses_keeps_the_fused_kernel(monkeypatch):
+    """Of a TPU, lowered for it on this machine: one call of the kernel forward, and no others."""
+    compiled_for(monkeypatch, "tpu")
+    mesh = mesh_of(context=4)
+    fn = flax_mha.context_parallel("context", "ulysses", "zigzag", mesh=mesh)
+    sharding = jax.NamedSharding(mesh, jax.P(None, "context"))
+    x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16, sharding=sharding)
+    program = jax.jit(lambda x: fn(x, x, x, is_causal=True)).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert program.count("tpu_custom_call") == 1
+
+
 X = jnp.ones((2, 16, 4, 8))
 REFUSED = {
     "no mesh": ({"mesh": None}, {}, "'context', and there is no mesh; use jax.set_mesh, or mesh="),
@@ -443,6 +457,12 @@ def test_decoding_is_refused():
     module.init_cache((2, 8, 32))
     with pytest.raises(ValueError, match="decode must be False with context_parallel"):
         module(jnp.ones((2, 4, 32)))
+
+
+def test_an_empty_batch():
+    x = jnp.zeros((0, T, N, H))
+    fn = flax_mha.context_parallel("context", mesh=mesh_of(context=2))
+    assert jax.grad(lambda x: fn(x, x, x, is_causal=True).sum())(x).shape == x.shape
 
 
 def test_rows_that_see_nothing_or_what_is_not_finite():
