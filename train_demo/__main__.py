@@ -1,4 +1,4 @@
-"""Starts `python -m train_demo [train | sample | plot]`, and ends it at once on Ctrl-C."""
+"""Starts `python -m train_demo [train | sample | plot | plan]`, and ends it at once on Ctrl-C."""
 
 # Only light modules of the standard library stand here: whatever is imported before the handler is set can be
 # interrupted with a traceback, and a KeyboardInterrupt during the import of JAX may even be swallowed.
@@ -36,7 +36,10 @@ def end_at_once(*_: object) -> None:
         sys.stdout.flush()
         if sys.stdout.isatty():
             os.write(1, SHOW_CURSOR)
-        os.write(2, b"Interrupted: python -m train_demo --resume continues a training run from its last checkpoint\n")
+        os.write(
+            sys.stderr.fileno(),
+            b"Interrupted: python -m train_demo --resume continues a training run from its last checkpoint\n",
+        )
     except (OSError, RuntimeError, ValueError, AttributeError):
         pass  # a closed stream, or one that was being written to when the signal came
     finally:

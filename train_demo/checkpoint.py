@@ -26,7 +26,7 @@ Trees = dict[str, Any]
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read: its step and its trees of numpy arrays."""
+    """A checkpoint that was read: its step and its trees of arrays."""
 
     step: int
     trees: Trees
@@ -59,8 +59,11 @@ def save(checkpoints: ocp.CheckpointManager, step: int, trees: Trees) -> None:
     path = Path(checkpoints.directory) / str(step)
     try:
         checkpoints.save(step, args=ocp.args.Composite(**items))
-        write_atomically(path / SEAL, json.dumps(_hashes(path), indent=1).encode())
+        if jax.process_index() == 0:
+            write_atomically(path / SEAL, json.dumps(_hashes(path), indent=1).encode())
     except (OSError, ValueError, JaxRuntimeError) as error:  # TensorStore, which writes the arrays, raises ValueError
+        if isinstance(error, JaxRuntimeError) and jax.process_count() > 1:  # from another process, not from the disk
+            raise
         raise UserError(
             f"checkpoint {step} cannot be saved in {path.parent} ({_reason(error)}): "
             "free some space, or fix the disk, then go on with --resume"
@@ -80,7 +83,9 @@ def restore_newest(out: Path, like: Trees, say: Callable[[str], None]) -> Restor
 
     Args:
         out: the run's folder.
-        like: for each wanted name a tree of arrays, or of `jax.ShapeDtypeStruct`, shaped like the saved one.
+        like: for each wanted name a tree of `jax.ShapeDtypeStruct`, shaped like the saved one. Where these have a
+            sharding, the arrays are read onto a mesh, each device its part; otherwise they are numpy arrays. It does
+            not matter where they lay when they were saved.
         say: told of each checkpoint that is passed over.
 
     Returns:
@@ -122,8 +127,7 @@ def _entries(out: Path) -> list[tuple[int, Path]]:
 
 
 def _read(path: Path, like: Trees) -> Trees:
-    # Numpy arrays as targets: a run may go on, or be sampled, on another device than it was saved on.
-    blank = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+    blank = jax.tree.map(lambda leaf: leaf if _placed(leaf) else np.zeros(leaf.shape, leaf.dtype), like)
     items = {name: ocp.args.StandardRestore(tree) for name, tree in blank.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         found = reader.restore(path.absolute(), args=ocp.args.Composite(**items))
@@ -131,6 +135,10 @@ def _read(path: Path, like: Trees) -> Trees:
     if [leaf.shape for leaf in jax.tree.leaves(trees)] != [leaf.shape for leaf in jax.tree.leaves(blank)]:
         raise ValueError("arrays of other shapes were saved")  # Orbax lets some of them pass
     return trees
+
+
+def _placed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
 
 
 def _flaw(path: Path) -> str | None:

@@ -1,24 +1,34 @@
-"""The commands `train`, `sample` and `plot`, and their options."""
+"""The commands `train`, `sample`, `plot` and `plan`, and their options."""
 
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
-from train_demo.data import encode
+from train_demo.data import encode, load
 from train_demo.errors import UserError, printable
+from train_demo.layout import Layout
 from train_demo.run_folder import newest, prepare, read_config
-from train_demo.settings import Settings, above_zero_to_one, count, seed, several, temperature, zero_to_one
+from train_demo.settings import Settings, above_zero_to_one, count, number, seed, several, temperature, zero_to_one
 
 # JAX, Matplotlib and Orbax are imported where they are used, so that help and refusals come at once.
 
 
 RUNS = Path("runs")
 SETTINGS = {option.name: option for option in fields(Settings)}
+LAYOUT = {option.name: option for option in fields(Layout)}
+ABSENT_TPU = {
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+PLANNED = ("batch_size", "context_length", "layers", "heads", "features", "dropout_rate", "dtype")
+PLANNED_LAYOUT = ("data_parallel", "fsdp", "tensor", "context", "accumulate", "remat")
 SAMPLING = (
     ("max-new-tokens", count, 500, "characters to write"),
     ("temperature", temperature, 0.7, "lower is safer, 0 takes the likeliest"),
@@ -56,13 +66,15 @@ def run(arguments: Sequence[str]) -> int:
 def _train(chosen: argparse.Namespace) -> int:
     given = {name: getattr(chosen, name) for name in SETTINGS if getattr(chosen, name) is not None}
     out = chosen.out or Path(RUNS, Path(chosen.data).stem if chosen.data else "python-docs")
+    layout = Layout(**{name: getattr(chosen, name) for name in LAYOUT})
     config, text = prepare(out, chosen.data, given, chosen.resume)
     # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
+    from train_demo.processes import joined
     from train_demo.train import train
 
-    with _memory("--batch-size, --context-length or --features"):
-        return train(config, text, out, chosen.resume)
+    with joined(layout), _memory("--batch-size, --context-length or --features"):
+        return train(config, text, out, chosen.resume, layout)
 
 
 @contextmanager
@@ -130,6 +142,46 @@ def _plot(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(chosen: argparse.Namespace) -> int:
+    layout = Layout(**{name: getattr(chosen, name) for name in PLANNED_LAYOUT})
+    given = {name: getattr(chosen, name) for name in PLANNED if getattr(chosen, name) is not None}
+    if chosen.params and {"layers", "heads", "features"} & given.keys():
+        raise UserError("--params chooses --layers, --heads and --features: give either it or them")
+    text = load(chosen.data, 1)
+    _pretend(chosen)
+    from train_demo import plan
+
+    devices = plan.devices_of(chosen.topology) if chosen.topology else plan.virtual_devices(chosen.devices)
+    if chosen.devices not in (None, len(devices)):
+        raise UserError(f"--topology {chosen.topology} has {len(devices)} devices, not --devices {chosen.devices}")
+    context_length = given.setdefault("context_length", Settings().context_length)
+    layout = plan.fitting(layout, len(devices), context_length)
+    if chosen.params:
+        given |= plan.of_size(chosen.params, len(text.vocabulary))
+    parts = layout.accumulate * len(devices) // (layout.tensor * layout.context)
+    if chosen.batch_size is None and (chosen.params or Settings().batch_size % max(parts, 1)):
+        given["batch_size"] = max(parts, 1)
+    settings = Settings(**given)
+    characters = max(len(text.training), settings.context_length + 2)
+    made = plan.make_plan(settings, layout, len(text.vocabulary), characters, devices)
+    print(plan.flags(settings, layout), plan.report(made), sep="\n")
+    return 0
+
+
+def _pretend(chosen: argparse.Namespace) -> None:
+    """Makes JAX, which is not imported yet, run on the CPU."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if chosen.topology:
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+        # libtpu looks for the TPU that is not here, and says so at length.
+        for name, value in ABSENT_TPU.items():
+            os.environ.setdefault(name, value)
+    else:
+        # The older way to ask for virtual devices may not stand beside the newer one.
+        kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+        os.environ["XLA_FLAGS"], os.environ["JAX_NUM_CPU_DEVICES"] = " ".join(kept), str(chosen.devices or 1)
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m train_demo",
@@ -148,6 +200,7 @@ def _parser() -> Parser:
     for name, option in SETTINGS.items():
         parse, explanation = option.metadata["parse"], option.metadata["help"]
         train.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: {option.default})")
+    _add_layout(train, LAYOUT)
     train.set_defaults(command=_train)
 
     sample = commands.add_parser("sample", help="write text with a trained model", allow_abbrev=False)
@@ -169,4 +222,28 @@ def _parser() -> Parser:
     plot = commands.add_parser("plot", help=pictures, allow_abbrev=False)
     plot.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
     plot.set_defaults(command=_plot)
+
+    plan = commands.add_parser("plan", help="memory and traffic of a training step on many devices, without them")
+    plan.add_argument(
+        "--params", type=number, metavar="N", help="parameters, say 7e9, instead of layers, heads, features"
+    )
+    plan.add_argument("--devices", type=count, metavar="N", help="devices (default: 1, or the topology's)")
+    plan.add_argument("--topology", metavar="NAME", help="compile for a TPU slice, say v5e:16x16; needs libtpu")
+    plan.add_argument("--data", metavar="FILE", help="the text to train on (default: Python's own documentation)")
+    for name in PLANNED:
+        parse, explanation = SETTINGS[name].metadata["parse"], SETTINGS[name].metadata["help"]
+        plan.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: as for train)")
+    _add_layout(plan, PLANNED_LAYOUT)
+    plan.set_defaults(command=_plan)
     return parser
+
+
+def _add_layout(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    for name in names:
+        option, flag = LAYOUT[name], f"--{name.replace('_', '-')}"
+        parse, explanation = option.metadata["parse"], option.metadata["help"]
+        if parse is None:
+            parser.add_argument(flag, action="store_true", help=explanation)
+        else:
+            ending = "" if option.default is None else f" (default: {option.default})"
+            parser.add_argument(flag, type=parse, default=option.default, help=explanation + ending)

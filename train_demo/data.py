@@ -113,18 +113,19 @@ def _codes(characters: str) -> np.ndarray:
     return np.frombuffer(characters.encode("utf-32-le"), np.uint32)
 
 
-def validation_windows(numbers: np.ndarray, context_length: int) -> np.ndarray:
+def validation_windows(numbers: np.ndarray, context_length: int, windows: int = WINDOWS) -> np.ndarray:
     """Cuts the validation part into the same windows every time.
 
     Args:
         numbers: the part's characters, `[S]`, at least `context_length + 1`.
         context_length: T, the characters that a window predicts.
+        windows: W, validated at a time.
 
     Returns:
-        int32 `[C, WINDOWS, T + 1]`, C chunks of windows that are evenly spread: together they predict every character
+        int32 `[C, W, T + 1]`, C chunks of windows that are evenly spread: together they predict every character
         after the first, as long as the part holds no more than `VALIDATION_CHARACTERS`.
     """
     predicted = min(len(numbers) - 1, VALIDATION_CHARACTERS)
-    chunks = -(-predicted // (context_length * WINDOWS))  # the division rounded up: the windows may overlap a little
-    starts = np.linspace(0, len(numbers) - 1 - context_length, chunks * WINDOWS).astype(int)
-    return numbers[starts.reshape(chunks, WINDOWS, 1) + np.arange(context_length + 1)]
+    chunks = -(-predicted // (context_length * windows))  # the division rounded up: the windows may overlap a little
+    starts = np.linspace(0, len(numbers) - 1 - context_length, chunks * windows).astype(int)
+    return numbers[starts.reshape(chunks, windows, 1) + np.arange(context_length + 1)]

@@ -36,6 +36,18 @@ def _is_metric(metric: Any) -> bool:
     return type(step) is int and 0 < step < 2**31 and type(value) is float and math.isfinite(value)
 
 
+def measured(name: str, step: int, value: SupportsFloat) -> tuple[int, float]:
+    """Waits for what was measured at a step, and returns the step and the number.
+
+    Raises:
+        UserError: the number is not finite.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise UserError(f"the {name} is {number} at step {step}: take a lower --learning-rate and another --out")
+    return step, number
+
+
 class Log:
     """Appends to a run's metrics; a context manager.
 
@@ -56,9 +68,7 @@ class Log:
         Raises:
             UserError: the number is not finite, or the disk is full.
         """
-        number = float(value)
-        if not math.isfinite(number):
-            raise UserError(f"the {name} is {number} at step {step}: take a lower --learning-rate and another --out")
+        step, number = measured(name, step, value)
         try:
             self._file.write(json.dumps({"step": step, name: number}) + "\n")
         except OSError as error:
@@ -82,3 +92,24 @@ class Log:
         except OSError:  # it may still hold the line that could not be written
             if error is None:
                 raise
+
+
+class NoLog:
+    """Checks what a `Log` would note, and writes nothing."""
+
+    def write(self, name: str, step: int, value: SupportsFloat) -> tuple[int, float]:
+        """Returns the step and the number.
+
+        Raises:
+            UserError: the number is not finite.
+        """
+        return measured(name, step, value)
+
+    def sync(self) -> None:
+        """Does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass

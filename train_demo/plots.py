@@ -55,7 +55,8 @@ def attention_weights(model: Transformer, config: Config) -> np.ndarray:
         return nnx.capture(nnx.merge(structure, params), nnx.Intermediate)(characters, sow_weights=True)[1]
 
     blocks = nnx.to_pure_dict(sown(params, characters))["blocks"]
-    return np.stack([blocks[layer]["attention"]["attention_weights"][0][0] for layer in sorted(blocks)])
+    weights = [blocks[layer]["attention"]["attention_weights"][0][0] for layer in sorted(blocks)]
+    return np.stack(weights).astype(np.float32)
 
 
 def attention_figure(weights: np.ndarray, sentence: str) -> Figure:

@@ -4,20 +4,24 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
+from jax import P
+from jaxtyping import Array
 from rich.console import Console
 
-from train_demo import checkpoint, generate, metrics, plots, progress
-from train_demo.data import Text, encode, validation_windows
+from train_demo import checkpoint, generate, mesh, metrics, plots, processes, progress
+from train_demo.data import WINDOWS, Text, encode, validation_windows
 from train_demo.errors import printable
-from train_demo.model import Transformer, blueprint, initial_params
+from train_demo.layout import Layout
+from train_demo.model import Params, Transformer, blueprint, initial_params
 from train_demo.run_folder import Config, sole_writer, write_config
 from train_demo.update import State, make_optimizer, make_update, make_validate
 
@@ -32,7 +36,47 @@ class SafeConsole(Console):
         super().print(*(printable(text) if isinstance(text, str) else text for text in texts), **options)
 
 
-def train(config: Config, text: Text, out: Path, resume: bool) -> int:
+@dataclass(frozen=True)
+class Run:
+    """What a run is, where it is computed, and where it writes."""
+
+    config: Config
+    text: Text
+    out: Path
+    layout: Layout
+    mesh: jax.sharding.Mesh | None  # None on one device
+    console: Console
+
+    @cached_property
+    def structure(self) -> nnx.GraphDef[Transformer]:
+        """The model's, which parameters join to a model."""
+        return self._blueprint[0]
+
+    @cached_property
+    def shapes(self) -> State:
+        """The shapes of the state."""
+        params = self._blueprint[1]
+        return State(params, jax.eval_shape(make_optimizer(self.config.settings).init, params))
+
+    @cached_property
+    def shardings(self) -> State | None:
+        """Where the arrays of the state lie; None on one device."""
+        return mesh.shardings(self.mesh, self.shapes)
+
+    @cached_property
+    def _blueprint(self) -> tuple[nnx.GraphDef[Transformer], Params]:
+        return blueprint(len(self.text.vocabulary), self.config.settings, self.layout)
+
+    def first_state(self) -> State:
+        """The state before the first step."""
+        params_at, optimizer_at = self.shardings or (None, None)
+        params = initial_params(len(self.text.vocabulary), self.config.settings, params_at)
+        # The shardings of its argument say nothing of those of the result.
+        init = make_optimizer(self.config.settings).init
+        return State(params, init(params) if self.mesh is None else jax.jit(init, out_shardings=optimizer_at)(params))
+
+
+def train(config: Config, text: Text, out: Path, resume: bool, layout: Layout) -> int:
     """Trains to the last step, or until Ctrl-C, and leaves checkpoints, metrics and pictures in the run's folder.
 
     Args:
@@ -40,72 +84,81 @@ def train(config: Config, text: Text, out: Path, resume: bool) -> int:
         text: its text.
         out: its folder.
         resume: whether to go on from the newest whole checkpoint.
+        layout: how it is computed. Of several processes each calls this; the first one prints and writes.
 
     Returns:
         The exit code of the process.
 
     Raises:
-        UserError: another run writes into `out`, or the loss is no longer finite.
+        UserError: another run writes into `out`, or the loss is no longer finite, or the layout does not fit the
+            devices, or the processes were started with different options.
     """
     console = SafeConsole(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    with sole_writer(out):
-        write_config(out, config)
-        structure, _ = blueprint(len(text.vocabulary), config.settings)
-        params = initial_params(len(text.vocabulary), config.settings)
-        state = State(params, make_optimizer(config.settings).init(params))
-        start, state = _restore(out, state, console) if resume else (0, state)
-        _introduce(config, text, state, console)
-        step, state, stopped = _loop(structure, config, text, out, start, state, console)
+    devices = mesh.make(layout.sizes(jax.device_count(), config.settings))
+    run = Run(config, text, out, layout, devices, console)
+    options = (config.settings, config.sha256, config.earlier_ends, layout.alone(), resume)
+    processes.refuse_differences("the options", repr(options))  # and every process has looked at the folder
+    with mesh.use(devices), sole_writer(out) if layout.first else nullcontext():
+        if layout.first:
+            write_config(out, config)
+        start, state = _restored(run) if resume else (0, run.first_state())
+        _introduce(run, state)
+        step, state, stopped = _loop(run, start, state)
         if stopped:
             console.print(
                 f"Stopped and saved at step {step}. Go on with: python -m train_demo --resume --out {_shell(out)} "
                 f"(its pictures: python -m train_demo plot --out {_shell(out)})"
             )
             return INTERRUPTED
-        _finish(nnx.merge(structure, state.params), config, out, console)
+        params = mesh.fetch(devices, state.params)
+    if layout.first:
+        structure, _ = blueprint(len(text.vocabulary), config.settings)
+        _finish(nnx.merge(structure, params), config, out, console)
     return 0
 
 
-def _restore(out: Path, state: State, console: Console) -> tuple[int, State]:
-    restored = checkpoint.restore_newest(out, state._asdict(), console.print)
+def _restored(run: Run) -> tuple[int, State]:
+    like = run.shapes
+    if run.shardings is not None:
+        like = jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), like, run.shardings
+        )
+    restored = checkpoint.restore_newest(run.out, like._asdict(), run.console.print)
     step = restored.step if restored else 0
-    checkpoint.set_aside(out, step)
+    processes.refuse_differences("the checkpoints", str(step))
+    if run.layout.first:
+        checkpoint.set_aside(run.out, step)
     if restored is None:
-        console.print(f"{out} holds no finished checkpoint: starting from the beginning")
-        return 0, state
-    console.print(f"Going on from the checkpoint of step {step}")
-    return step, State(**jax.device_put(restored.trees))
+        run.console.print(f"{run.out} holds no finished checkpoint: starting from the beginning")
+        return 0, run.first_state()
+    run.console.print(f"Going on from the checkpoint of step {step}")
+    state = State(**restored.trees)
+    return step, jax.device_put(state) if run.mesh is None else state
 
 
-def _introduce(config: Config, text: Text, state: State, console: Console) -> None:
+def _introduce(run: Run, state: State) -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    console.print(
-        f"{size:,} parameters on {jax.devices()[0].device_kind}; "
-        f"{len(text.characters):,} characters of {config.data or 'the Python documentation'}"
+    devices = "" if run.mesh is None else f"{run.mesh.size} x "
+    run.console.print(
+        f"{size:,} parameters on {devices}{jax.devices()[0].device_kind}; "
+        f"{len(run.text.characters):,} characters of {run.config.data or 'the Python documentation'}"
     )
 
 
-def _loop(
-    structure: nnx.GraphDef[Transformer],
-    config: Config,
-    text: Text,
-    out: Path,
-    start: int,
-    state: State,
-    console: Console,
-) -> tuple[int, State, bool]:
+def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
     """Trains from after `start`; returns the last step, its state, and whether Ctrl-C was pressed."""
-    settings = config.settings
-    update, validate = make_update(structure, settings, config.earlier_ends), make_validate(structure)
+    config, settings = run.config, run.config.settings
+    update = make_update(run.structure, settings, config.earlier_ends, run.layout, run.shardings)
+    # Its windows are not accumulated.
+    validate = make_validate(blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))[0])
     ends = {*config.earlier_ends, settings.steps}
-    training = jnp.asarray(encode(text.training, text.vocabulary))
-    windows = jnp.asarray(validation_windows(encode(text.validation, text.vocabulary), settings.context_length))
+    training, windows = _characters(run)
     step, unread = start, []
     with (
-        checkpoint.manager(out) as checkpoints,
-        metrics.Log(out, start) as log,
-        _interruption() as interrupted,
-        progress.bar(console, start, settings) as show,
+        checkpoint.manager(run.out) as checkpoints,
+        metrics.Log(run.out, start) if run.layout.first else metrics.NoLog() as log,
+        _interruption(run.layout) as interrupted,
+        progress.bar(run.console, start, settings) as show,
     ):
         for step in range(start + 1, settings.steps + 1):
             state, loss = update(state, step, training)
@@ -117,13 +170,22 @@ def _loop(
                 show(*log.write("loss", *unread.pop(0)))
             if measure:
                 _, val_loss = log.write("val_loss", step, validate(state.params, windows))
-                console.print(f"step {step:>6}  validation loss {val_loss:.4f}")
+                run.console.print(f"step {step:>6}  validation loss {val_loss:.4f}")
             if keep:
                 log.sync()
                 checkpoint.save(checkpoints, step, state._asdict())
             if stop:
                 break
     return step, state, interrupted.is_set()
+
+
+def _characters(run: Run) -> tuple[Array, Array]:
+    """The training part, and the windows of the validation part, on the devices."""
+    numbers = [encode(part, run.text.vocabulary) for part in (run.text.training, run.text.validation)]
+    parts = mesh.batch_parts()
+    together = -(-WINDOWS // parts) * parts  # so many that every part of the mesh has equally many of them
+    windows = validation_windows(numbers[1], run.config.settings.context_length, together)
+    return mesh.put(run.mesh, numbers[0]), mesh.put(run.mesh, windows, P(None, mesh.BATCH))
 
 
 def _finish(model: Transformer, config: Config, out: Path, console: Console) -> None:
@@ -142,15 +204,20 @@ def _shell(argument: Path | str) -> str:
 
 
 @contextmanager
-def _interruption() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into an event, which the loop heeds at the end of its step; a second one interrupts."""
+def _interruption(layout: Layout) -> Iterator[threading.Event]:
+    """Turns the first Ctrl-C into an event, which the loop heeds at the end of its step; a second one interrupts.
+
+    Several processes would not all stop at the same step: there the first one interrupts.
+    """
     event = threading.Event()
 
     def note(number: int, frame: FrameType | None) -> None:
         event.set()
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.getsignal(signal.SIGINT)
+    if layout.num_processes is None:
+        signal.signal(signal.SIGINT, note)
     try:
         yield event
     finally:

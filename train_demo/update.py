@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax import P
+from jaxtyping import Array, Float, Int, Key
 
+from train_demo import mesh
+from train_demo.layout import Layout
 from train_demo.model import Params, Transformer
 from train_demo.settings import Settings
 
@@ -20,7 +23,6 @@ class State(NamedTuple):
     optimizer: optax.OptState
 
 
-Update = Callable[[State, int, Int[Array, " S"]], tuple[State, Float[Array, ""]]]
 Validate = Callable[[Params, Int[Array, "C W T+1"]], Float[Array, ""]]
 
 
@@ -41,28 +43,70 @@ def make_optimizer(settings: Settings, earlier_ends: Sequence[int] = ()) -> opta
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def make_update(structure: nnx.GraphDef[Transformer], settings: Settings, earlier_ends: tuple[int, ...] = ()) -> Update:
+def make_update(
+    structure: nnx.GraphDef[Transformer],
+    settings: Settings,
+    earlier_ends: tuple[int, ...] = (),
+    layout: Layout | None = None,
+    shardings: State | None = None,
+) -> jax.stages.Wrapped:
     """Makes `update(state, step, characters) -> (state, loss)`, compiled.
 
     The batch and the dropout are drawn from the seed and the step alone, so that a resumed run draws the same ones.
-    The state that is given is used up.
+    (Dropout of an accumulated batch depends on how it is split, too.) The state that is given is used up.
+
+    Args:
+        structure: the model's, from `blueprint`.
+        settings: the run's numbers.
+        earlier_ends: see `make_optimizer`.
+        layout: how to compute a step; None means on one device, all at once.
+        shardings: where the arrays of the state lie; None means on one device.
     """
-    optimizer = make_optimizer(settings, earlier_ends)
+    optimizer, layout = make_optimizer(settings, earlier_ends), layout or Layout()
+
+    def loss_of(params: Params, windows: Int[Array, "B T+1"], key: Key[Array, ""]) -> Float[Array, ""]:
+        return _loss(nnx.merge(structure, params), windows, nnx.Rngs(dropout=key), layout.remat)
 
     def update(state: State, step: Int[Array, ""], characters: Int[Array, " S"]) -> tuple[State, Float[Array, ""]]:
         batch_key, dropout_key = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), step))
         last = len(characters) - settings.context_length
         starts = jax.random.randint(batch_key, (settings.batch_size, 1), 0, last)
         windows = characters[starts + jnp.arange(settings.context_length + 1)[None]]
-
-        def loss_of(params: Params) -> Float[Array, ""]:
-            return _loss(nnx.merge(structure, params), windows, nnx.Rngs(dropout=dropout_key))
-
-        loss, gradients = jax.value_and_grad(loss_of)(state.params)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        if layout.accumulate == 1:
+            loss, gradients = jax.value_and_grad(loss_of)(state.params, mesh.split_batch(windows), dropout_key)
+        else:
+            loss, gradients = _accumulated(loss_of, state.params, windows, dropout_key, layout.accumulate)
+        updates, optimizer_state = optimizer.update(mesh.as_stored(gradients), state.optimizer, state.params)
         return State(optax.apply_updates(state.params, updates), optimizer_state), loss
 
-    return jax.jit(update, donate_argnames="state")
+    out_shardings = None if shardings is None else (shardings, P())
+    return jax.jit(update, donate_argnames="state", out_shardings=out_shardings)
+
+
+def _accumulated(
+    loss_of: Callable[[Params, Array, Array], Array],
+    params: Params,
+    windows: Int[Array, "B T+1"],
+    key: Key[Array, ""],
+    rounds: int,
+) -> tuple[Float[Array, ""], Params]:
+    """The loss and its gradients, computed in rounds, in each of which every part of the mesh computes a few windows.
+
+    Each part adds up its own gradients, which is why they have an axis for the parts: they are added up over the parts
+    once, after the last round.
+    """
+    parts = mesh.batch_parts()
+    windows = mesh.split_batch(windows.reshape(rounds, parts, -1, windows.shape[-1]), axis=1)
+    keys = jax.random.split(key, (rounds, parts))
+    of_parts = jax.vmap(jax.value_and_grad(loss_of), (None, 0, 0), spmd_axis_name=mesh.BATCH)
+
+    def add(total: tuple[Array, Params], some: tuple[Array, Array]) -> tuple[tuple[Array, Params], None]:
+        loss, gradients = jax.tree.map(jnp.add, total, of_parts(params, *some))
+        return (loss, mesh.one_per_part(gradients)), None
+
+    zeros = jax.tree.map(lambda array: jnp.zeros((parts, *array.shape), array.dtype), params)
+    total, _ = jax.lax.scan(add, (jnp.zeros(parts), mesh.one_per_part(zeros)), (windows, keys))
+    return jax.tree.map(lambda array: array.sum(0) / (rounds * parts), total)
 
 
 def make_validate(structure: nnx.GraphDef[Transformer]) -> Validate:
@@ -88,6 +132,9 @@ def _matrices(params: Params) -> Params:
     return jax.tree.map(lambda array: array.ndim > 1, params)
 
 
-def _loss(model: Transformer, windows: Int[Array, "B T+1"], rngs: nnx.Rngs | None) -> Float[Array, ""]:
-    logits = model(windows[:, :-1], rngs=rngs)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+def _loss(
+    model: Transformer, windows: Int[Array, "B T+1"], rngs: nnx.Rngs | None, remat: bool = False
+) -> Float[Array, ""]:
+    logits = model(mesh.split_characters(windows[:, :-1]), rngs=rngs, remat=remat)
+    targets = mesh.split_characters(windows[:, 1:])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

@@ -1,0 +1,150 @@
+"""The demo's training step on a mesh: the losses of one device, in less memory, with the traffic that was planned."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from train_demo import checkpoint, mesh, plan
+from train_demo.layout import Layout
+from train_demo.model import blueprint, initial_params
+from train_demo.settings import Settings
+from train_demo.update import State, make_optimizer, make_update
+
+STEPS, VOCABULARY = 100, 31
+SETTINGS = Settings(steps=STEPS, batch_size=32, context_length=16, layers=2, heads=4, features=32)
+TEXT = np.random.default_rng(0).integers(0, VOCABULARY, 2000).astype(np.int32)
+LAYOUTS = {
+    "alone": Layout(data_parallel=1),
+    "data": Layout(data_parallel=8),
+    "fsdp": Layout(fsdp=8),
+    "tensor": Layout(data_parallel=2, tensor=4),
+    "accumulate": Layout(data_parallel=2, fsdp=4, accumulate=4, remat=True),
+    "context": Layout(data_parallel=2, context=4),
+}
+MATRIX = 4 * SETTINGS.features**2  # bytes
+GATHERED_IN_BLOCK = 12 * MATRIX
+OTHERS = 2 * VOCABULARY * SETTINGS.features * 4  # the embedding, and the head
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Seen(NamedTuple):
+    losses: np.ndarray
+    held: int  # bytes of parameters and optimizer state on a device
+    hlo: str
+    memory: int  # bytes on a device, as XLA says
+
+
+@functools.cache
+def seen(name):
+    layout = LAYOUTS[name]
+    over = mesh.make(layout.sizes(1 if name == "alone" else 8, SETTINGS))
+    structure, shapes = blueprint(VOCABULARY, SETTINGS, layout)
+    optimizer = make_optimizer(SETTINGS)
+    with mesh.use(over):
+        shardings = mesh.shardings(over, State(shapes, jax.eval_shape(optimizer.init, shapes)))
+        params_at, optimizer_at = shardings or (None, None)
+        params = initial_params(VOCABULARY, SETTINGS, params_at)
+        state = State(params, jax.jit(optimizer.init, out_shardings=optimizer_at)(params))
+        text = mesh.put(over, TEXT)
+        update = make_update(structure, SETTINGS, (), layout, shardings)
+        compiled = update.lower(state, np.int32(1), text).compile()
+        held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
+        losses = []
+        for step in range(1, STEPS + 1):
+            state, loss = compiled(state, np.int32(step), text)
+            losses.append(float(loss))
+    memory = compiled.memory_analysis()
+    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return Seen(np.array(losses), held, compiled.as_text(), used - memory.alias_size_in_bytes)
+
+
+def reduced(hlo):
+    """The sizes of the arrays in each all-reduce, and whether it stands in a loop."""
+    for line in hlo.splitlines():
+        shapes, found, rest = line.partition(" all-reduce(")
+        if found:
+            sizes = re.findall(r"\w\[([\d,]*)\]", shapes)
+            yield [int(np.prod([int(n) for n in size.split(",") if n])) for size in sizes], "/while/body" in rest
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
+def test_the_losses_of_one_device_at_every_step(name):
+    np.testing.assert_allclose(seen(name).losses, seen("alone").losses, rtol=0, atol=1e-5)
+    assert seen("alone").losses[-1] < seen("alone").losses[0] - 0.1  # it learns
+
+
+def test_fsdp_holds_an_eighth_and_sends_no_activations():
+    assert seen("fsdp").held <= seen("alone").held / 7
+    largest_parameter = 4 * SETTINGS.features**2
+    activations = SETTINGS.batch_size // 8 * SETTINGS.context_length * SETTINGS.features
+    shapes = {size for sizes, _ in reduced(seen("fsdp").hlo) for size in sizes}
+    assert largest_parameter in shapes
+    assert max(shapes) == largest_parameter
+    assert activations not in shapes
+
+
+def test_accumulation_adds_up_over_the_devices_once():
+    assert "/while/body" in seen("accumulate").hlo
+    assert [in_loop for _, in_loop in reduced(seen("accumulate").hlo) if in_loop] == []
+    gradients = [sizes for sizes, _ in reduced(seen("accumulate").hlo) if max(sizes) > 1]
+    assert len(gradients) == 1
+
+
+@functools.cache
+def planned(name):
+    number = 1 if name == "alone" else 8
+    return plan.make_plan(SETTINGS, LAYOUTS[name], VOCABULARY, len(TEXT), jax.devices()[:number])
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tensor", "accumulate"])
+def test_the_plan_knows_the_memory(name):
+    assert planned(name).memory == pytest.approx(seen(name).memory, rel=0.15)
+    assert planned(name).params + planned(name).optimizer == seen(name).held
+
+
+def test_the_plan_counts_what_is_sent():
+    layers, rounds = SETTINGS.layers, LAYOUTS["accumulate"].accumulate
+    gathered = planned("fsdp").traffic.kinds["all-gather"]
+    assert gathered.calls == 6 * layers + 2
+    assert gathered.size == layers * GATHERED_IN_BLOCK + OTHERS
+    assert gathered.sent == gathered.size * 7 / 8
+    # In each round each block is gathered for its output, and again for its gradient.
+    again = planned("accumulate").traffic.kinds["all-gather"]
+    assert again.calls - 2 == rounds * layers * 2 * 6
+    assert again.size == rounds * layers * 2 * GATHERED_IN_BLOCK + OTHERS
+    assert again.sent == again.size * 3 / 4
+    numbers = planned("fsdp").numbers
+    reduced_once = planned("accumulate").traffic.kinds["all-reduce"]
+    assert numbers * 4 <= reduced_once.size <= numbers * 4 + 100  # and the loss, and parts of the gradient's norm
+    assert not planned("accumulate").traffic.unknown_loops
+
+
+def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
+    _, shapes = blueprint(VOCABULARY, SETTINGS)
+
+    def shardings(layout):
+        return mesh.shardings(mesh.make(layout.sizes(8, SETTINGS)), shapes)
+
+    params = initial_params(VOCABULARY, SETTINGS, shardings(Layout(data_parallel=2, fsdp=4)))
+    with checkpoint.manager(tmp_path) as checkpoints:
+        checkpoint.save(checkpoints, 1, {"params": params})
+    for layout in (Layout(fsdp=8), Layout(data_parallel=2, tensor=4), Layout(data_parallel=4, fsdp=2), None):
+        like, at = shapes, None
+        if layout is not None:
+            at = shardings(layout)
+            like = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), like, at)
+        found = checkpoint.restore_newest(tmp_path, {"params": like}, pytest.fail).trees["params"]
+        for leaf, saved in zip(*map(jax.tree.leaves, (found, params)), strict=True):
+            np.testing.assert_array_equal(leaf, saved, strict=True)
+        assert at is None or all(
+            leaf.sharding == there for leaf, there in zip(*map(jax.tree.leaves, (found, at)), strict=True)
+        )

@@ -1,0 +1,249 @@
+"""`python -m train_demo` by several processes, one of which is killed; and layouts that nothing can be made of."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from train_demo import checkpoint, metrics, run_folder
+from train_demo.__main__ import main
+from train_demo.errors import UserError
+from train_demo.layout import Layout
+from train_demo.model import blueprint
+from train_demo.settings import Settings
+from train_demo.update import State, make_optimizer
+
+ROOT = Path(__file__).parent.parent
+STEPS = 6
+SIZES = (
+    *("--steps", STEPS, "--save-every", 2, "--eval-every", 3, "--batch-size", 8),
+    *("--context-length", 8, "--layers", 1, "--heads", 2, "--features", 16),
+)
+MESH = ("--data-parallel", 2, "--fsdp", 4)
+# Kills the process when it is about to do this to such a path.
+SABOTAGED = """
+import os, signal, sys
+
+moment, *sys.argv[1:] = sys.argv[1:]
+
+def strike(event, details):
+    if event == moment.split()[0] and moment.split()[1] in str(details[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if moment:
+    sys.addaudithook(strike)
+from train_demo.__main__ import _start
+_start()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+            patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        yield
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def start(devices, *arguments, moment=""):
+    return subprocess.Popen(
+        [sys.executable, "-c", SABOTAGED, moment, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def two(*arguments, killed=None, moment=""):
+    """Runs two processes of four devices; returns their exit codes, what they said, and when a killed run ended."""
+    shared = (*arguments, *MESH, "--coordinator", f"localhost:{free_port()}", "--num-processes", 2)
+    processes = [
+        start(4, *shared, "--process-id", number, moment=moment if number == killed else "") for number in range(2)
+    ]
+    ends = []
+    if killed is not None:
+        assert processes[killed].wait(120) == -signal.SIGKILL
+        ends.append(time.monotonic())
+        processes[1 - killed].wait(60)
+        ends.append(time.monotonic())
+    said = [process.communicate(timeout=120) for process in processes]
+    return [process.returncode for process in processes], said, ends
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text):
+    """A run of two processes that nothing disturbed."""
+    out = tmp_path_factory.mktemp("runs") / "two"
+    codes, said, _ = two("--data", text, "--out", out, *SIZES)
+    assert codes == [0, 0], said
+    assert f"step {STEPS:>6}  validation loss" in said[0][0]
+    assert "8 x cpu" in said[0][0]
+    assert [said[0][1], *said[1]] == [""] * 3  # only process 0 prints
+    return out
+
+
+def trees(out):
+    config = run_folder.read_config(out)
+    _, shapes = blueprint(len(config.vocabulary), config.settings)
+    like = State(shapes, jax.eval_shape(make_optimizer(config.settings).init, shapes))._asdict()
+    step, found = checkpoint.restore_newest(out, like, pytest.fail)
+    return step, jax.tree.leaves(found)
+
+
+def assert_close(one, other, tolerance):
+    (names, values), (other_names, other_values) = (
+        zip(*((tuple(line), tuple(line.values())) for line in metrics.read(out)), strict=True) for out in (one, other)
+    )
+    assert names == other_names
+    np.testing.assert_allclose(values, other_values, rtol=0, atol=tolerance)
+
+
+def test_one_process_computes_the_same(finished, text, tmp_path):
+    process = start(8, "--data", text, "--out", tmp_path / "one", *SIZES, *MESH)
+    said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert_close(finished, tmp_path / "one", 1e-6)
+
+
+def test_killed_twice_in_mid_save_it_ends_as_if_nothing_had_been(finished, text, tmp_path):
+    out = tmp_path / "run"
+    arguments = ("--data", text, *SIZES)
+    for killed, moment, lost in (
+        (1, "open checkpoints/4", "process 1 was lost"),
+        (0, "os.rename checkpoints/6", "process 0, the coordinator, was lost"),
+    ):
+        codes, said, (death, end) = two("--out", out, *arguments, killed=killed, moment=moment)
+        assert codes[1 - killed] not in (0, -signal.SIGKILL)
+        assert end - death < 15
+        survivor = said[1 - killed][1]
+        assert survivor.count("\n") == 1, survivor
+        assert f"{lost}: start all processes again with --resume" in survivor
+        arguments = ("--resume",)
+    codes, said, _ = two("--out", out, "--resume")
+    assert codes == [0, 0], said
+    assert "Going on from the checkpoint of step 4" in said[0][0]
+    assert metrics.read(out) == metrics.read(finished)
+    (step, found), (other_step, expected) = trees(out), trees(finished)
+    assert step == other_step == STEPS
+    for array, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(array, other, strict=True)
+
+
+def test_a_checkpoint_goes_on_on_one_device(finished, tmp_path, capfd):
+    out = Path(shutil.copytree(finished, tmp_path / "run"))
+    shutil.rmtree(out / run_folder.CHECKPOINTS / str(STEPS))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert main(["--resume", "--out", str(out)]) == 0
+    assert "Going on from the checkpoint of step 4" in capfd.readouterr().out
+    assert_close(finished, out, 1e-5)
+
+
+def refusal(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--fsdp", "0"], ["--fsdp", "got '0'"]),
+        (["--data-parallel", "-2"], ["--data-parallel", "-1, or", "got '-2'"]),
+        (["--dtype", "float16"], ["--dtype", "float32, bfloat16", "got 'float16'"]),
+        (["--coordinator", "localhost:1"], ["--num-processes and --process-id missing"]),
+        (["--coordinator", "localhost", "--num-processes", "2", "--process-id", "0"], ["HOST:PORT", "got 'localhost'"]),
+        (["--coordinator", "a:99999", "--num-processes", "2", "--process-id", "0"], ["port", "65535", "'99999'"]),
+        (["--coordinator", "a:9", "--num-processes", "2", "--process-id", "2"], ["--process-id 2", "0 to 1"]),
+        (["--coordinator", "a:9", "--num-processes", "2", "--process-id", "-1"], ["--process-id", "got '-1'"]),
+        (["plan", "--params", "10"], ["--params 10", "give more"]),
+        (["plan", "--params", "1e6", "--layers", "3"], ["--params", "--layers"]),
+        (["plan", "--devices", "0"], ["--devices", "got '0'"]),
+    ],
+)
+def test_bad_arguments(capsys, tmp_path, arguments, words):
+    arguments = arguments if arguments[0] == "plan" else [*arguments, "--out", tmp_path / "run"]
+    said = refusal(capsys, *arguments)
+    assert all(word in said for word in words), said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "words"),
+    [
+        ({"data_parallel": 3}, {}, ["--data-parallel 3", "8 devices"]),
+        ({"fsdp": 3}, {}, ["--fsdp 3", "8 devices"]),
+        ({"data_parallel": 4, "fsdp": 4}, {}, ["--data-parallel 4", "--fsdp 4", "8 devices"]),
+        ({"tensor": 8}, {}, ["--heads 4", "--tensor", "multiple of 8"]),
+        ({"context": 8, "data_parallel": 1}, {"context_length": 12}, ["--context-length 12", "multiple of 8"]),
+        ({"fsdp": 8}, {"features": 24, "batch_size": 8}, None),
+        ({"fsdp": 8}, {"features": 120, "batch_size": 8}, None),
+        ({"fsdp": 8}, {"features": 40, "heads": 1, "batch_size": 12}, ["--batch-size 12", "multiple of 8"]),
+        ({"accumulate": 3}, {"batch_size": 16}, ["--batch-size 16", "--accumulate", "multiple of 24"]),
+    ],
+)
+def test_layouts_that_do_not_fit(layout, settings, words):
+    if words is None:
+        assert np.prod(Layout(**layout).sizes(8, Settings(**settings))) == 8
+        return
+    with pytest.raises(UserError) as refused:
+        Layout(**layout).sizes(8, Settings(**settings))
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_without_options_as_many_devices_as_divide_the_batch():
+    assert Layout().sizes(8, Settings(batch_size=12)).data == 6
+    assert Layout().sizes(8, Settings(batch_size=16)).data == 8
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_processes_that_do_not_find_each_other(text, tmp_path, number):
+    where = f"localhost:{free_port()}"
+    together = ("--coordinator", where, "--num-processes", 2, "--process-id", number, "--start-timeout", 2)
+    process = start(1, "--data", text, "--out", tmp_path / "run", *SIZES, *together)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out, error.count("\n")) == (2, "", 1), error
+    assert f"--coordinator {where} within 2 s" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--topology", "v5e:0x7"], ["--params", "1e5", "--devices", "4"]])
+def test_the_plan_on_the_command_line(arguments):
+    process = start(1, "plan", *arguments)
+    out, error = process.communicate(timeout=120)
+    if "--topology" in arguments:
+        assert process.returncode == 2
+        assert "--topology v5e:0x7 cannot be had" in error
+        assert error.count("\n") == 1
+    else:
+        assert (process.returncode, error) == (0, "")
+        assert "--data-parallel 1 --fsdp 4 --tensor 1 --context 1" in out
+        assert "all-gather" in out
+        assert "together" in out

@@ -1,0 +1,53 @@
+"""Says in one line why JAX ended a process: a program that reads what the process's C++ libraries wrote, to its end.
+
+Where another process of a run dies, JAX's runtime aborts those that are left, in the middle of whatever they do, with
+a long log. No handler in Python runs then, so the line has to come from another program.
+"""
+
+import re
+import signal
+import sys
+from collections import deque
+
+KEPT = 200  # lines at the end of the log
+AGAIN = "start all processes again with --resume"
+
+
+def last_words(log: str) -> str | None:
+    r"""Puts a log in a line; None where it holds no fatal error.
+
+    Example:
+        >>> last_words("W1122 17:01:34.9 12 a.cc:1] Something is odd")
+        >>> last_words("F1122 17:01:34.9 12 client.h:80] The tasks are unhealthy (stopped sending heartbeats):\n1\n")
+        'process 1 was lost: start all processes again with --resume'
+    """
+    fatal = re.search(r"^(?:F\d{4} [^\]]*\] |terminate called |Fatal Python error: )(.*)", log, re.MULTILINE)
+    if fatal is None:
+        return None
+    lost = re.search(r"unhealthy \(stopped sending heartbeats\):\n((?:\d+\n)+)", log)
+    if lost:
+        numbers = lost[1].split()
+        what = f"process {numbers[0]} was lost" if len(numbers) == 1 else f"processes {', '.join(numbers)} were lost"
+        return f"{what}: {AGAIN}"
+    if re.search("Failed to send RPC to coordination service|Socket closed|Connection reset|connection attempt", log):
+        return f"process 0, the coordinator, was lost: {AGAIN}"
+    return f"JAX ended this process ({fatal[1].split('absl::Status: ')[-1][:200]}): {AGAIN}"
+
+
+def main() -> None:
+    """Reads the log from stdin, to where the process ends or begins to list its stack."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log: deque[str] = deque(maxlen=KEPT)
+    for line in sys.stdin.buffer:
+        log.append(line.decode(errors="replace"))
+        if line.startswith(b"*** Check failure"):
+            break
+    words = last_words("".join(log))
+    if words:
+        print(f"python -m train_demo: error: {words}", file=sys.stderr, flush=True)
+    for _ in sys.stdin.buffer:
+        pass
+
+
+if __name__ == "__main__":
+    main()

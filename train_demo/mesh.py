@@ -1,0 +1,144 @@
+"""The mesh of devices: how parameters, optimizer state and batches lie on it.
+
+Four axes, of which each may have one device only ("context" is left out then):
+
+    data     each device has all parameters and a part of the batch; gradients are added up once in a step
+    fsdp     each device has a part of the batch and a part of all parameters and their optimizer state; a block's
+             parameters are gathered where they are used
+    context  each device has a part of every window's characters
+    model    each device has some attention heads, and a part of the width of the small networks
+
+The mesh has axes of type Auto: these functions say where arrays lie, and XLA adds what the devices send to each other.
+On one device there is no mesh, and they return what they are given.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import P
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jaxtyping import Array
+
+from train_demo.layout import Sizes
+
+BATCH = ("data", "fsdp")  # the axes that split the batch
+# By the name of the layer. What is not here, the scales of the norms, lies whole on each device.
+PARAMS = {
+    "embedding": P(None, "fsdp"),  # [vocabulary, features]
+    "query": P("fsdp", "model", None),  # [features, heads, head size]
+    "key": P("fsdp", "model", None),
+    "value": P("fsdp", "model", None),
+    "out": P("model", None, "fsdp"),  # [heads, head size, features]
+    "widen": P("fsdp", "model"),  # [features, width]
+    "narrow": P("model", "fsdp"),  # [width, features]
+    "head": P("fsdp", None),  # [features, vocabulary]
+}
+
+Tree = TypeVar("Tree")
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+def make(sizes: Sizes, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+    """Arranges the first devices in a mesh; None where it is one device."""
+    number = math.prod(sizes)
+    if number == 1:
+        return None
+    # The attention names the axes that split its arrays, and would add up gradients over one that it does not name.
+    axes = {name: size for name, size in sizes._asdict().items() if name != "context" or size > 1}
+    devices = (jax.devices() if devices is None else devices)[:number]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+
+
+def use(mesh: Mesh | None) -> AbstractContextManager:
+    """Makes the mesh the one that the functions below, and the attention, find in their context."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def current() -> AbstractMesh | None:
+    """The mesh of the context; None on one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def batch_parts() -> int:
+    """How many parts the batch is split into."""
+    mesh = current()
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
+
+
+def shardings(mesh: Mesh | None, tree: Tree) -> Tree | None:
+    """Says where each array of a tree of parameters, or of their optimizer's state, lies; None on one device."""
+    if mesh is None:
+        return None
+    return jax.tree.map_with_path(lambda path, leaf: NamedSharding(mesh, _spec(path, leaf)), tree)
+
+
+def as_stored(params: Tree) -> Tree:
+    """Constrains parameters, or gradients, to lie as the parameters do between two steps."""
+    return _constrain(params, lambda path, leaf: _spec(path, leaf))
+
+
+def gathered(module: Module) -> Module:
+    """A module whose parameters are whole along the axis "fsdp", for use.
+
+    Without it, XLA would rather leave the parameters where they are and send the much larger activations.
+    """
+    if current() is None:
+        return module
+    structure, state = nnx.split(module)
+    whole = _constrain(nnx.to_pure_dict(state), lambda path, leaf: _without_fsdp(_spec(path, leaf)))
+    return nnx.merge(structure, whole)
+
+
+def one_per_part(params: Tree) -> Tree:
+    """Constrains gradients of each part of the batch, `[batch_parts(), ...]`, to lie where they are computed."""
+    return _constrain(params, lambda path, leaf: P(BATCH, *tuple(_without_fsdp(_spec(path, leaf)))))
+
+
+def split_batch(windows: Array, axis: int = 0) -> Array:
+    """Constrains windows to be split along one axis, that of the batch or of its parts."""
+    return _constrain(windows, lambda path, leaf: P(*[None] * axis, BATCH))
+
+
+def split_characters(numbers: Array) -> Array:
+    """Constrains `[B, T]` to be split along the characters of each window, besides what splits the batch."""
+    mesh = current()
+    if mesh is None or "context" not in mesh.shape:
+        return numbers
+    return _constrain(numbers, lambda path, leaf: P(P.UNCONSTRAINED, "context"))
+
+
+def put(mesh: Mesh | None, array: np.ndarray, spec: P = P()) -> Array:  # noqa: B008
+    """Puts what every process has onto the devices of all of them."""
+    if mesh is None:
+        return jax.numpy.asarray(array)
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda part: array[part])
+
+
+def fetch(mesh: Mesh | None, tree: Tree) -> Tree:
+    """Gathers arrays whole onto this process's first device."""
+    if mesh is None:
+        return tree
+    whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
+    return jax.tree.map(lambda array: array.addressable_data(0), whole)
+
+
+def _constrain(tree: Tree, spec: Any) -> Tree:
+    if current() is None:
+        return tree
+    return jax.tree.map_with_path(lambda *leaf: jax.lax.with_sharding_constraint(leaf[1], spec(*leaf)), tree)
+
+
+def _spec(path: tuple[Any, ...], leaf: Any) -> P:
+    """The names of the layers are in the path, for parameters and for the optimizer's copies of them alike."""
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return next((PARAMS[name] for name in reversed(names) if name in PARAMS), P())
+
+
+def _without_fsdp(spec: P) -> P:
+    return P(*(None if axis == "fsdp" else axis for axis in spec))

@@ -1,0 +1,120 @@
+"""Several processes that train one model: how they find each other, and how each ends when another one is lost."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.experimental import multihost_utils
+
+from train_demo import last_words
+from train_demo.errors import MainThreadOnly, UserError, printable
+from train_demo.layout import Layout
+
+HEARTBEAT_SECONDS = 10  # without a sign of life a process counts as lost
+
+
+@contextmanager
+def joined(layout: Layout) -> Iterator[None]:
+    """Joins the other processes of the run for as long as the context lasts; does nothing for a single process.
+
+    Raises:
+        UserError: another process was lost, or the coordinator's port is taken.
+    """
+    if layout.num_processes is None:
+        yield
+        return
+    reader = _hide_logs(layout)  # noqa: F841, kept: Python complains of processes that nobody waits for
+    _connect(layout)
+    try:
+        yield
+        wait("the end")
+    except UserError:
+        raise
+    except Exception as error:
+        # The runtime may be about to end this process, and then says why.
+        time.sleep(HEARTBEAT_SECONDS + 2)
+        what = " ".join(str(error).split())[:200]
+        raise UserError(f"another process was lost ({what}): {last_words.AGAIN}") from error
+
+
+def _connect(layout: Layout) -> None:
+    # JAX would abort the process with a long log when its own time-out ends.
+    timer = threading.Timer(layout.start_timeout, _not_found, [layout])
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            layout.coordinator,
+            layout.num_processes,
+            layout.process_id,
+            initialization_timeout=layout.start_timeout + 30,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except (JaxRuntimeError, ValueError) as error:
+        raise UserError(
+            f"process {layout.process_id} cannot start at --coordinator {layout.coordinator} "
+            f"({' '.join(str(error).split())[:200]}): choose another port"
+        ) from error
+    wait("the start")
+    timer.cancel()
+
+
+def _not_found(layout: Layout) -> None:
+    others = "not all other processes came to" if layout.first else "nothing answers at"
+    _say(
+        f"python -m train_demo: error: {others} --coordinator {layout.coordinator} within {layout.start_timeout} s: "
+        f"start {layout.num_processes} processes, with --process-id 0 to {(layout.num_processes or 1) - 1}\n"
+    )
+    os._exit(2)
+
+
+def _say(line: str) -> None:
+    os.write(sys.stderr.fileno(), printable(line).encode())
+
+
+def _hide_logs(layout: Layout) -> subprocess.Popen:
+    """Sends what C++ writes to a program that makes a line of it; what Python writes goes where it went.
+
+    Only process 0 writes to stdout.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader = subprocess.Popen(
+        [sys.executable, str(Path(last_words.__file__))], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert reader.stdin is not None
+    out, error = os.dup(1), os.dup(2)
+    os.dup2(reader.stdin.fileno(), 1)
+    os.dup2(reader.stdin.fileno(), 2)
+    reader.stdin.close()
+    sys.stdout = open(out if layout.first else os.devnull, "w", encoding=sys.stdout.encoding)  # noqa: SIM115
+    sys.stderr = MainThreadOnly(open(error, "w", buffering=1, encoding=sys.stderr.encoding))  # noqa: SIM115
+    return reader
+
+
+def wait(name: str) -> None:
+    """Waits until all processes have come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def refuse_differences(what: str, text: str) -> None:
+    """Compares a text with that of process 0.
+
+    Raises:
+        UserError: it is another one.
+    """
+    if jax.process_count() == 1:
+        return
+    own = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    if (multihost_utils.broadcast_one_to_all(own) != own).any():
+        raise UserError(f"{what} differ from those of process 0: start all processes with the same ones")
