@@ -113,7 +113,7 @@ def blocks_in_place(call: Call) -> Blocks | None:
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     """In what dtype query, key, value and weights enter matrix products, whose sums are float32 at least.
 
-    In their own, 16 bits wide, where that is faster: on accelerators, and in tiles on CPUs with a matrix unit for
+    In their own, 16 bits wide, where that is faster: on accelerators, and in large tiles on CPUs with a matrix unit for
     bfloat16 (AMX). Other CPUs, and whoever asks for more precision than the default, get `accumulation_dtype`.
 
     Args:
@@ -127,10 +127,11 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
         return wide
     if options.target.platform != "cpu":
         return dtype
-    # XLA fails when such a program runs if there is but one head: "DotThunk ... BF16 x BF16 = F32".
+    # XLA fails when such a program runs with odd sizes and one head: "DotThunk ... BF16 x BF16 = F32".
+    whole_tiles = call.has_known_sizes and not any(length % 128 for length in operands.lengths)
     several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
-    several_heads = several_heads and not options.target.may_be_split
-    return dtype if tiles and dtype == jnp.bfloat16 and several_heads and _has_amx() else wide
+    plain = whole_tiles and several_heads and not options.target.may_be_split
+    return dtype if tiles and dtype == jnp.bfloat16 and plain and _has_amx() else wide
 
 
 @functools.cache
