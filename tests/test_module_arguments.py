@@ -119,7 +119,7 @@ def test_explain_says_what_a_call_computes(api):
     assert api.explain(module, X).chosen == "xla"
     explanation = api.explain(module, long, is_causal=True, lengths=jnp.array([650]))
     assert explanation.chosen == "blockwise"
-    assert any("sinks" in reason for reason in explanation.refusals["splash"])
+    assert any("sinks" in reason for reason in explanation.refusals["cudnn"])
     with pytest.raises(ValueError, match=r"attention_fn must be flax_mha\.attention_fn to be explained"):
         api.explain(api.make(attention_fn=nnx.dot_product_attention), X)
 
