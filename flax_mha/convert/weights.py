@@ -1,0 +1,273 @@
+"""`from_torch` and `to_torch`: attention weights as numpy arrays, from PyTorch to Flax's parameters and back."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from flax_mha.convert.layouts import (
+    ALL,
+    FLAX_SHAPES,
+    KERNELS,
+    LAYOUTS,
+    NORMS,
+    OTHER_SHAPES,
+    PATHS,
+    SIZES,
+    TORCH_SHAPES,
+    Layout,
+    LayoutName,
+)
+from flax_mha.convert.state_dict import attention_entries, recognized, to_numpy
+
+Arrays = dict[str, np.ndarray]
+Params = dict[str, Any]
+
+
+def from_torch(
+    state_dict: Mapping[str, Any],
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    prefix: str = "",
+    *,
+    qk_norm_offset: float = 0.0,
+    fill_biases: bool = False,
+) -> Params:
+    """Turns the `state_dict` of a PyTorch attention into Flax's parameters, for `flax.linen` or `nnx.update`.
+
+    Kernels are `weight.T`, cut into heads. `load_torch` does this for an nnx module, and checks that module as well.
+    Weights do not tell all: rotary positions, windows, soft caps and scales stand in a config (see `describe`).
+
+    Args:
+        state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
+        num_heads: query heads N.
+        num_kv_heads: key and value heads K, which divide `num_heads`; None means as many.
+        prefix: what the keys of the attention start with in `state_dict`, such as `"model.layers.0.self_attn."`. The
+            keys after it tell the layout.
+        qk_norm_offset: what the model adds to the weights of its query and key norms: 1.0 for Gemma 3, which keeps
+            w and multiplies by 1 + w, and 0.0 for the others. The keys cannot tell.
+        fill_biases: where some projections have a bias (Qwen 2, Whisper), add biases of zeros to the others, which
+            modules with `use_bias` need.
+
+    Returns:
+        `query|key|value`: `kernel` (in, heads, head size), `bias` (heads, head size); `out`: `kernel` (heads, head
+        size, out), `bias` (out,); `query_ln|key_ln`: `scale` (head size,); `sinks` (heads,). Biases, norms and sinks
+        are there if `state_dict` has them. Arrays are new and keep their dtypes, but for norms with an offset, which
+        become float32 at least, as the models compute them.
+
+    Raises:
+        ValueError: if the keys fit no layout (with the attention layers found, if there are any), if `bias_k` or
+            `bias_v` is there, if shapes and heads disagree, or if weights are quantized or hold no values.
+
+    Example:
+        >>> import numpy as np
+        >>> from flax_mha import convert
+        >>> square = np.arange(36.0).reshape(6, 6)
+        >>> params = convert.from_torch({f"W_{name}.weight": square for name in "qkvo"}, num_heads=2)
+        >>> {name: param["kernel"].shape for name, param in params.items()}
+        {'query': (6, 2, 3), 'key': (6, 2, 3), 'value': (6, 2, 3), 'out': (2, 3, 6)}
+        >>> bool((convert.to_torch(params, "d2l_mha")["W_k.weight"] == square).all())
+        True
+    """
+    heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+    arrays = read(state_dict, *heads, prefix, qk_norm_offset)[1]
+    if fill_biases and any(path not in KERNELS and path in PATHS for path in arrays):
+        arrays = filled(arrays)
+    params: Params = {}
+    for path, array in arrays.items():
+        name, *leaf = path.split("/")
+        if leaf:
+            params.setdefault(name, {})[leaf[0]] = array
+        else:
+            params[name] = array
+    return params
+
+
+def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float = 0.0) -> Arrays:
+    """Turns Flax's attention parameters into the `state_dict` of a PyTorch module, the inverse of `from_torch`.
+
+    `module.load_state_dict({key: torch.from_numpy(array) for key, array in to_torch(params, layout).items()})` loads
+    it, for `hf_bert` with `strict=False`. PyTorch takes no bfloat16 from numpy: pass `array.astype("float32")`, exact.
+
+    Args:
+        params: what `from_torch` returns, `nnx.state(module, nnx.Param)` or the like; leaves are numpy or JAX arrays.
+        layout: a `LayoutName`. Biases that it lacks may be there if they are zeros, and are left out.
+        qk_norm_offset: what `from_torch` added to the weights of the norms. With 1.0 they come back rounded to
+            2^-24, like every 1 + w in float32.
+
+    Returns:
+        New arrays in C order, dtypes kept.
+
+    Raises:
+        ValueError: if there is no such layout, if `params` is no attention's, or if the layout cannot hold it.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    given = _flatten(params)
+    sizes = _sizes(given, FLAX_SHAPES | OTHER_SHAPES)
+    sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
+    arrays = _without_zeros(LAYOUTS[layout], given)
+    if reason := _misfit(LAYOUTS[layout], arrays, sizes):
+        others = {name: _without_zeros(other, given) for name, other in LAYOUTS.items()}
+        fit = ", ".join(name for name, arrays in others.items() if not _misfit(LAYOUTS[name], arrays, sizes))
+        raise ValueError(f"layout {layout!r} cannot hold params: {reason}; layouts that can: {fit or 'none'}")
+    linears = {
+        path: array.reshape([sizes[c] for c in TORCH_SHAPES[path][::-1]]).T if path in PATHS else array
+        for path, array in arrays.items()
+    }
+    if qk_norm_offset:
+        linears |= {path: array - array.dtype.type(qk_norm_offset) for path, array in linears.items() if path in NORMS}
+    return {
+        key: _joined(LAYOUTS[layout], [linears[path] for path in paths], sizes)
+        for key, paths in LAYOUTS[layout].stacks.items()
+        if paths[0] in linears
+    }
+
+
+def read(
+    state_dict: Any, num_heads: int, num_kv_heads: int, prefix: str, qk_norm_offset: float
+) -> tuple[LayoutName, Arrays]:
+    """The layout of a state_dict, and its arrays by the paths and in the shapes of Flax."""
+    _check_heads(num_heads, num_kv_heads)
+    entries = attention_entries(state_dict, prefix)
+    layout = recognized(entries, prefix)
+    linears: Arrays = {}
+    for key, paths in LAYOUTS[layout].stacks.items():
+        if key in entries:
+            array = np.atleast_1d(to_numpy(prefix + key, entries[key]))
+            linears |= zip(paths, _cut(LAYOUTS[layout], key, array, num_heads, num_kv_heads, len(paths)), strict=True)
+    sizes = _sizes({path: array for path, array in linears.items() if path in PATHS}, TORCH_SHAPES)
+    if reason := _misfit(LAYOUTS[layout], linears, sizes):
+        raise ValueError(f"state_dict has the keys of layout {layout!r}, but {reason}: is it whole and unchanged?")
+    sizes |= _split(sizes["A"], sizes["B"], num_heads, num_kv_heads)
+    _check_others(linears, sizes)
+    arrays = {
+        path: array.T.reshape([sizes[c] for c in FLAX_SHAPES[path]]).copy() if path in PATHS else array.copy()
+        for path, array in linears.items()
+    }
+    if qk_norm_offset:
+        for path in arrays.keys() & NORMS:
+            wide = np.promote_types(arrays[path].dtype, np.float32)
+            arrays[path] = arrays[path].astype(wide) + wide.type(qk_norm_offset)
+    return layout, {path: arrays[path] for path in (*PATHS, *OTHER_SHAPES) if path in arrays}
+
+
+def filled(arrays: Arrays) -> Arrays:
+    """With biases of zeros where there is none."""
+    kernels = {name: arrays[f"{name}/kernel"] for name in ALL}
+    shapes = {name: kernel.shape[-1:] if name == "out" else kernel.shape[1:] for name, kernel in kernels.items()}
+    zeros = {f"{name}/bias": np.zeros(shapes[name], kernel.dtype) for name, kernel in kernels.items()}
+    return {path: (zeros | arrays)[path] for path in (*PATHS, *OTHER_SHAPES) if path in zeros or path in arrays}
+
+
+def _cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int, parts: int) -> Iterable[np.ndarray]:
+    """The weights [out, in] or biases [out] that are stacked in one array."""
+    array = array.T if layout.transposed else array
+    if parts == 1:
+        return [array]
+    size, rest = divmod(len(array), heads + 2 * kv_heads)
+    if rest:
+        raise ValueError(
+            f"num_heads and num_kv_heads must cut the {len(array)} features of {key} into query heads and twice as "
+            f"many key heads of one size, got {heads} and {kv_heads}; pass those of the model's config."
+        )
+    if not layout.by_group:
+        return np.split(array, [heads * size, (heads + kv_heads) * size])
+    groups = heads // kv_heads
+    grouped = array.reshape(kv_heads, groups + 2, size, *array.shape[1:])
+    split = np.split(grouped, [groups, groups + 1], axis=1)
+    return [part.reshape(-1, *array.shape[1:]) for part in split]
+
+
+def _joined(layout: Layout, arrays: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+    """The inverse of `_cut`: one new array in C order."""
+    if len(arrays) > 1 and layout.by_group:
+        rows = [array.reshape(sizes["K"], -1, *array.shape[1:]) for array in arrays]
+        array = np.concatenate(rows, axis=1).reshape(-1, *arrays[0].shape[1:])
+    else:
+        array = np.concatenate(arrays)
+    return (array.T if layout.transposed else array).copy()
+
+
+def _check_others(arrays: Arrays, sizes: Mapping[str, int]) -> None:
+    """Norms and sinks have the sizes of the heads."""
+    for path in arrays.keys() & OTHER_SHAPES.keys():
+        shape, expected = arrays[path].shape, (sizes[OTHER_SHAPES[path]],)
+        if shape == expected:
+            continue
+        whole = path in NORMS and shape == (sizes["A" if path == NORMS[0] else "B"],)
+        reason = "; OLMo 2 normalizes all heads together, which the module cannot" if whole else ""
+        raise ValueError(f"{path} must have shape {expected} for {sizes['N']} heads, got {shape}{reason}.")
+
+
+def _without_zeros(layout: Layout, arrays: Arrays) -> Arrays:
+    """Without biases that the layout lacks and that are zeros."""
+    biased = {name for name in ALL if f"{name}/bias" in arrays}
+    for choice in layout.biased:
+        dropped = {f"{name}/bias" for name in biased - {*choice}}
+        if biased.issuperset(choice) and not any(arrays[path].any() for path in dropped):
+            return {path: array for path, array in arrays.items() if path not in dropped}
+    return arrays
+
+
+def _misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
+    """Says why the layout cannot hold the arrays; nothing if it can."""
+    biased = tuple(name for name in ALL if f"{name}/bias" in arrays)
+    if biased not in layout.biased:
+        choices = " or on ".join(", ".join(choice) or "none" for choice in layout.biased)
+        return f"biases must be on {choices}, got them on {', '.join(biased) or 'none'}"
+    if others := arrays.keys() - {*PATHS} - {path for paths in layout.stacks.values() for path in paths}:
+        return f"it has no {', '.join(sorted(others))}"
+    for key, paths in layout.stacks.items():
+        if len(dtypes := {str(arrays[path].dtype) for path in paths if path in arrays}) > 1:
+            return f"{key} must stack arrays of one dtype, got {', '.join(sorted(dtypes))}"
+    if len({sizes[c] for c in layout.equal}) > 1:
+        return f"its features must be one number, got {', '.join(f'{SIZES[c]} {sizes[c]}' for c in layout.equal)}"
+    stacked = any(len(paths) > 1 and paths[0] in KERNELS for paths in layout.stacks.values())
+    if stacked and len({sizes[c] for c in "QSV"}) > 1:
+        return f"its weights stack inputs of one size, got {', '.join(f'{SIZES[c]} {sizes[c]}' for c in 'QSV')}"
+    return ""
+
+
+def _sizes(arrays: Arrays, shapes: Mapping[str, str]) -> dict[str, int]:
+    """Finds the size of every letter, after a check that it has but one."""
+    sizes: dict[str, int] = {}
+    for path, array in arrays.items():
+        letters = shapes[path]
+        expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
+        fits = all(sizes.setdefault(letter, size) == size for letter, size in zip(letters, array.shape, strict=False))
+        if array.ndim != len(letters) or not fits:
+            raise ValueError(f"{path} must have shape ({expected}) to fit the others, got {array.shape}")
+    return sizes
+
+
+def _check_heads(heads: Any, kv_heads: Any) -> None:
+    for name, number in (("num_heads", heads), ("num_kv_heads", kv_heads)):
+        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{name} must be a positive integer, got {number!r}.")
+    if heads % kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {heads} and {kv_heads}.")
+
+
+def _split(features: int, kv_features: int, heads: int, kv_heads: int) -> dict[str, int]:
+    """Finds the sizes that are heads, after a check that they divide the features."""
+    if features % heads or features // heads * kv_heads != kv_features:
+        cut = f"cut {features} query and {kv_features} key features into heads of one size, got {heads} and {kv_heads}"
+        raise ValueError(f"num_heads and num_kv_heads must {cut}; pass those of the model's config.")
+    return {"N": heads, "K": kv_heads, "H": features // heads}
+
+
+def _flatten(params: Any) -> Arrays:
+    """Lists the leaves by path, after a check that they are those of one attention."""
+    leaves: dict[str, Any] = {}
+    for name in ("query_ln", "key_ln", *ALL):
+        if name in params:
+            leaves |= {f"{name}/{leaf}": value for leaf, value in params[name].items()}
+    if "sinks" in params:
+        leaves["sinks"] = params["sinks"]
+    known = (*PATHS, *OTHER_SHAPES)
+    extra = sorted({*params, *leaves} - {*ALL, "query_ln", "key_ln", *known})
+    missing = sorted({*KERNELS} - {*leaves})
+    if extra or missing:
+        raise ValueError(f"params must be one attention's parameters alone; missing {missing}, extra {extra}")
+    return {path: to_numpy(path, leaves[path]) for path in known if path in leaves}
