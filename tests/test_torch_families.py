@@ -157,10 +157,11 @@ FAMILIES = {
         transformers="gemma3.Gemma3Attention",
     ),
     "gemma3 with a window": Family(
-        {"model_type": "gemma3", "text_config": GEMMA_3},
+        GEMMA_3,
         linears(LLAMA_NAMES, D, K) | NORMS,
         functools.partial(port.gemma_3, number=N, kv_number=K, scalar=5, window=WINDOW),
         "hf_llama",
+        transformers="gemma3.Gemma3Attention",
     ),
     "gpt_oss": Family(
         OSS,
@@ -229,6 +230,7 @@ FAMILIES = {
         "hf_neox",
         "h.1.self_attention.",
         call=lambda: {"score_mod": recipes.alibi(N)["score_mod"]},
+        transformers="bloom.BloomAttention",
     ),
     "gpt2": Family(
         {"model_type": "gpt2", "n_embd": E, "n_head": N, "n_layer": 2},
@@ -260,8 +262,11 @@ FAMILIES = {
         "hf_t5",
         "decoder.block.1.layer.0.SelfAttention.",
         call=lambda: {"score_mod": recipes.t5_bias(jnp.asarray(TABLE.numpy()))["score_mod"]},
+        transformers="t5.T5Attention",
     ),
-    "opt": encoder("opt", OUT_NAMES, OUT_NAMES, "hf_clip", "model.decoder.layers.1.self_attn.")._replace(
+    "opt": encoder(
+        "opt", OUT_NAMES, OUT_NAMES, "hf_clip", "model.decoder.layers.1.self_attn.", "opt.OPTAttention"
+    )._replace(
         port=functools.partial(port.plain, number=N, names=QKV_NAMES, out="out_proj", is_causal=True), decodes=True
     ),
     "bert": encoder(
@@ -270,6 +275,7 @@ FAMILIES = {
         "self.query self.key self.value output.dense",
         "hf_bert",
         "bert.encoder.layer.1.attention.",
+        "bert.BertAttention",
     ),
     "distilbert": encoder(
         "distilbert",
@@ -336,12 +342,22 @@ FAMILIES = {
         "q_proj v_proj out_proj",
         "hf_whisper",
         "model.encoder.layers.1.self_attn.",
+        "whisper.WhisperAttention",
         d_model=E,
         encoder_attention_heads=N,
         decoder_attention_heads=N,
     ),
-    "bart": encoder("bart", OUT_NAMES, OUT_NAMES, "hf_clip", "encoder.layers.1.self_attn.", d_model=E),
-    "wav2vec2": encoder("wav2vec2", OUT_NAMES, OUT_NAMES, "hf_clip", "wav2vec2.encoder.layers.1.attention."),
+    "bart": encoder(
+        "bart", OUT_NAMES, OUT_NAMES, "hf_clip", "encoder.layers.1.self_attn.", "bart.BartAttention", d_model=E
+    ),
+    "wav2vec2": encoder(
+        "wav2vec2",
+        OUT_NAMES,
+        OUT_NAMES,
+        "hf_clip",
+        "wav2vec2.encoder.layers.1.attention.",
+        "wav2vec2.Wav2Vec2Attention",
+    ),
 }
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
@@ -410,3 +426,16 @@ def test_round_trip_is_exact(family):
     assert {key: array.tobytes() for key, array in again.items()} == {
         key: tensor.numpy().tobytes() for key, tensor in weights.items()
     }
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.transformers])
+def test_same_as_the_layer_of_transformers(name):
+    pytest.importorskip("transformers", minversion="5", reason="Transformers 5 is not installed, the ports count alone")
+    import torch_transformers
+
+    family = FAMILIES[name]
+    x = inputs(features(family))[0]
+    arguments = (family.config, family.layer, family.transformers, family.weights(), torch.from_numpy(x))
+    expected = torch_transformers.output(*arguments, family.decodes, TABLE).detach().numpy()
+    assert_close(family.module()(jnp.asarray(x), is_causal=family.decodes, **family.call()), expected)
+    assert_close(by_torch(family)[0], expected)
