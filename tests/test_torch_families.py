@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_torch_convert
 import torch
 import torch_families as port
 from flax import nnx
@@ -360,6 +361,15 @@ FAMILIES = {
     ),
 }
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def test_every_layout_is_tried():
+    """Those of test_torch_convert.py aside, and of GPT-Neo, of which the half has windows that `describe` lacks."""
+    others = {layout for layout, *_ in test_torch_convert.MODULES.values()}
+    assert {family.layout for family in FAMILIES.values()} >= {*convert.LAYOUTS} - others - {
+        "hf_gpt_neo",
+        "timm_unbiased",
+    }
 
 
 @functools.cache

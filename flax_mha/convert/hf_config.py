@@ -21,6 +21,7 @@ class Model(NamedTuple):
     sliding: Literal["none", "all", "listed", "last"] = "none"  # which layers have a window; "last": after some
 
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
 FEATURES = ("hidden_size", "d_model", "n_embd", "dim")
 LLAMA = Model({}, "attention_bias", rotary=True)
@@ -206,7 +207,10 @@ def _scale(model_type: str, values: Mapping[str, Any], layer: int, head_size: in
 def _layer_type(model: Model, values: Mapping[str, Any], layer: int) -> str:
     """Either "sliding_attention" or "full_attention"."""
     if model.sliding != "none" and layer < len(values.get("layer_types", ())):
-        return values["layer_types"][layer]
+        layer_type = values["layer_types"][layer]
+        if layer_type not in LAYER_TYPES:
+            raise ValueError(f"layer_types must be {' or '.join(LAYER_TYPES)}, but got {layer_type!r}.")
+        return layer_type
     sliding = {
         "none": False,
         "all": True,
@@ -218,9 +222,7 @@ def _layer_type(model: Model, values: Mapping[str, Any], layer: int) -> str:
 
 def _window(values: Mapping[str, Any], layer_type: str) -> tuple[int, int] | None:
     """A window of w tokens is the token itself and w - 1 before it."""
-    if layer_type == "full_attention":
-        return None
     if layer_type != "sliding_attention":
-        raise ValueError(f"layer_types must be full_attention or sliding_attention, but got {layer_type!r}.")
+        return None
     width = values.get("sliding_window")
     return None if width is None or not values.get("use_sliding_window", True) else (width - 1, 0)

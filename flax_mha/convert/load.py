@@ -120,8 +120,10 @@ def _is_complex(variable: nnx.Variable) -> bool:
 
 def _is_gemma(state_dict: Mapping[str, Any], prefix: str) -> bool:
     """Whether a norm stands beside this attention that only Gemma 2 and 3 have."""
+    if not isinstance(state_dict, Mapping) or not isinstance(prefix, str):
+        return False  # `read` says so
     layer = prefix.rstrip(".").rpartition(".")[0]
-    return bool(layer) and isinstance(state_dict, Mapping) and f"{layer}.{GEMMA}" in state_dict
+    return f"{layer}.{GEMMA}" in state_dict
 
 
 def _missing_options(

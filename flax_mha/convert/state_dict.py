@@ -116,6 +116,8 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
     else:
         value = np.asarray(value.unbox() if hasattr(value, "unbox") else value)  # flax.linen boxes what it partitions
         dtype = str(value.dtype)
+    if dtype == "object":
+        raise ValueError(f"{name} must be a tensor or an array, but got {value!r}.")
     if dtype not in FLOATS:
         raise ValueError(
             f"{name} must be floating point, but got {dtype}; dequantize the model first, or load its original weights."

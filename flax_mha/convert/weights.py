@@ -136,6 +136,7 @@ def read(
         if key in entries:
             array = np.atleast_1d(to_numpy(prefix + key, entries[key]))
             linears |= zip(paths, _cut(LAYOUTS[layout], key, array, num_heads, num_kv_heads, len(paths)), strict=True)
+    _check_cut(LAYOUTS[layout], linears, num_heads, num_kv_heads)
     sizes = _sizes({path: array for path, array in linears.items() if path in PATHS}, TORCH_SHAPES)
     if reason := _misfit(LAYOUTS[layout], linears, sizes):
         raise ValueError(f"state_dict has the keys of layout {layout!r}, but {reason}: is it whole and unchanged?")
@@ -177,6 +178,17 @@ def _cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int,
     grouped = array.reshape(kv_heads, groups + 2, size, *array.shape[1:])
     split = np.split(grouped, [groups, groups + 1], axis=1)
     return [part.reshape(-1, *array.shape[1:]) for part in split]
+
+
+def _check_cut(layout: Layout, arrays: Arrays, heads: int, kv_heads: int) -> None:
+    """Heads other than the model's may cut stacked weights too, but into other queries than the output takes."""
+    query, out = arrays["query/kernel"], arrays["out/kernel"]
+    stacked = any(len(paths) > 1 and paths[0] in KERNELS for paths in layout.stacks.values())
+    if stacked and out.ndim == 2 and len(query) != out.shape[1]:
+        raise ValueError(
+            f"num_heads and num_kv_heads must cut the stacked weights into {out.shape[1]} query features, which the "
+            f"output takes, got {heads} and {kv_heads}, which make {len(query)}; pass those of the model's config."
+        )
 
 
 def _joined(layout: Layout, arrays: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
@@ -242,11 +254,9 @@ def _sizes(arrays: Arrays, shapes: Mapping[str, str]) -> dict[str, int]:
 
 
 def _check_heads(heads: Any, kv_heads: Any) -> None:
-    for name, number in (("num_heads", heads), ("num_kv_heads", kv_heads)):
-        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name} must be a positive integer, got {number!r}.")
-    if heads % kv_heads:
-        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {heads} and {kv_heads}.")
+    integers = all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in (heads, kv_heads))
+    if not integers or heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"num_heads must be a positive multiple of num_kv_heads, got {heads!r} and {kv_heads!r}.")
 
 
 def _split(features: int, kv_features: int, heads: int, kv_heads: int) -> dict[str, int]:
