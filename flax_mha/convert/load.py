@@ -9,7 +9,8 @@ import numpy as np
 from flax import nnx
 
 from flax_mha.convert.layouts import ALL, KERNELS, LAYOUTS, NORMS, OTHER_SHAPES, PATHS, LayoutName
-from flax_mha.convert.weights import Arrays, filled, read
+from flax_mha.convert.shapes import Arrays
+from flax_mha.convert.weights import filled, read
 
 SHOWN = 8  # parameters in an error
 MODEL_TYPE = "model_type"  # what `describe` says of a module, in the metadata of its kernels

@@ -1,6 +1,6 @@
 """`from_torch` and `to_torch`: attention weights as numpy arrays, from PyTorch to Flax's parameters and back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,23 @@ from flax_mha.convert.layouts import (
     NORMS,
     OTHER_SHAPES,
     PATHS,
-    SIZES,
     TORCH_SHAPES,
     Layout,
     LayoutName,
 )
+from flax_mha.convert.shapes import (
+    Arrays,
+    check_cut,
+    check_heads,
+    check_others,
+    cut,
+    find_sizes,
+    head_sizes,
+    joined,
+    misfit,
+)
 from flax_mha.convert.state_dict import attention_entries, recognized, to_numpy
 
-Arrays = dict[str, np.ndarray]
 Params = dict[str, Any]
 
 
@@ -104,12 +113,12 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     given = _flatten(params)
-    sizes = _sizes(given, FLAX_SHAPES | OTHER_SHAPES)
+    sizes = find_sizes(given, FLAX_SHAPES | OTHER_SHAPES)
     sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
     arrays = _without_zeros(LAYOUTS[layout], given)
-    if reason := _misfit(LAYOUTS[layout], arrays, sizes):
+    if reason := misfit(LAYOUTS[layout], arrays, sizes):
         others = {name: _without_zeros(other, given) for name, other in LAYOUTS.items()}
-        fit = ", ".join(name for name, arrays in others.items() if not _misfit(LAYOUTS[name], arrays, sizes))
+        fit = ", ".join(name for name, arrays in others.items() if not misfit(LAYOUTS[name], arrays, sizes))
         raise ValueError(f"layout {layout!r} cannot hold params: {reason}; layouts that can: {fit or 'none'}")
     linears = {
         path: array.reshape([sizes[c] for c in TORCH_SHAPES[path][::-1]]).T if path in PATHS else array
@@ -118,7 +127,7 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     if qk_norm_offset:
         linears |= {path: array - array.dtype.type(qk_norm_offset) for path, array in linears.items() if path in NORMS}
     return {
-        key: _joined(LAYOUTS[layout], [linears[path] for path in paths], sizes)
+        key: joined(LAYOUTS[layout], [linears[path] for path in paths], sizes)
         for key, paths in LAYOUTS[layout].stacks.items()
         if paths[0] in linears
     }
@@ -128,20 +137,20 @@ def read(
     state_dict: Any, num_heads: int, num_kv_heads: int, prefix: str, qk_norm_offset: float
 ) -> tuple[LayoutName, Arrays]:
     """The layout of a state_dict, and its arrays by the paths and in the shapes of Flax."""
-    _check_heads(num_heads, num_kv_heads)
+    check_heads(num_heads, num_kv_heads)
     entries = attention_entries(state_dict, prefix)
     layout = recognized(entries, prefix)
     linears: Arrays = {}
     for key, paths in LAYOUTS[layout].stacks.items():
         if key in entries:
             array = np.atleast_1d(to_numpy(prefix + key, entries[key]))
-            linears |= zip(paths, _cut(LAYOUTS[layout], key, array, num_heads, num_kv_heads, len(paths)), strict=True)
-    _check_cut(LAYOUTS[layout], linears, num_heads, num_kv_heads)
-    sizes = _sizes({path: array for path, array in linears.items() if path in PATHS}, TORCH_SHAPES)
-    if reason := _misfit(LAYOUTS[layout], linears, sizes):
+            linears |= zip(paths, cut(LAYOUTS[layout], key, array, num_heads, num_kv_heads, len(paths)), strict=True)
+    check_cut(LAYOUTS[layout], linears, num_heads, num_kv_heads)
+    sizes = find_sizes({path: array for path, array in linears.items() if path in PATHS}, TORCH_SHAPES)
+    if reason := misfit(LAYOUTS[layout], linears, sizes):
         raise ValueError(f"state_dict has the keys of layout {layout!r}, but {reason}: is it whole and unchanged?")
-    sizes |= _split(sizes["A"], sizes["B"], num_heads, num_kv_heads)
-    _check_others(linears, sizes)
+    sizes |= head_sizes(sizes["A"], sizes["B"], num_heads, num_kv_heads)
+    check_others(linears, sizes)
     arrays = {
         path: array.T.reshape([sizes[c] for c in FLAX_SHAPES[path]]).copy() if path in PATHS else array.copy()
         for path, array in linears.items()
@@ -161,57 +170,6 @@ def filled(arrays: Arrays) -> Arrays:
     return {path: (zeros | arrays)[path] for path in (*PATHS, *OTHER_SHAPES) if path in zeros or path in arrays}
 
 
-def _cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int, parts: int) -> Iterable[np.ndarray]:
-    """The weights [out, in] or biases [out] that are stacked in one array."""
-    array = array.T if layout.transposed else array
-    if parts == 1:
-        return [array]
-    size, rest = divmod(len(array), heads + 2 * kv_heads)
-    if rest:
-        raise ValueError(
-            f"num_heads and num_kv_heads must cut the {len(array)} features of {key} into query heads and twice as "
-            f"many key heads of one size, got {heads} and {kv_heads}; pass those of the model's config."
-        )
-    if not layout.by_group:
-        return np.split(array, [heads * size, (heads + kv_heads) * size])
-    groups = heads // kv_heads
-    grouped = array.reshape(kv_heads, groups + 2, size, *array.shape[1:])
-    split = np.split(grouped, [groups, groups + 1], axis=1)
-    return [part.reshape(-1, *array.shape[1:]) for part in split]
-
-
-def _check_cut(layout: Layout, arrays: Arrays, heads: int, kv_heads: int) -> None:
-    """Heads other than the model's may cut stacked weights too, but into other queries than the output takes."""
-    query, out = arrays["query/kernel"], arrays["out/kernel"]
-    stacked = any(len(paths) > 1 and paths[0] in KERNELS for paths in layout.stacks.values())
-    if stacked and out.ndim == 2 and len(query) != out.shape[1]:
-        raise ValueError(
-            f"num_heads and num_kv_heads must cut the stacked weights into {out.shape[1]} query features, which the "
-            f"output takes, got {heads} and {kv_heads}, which make {len(query)}; pass those of the model's config."
-        )
-
-
-def _joined(layout: Layout, arrays: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
-    """The inverse of `_cut`: one new array in C order."""
-    if len(arrays) > 1 and layout.by_group:
-        rows = [array.reshape(sizes["K"], -1, *array.shape[1:]) for array in arrays]
-        array = np.concatenate(rows, axis=1).reshape(-1, *arrays[0].shape[1:])
-    else:
-        array = np.concatenate(arrays)
-    return (array.T if layout.transposed else array).copy()
-
-
-def _check_others(arrays: Arrays, sizes: Mapping[str, int]) -> None:
-    """Norms and sinks have the sizes of the heads."""
-    for path in arrays.keys() & OTHER_SHAPES.keys():
-        shape, expected = arrays[path].shape, (sizes[OTHER_SHAPES[path]],)
-        if shape == expected:
-            continue
-        whole = path in NORMS and shape == (sizes["A" if path == NORMS[0] else "B"],)
-        reason = "; OLMo 2 normalizes all heads together, which the module cannot" if whole else ""
-        raise ValueError(f"{path} must have shape {expected} for {sizes['N']} heads, got {shape}{reason}.")
-
-
 def _without_zeros(layout: Layout, arrays: Arrays) -> Arrays:
     """Without biases that the layout lacks and that are zeros."""
     biased = {name for name in ALL if f"{name}/bias" in arrays}
@@ -220,51 +178,6 @@ def _without_zeros(layout: Layout, arrays: Arrays) -> Arrays:
         if biased.issuperset(choice) and not any(arrays[path].any() for path in dropped):
             return {path: array for path, array in arrays.items() if path not in dropped}
     return arrays
-
-
-def _misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
-    """Says why the layout cannot hold the arrays; nothing if it can."""
-    biased = tuple(name for name in ALL if f"{name}/bias" in arrays)
-    if biased not in layout.biased:
-        choices = " or on ".join(", ".join(choice) or "none" for choice in layout.biased)
-        return f"biases must be on {choices}, got them on {', '.join(biased) or 'none'}"
-    if others := arrays.keys() - {*PATHS} - {path for paths in layout.stacks.values() for path in paths}:
-        return f"it has no {', '.join(sorted(others))}"
-    for key, paths in layout.stacks.items():
-        if len(dtypes := {str(arrays[path].dtype) for path in paths if path in arrays}) > 1:
-            return f"{key} must stack arrays of one dtype, got {', '.join(sorted(dtypes))}"
-    if len({sizes[c] for c in layout.equal}) > 1:
-        return f"its features must be one number, got {', '.join(f'{SIZES[c]} {sizes[c]}' for c in layout.equal)}"
-    stacked = any(len(paths) > 1 and paths[0] in KERNELS for paths in layout.stacks.values())
-    if stacked and len({sizes[c] for c in "QSV"}) > 1:
-        return f"its weights stack inputs of one size, got {', '.join(f'{SIZES[c]} {sizes[c]}' for c in 'QSV')}"
-    return ""
-
-
-def _sizes(arrays: Arrays, shapes: Mapping[str, str]) -> dict[str, int]:
-    """Finds the size of every letter, after a check that it has but one."""
-    sizes: dict[str, int] = {}
-    for path, array in arrays.items():
-        letters = shapes[path]
-        expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
-        fits = all(sizes.setdefault(letter, size) == size for letter, size in zip(letters, array.shape, strict=False))
-        if array.ndim != len(letters) or not fits:
-            raise ValueError(f"{path} must have shape ({expected}) to fit the others, got {array.shape}")
-    return sizes
-
-
-def _check_heads(heads: Any, kv_heads: Any) -> None:
-    integers = all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in (heads, kv_heads))
-    if not integers or heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"num_heads must be a positive multiple of num_kv_heads, got {heads!r} and {kv_heads!r}.")
-
-
-def _split(features: int, kv_features: int, heads: int, kv_heads: int) -> dict[str, int]:
-    """Finds the sizes that are heads, after a check that they divide the features."""
-    if features % heads or features // heads * kv_heads != kv_features:
-        cut = f"cut {features} query and {kv_features} key features into heads of one size, got {heads} and {kv_heads}"
-        raise ValueError(f"num_heads and num_kv_heads must {cut}; pass those of the model's config.")
-    return {"N": heads, "K": kv_heads, "H": features // heads}
 
 
 def _flatten(params: Any) -> Arrays:
