@@ -164,6 +164,13 @@ FAMILIES = {
         "hf_llama",
         transformers="gemma3.Gemma3Attention",
     ),
+    "olmo2": Family(
+        GROUPED | {"model_type": "olmo2", "rope_theta": 500000.0, "hidden_size": E, "rms_norm_eps": 1e-5},
+        linears(LLAMA_NAMES, E, K) | {"q_norm.weight": (N * H,), "k_norm.weight": (K * H,)},
+        functools.partial(port.olmo_2, number=N, kv_number=K),
+        "hf_llama",
+        transformers="olmo2.Olmo2Attention",
+    ),
     "gpt_oss": Family(
         OSS,
         OSS_SHAPES,

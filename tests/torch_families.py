@@ -84,6 +84,16 @@ def qwen_3(w: Weights, x: Tensor, number: int, kv_number: int, epsilon: float) -
     return linear(w, "o_proj", core(rotated(q, 1e6), rotated(k, 1e6), v, visible=causal(x.shape[1])))
 
 
+def olmo_2(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+    """Norms come before the heads."""
+    q, k = (
+        rms_norm(linear(w, "q_proj", x), w["q_norm.weight"], 1e-5),
+        rms_norm(linear(w, "k_proj", x), w["k_norm.weight"], 1e-5),
+    )
+    q, k, v = heads(q, number), heads(k, kv_number), heads(linear(w, "v_proj", x), kv_number)
+    return linear(w, "o_proj", core(rotated(q, 5e5), rotated(k, 5e5), v, visible=causal(x.shape[1])))
+
+
 def gemma_3(w: Weights, x: Tensor, number: int, kv_number: int, scalar: int, window: int | None) -> Tensor:
     """Layers with a window rotate faster; the others divide their angles by 8. Norms multiply by 1 + weight."""
     q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")

@@ -16,7 +16,7 @@ class Model(NamedTuple):
     defaults: dict[str, Any]  # what the config means where it says nothing
     bias: str | bool = True  # the key that says whether projections have biases, or the answer
     rotary: bool = False
-    norm: bool = False  # RMS norms of queries and keys
+    norm: Literal[False, "rms_norm", "rms_norm_all_heads"] = False  # of queries and keys
     sinks: bool = False
     sliding: Literal["none", "all", "listed", "last"] = "none"  # which layers have a window; "last": after some
 
@@ -28,7 +28,7 @@ LLAMA = Model({}, "attention_bias", rotary=True)
 ENCODER = Model({})
 GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
 GEMMA |= {"hidden_size": 2304, "sliding_window": 4096}
-GEMMA_3 = Model(GEMMA | {"sliding_window_pattern": 6}, "attention_bias", True, norm=True, sliding="listed")
+GEMMA_3 = Model(GEMMA | {"sliding_window_pattern": 6}, "attention_bias", True, norm="rms_norm", sliding="listed")
 QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 GPT_OSS: dict[str, Any] = {"attention_bias": True, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2}
 GPT_OSS |= {"num_key_value_heads": 8, "rope_theta": 150_000.0}
@@ -36,7 +36,7 @@ MODELS: dict[str, Model] = {
     "llama": LLAMA,
     "mistral": Model({"num_key_value_heads": 8, "sliding_window": 4096}, False, True, sliding="all"),
     "qwen2": Model(QWEN, True, True, sliding="last"),
-    "qwen3": Model(QWEN | {"head_dim": 128}, "attention_bias", True, norm=True, sliding="last"),
+    "qwen3": Model(QWEN | {"head_dim": 128}, "attention_bias", True, norm="rms_norm", sliding="last"),
     "gemma": Model({"head_dim": 256}, "attention_bias", True),
     "gemma2": Model(
         GEMMA | {"attn_logit_softcapping": 50.0, "sliding_window_pattern": 2}, "attention_bias", True, sliding="listed"
@@ -44,6 +44,7 @@ MODELS: dict[str, Model] = {
     "gemma3": GEMMA_3,
     "gemma3_text": GEMMA_3,
     "gpt_oss": Model(GPT_OSS, "attention_bias", True, sinks=True, sliding="listed"),
+    "olmo2": Model({"rms_norm_eps": 1e-5}, "attention_bias", True, norm="rms_norm_all_heads"),
     "phi3": Model({}, False, True, sliding="all"),
     "phi": Model({}, True, True),
     "gpt_neox": Model({"attention_bias": True}, "attention_bias", True),
@@ -93,8 +94,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     config = _attention_config(config)
     model_type = config.get("model_type")
     if model_type not in MODELS:
-        hint = " It normalizes all heads together, which the module cannot." if model_type in ("olmo2", "olmo3") else ""
-        raise ValueError(f"model_type must be one of {', '.join(MODELS)}, but got {model_type!r}.{hint}")
+        raise ValueError(f"model_type must be one of {', '.join(MODELS)}, but got {model_type!r}.")
     model = MODELS[model_type]
     given = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
     values = model.defaults | given
@@ -114,7 +114,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
         "local_window_size": _window(values, layer_type),
         "logits_soft_cap": values.get("attn_logit_softcapping"),
         "sinks": model.sinks,
-        "normalize_qk": "rms_norm" if model.norm else False,
+        "normalize_qk": model.norm,
         "qk_norm_epsilon": float(values.get("rms_norm_eps", 1e-6)) if model.norm else None,
         "kernel_metadata": {MODEL_TYPE: model_type},
     }

@@ -29,6 +29,7 @@ NORMS = ("query_ln/scale", "key_ln/scale")
 FLAX_SHAPES = dict(zip(PATHS, ("QNH", "SKH", "VKH", "NHO", "NH", "KH", "KH", "O"), strict=True))
 TORCH_SHAPES = dict(zip(PATHS, ("AQ", "BS", "BV", "OA", "A", "B", "B", "O"), strict=True))
 OTHER_SHAPES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N"}  # the same on both sides
+ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # norms over all heads together, in Flax; one axis of both in PyTorch
 SIZES = {"Q": "query in", "S": "key in", "V": "value in", "A": "query out", "B": "key out", "O": "out"}
 
 

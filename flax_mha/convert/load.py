@@ -106,10 +106,13 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
         if path in variables and path not in arrays:
             problems.append(f"{name} is missing in state_dict; make the module with {option}=False")
         elif path in arrays and path not in variables:
-            value = '"rms_norm"' if option == "normalize_qk" else True
+            norm = "rms_norm" if arrays[path].ndim == 1 else "rms_norm_all_heads"
+            value = f'"{norm}"' if option == "normalize_qk" else True
             problems.append(f"{name} is missing in the module; make it with {option}={value}")
         elif path in variables and variables[path].shape != arrays[path].shape:
-            problems.append(f"{name} must have shape {variables[path].shape}, but got {arrays[path].shape}")
+            kind = "rms_norm" if arrays[path].ndim == 1 else "rms_norm_all_heads"
+            fix = f'; use normalize_qk="{kind}"' if path in NORMS else ""
+            problems.append(f"{name} must have shape {variables[path].shape}, but got {arrays[path].shape}{fix}")
         elif path in variables and np.iscomplexobj(arrays[path]) and not _is_complex(variables[path]):
             problems.append(f"{name} must be {variables[path].dtype}, but got {arrays[path].dtype}")
     return problems
@@ -140,7 +143,7 @@ def _missing_options(
         problems.append(f"scale must be {scale}, but got {getattr(module, 'scale', None)}: these models do not divide")
     if NORMS[0] in arrays and not isinstance(module.query_ln, nnx.RMSNorm):
         problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
-    if NORMS[0] in arrays and not is_offset_known:
+    if NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1 and not is_offset_known:
         problems.append(
             "qk_norm_offset is not known: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for others"
         )

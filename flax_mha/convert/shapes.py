@@ -1,11 +1,12 @@
 """How shapes, heads and stacked weights fit together, on both sides."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from flax_mha.convert.layouts import ALL, KERNELS, NORMS, OTHER_SHAPES, PATHS, SIZES, Layout
+from flax_mha.convert.layouts import ALL, ALL_HEADS, KERNELS, NORMS, OTHER_SHAPES, PATHS, SIZES, Layout
 
 Arrays = dict[str, np.ndarray]
 
@@ -50,15 +51,21 @@ def joined(layout: Layout, arrays: list[np.ndarray], sizes: Mapping[str, int]) -
     return (array.T if layout.transposed else array).copy()
 
 
-def check_others(arrays: Arrays, sizes: Mapping[str, int]) -> None:
-    """Norms and sinks have the sizes of the heads."""
-    for path in arrays.keys() & OTHER_SHAPES.keys():
-        shape, expected = arrays[path].shape, (sizes[OTHER_SHAPES[path]],)
-        if shape == expected:
-            continue
-        whole = path in NORMS and shape == (sizes["A" if path == NORMS[0] else "B"],)
-        reason = "; OLMo 2 normalizes all heads together, which the module cannot" if whole else ""
-        raise ValueError(f"{path} must have shape {expected} for {sizes['N']} heads, got {shape}{reason}.")
+def shapes_of_others(arrays: Arrays, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """The shapes of norms and sinks in Flax, after a check that they have as many numbers.
+
+    As many numbers as all heads together have tell a norm over all of them.
+    """
+    query = arrays.get(NORMS[0])
+    letters = OTHER_SHAPES | (ALL_HEADS if query is not None and query.shape == (sizes["A"],) != (sizes["H"],) else {})
+    shapes = {path: tuple(sizes[c] for c in letters[path]) for path in arrays.keys() & OTHER_SHAPES.keys()}
+    for path, shape in shapes.items():
+        if arrays[path].shape != (math.prod(shape),):
+            raise ValueError(
+                f"{path} must have shape ({math.prod(shape)},) for {sizes['N']} and {sizes['K']} heads, got "
+                f"{arrays[path].shape}."
+            )
+    return shapes
 
 
 def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:

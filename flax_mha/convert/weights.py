@@ -7,6 +7,7 @@ import numpy as np
 
 from flax_mha.convert.layouts import (
     ALL,
+    ALL_HEADS,
     FLAX_SHAPES,
     KERNELS,
     LAYOUTS,
@@ -21,12 +22,12 @@ from flax_mha.convert.shapes import (
     Arrays,
     check_cut,
     check_heads,
-    check_others,
     cut,
     find_sizes,
     head_sizes,
     joined,
     misfit,
+    shapes_of_others,
 )
 from flax_mha.convert.state_dict import attention_entries, recognized, to_numpy
 
@@ -60,9 +61,9 @@ def from_torch(
 
     Returns:
         `query|key|value`: `kernel` (in, heads, head size), `bias` (heads, head size); `out`: `kernel` (heads, head
-        size, out), `bias` (out,); `query_ln|key_ln`: `scale` (head size,); `sinks` (heads,). Biases, norms and sinks
-        are there if `state_dict` has them. Arrays are new and keep their dtypes, but for norms with an offset, which
-        become float32 at least, as the models compute them.
+        size, out), `bias` (out,); `query_ln|key_ln`: `scale` (head size,), or (heads, head size) where a norm spans all
+        heads (OLMo 2); `sinks` (heads,). Biases, norms and sinks are there if `state_dict` has them. Arrays are new and
+        keep their dtypes, but for norms with an offset, which become float32 at least, as the models compute them.
 
     Raises:
         ValueError: if the keys fit no layout (with the attention layers found, if there are any), if `bias_k` or
@@ -113,7 +114,8 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     given = _flatten(params)
-    sizes = find_sizes(given, FLAX_SHAPES | OTHER_SHAPES)
+    all_heads = {path: letters for path, letters in ALL_HEADS.items() if path in given and given[path].ndim == 2}
+    sizes = find_sizes(given, FLAX_SHAPES | OTHER_SHAPES | all_heads)
     sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
     arrays = _without_zeros(LAYOUTS[layout], given)
     if reason := misfit(LAYOUTS[layout], arrays, sizes):
@@ -121,7 +123,7 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
         fit = ", ".join(name for name, arrays in others.items() if not misfit(LAYOUTS[name], arrays, sizes))
         raise ValueError(f"layout {layout!r} cannot hold params: {reason}; layouts that can: {fit or 'none'}")
     linears = {
-        path: array.reshape([sizes[c] for c in TORCH_SHAPES[path][::-1]]).T if path in PATHS else array
+        path: array.reshape([sizes[c] for c in TORCH_SHAPES[path][::-1]]).T if path in PATHS else array.ravel()
         for path, array in arrays.items()
     }
     if qk_norm_offset:
@@ -150,11 +152,9 @@ def read(
     if reason := misfit(LAYOUTS[layout], linears, sizes):
         raise ValueError(f"state_dict has the keys of layout {layout!r}, but {reason}: is it whole and unchanged?")
     sizes |= head_sizes(sizes["A"], sizes["B"], num_heads, num_kv_heads)
-    check_others(linears, sizes)
-    arrays = {
-        path: array.T.reshape([sizes[c] for c in FLAX_SHAPES[path]]).copy() if path in PATHS else array.copy()
-        for path, array in linears.items()
-    }
+    shapes: dict[str, tuple[int, ...]] = {path: tuple(sizes[c] for c in FLAX_SHAPES[path]) for path in PATHS}
+    shapes |= shapes_of_others(linears, sizes)
+    arrays = {path: array.T.reshape(shapes[path]).copy() for path, array in linears.items()}
     if qk_norm_offset:
         for path in arrays.keys() & NORMS:
             wide = np.promote_types(arrays[path].dtype, np.float32)
