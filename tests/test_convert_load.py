@@ -147,7 +147,7 @@ WRONG = {
         state_dict(),
         {"rope": None},
         {},
-        "rope is None: Llama.* use rope=RoPE.from_config.*describe",
+        "rope is None: Llama.* use rope=RoPE.from_config.*convert.describe",
     ),
     "no soft cap": (
         state_dict(prefix="layers.3.self_attn.") | {"layers.3.pre_feedforward_layernorm.weight": np.ones(D)},
@@ -230,6 +230,22 @@ def test_dtypes_and_shardings_of_the_module_stay(dtype):
     assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.sharding), nnx.state(module, nnx.Param)) == kinds
     assert module.query.kernel.get_value().sharding == sharding
     np.testing.assert_array_equal(module.out.kernel.get_value()[0], entries["o_proj.weight"][:, :H].T.astype(dtype))
+
+
+def test_modules_that_are_not_made_yet():
+    """Shapes alone, and inside jit."""
+    module = nnx.eval_shape(make_module)
+    convert.load_torch(module, state_dict())
+    other = make_module()
+
+    @nnx.jit
+    def load(module):
+        convert.load_torch(module, state_dict())
+
+    load(other)
+    expected = convert.from_torch(state_dict(), N, K)
+    for got in (module, other):
+        jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(got, nnx.Param)), expected)
 
 
 def test_options_may_be_left_unchecked():

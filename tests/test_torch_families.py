@@ -328,6 +328,14 @@ FAMILIES = {
         "blocks.1.attn.",
         decodes=False,
     ),
+    "timm without biases": Family(
+        SQUARE | {"model_type": "vit"},
+        fused("qkv", "proj", 3 * E, E, biased=False) | {"proj.bias": (E,)},
+        functools.partial(port.timm, number=N),
+        "timm_unbiased",
+        "blocks.1.attn.",
+        decodes=False,
+    ),
     "clip": encoder(
         "clip_vision_model",
         OUT_NAMES,
@@ -371,12 +379,9 @@ each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
 def test_every_layout_is_tried():
-    """Those of test_torch_convert.py aside, and of GPT-Neo, of which the half has windows that `describe` lacks."""
-    others = {layout for layout, *_ in test_torch_convert.MODULES.values()}
-    assert {family.layout for family in FAMILIES.values()} >= {*convert.LAYOUTS} - others - {
-        "hf_gpt_neo",
-        "timm_unbiased",
-    }
+    """Here, in test_torch_convert.py, or, since `describe` does not know it, below."""
+    others = {layout for layout, *_ in test_torch_convert.MODULES.values()} | {"hf_gpt_neo"}
+    assert {family.layout for family in FAMILIES.values()} >= {*convert.LAYOUTS} - others
 
 
 @functools.cache
@@ -443,6 +448,31 @@ def test_round_trip_is_exact(family):
     assert {key: array.tobytes() for key, array in again.items()} == {
         key: tensor.numpy().tobytes() for key, tensor in weights.items()
     }
+
+
+def test_a_layer_of_gpt_neo_is_not_scaled():
+    shapes = linears(OUT_NAMES, biased="out_proj")
+    family = Family({}, shapes, port.plain, "hf_gpt_neo")
+    module = flax_mha.MultiHeadAttention(N, E, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"scale must be 1\.0, but got None"):
+        convert.load_torch(module, family.weights())
+    module = flax_mha.MultiHeadAttention(N, E, scale=1.0, decode=False, rngs=nnx.Rngs(0))
+    convert.load_torch(module, family.weights())
+    x = inputs(E)[0]
+    q, k, v = port.projected(family.weights(), torch.from_numpy(x), N, N, QKV_NAMES)
+    expected = port.linear(family.weights(), "out_proj", port.core(q, k, v, scale=1.0, visible=port.causal(LENGTH)))
+    assert_close(module(jnp.asarray(x), is_causal=True), expected.numpy())
+
+
+def test_the_first_layer_of_t5_holds_a_bias_for_all():
+    family = FAMILIES["t5"]
+    module = flax_mha.MultiHeadAttention(**convert.describe(family.config), decode=False, rngs=nnx.Rngs(0))
+    weights = family.weights() | {"relative_attention_bias.weight": TABLE}
+    with pytest.raises(ValueError, match=r"got relative_attention_bias\.weight, .*recipes\.t5_bias\(table\)"):
+        convert.load_torch(module, weights)
+    module = flax_mha.MultiHeadAttention(N, D, N * H, use_bias=False, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"scale must be 1\.0, but got None"):
+        convert.load_torch(module, family.weights())
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.transformers])

@@ -33,8 +33,9 @@ def load_torch(
 
     What the layer computes is more than its weights: a layer of Llama without rotary positions runs, and is wrong.
     A module made with `describe` has what its config says. Of another module, the options that its layout needs are
-    checked as far as keys can tell: `rope`, `scale`, `normalize_qk`, `sinks`. Windows and the epsilon of norms they
-    cannot tell.
+    checked as far as keys can tell: `rope`, `scale`, `normalize_qk`, `sinks`. They cannot tell windows, the epsilon of
+    norms, or which features rotary positions pair; nor RoFormer from BERT, or the rare GPT-BigCode whose queries, keys
+    and values stand side by side in each head from nanoGPT.
 
     Args:
         module: `flax_mha.MultiHeadAttention`, or Flax's.
@@ -149,7 +150,8 @@ def _missing_options(
         )
     if is_gemma and NORMS[0] not in arrays and getattr(module, "logits_soft_cap", None) is None:
         problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")
-    return [*problems, "MultiHeadAttention(**convert.describe(config, layer), ...) has all of it"] if problems else []
+    describe = "convert.describe(config, layer) gives these arguments, for the models that it knows"
+    return [*problems, describe] if problems else []
 
 
 def _placed(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
