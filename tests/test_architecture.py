@@ -117,7 +117,7 @@ BELOW = {
     "_platform": set(),
     "kv_cache": {"_call", "_check", "_integers", "_mesh", "_platform"},
     "convert.__init__": {"convert.hf_config", "convert.layouts", "convert.load", "convert.weights"},
-    "convert.hf_config": {"convert.load", "rope"},
+    "convert.hf_config": {"convert.layouts", "rope"},
     "convert.load": {"convert.layouts", "convert.shapes", "convert.weights"},
     "convert.weights": {"convert.layouts", "convert.shapes", "convert.state_dict"},
     "convert.state_dict": {"convert.layouts"},

@@ -85,6 +85,12 @@ WRONG = {
         {},
         "q_proj.weight must be floating point, but got float8_e4m3fn; dequantize",
     ),
+    "integers below a prefix": (
+        state_dict(prefix="a.0.", q_proj__weight=np.ones((N * H, D), np.uint8)),
+        {},
+        {"prefix": "a.0"},
+        "a.0.q_proj.weight must be floating point, but got uint8",
+    ),
     "no arrays": (state_dict(q_proj__weight="weights"), {}, {}, "q_proj.weight must be"),
     "key heads": (state_dict(), {"num_kv_heads": 4}, {}, "32 query and 16 key features into heads .* got 4 and 4"),
     "width": (
@@ -218,6 +224,17 @@ def test_linen_takes_the_same_parameters(norm):
     np.testing.assert_array_equal(layer.apply({"params": params}, x, is_causal=True), module(x, is_causal=True))
 
 
+def test_linen_takes_what_describe_says():
+    described = convert.describe(LLAMA | {"model_type": "gpt_oss", "attention_bias": False})
+    module = flax_mha.MultiHeadAttention(**described, decode=False, rngs=nnx.Rngs(0))
+    convert.load_torch(module, state_dict(sinks=True))
+    options = {key: value for key, value in described.items() if key not in ("in_features", "kernel_metadata")}
+    params = convert.from_torch(state_dict(sinks=True), N, K)
+    x = jnp.linspace(-1, 1, 5 * D).reshape(1, 5, D)
+    got = linen.MultiHeadDotProductAttention(**options).apply({"params": params}, x, is_causal=True)
+    np.testing.assert_array_equal(got, module(x, is_causal=True))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_dtypes_and_shardings_of_the_module_stay(dtype):
     module = make_module(param_dtype=dtype)
@@ -272,20 +289,28 @@ def test_a_module_of_flax_is_loaded():
 
 
 def test_gemma_norms_are_one_plus_weight():
-    """Known from `describe`, from a norm beside the attention, or from the argument."""
+    """Known from `describe`, or from the argument; the keys beside are those of Gemma 4, too, which adds no 1."""
     entries = state_dict(norms=True, prefix="layers.0.self_attn.")
     beside = entries | {"layers.0.pre_feedforward_layernorm.weight": np.ones(D)}
-    config = LLAMA | {"model_type": "gemma3_text", "rope_local_base_freq": 1e4}
-    described = convert.describe(config)
-    modules = [
-        flax_mha.MultiHeadAttention(**described, decode=False, rngs=nnx.Rngs(0)),
-        *(make_module(normalize_qk="rms_norm") for _ in range(2)),
-    ]
-    for module, given, offset in zip(modules, (entries, beside, entries), (None, None, 1.0), strict=True):
-        convert.load_torch(module, given, "layers.0.self_attn", qk_norm_offset=offset)
-        np.testing.assert_array_equal(
-            module.query_ln.scale.get_value(), 1 + entries["layers.0.self_attn.q_norm.weight"]
-        )
+    described = convert.describe(LLAMA | {"model_type": "gemma3_text", "rope_local_base_freq": 1e4})
+    module = flax_mha.MultiHeadAttention(**described, decode=False, rngs=nnx.Rngs(0))
+    other = make_module(normalize_qk="rms_norm")
+    with pytest.raises(ValueError, match="qk_norm_offset is not known"):
+        convert.load_torch(other, beside, "layers.0.self_attn")
+    convert.load_torch(module, beside, "layers.0.self_attn")
+    convert.load_torch(other, beside, "layers.0.self_attn", qk_norm_offset=1.0)
+    weight = entries["layers.0.self_attn.q_norm.weight"]
+    for loaded, offset in ((module, None), (other, 1.0)):
+        np.testing.assert_array_equal(loaded.query_ln.scale.get_value(), 1 + weight)
+        back = convert.to_torch(nnx.state(loaded, nnx.Param), "hf_llama", qk_norm_offset=offset)
+        np.testing.assert_allclose(back["q_norm.weight"], weight, rtol=0, atol=2.0**-23)
+
+
+def test_offsets_are_added_in_float32():
+    """In bfloat16, 1 + 2^-9 would be 1."""
+    entries = state_dict(ml_dtypes.bfloat16, norms=True, q_norm__weight=np.full(H, 2.0**-9, ml_dtypes.bfloat16))
+    params = convert.from_torch(entries, N, K, qk_norm_offset=1.0)
+    np.testing.assert_array_equal(params["query_ln"]["scale"], np.full(H, 1 + 2.0**-9, np.float32))
 
 
 # Configs -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Values that a config leaves out are the defaults of its `model_type`, as in Tran
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from flax_mha.convert.load import MODEL_TYPE
+from flax_mha.convert.layouts import MODEL_TYPE
 from flax_mha.rope import RoPE
 
 
@@ -41,7 +41,6 @@ MODELS: dict[str, Model] = {
     "gemma2": Model(
         GEMMA | {"attn_logit_softcapping": 50.0, "sliding_window_pattern": 2}, "attention_bias", True, sliding="listed"
     ),
-    "gemma3": GEMMA_3,
     "gemma3_text": GEMMA_3,
     "gpt_oss": Model(GPT_OSS, "attention_bias", True, sinks=True, sliding="listed"),
     "olmo2": Model({"rms_norm_eps": 1e-5}, "attention_bias", True, norm="rms_norm_all_heads"),
@@ -132,10 +131,8 @@ def _attention_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
             'config must be that of one part, but got that of both; pass config["text_config"] or '
             'config["vision_config"].'
         )
-    text = config.get("text_config")
-    if not text:
-        return config
-    return {"model_type": "gemma3_text" if config.get("model_type") == "gemma3" else None, **text}
+    text = config.get("text_config") or config
+    return {**text, "model_type": "gemma3_text"} if config.get("model_type") == "gemma3" else text
 
 
 def _check_layer(layer: Any, values: Mapping[str, Any]) -> None:

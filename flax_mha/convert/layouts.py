@@ -32,6 +32,9 @@ OTHER_SHAPES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N"}  # the same on both 
 ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # norms over all heads together, in Flax; one axis of both in PyTorch
 SIZES = {"Q": "query in", "S": "key in", "V": "value in", "A": "query out", "B": "key out", "O": "out"}
 
+MODEL_TYPE = "model_type"  # the metadata of a module's kernels by which `describe` says what model it is of
+ONE_PLUS_WEIGHT = ("gemma3_text",)  # models whose norms of queries and keys multiply by 1 + weight
+
 
 class Layout(NamedTuple):
     """How one PyTorch module names, stacks and sizes its weights."""

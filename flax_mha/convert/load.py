@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flax_mha.convert.layouts import ALL, KERNELS, LAYOUTS, NORMS, OTHER_SHAPES, PATHS, LayoutName
+from flax_mha.convert.layouts import ALL, LAYOUTS, MODEL_TYPE, NORMS, OTHER_SHAPES, PATHS, LayoutName
 from flax_mha.convert.shapes import Arrays
-from flax_mha.convert.weights import filled, read
+from flax_mha.convert.weights import known_offset, read, with_all_biases
 
 SHOWN = 8  # parameters in an error
-MODEL_TYPE = "model_type"  # what `describe` says of a module, in the metadata of its kernels
-# What stands beside the attention in the layers of Gemma 2 and 3, and in no other's that have these keys.
+# What stands beside the attention in the layers of Gemma, from 2 on. Gemma 2 and its kin have no norms of queries.
 GEMMA = "pre_feedforward_layernorm.weight"
 
 
@@ -28,8 +27,9 @@ def load_torch(
 ) -> None:
     """Loads the `state_dict` of a PyTorch attention into an nnx module; nothing changes unless all of it fits.
 
-    Weights are rounded to the dtype of the module's parameters, and placed where those are. Where only some projections
-    have biases (Qwen 2, Whisper), the module's other biases become zeros.
+    Weights are rounded to the dtype of the module's parameters, and placed where those are. (Keep `param_dtype` at
+    float32 for Gemma 3, whose norms multiply by 1 + weight.) Where only some projections have biases (Qwen 2, Whisper),
+    the module's other biases become zeros.
 
     What the layer computes is more than its weights: a layer of Llama without rotary positions runs, and is wrong.
     A module made with `describe` has what its config says. Of another module, the options that its layout needs are
@@ -66,19 +66,15 @@ def load_torch(
             f"module must be an nnx.MultiHeadAttention, but got {type(module).__name__}; for linen, use from_torch."
         )
     model_type = module.query.kernel.get_metadata().get(MODEL_TYPE)
-    if qk_norm_offset is None:
-        is_gemma = model_type in ("gemma3", "gemma3_text") or (not model_type and _is_gemma(state_dict, prefix))
-        offset = 1.0 if is_gemma else 0.0
-    else:
-        offset = qk_norm_offset
+    offset = known_offset(module.query.kernel) if qk_norm_offset is None else qk_norm_offset
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
     variables = _variables(module)
-    if any(path in PATHS and path not in KERNELS for path in arrays) and "query/bias" in variables:
-        arrays = filled(arrays)
+    if "query/bias" in variables:
+        arrays = with_all_biases(arrays)
     problems = _mismatches(variables, arrays)
     if not problems and check_options and not model_type:
-        known = qk_norm_offset is not None or _is_gemma(state_dict, prefix)
-        problems = _missing_options(module, layout, arrays, known, _is_gemma(state_dict, prefix))
+        caps = _is_gemma(state_dict, prefix) and NORMS[0] not in arrays
+        problems = _missing_options(module, layout, arrays, qk_norm_offset is not None, caps)
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
@@ -124,15 +120,13 @@ def _is_complex(variable: nnx.Variable) -> bool:
 
 
 def _is_gemma(state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Whether a norm stands beside this attention that only Gemma 2 and 3 have."""
-    if not isinstance(state_dict, Mapping) or not isinstance(prefix, str):
-        return False  # `read` says so
+    """Whether a norm stands beside this attention that only Gemma, from 2 on, has."""
     layer = prefix.rstrip(".").rpartition(".")[0]
     return f"{layer}.{GEMMA}" in state_dict
 
 
 def _missing_options(
-    module: Any, layout: LayoutName, arrays: Arrays, is_offset_known: bool, is_gemma: bool
+    module: Any, layout: LayoutName, arrays: Arrays, is_offset_known: bool, has_soft_cap: bool
 ) -> list[str]:
     """What the layers of this layout compute and the module does not."""
     problems, rest = [], "pass check_options=False if this layer has none"
@@ -146,9 +140,9 @@ def _missing_options(
         problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
     if NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1 and not is_offset_known:
         problems.append(
-            "qk_norm_offset is not known: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for others"
+            "qk_norm_offset is not known: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
         )
-    if is_gemma and NORMS[0] not in arrays and getattr(module, "logits_soft_cap", None) is None:
+    if has_soft_cap and getattr(module, "logits_soft_cap", None) is None:
         problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")
     describe = "convert.describe(config, layer) gives these arguments, for the models that it knows"
     return [*problems, describe] if problems else []

@@ -26,8 +26,8 @@ T5_TABLE = "relative_attention_bias.weight"
 SHOWN = 6  # keys or layers in an error
 
 
-def attention_entries(state_dict: Any, prefix: str) -> dict[str, Any]:
-    """The entries whose keys start with the prefix, without it.
+def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]]:
+    """The prefix, with the dot that it ends with, and the entries whose keys start with it, without it.
 
     Raises:
       ValueError: If this is no state_dict, or if nothing starts with the prefix.
@@ -49,7 +49,7 @@ def attention_entries(state_dict: Any, prefix: str) -> dict[str, Any]:
     entries = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
     if prefix and not entries:
         raise ValueError(f"prefix must start some keys, but no key starts with {prefix!r}.{_listed(state_dict)}")
-    return entries
+    return prefix, entries
 
 
 def recognized(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
@@ -160,8 +160,7 @@ def _listed(state_dict: Mapping[str, Any]) -> str:
 
 
 def _shown(layers: list[str], prefix: str = "") -> str:
-    """The layers, of those that differ in their numbers the first and how many there are."""
-    prefix = prefix + "." if prefix and not prefix.endswith(".") else prefix
+    """The layers; of those that differ in their numbers alone the first, the last and how many there are."""
     alike: dict[str, list[str]] = {}
     for layer in layers:
         alike.setdefault(re.sub(r"\d+", "*", layer), []).append(prefix + layer)

@@ -11,7 +11,9 @@ from flax_mha.convert.layouts import (
     FLAX_SHAPES,
     KERNELS,
     LAYOUTS,
+    MODEL_TYPE,
     NORMS,
+    ONE_PLUS_WEIGHT,
     OTHER_SHAPES,
     PATHS,
     TORCH_SHAPES,
@@ -81,8 +83,7 @@ def from_torch(
     """
     heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
     arrays = read(state_dict, *heads, prefix, qk_norm_offset)[1]
-    if fill_biases and any(path not in KERNELS and path in PATHS for path in arrays):
-        arrays = filled(arrays)
+    arrays = with_all_biases(arrays) if fill_biases else arrays
     params: Params = {}
     for path, array in arrays.items():
         name, *leaf = path.split("/")
@@ -93,7 +94,7 @@ def from_torch(
     return params
 
 
-def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float = 0.0) -> Arrays:
+def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float | None = None) -> Arrays:
     """Turns Flax's attention parameters into the `state_dict` of a PyTorch module, the inverse of `from_torch`.
 
     `module.load_state_dict({key: torch.from_numpy(array) for key, array in to_torch(params, layout).items()})` loads
@@ -102,8 +103,9 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     Args:
         params: what `from_torch` returns, `nnx.state(module, nnx.Param)` or the like; leaves are numpy or JAX arrays.
         layout: a `LayoutName`. Biases that it lacks may be there if they are zeros, and are left out.
-        qk_norm_offset: what `from_torch` added to the weights of the norms. With 1.0 they come back rounded to
-            2^-24, like every 1 + w in float32.
+        qk_norm_offset: what was added to the weights of the norms. None means what the metadata in an `nnx.State` of a
+            module made with `describe` says, and otherwise 0.0. With 1.0, weights come back as rounded as 1 + w is in
+            float32: to 2^-24 for small ones.
 
     Returns:
         New arrays in C order, dtypes kept.
@@ -126,8 +128,8 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
         path: array.reshape([sizes[c] for c in TORCH_SHAPES[path][::-1]]).T if path in PATHS else array.ravel()
         for path, array in arrays.items()
     }
-    if qk_norm_offset:
-        linears |= {path: array - array.dtype.type(qk_norm_offset) for path, array in linears.items() if path in NORMS}
+    if offset := known_offset(params["query"]["kernel"]) if qk_norm_offset is None else qk_norm_offset:
+        linears |= {path: array - array.dtype.type(offset) for path, array in linears.items() if path in NORMS}
     return {
         key: joined(LAYOUTS[layout], [linears[path] for path in paths], sizes)
         for key, paths in LAYOUTS[layout].stacks.items()
@@ -135,12 +137,18 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     }
 
 
+def known_offset(kernel: Any) -> float:
+    """What `describe` knows of the model's norms, in the metadata of a parameter; 0 where there is none."""
+    metadata = kernel.get_metadata() if hasattr(kernel, "get_metadata") else {}  # an nnx.Variable
+    return 1.0 if metadata.get(MODEL_TYPE) in ONE_PLUS_WEIGHT else 0.0
+
+
 def read(
     state_dict: Any, num_heads: int, num_kv_heads: int, prefix: str, qk_norm_offset: float
 ) -> tuple[LayoutName, Arrays]:
     """The layout of a state_dict, and its arrays by the paths and in the shapes of Flax."""
     check_heads(num_heads, num_kv_heads)
-    entries = attention_entries(state_dict, prefix)
+    prefix, entries = attention_entries(state_dict, prefix)
     layout = recognized(entries, prefix)
     linears: Arrays = {}
     for key, paths in LAYOUTS[layout].stacks.items():
@@ -162,8 +170,10 @@ def read(
     return layout, {path: arrays[path] for path in (*PATHS, *OTHER_SHAPES) if path in arrays}
 
 
-def filled(arrays: Arrays) -> Arrays:
-    """With biases of zeros where there is none."""
+def with_all_biases(arrays: Arrays) -> Arrays:
+    """With biases of zeros beside those that there are, if there are any."""
+    if not any(path in PATHS and path not in KERNELS for path in arrays):
+        return arrays
     kernels = {name: arrays[f"{name}/kernel"] for name in ALL}
     shapes = {name: kernel.shape[-1:] if name == "out" else kernel.shape[1:] for name, kernel in kernels.items()}
     zeros = {f"{name}/bias": np.zeros(shapes[name], kernel.dtype) for name, kernel in kernels.items()}
