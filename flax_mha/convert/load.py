@@ -33,9 +33,9 @@ def load_torch(
 
     What the layer computes is more than its weights: a layer of Llama without rotary positions runs, and is wrong.
     A module made with `describe` has what its config says. Of another module, the options that its layout needs are
-    checked as far as keys can tell: `rope`, `scale`, `normalize_qk`, `sinks`. They cannot tell windows, the epsilon of
-    norms, or which features rotary positions pair; nor RoFormer from BERT, or the rare GPT-BigCode whose queries, keys
-    and values stand side by side in each head from nanoGPT.
+    checked as far as keys can tell: `rope`, `scale`, `normalize_qk`, `sinks`. They cannot tell the size of heads,
+    windows, the epsilon of norms, or which features rotary positions pair; nor RoFormer from BERT, or nanoGPT from a
+    GPT-BigCode with `multi_query=False`, which stacks its weights in another order.
 
     Args:
         module: `flax_mha.MultiHeadAttention`, or Flax's.
