@@ -50,8 +50,11 @@ def check_options(
     _check.soft_cap(logits_soft_cap)
     _check.flag("sinks", sinks)
     _check.scale(scale, _check.Shape((), 1, 1, 1, 1, 1, 1))
-    if normalize_qk not in (False, True, "layer_norm", "rms_norm"):
-        raise ValueError(f'normalize_qk must be False, True, "layer_norm" or "rms_norm", but got {normalize_qk!r}.')
+    if normalize_qk not in (False, True, "layer_norm", "rms_norm", "rms_norm_all_heads"):
+        raise ValueError(
+            'normalize_qk must be False, True, "layer_norm", "rms_norm" or "rms_norm_all_heads", but got '
+            f"{normalize_qk!r}."
+        )
     if qk_norm_epsilon is not None:
         _norm_epsilon(qk_norm_epsilon, normalize_qk)
     check_head_axis(head_axis)

@@ -43,7 +43,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       scale: What multiplies query . key; None means 1 / sqrt(head size).
       sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
       normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
-        does, "rms_norm" without subtracting the mean.
+        does, "rms_norm" without subtracting the mean, "rms_norm_all_heads" so, but over all heads of a token together,
+        with scales [heads, head size] (OLMo 2).
       qk_norm_epsilon: What these norms add to the variance; None means 1e-6, as Flax does.
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
       per_row: Whether each sequence of a cache counts its own tokens, as `lengths` need it; `cache_index` is then
@@ -70,7 +71,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     scale: float | None = None
     sinks: bool = False
     qk_norm_epsilon: float | None = None
-    normalize_qk: bool | Literal["layer_norm", "rms_norm"] = False  # type: ignore[assignment]
+    normalize_qk: bool | Literal["layer_norm", "rms_norm", "rms_norm_all_heads"] = False  # type: ignore[assignment]
     rope: RoPE | None = None
     per_row: bool = False
     head_axis: str | None = None
@@ -273,7 +274,10 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     def _normalized(self, x: Float[Array, "*B L N H"], name: str) -> Float[Array, "*B L N H"]:
         if not self.normalize_qk:
             return x
-        kind = nn.RMSNorm if self.normalize_qk == "rms_norm" else functools.partial(nn.LayerNorm, use_bias=False)
+        kind: Any = functools.partial(nn.LayerNorm, use_bias=False)
+        if self.normalize_qk in ("rms_norm", "rms_norm_all_heads"):
+            axes = (-2, -1) if self.normalize_qk == "rms_norm_all_heads" else -1
+            kind = functools.partial(nn.RMSNorm, reduction_axes=axes, feature_axes=axes)
         epsilon = 1e-6 if self.qk_norm_epsilon is None else self.qk_norm_epsilon
         return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name)(x)
 

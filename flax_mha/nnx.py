@@ -55,7 +55,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       attention_fn: A function with the signature of Flax's `dot_product_attention`.
       decode: Whether calls decode; None leaves it to the call.
       normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
-        does, "rms_norm" without subtracting the mean.
+        does, "rms_norm" without subtracting the mean, "rms_norm_all_heads" so, but over all heads of a token together,
+        with scales [heads, head size] (OLMo 2).
       qk_norm_epsilon: What these norms add to the variance; None means 1e-6, as Flax does.
       qkv_promote_dtype: Promotes inputs and parameters of the projections.
       out_promote_dtype: Promotes those of the output projection.
@@ -117,7 +118,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         use_bias: bool = True,
         attention_fn: Callable[..., Array] = default_attention_fn,
         decode: bool | None = None,
-        normalize_qk: bool | Literal["layer_norm", "rms_norm"] = False,
+        normalize_qk: bool | Literal["layer_norm", "rms_norm", "rms_norm_all_heads"] = False,
         qk_norm_epsilon: float | None = None,
         qkv_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
         out_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
@@ -195,9 +196,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             query_ln_scale_metadata=query_ln_scale_metadata,
             key_ln_scale_metadata=key_ln_scale_metadata,
         )
-        if normalize_qk == "rms_norm":
+        if normalize_qk in ("rms_norm", "rms_norm_all_heads"):
+            all_heads = normalize_qk == "rms_norm_all_heads"
             self.query_ln, self.key_ln = (  # type: ignore[assignment]
-                self._rms_norm(layer_norm, rngs) for layer_norm in (self.query_ln, self.key_ln)
+                self._rms_norm(layer_norm, heads if all_heads else None, rngs)
+                for layer_norm, heads in ((self.query_ln, num_heads), (self.key_ln, self.num_kv_heads))
             )
         if qk_norm_epsilon is not None:
             self.query_ln.epsilon = self.key_ln.epsilon = float(qk_norm_epsilon)  # type: ignore[union-attr]
@@ -468,16 +471,21 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 )
         return inputs_k, inputs_v
 
-    def _rms_norm(self, layer_norm: nnx.LayerNorm | None, rngs: nnx.Rngs) -> nnx.RMSNorm:
-        """The same parameter `scale`, another norm."""
+    def _rms_norm(self, layer_norm: nnx.LayerNorm | None, heads: int | None, rngs: nnx.Rngs) -> nnx.RMSNorm:
+        """The same parameter `scale`, another norm; over this many heads together, with a scale for each."""
+        axes: Any = -1 if heads is None else (-2, -1)
         norm = nnx.RMSNorm(
             self.head_dim,
+            reduction_axes=axes,
+            feature_axes=axes,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             promote_dtype=self.ln_promote_dtype,
             rngs=rngs,
         )
-        norm.scale = layer_norm.scale  # type: ignore[union-attr]
+        norm.scale = scale = layer_norm.scale  # type: ignore[union-attr]
+        if heads is not None:
+            norm.scale = nnx.Param(jnp.ones((heads, self.head_dim), scale.dtype), **scale.get_metadata())  # type: ignore
         return norm
 
     def _first_given(self, name: str, argument: bool | None) -> bool:

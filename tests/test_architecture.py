@@ -158,7 +158,13 @@ BELOW = {
     "_integers": {"_platform"},
     "_platform": set(),
     "kv_cache": {"_call", "_check", "_integers", "_mesh", "_platform"},
-    "convert": set(),
+    "convert.__init__": {"convert.hf_config", "convert.layouts", "convert.load", "convert.weights"},
+    "convert.hf_config": {"convert.layouts", "rope"},
+    "convert.load": {"convert.layouts", "convert.shapes", "convert.weights"},
+    "convert.weights": {"convert.layouts", "convert.shapes", "convert.state_dict"},
+    "convert.state_dict": {"convert.layouts"},
+    "convert.shapes": {"convert.layouts"},
+    "convert.layouts": set(),
 }
 
 
@@ -170,8 +176,9 @@ def imports(path):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             for alias in node.names:
-                is_file = (ROOT / node.module.replace(".", "/") / f"{alias.name}.py").exists()
-                yield f"{node.module}.{alias.name}" if is_file else node.module
+                path = ROOT / node.module.replace(".", "/") / alias.name
+                is_module = path.with_suffix(".py").exists() or path.is_dir()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
 
 
 FILES = {

@@ -17,7 +17,7 @@ FEATURES = HEADS * HEAD_DIM
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
 
 
-def make_params(sizes=(FEATURES,) * 4, biased=convert.ALL, kv_heads=HEADS, dtype=np.float32):
+def make_params(sizes=(FEATURES,) * 4, biased=convert.ALL, kv_heads=HEADS, dtype=np.float32, norms=False, sinks=False):
     """Makes parameters of random bits; sizes are the inputs of query, key, value and the output."""
     rng = np.random.default_rng(0)
     params = {}
@@ -26,6 +26,10 @@ def make_params(sizes=(FEATURES,) * 4, biased=convert.ALL, kv_heads=HEADS, dtype
         kernel, bias = ((*heads, size), (size,)) if name == "out" else ((size, *heads), heads)
         shapes = {"kernel": kernel, "bias": bias} if name in biased else {"kernel": kernel}
         params[name] = {leaf: rng.normal(size=shape).astype(dtype) for leaf, shape in shapes.items()}
+    for name in ("query_ln", "key_ln") if norms else ():
+        params[name] = {"scale": rng.normal(size=HEAD_DIM).astype(dtype)}
+    if sinks:
+        params["sinks"] = rng.normal(size=HEADS).astype(dtype)
     return params
 
 
@@ -51,6 +55,28 @@ HOLDS = [
     ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1}),
     ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1, "biased": ()}),
     ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1, "biased": convert.ALL[:3]}),
+    ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1, "biased": (), "norms": True}),
+    ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1, "sinks": True}),
+    ("hf_qwen2", {"kv_heads": 1, "biased": convert.ALL[:3]}),
+    ("hf_phi", {"kv_heads": 1}),
+    ("hf_phi3", {"kv_heads": 1, "biased": ()}),
+    ("hf_neox", {}),
+    ("hf_neox", {"kv_heads": 1, "biased": ()}),
+    ("hf_distilbert", {}),
+    ("hf_clip", {}),
+    ("hf_whisper", {"biased": ("query", "value", "out")}),
+    ("hf_gpt_neo", {"biased": ("out",)}),
+    ("hf_gptj", {"biased": ()}),
+    ("hf_gpt2", {}),
+    ("nanogpt", {}),
+    ("nanogpt", {"biased": ()}),
+    ("hf_vit", {}),
+    ("hf_vit_unbiased", {"biased": ("out",)}),
+    ("hf_vit5_unbiased", {"biased": ("out",)}),
+    ("timm", {}),
+    ("timm", {"biased": ()}),
+    ("timm_unbiased", {"biased": ("out",)}),
+    ("hf_t5", {"sizes": (7,) * 4, "biased": ()}),
 ]
 
 
@@ -152,9 +178,9 @@ def changed(layout, **changes):
 @pytest.mark.parametrize(
     ("state_dict", "heads", "message"),
     [
-        ({}, (HEADS,), r"got \[\]\. Strip"),
-        ({"c_attn.weight": np.ones(2)}, (HEADS,), r"got \['c_attn\.weight'\]\. Strip a prefix"),
-        ({"c_attn.weight": np.ones(2)}, (HEADS,), r"\n  d2l_mha: W_k\.weight, W_o\.weight, W_q\.weight, W_v\.weight\n"),
+        ({}, (HEADS,), r"keys of one layout, but got \[\]\."),
+        ({"c_attn.weight": np.ones(2)}, (HEADS,), r"got \['c_attn\.weight'\]\."),
+        ({"c_attn.weight": np.ones(2)}, (HEADS,), r"\nLayouts: torch, .*, d2l_mha, "),
         (
             changed("note_mha", w_k__weight=None),
             (HEADS,),
@@ -164,7 +190,7 @@ def changed(layout, **changes):
         (
             changed("hf_llama", o_proj__weight=None, out_proj__weight=np.eye(FEATURES)),
             (HEADS,),
-            r"Nearest is hf_llama: missing \['o_proj\.weight'\], extra \['out_proj\.weight'\]",
+            r"Nearest is hf_clip: missing \[\], extra \['o_proj\.bias'\]",
         ),
         (changed("torch", bias_k=np.ones(1), bias_v=np.ones(1)), (HEADS,), "do without bias_k, bias_v: .*add_bias_kv"),
         (
@@ -177,7 +203,7 @@ def changed(layout, **changes):
         (
             changed("torch", in_proj_weight=np.ones((44, 15))),
             (HEADS,),
-            r"value/kernel .* shape \(15, V\) .* got \(14, 15\)",
+            "cut the 44 features of in_proj_weight into .* got 3 and 3",
         ),
         (changed("torch", in_proj_weight=np.ones((45, 7))), (HEADS,), "one number, got query in 7, .* query out 15"),
         (
@@ -189,12 +215,12 @@ def changed(layout, **changes):
         (changed("note_mha", w_q__bias=np.ones(14)), (HEADS,), r"query/bias must have shape \(15\) .* got \(14,\)"),
         (changed("hf_llama", v_proj__weight=np.ones((5, 15))), (HEADS,), r"value/kernel must have shape \(15, V\)"),
         (changed("hf_llama", k_proj__weight=np.ones((15, 7))), (HEADS,), "one number, got .* key in 7"),
-        (changed("torch"), (4,), "15 query and 15 key features into heads of one size, got 4 and 4"),
+        (changed("torch"), (4,), "cut the 45 features of in_proj_weight into .* got 4 and 4"),
         (changed("torch"), (0,), "positive .* got 0 and 0"),
         (changed("torch"), (-3,), "positive .* got -3 and -3"),
         (changed("torch"), (3, 0), "positive .* got 3 and 0"),
         (changed("torch"), (3, 2), "multiple of num_kv_heads"),
-        (changed("torch"), (3, 1), "15 key features .* got 3 and 1"),
+        (changed("torch"), (3, 1), "into 15 query features, .* got 3 and 1, which make 27"),
         (convert.to_torch(make_params(kv_heads=1), "hf_llama"), (3,), "15 query and 5 key .* got 3 and 3"),
     ],
 )
@@ -213,22 +239,34 @@ def with_leaf(path, value, **case):
 @pytest.mark.parametrize(
     ("params", "layout", "message"),
     [
-        (make_params(), "keras", "layout must be one of torch, .*, hf_llama, got 'keras'"),
+        (make_params(), "keras", "layout must be one of torch, .*, hf_llama, .*, got 'keras'"),
         (make_params(kv_heads=1), "torch", "cannot hold params: its .* key out 5, .*; layouts that can: hf_llama"),
-        (make_params((15, 7, 7, 15)), "torch", "key in 7, .*; layouts that can: torch_separate$"),
-        (make_params((15, 7, 7, 15), ()), "torch", "layouts that can: torch_separate, d2l_mha$"),
+        (make_params((15, 7, 7, 15)), "torch", "key in 7, .*; layouts that can: torch_separate, hf_clip$"),
+        (make_params((15, 7, 7, 15), ()), "torch", "layouts that can: torch_separate, d2l_mha, hf_gptj$"),
         (make_params((15, 15, 15, 7)), "torch_separate", "out 7; layouts that can: none$"),
-        (make_params((7, 7, 7, 7)), "note_mha", "query in 7, .* query out 15, .*; layouts that can: hf_llama$"),
-        (make_params((15, 15, 7, 15), ()), "hf_llama", "value in 7.*; layouts that can: torch_separate, d2l_mha$"),
+        (
+            make_params((7, 7, 7, 7)),
+            "note_mha",
+            "query in 7, .* query out 15, .*; layouts that can: hf_llama, hf_phi, hf_neox, nanogpt, timm$",
+        ),
+        (
+            make_params((15, 15, 7, 15), ()),
+            "hf_llama",
+            "value in 7.*; layouts that can: torch_separate, d2l_mha, hf_gptj$",
+        ),
         (make_params(), "d2l_mha", "biases must be on none, got them on query, key, value, out"),
         (make_params(biased=()), "note_mha", "biases must be on query, key, value, out, got them on none"),
-        (make_params(biased=("out",)), "torch", "biases must be on .* got them on out; layouts that can: none"),
+        (
+            make_params(biased=("out",)),
+            "torch",
+            "biases must be on .* got them on out; layouts that can: hf_gpt_neo, hf_vit_unbiased",
+        ),
         (
             with_leaf("query/bias", np.ones((3, 5))),
             "torch",
             "in_proj_bias must stack arrays of one dtype, got float32, float64",
         ),
-        (with_leaf("query_ln/scale", np.ones(5)), "torch", r"missing \[\], extra \['query_ln'\]"),
+        (with_leaf("query_ln/scale", np.ones(5)), "torch", "it has no query_ln/scale; layouts that can: hf_llama$"),
         (with_leaf("query/scale", np.ones(5)), "torch", r"extra \['query/scale'\]"),
         ({"params": make_params()}, "torch", r"missing \['key/kernel', .*\], extra \['params'\]"),
         (with_leaf("value/kernel", np.ones((15, 1, 15))), "torch", r"value/kernel must have shape \(V, 3, 5\)"),
@@ -237,7 +275,7 @@ def with_leaf(path, value, **case):
             "torch",
             r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)",
         ),
-        (with_leaf("query/kernel", None), "torch", r"query/kernel must have shape \(Q, N, H\)"),
+        (with_leaf("query/kernel", None), "torch", "query/kernel must be a tensor or an array, but got .*None"),
     ],
 )
 def test_to_torch_refuses(params, layout, message):

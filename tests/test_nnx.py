@@ -766,7 +766,10 @@ def test_sharded_projections():
         ({"local_window_size": (1, -2)}, r"local_window_size must be .* but got \(1, -2\)"),
         ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be .*got 0\.0"),
         ({"logits_soft_cap": -1}, "logits_soft_cap must be .*got -1"),
-        ({"normalize_qk": "batch_norm"}, 'normalize_qk must be False, True, "layer_norm" or "rms_norm"'),
+        (
+            {"normalize_qk": "batch_norm"},
+            'normalize_qk must be False, True, "layer_norm", "rms_norm" or "rms_norm_all_heads"',
+        ),
         ({"normalize_qk": ""}, "normalize_qk must be .*got ''"),
         ({"implementation": "fast"}, "implementation must be \"xla\".*but got 'fast'"),
         *(({"dropout_rate": rate}, "dropout_rate must be a number in") for rate in (1.0, 1.5, -0.1, float("nan"))),

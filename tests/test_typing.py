@@ -8,6 +8,7 @@ import pytest
 RIGHT = """
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import flax_mha
@@ -32,7 +33,10 @@ crossed: jax.Array = linen.MultiHeadAttention(num_heads=2, decode=True, per_row=
 cache = flax_mha.kv_cache.KVCache.create(1, 9, num_kv_heads=2, head_size=4, window=None, per_row=True)
 decoded: jax.Array
 decoded, cache = flax_mha.cached_attention.cached_attention(x, x, x, cache.truncate(0), lengths=jnp.array([3]))
-convert.from_torch({}, num_heads=2)
+convert.from_torch({}, num_heads=2, prefix="layers.0.")
+convert.load_torch(attention, {}, "layers.0.", check_options=False)
+convert.load_torch(flax_mha.MultiHeadAttention(**convert.describe({}, layer=3), rngs=nnx.Rngs(0)), {})
+arrays: dict[str, np.ndarray] = convert.to_torch({}, "hf_llama", qk_norm_offset=1.0)
 recipes.alibi(num_heads=2)
 plot.plot_mask(mask, 3, 4)
 version: str = flax_mha.__version__

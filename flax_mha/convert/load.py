@@ -1,0 +1,166 @@
+"""`load_torch`: the weights of a PyTorch attention into an nnx module, after every check that they allow."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from flax_mha.convert.layouts import ALL, LAYOUTS, MODEL_TYPE, NORMS, OTHER_SHAPES, PATHS, LayoutName
+from flax_mha.convert.shapes import Arrays
+from flax_mha.convert.weights import known_offset, read, with_all_biases
+
+SHOWN = 8  # parameters in an error
+# What stands beside the attention in the layers of Gemma, from 2 on. Gemma 2 and its kin have no norms of queries.
+GEMMA = "pre_feedforward_layernorm.weight"
+
+
+def load_torch(
+    module: nnx.MultiHeadAttention,
+    state_dict: Mapping[str, Any],
+    prefix: str = "",
+    *,
+    qk_norm_offset: float | None = None,
+    check_options: bool = True,
+) -> None:
+    """Loads the `state_dict` of a PyTorch attention into an nnx module; nothing changes unless all of it fits.
+
+    Weights are rounded to the dtype of the module's parameters, and placed where those are. (Keep `param_dtype` at
+    float32 for Gemma 3, whose norms multiply by 1 + weight.) Where only some projections have biases (Qwen 2, Whisper),
+    the module's other biases become zeros.
+
+    What the layer computes is more than its weights: a layer of Llama without rotary positions runs, and is wrong.
+    A module made with `describe` has what its config says. Of another module, the options that its layout needs are
+    checked as far as keys can tell: `rope`, `scale`, `normalize_qk`, `sinks`. They cannot tell the size of heads,
+    windows, the epsilon of norms, or which features rotary positions pair; nor RoFormer from BERT, or nanoGPT from a
+    GPT-BigCode with `multi_query=False`, which stacks its weights in another order.
+
+    Args:
+        module: `flax_mha.MultiHeadAttention`, or Flax's.
+        state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
+        prefix: what the keys of the attention start with in `state_dict`, such as `"model.layers.0.self_attn."`.
+        qk_norm_offset: what the model adds to the weights of its query and key norms: 1.0 for Gemma 3, 0.0 for others.
+            None means what `describe` knows; without it, a layer with such norms is refused.
+        check_options: False loads into a module that lacks what the layout's models need, such as one without rotary
+            positions.
+
+    Raises:
+        ValueError: if the keys fit no layout, if a shape, bias or dtype does not fit the module, if weights are
+            quantized or hold no values, or if the module lacks an option.
+
+    Example:
+        >>> import numpy as np
+        >>> from flax import nnx
+        >>> import flax_mha
+        >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2}
+        >>> arguments = flax_mha.convert.describe(config)
+        >>> attention = flax_mha.MultiHeadAttention(**arguments, decode=False, rngs=nnx.Rngs(0))
+        >>> shapes = {"c_attn.weight": (8, 24), "c_attn.bias": 24, "c_proj.weight": (8, 8), "c_proj.bias": 8}
+        >>> layers = {f"h.0.attn.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+        >>> flax_mha.convert.load_torch(attention, layers, prefix="h.0.attn.")
+    """
+    if not isinstance(module, nnx.MultiHeadAttention):
+        raise ValueError(
+            f"module must be an nnx.MultiHeadAttention, but got {type(module).__name__}; for linen, use from_torch."
+        )
+    model_type = module.query.kernel.get_metadata().get(MODEL_TYPE)
+    offset = known_offset(module.query.kernel) if qk_norm_offset is None else qk_norm_offset
+    layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
+    variables = _variables(module)
+    if "query/bias" in variables:
+        arrays = with_all_biases(arrays)
+    problems = _mismatches(variables, arrays)
+    if not problems and check_options and not model_type:
+        caps = _is_gemma(state_dict, prefix) and NORMS[0] not in arrays
+        problems = _missing_options(module, layout, arrays, qk_norm_offset is not None, caps)
+    if problems:
+        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
+        raise ValueError(f"module must fit the layer, which has the keys of layout {layout!r}:{lines}{more}")
+    values = {path: _placed(path, arrays[path], variable) for path, variable in variables.items()}
+    for path, variable in variables.items():
+        variable.set_value(values[path])
+
+
+def _variables(module: Any) -> dict[str, nnx.Variable]:
+    """The module's parameters, by path."""
+    layers = {name: getattr(module, name) for name in ALL}
+    found = {f"{name}/kernel": layer.kernel for name, layer in layers.items()}
+    found |= {f"{name}/bias": layer.bias for name, layer in layers.items()}
+    found |= {path: getattr(getattr(module, path.split("/")[0], None), "scale", None) for path in NORMS}
+    found["sinks"] = getattr(module, "sinks", None)
+    return {path: variable for path, variable in found.items() if variable is not None}
+
+
+def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[str]:
+    """What does not fit, a line for each parameter."""
+    fixes = {"bias": "use_bias", "scale": "normalize_qk", "sinks": "sinks"}
+    problems = []
+    for path in (*PATHS, *OTHER_SHAPES):
+        name, option = path.replace("/", "."), fixes.get(path.split("/")[-1], "")
+        if path in variables and path not in arrays:
+            problems.append(f"{name} is missing in state_dict; make the module with {option}=False")
+        elif path in arrays and path not in variables:
+            norm = "rms_norm" if arrays[path].ndim == 1 else "rms_norm_all_heads"
+            value = f'"{norm}"' if option == "normalize_qk" else True
+            problems.append(f"{name} is missing in the module; make it with {option}={value}")
+        elif path in variables and variables[path].shape != arrays[path].shape:
+            kind = "rms_norm" if arrays[path].ndim == 1 else "rms_norm_all_heads"
+            fix = f'; use normalize_qk="{kind}"' if path in NORMS else ""
+            problems.append(f"{name} must have shape {variables[path].shape}, but got {arrays[path].shape}{fix}")
+        elif path in variables and np.iscomplexobj(arrays[path]) and not _is_complex(variables[path]):
+            problems.append(f"{name} must be {variables[path].dtype}, but got {arrays[path].dtype}")
+    return problems
+
+
+def _is_complex(variable: nnx.Variable) -> bool:
+    return jnp.issubdtype(variable.dtype, jnp.complexfloating)
+
+
+def _is_gemma(state_dict: Mapping[str, Any], prefix: str) -> bool:
+    """Whether a norm stands beside this attention that only Gemma, from 2 on, has."""
+    layer = prefix.rstrip(".").rpartition(".")[0]
+    return f"{layer}.{GEMMA}" in state_dict
+
+
+def _missing_options(
+    module: Any, layout: LayoutName, arrays: Arrays, is_offset_known: bool, has_soft_cap: bool
+) -> list[str]:
+    """What the layers of this layout compute and the module does not."""
+    problems, rest = [], "pass check_options=False if this layer has none"
+    if LAYOUTS[layout].rotary and getattr(module, "rope", None) is None:
+        models = LAYOUTS[layout].rotary
+        problems.append(f"rope is None: {models} rotate; use rope=RoPE.from_config(config), or {rest}")
+    scale = LAYOUTS[layout].scale
+    if scale is not None and getattr(module, "scale", None) != scale:
+        problems.append(f"scale must be {scale}, but got {getattr(module, 'scale', None)}: these models do not divide")
+    if NORMS[0] in arrays and not isinstance(module.query_ln, nnx.RMSNorm):
+        problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
+    if NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1 and not is_offset_known:
+        problems.append(
+            "qk_norm_offset is not known: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
+        )
+    if has_soft_cap and getattr(module, "logits_soft_cap", None) is None:
+        problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")
+    describe = "convert.describe(config, layer) gives these arguments, for the models that it knows"
+    return [*problems, describe] if problems else []
+
+
+def _placed(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
+    """The array as a JAX array of the variable's dtype, placed as its value is.
+
+    Raises:
+      ValueError: If finite numbers become infinite.
+    """
+    with np.errstate(over="ignore"):
+        cast = array.astype(variable.dtype)
+    if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
+        raise ValueError(
+            f"{path.replace('/', '.')} must fit {variable.dtype}, but got numbers up to "
+            f"{np.abs(array[np.isfinite(array)]).max():.3g}; make the module with another param_dtype."
+        )
+    value = variable.get_value()
+    sharding = None if isinstance(value, jax.core.Tracer) else getattr(value, "sharding", None)
+    return jnp.asarray(cast) if sharding is None else jax.device_put(cast, sharding)

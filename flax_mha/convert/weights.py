@@ -1,0 +1,206 @@
+"""`from_torch` and `to_torch`: attention weights as numpy arrays, from PyTorch to Flax's parameters and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flax_mha.convert.layouts import (
+    ALL,
+    ALL_HEADS,
+    FLAX_SHAPES,
+    KERNELS,
+    LAYOUTS,
+    MODEL_TYPE,
+    NORMS,
+    ONE_PLUS_WEIGHT,
+    OTHER_SHAPES,
+    PATHS,
+    TORCH_SHAPES,
+    Layout,
+    LayoutName,
+)
+from flax_mha.convert.shapes import (
+    Arrays,
+    check_cut,
+    check_heads,
+    cut,
+    find_sizes,
+    head_sizes,
+    joined,
+    misfit,
+    shapes_of_others,
+)
+from flax_mha.convert.state_dict import attention_entries, recognized, to_numpy
+
+Params = dict[str, Any]
+
+
+def from_torch(
+    state_dict: Mapping[str, Any],
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    prefix: str = "",
+    *,
+    qk_norm_offset: float = 0.0,
+    fill_biases: bool = False,
+) -> Params:
+    """Turns the `state_dict` of a PyTorch attention into Flax's parameters, for `flax.linen` or `nnx.update`.
+
+    Kernels are `weight.T`, cut into heads. `load_torch` does this for an nnx module, and checks that module as well.
+    Weights do not tell all: rotary positions, windows, soft caps and scales stand in a config (see `describe`).
+
+    Args:
+        state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
+        num_heads: query heads N.
+        num_kv_heads: key and value heads K, which divide `num_heads`; None means as many.
+        prefix: what the keys of the attention start with in `state_dict`, such as `"model.layers.0.self_attn."`. The
+            keys after it tell the layout.
+        qk_norm_offset: what the model adds to the weights of its query and key norms: 1.0 for Gemma 3, which keeps
+            w and multiplies by 1 + w, and 0.0 for the others. The keys cannot tell.
+        fill_biases: where some projections have a bias (Qwen 2, Whisper), add biases of zeros to the others, which
+            modules with `use_bias` need.
+
+    Returns:
+        `query|key|value`: `kernel` (in, heads, head size), `bias` (heads, head size); `out`: `kernel` (heads, head
+        size, out), `bias` (out,); `query_ln|key_ln`: `scale` (head size,), or (heads, head size) where a norm spans all
+        heads (OLMo 2); `sinks` (heads,). Biases, norms and sinks are there if `state_dict` has them. Arrays are new and
+        keep their dtypes, but for norms with an offset, which become float32 at least, as the models compute them.
+
+    Raises:
+        ValueError: if the keys fit no layout (with the attention layers found, if there are any), if `bias_k` or
+            `bias_v` is there, if shapes and heads disagree, or if weights are quantized or hold no values.
+
+    Example:
+        >>> import numpy as np
+        >>> from flax_mha import convert
+        >>> square = np.arange(36.0).reshape(6, 6)
+        >>> params = convert.from_torch({f"W_{name}.weight": square for name in "qkvo"}, num_heads=2)
+        >>> {name: param["kernel"].shape for name, param in params.items()}
+        {'query': (6, 2, 3), 'key': (6, 2, 3), 'value': (6, 2, 3), 'out': (2, 3, 6)}
+        >>> bool((convert.to_torch(params, "d2l_mha")["W_k.weight"] == square).all())
+        True
+    """
+    heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+    arrays = read(state_dict, *heads, prefix, qk_norm_offset)[1]
+    arrays = with_all_biases(arrays) if fill_biases else arrays
+    params: Params = {}
+    for path, array in arrays.items():
+        name, *leaf = path.split("/")
+        if leaf:
+            params.setdefault(name, {})[leaf[0]] = array
+        else:
+            params[name] = array
+    return params
+
+
+def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float | None = None) -> Arrays:
+    """Turns Flax's attention parameters into the `state_dict` of a PyTorch module, the inverse of `from_torch`.
+
+    `module.load_state_dict({key: torch.from_numpy(array) for key, array in to_torch(params, layout).items()})` loads
+    it, for `hf_bert` with `strict=False`. PyTorch takes no bfloat16 from numpy: pass `array.astype("float32")`, exact.
+
+    Args:
+        params: what `from_torch` returns, `nnx.state(module, nnx.Param)` or the like; leaves are numpy or JAX arrays.
+        layout: a `LayoutName`. Biases that it lacks may be there if they are zeros, and are left out.
+        qk_norm_offset: what was added to the weights of the norms. None means what the metadata in an `nnx.State` of a
+            module made with `describe` says, and otherwise 0.0. With 1.0, weights come back as rounded as 1 + w is in
+            float32: to 2^-24 for small ones.
+
+    Returns:
+        New arrays in C order, dtypes kept.
+
+    Raises:
+        ValueError: if there is no such layout, if `params` is no attention's, or if the layout cannot hold it.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    given = _flatten(params)
+    all_heads = {path: letters for path, letters in ALL_HEADS.items() if path in given and given[path].ndim == 2}
+    sizes = find_sizes(given, FLAX_SHAPES | OTHER_SHAPES | all_heads)
+    sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
+    arrays = _without_zeros(LAYOUTS[layout], given)
+    if reason := misfit(LAYOUTS[layout], arrays, sizes):
+        others = {name: _without_zeros(other, given) for name, other in LAYOUTS.items()}
+        fit = ", ".join(name for name, arrays in others.items() if not misfit(LAYOUTS[name], arrays, sizes))
+        raise ValueError(f"layout {layout!r} cannot hold params: {reason}; layouts that can: {fit or 'none'}")
+    linears = {
+        path: array.reshape([sizes[c] for c in TORCH_SHAPES[path][::-1]]).T if path in PATHS else array.ravel()
+        for path, array in arrays.items()
+    }
+    if offset := known_offset(params["query"]["kernel"]) if qk_norm_offset is None else qk_norm_offset:
+        linears |= {path: array - array.dtype.type(offset) for path, array in linears.items() if path in NORMS}
+    return {
+        key: joined(LAYOUTS[layout], [linears[path] for path in paths], sizes)
+        for key, paths in LAYOUTS[layout].stacks.items()
+        if paths[0] in linears
+    }
+
+
+def known_offset(kernel: Any) -> float:
+    """What `describe` knows of the model's norms, in the metadata of a parameter; 0 where there is none."""
+    metadata = kernel.get_metadata() if hasattr(kernel, "get_metadata") else {}  # an nnx.Variable
+    return 1.0 if metadata.get(MODEL_TYPE) in ONE_PLUS_WEIGHT else 0.0
+
+
+def read(
+    state_dict: Any, num_heads: int, num_kv_heads: int, prefix: str, qk_norm_offset: float
+) -> tuple[LayoutName, Arrays]:
+    """The layout of a state_dict, and its arrays by the paths and in the shapes of Flax."""
+    check_heads(num_heads, num_kv_heads)
+    prefix, entries = attention_entries(state_dict, prefix)
+    layout = recognized(entries, prefix)
+    linears: Arrays = {}
+    for key, paths in LAYOUTS[layout].stacks.items():
+        if key in entries:
+            array = np.atleast_1d(to_numpy(prefix + key, entries[key]))
+            linears |= zip(paths, cut(LAYOUTS[layout], key, array, num_heads, num_kv_heads, len(paths)), strict=True)
+    check_cut(LAYOUTS[layout], linears, num_heads, num_kv_heads)
+    sizes = find_sizes({path: array for path, array in linears.items() if path in PATHS}, TORCH_SHAPES)
+    if reason := misfit(LAYOUTS[layout], linears, sizes):
+        raise ValueError(f"state_dict has the keys of layout {layout!r}, but {reason}: is it whole and unchanged?")
+    sizes |= head_sizes(sizes["A"], sizes["B"], num_heads, num_kv_heads)
+    shapes: dict[str, tuple[int, ...]] = {path: tuple(sizes[c] for c in FLAX_SHAPES[path]) for path in PATHS}
+    shapes |= shapes_of_others(linears, sizes)
+    arrays = {path: array.T.reshape(shapes[path]).copy() for path, array in linears.items()}
+    if qk_norm_offset:
+        for path in arrays.keys() & NORMS:
+            wide = np.promote_types(arrays[path].dtype, np.float32)
+            arrays[path] = arrays[path].astype(wide) + wide.type(qk_norm_offset)
+    return layout, {path: arrays[path] for path in (*PATHS, *OTHER_SHAPES) if path in arrays}
+
+
+def with_all_biases(arrays: Arrays) -> Arrays:
+    """With biases of zeros beside those that there are, if there are any."""
+    if not any(path in PATHS and path not in KERNELS for path in arrays):
+        return arrays
+    kernels = {name: arrays[f"{name}/kernel"] for name in ALL}
+    shapes = {name: kernel.shape[-1:] if name == "out" else kernel.shape[1:] for name, kernel in kernels.items()}
+    zeros = {f"{name}/bias": np.zeros(shapes[name], kernel.dtype) for name, kernel in kernels.items()}
+    return {path: (zeros | arrays)[path] for path in (*PATHS, *OTHER_SHAPES) if path in zeros or path in arrays}
+
+
+def _without_zeros(layout: Layout, arrays: Arrays) -> Arrays:
+    """Without biases that the layout lacks and that are zeros."""
+    biased = {name for name in ALL if f"{name}/bias" in arrays}
+    for choice in layout.biased:
+        dropped = {f"{name}/bias" for name in biased - {*choice}}
+        if biased.issuperset(choice) and not any(arrays[path].any() for path in dropped):
+            return {path: array for path, array in arrays.items() if path not in dropped}
+    return arrays
+
+
+def _flatten(params: Any) -> Arrays:
+    """Lists the leaves by path, after a check that they are those of one attention."""
+    leaves: dict[str, Any] = {}
+    for name in ("query_ln", "key_ln", *ALL):
+        if name in params:
+            leaves |= {f"{name}/{leaf}": value for leaf, value in params[name].items()}
+    if "sinks" in params:
+        leaves["sinks"] = params["sinks"]
+    known = (*PATHS, *OTHER_SHAPES)
+    extra = sorted({*params, *leaves} - {*ALL, "query_ln", "key_ln", *known})
+    missing = sorted({*KERNELS} - {*leaves})
+    if extra or missing:
+        raise ValueError(f"params must be one attention's parameters alone; missing {missing}, extra {extra}")
+    return {path: to_numpy(path, leaves[path]) for path in known if path in leaves}

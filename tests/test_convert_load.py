@@ -1,0 +1,400 @@
+"""`load_torch` and `describe` as far as they go without PyTorch; test_torch_families.py compares outputs."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import convert, linen
+from flax_mha.rope import RoPE
+
+N, K, H, D = 4, 2, 8, 24
+LLAMA = {"model_type": "llama", "num_attention_heads": N, "num_key_value_heads": K, "hidden_size": D, "head_dim": H}
+LLAMA |= {"rope_theta": 10000.0}
+
+
+def state_dict(dtype=np.float32, norms=False, sinks=False, prefix="", **changes):
+    """Of a layer of Llama; changed entries, without those that are None."""
+    rng = np.random.default_rng(0)
+    shapes = {"q_proj.weight": (N * H, D), "k_proj.weight": (K * H, D), "v_proj.weight": (K * H, D)}
+    shapes |= {"o_proj.weight": (D, N * H)}
+    shapes |= {"q_norm.weight": (H,), "k_norm.weight": (H,)} if norms else {}
+    shapes |= {"sinks": (N,)} if sinks else {}
+    entries = {key: rng.standard_normal(shape).astype(dtype) for key, shape in shapes.items()}
+    entries |= {key.replace("__", "."): value for key, value in changes.items()}
+    return {prefix + key: value for key, value in entries.items() if value is not None}
+
+
+def make_module(**options):
+    arguments = {"num_kv_heads": K, "use_bias": False, "rope": RoPE()} | options
+    return flax_mha.MultiHeadAttention(N, D, N * H, decode=False, rngs=nnx.Rngs(0), **arguments)
+
+
+def leaves(module):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(module, nnx.Param))]
+
+
+MODELS = state_dict(prefix="model.layers.0.self_attn.") | state_dict(prefix="model.layers.1.self_attn.")
+MODELS |= {"model.embed_tokens.weight": np.ones((3, D)), "model.layers.0.mlp.up_proj.weight": np.ones((3, D))}
+BIASES = {f"{name}_proj__bias": np.ones(size) for name, size in zip("qkvo", (N * H, K * H, K * H, D), strict=True)}
+WRONG = {
+    "a module": (make_module(), {}, {}, "state_dict must map names to tensors, but got a MultiHeadAttention"),
+    "a checkpoint": ({"model": {}, "step": 3}, {}, {}, "'model' is a dict; pass state_dict\\['model'\\]"),
+    "keys that are numbers": ({0: 1}, {}, {}, "keys of type str, but got 0"),
+    "a whole model": (
+        MODELS,
+        {},
+        {},
+        "prefix must lead to one .* got ''.*\n  'model.layers.0.self_attn.', ... 'model.layers.1.self_attn.' ",
+    ),
+    "a layer's prefix": (
+        MODELS,
+        {},
+        {"prefix": "model.layers.1."},
+        "found, as prefixes:\n  'model.layers.1.self_attn.'$",
+    ),
+    "no such prefix": (MODELS, {}, {"prefix": "model.layers.7."}, "no key starts with 'model.layers.7.'.*\n  'model"),
+    "a prefix that is no text": (MODELS, {}, {"prefix": 3}, "prefix must be a str .* got 3"),
+    "too few": (
+        state_dict(v_proj__weight=None),
+        {},
+        {},
+        "Nearest is hf_llama: missing \\['v_proj.weight'\\], extra \\[\\]",
+    ),
+    "too many": (state_dict(extra=np.ones(1)), {}, {}, "Nearest is hf_llama: missing \\[\\], extra \\['extra'\\]"),
+    "adapters": (state_dict(q_proj__lora_A__weight=np.ones(1)), {}, {}, "extra .*lora_A.*Merge adapters first"),
+    "integers": (
+        state_dict(q_proj__weight=np.ones((N * H, D), np.int8)),
+        {},
+        {},
+        "must be floating point, but got int8",
+    ),
+    "bitsandbytes": (
+        state_dict(q_proj__SCB=np.ones(3)),
+        {},
+        {},
+        "got quantized ones \\(\\['q_proj.SCB'\\]\\); dequantize",
+    ),
+    "GPTQ": ({"q_proj.qweight": 1, "q_proj.qzeros": 1, "o_proj.qweight": 2}, {}, {}, "got quantized ones .*qweight"),
+    "float8": (
+        state_dict(q_proj__weight=np.ones((N * H, D), ml_dtypes.float8_e4m3fn)),
+        {},
+        {},
+        "q_proj.weight must be floating point, but got float8_e4m3fn; dequantize",
+    ),
+    "integers below a prefix": (
+        state_dict(prefix="a.0.", q_proj__weight=np.ones((N * H, D), np.uint8)),
+        {},
+        {"prefix": "a.0"},
+        "a.0.q_proj.weight must be floating point, but got uint8",
+    ),
+    "no arrays": (state_dict(q_proj__weight="weights"), {}, {}, "q_proj.weight must be"),
+    "key heads": (state_dict(), {"num_kv_heads": 4}, {}, "32 query and 16 key features into heads .* got 4 and 4"),
+    "width": (
+        state_dict(),
+        {"in_kv_features": 23},
+        {},
+        "\n  key.kernel must have shape \\(23, 2, 8\\), but got \\(24, 2, 8",
+    ),
+    "biases here": (
+        state_dict(),
+        {"use_bias": True},
+        {},
+        "\n  query.bias is missing in state_dict; .* use_bias=False\n",
+    ),
+    "biases there": (
+        state_dict(**BIASES),
+        {},
+        {},
+        "\n  query.bias is missing in the module; make it with use_bias=True\n",
+    ),
+    "norms there": (
+        state_dict(norms=True),
+        {},
+        {},
+        'query_ln.scale is missing in the module; .*normalize_qk="rms_norm"',
+    ),
+    "norms here": (state_dict(), {"normalize_qk": "rms_norm"}, {}, "query_ln.scale is missing in state_dict"),
+    "other norms": (
+        state_dict(norms=True),
+        {"normalize_qk": True},
+        {"qk_norm_offset": 0.0},
+        'normalize_qk must be "rms_norm": these norms do not subtract',
+    ),
+    "norms of either kind": (
+        state_dict(norms=True),
+        {"normalize_qk": "rms_norm"},
+        {},
+        "qk_norm_offset .* 1.0 for Gemma 3",
+    ),
+    "norms of all heads": (
+        state_dict(q_norm__weight=np.ones(N * H), k_norm__weight=np.ones(K * H)),
+        {"normalize_qk": "rms_norm"},
+        {},
+        'query_ln.scale must have shape .8,., but got .4, 8.; use normalize_qk="rms_norm_all_heads"',
+    ),
+    "one norm": (
+        state_dict(norms=True, k_norm__weight=None),
+        {"normalize_qk": "rms_norm"},
+        {"qk_norm_offset": 0.0},
+        "key_ln.scale is missing in state_dict",
+    ),
+    "sinks there": (state_dict(sinks=True), {}, {}, "sinks is missing in the module; make it with sinks=True"),
+    "sinks here": (
+        state_dict(),
+        {"sinks": True},
+        {},
+        "sinks is missing in state_dict; make the module with sinks=False",
+    ),
+    "no rotary positions": (
+        state_dict(),
+        {"rope": None},
+        {},
+        "rope is None: Llama.* use rope=RoPE.from_config.*convert.describe",
+    ),
+    "no soft cap": (
+        state_dict(prefix="layers.3.self_attn.") | {"layers.3.pre_feedforward_layernorm.weight": np.ones(D)},
+        {},
+        {"prefix": "layers.3.self_attn."},
+        "logits_soft_cap is None: Gemma 2",
+    ),
+    "complex weights": (
+        state_dict(q_proj__weight=np.ones((N * H, D), np.complex64)),
+        {},
+        {},
+        "query.kernel must be float32, but got complex64",
+    ),
+    "large weights": (
+        state_dict(o_proj__weight=np.full((D, N * H), 1e6, np.float32)),
+        {"param_dtype": jnp.float16},
+        {},
+        "out.kernel must fit float16, but got numbers up to 1e\\+06",
+    ),
+}
+
+
+@pytest.mark.parametrize(("entries", "options", "arguments", "message"), WRONG.values(), ids=WRONG)
+def test_refuses_before_anything_changes(entries, options, arguments, message):
+    module = make_module(**options)
+    before = leaves(module)
+    with pytest.raises(ValueError, match=f"(?s){message}") as error:
+        convert.load_torch(module, entries, **arguments)
+    assert len(str(error.value).splitlines()) <= 10
+    assert max(map(len, str(error.value).splitlines())) <= 500
+    assert all(one.tobytes() == other.tobytes() for one, other in zip(leaves(module), before, strict=True))
+
+
+def test_an_error_about_a_large_model_is_short():
+    layers = {
+        f"{part}.{i}.attn.": state_dict(prefix=f"{part}.{i}.attn.") for part in "abcdefghijkl" for i in range(100)
+    }
+    with pytest.raises(ValueError, match=r"'a.0.attn.', ... 'a.99.attn.' \(100 layers\)") as error:
+        convert.from_torch({key: value for layer in layers.values() for key, value in layer.items()}, N, K)
+    assert len(str(error.value).splitlines()) <= 10
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize_qk": "rms_norm"}, {"sinks": True}], ids=str)
+def test_loads_what_from_torch_makes(options):
+    entries = state_dict(norms="normalize_qk" in options, sinks="sinks" in options)
+    module = make_module(**options)
+    convert.load_torch(module, entries, qk_norm_offset=0.0)
+    expected = convert.from_torch(entries, N, K)
+    got = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "rms_norm_all_heads"])
+def test_linen_takes_the_same_parameters(norm):
+    entries = state_dict(norms=True, sinks=True)
+    if norm == "rms_norm_all_heads":
+        entries |= {"q_norm.weight": np.linspace(-1, 2, N * H, dtype=np.float32)}
+        entries |= {"k_norm.weight": np.linspace(2, 0, K * H, dtype=np.float32)}
+    options = {"use_bias": False, "rope": RoPE(), "normalize_qk": norm, "sinks": True}
+    layer = linen.MultiHeadDotProductAttention(N, qkv_features=N * H, num_kv_heads=K, **options)
+    x = jnp.ones((1, 3, D)) * jnp.arange(1.0, 4.0).reshape(1, 3, 1)
+    params = convert.from_torch(entries, N, K)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, layer.init(jax.random.key(0), x)["params"])
+    module = make_module(**options)
+    convert.load_torch(module, entries, qk_norm_offset=0.0)
+    np.testing.assert_array_equal(layer.apply({"params": params}, x, is_causal=True), module(x, is_causal=True))
+
+
+def test_linen_takes_what_describe_says():
+    described = convert.describe(LLAMA | {"model_type": "gpt_oss", "attention_bias": False})
+    module = flax_mha.MultiHeadAttention(**described, decode=False, rngs=nnx.Rngs(0))
+    convert.load_torch(module, state_dict(sinks=True))
+    options = {key: value for key, value in described.items() if key not in ("in_features", "kernel_metadata")}
+    params = convert.from_torch(state_dict(sinks=True), N, K)
+    x = jnp.linspace(-1, 1, 5 * D).reshape(1, 5, D)
+    got = linen.MultiHeadDotProductAttention(**options).apply({"params": params}, x, is_causal=True)
+    np.testing.assert_array_equal(got, module(x, is_causal=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dtypes_and_shardings_of_the_module_stay(dtype):
+    module = make_module(param_dtype=dtype)
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P(None, "model", None))
+    module.query.kernel.set_value(jax.device_put(module.query.kernel.get_value(), sharding))
+    kinds = jax.tree.map(lambda leaf: (leaf.dtype, leaf.sharding), nnx.state(module, nnx.Param))
+    entries = state_dict(ml_dtypes.bfloat16)
+    convert.load_torch(module, entries)
+    assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.sharding), nnx.state(module, nnx.Param)) == kinds
+    assert module.query.kernel.get_value().sharding == sharding
+    np.testing.assert_array_equal(module.out.kernel.get_value()[0], entries["o_proj.weight"][:, :H].T.astype(dtype))
+
+
+def test_modules_that_are_not_made_yet():
+    """Shapes alone, and inside jit."""
+    module = nnx.eval_shape(make_module)
+    convert.load_torch(module, state_dict())
+    other = make_module()
+
+    @nnx.jit
+    def load(module):
+        convert.load_torch(module, state_dict())
+
+    load(other)
+    expected = convert.from_torch(state_dict(), N, K)
+    for got in (module, other):
+        jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(got, nnx.Param)), expected)
+
+
+def test_options_may_be_left_unchecked():
+    module = make_module(rope=None)
+    convert.load_torch(module, state_dict(), check_options=False)
+    np.testing.assert_array_equal(leaves(module)[0], convert.from_torch(state_dict(), N, K)["key"]["kernel"])
+
+
+def test_other_modules_are_refused():
+    with pytest.raises(ValueError, match=r"module must be an nnx.MultiHeadAttention, but got Linear"):
+        convert.load_torch(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), state_dict())
+
+
+def test_a_module_of_flax_is_loaded():
+    module = nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0))
+    entries = {
+        f"{name}.{leaf}": np.ones((6, 6)[: 2 - (leaf == "bias")], np.float32)
+        for name in "qkv"
+        for leaf in ("weight", "bias")
+    }
+    entries |= {"out_proj.weight": np.ones((6, 6), np.float32), "out_proj.bias": np.zeros(6, np.float32)}
+    convert.load_torch(module, entries)
+    assert float(module.query.kernel.get_value().sum()) == 36.0
+
+
+def test_gemma_norms_are_one_plus_weight():
+    """Known from `describe`, or from the argument; the keys beside are those of Gemma 4, too, which adds no 1."""
+    entries = state_dict(norms=True, prefix="layers.0.self_attn.")
+    beside = entries | {"layers.0.pre_feedforward_layernorm.weight": np.ones(D)}
+    described = convert.describe(LLAMA | {"model_type": "gemma3_text", "rope_local_base_freq": 1e4})
+    module = flax_mha.MultiHeadAttention(**described, decode=False, rngs=nnx.Rngs(0))
+    other = make_module(normalize_qk="rms_norm")
+    with pytest.raises(ValueError, match="qk_norm_offset is not known"):
+        convert.load_torch(other, beside, "layers.0.self_attn")
+    convert.load_torch(module, beside, "layers.0.self_attn")
+    convert.load_torch(other, beside, "layers.0.self_attn", qk_norm_offset=1.0)
+    weight = entries["layers.0.self_attn.q_norm.weight"]
+    for loaded, offset in ((module, None), (other, 1.0)):
+        np.testing.assert_array_equal(loaded.query_ln.scale.get_value(), 1 + weight)
+        back = convert.to_torch(nnx.state(loaded, nnx.Param), "hf_llama", qk_norm_offset=offset)
+        np.testing.assert_allclose(back["q_norm.weight"], weight, rtol=0, atol=2.0**-23)
+
+
+def test_offsets_are_added_in_float32():
+    """In bfloat16, 1 + 2^-9 would be 1."""
+    entries = state_dict(ml_dtypes.bfloat16, norms=True, q_norm__weight=np.full(H, 2.0**-9, ml_dtypes.bfloat16))
+    params = convert.from_torch(entries, N, K, qk_norm_offset=1.0)
+    np.testing.assert_array_equal(params["query_ln"]["scale"], np.full(H, 1 + 2.0**-9, np.float32))
+
+
+# Configs -------------------------------------------------------------------------------------------------------------
+
+T5 = {"model_type": "t5", "d_model": 512, "d_kv": 64, "num_heads": 6}
+QWEN_2 = LLAMA | {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}
+GEMMA_2 = LLAMA | {"model_type": "gemma2", "sliding_window": 16}
+# config, layer, what is expected of it
+DESCRIBED = {
+    "llama": (LLAMA, 0, {"num_heads": 4, "in_features": 24, "qkv_features": 32, "num_kv_heads": 2, "use_bias": False}),
+    "llama with biases": (LLAMA | {"attention_bias": True}, 0, {"use_bias": True, "rope": RoPE()}),
+    "null is missing": (
+        LLAMA | {"num_key_value_heads": None, "head_dim": None},
+        0,
+        {"num_kv_heads": 4, "qkv_features": 24},
+    ),
+    "mistral": (LLAMA | {"model_type": "mistral", "sliding_window": 16}, 3, {"local_window_size": (15, 0)}),
+    "mistral without windows": (
+        LLAMA | {"model_type": "mistral", "sliding_window": None},
+        3,
+        {"local_window_size": None},
+    ),
+    "qwen2, a lower layer": (QWEN_2, 1, {"local_window_size": None, "use_bias": True}),
+    "qwen2, an upper layer": (QWEN_2, 2, {"local_window_size": (15, 0)}),
+    "qwen2 without windows": (QWEN_2 | {"use_sliding_window": False}, 2, {"local_window_size": None}),
+    "qwen2 of Transformers 5": (
+        QWEN_2 | {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+        2,
+        {"local_window_size": None},
+    ),
+    "qwen3": (
+        LLAMA | {"model_type": "qwen3", "rms_norm_eps": 1e-3, "head_dim": None},
+        0,
+        {"normalize_qk": "rms_norm", "qk_norm_epsilon": 1e-3, "qkv_features": 4 * 128},
+    ),
+    "gemma2": (GEMMA_2, 0, {"logits_soft_cap": 50.0, "scale": 1 / 16, "local_window_size": (15, 0), "sinks": False}),
+    "gemma2, a global layer": (GEMMA_2, 1, {"local_window_size": None}),
+    "gemma3": (
+        {
+            "model_type": "gemma3",
+            "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "sliding_window": 1024},
+        },
+        4,
+        {"num_heads": 8, "num_kv_heads": 4, "qkv_features": 2048, "local_window_size": (1023, 0), "rope": RoPE()},
+    ),
+    "gemma3, a global layer": (
+        {"model_type": "gemma3_text", "hidden_size": 2560, "query_pre_attn_scalar": 64},
+        5,
+        {"local_window_size": None, "rope": RoPE(1e6), "scale": 1 / 8, "normalize_qk": "rms_norm"},
+    ),
+    "gpt_oss": (LLAMA | {"model_type": "gpt_oss"}, 0, {"sinks": True, "local_window_size": (127, 0), "use_bias": True}),
+    "t5": (T5, 0, {"qkv_features": 384, "in_features": 512, "scale": 1.0, "use_bias": False, "rope": None}),
+    "gpt2": ({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "scale_attn_weights": False}, 0, {"scale": 1.0}),
+    "vit": ({"model_type": "vit", "hidden_size": 8, "num_attention_heads": 2}, 0, {"use_bias": True, "rope": None}),
+}
+
+
+@pytest.mark.parametrize(("config", "layer", "expected"), DESCRIBED.values(), ids=DESCRIBED)
+def test_describe(config, layer, expected):
+    got = convert.describe(config, layer)
+    assert {key: got[key] for key in expected} == expected
+    assert isinstance(nnx.eval_shape(lambda: flax_mha.MultiHeadAttention(**got, rngs=nnx.Rngs(0))).out, nnx.Module)
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "message"),
+    [
+        (object(), 0, "config must be a dict, but got object; use config.to_dict"),
+        ({}, 0, "model_type must be one of llama, .*, but got None"),
+        ({"model_type": "mamba"}, 0, "but got 'mamba'"),
+        ({"model_type": "llama"}, 0, "config must hold num_attention_heads or .* but got None"),
+        (LLAMA | {"hidden_size": "24"}, 0, "hidden_size or .* positive integer, but got '24'"),
+        (LLAMA | {"num_hidden_layers": 2}, 2, "layer must be an integer of 0 or more below 2, but got 2"),
+        (LLAMA, -1, "layer must be .* got -1"),
+        (LLAMA, 1.0, "layer must be .* got 1.0"),
+        ({"model_type": "clip", "text_config": {}, "vision_config": {}}, 0, r'pass config\["text_config"\] or'),
+        (GEMMA_2 | {"use_bidirectional_attention": True}, 0, "without use_bidirectional_attention=True"),
+        (GEMMA_2 | {"layer_types": ["chunked_attention"]}, 0, "layer_types must be .* got 'chunked_attention'"),
+        (T5 | {"model_type": "bert", "position_embedding_type": "relative_key"}, 0, "'relative_key'.* as bias"),
+        ({"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}, 0, "must be equal"),
+        (LLAMA | {"model_type": "phi", "qk_layernorm": True}, 0, "norms have biases"),
+        (LLAMA | {"model_type": "falcon", "alibi": True}, 0, "without alibi=True"),
+    ],
+)
+def test_describe_refuses(config, layer, message):
+    with pytest.raises(ValueError, match=message):
+        convert.describe(config, layer)

@@ -1,0 +1,190 @@
+"""The attention layers of many models, from the definitions of their families, on plain dicts of PyTorch tensors.
+
+A layer takes its weights under their real names and x [batch, length, features], and keeps all scores.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch_rope import angles, default_frequencies, partially, rotate_every_two, rotate_halves, yarn_frequencies
+
+Weights = dict[str, Tensor]
+
+
+def linear(w: Weights, name: str, x: Tensor) -> Tensor:
+    return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
+def conv1d(w: Weights, name: str, x: Tensor) -> Tensor:
+    return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def core(q, k, v, *, scale=None, visible=None, cap=None, sinks=None, bias=None) -> Tensor:
+    """q [batch, length, heads, size]; k and v of fewer heads; the answer [batch, length, heads * size]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if bias is not None:
+        scores = scores + bias
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
+    return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def causal(length: int, window: int | None = None) -> Tensor:
+    """Which keys a query sees: of a window its own and window - 1 before it."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return (distance >= 0) & (distance < (length if window is None else window))
+
+
+def heads(x: Tensor, number: int) -> Tensor:
+    return x.unflatten(-1, (number, -1))
+
+
+def positions(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1]).expand(len(x), -1)
+
+
+def rotated(x: Tensor, base: float, divisor: float = 1.0) -> Tensor:
+    return rotate_halves(x, angles(positions(x), default_frequencies(base, x.shape[-1]) / divisor))
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+
+
+def projected(w: Weights, x: Tensor, number: int, kv_number: int, names: str) -> list[Tensor]:
+    q, k, v = names.split()
+    return [heads(linear(w, q, x), number), heads(linear(w, k, x), kv_number), heads(linear(w, v, x), kv_number)]
+
+
+def llama(w: Weights, x: Tensor, number: int, kv_number: int, base: float, window: int | None = None) -> Tensor:
+    """Llama, Mistral, Qwen 2 and Gemma; Phi-4 and others with fewer key heads."""
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    return linear(w, "o_proj", core(rotated(q, base), rotated(k, base), v, visible=causal(x.shape[1], window)))
+
+
+def gemma_2(w: Weights, x: Tensor, number: int, kv_number: int, scalar: int, window: int | None) -> Tensor:
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    q, k = rotated(q, 10_000.0), rotated(k, 10_000.0)
+    out = core(q, k, v, scale=scalar**-0.5, cap=50.0, visible=causal(x.shape[1], window))
+    return linear(w, "o_proj", out)
+
+
+def qwen_3(w: Weights, x: Tensor, number: int, kv_number: int, epsilon: float) -> Tensor:
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    q, k = rms_norm(q, w["q_norm.weight"], epsilon), rms_norm(k, w["k_norm.weight"], epsilon)
+    return linear(w, "o_proj", core(rotated(q, 1e6), rotated(k, 1e6), v, visible=causal(x.shape[1])))
+
+
+def olmo_2(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+    """Norms come before the heads."""
+    q, k = (
+        rms_norm(linear(w, "q_proj", x), w["q_norm.weight"], 1e-5),
+        rms_norm(linear(w, "k_proj", x), w["k_norm.weight"], 1e-5),
+    )
+    q, k, v = heads(q, number), heads(k, kv_number), heads(linear(w, "v_proj", x), kv_number)
+    return linear(w, "o_proj", core(rotated(q, 5e5), rotated(k, 5e5), v, visible=causal(x.shape[1])))
+
+
+def gemma_3(w: Weights, x: Tensor, number: int, kv_number: int, scalar: int, window: int | None) -> Tensor:
+    """Layers with a window rotate faster; the others divide their angles by 8. Norms multiply by 1 + weight."""
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    q, k = rms_norm(q, 1 + w["q_norm.weight"], 1e-6), rms_norm(k, 1 + w["k_norm.weight"], 1e-6)
+    base, divisor = (1e6, 8.0) if window is None else (1e4, 1.0)
+    q, k = rotated(q, base, divisor), rotated(k, base, divisor)
+    return linear(w, "o_proj", core(q, k, v, scale=scalar**-0.5, visible=causal(x.shape[1], window)))
+
+
+def gpt_oss(w: Weights, x: Tensor, number: int, kv_number: int, window: int | None) -> Tensor:
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    angle = angles(positions(x), yarn_frequencies(150_000.0, q.shape[-1], 32.0, 4096, truncate=False))
+    q, k = (rotate_halves(y, angle, 0.1 * math.log(32.0) + 1) for y in (q, k))
+    return linear(w, "o_proj", core(q, k, v, sinks=w["sinks"], visible=causal(x.shape[1], window)))
+
+
+def phi(w: Weights, x: Tensor, number: int) -> Tensor:
+    q, k, v = projected(w, x, number, number, "q_proj k_proj v_proj")
+    angle = angles(positions(x), default_frequencies(10_000.0, q.shape[-1] // 2))
+    q, k = (partially(rotate_halves, y, angle) for y in (q, k))
+    return linear(w, "dense", core(q, k, v, visible=causal(x.shape[1])))
+
+
+def phi_3(w: Weights, x: Tensor, number: int, kv_number: int, size: int, window: int) -> Tensor:
+    q, k, v = linear(w, "qkv_proj", x).split([number * size, kv_number * size, kv_number * size], dim=-1)
+    q, k = rotated(heads(q, number), 10_000.0), rotated(heads(k, kv_number), 10_000.0)
+    return linear(w, "o_proj", core(q, k, heads(v, kv_number), visible=causal(x.shape[1], window)))
+
+
+def gptj(w: Weights, x: Tensor, number: int, size: int) -> Tensor:
+    q, k, v = projected(w, x, number, number, "q_proj k_proj v_proj")
+    angle = angles(positions(x), default_frequencies(10_000.0, size))
+    q, k = (partially(rotate_every_two, y, angle) for y in (q, k))
+    return linear(w, "out_proj", core(q, k, v, visible=causal(x.shape[1])))
+
+
+def gpt_neox(w: Weights, x: Tensor, number: int) -> Tensor:
+    """In each head query, key and value stand side by side."""
+    q, k, v = heads(linear(w, "query_key_value", x), number).chunk(3, dim=-1)
+    angle = angles(positions(x), default_frequencies(10_000.0, q.shape[-1] // 4))
+    q, k = (partially(rotate_halves, y, angle) for y in (q, k))
+    return linear(w, "dense", core(q, k, v, visible=causal(x.shape[1])))
+
+
+def bloom(w: Weights, x: Tensor, number: int) -> Tensor:
+    fused = linear(w, "query_key_value", x).unflatten(-1, (number, 3, -1))
+    slopes = torch.tensor([2.0 ** (-8 * (i + 1) / number) for i in range(number)])
+    bias = slopes[:, None, None] * torch.arange(x.shape[1])
+    return linear(w, "dense", core(*fused.unbind(-2), bias=bias, visible=causal(x.shape[1])))
+
+
+def falcon(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+    """Each key head stands after its query heads, and before its values."""
+    fused = linear(w, "query_key_value", x).unflatten(-1, (kv_number, number // kv_number + 2, -1))
+    q, k, v = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
+    q, k = rotated(q, 10_000.0), rotated(k, 10_000.0)
+    return linear(w, "dense", core(q, k, v, visible=causal(x.shape[1])))
+
+
+def gpt_2(w: Weights, x: Tensor, number: int, layer: int = 0) -> Tensor:
+    """With `scale_attn_by_inverse_layer_idx`, deeper layers divide by more."""
+    q, k, v = (heads(y, number) for y in conv1d(w, "c_attn", x).chunk(3, dim=-1))
+    out = core(q, k, v, scale=q.shape[-1] ** -0.5 / (layer + 1), visible=causal(x.shape[1]))
+    return conv1d(w, "c_proj", out)
+
+
+def nanogpt(w: Weights, x: Tensor, number: int) -> Tensor:
+    q, k, v = (heads(y, number) for y in linear(w, "c_attn", x).chunk(3, dim=-1))
+    return linear(w, "c_proj", core(q, k, v, visible=causal(x.shape[1])))
+
+
+def t5_buckets(length: int, buckets: int) -> Tensor:
+    """Of the decoder: half of the buckets hold one distance each, the others grow up to 128."""
+    distance = (torch.arange(length)[:, None] - torch.arange(length)).clamp(min=0)
+    exact = buckets // 2
+    far = torch.log(distance.clamp(min=1).double() / exact) / math.log(128 / exact) * (buckets - exact)
+    return torch.where(distance < exact, distance, (exact + far.floor().long()).clamp(max=buckets - 1))
+
+
+def t5(w: Weights, x: Tensor, number: int, table: Tensor) -> Tensor:
+    q, k, v = projected(w, x, number, number, "q k v")
+    bias = table[t5_buckets(x.shape[1], len(table))].permute(2, 0, 1)
+    return linear(w, "o", core(q, k, v, scale=1.0, bias=bias, visible=causal(x.shape[1])))
+
+
+def plain(w: Weights, x: Tensor, number: int, names: str, out: str, is_causal: bool = False) -> Tensor:
+    """BERT, ViT, CLIP, Whisper and their like."""
+    visible = causal(x.shape[1]) if is_causal else None
+    return linear(w, out, core(*projected(w, x, number, number, names), visible=visible))
+
+
+def timm(w: Weights, x: Tensor, number: int) -> Tensor:
+    q, k, v = linear(w, "qkv", x).unflatten(-1, (3, number, -1)).unbind(2)
+    return linear(w, "proj", core(q, k, v))
