@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha._call import Call, Operands, Options, Sharding, numbered
@@ -53,6 +55,21 @@ def placed(x: Array, sharding: Sharding | None, rank: int | None = None) -> Arra
     if axes_of_type(mesh, AxisType.Explicit):
         return jax.reshard(x, target)
     return lax.with_sharding_constraint(x, target)
+
+
+def entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
+    """The entries of the first axis with these numbers, `missing` where there is none.
+
+    They are split as `x` is where its type says how, but for the first axis if their number does not fit.
+    """
+    x = jnp.asarray(x)
+    sharding: Any = jax.typeof(x).sharding
+    target = None
+    if axes_of_type(sharding.mesh, AxisType.Explicit):
+        first, *others = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
+        parts = Split(sharding.mesh, frozenset(), (), None, None).size(first)
+        target = NamedSharding(sharding.mesh, PartitionSpec(None if numbers.size % parts else first, *others))
+    return x.at[numbers].get(mode="fill", fill_value=missing, out_sharding=target)
 
 
 def _manual(split: Split) -> frozenset[str]:
