@@ -62,11 +62,11 @@ def entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
 
     They are split as `x` is where its type says how, but for the first axis if their number does not fit.
     """
-    x = jnp.asarray(x)
-    sharding: Any = jax.typeof(x).sharding
-    target = None
+    x, target = jnp.asarray(x), None
+    sharding = jax.typeof(x).sharding
     if axes_of_type(sharding.mesh, AxisType.Explicit):
-        first, *others = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
+        spec = tuple(sharding.spec)
+        first, *others = spec + (None,) * (x.ndim - len(spec))
         parts = Split(sharding.mesh, frozenset(), (), None, None).size(first)
         target = NamedSharding(sharding.mesh, PartitionSpec(None if numbers.size % parts else first, *others))
     return x.at[numbers].get(mode="fill", fill_value=missing, out_sharding=target)
