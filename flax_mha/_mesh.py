@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._call import Call, Operands, Options, Sharding, numbered
+from flax_mha._call import Call, Operands, Options, Sharding, accumulation_dtype, numbered
 from flax_mha._platform import being_traced
 from flax_mha._split import Split, axes_of_type
 
@@ -88,6 +88,15 @@ def on_mesh(call: Call, split: Split, run: Callable[[Call], Any]) -> Any:
     if being_traced():
         return _on_mesh(call.operands, call.options, split, run)
     return _compiled_on_mesh(call.operands, call.options, split, run)
+
+
+def nothing(call: Call, split: Split) -> tuple[Array, Array]:
+    """Output and log-sum-exp of no queries, of whose gradients XLA cannot always compile the parts."""
+    query, features = call.operands.query, call.operands.value.shape[-1]
+    lse = query.sum(-1)  # not a constant: devices that only the types of arguments name must see these
+    output = jnp.broadcast_to(lse[..., None], (*lse.shape, features))
+    output, lse = (_resharded(x, split, split.output_spec) for x in (output, lse))
+    return output, lse.astype(accumulation_dtype(query.dtype))
 
 
 def _on_mesh(operands: Operands, options: Options, split: Split, run: Callable[[Call], Any]) -> Any:
