@@ -106,6 +106,15 @@ def test_any_mesh(length, num_kv_heads, split, kind):
     assert not collectives(program.as_text())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mesh_of_one_device(kind):
+    """Types name axes there, too."""
+    mesh = mesh_of((1, 1), kind)
+    x = placed(arrays(40, N), mesh, ("data", "model"), N)
+    with context(mesh, kind):
+        compare(jax.jit(with_gradients)(x), on_one_device(40, N))
+
+
 def test_arrays_outside_jit():
     """Their placement is known, also if that is a part of them alone."""
     x = arrays(40, 1)
