@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from flax_mha._call import Call, Operands
 from flax_mha._context import Context
 from flax_mha._impl import gather, ring, schedule, xla
-from flax_mha._mesh import on_mesh, unsplit
+from flax_mha._mesh import nothing, on_mesh, unsplit
 from flax_mha._platform import being_traced
 from flax_mha._platform_branch import on_platform
 from flax_mha._split import split_of
@@ -114,6 +114,9 @@ def run(call: Call, implementation: str | None) -> Output:
     split = split_of(call)
     if split is None:
         return _run(_whole(call), implementation)
+    if call.has_known_sizes and 0 in call.operands.query.shape[:-1]:
+        explain(call, implementation)  # raises what computing it would raise
+        return nothing(call, split)
     return on_mesh(call, split, _run_part(implementation, split.context))
 
 

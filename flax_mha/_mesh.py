@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._call import Call, Operands, Options, Sharding, numbered
+from flax_mha._call import Call, Operands, Options, Sharding, accumulation_dtype, numbered
 from flax_mha._platform import being_traced
 from flax_mha._split import Split, axes_of_type
 
@@ -55,6 +57,21 @@ def placed(x: Array, sharding: Sharding | None, rank: int | None = None) -> Arra
     return lax.with_sharding_constraint(x, target)
 
 
+def entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
+    """The entries of the first axis with these numbers, `missing` where there is none.
+
+    They are split as `x` is where its type says how, but for the first axis if their number does not fit.
+    """
+    x, target = jnp.asarray(x), None
+    sharding = jax.typeof(x).sharding
+    if axes_of_type(sharding.mesh, AxisType.Explicit):
+        spec = tuple(sharding.spec)
+        first, *others = spec + (None,) * (x.ndim - len(spec))
+        parts = Split(sharding.mesh, frozenset(), (), None, None).size(first)
+        target = NamedSharding(sharding.mesh, PartitionSpec(None if numbers.size % parts else first, *others))
+    return x.at[numbers].get(mode="fill", fill_value=missing, out_sharding=target)
+
+
 def _manual(split: Split) -> frozenset[str]:
     """The mesh axes to name; without a name they are all but those that `jax.vmap` has mapped away."""
     return frozenset() if split.manual == frozenset(split.mesh.axis_names) else split.manual
@@ -71,6 +88,15 @@ def on_mesh(call: Call, split: Split, run: Callable[[Call], Any]) -> Any:
     if being_traced():
         return _on_mesh(call.operands, call.options, split, run)
     return _compiled_on_mesh(call.operands, call.options, split, run)
+
+
+def nothing(call: Call, split: Split) -> tuple[Array, Array]:
+    """Output and log-sum-exp of no queries, of whose gradients XLA cannot always compile the parts."""
+    query, features = call.operands.query, call.operands.value.shape[-1]
+    lse = query.sum(-1)  # not a constant: devices that only the types of arguments name must see these
+    output = jnp.broadcast_to(lse[..., None], (*lse.shape, features))
+    output, lse = (_resharded(x, split, split.output_spec) for x in (output, lse))
+    return output, lse.astype(accumulation_dtype(query.dtype))
 
 
 def _on_mesh(operands: Operands, options: Options, split: Split, run: Callable[[Call], Any]) -> Any:

@@ -77,14 +77,12 @@ def split_of(call: Call) -> Split | None:
         return _of_context(call, call.options.sharding)
     if call.options.sharding is not None:
         return _given(call, call.options.sharding)
-    if not call.options.target.may_be_split:
-        return None
     types = [jax.typeof(x).sharding for x in call.operands[:3]]
     explicit = {name for x in types for name in axes_of_type(x.mesh, AxisType.Explicit)}
     if explicit:
         mesh = next(x.mesh for x in types if axes_of_type(x.mesh, AxisType.Explicit))
         return _split(mesh, explicit, [x.spec for x in types], call, "their types")
-    return _placed(call)
+    return _placed(call) if call.options.target.may_be_split else None
 
 
 def axes_of_type(mesh: Any, *kinds: AxisType) -> list[str]:

@@ -4,6 +4,7 @@ Each device holds the parameters of its own heads, computes their attention, and
 heads contribute: one sum over the devices. (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -109,17 +110,23 @@ class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
     """A parameter with the logical axis of each of its axes."""
 
 
+def _mesh_axes(head_axis: str) -> tuple[str, ...]:
+    """All mesh axes of a logical axis, whose rule may name one, several or none."""
+    axis = mesh_axis(head_axis)
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())
+
+
 def _size(head_axis: str) -> int:
     """The number of devices along the axis; 1 without a mesh."""
-    axis, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
-    if mesh.empty or axis is None:
+    named, mesh = _mesh_axes(head_axis), jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return 1
-    if axis not in mesh.shape:
+    if not set(named) <= set(mesh.shape):
         raise ValueError(
             f"head_axis must name an axis of the mesh {tuple(mesh.axis_names)}, or a logical axis with a rule, but got "
             f"{head_axis!r}; rules are given by flax.linen.logical_axis_rules."
         )
-    return mesh.shape[axis]
+    return math.prod(mesh.shape[name] for name in named)
 
 
 def attention_sharding(
@@ -136,10 +143,10 @@ def attention_sharding(
     mesh = jax.sharding.get_abstract_mesh()
     if qkv_sharding is not None or head_axis is None or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return qkv_sharding
-    axis = mesh_axis(head_axis)
+    named = _mesh_axes(head_axis)
     # Other mesh axes may split the batch, and it is not known how.
-    alone = names_batch or all(name == axis or size == 1 for name, size in mesh.shape.items())
-    return PartitionSpec(*(None,) * (rank - 2), axis, None) if alone else None
+    alone = names_batch or all(name in named or size == 1 for name, size in mesh.shape.items())
+    return PartitionSpec(*(None,) * (rank - 2), named or None, None) if alone else None
 
 
 def explicit(x: Array) -> bool:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha import _check
 from flax_mha._call import Sharding
 from flax_mha._integers import extremes, int32
-from flax_mha._mesh import by_device, placed
+from flax_mha._mesh import by_device, entries, placed
 from flax_mha._platform import platform, readable, varying_alike
 
 # Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it.
@@ -278,11 +278,8 @@ class KVCache:
             raise ValueError(f"rows must be from 0 to {self.batch[0] - 1}, but got {least} to {most}.")
         rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
 
-        def taken(x: Array, missing: float) -> Array:
-            return jnp.asarray(x).at[rows].get(mode="fill", fill_value=missing)
-
-        index = taken(self.index, -1) if self.is_per_row else self.index
-        return KVCache(taken(self.key, math.nan), taken(self.value, math.nan), index, self.window)
+        index = entries(self.index, rows, -1) if self.is_per_row else self.index
+        return KVCache(entries(self.key, rows, math.nan), entries(self.value, rows, math.nan), index, self.window)
 
     def _check_complete(self) -> None:
         if np.any(np.asarray(self.index) < 0):

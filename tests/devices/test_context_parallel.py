@@ -459,10 +459,24 @@ def test_decoding_is_refused():
         module(jnp.ones((2, 4, 32)))
 
 
-def test_an_empty_batch():
-    x = jnp.zeros((0, T, N, H))
-    fn = flax_mha.context_parallel("context", mesh=mesh_of(context=2))
-    assert jax.grad(lambda x: fn(x, x, x, is_causal=True).sum())(x).shape == x.shape
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "allgather"])
+def test_an_empty_batch(strategy, kind):
+    mesh = mesh_of(kind, context=2)
+    fn = flax_mha.context_parallel("context", strategy, mesh=mesh)
+    x = jax.device_put(jnp.zeros((0, T, N, H)), jax.NamedSharding(mesh, jax.P(None, "context")))
+
+    def loss(x, sinks):
+        return fn(x, x, x, sinks=sinks, is_causal=True, key_value_seq_lengths=jnp.zeros(0, jnp.int32)).sum()
+
+    assert jax.jit(loss)(x, jnp.ones(N)) == 0
+    with jax.set_mesh(mesh):
+        gradients = jax.jit(jax.grad(loss, (0, 1)))(x, jnp.ones(N))
+    np.testing.assert_array_equal(gradients[0], x)
+    np.testing.assert_array_equal(gradients[1], jnp.zeros(N))
+    if strategy == "ring":
+        with pytest.raises(NotImplementedError, match="only blockwise"):
+            fn(x, x, x, implementation="xla")
 
 
 def test_rows_that_see_nothing_or_what_is_not_finite():

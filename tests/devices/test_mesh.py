@@ -13,6 +13,7 @@ from cases import compiled_for
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain_implementation
+from flax_mha.kv_cache import KVCache
 from flax_mha.masks import FunctionMask
 
 B, N, H = 4, 4, 8
@@ -103,6 +104,15 @@ def test_any_mesh(length, num_kv_heads, split, kind):
         program = jax.jit(functools.partial(with_gradients, sharding=sharding)).lower(x).compile()
         compare(program(x), on_one_device(length, num_kv_heads))
     assert not collectives(program.as_text())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mesh_of_one_device(kind):
+    """Types name axes there, too."""
+    mesh = mesh_of((1, 1), kind)
+    x = placed(arrays(40, N), mesh, ("data", "model"), N)
+    with context(mesh, kind):
+        compare(jax.jit(with_gradients)(x), on_one_device(40, N))
 
 
 def test_arrays_outside_jit():
@@ -231,3 +241,23 @@ def test_vmap_over_an_axis_that_is_split():
         compare(
             jax.jit(jax.vmap(functools.partial(dot_product_attention, is_causal=True)))(split, split, split), expected
         )
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_beams(kind, per_row):
+    """Taken sequences are split as all were, if their number can be."""
+    mesh, spec = mesh_of((2, 4), kind), jax.P("data", None, "model", None)
+    key = jnp.asarray(np.random.default_rng(0).standard_normal((B, 3, N, H)), jnp.float32)
+
+    def beams(cache, rows):
+        return cache.update(key, key).truncate(2).take(rows)
+
+    for rows in (jnp.array([3, 3, 0, 7]), jnp.array([1, 0, 3])):
+        expected = jax.jit(beams)(KVCache.create(B, 5, N, H, per_row=per_row), rows)
+        with jax.set_mesh(mesh):
+            got = jax.jit(beams)(KVCache.create(B, 5, N, H, per_row=per_row, sharding=spec), rows)
+        for array, value in zip(got.arrays, expected.arrays, strict=True):
+            np.testing.assert_array_equal(array, value)
+        if kind == "explicit":
+            assert got.key.sharding.spec == jax.P(None if len(rows) % 2 else "data", None, "model", None)

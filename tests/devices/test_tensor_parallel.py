@@ -127,6 +127,20 @@ def test_a_logical_axis(kind):
         assert nn.logical_to_mesh(logical)["params"]["query"]["kernel"] == jax.P(None, "model", None)
 
 
+@pytest.mark.parametrize("kind", ["auto, set_mesh", "explicit, set_mesh"])
+def test_a_logical_axis_over_several_mesh_axes(kind):
+    axis_type = AxisType.Explicit if "explicit" in kind else AxisType.Auto
+    mesh = jax.make_mesh((2, 2, 2), ("data", "row", "column"), axis_types=(axis_type,) * 3)
+    plain, split = linen_layer(N), linen_layer(N, head_axis="heads")
+    variables = plain.init(jax.random.key(0), inputs())
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("heads", ("row", "column"))]):
+        boxed = jax.jit(split.init)(jax.random.key(0), inputs())
+        layer = nnx_layer(N, head_axis="heads")
+        answers = jax.jit(split.apply)(boxed, inputs()), nnx.jit(lambda x: layer(x, deterministic=True))(inputs())
+    assert tuple(layer.query.kernel[...].sharding.spec) == (None, ("row", "column"), None)
+    compare(answers, (plain.apply(variables, inputs()), nnx_layer(N)(inputs(), deterministic=True)))
+
+
 def test_without_a_mesh_there_is_metadata_alone():
     layer = nnx_layer(N, head_axis="model")
     assert layer.query.kernel.get_metadata("out_sharding") == (None, "model", None)
