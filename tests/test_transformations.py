@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import compiled_for
 from jax import export
 
 from flax_mha import dot_product_attention, explain_implementation
@@ -315,3 +316,24 @@ def test_groups_of_heads_change_nothing(together, implementation, monkeypatch):
     for got, expected in zip(answers(), want, strict=True):
         atol = 20 * np.finfo(np.float32).eps * np.abs(expected).max()  # sums of 20 terms, in another order
         np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("size", [(1e-3, 100, 1e3), (1, 1, 1e4)])
+def test_gradients_of_float16_overflow_only_where_the_result_does(implementation, size, monkeypatch):
+    """As on an accelerator; gradients of scores are larger than those of queries and keys, and than float16 goes."""
+    compiled_for(monkeypatch, "gpu")
+    rng, (of_keys, of_values, of_cotangents) = np.random.default_rng(0), size
+    arrays = [rng.standard_normal((1, 256, 2, 16)) * x for x in (of_keys, of_keys, of_values, of_cotangents)]
+    *arrays, cotangent = (jnp.asarray(x, jnp.float16) for x in arrays)
+
+    def gradients(*arrays):
+        attend = functools.partial(
+            dot_product_attention, is_causal=True, local_window_size=4, implementation=implementation
+        )
+        return jax.vjp(attend, *arrays)[1](cotangent.astype(arrays[0].dtype))
+
+    exact = jax.jit(gradients)(*(x.astype(jnp.float32) for x in arrays))
+    for run in (gradients, jax.jit(gradients)):
+        for got, want in zip(run(*arrays), exact, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=4e-3 * jnp.abs(want).max())

@@ -163,8 +163,8 @@ def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[A
             weights = _weights(s, visit.rows(lse_i), scores, params)
             d_weights = _times(scores.dot(visit.rows(d_output), visit.keys(value), transpose_b=True), kept)
             d_products, d_part = pull(weights * (d_weights - visit.rows(delta)))
-            d_query = visit.put_rows(d_query, visit.rows(d_query) + scores.dot(d_products, keys))
-            d_key = visit.add_keys(d_key, scores.dot(visit.rows(q_transposed, 1), d_products))
+            d_query = visit.put_rows(d_query, visit.rows(d_query) + scores.dot(d_products, _for_gradients(keys)))
+            d_key = visit.add_keys(d_key, scores.dot(_for_gradients(visit.rows(q_transposed, 1)), d_products))
             d_value = visit.add_keys(d_value, scores.dot(visit.rows(d_output_transposed, 1), _times(weights, kept)))
             return d_query, d_key, d_value, d_params.add(tile, d_part)
 
@@ -219,6 +219,11 @@ def _row_data(
     # exp(score - inf) = 0, also where the score is -inf
     lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))
     return query, d_output.astype(query.dtype), lse[:, None], delta[:, None]
+
+
+def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
+    """What the gradients of scores are multiplied with: these may be too large for float16, which has no wide range."""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
 def _weights(

@@ -126,7 +126,9 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     if dtype.itemsize > 2 or any(precision not in DEFAULT_PRECISION for precision in precisions):
         return wide
     if options.target.platform != "cpu":
-        return dtype
+        # Gradients of float16 must not be rounded to it before the scale makes them smaller: they would overflow.
+        scales_first = not tiles or operands.scale is not None
+        return wide if dtype == jnp.float16 and scales_first else dtype
     # XLA fails when such a program runs with odd sizes and one head: "DotThunk ... BF16 x BF16 = F32".
     whole_tiles = call.has_known_sizes and not any(length % 128 for length in operands.lengths)
     several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
