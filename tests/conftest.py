@@ -1,6 +1,7 @@
 """Strictness for every test: shapes are checked at run time, and nothing promotes or broadcasts in silence."""
 
 import gc
+import importlib.util
 import os
 import platform
 from importlib.metadata import version
@@ -29,6 +30,9 @@ install_import_hook([f"flax_mha.{name}" for name in CHECKED], "beartype.beartype
 
 from flax_mha._impl import schedule, tiling, xla  # noqa: E402
 from flax_mha._impl.tiling import TileShape  # noqa: E402
+
+# It holds no tests; the tests that use it say that they are skipped.
+collect_ignore = [] if importlib.util.find_spec("transformers") else ["torch_transformers.py"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
