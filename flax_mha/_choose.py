@@ -145,23 +145,25 @@ def _run(call: Call, implementation: str | None) -> Output:
     if implementation is not None:
         check_computes(implementation, refusals(implementation, call))
         return _implementation(implementation).attention(call)
-    name, elsewhere = chosen(call), _elsewhere(call)
+    name = chosen(call)
+    elsewhere = _elsewhere(call, name)
     if elsewhere is None:
         return _implementation(name).attention(call)
 
-    def attend(call: Call) -> Callable[[Operands], Array]:
-        attention = _implementation(chosen(call)).attention
+    def attend(name: str, call: Call) -> Callable[[Operands], Array]:
+        attention = _implementation(name).attention
         return lambda operands: attention(call._replace(operands=operands))[0]
 
-    return on_platform(call.options.target.platform, attend(call), attend(elsewhere), call.operands), None
+    branches = attend(name, call), attend(chosen(elsewhere), elsewhere)
+    return on_platform(call.options.target.platform, *branches, call.operands), None
 
 
-def _elsewhere(call: Call) -> Call | None:
+def _elsewhere(call: Call, name: str) -> Call | None:
     """The same call on a CPU, if the traced program may be compiled for one and holds a kernel that does not run there.
 
     See `_platform_branch.py`.
     """
-    if chosen(call) not in FUSED or not being_traced():
+    if name not in FUSED or not being_traced():
         return None
     target = call.options.target._replace(platform="cpu")
     return call._replace(options=call.options._replace(target=target))
@@ -197,7 +199,8 @@ def explain(call: Call, implementation: str | None) -> Explanation:
 def _explain(call: Call, implementation: str | None) -> Explanation:
     table = {name: refusals(name, call) for name in NAMES}
     if implementation is None:
-        elsewhere = _elsewhere(call)
-        return Explanation(chosen(call), table, None if elsewhere is None else chosen(elsewhere))
+        name = chosen(call)
+        elsewhere = _elsewhere(call, name)
+        return Explanation(name, table, None if elsewhere is None else chosen(elsewhere))
     check_computes(implementation, table[implementation])
     return Explanation(implementation, table)

@@ -2,8 +2,11 @@
 
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from flax_mha._platform import of_every_axis
 
 Axes = str | tuple[str, ...] | None
 Strategy = Literal["ring", "ulysses", "allgather"]
@@ -34,8 +37,7 @@ class Context(NamedTuple):
         if sharding is None:
             return self
         spec: PartitionSpec = getattr(sharding, "spec", sharding)
-        parts: list[Any] = [*spec, *(None,) * (rank - len(spec))]
-        *batch, length, heads, size = parts
+        *batch, length, heads, size = of_every_axis(spec, rank)
         said = self._replace(
             batch_axes=(batch[0] if batch else None) or self.batch_axes,
             head_axis=heads or self.head_axis,
@@ -61,7 +63,19 @@ def belongs_to_keys(axes: str) -> bool:
 
 def chunk_order(layout: Layout, parts: int) -> np.ndarray:
     """The numbers of the chunks of the sequence in the order in which the devices hold them."""
+    devices = np.arange(parts, dtype=np.int32)
     if layout == "contiguous":
-        return np.arange(parts, dtype=np.int32)
-    pairs = np.arange(parts, dtype=np.int32)
-    return np.stack([pairs, 2 * parts - 1 - pairs], 1).ravel()
+        return devices
+    return np.stack([chunk_of(devices, number, parts) for number in range(2)], 1).ravel()
+
+
+def chunk_of(device: Any, number: Any, parts: int) -> Any:
+    """Which chunk of the whole sequence is this one, 0 or 1, of a device; contiguous sequences have 0 alone."""
+    return device + number * (2 * parts - 1 - 2 * device)
+
+
+def chunks_in_order(x: Any, order: np.ndarray, axis: int) -> Any:
+    """An array, of NumPy or JAX, cut into as many chunks as `order` has entries, of which `order[i]` comes i-th."""
+    library = np if isinstance(x, np.ndarray) else jnp
+    chunks = library.split(x, len(order), axis)
+    return library.concatenate([chunks[i] for i in order], axis)

@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha._call import Call, Operands, Options, Sharding, accumulation_dtype, numbered
-from flax_mha._platform import being_traced
-from flax_mha._split import Split, axes_of_type
+from flax_mha._platform import axes_of_type, being_traced, number_of_parts, of_every_axis
+from flax_mha._split import Split
 
 
 def by_device(function: Callable[..., Array], like: Array, axes: str, *others: tuple[Array, str]) -> Array:
@@ -32,8 +32,7 @@ def by_device(function: Callable[..., Array], like: Array, axes: str, *others: t
     explicit = axes_of_type(mesh, AxisType.Explicit)
     if not explicit:
         return function(like, *(x for x, _ in others))
-    spec = tuple(jax.typeof(like).sharding.spec)
-    *batch, _, heads, _ = spec + (None,) * (like.ndim - len(spec))
+    *batch, _, heads, _ = of_every_axis(jax.typeof(like).sharding.spec, like.ndim)
     split = Split(mesh, frozenset(explicit), tuple(batch), heads, heads)
     arrays, names = zip((like, axes), *others, strict=True)
     specs = tuple(map(split.spec, arrays, names))
@@ -65,9 +64,8 @@ def entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
     x, target = jnp.asarray(x), None
     sharding = jax.typeof(x).sharding
     if axes_of_type(sharding.mesh, AxisType.Explicit):
-        spec = tuple(sharding.spec)
-        first, *others = spec + (None,) * (x.ndim - len(spec))
-        parts = Split(sharding.mesh, frozenset(), (), None, None).size(first)
+        first, *others = of_every_axis(sharding.spec, x.ndim)
+        parts = number_of_parts(sharding.mesh, first)
         target = NamedSharding(sharding.mesh, PartitionSpec(None if numbers.size % parts else first, *others))
     return x.at[numbers].get(mode="fill", fill_value=missing, out_sharding=target)
 

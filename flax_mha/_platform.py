@@ -1,7 +1,8 @@
 """What is known while tracing of where a call runs: the platform, meshes, and which values are known."""
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,6 +58,27 @@ def without_mesh() -> AbstractContextManager:
     if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def axes_of_type(mesh: Any, *kinds: jax.sharding.AxisType) -> list[str]:
+    """The names of a mesh's axes of these types."""
+    return [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in kinds]
+
+
+def names_of(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that split one axis of an array, given by one name, by several, or by none."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def number_of_parts(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
+    """In how many parts these mesh axes split an axis of an array."""
+    return math.prod(mesh.shape[name] for name in names_of(axes))
+
+
+def of_every_axis(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
+    """What splits each axis of an array of this rank; a PartitionSpec may leave out the last ones."""
+    given = tuple(spec)
+    return given + (None,) * (rank - len(given))
 
 
 def readable(x: Array | np.ndarray) -> bool:

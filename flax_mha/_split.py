@@ -4,7 +4,6 @@ It is known in three cases: the caller says so (`qkv_sharding`), the types of th
 or the arrays are not traced. In all other cases XLA's partitioner splits the call.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from flax_mha._call import Call
 from flax_mha._context import Axes, Context, belongs_to_keys
+from flax_mha._platform import axes_of_type, names_of, number_of_parts, of_every_axis
 
 
 class Split(NamedTuple):
@@ -37,7 +37,7 @@ class Split(NamedTuple):
 
     def size(self, axes: Axes) -> int:
         """In how many parts these mesh axes split an array."""
-        return math.prod(self.mesh.shape[name] for name in _names(axes))
+        return number_of_parts(self.mesh, axes)
 
     def spec(self, x: Any, axes: str) -> PartitionSpec:
         """How an array is split whose axes have these names, as in the field metadata of masks (`masks/base.py`)."""
@@ -53,7 +53,7 @@ class Split(NamedTuple):
         if "H" in axes.split():  # query, key and value
             return {"T": (axis,), "S": (axis,)}
         if strategy == "ulysses":  # there, what belongs to heads goes where these are computed
-            return {"N": ((*_names(self.heads), axis),)}
+            return {"N": ((*names_of(self.heads), axis),)}
         queries: dict[str, tuple[Axes]] = {"T": (axis,), "T|1": (axis,)}
         return queries | ({"S": (axis,)} if strategy == "ring" and belongs_to_keys(axes) else {})
 
@@ -61,10 +61,6 @@ class Split(NamedTuple):
     def output_spec(self) -> PartitionSpec:
         """How output and log-sum-exp are split."""
         return PartitionSpec(*self.batch, None if self.context is None else self.context.axis, self.heads)
-
-
-def _names(axes: Axes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def split_of(call: Call) -> Split | None:
@@ -85,14 +81,10 @@ def split_of(call: Call) -> Split | None:
     return _placed(call) if call.options.target.may_be_split else None
 
 
-def axes_of_type(mesh: Any, *kinds: AxisType) -> list[str]:
-    return [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in kinds]
-
-
 def _given(call: Call, sharding: Any) -> Split | None:
     """What the caller says: a PartitionSpec, for the mesh of the context, or a NamedSharding."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
-    named = {name for axes in spec for name in _names(axes)}
+    named = {name for axes in spec for name in names_of(axes)}
     known = axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
     if unknown := named - set(known):
         have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or a NamedSharding"
@@ -106,7 +98,7 @@ def _of_context(call: Call, context: Context) -> Split:
     known = axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
     batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
     heads = context.head_axis or spec[-2]
-    named = [context.axis, *(name for axes in (*batch, heads) for name in _names(axes))]
+    named = [context.axis, *(name for axes in (*batch, heads) for name in names_of(axes))]
     if unknown := set(named) - set(known):
         have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or mesh="
         if unknown & set(axes_of_type(mesh, AxisType.Manual)):
@@ -130,8 +122,8 @@ def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]
         known = None if isinstance(query, jax.core.Tracer) else query.sharding
     around, is_named = jax.sharding.get_abstract_mesh(), isinstance(known, NamedSharding)
     mesh: Any = context.mesh or (known.mesh if is_named and around.empty else around)
-    spec = tuple(known.spec) if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh else ()
-    return mesh, (*spec, *(None,) * (query.ndim - len(spec)))
+    spec = known.spec if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh else ()
+    return mesh, of_every_axis(spec, query.ndim)
 
 
 def _check_sequences(call: Call, context: Context, split: Split) -> None:
@@ -169,8 +161,8 @@ def _placed(call: Call) -> Split | None:
 def _split(mesh: Any, manual: set[str], specs: Sequence[Any], call: Call, source: str) -> Split:
     """The split of a call, given what is known of query, key and value, or of all of them."""
     rank, operands = call.operands.query.ndim, call.operands
-    full = [(*spec, *(None,) * (rank - len(spec))) for spec in specs]
-    said = [{axes for axes in dimension if axes not in (None, ())} for dimension in zip(*full, strict=True)]
+    dimensions = zip(*(of_every_axis(spec, rank) for spec in specs), strict=True)
+    said = [{axes for axes in dimension if axes not in (None, ())} for dimension in dimensions]
     if any(len(x) > 1 for x in said) or said[-1] or said[-3]:
         got = ", ".join(map(str, specs))
         raise ValueError(

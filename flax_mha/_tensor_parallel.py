@@ -4,7 +4,6 @@ Each device holds the parameters of its own heads, computes their attention, and
 heads contribute: one sum over the devices. (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from flax_mha._call import Sharding
+from flax_mha._platform import names_of, number_of_parts, of_every_axis
 
 Names = tuple[str | None, ...]
 
@@ -77,7 +77,7 @@ def has_mesh() -> bool:
 
 
 def mesh_axis(head_axis: str) -> Any:
-    """The mesh axis of a logical axis, by the rules of Flax in the context; other names stand for themselves."""
+    """The mesh axis, or axes, of a logical axis, by Flax's rules in the context; other names stand for themselves."""
     return next((mesh for logical, mesh in spmd.get_logical_axis_rules() if logical == head_axis), head_axis)
 
 
@@ -110,23 +110,17 @@ class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
     """A parameter with the logical axis of each of its axes."""
 
 
-def _mesh_axes(head_axis: str) -> tuple[str, ...]:
-    """All mesh axes of a logical axis, whose rule may name one, several or none."""
-    axis = mesh_axis(head_axis)
-    return (axis,) if isinstance(axis, str) else tuple(axis or ())
-
-
 def _size(head_axis: str) -> int:
     """The number of devices along the axis; 1 without a mesh."""
-    named, mesh = _mesh_axes(head_axis), jax.sharding.get_abstract_mesh()
+    axes, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1
-    if not set(named) <= set(mesh.shape):
+    if not set(names_of(axes)) <= set(mesh.shape):
         raise ValueError(
             f"head_axis must name an axis of the mesh {tuple(mesh.axis_names)}, or a logical axis with a rule, but got "
             f"{head_axis!r}; rules are given by flax.linen.logical_axis_rules."
         )
-    return math.prod(mesh.shape[name] for name in named)
+    return number_of_parts(mesh, axes)
 
 
 def attention_sharding(
@@ -143,7 +137,7 @@ def attention_sharding(
     mesh = jax.sharding.get_abstract_mesh()
     if qkv_sharding is not None or head_axis is None or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return qkv_sharding
-    named = _mesh_axes(head_axis)
+    named = names_of(mesh_axis(head_axis))
     # Other mesh axes may split the batch, and it is not known how.
     alone = names_batch or all(name in named or size == 1 for name, size in mesh.shape.items())
     return PartitionSpec(*(None,) * (rank - 2), named or None, None) if alone else None
@@ -161,15 +155,10 @@ def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any,
     """
     if options.get("out_sharding") is None and (explicit(lhs) or explicit(rhs)):
         (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
-        left, right = (_parts(x) for x in (lhs, rhs))
+        left, right = (of_every_axis(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
         batch = [left[axis] for axis in lhs_batch]
         rows = [part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)]
         columns = [part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)]
         mesh = jax.typeof(lhs if explicit(lhs) else rhs).sharding.mesh
         options["out_sharding"] = NamedSharding(mesh, PartitionSpec(*batch, *rows, *columns))
     return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
-
-
-def _parts(x: Array) -> list[Any]:
-    spec = jax.typeof(x).sharding.spec
-    return [*spec, *(None,) * (x.ndim - len(spec))]

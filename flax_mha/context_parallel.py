@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha._call import Sharding
-from flax_mha._context import Axes, Context, Layout, Strategy, chunk_order
+from flax_mha._context import Axes, Context, Layout, Strategy, chunk_order, chunks_in_order
 from flax_mha.adapter import attention_fn
 from flax_mha.masks import Mask
 
@@ -184,6 +184,4 @@ def _with_chunks(x: ArrayLike, order: np.ndarray, axis: int) -> Any:
             f"the length of axis {axis} must be a multiple of {len(order)}, two chunks for each device, but got "
             f"{length}; pad it."
         )
-    library = np if isinstance(array, np.ndarray) else jnp
-    chunks = library.split(array, len(order), axis)
-    return library.concatenate([chunks[i] for i in order], axis)
+    return chunks_in_order(array, order, axis)

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_mha._call import Call
-from flax_mha._context import Context, chunk_order
+from flax_mha._context import Context, chunk_of, chunk_order, chunks_in_order
 from flax_mha._impl import parts
 
 Attend = Callable[[Call], tuple[Array, Array | None]]
@@ -27,7 +27,7 @@ def ulysses(call: Call, context: Context, attend: Attend) -> tuple[Array, Array 
         return lax.all_to_all(x, context.axis, x.ndim - 2, x.ndim - 3, tiled=True)
 
     def to_positions(x: Array, dimension: int) -> Array:
-        x = parts.chunks_in_order(x, order, dimension) if context.chunks > 1 else x
+        x = chunks_in_order(x, order, dimension) if context.chunks > 1 else x
         return lax.all_to_all(x, context.axis, dimension, dimension + 1, tiled=True)
 
     query, key, value = map(to_heads, operands[:3])
@@ -42,16 +42,17 @@ def ulysses(call: Call, context: Context, attend: Attend) -> tuple[Array, Array 
 def all_gathered(call: Call, context: Context, attend: Attend) -> tuple[Array, Array | None]:
     """Output and log-sum-exp of a device's queries, by `attend` over all keys for each of its chunks."""
     operands, options = call
-    parts_number, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
+    devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
     key, value = (lax.all_gather(x, context.axis, axis=x.ndim - 3, tiled=True) for x in (operands.key, operands.value))
     operands = operands._replace(key=key, value=value)
     if context.chunks > 1:
-        order = chunk_order(context.layout, parts_number)
+        order = chunk_order(context.layout, devices)
         operands = parts.reordered(operands, np.argsort(order), ("S",))
     length, results = operands.query.shape[-3] // context.chunks, []
-    for number, chunk in enumerate((rank, 2 * parts_number - 1 - rank)[: context.chunks]):
+    for number in range(context.chunks):
         part = parts.of_queries(operands, number * length, length)
-        results.append(attend(Call(*parts.at_positions(part, options, chunk * length, 0))))
+        first = chunk_of(rank, number, devices) * length
+        results.append(attend(Call(*parts.at_positions(part, options, first, 0))))
     outputs, residuals = zip(*results, strict=True)
     lse = None if residuals[0] is None else jnp.concatenate(residuals, -2)
     return jnp.concatenate(outputs, -3), lse

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_mha._call import Operands, Options
-from flax_mha._context import belongs_to_keys
+from flax_mha._context import belongs_to_keys, chunks_in_order
 from flax_mha._tiles import Scalar
 
 
@@ -72,12 +72,6 @@ def reordered(operands: Operands, order: np.ndarray, names: Sequence[str]) -> Op
         return x
 
     return operands.map_arrays(change)
-
-
-def chunks_in_order(x: Array, order: np.ndarray, axis: int) -> Array:
-    """An array cut into as many chunks as `order` has entries, of which chunk `order[i]` comes i-th."""
-    chunks = jnp.split(x, len(order), axis)
-    return jnp.concatenate([chunks[i] for i in order], axis)
 
 
 def at_positions(operands: Operands, options: Options, query: Scalar, key: Scalar) -> tuple[Operands, Options]:

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flax_mha._call import Call, Operands, Options, accumulation_dtype
+from flax_mha._context import chunk_of
 from flax_mha._impl import online_softmax, parts, xla
 from flax_mha._impl.online_softmax import State
 from flax_mha._tiles import Scalar
@@ -40,10 +41,6 @@ class Ring(NamedTuple):
     size: int
     chunks: int
     options: Options
-
-    def chunk(self, device: Scalar, number: Scalar) -> Scalar:
-        """Which chunk of the whole sequence is this one of a device."""
-        return device + number * (2 * self.size - 1 - 2 * device)
 
     def over_pairs(self, step: Callable[[Scalar, Scalar, T], T], state: T) -> T:
         """Folds `step` over all pairs of a chunk of queries and a chunk of keys, one after another."""
@@ -158,12 +155,9 @@ def _merge(ring: Ring, merged: State, chunk: Scalar, result: OutputAndLse) -> St
 
 def _rows(ring: Ring, results: OutputAndLse, chunk: Scalar) -> OutputAndLse:
     """Of one chunk of the queries."""
-    output, lse = results
-    size = lse.shape[-2] // ring.chunks
-    output, lse = (
-        lax.dynamic_slice_in_dim(x, chunk * size, size, axis)
-        for x, axis in ((output, lse.ndim - 2), (lse, lse.ndim - 2))
-    )
+    axis = results[1].ndim - 2
+    size = results[1].shape[axis] // ring.chunks
+    output, lse = (lax.dynamic_slice_in_dim(x, chunk * size, size, axis) for x in results)
     return output, lse
 
 
@@ -187,7 +181,7 @@ def _result(
     query, key, value = (x.astype(dtype) for x in operands[:3])
     part = parts.of_queries(operands._replace(query=query, key=key, value=value), i * height, height)
     part = parts.of_keys(part, j * width, source * keys + j * width, width)
-    positions = ring.chunk(rank, i) * height, ring.chunk(source, j) * width
+    positions = chunk_of(rank, i, ring.size) * height, chunk_of(source, j, ring.size) * width
     call = Call(*parts.at_positions(part, ring.options, *positions))
     return xla.blockwise_attention(call, None if known is None else _rows(ring, known, i))
 
