@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import oracle
 import pytest
@@ -314,12 +315,6 @@ def module_gradients(apply, params, x):
     return output, pull(jnp.cos(output))
 
 
-def compare_trees(got, expected):
-    for answer, value in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        value = jax.device_get(value)
-        np.testing.assert_allclose(jax.device_get(answer), value, rtol=0, atol=1e-5 * np.abs(value).max())
-
-
 def test_nnx_module_with_rotary_positions():
     """In zigzag order, with dropout, on a mesh that also splits batch and heads, of which the module tells."""
     mesh, (order, back) = mesh_of(data=2, context=2, model=2), in_order("zigzag", 2)
@@ -355,7 +350,7 @@ def test_nnx_module_with_rotary_positions():
     expected = run(flax_mha.attention_fn, lambda x, axis: x, None)
     with jax.set_mesh(mesh):
         output, d_params, d_x = run(split, order, jnp.asarray(zigzag_positions(T, 2)), head_axis="model")
-    compare_trees((back(output), d_params, back(d_x)), expected)
+    meshes.compare((back(output), d_params, back(d_x)), expected)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -371,7 +366,7 @@ def test_linen_module_on_an_explicit_mesh(strategy):
     with jax.set_mesh(mesh):
         x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data", "context")))
         apply = functools.partial(split.apply, is_causal=True)
-        compare_trees(jax.jit(functools.partial(module_gradients, apply))(params, x), expected)
+        meshes.compare(jax.jit(functools.partial(module_gradients, apply))(params, x), expected)
 
 
 def test_explanations():

@@ -1,6 +1,5 @@
 """What works on one device works on a mesh, split over batch, heads or both, wherever the split can be known from."""
 
-import contextlib
 import functools
 import re
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import compiled_for
-from jax.sharding import AxisType
+from meshes import compare, context, mesh_of
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.kv_cache import KVCache
@@ -20,16 +19,6 @@ B, N, H = 4, 4, 8
 SPLITS = {"batch": ((4, 1), ("data", None)), "heads": ((1, 4), (None, "model")), "both": ((2, 4), ("data", "model"))}
 # From where it is known: nothing, or a mesh in the context; the argument; types.
 KINDS = ("auto", "auto, set_mesh", "argument", "explicit", "explicit, set_mesh")
-
-
-def mesh_of(sizes, kind):
-    axis_type = AxisType.Explicit if "explicit" in kind else AxisType.Auto
-    devices = jax.devices()[: sizes[0] * sizes[1]]
-    return jax.make_mesh(sizes, ("data", "model"), axis_types=(axis_type,) * 2, devices=devices)
-
-
-def context(mesh, kind):
-    return jax.set_mesh(mesh) if "set_mesh" in kind else contextlib.nullcontext()
 
 
 def collectives(text):
@@ -86,18 +75,12 @@ def placed(x, mesh, axes, num_kv_heads):
     return {name: jax.device_put(x[name], jax.NamedSharding(mesh, jax.P(*specs[name]))) for name in x}
 
 
-def compare(got, expected):
-    """Up to the order of sums, which blocks of another size change."""
-    for answer, value in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(jax.device_get(answer), value, rtol=0, atol=1e-5 * np.abs(value).max())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("length", "num_kv_heads"), [(40, N), (600, 1)], ids=["dense", "tiles, one key head"])
 def test_any_mesh(length, num_kv_heads, split, kind):
     sizes, axes = SPLITS[split]
-    mesh = mesh_of(sizes, kind)
+    mesh = mesh_of(kind, sizes)
     sharding = jax.NamedSharding(mesh, jax.P(axes[0], None, axes[1])) if kind == "argument" else None
     x = placed(arrays(length, num_kv_heads), mesh, axes, num_kv_heads)
     with context(mesh, kind):
@@ -109,7 +92,7 @@ def test_any_mesh(length, num_kv_heads, split, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mesh_of_one_device(kind):
     """Types name axes there, too."""
-    mesh = mesh_of((1, 1), kind)
+    mesh = mesh_of(kind, (1, 1))
     x = placed(arrays(40, N), mesh, ("data", "model"), N)
     with context(mesh, kind):
         compare(jax.jit(with_gradients)(x), on_one_device(40, N))
@@ -119,7 +102,7 @@ def test_arrays_outside_jit():
     """Their placement is known, also if that is a part of them alone."""
     x = arrays(40, 1)
     for sizes, axes in SPLITS.values():
-        mesh = mesh_of(sizes, "auto")
+        mesh = mesh_of("auto", sizes)
         split = placed(x, mesh, axes, 1)
         compare(attend(split), on_one_device(40, 1)[0])
         assert attend(split).sharding.is_equivalent_to(split["query"].sharding, 4)
@@ -130,7 +113,7 @@ def test_few_queries_of_many_keys():
     x = arrays(600, 2)
     expected = attend(x | {"query": x["query"][:, :3]})
     for kind in KINDS:
-        mesh = mesh_of((2, 2), kind)
+        mesh = mesh_of(kind, (2, 2))
         split = placed(x | {"query": x["query"][:, :3]}, mesh, ("data", "model"), N)
         with context(mesh, kind):
             compare(jax.jit(attend)(split), expected)
@@ -149,13 +132,13 @@ def test_few_queries_of_many_keys():
 )
 def test_sharding_that_does_not_fit(spec, words):
     x = arrays(40, N)
-    with jax.set_mesh(mesh_of((2, 4), "auto")), pytest.raises(ValueError, match=words):
+    with jax.set_mesh(mesh_of("auto", (2, 4))), pytest.raises(ValueError, match=words):
         attend(x, spec)
 
 
 def test_key_heads_that_do_not_fit():
     query, key = jnp.zeros((1, 8, 12, H)), jnp.zeros((1, 8, 6, H))
-    sharding = jax.NamedSharding(mesh_of((1, 4), "auto"), jax.P(None, None, "model"))
+    sharding = jax.NamedSharding(mesh_of("auto", (1, 4)), jax.P(None, None, "model"))
     with pytest.raises(ValueError, match="the key heads must divide the 4 parts"):
         dot_product_attention(query, key, key, qkv_sharding=sharding)
 
@@ -168,7 +151,7 @@ def test_a_mesh_must_be_there():
 
 
 def test_sequences_that_are_split_are_refused():
-    mesh = mesh_of((2, 4), "explicit")
+    mesh = mesh_of("explicit", (2, 4))
     x = jax.device_put(jnp.zeros((4, 8, 4, H)), jax.NamedSharding(mesh, jax.P(None, "data")))
     with pytest.raises(ValueError, match="context_parallel for sequences that are split"):
         jax.jit(dot_product_attention)(x, x, x)
@@ -178,7 +161,7 @@ def test_kernels_run_in_every_part(monkeypatch):
     """A TPU is given one, three with the gradient, and none where nothing says how arrays are split."""
     compiled_for(monkeypatch, "tpu")
     x = jax.ShapeDtypeStruct((4, 256, N, 128), jnp.bfloat16)
-    auto, explicit = mesh_of((2, 4), "auto"), mesh_of((2, 4), "explicit")
+    auto, explicit = mesh_of("auto", (2, 4)), mesh_of("explicit", (2, 4))
     spec = jax.P("data", None, "model")
 
     def kernels(sharding, mesh, gradient):
@@ -200,7 +183,7 @@ def test_kernels_run_in_every_part(monkeypatch):
 def test_explained(monkeypatch):
     compiled_for(monkeypatch, "tpu")
     x = jax.ShapeDtypeStruct((4, 256, N, 128), jnp.bfloat16)
-    mesh = mesh_of((2, 4), "auto")
+    mesh = mesh_of("auto", (2, 4))
 
     def explained(sharding):
         answers = []
@@ -216,7 +199,7 @@ def test_explained(monkeypatch):
 
 def test_captured_arrays_that_are_split():
     """Every device may ask for every entry; the fix that the error names gives the right answer and gradient."""
-    mesh = mesh_of((2, 4), "explicit")
+    mesh = mesh_of("explicit", (2, 4))
     x = arrays(40, N)
     split = placed(x, mesh, ("data", "model"), N)
     split["slopes"] = jax.device_put(x["slopes"], jax.NamedSharding(mesh, jax.P("model")))
@@ -233,7 +216,7 @@ def test_captured_arrays_that_are_split():
 def test_vmap_over_an_axis_that_is_split():
     x = arrays(40, N)
     for axes in (("data", None, None, "model"), (None, "data", None, "model")):
-        mesh = mesh_of((2, 4), "explicit")
+        mesh = mesh_of("explicit", (2, 4))
         query = jnp.stack([x["query"], 2 * x["query"]])
         causal = jax.vmap(functools.partial(dot_product_attention, is_causal=True))
         expected = causal(query, query, query)
@@ -247,7 +230,7 @@ def test_vmap_over_an_axis_that_is_split():
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_beams(kind, per_row):
     """Taken sequences are split as all were, if their number can be."""
-    mesh, spec = mesh_of((2, 4), kind), jax.P("data", None, "model", None)
+    mesh, spec = mesh_of(kind, (2, 4)), jax.P("data", None, "model", None)
     key = jnp.asarray(np.random.default_rng(0).standard_normal((B, 3, N, H)), jnp.float32)
 
     def beams(cache, rows):

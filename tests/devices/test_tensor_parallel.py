@@ -1,6 +1,5 @@
 """`head_axis`: heads split over a mesh axis, from the projections to the sum of the output; caches split like them."""
 
-import contextlib
 import functools
 import re
 
@@ -11,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
+from meshes import compare, context, mesh_of
 
 import flax_mha
 from flax_mha import linen
@@ -21,15 +21,6 @@ KINDS = ("auto", "auto, set_mesh", "explicit", "explicit, set_mesh")
 OPTIONS = {"rope": RoPE(), "normalize_qk": "rms_norm", "sinks": True, "dropout_rate": 0.1}
 
 
-def mesh_of(kind):
-    axis_type = AxisType.Explicit if "explicit" in kind else AxisType.Auto
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
-
-
-def context(mesh, kind):
-    return jax.set_mesh(mesh) if "set_mesh" in kind else contextlib.nullcontext()
-
-
 def inputs(length=24):
     return jnp.asarray(np.random.default_rng(0).standard_normal((4, length, FEATURES)), jnp.float32)
 
@@ -37,12 +28,6 @@ def inputs(length=24):
 def collectives(text):
     names = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
     return {name: number for name in names if (number := len(re.findall(rf" {name}(?:-start)?\(", text)))}
-
-
-def compare(got, expected):
-    """Up to the order of sums, in which devices take part."""
-    for answer, value in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(jax.device_get(answer), value, rtol=0, atol=1e-5 * np.abs(value).max())
 
 
 def nnx_layer(num_kv_heads, **options):
