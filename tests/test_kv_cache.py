@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha.kv_cache import FEW, SPARE, KVCache
+from flax_mha._cache_write import FEW
+from flax_mha.kv_cache import SPARE, KVCache
 
 B, S, K, H = 3, 11, 2, 5
 WINDOW = 4
