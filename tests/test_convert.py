@@ -140,6 +140,7 @@ def test_takes_the_parameters_of_flax(dtype, use_bias):
     params = nnx.state(module, nnx.Param)
     state_dict = convert.to_torch(params)
     assert state_dict["in_proj_weight"].dtype == dtype
+    assert_same_bits(convert.to_torch(module), state_dict)
     back = convert.from_torch(state_dict, HEADS)
     assert_same_bits(back, jax.tree.map(np.asarray, nnx.to_pure_dict(params)))
     nnx.update(module, back)
@@ -275,6 +276,8 @@ def with_leaf(path, value, **case):
             "torch",
             r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)",
         ),
+        (None, "torch", "params must be a module, its nnx.State or a dict of its parameters, but got None"),
+        (make_params() | {"key": 3}, "torch", "params must hold a dict of arrays as key, but got 3"),
         (with_leaf("query/kernel", None), "torch", "query/kernel must be a tensor or an array, but got .*None"),
     ],
 )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from flax_mha.convert.layouts import (
     ALL,
@@ -101,7 +102,8 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     it, for `hf_bert` with `strict=False`. PyTorch takes no bfloat16 from numpy: pass `array.astype("float32")`, exact.
 
     Args:
-        params: what `from_torch` returns, `nnx.state(module, nnx.Param)` or the like; leaves are numpy or JAX arrays.
+        params: an nnx module, its `nnx.state(module, nnx.Param)`, or nested dicts as `from_torch` returns them and
+            linen modules have them; leaves are numpy or JAX arrays.
         layout: a `LayoutName`. Biases that it lacks may be there if they are zeros, and are left out.
         qk_norm_offset: what was added to the weights of the norms. None means what the metadata in an `nnx.State` of a
             module made with `describe` says, and otherwise 0.0. With 1.0, weights come back as rounded as 1 + w is in
@@ -115,6 +117,8 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params, nnx.Param)
     given = _flatten(params)
     all_heads = {path: letters for path, letters in ALL_HEADS.items() if path in given and given[path].ndim == 2}
     sizes = find_sizes(given, FLAX_SHAPES | OTHER_SHAPES | all_heads)
@@ -192,9 +196,13 @@ def _without_zeros(layout: Layout, arrays: Arrays) -> Arrays:
 
 def _flatten(params: Any) -> Arrays:
     """Lists the leaves by path, after a check that they are those of one attention."""
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params must be a module, its nnx.State or a dict of its parameters, but got {params!r:.80}")
     leaves: dict[str, Any] = {}
     for name in ("query_ln", "key_ln", *ALL):
         if name in params:
+            if not isinstance(params[name], Mapping):
+                raise ValueError(f"params must hold a dict of arrays as {name}, but got {params[name]!r:.80}")
             leaves |= {f"{name}/{leaf}": value for leaf, value in params[name].items()}
     if "sinks" in params:
         leaves["sinks"] = params["sinks"]
