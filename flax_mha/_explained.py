@@ -1,43 +1,73 @@
 """The method `explain` of the modules: a call whose attention is explained instead of computed."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jaxtyping import Array
 
-from flax_mha import _check
+from flax_mha import _check, _choose
+from flax_mha._call import Call
+from flax_mha._choose import Explanation, Implementation
 from flax_mha.adapter import attention_fn
-from flax_mha.attention import Explanation, explain_implementation
+from flax_mha.attention import explain_implementation
+from flax_mha.cached_attention import Scoring, over_cache
 from flax_mha.context_parallel import ContextAttention
+from flax_mha.kv_cache import KVCache
 from flax_mha.masks import Mask
 
 
-@contextlib.contextmanager
-def explain_attention(given: Callable[..., Array]) -> Iterator[tuple[Callable[..., Array], list[Explanation]]]:
-    """A stand-in for `attention_fn` that computes nothing, and the list to which it adds its explanation of each call.
+class ExplainedAttention:
+    """A stand-in for the `attention_fn` of a module that computes nothing.
+
+    Args:
+      given: The module's.
+
+    Attributes:
+      explanations: Of each call.
 
     Raises:
-      ValueError: If the module has another attention function.
+      ValueError: If the module has another attention function than ours.
     """
-    context = given.context if isinstance(given, ContextAttention) else None
-    if given is not attention_fn and context is None:
-        raise ValueError(f"attention_fn must be flax_mha.attention_fn to be explained, but got {given!r}.")
-    explanations: list[Explanation] = []
 
-    def explained(query: Array, key: Array, value: Array, **arguments: Any) -> Array:
+    def __init__(self, given: Callable[..., Array]):
+        self.context = given.context if isinstance(given, ContextAttention) else None
+        if given is not attention_fn and self.context is None:
+            raise ValueError(f"attention_fn must be flax_mha.attention_fn to be explained, but got {given!r}.")
+        self.explanations: list[Explanation] = []
+
+    def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
+        """Explains a call of `attention_fn`."""
         not_core = ("deterministic", "dtype", "promote_dtype", "module", "force_fp32_for_softmax")
         core = {name: x for name, x in arguments.items() if name not in not_core and "einsum" not in name}
         if arguments.get("deterministic"):
             core |= {"dropout_rate": 0.0, "dropout_rng": None}
         if not isinstance(core.get("mask"), Mask | None):
             core["mask"] = _check.mask_of_numbers(core["mask"])
-        if context is not None:
-            core["qkv_sharding"] = context.with_sharding(core.get("qkv_sharding"), query.ndim)
+        if self.context is not None:
+            core["qkv_sharding"] = self.context.with_sharding(core.get("qkv_sharding"), query.ndim)
         query, key, value = dtypes.promote_dtype((query, key, value), dtype=arguments.get("dtype"))
-        explanations.append(explain_implementation(query, key, value, **core))
+        self.explanations.append(explain_implementation(query, key, value, **core))
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
 
-    yield explained, explanations
+    def over_cache(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cache: KVCache,
+        *,
+        bias: Any = None,
+        mask: Any = None,
+        lengths: Any = None,
+        implementation: Implementation | None = None,
+        **scoring: Any,
+    ) -> tuple[Array, KVCache]:
+        """Explains a call of `cached_attention`: of an empty cache first, if it is not known to hold something."""
+
+        def explain(call: Call, implementation: Implementation | None) -> Array:
+            self.explanations.append(_choose.explain(call, implementation))
+            return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
+
+        return over_cache(explain, query, key, value, cache, bias, mask, lengths, implementation, Scoring(**scoring))

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha import _check, adapter
 from flax_mha._choose import Explanation, check_name
+from flax_mha._explained import ExplainedAttention
 from flax_mha._tensor_parallel import attention_sharding, check_head_axis
 from flax_mha.cached_attention import cached_attention, check_cache, in_order
 from flax_mha.context_parallel import ContextAttention
@@ -184,7 +185,7 @@ def with_stored_lengths(
     key: Float[Array, "*B S K H"],
 ) -> Array | None:
     """The mask of stored keys; their lengths are put into `sequences` for our attention, into the mask for others."""
-    if attention_fn is adapter.attention_fn:
+    if attention_fn is adapter.attention_fn or isinstance(attention_fn, ExplainedAttention):
         sequences["key_value_seq_lengths"] = lengths
         return mask
     places = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
@@ -259,10 +260,11 @@ def explaining(
     def explain(self: M, *arguments: P.args, **keywords: P.kwargs) -> Explanation:
         """Which implementation computes a call with these arguments, and why the others cannot.
 
-        The arguments are those of the call. Nothing is computed, and the module stays as it is.
+        The arguments are those of the call. Nothing is computed, and the module stays as it is. While decoding, the
+        call is explained that meets the cache as it is now, or an empty one where that is not known (under `jit`).
 
         Raises:
-          ValueError, NotImplementedError: As the call; ValueError also if `attention_fn` is not
+          ValueError, NotImplementedError: As the call under `jit`; ValueError also if `attention_fn` is not
             `flax_mha.attention_fn`.
         """
         return explained(self, *arguments, **keywords)
@@ -347,7 +349,8 @@ def decoded(
       flax_arguments: Those that the module passes to any attention function.
       extra: Those that only ours knows, or None.
     """
-    if isinstance(attention_fn, ContextAttention):
+    explained = attention_fn if isinstance(attention_fn, ExplainedAttention) else None
+    if isinstance(attention_fn, ContextAttention) or (explained and explained.context):
         raise ValueError(
             "decode must be False with context_parallel, which has no cache that is split along the sequence, but got "
             "True; decode with attention_fn=flax_mha.attention_fn."
@@ -356,12 +359,14 @@ def decoded(
     key, value = _as_cached(key, cache.key, query), _as_cached(value, cache.value, query)
     given = {name for name, x in flax_arguments.items() if x is not None}
     needs_function = bool(given & {"module", "input_positions"}) or any("einsum" in name for name in given)
-    if attention_fn is not adapter.attention_fn or needs_function or jnp.iscomplexobj(query):
+    is_ours = attention_fn is adapter.attention_fn or explained is not None
+    if not is_ours or needs_function or jnp.iscomplexobj(query):
         return _decoded_by(attention_fn, query, key, value, cache, mask, lengths, flax_arguments, extra)
     (query,) = dtypes.promote_dtype((query,), dtype=flax_arguments["dtype"])
     dropout = () if flax_arguments["deterministic"] else ("dropout_rate", "dropout_rng", "broadcast_dropout")
     known = {name: flax_arguments[name] for name in ("precision", *dropout)}
-    return cached_attention(query, key, value, cache, mask=mask, lengths=lengths, **known, **extra)
+    attend = explained.over_cache if explained else cached_attention
+    return attend(query, key, value, cache, mask=mask, lengths=lengths, **known, **extra)
 
 
 def _decoded_by(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +11,30 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha import _call, _check, _choose
-from flax_mha._call import ScoreMod, Sharding
+from flax_mha._call import Call, ScoreMod, Sharding
 from flax_mha._choose import Implementation
 from flax_mha._impl.schedule import MAX_QUERIES_IN_PLACE
 from flax_mha._mesh import by_device
 from flax_mha._platform import readable, varying_alike
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import ArrayMask, Mask, WrittenMask
+
+Compute = Callable[[Call, Implementation | None], Array]
+
+
+class Scoring(NamedTuple):
+    """The arguments of `cached_attention` that mean the same in every call."""
+
+    scale: float | ArrayLike | None = None
+    local_window_size: int | tuple[int | None, int | None] | None = None
+    logits_soft_cap: float | None = None
+    sinks: ArrayLike | None = None
+    score_mod: ScoreMod | None = None
+    dropout_rate: float = 0.0
+    dropout_rng: Array | None = None
+    broadcast_dropout: bool = False
+    precision: lax.PrecisionLike = None
+    qkv_sharding: Sharding | None = None
 
 
 def cached_attention(
@@ -91,6 +108,37 @@ def cached_attention(
       >>> output.shape, int(cache.index)
       ((2, 1, 4, 16), 6)
     """
+    scoring = Scoring(
+        scale,
+        local_window_size,
+        logits_soft_cap,
+        sinks,
+        score_mod,
+        dropout_rate,
+        dropout_rng,
+        broadcast_dropout,
+        precision,
+        qkv_sharding,
+    )
+    return over_cache(_output, query, key, value, cache, bias, mask, lengths, implementation, scoring)
+
+
+def over_cache(
+    compute: Compute,
+    query: Array,
+    key: Array,
+    value: Array,
+    cache: KVCache,
+    bias: ArrayLike | None,
+    mask: ArrayLike | Mask | None,
+    lengths: ArrayLike | None,
+    implementation: Implementation | None,
+    scoring: Scoring,
+) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
+    """What `cached_attention` returns, with the outputs of calls from `compute`, which may explain them instead.
+
+    If it is not known whether the cache is empty, the call of an empty one is computed first, then the other.
+    """
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
     query, key, value, _ = _check.inputs(query, key, value, any_dtypes=True)
@@ -99,23 +147,10 @@ def cached_attention(
         raise ValueError(
             f"query and key must have one length, that of the new tokens, but got {number} and {key.shape[-3]}."
         )
-    check_cache(cache, bias, mask, local_window_size)
+    check_cache(cache, bias, mask, scoring.local_window_size)
     appended = cache.append(key, value, lengths)
     new, tokens = appended.cache, appended.tokens
-    attend = functools.partial(
-        _attend,
-        query,
-        scale=scale,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        score_mod=score_mod,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        broadcast_dropout=broadcast_dropout,
-        precision=precision,
-        qkv_sharding=qkv_sharding,
-    )
+    attend = functools.partial(_attend, compute, scoring, query)
     ends = None if lengths is None else tokens  # of each sequence, counted from its first new token
 
     def prompt() -> Array:
@@ -169,7 +204,13 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
     return keys, values, first
 
 
+def _output(call: Call, implementation: Implementation | None) -> Array:
+    return _choose.run(call, implementation)[0]
+
+
 def _attend(
+    compute: Compute,
+    scoring: Scoring,
     query: Array,
     key: Array,
     value: Array,
@@ -182,7 +223,6 @@ def _attend(
     implementation: Implementation | None = None,
     cached: bool = False,
     ring: bool = False,
-    **scoring: Any,
 ) -> Array:
     """The output of a causal call; if `cached`, its keys and values are read in place."""
     if not cached:
@@ -203,17 +243,16 @@ def _attend(
         return_residual=False,
         cached=cached,
         ring=ring,
-        **scoring,
+        **scoring._asdict(),
     )
-    return _choose.run(call, implementation)[0]
+    return compute(call, implementation)
 
 
 def _prompt_or_general(prompt: Callable[[], Array], general: Callable[[], Array], cache: KVCache) -> Array:
     """What computes a prompt, if the cache is empty."""
-    is_empty = jnp.all(cache.index == 0)
-    if not readable(is_empty):
-        return lax.cond(is_empty, prompt, general)
-    return prompt() if is_empty else general()
+    if not readable(cache.index):
+        return lax.cond(jnp.all(cache.index == 0), prompt, general)
+    return general() if np.any(np.asarray(cache.index)) else prompt()
 
 
 def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> None:

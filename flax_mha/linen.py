@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha import _check, _module
 from flax_mha._call import Sharding
-from flax_mha._explained import explain_attention
+from flax_mha._explained import ExplainedAttention
 from flax_mha._tensor_parallel import boxed, dot_general, parameter_names
 from flax_mha.adapter import attention_fn as default_attention_fn
 from flax_mha.attention import Explanation, Implementation, ScoreMod
@@ -195,18 +195,18 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     @nn.nowrap
     def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
         """Traces a call of a copy of this module: with its variables if it is bound to some, else with new ones."""
-        variables = None if self.scope is None else self.variables
-        with explain_attention(self.attention_fn) as (attention_fn, explanations):
-            layer = self.clone(attention_fn=attention_fn, parent=None)
+        variables = None if self.scope is None else self.variables  # not traced: what the cache holds is known
+        explained = ExplainedAttention(self.attention_fn)
+        layer = self.clone(attention_fn=explained, parent=None)
 
-            def call(key: Array, variables: Any) -> Any:
-                rngs = {"params": key, "dropout": key}
-                if variables is None:
-                    return layer.init_with_output(rngs, *inputs, **arguments)[0]
-                return layer.apply(variables, *inputs, rngs=rngs, mutable=["cache", "intermediates"], **arguments)[0]
+        def call(key: Array) -> Any:
+            rngs = {"params": key, "dropout": key}
+            if variables is None:
+                return layer.init_with_output(rngs, *inputs, **arguments)[0]
+            return layer.apply(variables, *inputs, rngs=rngs, mutable=["cache", "intermediates"], **arguments)[0]
 
-            jax.eval_shape(call, jax.random.key(0), variables)
-        return explanations[0]
+        jax.eval_shape(call, jax.random.key(0))
+        return explained.explanations[0]
 
     explain = nn.nowrap(_module.explaining(__call__, _explained))
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha import _module, _tensor_parallel
 from flax_mha._call import Sharding
-from flax_mha._explained import explain_attention
+from flax_mha._explained import ExplainedAttention
 from flax_mha._tensor_parallel import ParameterNames
 from flax_mha.adapter import attention_fn as default_attention_fn
 from flax_mha.attention import Explanation, Implementation, ScoreMod
@@ -336,15 +336,16 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
         """Traces a call of a copy of this module whose attention is explained instead of computed."""
         graph, state = nnx.split(self)
-        with explain_attention(self.attention_fn) as (attention_fn, explanations):
+        explained = ExplainedAttention(self.attention_fn)
 
-            def call(state: Any) -> Array:
-                module = nnx.merge(graph, state)
-                module.attention_fn = attention_fn
-                return module(*inputs, **arguments)
+        def call() -> Array:
+            # New variables with the same arrays, which are not traced: what the cache holds is known.
+            module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
+            module.attention_fn = explained
+            return module(*inputs, **arguments)
 
-            jax.eval_shape(call, state)
-        return explanations[0]
+        jax.eval_shape(call)
+        return explained.explanations[0]
 
     explain = _module.explaining(__call__, _explained)
 

@@ -139,6 +139,34 @@ def test_explain_of_a_bound_linen_module():
     np.testing.assert_array_equal(bound.variables["cache"]["cache_index"], 0)
 
 
+def test_explain_of_decoding_is_of_what_the_cache_holds():
+    """A prompt that meets an empty cache may use any implementation; later calls read keys in the cache."""
+    module = Nnx.make(decode=True)
+    module.init_cache((1, 900, D))
+    prompt = jnp.ones((1, 700, D))
+
+    def mentions_offset():
+        reasons = module.explain(prompt).refusals["cudnn"]
+        return any("query_offset" in reason for reason in reasons)
+
+    assert not any("ArrayMask" in reason for reason in module.explain(prompt).refusals["cudnn"])
+    assert module.explain(prompt).chosen == "blockwise"
+    assert not mentions_offset()
+    module(jnp.ones((1, 20, D)))
+    assert mentions_offset()
+    assert module.explain(prompt[:, :1]).chosen == "xla"
+
+    layer = Linen.make(decode=True)
+    bound = layer.bind(layer.init(jax.random.key(0), jnp.ones((1, 900, D))))
+    assert bound.explain(prompt).chosen == "blockwise"
+
+
+def test_explain_of_stored_keys_is_not_of_a_mask_array():
+    module = Nnx.make(decode=True)
+    arguments = {"lengths": (None, jnp.array([650])), "store_keys": True}
+    assert not any("mask" in reason for reason in module.explain(X[:1], X[:1], **arguments).refusals["cudnn"])
+
+
 @APIS
 def test_explain_has_the_signature_of_the_call(api):
     import inspect
