@@ -1,0 +1,120 @@
+"""A Llama-style decoder that learns to write its own source code, and generates text with a key/value cache.
+
+    pip install flax-mha optax
+    python examples/llama.py
+
+RMSNorm, rotary positions, grouped-query attention and SwiGLU. For training, all tokens of a text are computed at once.
+For generation, the prompt fills the cache, and each further token attends to what is in it.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from flax_mha import MultiHeadAttention
+from flax_mha.rope import RoPE
+
+VOCABULARY_SIZE, CONTEXT_LENGTH = 128, 128  # each ASCII character is a token
+
+
+class Block(nnx.Module):
+    """Attention and a gated network, each after a norm and around a residual connection."""
+
+    def __init__(self, features: int, num_heads: int, num_kv_heads: int, *, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(features, rngs=rngs)
+        self.attention = MultiHeadAttention(
+            num_heads, features, num_kv_heads=num_kv_heads, rope=RoPE(), use_bias=False, decode=False, rngs=rngs
+        )
+        self.mlp_norm = nnx.RMSNorm(features, rngs=rngs)
+        self.gate = nnx.Linear(features, 3 * features, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(features, 3 * features, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(3 * features, features, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = x + self.attention(self.attention_norm(x), is_causal=True)
+        normed = self.mlp_norm(x)
+        return x + self.down(nnx.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nnx.Module):
+    """A causal decoder: tokens to logits of the token that follows each of them."""
+
+    def __init__(
+        self, features: int = 64, num_heads: int = 4, num_kv_heads: int = 2, num_layers: int = 2, *, rngs: nnx.Rngs
+    ):
+        self.embed = nnx.Embed(VOCABULARY_SIZE, features, rngs=rngs)
+        self.blocks = nnx.List([Block(features, num_heads, num_kv_heads, rngs=rngs) for _ in range(num_layers)])
+        self.norm = nnx.RMSNorm(features, rngs=rngs)
+        self.head = nnx.Linear(features, VOCABULARY_SIZE, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@nnx.jit(static_argnames="num_tokens")
+def generate(model: Llama, prompt: Int[Array, "B T"], num_tokens: int) -> Int[Array, "B L"]:
+    """Continues each prompt with the most probable tokens."""
+    model = nnx.view(model, decode=True, batch_size=len(prompt), max_length=prompt.shape[1] + num_tokens)
+    first = model(prompt)[:, -1].argmax(-1)  # the whole prompt at once
+    graph, cache, *params = nnx.split(model, nnx.Cache, ...)
+
+    def step(carry: tuple[nnx.State, Array], _: None) -> tuple[tuple[nnx.State, Array], Array]:
+        cache, token = carry
+        model = nnx.merge(graph, cache, *params)
+        following = model(token[:, None])[:, 0].argmax(-1)
+        return (nnx.state(model, nnx.Cache), following), token
+
+    _, tokens = jax.lax.scan(step, (cache, first), length=num_tokens)
+    return tokens.T
+
+
+@nnx.jit
+def train_step(model: Llama, optimizer: nnx.Optimizer, text: Int[Array, " S"], key: Key[Array, ""]) -> Float[Array, ""]:
+    """Updates the model with windows from random places of the text, and returns the loss before the update."""
+    starts = jax.random.randint(key, (8, 1), 0, len(text) - CONTEXT_LENGTH)
+    windows = text[starts + jnp.arange(CONTEXT_LENGTH + 1)]
+
+    def loss_fn(model: Llama) -> Float[Array, ""]:
+        return optax.softmax_cross_entropy_with_integer_labels(model(windows[:, :-1]), windows[:, 1:]).mean()
+
+    loss, gradients = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def encode(text: str) -> Int[Array, " T"]:
+    """A token for each character."""
+    return jnp.asarray(np.frombuffer(text.encode("ascii"), np.uint8), jnp.int32)
+
+
+def decode(tokens: Int[Array, " T"]) -> str:
+    """The characters of tokens."""
+    return bytes(tokens.tolist()).decode("ascii")
+
+
+def train(steps: int = 400) -> tuple[Llama, list[float]]:
+    """Trains a model on this file, and returns it with the loss of each step, in nats per character."""
+    text = encode(Path(__file__).read_text())
+    model = Llama(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(optax.cosine_decay_schedule(3e-3, steps)), wrt=nnx.Param)
+    losses = []
+    for step in range(steps):
+        losses.append(float(train_step(model, optimizer, text, jax.random.key(step))))
+        if step % 50 == 0 or step == steps - 1:
+            print(f"step {step:4d}  loss {losses[-1]:.3f}")
+    return model, losses
+
+
+if __name__ == "__main__":
+    model, _ = train()
+    prompt = "def train_step("
+    written = generate(model, encode(prompt)[None], num_tokens=CONTEXT_LENGTH - len(prompt))
+    print(prompt + decode(written[0]))

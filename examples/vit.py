@@ -1,0 +1,104 @@
+"""A vision transformer that learns the direction of stripes in noisy images.
+
+    pip install flax-mha optax
+    python examples/vit.py
+
+An image is cut into patches, each patch becomes a token, and the tokens attend to each other without a mask.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from flax_mha import MultiHeadAttention
+
+IMAGE_SIZE, PATCH_SIZE, CLASSES = 32, 8, 4
+
+
+def make_batch(key: Key[Array, ""], batch_size: int) -> tuple[Float[Array, "B I I 1"], Int[Array, " B"]]:
+    """Noisy images of stripes of random width, and which of four directions the stripes have."""
+    label_key, phase_key, width_key, noise_key = jax.random.split(key, 4)
+    labels = jax.random.randint(label_key, (batch_size,), 0, CLASSES)
+    angle = (jnp.pi * labels / CLASSES)[:, None, None]
+    phase = jax.random.uniform(phase_key, (batch_size, 1, 1), maxval=2 * jnp.pi)
+    frequency = jax.random.uniform(width_key, (batch_size, 1, 1), minval=0.5, maxval=1.0)  # radians per pixel
+    y, x = jnp.mgrid[:IMAGE_SIZE, :IMAGE_SIZE]
+    stripes = jnp.sin(frequency * (x * jnp.cos(angle) + y * jnp.sin(angle)) + phase)
+    images = stripes + jax.random.normal(noise_key, stripes.shape)
+    return images[..., None], labels
+
+
+class Block(nnx.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, features: int, num_heads: int, *, rngs: nnx.Rngs):
+        self.attention_norm = nnx.LayerNorm(features, rngs=rngs)
+        self.attention = MultiHeadAttention(num_heads, features, dropout_rate=0.1, decode=False, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(features, rngs=rngs)
+        self.mlp = nnx.Sequential(
+            nnx.Linear(features, 4 * features, rngs=rngs), nnx.gelu, nnx.Linear(4 * features, features, rngs=rngs)
+        )
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ViT(nnx.Module):
+    """Patches, positions, blocks of attention, and a linear classifier of the mean token."""
+
+    def __init__(self, features: int = 64, num_heads: int = 4, num_layers: int = 2, *, rngs: nnx.Rngs):
+        patch, num_patches = (PATCH_SIZE, PATCH_SIZE), (IMAGE_SIZE // PATCH_SIZE) ** 2
+        self.embed = nnx.Conv(1, features, patch, strides=patch, rngs=rngs)
+        self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, num_patches, features)))
+        self.blocks = nnx.List([Block(features, num_heads, rngs=rngs) for _ in range(num_layers)])
+        self.norm = nnx.LayerNorm(features, rngs=rngs)
+        self.head = nnx.Linear(features, CLASSES, rngs=rngs)
+
+    def __call__(self, images: Float[Array, "B I I 1"]) -> Float[Array, "B classes"]:
+        patches = self.embed(images)
+        x = patches.reshape(len(images), -1, patches.shape[-1]) + self.positions[...]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(axis=1))
+
+
+@nnx.jit
+def train_step(model: ViT, optimizer: nnx.Optimizer, key: Key[Array, ""]) -> Float[Array, ""]:
+    """Updates the model with one batch, and returns the loss before the update."""
+    images, labels = make_batch(key, batch_size=32)
+
+    def loss_fn(model: ViT) -> Float[Array, ""]:
+        return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+
+    loss, gradients = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+@nnx.jit
+def accuracy(model: ViT, key: Key[Array, ""]) -> Float[Array, ""]:
+    """The share of 500 new images whose direction the model finds."""
+    images, labels = make_batch(key, batch_size=500)
+    return (model(images).argmax(-1) == labels).mean()
+
+
+def train(steps: int = 100) -> tuple[ViT, list[float]]:
+    """Trains a model, and returns it with the loss of each step, in nats per image."""
+    model = ViT(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    train_model = nnx.view(model, deterministic=False)  # shares its parameters with `model`, but drops attention out
+    losses = []
+    for step in range(steps):
+        losses.append(float(train_step(train_model, optimizer, jax.random.key(step))))
+        if step % 20 == 0 or step == steps - 1:
+            print(f"step {step:4d}  loss {losses[-1]:.3f}")
+    return model, losses
+
+
+if __name__ == "__main__":
+    model, _ = train()
+    eval_model = nnx.view(model, deterministic=True)
+    print(f"accuracy on new images: {accuracy(eval_model, jax.random.key(10_000)):.1%}")

@@ -1,0 +1,140 @@
+"""What is built to be published: complete, and nothing besides; and what it says of itself is true."""
+
+import email
+import platform
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import hatchling.build
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = ("flax_mha", "train_demo")
+
+
+def listed(*options):
+    """The files of the repository, or, where the tests run from an unpacked sdist, those that it was packed with."""
+    if (ROOT / ".git").exists():
+        command = ["git", "-c", "safe.directory=*", "ls-files", "-z", *options]
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        return {name for name in names if name and (ROOT / name).exists()}
+    made_by_tests = re.compile(r"(^|/)(__pycache__|\.\w+_cache|\.hypothesis)/|^PKG-INFO$")
+    return {name for name in files(ROOT) if not made_by_tests.search(name)}
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """The sdist, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        name = hatchling.build.build_sdist(str(folder))
+    with tarfile.open(folder / name) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """The wheel as pip builds it from the sdist, unpacked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(sdist)
+        name = hatchling.build.build_wheel(str(folder))
+    with zipfile.ZipFile(folder / name) as archive:
+        archive.extractall(folder / "unpacked")
+    return folder / "unpacked"
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    (path,) = wheel.glob("*.dist-info/METADATA")
+    return email.message_from_string(path.read_text())
+
+
+def test_the_sdist_holds_every_file(sdist):
+    new = listed("--others", "--exclude-standard")
+    assert listed("--cached") <= files(sdist) <= listed("--cached") | new | {"PKG-INFO"}
+
+
+def test_the_wheel_holds_the_packages_alone(sdist, wheel):
+    built = {name for name in files(wheel) if ".dist-info/" not in name}
+    assert "flax_mha/py.typed" in built
+    assert built == {
+        name
+        for name in files(sdist)
+        if name.startswith(("flax_mha/", "train_demo/")) and not name.startswith("train_demo/example/")
+    }
+
+
+def test_the_wheel_alone_runs(wheel, tmp_path):
+    """Without the checkout: imported from elsewhere, and the demo's command line answers."""
+    code = (
+        "import flax_mha, train_demo.command_line; print(flax_mha.__file__, train_demo.__file__, flax_mha.__version__)"
+    )
+    run = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(wheel)!r}); {code}"]
+    said = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
+    assert said == [*(str(wheel / name / "__init__.py") for name in PACKAGES), PROJECT["version"]]
+
+
+def test_an_editable_install_makes_the_packages_importable_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with zipfile.ZipFile(tmp_path / hatchling.build.build_editable(str(tmp_path))) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert names == {"_editable_impl_flax_mha.pth", "_editable_impl_flax_mha.py"}
+        mapped = dict(re.findall(r"map_module\('(\w+)', '(.*)'\)", archive.read(f"{min(names)[:-4]}.py").decode()))
+    assert mapped == {name: str(ROOT / name / "__init__.py") for name in PACKAGES}
+
+
+def test_the_description_has_no_relative_links(metadata):
+    description = metadata.get_payload()
+    links = re.findall(r"\]\(([^)]*)\)", description)
+    assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text()))
+    assert all(link.startswith("https://") for link in links)
+    home = re.escape(PROJECT["urls"]["Homepage"])
+    raw = home.replace("github", r"raw\.githubusercontent", 1)
+    for link in links:  # what they point to exists
+        page = re.match(rf"(?:{home}/blob|{raw})/main/([^#]+)", link)
+        assert page is None or (ROOT / page[1]).exists(), link
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", description)
+    assert pictures
+    assert all(re.match(raw, picture) for picture in pictures)
+
+
+def test_the_metadata(metadata):
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    home = PROJECT["urls"]["Homepage"]
+    assert all(url.split(", ")[1].startswith(home) for url in metadata.get_all("Project-URL"))
+    needed = {Requirement(text).name for text in metadata.get_all("Requires-Dist") if "extra" not in text}
+    assert needed == {"jax", "flax", "jaxtyping"}
+
+
+def test_the_versions_that_the_readme_states():
+    """They are those of pyproject.toml, and the tests run with them."""
+    text = (ROOT / "README.md").read_text()
+    stated = {name: re.search(rf"{name} ([\d.]+) to ([\d.]+\d)", text).groups() for name in ("Python", "jax", "flax")}
+    bounds = {Requirement(text).name: str(Requirement(text).specifier) for text in PROJECT["dependencies"]}
+    bounds["Python"] = PROJECT["requires-python"]
+    running = {"Python": platform.python_version(), "jax": version("jax"), "flax": version("flax")}
+    for name, (lowest, newest) in stated.items():
+        assert bounds[name] == f">={lowest}"
+        parts = newest.count(".") + 1
+        assert Version(lowest) <= Version(running[name])
+        assert Version(running[name]).release[:parts] <= Version(newest).release
+    minors = range(*(int(stated["Python"][i].split(".")[1]) + i for i in (0, 1)))
+    classifiers = {text for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.", text)}
+    assert classifiers == {f"Programming Language :: Python :: 3.{minor}" for minor in minors}
