@@ -6,6 +6,7 @@ stale: pictures of masks, tables of benchmarks, signatures.
 """
 
 import ast
+import dataclasses
 import importlib.metadata
 import inspect
 import sys
@@ -36,6 +37,7 @@ html_title = f"flax_mha {version}"
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
 html_copy_source = False
+html_use_index = html_domain_indices = False
 html_theme_options = {"navigation_with_keys": True}
 
 # The hook below writes signatures as they stand in the source.
@@ -44,9 +46,9 @@ autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 80
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_attr_annotations = False
-smartquotes = False  # "xla" is a string
+smartquotes_action = "D"  # dashes; but "xla" is a string
 default_role = "code"  # `x` in a docstring is code, as in Markdown
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -65,14 +67,12 @@ def signature_as_written(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str, str] | None:
     """The signature of the source: evaluated, `Float[Array, "*B T N H"]` and `ArrayLike` would take lines each."""
-    function = obj.__init__ if inspect.isclass(obj) and "__init__" in vars(obj) else obj
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if not inspect.isfunction(function) or not function.__module__.startswith("flax_mha"):
+    if dataclasses.is_dataclass(obj) and "def __init__" not in source(obj):
+        return fields_as_written(obj), ""
+    function = obj.__init__ if inspect.isclass(obj) else inspect.unwrap(getattr(obj, "__func__", obj))
+    if not inspect.isfunction(function):
         return None
-    try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except (OSError, SyntaxError):  # what dataclasses generate has no source
-        return None
+    definition = ast.parse(source(function)).body[0]
     if not isinstance(definition, ast.FunctionDef):
         return None
     arguments = definition.args
@@ -80,3 +80,24 @@ def signature_as_written(
         arguments.args = arguments.args[1:]
     returned = "" if definition.returns is None or what == "class" else ast.unparse(definition.returns)
     return f"({ast.unparse(arguments)})", returned.strip("'\"")
+
+
+def fields_as_written(kind: type) -> str:
+    """What a dataclass is made of; each field is taken from the last class that writes it."""
+    written: dict[str, ast.AnnAssign] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        body = ast.parse(source(base)).body[0].body
+        written |= {ast.unparse(x.target): x for x in body if isinstance(x, ast.AnnAssign)}
+    shown = []
+    for field in dataclasses.fields(kind):
+        if field.init and field.name in written and field.name not in ("parent", "name"):  # Flax's own
+            line, default = f"{field.name}: {ast.unparse(written[field.name].annotation)}", written[field.name].value
+            if isinstance(default, ast.Call) and ast.unparse(default.func).endswith("field"):
+                default = next((x.value for x in default.keywords if x.arg == "default"), None)
+            shown.append(line if default is None else f"{line} = {ast.unparse(default)}")
+    return f"({', '.join(shown)})"
+
+
+def source(obj: Any) -> str:
+    """The source of a class or function, without its indentation."""
+    return textwrap.dedent(inspect.getsource(obj))

@@ -20,7 +20,7 @@ class Table(NamedTuple):
     without: tuple[str, ...] = ("flax_mha cudnn", "flax_mha splash")  # no such device
 
 
-SHAPE = {"shape": "batch, length, heads, head size"}
+SHAPE = {"shape": "batch, length, heads, size"}
 TABLES = {
     "attention": Table("attention-cpu", SHAPE | {"mask": "mask", "pass": "pass"}),
     "attention_memory": Table("attention-cpu", SHAPE | {"mask": "mask", "pass": "pass"}, value="temporaries_mib"),
@@ -69,7 +69,8 @@ def markdown(table: Table) -> str:
     lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(table.keys)}{'---:|' * len(columns)}"]
     for place, cells in places.items():
         shown = [_cell(cells.get(column), table.value) for column in columns]
-        lines.append(f"| {' | '.join([*map(str, place), *shown])} |")
+        together = [str(part).replace(", ", ",\N{NO-BREAK SPACE}") for part in place]
+        lines.append(f"| {' | '.join([*together, *shown])} |")
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if name != "flax-mha")
     measured = f"Measured on {report['date'][:10]}: {report['device']}, {report['cores']} cores; {versions}."
     return "\n".join([*lines, "", f"{measured} Command: `{report['command']}`.", ""])
@@ -87,10 +88,10 @@ def _places(table: Table, rows: list[Row]) -> tuple[dict[tuple, dict[Any, Row]],
         if column in cells:
             raise ValueError(f"{table.file}.json: two rows for one cell of the table: {row}")
         cells[column] = row
-        columns += [column] if column not in columns else []
-    if not places:
-        raise ValueError(f"{table.file}.json has no rows where {dict(table.where)}")
-    return places, columns
+        columns += [column] if column not in columns and row.get(table.value) is not None else []
+    if not columns:
+        raise ValueError(f"{table.file}.json has no {table.value} where {dict(table.where)}")
+    return places, columns if table.across == "implementation" else sorted(columns)
 
 
 def _heading(table: Table, column: Any) -> str:

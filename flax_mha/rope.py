@@ -106,7 +106,7 @@ class RoPE:
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by: 1, except with YaRN and LongRoPE."""
+        """What cos and sin are multiplied by, 1 except with YaRN and LongRoPE."""
         return self._scaling.cos_sin_factor
 
     @property
