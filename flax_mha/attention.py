@@ -88,13 +88,11 @@ def dot_product_attention(
     precision: lax.PrecisionLike = None,
     qkv_sharding: Sharding | None = None,
 ) -> Array | tuple[Array, Array]:
-    r"""Scaled dot-product attention of many heads, exact, in memory that grows linearly with the lengths.
+    """Scaled dot-product attention of many heads, exact, in memory that grows linearly with the lengths.
 
-    For each head, with the softmax over the visible keys in float32 at least:
+    For each head, with the softmax over the visible keys in float32 at least::
 
-    .. math:: \mathrm{out} = \mathrm{dropout}(\mathrm{softmax}(f(\mathrm{scale} \cdot Q K^T) + \mathrm{bias})) V
-
-    where f is the soft cap, then `score_mod`.
+        out = dropout(softmax(score_mod(soft_cap(scale * query @ key.T)) + bias)) @ value
 
     This is a superset of `jax.nn.dot_product_attention`: arguments of the same name have the same meaning. Three things
     differ. Rows whose keys are all masked return 0 and have zero gradients. NaN and infinity in masked queries, keys

@@ -29,7 +29,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
     Same attributes and call, same parameters, cache variables and sown weights, so Flax checkpoints load unconverted.
-    What differs is listed in the README. Flax's attributes are not repeated here.
+    What differs is listed in `docs/differences.md`. Flax's attributes are not repeated here.
 
     Attributes:
       broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)

@@ -32,7 +32,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     Same constructor and call, same parameters (`query`, `key`, `value`: kernel [in, heads, head size], bias [heads,
     head size]; `out`: kernel [heads, head size, out], bias [out]), same cache variables and sown weights, so Flax
-    checkpoints load unconverted. What differs is listed in the README.
+    checkpoints load unconverted. What differs is listed in `docs/differences.md`.
 
     Args:
       num_heads: Number of query heads N; divides `qkv_features`.

@@ -106,7 +106,7 @@ class RoPE:
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by: 1, except with YaRN and LongRoPE."""
+        """What cos and sin are multiplied by, 1 except with YaRN and LongRoPE."""
         return self._scaling.cos_sin_factor
 
     @property
@@ -159,7 +159,7 @@ def apply_rope(
     (u, v) becomes (u c - v s, v c + u s). Scores then depend on the difference of two positions only.
 
     Angles and rotations are computed in float32, for float64 inputs in float64, and rounded to the dtype of `x` once.
-    A float32 angle p * f[i] is off by up to |p f[i]| * 1.2e-7 radians, as in PyTorch: 0.016 at position 131,072.
+    A float32 angle p * f[i] is off by up to `|p f[i]| * 1.2e-7` radians, as in PyTorch: 0.016 at position 131,072.
 
     Args:
       x: Queries or keys, floating point.

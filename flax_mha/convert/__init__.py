@@ -1,12 +1,12 @@
 """Attention weights between PyTorch and Flax, exactly, by way of numpy; PyTorch is never imported.
 
-`describe` turns a Hugging Face config into the arguments of the module, `load_torch` loads a layer's weights:
+`describe` turns a Hugging Face config into the arguments of the module, `load_torch` loads a layer's weights::
 
     config = json.load(open("config.json"))
     attention = flax_mha.MultiHeadAttention(**convert.describe(config, layer=3), decode=False, rngs=nnx.Rngs(0))
     convert.load_torch(attention, state_dict, prefix="model.layers.3.self_attn.")
 
-where `state_dict` is `model.state_dict()`, or what a safetensors file holds, without PyTorch:
+where `state_dict` is `model.state_dict()`, or what a safetensors file holds, without PyTorch::
 
     from safetensors.flax import load_file
     state_dict = load_file("model.safetensors")

@@ -63,10 +63,11 @@ def from_torch(
             modules with `use_bias` need.
 
     Returns:
-        `query|key|value`: `kernel` (in, heads, head size), `bias` (heads, head size); `out`: `kernel` (heads, head
-        size, out), `bias` (out,); `query_ln|key_ln`: `scale` (head size,), or (heads, head size) where a norm spans all
-        heads (OLMo 2); `sinks` (heads,). Biases, norms and sinks are there if `state_dict` has them. Arrays are new and
-        keep their dtypes, but for norms with an offset, which become float32 at least, as the models compute them.
+        A dict of dicts. `query`, `key` and `value` have a `kernel` (in, heads, head size) and a `bias` (heads, head
+        size); `out` has a `kernel` (heads, head size, out) and a `bias` (out,); `query_ln` and `key_ln` have a `scale`
+        (head size,), or (heads, head size) where a norm spans all heads (OLMo 2); `sinks` is an array (heads,). Biases,
+        norms and sinks are there if `state_dict` has them. Arrays are new and keep their dtypes, but for norms with an
+        offset, which become float32 at least, as the models compute them.
 
     Raises:
         ValueError: if the keys fit no layout (with the attention layers found, if there are any), if `bias_k` or

@@ -21,6 +21,18 @@ class LocalMask(Mask):
 
     Raises:
       ValueError: If `left` or `right` is no integer, or if the window is empty because left + right < 0.
+
+    Example:
+      >>> from flax_mha import LocalMask
+      >>> print(LocalMask(2, 1))
+      ██······
+      ███·····
+      ████····
+      ·████···
+      ··████··
+      ···████·
+      ····████
+      ·····███
     """
 
     left: int | None = dataclasses.field(metadata={"static": True})
@@ -70,6 +82,13 @@ class CausalMask(Mask):
 
     Raises:
       ValueError: If `offset` is no integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha import CausalMask, dot_product_attention
+      >>> x = jnp.ones((1, 5, 2, 8))
+      >>> dot_product_attention(x, x, x, mask=CausalMask()).shape
+      (1, 5, 2, 8)
     """
 
     offset: int = dataclasses.field(default=0, metadata={"static": True})
@@ -90,7 +109,20 @@ class CausalMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LengthMask(Mask):
-    """Keys, and queries, at positions before the end of their sequence: int [B...]; None does not limit."""
+    """Keys, and queries, at positions before the end of their sequence: int [B...]; None does not limit.
+
+    Example:
+      >>> from flax_mha import LengthMask
+      >>> print(LengthMask(3, query_lengths=2))
+      ███·····
+      ███·····
+      ········
+      ········
+      ········
+      ········
+      ········
+      ········
+    """
 
     key_value_lengths: int | Int[Array, "..."] | None = dataclasses.field(metadata={"axes": "B"})
     query_lengths: int | Int[Array, "..."] | None = dataclasses.field(default=None, metadata={"axes": "B"})
@@ -135,7 +167,19 @@ class WrittenMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SegmentMask(Mask):
-    """Keys of the query's own segment, for sequences packed into one: int [B..., T] and [B..., S]."""
+    """Keys of the query's own segment, for sequences packed into one: int [B..., T] and [B..., S].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha import SegmentMask
+      >>> ids = jnp.array([0, 0, 0, 1, 1])
+      >>> print(SegmentMask(ids, ids))
+      ███··
+      ███··
+      ███··
+      ···██
+      ···██
+    """
 
     query_ids: Int[Array, "... T"] = dataclasses.field(metadata={"axes": "B T"})
     key_value_ids: Int[Array, "... S"] = dataclasses.field(metadata={"axes": "B S"})
@@ -161,7 +205,24 @@ class SegmentMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayMask(Mask):
-    """What a boolean array says: the one mask that holds T x S values, because its maker already did."""
+    """What a boolean array says, True attends: for combining an array with other masks.
+
+    The array broadcasts to [B..., N, T, S]; it is the one mask that holds T x S values, because its maker already did.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha import CausalMask
+      >>> from flax_mha.masks import ArrayMask
+      >>> print(CausalMask() & ArrayMask(jnp.array([[True, False, True, True]])))
+      █···
+      █···
+      █·█·
+      █·██
+      █·██
+      █·██
+      █·██
+      █·██
+    """
 
     visible: Bool[Array, "... T S"] = dataclasses.field(metadata={"axes": "B N T|1 S|1"})
 

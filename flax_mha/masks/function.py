@@ -29,6 +29,18 @@ class FunctionMask(Mask):
 
     Where the captured arrays are known while tracing, and the offsets are numbers, the function is evaluated once for
     all positions, to find the tiles that can be skipped; else in every call.
+
+    Example:
+      >>> from flax_mha import CausalMask, FunctionMask
+      >>> print(CausalMask() & FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0))
+      █·······
+      ·█······
+      ··█·····
+      █··█····
+      ·█··█···
+      ··█··█··
+      █··█··█·
+      ·█··█··█
     """
 
     mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(metadata={"static": True})

@@ -1,0 +1,75 @@
+"""Draws the pictures of the pages, with `plot_mask`, while the pages are built."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from flax_mha import CausalMask, FunctionMask, LocalMask, Mask, SegmentMask, recipes
+from flax_mha.plot import plot_mask
+
+LENGTH, HEADS = 32, 8
+IDS = np.repeat(np.arange(4), (9, 5, 12, 6))[None]
+BLOCKS = np.tri(4, dtype=bool) & (np.eye(4, dtype=bool) | (np.arange(4) == 0))
+
+# What each picture shows; a recipe's picture has its name.
+RECIPES: dict[str, Mapping[str, Any]] = {
+    "causal": recipes.causal(),
+    "sliding_window": recipes.sliding_window(8),
+    "prefix_lm": recipes.prefix_lm(12),
+    "documents": recipes.documents(jnp.asarray(IDS)),
+    "alibi": recipes.alibi(HEADS),
+    "t5_bias": recipes.t5_bias(np.linspace(0, -4, 16, dtype=np.float32)[:, None].repeat(HEADS, 1), max_distance=32),
+    "soft_cap": recipes.soft_cap(50.0),
+    "attention_sinks": recipes.attention_sinks(np.zeros(HEADS, np.float32), 8),
+    "dilated": recipes.dilated(4),
+    "block_sparse": recipes.block_sparse(BLOCKS[None].repeat(HEADS, 0), LENGTH // 4),
+}
+MASKS: dict[str, Mask] = {
+    "window_and_first": CausalMask() & (LocalMask(8, 0) | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < 4)),
+    "packed": CausalMask() & SegmentMask(IDS, IDS),
+}
+
+
+def draw(folder: Path) -> None:
+    """Writes a PNG for each recipe and mask."""
+    folder.mkdir(exist_ok=True)
+    for name, mask in MASKS.items():
+        _save(folder / f"{name}.png", {"mask": mask})
+    for name, arguments in RECIPES.items():
+        _save(folder / f"{name}.png", arguments)
+
+
+def _save(path: Path, arguments: Mapping[str, Any]) -> None:
+    """The mask, and beside it what becomes of scores if the recipe changes them."""
+    scored = "score_mod" in arguments or "logits_soft_cap" in arguments
+    figure = Figure(figsize=(7.2 if scored else 3.6, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2 if scored else 1, squeeze=False)[0]
+    plot_mask(arguments["mask"], LENGTH, LENGTH, panels[0])
+    if "score_mod" in arguments:
+        _plot_added(arguments["mask"], arguments["score_mod"], panels[1])
+    if "logits_soft_cap" in arguments:
+        _plot_cap(arguments["logits_soft_cap"], panels[1])
+    figure.savefig(path, dpi=144)
+
+
+def _plot_added(mask: Mask, score_mod: Any, axes: Axes) -> None:
+    """What a `score_mod` makes of scores of 0 in the first head, where they are visible."""
+    q_idx, kv_idx = np.indices((LENGTH, LENGTH), np.int32)
+    added = np.asarray(score_mod(jnp.zeros((LENGTH, LENGTH)), 0, 0, jnp.asarray(q_idx), jnp.asarray(kv_idx)))
+    shown = np.where(mask.picture(LENGTH, LENGTH), added, np.nan)
+    axes.figure.colorbar(axes.imshow(shown, cmap="viridis", interpolation="nearest"), ax=axes, shrink=0.8)
+    axes.set(xlabel="key", ylabel="query", title="added to the score, head 0")
+
+
+def _plot_cap(cap: float, axes: Axes) -> None:
+    """The curve of a soft cap."""
+    scores = np.linspace(-4 * cap, 4 * cap, 200)
+    axes.plot(scores, scores, color="0.8", label="as it is")
+    axes.plot(scores, cap * np.tanh(scores / cap), color="0.2", label="capped")
+    axes.set(xlabel="scaled score", ylabel="score", title=f"logits_soft_cap={cap:g}", ylim=(-2 * cap, 2 * cap))
+    axes.legend(frameon=False)

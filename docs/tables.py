@@ -1,0 +1,107 @@
+"""Makes the tables of the performance page from the JSON files that the benchmarks write."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+Row = dict[str, Any]
+
+
+class Table(NamedTuple):
+    """A table: of which file, which of its rows, what tells them apart, and what stands beside one another."""
+
+    file: str
+    keys: Mapping[str, str]  # columns of the file, and their headings here
+    where: Mapping[str, Any] = {}
+    across: str = "implementation"
+    value: str = "ms"
+    without: tuple[str, ...] = ("flax_mha cudnn", "flax_mha splash")  # no such device
+
+
+SHAPE = {"shape": "batch, length, heads, size"}
+TABLES = {
+    "attention": Table("attention-cpu", SHAPE | {"mask": "mask", "pass": "pass"}),
+    "attention_memory": Table("attention-cpu", SHAPE | {"mask": "mask", "pass": "pass"}, value="temporaries_mib"),
+    "bfloat16": Table(
+        "attention-bfloat16-cpu",
+        SHAPE | {"mask": "mask", "pass": "pass"},
+        {"dtype": "bfloat16"},
+    ),
+    "module": Table("module-cpu", {"shape": "batch, length, features, heads", "pass": "pass"}),
+    "module_memory": Table(
+        "module-cpu",
+        {"shape": "batch, length, features, heads", "pass": "pass"},
+        value="temporaries_mib",
+        without=("torch.nn.MultiheadAttention",),
+    ),
+    "flex": Table("flex-cpu", SHAPE | {"case": "case", "pass": "pass"}),
+    "skipping": Table("skipping-cpu", {"implementation": "kind of attention"}, across="length"),
+    "decode_step": Table("decode-cpu", {"kv_heads": "key/value heads", "position": "tokens so far"}, {"what": "step"}),
+    "decode_attention": Table(
+        "decode-cpu", {"kv_heads": "key/value heads", "position": "tokens so far"}, {"what": "attention"}
+    ),
+    "decode_prompt": Table(
+        "decode-cpu", {"kv_heads": "key/value heads", "position": "tokens of the prompt"}, {"what": "prompt"}
+    ),
+    "start": Table("start-cpu", {"what": "what", "pass": "pass"}),
+    "step": Table("step-cpu", {"implementation": "variant"}, across="batch_size"),
+}
+
+
+def write(folder: Path) -> None:
+    """Writes a Markdown file for each table."""
+    folder.mkdir(exist_ok=True)
+    for name, table in TABLES.items():
+        (folder / f"{name}.md").write_text(markdown(table))
+
+
+def markdown(table: Table) -> str:
+    """The table, and under it where and how it was measured.
+
+    Raises:
+      ValueError: If the file has no such rows, or several for one place of the table.
+    """
+    report = json.loads((RESULTS / f"{table.file}.json").read_text())
+    places, columns = _places(table, report["rows"])
+    headings = [*table.keys.values(), *(_heading(table, column) for column in columns)]
+    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(table.keys)}{'---:|' * len(columns)}"]
+    for place, cells in places.items():
+        shown = [_cell(cells.get(column), table.value) for column in columns]
+        together = [str(part).replace(", ", ",\N{NO-BREAK SPACE}") for part in place]
+        lines.append(f"| {' | '.join([*together, *shown])} |")
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if name != "flax-mha")
+    measured = f"Measured on {report['date'][:10]}: {report['device']}, {report['cores']} cores; {versions}."
+    return "\n".join([*lines, "", f"{measured} Command: `{report['command']}`.", ""])
+
+
+def _places(table: Table, rows: list[Row]) -> tuple[dict[tuple, dict[Any, Row]], list[Any]]:
+    """For each line of the table its cells by column, and the columns in their order."""
+    places: dict[tuple, dict[Any, Row]] = {}
+    columns: list[Any] = []
+    for row in rows:
+        column = row[table.across]
+        if column in table.without or any(row.get(key) != wanted for key, wanted in table.where.items()):
+            continue
+        cells = places.setdefault(tuple(row[key] for key in table.keys), {})
+        if column in cells:
+            raise ValueError(f"{table.file}.json: two rows for one cell of the table: {row}")
+        cells[column] = row
+        columns += [column] if column not in columns and row.get(table.value) is not None else []
+    if not columns:
+        raise ValueError(f"{table.file}.json has no {table.value} where {dict(table.where)}")
+    return places, columns if table.across == "implementation" else sorted(columns)
+
+
+def _heading(table: Table, column: Any) -> str:
+    return str(column) if table.across == "implementation" else f"{table.across.replace('_', ' ')} {column}"
+
+
+def _cell(row: Row | None, value: str) -> str:
+    """Milliseconds with their spread, or MiB; a dash where nothing was measured."""
+    if row is None or row.get(value) is None:
+        return "-"
+    number = row[value]
+    shown = f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 10 else f"{number:.0f}"
+    return f"{shown} ± {row['spread']:.0f} %" if value == "ms" else shown
