@@ -85,8 +85,8 @@ def test_a_port_computes_the_same_logits(run, port):
 
 def test_the_script_of_the_documentation(run, tmp_path):
     """In the folder of the export, without this package."""
-    (script,) = re.findall(r"```python\n(.*?load_file.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
-    assert script.count("\n") <= 10
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    (script,) = (block for block in blocks if "load_file" in block)
     shutil.copytree(run.out / "export", tmp_path / "export")
     environment = {"PATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

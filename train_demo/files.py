@@ -8,7 +8,11 @@ from typing import Any
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is, at every moment and after a power cut, either the old one or the new one."""
+    """Writes a file that is, at every moment and after a power cut, either the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -16,9 +20,10 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)  # half a file is of no use, and the disk may be full
+        error.filename = error.filename or str(path)
         raise
 
 

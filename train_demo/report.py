@@ -140,8 +140,8 @@ def _curve(measured: list[metrics.Metric]) -> dict[str, list[float]]:
     losses = np.array([metric["loss"] for metric in training])
     smooth = running_mean(losses)
     # A few steps in each, where there are enough, show how much the losses of batches differ.
-    points = min(POINTS, max(len(losses) // 4, min(len(losses), 50)), max(len(losses), 1))
-    parts = [part for part in np.array_split(np.arange(len(losses)), points) if len(part)]
+    points = min(POINTS, max(len(losses) // 4, min(len(losses), 50)))
+    parts = np.array_split(np.arange(len(losses)), points) if points else []
     timed = all("seconds" in metric for metric in training)
     ends = [training[part[-1]] for part in parts]
     return {
