@@ -312,7 +312,7 @@ def test_a_text_that_changes_while_it_is_read(monkeypatch, folder, large):
 
 
 def test_large_data_says_how_far_it_is(monkeypatch, folder, large):
-    monkeypatch.setattr(data, "SILENT_SECONDS", -1)
+    monkeypatch.setattr(data, "SILENT_SECONDS", -(10**6))
     said = []
     data.load(str(folder), 8, say=said.append)
     total = sum(map(len, TEXTS.values())) + 3  # with the text that is none

@@ -150,14 +150,14 @@ def _pieces(
 
 
 def _counter(say: Say, what: str) -> Callable[[int], None]:
-    """Counts characters, and says every now and then how many there were."""
-    characters, said = 0, time.monotonic()
+    """Counts characters, and says how many there were: at first every two seconds, then less and less often."""
+    characters, said, silent = 0, time.monotonic(), SILENT_SECONDS
 
     def count(more: int) -> None:
-        nonlocal characters, said
+        nonlocal characters, said, silent
         characters += more
-        if time.monotonic() - said > SILENT_SECONDS:
-            said = time.monotonic()
+        if time.monotonic() - said > silent:
+            said, silent = time.monotonic(), min(silent + 1, 10)
             say(f"{what} {characters:,} characters")
 
     return count

@@ -66,12 +66,20 @@ class Characters:
         Raises:
             UserError: the text holds characters that are not in the vocabulary.
         """
-        codes, known = codes_of(text), codes_of(self.characters)
-        unknown = sorted(set(codes.tolist()) - set(known.tolist())) if len(known) else sorted(set(codes.tolist()))
-        if unknown:
-            named = " ".join(repr(chr(code)) for code in unknown)
+        codes = codes_of(text)
+        numbers = self._numbers[np.minimum(codes, len(self._numbers) - 1)]
+        if (numbers < 0).any():
+            named = " ".join(repr(chr(code)) for code in np.unique(codes[numbers < 0]).tolist())
             raise UserError(f"the model never saw {named}: leave these characters out")
-        return np.searchsorted(known, codes).astype(np.int32)
+        return numbers
+
+    @cached_property
+    def _numbers(self) -> Int[np.ndarray, " C"]:
+        """The number of each code point, -1 where it has none; the last one stands for all that are larger."""
+        codes = codes_of(self.characters)
+        numbers = np.full(int(codes.max(initial=0)) + 2, -1, np.int32)
+        numbers[codes] = np.arange(len(codes))
+        return numbers
 
     def decode(self, numbers: Iterable[int]) -> str:
         """Turns numbers into their characters."""
