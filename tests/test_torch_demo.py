@@ -1,26 +1,36 @@
-"""A checkpoint of the demo in a PyTorch port of its model: the same logits, and the same text."""
+"""The demo's export in PyTorch: the same logits, and the same text, also with the script of the documentation."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import torch
-import torch_demo
 from flax import nnx
+from safetensors.torch import load_file
 
-from train_demo import checkpoint, run_folder
-from train_demo import train as training
+import train_demo
+from train_demo import export, torch_model, training
 from train_demo.__main__ import main
-from train_demo.data import encode
-from train_demo.generate import generate
-from train_demo.model import blueprint
-from train_demo.sample import load_model
-from train_demo.sampler import Sampling
 
+ROOT = Path(__file__).parent.parent
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs! How vexing, zebras jump. "
-SIZES = (
-    *("--steps", 60, "--save-every", 60, "--eval-every", 60, "--batch-size", 4, "--context-length", 16),
-    *("--layers", 2, "--heads", 2, "--features", 32, "--learning-rate", 0.01),
-)
+SIZES = {
+    "steps": 60,
+    "save_every": 60,
+    "eval_every": 60,
+    "batch_size": 4,
+    "context_length": 16,
+    "layers": 2,
+    "heads": 2,
+    "features": 32,
+    "learning_rate": 0.01,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +44,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run that was trained a little, without its pictures and its sample."""
+    """A run that was trained a little, without its pictures and its sample, and exported."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text(TEXT * 30)
     with (
@@ -43,53 +53,74 @@ def run(tmp_path_factory):
         jax.numpy_rank_promotion("allow"),
     ):
         patch.setattr(training, "_finish", lambda *_: None)
-        assert (
-            main([str(argument) for argument in ("--data", folder / "text.txt", "--out", folder / "out", *SIZES)]) == 0
-        )
-    return folder / "out"
-
-
-def state_dict(params, prefix=""):
-    """The parameters by PyTorch's names: matrices [out, in], heads beside each other."""
-    found = {}
-    for name, value in params.items():
-        if isinstance(value, dict):
-            found |= state_dict(value, f"{prefix}{name}.")
-            continue
-        array = np.asarray(value)
-        if name == "kernel":
-            outputs = prefix.endswith(".out.")
-            array = array.reshape(-1, array.shape[-1]) if outputs else array.reshape(array.shape[0], -1)
-        found[prefix + {"scale": "weight", "embedding": "weight", "kernel": "weight"}[name]] = torch.tensor(
-            array.T if name == "kernel" else array
-        )
-    return found
+        run = train_demo.train(folder / "text.txt", out=folder / "out", quiet=True, samples=False, **SIZES)
+        assert main(["export", "--out", str(run.out)]) == 0
+    return run
 
 
 @pytest.fixture(scope="module")
 def port(run):
-    config = run_folder.read_config(run)
-    settings, size = config.settings, len(config.vocabulary)
-    params = checkpoint.restore_newest(run, {"params": blueprint(size, settings)[1]}, pytest.fail).trees["params"]
-    port = torch_demo.Transformer(size, settings.layers, settings.features, settings.heads, settings.context_length)
-    port.load_state_dict(state_dict(params))
+    described = json.loads((run.out / "export" / "config.json").read_bytes())
+    port = torch_model.Transformer(**described["model"])
+    port.load_state_dict(load_file(run.out / "export" / "model.safetensors"))
     return port
 
 
 @pytest.mark.parametrize("prompt", ["T", "Pack my box with five", TEXT])
 def test_a_port_continues_a_checkpoint_with_the_same_200_characters(run, port, prompt):
-    config = run_folder.read_config(run)
-    (ours,) = zip(*generate(load_model(run, config), config.vocabulary, [prompt], 200, Sampling(0.0)), strict=True)
-    numbers = torch_demo.continued(port, encode(prompt, config.vocabulary).tolist(), 200)
-    assert "".join(ours) == "".join(config.vocabulary[number] for number in numbers)
+    vocabulary = run.config.vocabulary
+    numbers = torch_model.continued(port, vocabulary.encode(prompt).tolist(), 200)
+    assert run.sample(prompt, 200, temperature=0) == vocabulary.decode(numbers)
     assert len(set(numbers)) > 5
 
 
 def test_a_port_computes_the_same_logits(run, port):
-    config = run_folder.read_config(run)
-    numbers = encode(TEXT, config.vocabulary)[None]
-    structure, params = nnx.split(load_model(run, config))
+    numbers = run.config.vocabulary.encode(TEXT)[None]
+    structure, params = nnx.split(run.model)
     ours = np.asarray(jax.jit(lambda params: nnx.merge(structure, params)(numbers))(params))
     with torch.no_grad():
         theirs = port(torch.tensor(numbers)).numpy()
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+
+
+def test_the_script_of_the_documentation(run, tmp_path):
+    """In the folder of the export, without this package."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    (script,) = (block for block in blocks if "load_file" in block)
+    shutil.copytree(run.out / "export", tmp_path / "export")
+    environment = {"PATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path / "export", env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "The" + run.sample("The", 200, temperature=0) + "\n"
+
+
+def test_an_export_takes_the_place_of_an_earlier_one_only(run, tmp_path):
+    to = tmp_path / "here" / "model"
+    for _ in range(2):
+        export.write(to, run.model, run.config)
+        assert sorted(path.name for path in to.iterdir()) == ["config.json", "model.safetensors", "torch_model.py"]
+        assert [path.name for path in to.parent.iterdir()] == ["model"]
+        (to / "config.json").write_text("old")
+    (to / "model.safetensors").unlink()
+    with pytest.raises(train_demo.UserError, match="holds something else than an export"):
+        export.write(to, run.model, run.config)
+    with pytest.raises(train_demo.UserError, match="holds something else than an export"):
+        export.write(to / "config.json", run.model, run.config)
+    assert (to / "config.json").read_text() == "old"
+
+
+def test_an_export_on_a_full_disk_leaves_the_earlier_one(run, tmp_path, monkeypatch):
+    to = tmp_path / "model"
+    export.write(to, run.model, run.config)
+    (to / "mine").write_text("kept")
+
+    def full(path, content):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(export, "write_atomically", full)
+    with pytest.raises(OSError, match="No space"):
+        export.write(to, run.model, run.config)
+    assert (to / "mine").read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from train_demo import checkpoint, data, metrics, run_folder, settings
+from train_demo import checkpoint, data, metrics, run_folder, samples, settings, usage
 from train_demo.__main__ import main
 from train_demo.errors import UserError
 
@@ -61,7 +61,7 @@ def _environment(tmp_path_factory):
         yield
 
 
-SPEED = re.compile(r"[\d,]+ characters in [\d.]+ s: [\d,]+ tokens/s \(before that, compiling took [\d.]+ s\)\n")
+SPEED = re.compile(r"[\d,]+ characters in [\d.]+ s: [\d,]+ characters/s \(before that, compiling took [\d.]+ s\)\n")
 
 
 def assert_complaint(said, arguments, code=0):
@@ -143,7 +143,13 @@ def assert_same_run(one, other, steps=STEPS):
     assert step == other_step == steps
     for name, leaf in trees.items():
         np.testing.assert_array_equal(leaf, other_trees[name], err_msg=name, strict=True)
-    assert metrics.read(one) == metrics.read(other)
+    assert untimed(one) == untimed(other)
+    assert samples.read(one) == samples.read(other)
+
+
+def untimed(out):
+    """The metrics without their seconds, which no two runs share."""
+    return [{name: value for name, value in metric.items() if name != "seconds"} for metric in metrics.read(out)]
 
 
 # A run's life
@@ -151,13 +157,21 @@ def assert_same_run(one, other, steps=STEPS):
 
 def test_a_finished_run_leaves_what_was_promised(finished):
     lines = [json.loads(line) for line in (finished / metrics.FILE).read_text().splitlines()]
-    assert [line["step"] for line in lines if set(line) == {"step", "loss"}] == list(range(1, STEPS + 1))
-    assert [line["step"] for line in lines if set(line) == {"step", "val_loss"}] == [3, 6, 9, 12]
+    assert [line["step"] for line in lines if set(line) == {"step", "loss", "seconds"}] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if set(line) == {"step", "val_loss", "seconds"}] == [3, 6, 9, 12]
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert json.loads((finished / run_folder.CONFIG).read_bytes())["settings"]["steps"] == STEPS
     assert sorted(path.name for path in (finished / run_folder.CHECKPOINTS).iterdir()) == ["12", "4", "8"]
     for picture in ("loss.png", "attention.png"):
         assert (finished / picture).read_bytes().startswith(b"\x89PNG")
+    assert (finished / "report.html").read_text().startswith("<!doctype html>")
+    written = samples.read(finished)
+    assert [sample.step for sample in written] == [3, 6, 9, 12]
+    assert all(len(sample.text) == samples.TOKENS for sample in written)
+    assert usage.read(finished)["devices"] == 1
 
 
 def test_a_run_killed_three_times_and_interrupted_ends_as_if_it_never_stopped(finished, text, tmp_path):
@@ -313,7 +327,9 @@ def test_bad_text(capsys, tmp_path, content, words):
     [
         (["--heads", "3"], ["--features 128", "--heads 3"]),
         (["--heads", "128"], ["--features 128", "--heads 128", "rotary"]),
-        (["--data", "."], ["cannot read --data ."]),
+        (["--data", "."], ["--data .", "holds no UTF-8 text in its 0 files"]),
+        (["--tokenizer", "no-such-file"], ["cannot read --tokenizer no-such-file", "characters, bytes, or a JSON"]),
+        (["--tokenizer", __file__], ["is not a tokenizer", "characters, bytes, or a JSON"]),
         (["--out", __file__], ["File exists"]),
         (["--out", f"{__file__}/run"], ["Not a directory"]),
         (["--step", "5"], ["--step"]),
@@ -339,7 +355,10 @@ def test_bad_text(capsys, tmp_path, content, words):
         (["sample", "--out", "x", "--prompt", "x", "--prompt", ""], ["--prompt is empty"]),
         (["sample", "--out", "x", "--prompt", "x", "--length", "5"], ["--length"]),
         (["sample", "--out", "no-such-folder", "--prompt", "x"], ["no-such-folder holds no run", "start one"]),
-        (["plot", "--out", "no-such-folder"], ["no-such-folder holds no run", "start one"]),
+        *(
+            ([command, "--out", "no-such-folder"], ["no-such-folder holds no run", "start one"])
+            for command in ("plot", "report", "export")
+        ),
     ],
 )
 def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
@@ -348,7 +367,7 @@ def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
     assert all(word in said for word in words)
 
 
-@pytest.mark.parametrize("command", [["sample", "--prompt", "x"], ["plot"]])
+@pytest.mark.parametrize("command", [["sample", "--prompt", "x"], ["plot"], ["report"], ["export"]])
 def test_no_run_at_all(capsys, monkeypatch, tmp_path, command):
     monkeypatch.chdir(tmp_path)
     assert "train one with python -m train_demo" in refusal(capsys, *command)
@@ -426,7 +445,7 @@ def test_characters_that_the_model_never_saw(capsys, finished, arguments):
     assert "'Ü' 'é'" in refusal(capsys, "sample", "--out", finished, *arguments)
 
 
-@pytest.mark.parametrize("command", [["sample", "--prompt", "fox"], ["plot"]])
+@pytest.mark.parametrize("command", [["sample", "--prompt", "fox"], ["plot"], ["report"], ["export"]])
 def test_a_run_without_a_checkpoint(capsys, copy, command):
     shutil.rmtree(copy / run_folder.CHECKPOINTS)
     assert "holds no finished checkpoint" in refusal(capsys, *command, "--out", copy)
@@ -467,12 +486,21 @@ def test_two_runs_never_share_a_folder(tmp_path):
         pass
 
 
+def test_a_clock_that_goes_on(tmp_path):
+    with metrics.Log(tmp_path, 0) as log:
+        log.write("loss", 1, 3.0)
+    first = json.loads((tmp_path / metrics.FILE).read_text())
+    (tmp_path / metrics.FILE).write_text(json.dumps({**first, "seconds": 100.0}) + "\n")
+    with metrics.Log(tmp_path, 1) as log:
+        log.write("loss", 2, 2.0)
+    assert 100 <= metrics.read(tmp_path)[1]["seconds"] < 110
+
+
 # The text
 
 
 def test_the_validation_windows_predict_every_character():
-    numbers = np.arange(1003)
-    windows = data.validation_windows(numbers, 8)
+    windows = data.validation_windows(data.Part(np.arange(1003), np.zeros(0, int)), 8)
     assert windows.shape == (4, data.WINDOWS, 9)
     assert set(windows[..., 1:].ravel()) == set(range(1, 1003))
     assert (np.diff(windows) == 1).all()
@@ -480,14 +508,14 @@ def test_the_validation_windows_predict_every_character():
 
 def test_the_parts_of_a_text(text):
     loaded = data.load(str(text), 8)
-    assert loaded.training + loaded.validation == TEXT
-    assert len(loaded.validation) == len(TEXT) // 10
-    numbers = data.encode(TEXT, loaded.vocabulary)
-    assert "".join(loaded.vocabulary[number] for number in numbers) == TEXT
+    parts = [loaded.vocabulary.decode(part.numbers) for part in (loaded.training, loaded.validation)]
+    assert "".join(parts) == TEXT
+    assert len(parts[1]) == len(TEXT) // 10
+    assert loaded.vocabulary.decode(loaded.vocabulary.encode(TEXT)) == TEXT
 
 
 def test_the_python_documentation_is_the_default():
     config = settings.Settings()
     loaded = data.load(None, config.context_length)
-    assert len(loaded.characters) > 400_000
+    assert len(loaded) > 400_000
     assert len(loaded.sentence(config.context_length)) > 20

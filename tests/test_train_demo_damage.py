@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
-from train_demo import generate, plots, sample
-from train_demo import train as training
+from train_demo import files, generate, plots, sample, training
 from train_demo.__main__ import main
 from train_demo.model import blueprint, initial_params
 
@@ -18,7 +18,7 @@ TINY = (
     *("--steps", 4, "--save-every", 2, "--eval-every", 4, "--batch-size", 2, "--context-length", 8),
     *("--layers", 1, "--heads", 1, "--features", 4),
 )
-COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--max-new-tokens", 2), ("plot",))
+COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--max-new-tokens", 2), ("plot",), ("report",), ("export",))
 
 
 cached_blueprint = functools.cache(blueprint)
@@ -39,9 +39,9 @@ def _fast():
         for module in (training, sample):
             patch.setattr(module, "blueprint", cached_blueprint)
         patch.setattr(generate, "generate", nothing)
-        patch.setattr(plots, "attention_weights", lambda *_: None)
+        patch.setattr(plots, "attention_weights", lambda _, config: np.ones((1, 1, *[len(plots.pieces(config))] * 2)))
         patch.setattr(plots, "attention_figure", lambda *_: None)
-        patch.setattr(plots, "_write", lambda path, _: plots.write_atomically(path, b"\x89PNG"))
+        patch.setattr(plots, "_write", lambda path, _: files.write_atomically(path, b"\x89PNG"))
         yield
 
 
@@ -130,7 +130,12 @@ FOLDER_HARMS = (file_instead, emptied, deleted)
 # Each checkpoint that has to be saved again takes its time: its files are harmed in fewer ways.
 FEW = (truncated, folder_instead, deleted)
 DAMAGES = [
-    *((place, harm) for place in ("config.json", "metrics.jsonl") for harm in FILE_HARMS),
+    *(
+        (place, harm)
+        for place in ("config.json", "metrics.jsonl", "samples.jsonl", "usage.json")
+        for harm in FILE_HARMS
+    ),
+    *(("report.html", harm) for harm in (empty, folder_instead, deleted)),
     *(("checkpoints/4/sha256.json", harm) for harm in FILE_HARMS),
     *((place, folder_instead) for place in ("lock", "loss.png", "checkpoints/2/sha256.json")),
     *((place, deleted) for place in ("lock", "loss.png", "checkpoints/2/sha256.json")),
@@ -142,10 +147,8 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("place", "harm"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
 def test_a_damaged_file(capfd, finished, tmp_path, place, harm):
-    good_before = place.startswith(("checkpoints/", "metrics.jsonl")) and (place, harm) != (
-        "metrics.jsonl",
-        folder_instead,
-    )
+    lines = ("metrics.jsonl", "samples.jsonl")
+    good_before = place.startswith(("checkpoints/", *lines)) and not (place in lines and harm is folder_instead)
     for command in reversed(COMMANDS):  # the resumed run repairs
         copy = Path(shutil.copytree(finished, tmp_path / command[0]))
         harm(copy / place)
@@ -159,7 +162,19 @@ CONFIG_HARMS = {
     "settings": [None, 3, {}, {"steps": 4}],
     "data": [3, [], "\0"],
     "sha256": [None, 3],
-    "vocabulary": [None, 3, ["a"], "", "ba", "ab", "\ud800"],
+    "vocabulary": [
+        None,
+        3,
+        ["a"],
+        "",
+        "ba",
+        "ab",
+        "\ud800",
+        {},
+        {"bytes": 255},
+        {"bytes": 256},
+        {"tokenizer.json": "0"},
+    ],
     "earlier_ends": [None, 3, [0], [4], [2, 1], ["1"], [True]],
     "model_version": [None, "2", True, 2.0, 1, 3],
     "sentence": [None, 3, "", "?", "The quick brown fox"],

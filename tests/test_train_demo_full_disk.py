@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from train_demo import metrics, run_folder
+from train_demo import files, metrics
 
 resource = pytest.importorskip("resource")
 ROOT = Path(__file__).parent.parent
@@ -64,5 +64,5 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(monkeypatch, tmp_path):
     path.write_bytes(b"old")
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
-        run_folder.write_atomically(path, b"new")
+        files.write_atomically(path, b"new")
     assert [(found.name, found.read_bytes()) for found in tmp_path.iterdir()] == [("file", b"old")]

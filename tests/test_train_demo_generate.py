@@ -9,6 +9,7 @@ from train_demo import generate
 from train_demo.model import blueprint, initial_params
 from train_demo.sampler import Sampling, draw, filtered
 from train_demo.settings import Settings
+from train_demo.vocabulary import Characters
 
 # The sampler
 
@@ -102,7 +103,8 @@ def test_numbers_beyond_float32(sampling):
 
 # The texts
 
-VOCABULARY = "abcdefghijk"
+LETTERS = "abcdefghijk"
+VOCABULARY = Characters(LETTERS)
 CONTEXT = 8
 SETTINGS = Settings(seed=1, context_length=CONTEXT, layers=2, heads=2, features=16)
 GREEDY, WILD = Sampling(temperature=0.0), Sampling(temperature=2.0)
@@ -127,7 +129,7 @@ def logits_of(model, numbers):
 
 
 def numbers_of(text):
-    return np.array([[VOCABULARY.index(character) for character in text]], np.int32)
+    return np.array([[LETTERS.index(character) for character in text]], np.int32)
 
 
 @pytest.mark.parametrize("prompt", ["a", "bcdefgab", "abcdefghijkabcdefghijkabc"[: 2 * CONTEXT - 1]])
@@ -135,7 +137,7 @@ def test_texts_beyond_the_context_are_those_of_one_windowed_pass(model, prompt):
     (text,) = texts(model, [prompt], 90, GREEDY)
     whole = prompt + text
     logits = logits_of(model, numbers_of(whole))[0]
-    expected = "".join(VOCABULARY[number] for number in np.argmax(logits, axis=-1))
+    expected = VOCABULARY.decode(np.argmax(logits, axis=-1))
     assert text == expected[len(prompt) - 1 : -1]
     assert len(set(text)) > 3
 

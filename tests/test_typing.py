@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 import flax_mha
+import train_demo
 from flax_mha import CausalMask, Mask, SegmentMask, convert, linen, plot, recipes
 
 x = jnp.ones((1, 8, 2, 4))
@@ -40,6 +41,8 @@ arrays: dict[str, np.ndarray] = convert.to_torch({}, "hf_llama", qk_norm_offset=
 recipes.alibi(num_heads=2)
 plot.plot_mask(mask, 3, 4)
 version: str = flax_mha.__version__
+run: train_demo.Run = train_demo.train("text", steps=3, tokenizer="bytes", layout=train_demo.Layout(fsdp=2))
+text: str = train_demo.load(run.out).sample("a", 9, temperature=0)
 """
 
 # One mistake per line.
@@ -48,6 +51,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 import flax_mha
+import train_demo
 from flax_mha import linen
 x = jnp.ones((1, 8, 2, 4))
 a1 = flax_mha.dot_product_attention(x, x, x, is_casual=True)
@@ -79,6 +83,9 @@ i3 = flax_mha.rope.RoPE(theta=10000.0)
 i4 = flax_mha.kv_cache.KVCache.create(1, 9, 2, 4, per_rows=True)
 i5 = flax_mha.cached_attention.cached_attention(x, x, x, x)
 i6 = attention.init_cache((1, 9, 8), per_row="yes")
+i7 = train_demo.train(step=3)
+i8 = train_demo.train(steps="3")
+i9 = train_demo.load("run").sample(promt="a")
 h1 = flax_mha.CausalMask() & x
 h2 = flax_mha.LocalMask(1)
 h3 = flax_mha.linnen
@@ -115,5 +122,5 @@ def test_right_uses_are_right(reported):
 def test_every_mistake_is_reported(reported):
     lines = {int(line.split(":")[1]) for line in reported["wrong"]}
     mistakes = {n for n, line in enumerate(WRONG.splitlines(), 1) if line[:1] in "abcdefghi" and line[1:2].isdigit()}
-    assert len(mistakes) == 30
+    assert len(mistakes) == 33
     assert lines == mistakes

@@ -18,7 +18,8 @@ import orbax.checkpoint as ocp
 from jax.errors import JaxRuntimeError
 
 from train_demo.errors import UserError
-from train_demo.run_folder import CHECKPOINTS, CONFIG, read_json, write_atomically
+from train_demo.files import read_json, write_atomically
+from train_demo.run_folder import CHECKPOINTS, CONFIG
 
 KEPT = 3
 SEAL = "sha256.json"

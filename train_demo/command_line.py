@@ -1,25 +1,23 @@
-"""The commands `train`, `sample`, `plot` and `plan`, and their options."""
+"""The commands `train`, `sample`, `plot`, `report`, `export` and `plan`, and their options."""
 
 import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
-from train_demo.data import encode, load
-from train_demo.errors import UserError, printable
+from train_demo.api import RUNS, SETTINGS, default_folder, start
+from train_demo.data import SHARD, load
+from train_demo.errors import UserError, enough_memory, printable
 from train_demo.layout import Layout
-from train_demo.run_folder import newest, prepare, read_config
+from train_demo.run_folder import newest, read_config
 from train_demo.settings import Settings, above_zero_to_one, count, number, seed, several, temperature, zero_to_one
 
 # JAX, Matplotlib and Orbax are imported where they are used, so that help and refusals come at once.
 
 
-RUNS = Path("runs")
-SETTINGS = {option.name: option for option in fields(Settings)}
 LAYOUT = {option.name: option for option in fields(Layout)}
 ABSENT_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
@@ -30,11 +28,11 @@ ABSENT_TPU = {
 PLANNED = ("batch_size", "context_length", "layers", "heads", "features", "dropout_rate", "dtype")
 PLANNED_LAYOUT = ("data_parallel", "fsdp", "tensor", "context", "accumulate", "remat")
 SAMPLING = (
-    ("max-new-tokens", count, 500, "characters to write"),
+    ("max-new-tokens", count, 500, "tokens to write"),
     ("temperature", temperature, 0.7, "lower is safer, 0 takes the likeliest"),
-    ("top-k", count, None, "choose among the N likeliest characters"),
-    ("top-p", above_zero_to_one, None, "choose among the likeliest characters that are this probable together"),
-    ("min-p", zero_to_one, None, "choose among characters that are so many times as likely as the likeliest"),
+    ("top-k", count, None, "choose among the N likeliest tokens"),
+    ("top-p", above_zero_to_one, None, "choose among the likeliest tokens that are this probable together"),
+    ("min-p", zero_to_one, None, "choose among tokens that are so many times as likely as the likeliest"),
     ("num-samples", several, 1, "texts for each prompt"),
     ("seed", seed, 0, "another seed writes another text"),
 )
@@ -65,29 +63,23 @@ def run(arguments: Sequence[str]) -> int:
 
 def _train(chosen: argparse.Namespace) -> int:
     given = {name: getattr(chosen, name) for name in SETTINGS if getattr(chosen, name) is not None}
-    out = chosen.out or Path(RUNS, Path(chosen.data).stem if chosen.data else "python-docs")
+    out = chosen.out or default_folder(chosen.data)
     layout = Layout(**{name: getattr(chosen, name) for name in LAYOUT})
-    config, text = prepare(out, chosen.data, given, chosen.resume)
-    # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
-    from train_demo.processes import joined
-    from train_demo.train import train
 
-    with joined(layout), _memory("--batch-size, --context-length or --features"):
-        return train(config, text, out, chosen.resume, layout)
+    def say(line: str) -> None:
+        if layout.first:
+            print(line, flush=True)
 
-
-@contextmanager
-def _memory(options: str) -> Iterator[None]:
-    """Names the options to lower where the device has too little memory."""
-    from jax.errors import JaxRuntimeError
-
-    try:
-        yield
-    except JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise UserError(f"the device has too little memory: lower {options}") from error
+    return start(
+        out,
+        chosen.data,
+        chosen.tokenizer,
+        given,
+        resume=chosen.resume,
+        layout=layout,
+        samples=not chosen.no_samples,
+        say=say,
+    )
 
 
 def _sample(chosen: argparse.Namespace) -> int:
@@ -95,7 +87,7 @@ def _sample(chosen: argparse.Namespace) -> int:
     _refuse_empty("--stop", [] if chosen.stop is None else [chosen.stop])
     out = _chosen_run(chosen.out)
     config = read_config(out)
-    encode("".join([*chosen.prompt, chosen.stop or ""]), config.vocabulary)  # before anything slow begins
+    config.vocabulary.encode("".join([*chosen.prompt, chosen.stop or ""]))  # before anything slow begins
     from train_demo import generate, sample
     from train_demo.sampler import Sampling
 
@@ -114,7 +106,7 @@ def _sample(chosen: argparse.Namespace) -> int:
             seed=chosen.seed,
         )
 
-    with _memory("--num-samples, or give fewer prompts"):
+    with enough_memory("--num-samples, or give fewer prompts"):
         sample.show(chosen.prompt, chosen.num_samples, start)
     return 0
 
@@ -137,8 +129,31 @@ def _plot(chosen: argparse.Namespace) -> int:
     from train_demo import plots
     from train_demo.sample import load_model
 
-    plots.draw(out, load_model(out, config), config)
+    plots.draw(out, plots.attention_weights(load_model(out, config), config), config)
     print(printable(f"{out / 'loss.png'} and {out / 'attention.png'} are drawn"))
+    return 0
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    out = _chosen_run(chosen.out)
+    config = read_config(out)
+    from train_demo import plots, report
+    from train_demo.sample import load_model
+
+    report.write(out, plots.attention_weights(load_model(out, config), config), config)
+    print(printable(f"{out / report.FILE} is written: open it in a browser"))
+    return 0
+
+
+def _export(chosen: argparse.Namespace) -> int:
+    out = _chosen_run(chosen.out)
+    config = read_config(out)
+    to = chosen.to or out / "export"
+    from train_demo import export
+    from train_demo.sample import load_model
+
+    export.write(to, load_model(out, config), config)
+    print(printable(f"{to} holds {', '.join(sorted(path.name for path in to.iterdir()))}"))
     return 0
 
 
@@ -147,7 +162,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     given = {name: getattr(chosen, name) for name in PLANNED if getattr(chosen, name) is not None}
     if chosen.params and {"layers", "heads", "features"} & given.keys():
         raise UserError("--params chooses --layers, --heads and --features: give either it or them")
-    text = load(chosen.data, 1)
+    text = load(chosen.data, 1, say=print)
     _pretend(chosen)
     from train_demo import plan
 
@@ -162,7 +177,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     if chosen.batch_size is None and (chosen.params or Settings().batch_size % max(parts, 1)):
         given["batch_size"] = max(parts, 1)
     settings = Settings(**given)
-    characters = max(len(text.training), settings.context_length + 2)
+    characters = min(max(len(text.training), settings.context_length + 2), SHARD)
     made = plan.make_plan(settings, layout, len(text.vocabulary), characters, devices)
     print(plan.flags(settings, layout), plan.report(made), sep="\n")
     return 0
@@ -185,18 +200,26 @@ def _pretend(chosen: argparse.Namespace) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m train_demo",
-        description="Trains a small transformer that writes character by character. Without a command it trains.",
+        description="Trains a small transformer that learns to write. Without a command it trains.",
     )
     commands = parser.add_subparsers(metavar="command", required=True)
 
     train = commands.add_parser("train", help="train, or go on training (the default)", allow_abbrev=False)
-    train.add_argument("--data", metavar="FILE", help="a UTF-8 text (default: Python's own documentation)")
+    train.add_argument(
+        "--data", metavar="PATH", help="a UTF-8 text file, or a folder of them (default: Python's own documentation)"
+    )
+    train.add_argument(
+        "--tokenizer",
+        metavar="KIND",
+        help="characters, bytes, or a JSON file of the package tokenizers (default: characters)",
+    )
     train.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/<the text's name>)")
     train.add_argument(
         "--resume",
         action="store_true",
         help="go on from the folder's newest good checkpoint; a larger --steps extends the run",
     )
+    train.add_argument("--no-samples", action="store_true", help="write no short text at each validation")
     for name, option in SETTINGS.items():
         parse, explanation = option.metadata["parse"], option.metadata["help"]
         train.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: {option.default})")
@@ -223,13 +246,26 @@ def _parser() -> Parser:
     plot.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
     plot.set_defaults(command=_plot)
 
+    report = commands.add_parser(
+        "report", help="write report.html: curves, samples, attention, time and memory", allow_abbrev=False
+    )
+    report.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
+    report.set_defaults(command=_report)
+
+    export = commands.add_parser(
+        "export", help="write the model as safetensors, with a config and its PyTorch code", allow_abbrev=False
+    )
+    export.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
+    export.add_argument("--to", type=Path, metavar="DIR", help="where to write (default: export in the run's folder)")
+    export.set_defaults(command=_export)
+
     plan = commands.add_parser("plan", help="memory and traffic of a training step on many devices, without them")
     plan.add_argument(
         "--params", type=number, metavar="N", help="parameters, say 7e9, instead of layers, heads, features"
     )
     plan.add_argument("--devices", type=count, metavar="N", help="devices (default: 1, or the topology's)")
     plan.add_argument("--topology", metavar="NAME", help="compile for a TPU slice, say v5e:16x16; needs libtpu")
-    plan.add_argument("--data", metavar="FILE", help="the text to train on (default: Python's own documentation)")
+    plan.add_argument("--data", metavar="PATH", help="the text to train on (default: Python's own documentation)")
     for name in PLANNED:
         parse, explanation = SETTINGS[name].metadata["parse"], SETTINGS[name].metadata["help"]
         plan.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: as for train)")

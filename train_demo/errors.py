@@ -2,6 +2,8 @@
 
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 # Control characters except newline and tab, lone surrogates, and what reverses the direction of writing.
@@ -20,6 +22,23 @@ def printable(text: str) -> str:
         red: \x1b[31m
     """
     return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+@contextmanager
+def enough_memory(options: str) -> Iterator[None]:
+    """Names the options to lower where the device has too little memory.
+
+    Raises:
+        UserError: it has.
+    """
+    from jax.errors import JaxRuntimeError
+
+    try:
+        yield
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(f"the device has too little memory: lower {options}") from error
 
 
 class MainThreadOnly:

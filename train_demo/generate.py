@@ -9,9 +9,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from train_demo.data import encode
+from train_demo.errors import UserError
 from train_demo.model import Transformer
 from train_demo.sampler import Sampling, draw
+from train_demo.vocabulary import Vocabulary, Writer
 
 CHUNK = 32  # characters that are written to each text between two looks at them
 SHORTEST = 16  # places for a prompt; a longer one gets the next power of two, so that few lengths are compiled
@@ -20,7 +21,7 @@ ENDLESS = 2**31 - 1  # characters that the cache is asked to hold; because of th
 
 def generate(
     model: Transformer,
-    vocabulary: str,
+    vocabulary: Vocabulary,
     prompts: Sequence[str],
     max_new_tokens: int = 500,
     sampling: Sampling | None = None,
@@ -36,9 +37,9 @@ def generate(
 
     Args:
         model: the trained model.
-        vocabulary: its characters, each of which is a token.
-        prompts: texts of one character or more, all in the vocabulary.
-        max_new_tokens: characters to write in each text.
+        vocabulary: its tokens.
+        prompts: texts of one token or more, all in the vocabulary.
+        max_new_tokens: tokens to write in each text.
         sampling: how to choose a character; None means `Sampling()`.
         num_samples: texts for each prompt.
         stop: ends a text before its first occurrence in what is written; None writes all characters.
@@ -54,7 +55,7 @@ def generate(
 
 def _chunks(
     model: Transformer,
-    vocabulary: str,
+    vocabulary: Vocabulary,
     prompts: Sequence[str],
     max_new_tokens: int,
     sampling: Sampling,
@@ -63,13 +64,27 @@ def _chunks(
 ) -> Iterator[list[str]]:
     structure, params = nnx.split(model, nnx.Param)
     # No prediction depends on what comes before the model's reach.
-    numbers, lengths = padded([encode(prompt, vocabulary)[-model.reach :] for prompt in prompts])
+    numbers, lengths = padded([encoded(prompt, vocabulary)[-model.reach :] for prompt in prompts])
     cache, logits = prefill(structure, params, numbers, lengths, num_samples)
     key, samples = jax.random.key(seed), np.tile(np.arange(num_samples, dtype=np.int32), len(prompts))
+    writers = [Writer(vocabulary) for _ in samples]
     for start in range(0, max_new_tokens, CHUNK):
         cache, logits, written = write(structure, params, cache, logits, key, samples, start, sampling)
         rows = np.asarray(written)[:, : max_new_tokens - start]
-        yield ["".join(vocabulary[number] for number in row) for row in rows]
+        last = start + CHUNK >= max_new_tokens
+        yield [writer(row, last) for writer, row in zip(writers, rows.tolist(), strict=True)]
+
+
+def encoded(prompt: str, vocabulary: Vocabulary) -> Int[np.ndarray, " T"]:
+    """The tokens of a prompt.
+
+    Raises:
+        UserError: it holds none, or something that is no token.
+    """
+    numbers = vocabulary.encode(prompt)
+    if not len(numbers):
+        raise UserError(f"the prompt {prompt!r} holds no {vocabulary.unit}: give a longer one")
+    return numbers
 
 
 def padded(rows: Sequence[np.ndarray]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:

@@ -59,6 +59,11 @@ def use(mesh: Mesh | None) -> AbstractContextManager:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
+def leave() -> AbstractContextManager:
+    """Leaves the mesh of the context, for what one device computes alone."""
+    return nullcontext() if current() is None else jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
 def current() -> AbstractMesh | None:
     """The mesh of the context; None on one device."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,14 +1,19 @@
-"""`metrics.jsonl`: one JSON object per line, `step` with `loss` or `step` with `val_loss`, in nats per character."""
+"""`metrics.jsonl`: one JSON object per line, `step` with `loss` or `val_loss`, in nats per token, and `seconds`.
+
+Seconds count from the start of the training, with the time that compiling takes. A resumed run counts on from what it
+goes on from.
+"""
 
 import json
 import math
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
 from train_demo.errors import UserError
-from train_demo.run_folder import write_atomically
+from train_demo.files import read_lines, write_atomically
 
 FILE = "metrics.jsonl"
 Metric = dict[str, float]
@@ -16,24 +21,16 @@ Metric = dict[str, float]
 
 def read(out: Path) -> list[Metric]:
     """Reads a run's metrics and skips lines that are none, such as the half-written one of a killed run."""
-    path = out / FILE
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    metrics = []
-    for line in lines:
-        try:
-            metric = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if _is_metric(metric):
-            metrics.append(metric)
-    return metrics
+    return [metric for metric in read_lines(out / FILE) if _is_metric(metric)]
 
 
 def _is_metric(metric: Any) -> bool:
-    if not isinstance(metric, dict) or metric.keys() not in ({"step", "loss"}, {"step", "val_loss"}):
+    # Runs of before there were seconds have none.
+    if not isinstance(metric, dict) or metric.keys() - {"seconds"} not in ({"step", "loss"}, {"step", "val_loss"}):
         return False
-    step, value = metric.values() if next(iter(metric)) == "step" else reversed(metric.values())
-    return type(step) is int and 0 < step < 2**31 and type(value) is float and math.isfinite(value)
+    numbers = [value for name, value in metric.items() if name != "step"]
+    right = all(type(number) is float and math.isfinite(number) for number in numbers)
+    return right and metric.get("seconds", 0.0) >= 0 and type(metric["step"]) is int and 0 < metric["step"] < 2**31
 
 
 def measured(name: str, step: int, value: SupportsFloat) -> tuple[int, float]:
@@ -57,8 +54,9 @@ class Log:
     """
 
     def __init__(self, out: Path, start: int):
-        kept = [json.dumps(metric) + "\n" for metric in read(out) if metric["step"] <= start]
-        write_atomically(out / FILE, "".join(kept).encode())
+        kept = [metric for metric in read(out) if metric["step"] <= start]
+        write_atomically(out / FILE, "".join(json.dumps(metric) + "\n" for metric in kept).encode())
+        self._began = time.monotonic() - max((metric.get("seconds", 0.0) for metric in kept), default=0.0)
         # Line by line, so that whoever looks at a running run sees all of it.
         self._file = (out / FILE).open("a", buffering=1)
 
@@ -70,7 +68,8 @@ class Log:
         """
         step, number = measured(name, step, value)
         try:
-            self._file.write(json.dumps({"step": step, name: number}) + "\n")
+            seconds = round(time.monotonic() - self._began, 3)
+            self._file.write(json.dumps({"step": step, name: number, "seconds": seconds}) + "\n")
         except OSError as error:
             raise UserError(
                 f"cannot write {self._file.name} ({error.strerror}): free some space, then go on with --resume"

@@ -53,6 +53,7 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         *,
         lengths: Int[Array, " B"] | None,
+        segment_ids: Int[Array, "B T"] | None,
         rngs: nnx.Rngs | None,
         sow_weights: bool,
     ) -> Float[Array, "B T D"]:
@@ -62,6 +63,7 @@ class Block(nnx.Module):
             self.attention_norm(x),
             is_causal=True,
             lengths=lengths,
+            segment_ids=segment_ids,
             deterministic=fixed,
             rngs=rngs,
             sow_weights=sow_weights,
@@ -101,6 +103,7 @@ class Transformer(nnx.Module):
         characters: Int[Array, "B T"],
         *,
         lengths: Int[Array, " B"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         rngs: nnx.Rngs | None = None,
         sow_weights: bool = False,
         remat: bool = False,
@@ -110,12 +113,13 @@ class Transformer(nnx.Module):
         Args:
             characters: their numbers in the vocabulary.
             lengths: the characters of each row before its padding; None means all.
+            segment_ids: the document of each character, which sees no other one; None means a single one.
             rngs: the stream `dropout`; None means no dropout.
             sow_weights: sow every block's `attention_weights`, `[B, N, T, T]`, for `nnx.capture`.
             remat: for the gradient, compute each block again instead of keeping what it computed.
         """
         x = mesh.gathered(self.embedding)(characters)
-        run = functools.partial(Block.__call__, lengths=lengths, sow_weights=sow_weights)
+        run = functools.partial(Block.__call__, lengths=lengths, segment_ids=segment_ids, sow_weights=sow_weights)
         if remat:
             x = _rematerialized(run, self.blocks, x, rngs)
         else:

@@ -1,16 +1,18 @@
 """A run's folder: the configuration it was started with, files that appear whole, one writer at a time."""
 
+import hashlib
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from train_demo import data
+from train_demo import data, vocabulary
 from train_demo.errors import UserError
+from train_demo.files import read_json, write_atomically
 from train_demo.settings import Settings, restored
+from train_demo.vocabulary import Bytes, Characters, Subwords, Vocabulary
 
 try:
     import fcntl
@@ -29,9 +31,9 @@ class Config:
 
     Attributes:
         settings: the run's numbers.
-        data: the text file; None means Python's documentation.
+        data: the text file or folder; None means Python's documentation.
         sha256: the text's fingerprint.
-        vocabulary: the text's distinct characters, in order.
+        vocabulary: its tokens.
         sentence: the piece of the validation part that the attention picture shows.
         earlier_ends: the numbers of steps that the run had before it was extended, in order.
         model_version: the version of the model that the run trains.
@@ -40,21 +42,30 @@ class Config:
     settings: Settings
     data: str | None
     sha256: str
-    vocabulary: str
+    vocabulary: Vocabulary
     sentence: str
     earlier_ends: tuple[int, ...] = ()
     model_version: int = MODEL_VERSION
 
 
-def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) -> tuple[Config, data.Text]:
+def prepare(
+    out: Path,
+    path: str | None,
+    given: dict[str, Any],
+    resume: bool,
+    tokenizer: str | None = None,
+    say: data.Say = lambda line: None,
+) -> tuple[Config, data.Text]:
     """Settles a run's configuration and text without writing anything.
 
     Args:
         out: the run's folder, which need not exist.
-        path: the text file; None means the resumed run's, or Python's documentation.
+        path: the text file or folder; None means the resumed run's, or Python's documentation.
         given: the settings that were named; the others come from the resumed run, or are the defaults. More `steps`
             than the resumed run has extend it.
         resume: whether a run that is there already may go on.
+        tokenizer: "characters", "bytes" or a file; None means the resumed run's, or characters.
+        say: told how far it is with large texts.
 
     Raises:
         UserError: the folder holds a run and `resume` is false, or its run has another configuration; or the text or
@@ -67,7 +78,10 @@ def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) ->
         raise UserError(f"{out} holds checkpoints without their {CONFIG}: choose another --out")
     settings = replace(saved.settings if saved else Settings(), **given)
     path = saved.data if path is None and saved else path
-    text = data.load(path, settings.context_length)
+    tokens = vocabulary.chosen(tokenizer or Characters.name)
+    if tokenizer is None and saved and not isinstance(saved.vocabulary, Characters):
+        tokens = saved.vocabulary
+    text = data.load(path, settings.context_length, tokens, say)
     found = None if path is None else str(Path(path).resolve())
     config = Config(settings, found, text.sha256, text.vocabulary, text.sentence(settings.context_length))
     if saved:
@@ -91,8 +105,12 @@ def newest(runs: Path) -> Path:
 
 
 def write_config(out: Path, config: Config) -> None:
-    """Writes the configuration that marks a folder as a run's."""
-    write_atomically(out / CONFIG, json.dumps(asdict(config), indent=2).encode())
+    """Writes the configuration that marks a folder as a run's, and its tokenizer file if it has one."""
+    saved: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(config)}
+    saved |= {"settings": asdict(config.settings), "vocabulary": saved_vocabulary(config.vocabulary)}
+    if isinstance(config.vocabulary, Subwords):
+        write_atomically(out / vocabulary.FILE, config.vocabulary.content)
+    write_atomically(out / CONFIG, json.dumps(saved, indent=2).encode())
 
 
 def read_config(out: Path) -> Config:
@@ -105,7 +123,7 @@ def read_config(out: Path) -> Config:
         saved = read_json(out / CONFIG)
         version = _version(saved)
         if version == MODEL_VERSION:
-            return _checked(saved)
+            return _checked(saved, out)
     except FileNotFoundError:
         raise UserError(f"{out} holds no run: start one with python -m train_demo --out {out}") from None
     except (ValueError, OSError) as error:
@@ -115,19 +133,6 @@ def read_config(out: Path) -> Config:
         f"{out} holds a run of version {version} of the demo's model, whose parameters do not fit version "
         f"{MODEL_VERSION}, which this program trains: train anew with another --out"
     )
-
-
-def read_json(path: Path) -> Any:
-    """Reads a JSON file.
-
-    Raises:
-        ValueError: it is not JSON.
-        OSError: it cannot be read.
-    """
-    try:
-        return json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def _version(saved: Any) -> int:
@@ -142,37 +147,65 @@ def _version(saved: Any) -> int:
     return saved["model_version"]
 
 
-def _checked(saved: dict[str, Any]) -> Config:
+def saved_vocabulary(tokens: Vocabulary) -> Any:
+    """A vocabulary as JSON: a text that holds all characters, or an object."""
+    if isinstance(tokens, Characters):
+        return tokens.characters
+    if isinstance(tokens, Subwords):
+        return {vocabulary.FILE: hashlib.sha256(tokens.content).hexdigest()}
+    return {Bytes.name: len(tokens)}
+
+
+def _vocabulary(saved: Any, out: Path) -> Vocabulary:
+    """The vocabulary of which this was saved.
+
+    Raises:
+        ValueError: it was not.
+        UserError: its package is missing.
+    """
+    if isinstance(saved, str):
+        if not saved or list(saved) != sorted(set(saved)):
+            raise ValueError("its vocabulary is not in order")
+        saved.encode()  # lone halves of characters are no text
+        return Characters(saved)
+    if saved == saved_vocabulary(Bytes()):
+        return Bytes()
+    if not isinstance(saved, dict) or saved.keys() != {vocabulary.FILE}:
+        raise ValueError("it holds something else where a vocabulary belongs")
+    try:
+        content = (out / vocabulary.FILE).read_bytes()
+    except OSError as error:
+        raise ValueError(f"its {vocabulary.FILE} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(content).hexdigest() != saved[vocabulary.FILE]:
+        raise ValueError(f"its {vocabulary.FILE} is not the run's")
+    return Subwords(content)
+
+
+def _checked(saved: dict[str, Any], out: Path) -> Config:
     ends = saved["earlier_ends"]
     if not isinstance(ends, list) or not all(type(end) is int and end > 0 for end in ends):
         raise ValueError("its earlier ends are not numbers of steps")
-    config = Config(**{**saved, "settings": restored(saved["settings"]), "earlier_ends": tuple(ends)})
+    tokens = _vocabulary(saved["vocabulary"], out)
+    config = Config(
+        **{**saved, "settings": restored(saved["settings"]), "earlier_ends": tuple(ends), "vocabulary": tokens}
+    )
     steps = [*ends, config.settings.steps]
     if steps != sorted(set(steps)):
         raise ValueError("its earlier ends do not come before its last step")
-    texts = (config.sha256, config.vocabulary, config.sentence, "" if config.data is None else config.data)
+    texts = (config.sha256, config.sentence, "" if config.data is None else config.data)
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("it holds something else where a text belongs")
-    if list(config.vocabulary) != sorted(set(config.vocabulary)):
-        raise ValueError("its vocabulary is not in order")
-    if not 0 < len(config.sentence) <= config.settings.context_length or set(config.sentence) - set(config.vocabulary):
-        raise ValueError("its sentence is not one of its text")
+    _check_sentence(config)
     return config
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is, at every moment and after a power cut, either the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
+def _check_sentence(config: Config) -> None:
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)  # half a file is of no use, and the disk may be full
-        raise
+        tokens = len(config.vocabulary.encode(config.sentence))
+    except UserError:
+        tokens = 0
+    if not tokens or (len(config.sentence) > 1 and tokens > config.settings.context_length):
+        raise ValueError("its sentence is not one of its text")
 
 
 @contextmanager
@@ -205,4 +238,4 @@ def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
 def _named(config: Config) -> dict[str, Any]:
     options = {f"--{name.replace('_', '-')}": value for name, value in asdict(config.settings).items()}
     # The text counts, not where it lies.
-    return {**options, "--data with the sha256": config.sha256[:12]}
+    return {**options, "--data with the sha256": config.sha256[:12], "--tokenizer": config.vocabulary.name}

@@ -47,7 +47,7 @@ def show(prompts: Sequence[str], num_samples: int, start: Callable[[], Iterator[
     size = _stream(prompts[0], start()) if len(prompts) * num_samples == 1 else _all(prompts, num_samples, start())
     seconds = time.perf_counter() - compiled
     print(
-        f"{size:,} characters in {seconds:.2f} s: {size / seconds:,.0f} tokens/s "
+        f"{size:,} characters in {seconds:.2f} s: {size / seconds:,.0f} characters/s "
         f"(before that, compiling took {compiled - begin:.1f} s)",
         file=sys.stderr,
     )

@@ -1,5 +1,6 @@
 """The two pure functions of training: one update of the state, and the loss over the validation windows."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int, Key
 
-from train_demo import mesh
+from train_demo import mesh, packing
 from train_demo.layout import Layout
 from train_demo.model import Params, Transformer
 from train_demo.settings import Settings
@@ -49,6 +50,7 @@ def make_update(
     earlier_ends: tuple[int, ...] = (),
     layout: Layout | None = None,
     shardings: State | None = None,
+    packed: bool = False,
 ) -> jax.stages.Wrapped:
     """Makes `update(state, step, characters) -> (state, loss)`, compiled.
 
@@ -61,11 +63,12 @@ def make_update(
         earlier_ends: see `make_optimizer`.
         layout: how to compute a step; None means on one device, all at once.
         shardings: where the arrays of the state lie; None means on one device.
+        packed: whether `characters` has the marks of several documents; see `packing`.
     """
     optimizer, layout = make_optimizer(settings, earlier_ends), layout or Layout()
 
     def loss_of(params: Params, windows: Int[Array, "B T+1"], key: Key[Array, ""]) -> Float[Array, ""]:
-        return _loss(nnx.merge(structure, params), windows, nnx.Rngs(dropout=key), layout.remat)
+        return _loss(nnx.merge(structure, params), windows, nnx.Rngs(dropout=key), layout.remat, packed)
 
     def update(state: State, step: Int[Array, ""], characters: Int[Array, " S"]) -> tuple[State, Float[Array, ""]]:
         batch_key, dropout_key = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), step))
@@ -76,6 +79,9 @@ def make_update(
             loss, gradients = jax.value_and_grad(loss_of)(state.params, mesh.split_batch(windows), dropout_key)
         else:
             loss, gradients = _accumulated(loss_of, state.params, windows, dropout_key, layout.accumulate)
+        if packed:  # of all windows together: parts of the batch may predict more or fewer tokens than others
+            share = packing.predicted_share(windows)
+            loss, gradients = jax.tree.map(lambda x: x / share, (loss, gradients))
         updates, optimizer_state = optimizer.update(mesh.as_stored(gradients), state.optimizer, state.params)
         return State(optax.apply_updates(state.params, updates), optimizer_state), loss
 
@@ -109,11 +115,13 @@ def _accumulated(
     return jax.tree.map(lambda array: array.sum(0) / (rounds * parts), total)
 
 
-def make_validate(structure: nnx.GraphDef[Transformer]) -> Validate:
+def make_validate(structure: nnx.GraphDef[Transformer], packed: bool = False) -> Validate:
     """Makes `validate(params, windows) -> loss`, compiled; `windows` `[C, W, T + 1]` are run W at a time."""
 
     def validate(params: Params, windows: Int[Array, "C W T+1"]) -> Float[Array, ""]:
-        return jax.lax.map(lambda some: _loss(nnx.merge(structure, params), some, None), windows).mean()
+        model = functools.partial(nnx.merge, structure, params)
+        loss = jax.lax.map(lambda some: _loss(model(), some, None, packed=packed), windows).mean()
+        return loss / packing.predicted_share(windows) if packed else loss
 
     return jax.jit(validate)
 
@@ -133,8 +141,18 @@ def _matrices(params: Params) -> Params:
 
 
 def _loss(
-    model: Transformer, windows: Int[Array, "B T+1"], rngs: nnx.Rngs | None, remat: bool = False
+    model: Transformer,
+    windows: Int[Array, "B T+1"],
+    rngs: nnx.Rngs | None,
+    remat: bool = False,
+    packed: bool = False,
 ) -> Float[Array, ""]:
-    logits = model(mesh.split_characters(windows[:, :-1]), rngs=rngs, remat=remat)
+    """The mean over all places, of which those that are not predicted count as 0."""
+    segment_ids = None
+    if packed:
+        windows, segments, first = packing.unpack(windows)
+        segment_ids = mesh.split_characters(segments[:, :-1])
+    logits = model(mesh.split_characters(windows[:, :-1]), segment_ids=segment_ids, rngs=rngs, remat=remat)
     targets = mesh.split_characters(windows[:, 1:])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return (jnp.where(mesh.split_characters(first[:, 1:]), 0.0, losses) if packed else losses).mean()

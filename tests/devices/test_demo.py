@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from train_demo import checkpoint, mesh, plan
+from train_demo import checkpoint, mesh, packing, plan
 from train_demo.layout import Layout
 from train_demo.model import blueprint, initial_params
 from train_demo.settings import Settings
@@ -148,3 +148,27 @@ def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
         assert at is None or all(
             leaf.sharding == there for leaf, there in zip(*map(jax.tree.leaves, (found, at)), strict=True)
         )
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(data_parallel=2, context=4), LAYOUTS["accumulate"]], ids=["context", "accumulate"]
+)
+def test_packed_documents_have_the_losses_of_one_device(layout):
+    """Each window holds parts of several documents."""
+    text = TEXT.copy()
+    text[::7] |= packing.FIRST
+
+    def losses(layout, devices):
+        over = mesh.make(layout.sizes(devices, SETTINGS))
+        structure, _ = blueprint(VOCABULARY, SETTINGS, layout)
+        with mesh.use(over):
+            params = initial_params(VOCABULARY, SETTINGS)
+            params = params if over is None else jax.device_put(params, mesh.shardings(over, params))
+            state, found = State(params, make_optimizer(SETTINGS).init(params)), []
+            update = make_update(structure, SETTINGS, layout=layout, packed=True)
+            for step in range(1, 4):
+                state, loss = update(state, step, mesh.put(over, text))
+                found.append(float(loss))
+        return found
+
+    np.testing.assert_allclose(losses(layout, 8), losses(LAYOUTS["alone"], 1), rtol=0, atol=1e-5)

@@ -1,9 +1,11 @@
-"""A PyTorch port of the demo's transformer, without a cache: every character takes a pass over the whole text."""
+"""The demo's transformer in PyTorch, which needs nothing else; `train_demo export` puts this file beside the weights.
+
+It has no cache: every token takes a pass over the whole text.
+"""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch_rope import angles, default_frequencies, rotate_halves
 
 EPSILON = 1e-6  # Flax's, of both norms
 
@@ -18,20 +20,32 @@ class Attention(nn.Module):
         self.query_ln, self.key_ln = (nn.LayerNorm(self.size, EPSILON, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Reads, at each position, from those before it: `[batch, length, features]` to the same."""
         batch, length, features = x.shape
         query, key, value = (
             project(x).view(batch, length, self.heads, self.size) for project in (self.query, self.key, self.value)
         )
         positions = torch.arange(length)
-        angle = angles(positions[None], default_frequencies(10_000.0, self.size))
-        query, key = rotate_halves(self.query_ln(query), angle), rotate_halves(self.key_ln(key), angle)
+        query, key = rotated(self.query_ln(query), positions), rotated(self.key_ln(key), positions)
         before = positions[:, None] - positions
         visible = (before >= 0) & (before < self.context_length)
-        heard = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (query, key, value)), attn_mask=visible)
+        query, key, value = (y.transpose(1, 2) for y in (query, key, value))
+        heard = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
         return self.out(heard.transpose(1, 2).reshape(batch, length, features))
 
 
+def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
+    """Rotary positions, `x` being `[batch, length, heads, size]`: pairs are a feature of each half."""
+    size = x.shape[-1]
+    frequencies = (1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)).float()
+    angle = (positions.float()[:, None] * frequencies)[:, None].repeat(1, 1, 2)
+    low, high = x.chunk(2, dim=-1)
+    return x * angle.cos() + torch.cat([-high, low], dim=-1) * angle.sin()
+
+
 class Block(nn.Module):
+    """Attention, then a small network; each adds to its input."""
+
     def __init__(self, features: int, heads: int, context_length: int) -> None:
         super().__init__()
         self.attention_norm, self.network_norm = (nn.RMSNorm(features, EPSILON) for _ in range(2))
@@ -40,11 +54,14 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * features, features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Adds to each position what the attention and the network make of it."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.narrow(F.relu(self.widen(self.network_norm(x))) ** 2)
 
 
 class Transformer(nn.Module):
+    """The model; its arguments are what `config.json` has as `model`."""
+
     def __init__(self, vocabulary_size: int, layers: int, features: int, heads: int, context_length: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary_size, features)
@@ -53,6 +70,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(features, vocabulary_size, bias=False)
 
     def forward(self, numbers: Tensor) -> Tensor:
+        """Returns the logits of the token after each: int64 `[batch, length]` to `[batch, length, vocabulary]`."""
         x = self.embedding(numbers)
         for block in self.blocks:
             x = block(x)
@@ -61,7 +79,7 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def continued(model: nn.Module, numbers: list[int], length: int) -> list[int]:
-    """The likeliest characters after the given ones."""
+    """The `length` likeliest tokens after the given ones, one after the other."""
     for _ in range(length):
         numbers = [*numbers, int(model(torch.tensor([numbers]))[0, -1].argmax())]
     return numbers[-length:]

@@ -1,9 +1,10 @@
 """The training loop: it measures, saves, shows what it does, and can be stopped and resumed at any step."""
 
+import functools
 import shlex
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,8 +18,8 @@ from jax import P
 from jaxtyping import Array
 from rich.console import Console
 
-from train_demo import checkpoint, generate, mesh, metrics, plots, processes, progress
-from train_demo.data import WINDOWS, Text, encode, validation_windows
+from train_demo import checkpoint, generate, mesh, metrics, plots, processes, progress, report, samples, usage
+from train_demo.data import WINDOWS, Text, shard_of_step, validation_windows
 from train_demo.errors import printable
 from train_demo.layout import Layout
 from train_demo.model import Params, Transformer, blueprint, initial_params
@@ -46,6 +47,7 @@ class Run:
     layout: Layout
     mesh: jax.sharding.Mesh | None  # None on one device
     console: Console
+    write_samples: bool
 
     @cached_property
     def structure(self) -> nnx.GraphDef[Transformer]:
@@ -64,6 +66,11 @@ class Run:
         return mesh.shardings(self.mesh, self.shapes)
 
     @cached_property
+    def alone(self) -> nnx.GraphDef[Transformer]:
+        """The structure of the model on one device."""
+        return blueprint(len(self.text.vocabulary), self.config.settings)[0]
+
+    @cached_property
     def _blueprint(self) -> tuple[nnx.GraphDef[Transformer], Params]:
         return blueprint(len(self.text.vocabulary), self.config.settings, self.layout)
 
@@ -76,7 +83,9 @@ class Run:
         return State(params, init(params) if self.mesh is None else jax.jit(init, out_shardings=optimizer_at)(params))
 
 
-def train(config: Config, text: Text, out: Path, resume: bool, layout: Layout) -> int:
+def train(
+    config: Config, text: Text, out: Path, resume: bool, layout: Layout, quiet: bool = False, write_samples: bool = True
+) -> int:
     """Trains to the last step, or until Ctrl-C, and leaves checkpoints, metrics and pictures in the run's folder.
 
     Args:
@@ -85,6 +94,8 @@ def train(config: Config, text: Text, out: Path, resume: bool, layout: Layout) -
         out: its folder.
         resume: whether to go on from the newest whole checkpoint.
         layout: how it is computed. Of several processes each calls this; the first one prints and writes.
+        quiet: print nothing.
+        write_samples: write a short text at each validation.
 
     Returns:
         The exit code of the process.
@@ -93,10 +104,10 @@ def train(config: Config, text: Text, out: Path, resume: bool, layout: Layout) -
         UserError: another run writes into `out`, or the loss is no longer finite, or the layout does not fit the
             devices, or the processes were started with different options.
     """
-    console = SafeConsole(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = SafeConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
     devices = mesh.make(layout.sizes(jax.device_count(), config.settings))
-    run = Run(config, text, out, layout, devices, console)
-    options = (config.settings, config.sha256, config.earlier_ends, layout.alone(), resume)
+    run = Run(config, text, out, layout, devices, console, write_samples)
+    options = (config.settings, config.sha256, config.vocabulary.name, config.earlier_ends, layout.alone(), resume)
     processes.refuse_differences("the options", repr(options))  # and every process has looked at the folder
     with mesh.use(devices), sole_writer(out) if layout.first else nullcontext():
         if layout.first:
@@ -112,8 +123,8 @@ def train(config: Config, text: Text, out: Path, resume: bool, layout: Layout) -
             return INTERRUPTED
         params = mesh.fetch(devices, state.params)
     if layout.first:
-        structure, _ = blueprint(len(text.vocabulary), config.settings)
-        _finish(nnx.merge(structure, params), config, out, console)
+        usage.write(out, usage.measure(devices))
+        _finish(nnx.merge(run.alone, params), config, out, console)
     return 0
 
 
@@ -141,19 +152,31 @@ def _introduce(run: Run, state: State) -> None:
     devices = "" if run.mesh is None else f"{run.mesh.size} x "
     run.console.print(
         f"{size:,} parameters on {devices}{jax.devices()[0].device_kind}; "
-        f"{len(run.text.characters):,} characters of {run.config.data or 'the Python documentation'}"
+        f"{len(run.text):,} {run.text.vocabulary.unit}s of {_described(run)}"
     )
+
+
+def _described(run: Run) -> str:
+    if run.config.data is None:
+        return "the Python documentation"
+    skipped = f" ({run.text.skipped} other files hold no UTF-8 text)" if run.text.skipped else ""
+    several = f"{run.text.documents:,} documents in " if run.text.packed else ""
+    return f"{several}{run.config.data}{skipped}"
 
 
 def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
     """Trains from after `start`; returns the last step, its state, and whether Ctrl-C was pressed."""
     config, settings = run.config, run.config.settings
-    update = make_update(run.structure, settings, config.earlier_ends, run.layout, run.shardings)
+    update = make_update(run.structure, settings, config.earlier_ends, run.layout, run.shardings, run.text.packed)
     # Its windows are not accumulated.
-    validate = make_validate(blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))[0])
+    validate = make_validate(
+        blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))[0], run.text.packed
+    )
     ends = {*config.earlier_ends, settings.steps}
     training, windows = _characters(run)
     step, unread = start, []
+    if run.layout.first:
+        samples.drop_after(run.out, start)
     with (
         checkpoint.manager(run.out) as checkpoints,
         metrics.Log(run.out, start) if run.layout.first else metrics.NoLog() as log,
@@ -161,7 +184,7 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
         progress.bar(run.console, start, settings) as show,
     ):
         for step in range(start + 1, settings.steps + 1):
-            state, loss = update(state, step, training)
+            state, loss = update(state, step, training(step))
             unread.append((step, loss))
             stop, last = interrupted.is_set(), step in ends
             measure, keep = last or step % settings.eval_every == 0, last or stop or step % settings.save_every == 0
@@ -171,6 +194,8 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
             if measure:
                 _, val_loss = log.write("val_loss", step, validate(state.params, windows))
                 run.console.print(f"step {step:>6}  validation loss {val_loss:.4f}")
+                if run.write_samples:
+                    _sample(run, step, state.params)
             if keep:
                 log.sync()
                 checkpoint.save(checkpoints, step, state._asdict())
@@ -179,23 +204,42 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
     return step, state, interrupted.is_set()
 
 
-def _characters(run: Run) -> tuple[Array, Array]:
-    """The training part, and the windows of the validation part, on the devices."""
-    numbers = [encode(part, run.text.vocabulary) for part in (run.text.training, run.text.validation)]
+def _characters(run: Run) -> tuple[Callable[[int], Array], Array]:
+    """What a step trains on, and the windows of the validation part, on the devices."""
+    settings, part = run.config.settings, run.text.training
     parts = mesh.batch_parts()
     together = -(-WINDOWS // parts) * parts  # so many that every part of the mesh has equally many of them
-    windows = validation_windows(numbers[1], run.config.settings.context_length, together)
-    return mesh.put(run.mesh, numbers[0]), mesh.put(run.mesh, windows, P(None, mesh.BATCH))
+    windows = validation_windows(run.text.validation, settings.context_length, together)
+
+    @functools.lru_cache(maxsize=1)
+    def shard(start: int, size: int) -> Array:
+        return mesh.put(run.mesh, part.stretch(start, size))
+
+    def training(step: int) -> Array:
+        return shard(*shard_of_step(step, len(part), settings.seed, settings.eval_every))
+
+    return training, mesh.put(run.mesh, windows, P(None, mesh.BATCH))
+
+
+def _sample(run: Run, step: int, params: Params) -> None:
+    """Writes and shows a short text; nothing that the training computes depends on it."""
+    params = mesh.fetch(run.mesh, params)
+    if run.layout.first:
+        with mesh.leave():
+            sample = samples.add(run.out, step, nnx.merge(run.alone, params), run.config)
+        run.console.print(f"{'':13}{sample.line}", style="dim")
 
 
 def _finish(model: Transformer, config: Config, out: Path, console: Console) -> None:
-    plots.draw(out, model, config)
-    prompt = config.sentence.split(" ")[0] or config.sentence[0]
+    weights = plots.attention_weights(model, config)
+    plots.draw(out, weights, config)
+    report.write(out, weights, config)
+    prompt = samples.prompt_of(config)
     written = "".join(piece for (piece,) in generate.generate(model, config.vocabulary, [prompt]))
     console.rule("a sample", style="dim")
     console.print(prompt + written)
     console.rule(style="dim")
-    console.print(f"{out} holds loss.png, attention.png, metrics.jsonl and the checkpoints. More text:")
+    console.print(f"{out} holds report.html, loss.png, attention.png, metrics.jsonl and the checkpoints. More text:")
     console.print(f"python -m train_demo sample --out {_shell(out)} --prompt {_shell(prompt)}")
 
 
@@ -215,9 +259,11 @@ def _interruption(layout: Layout) -> Iterator[threading.Event]:
         event.set()
         signal.signal(signal.SIGINT, before)
 
+    if layout.num_processes is not None or threading.current_thread() is not threading.main_thread():
+        yield event  # only a main thread may say what a signal does
+        return
     before = signal.getsignal(signal.SIGINT)
-    if layout.num_processes is None:
-        signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, note)
     try:
         yield event
     finally:

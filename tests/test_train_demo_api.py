@@ -1,0 +1,213 @@
+"""`train_demo` from Python: the command's runs, its refusals as exceptions, and the notebook."""
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train_demo
+from train_demo import api, metrics, samples, training
+from train_demo.__main__ import main
+from train_demo.layout import Layout
+from train_demo.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+TEXT = "The quick brown fox jumps over the lazy dog. " * 40
+TINY = {
+    **dict.fromkeys(("steps", "save_every", "eval_every"), 4),
+    **dict.fromkeys(("layers", "heads"), 1),
+    **dict.fromkeys(("context_length", "features"), 8),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _as_users_have_it():
+    """Promotion as users have it, and no pictures, which other tests look at."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        patch.setattr(training, "_finish", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(text):
+    return train_demo.train(text, out=text.parent / "run", quiet=True, **TINY)
+
+
+def assert_same(run, other):
+    assert (run.losses, run.val_losses) == (other.losses, other.val_losses)
+    assert samples.read(run.out) == samples.read(other.out)
+    for one, two in zip(*(jax.tree.leaves(jax.device_get(each.model)) for each in (run, other)), strict=True):
+        np.testing.assert_array_equal(one, two, strict=True)
+
+
+def test_a_run_from_python_is_that_of_the_command(run, text, capfd):
+    assert capfd.readouterr() == ("", "")
+    out = text.parent / "command"
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    assert main(["--data", str(text), "--out", str(out), *options]) == 0
+    assert_same(run, train_demo.load(str(out)))
+    assert list(run.losses) == [1, 2, 3, 4]
+    assert run.val_losses == {4: run.val_loss}
+    assert run.seconds == max(metric["seconds"] for metric in metrics.read(run.out))
+
+
+def test_samples(run):
+    first = run.sample("fox", 20)
+    assert len(first) == 20
+    assert first == run.sample("fox", 20) != run.sample("fox", 20, seed=1)
+    assert run.sample("fox", 20, stop=first[5:8]) == first[: first.index(first[5:8])]
+    assert run.sample("fox", 5, temperature=0, top_k=3, top_p=0.9, min_p=0.1) == run.sample("fox", 5, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"steps": 0}, ["steps: expected a whole number from 1", "got '0'"]),
+        ({"steps": 1.5}, ["steps", "got '1.5'"]),
+        ({"steps": "3"}, ["steps: expected a number, got '3'"]),
+        ({"steps": True}, ["steps: expected a number, got True"]),
+        ({"learning_rate": float("nan")}, ["learning_rate", "got 'nan'"]),
+        ({"seed": -1}, ["seed", "got '-1'"]),
+        ({"dtype": "float16"}, ["dtype", "float32, bfloat16"]),
+        ({"dtype": jnp.float32}, ["dtype: expected a text"]),
+        ({"heads": 3, "out": "new"}, ["--heads 3"]),
+        ({"data": "no-such-file", "out": "new"}, ["no-such-file"]),
+        ({"tokenizer": "words", "out": "new"}, ["--tokenizer words"]),
+        ({"resume": True, "seed": 3}, ["another configuration", "--seed 0 there, 3 here"]),
+        ({"resume": True, "steps": 2}, ["--steps 4 there, 2 here"]),
+        ({}, ["holds a run already"]),
+        ({"layout": Layout(coordinator="a:1", num_processes=2, process_id=0)}, ["several processes"]),
+        ({"layout": Layout(fsdp=3), "out": "new"}, ["--fsdp 3"]),
+    ],
+)
+def test_what_the_command_refuses_is_an_exception(run, text, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(train_demo.UserError) as refused:
+        train_demo.train(**{"data": text, "out": run.out, "quiet": True, **TINY, **options})
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert not list(tmp_path.rglob("config.json"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ("", {}, ["prompt '' holds no character"]),
+        ("Ünknown", {}, ["never saw 'Ü'"]),
+        ("fox", {"max_new_tokens": 0}, ["max_new_tokens", "got '0'"]),
+        ("fox", {"temperature": -1.0}, ["temperature"]),
+        ("fox", {"top_p": 0.0}, ["top_p"]),
+        ("fox", {"top_k": True}, ["top_k"]),
+        ("fox", {"stop": ""}, ["stop is empty"]),
+    ],
+)
+def test_what_samples_refuse(run, prompt, options, words):
+    with pytest.raises(train_demo.UserError) as refused:
+        run.sample(prompt, **options)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="'train_demo' has no attribute 'trian': it has Layout, Run"):
+        _ = train_demo.trian
+
+
+def test_ctrl_c_saves_and_a_resumed_run_is_the_same(run, text, tmp_path, monkeypatch):
+    def write(self, name, step, value, write=metrics.Log.write):
+        if (name, step) == ("loss", 1):
+            os.kill(os.getpid(), signal.SIGINT)
+        return write(self, name, step, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.Log, "write", write)
+        with pytest.raises(KeyboardInterrupt, match="resume=True"):
+            train_demo.train(text, out=tmp_path / "run", quiet=True, **TINY)
+    assert not train_demo.load(tmp_path / "run").val_losses
+    with pytest.raises(train_demo.UserError, match="no validation loss yet"):
+        _ = train_demo.load(tmp_path / "run").val_loss
+    assert_same(run, train_demo.train(out=tmp_path / "run", resume=True, quiet=True))
+
+
+def test_a_thread_may_train(run, text, tmp_path):
+    found = []
+    options = {**TINY, "out": tmp_path / "run", "quiet": True}
+
+    def work():
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # each thread has its own
+            found.append(train_demo.train(text, **options))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(120)
+    assert_same(run, found[0])
+
+
+def test_every_setting_is_an_argument_with_the_type_of_its_default():
+    arguments = inspect.signature(train_demo.train).parameters
+    missing = [field.name for field in dataclasses.fields(Settings) if field.name not in arguments]
+    assert not missing, f"add them to train_demo.api.train and its docstring: {missing}"
+    for field in dataclasses.fields(Settings):
+        assert arguments[field.name].annotation == type(field.default) | None
+        assert f"\n    {field.name}: " in inspect.getdoc(train_demo.train).replace("\n        ", "\n    ")
+
+
+@pytest.mark.parametrize(
+    ("data", "folder"),
+    [(None, "python-docs"), ("a/fox.txt", "fox"), ("a/my.texts/", "my.texts"), (".", "here"), ("a/..", "here")],
+)
+def test_the_default_folder(tmp_path, monkeypatch, data, folder):
+    (tmp_path / "here" / "a" / "my.texts").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert api.default_folder(data) == Path("runs", folder)
+
+
+def test_importing_the_package_is_light():
+    code = "import train_demo, sys; print(*sorted({'jax', 'numpy', 'rich', 'argparse'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "\n"
+
+
+def test_the_block_of_the_documentation(tmp_path, monkeypatch, capfd):
+    (tmp_path / "docs").mkdir()
+    for number in range(12):
+        (tmp_path / "docs" / f"{number}.md").write_text(f"# Page {number}\n" + TEXT * (1 + number % 3))
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    (block,) = (block for block in blocks if "train_demo.train" in block)
+    exec(compile(block, "training.md", "exec"), {})
+    said = capfd.readouterr().out.splitlines()
+    assert len(said[0].split()) == 3
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    notebook = json.loads((ROOT / "docs" / "train_demo.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"cell {number}", "exec"), names)
+    assert re.search(r"validation loss \d\.\d{3} nats per character", capfd.readouterr().out)
+    assert names["run"].val_loss < 3.5
+    assert names["weights"].shape[:2] == (2, 4)

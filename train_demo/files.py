@@ -1,0 +1,55 @@
+"""Files that appear whole or not at all, and JSON that may be damaged."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file that is, at every moment and after a power cut, either the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)  # half a file is of no use, and the disk may be full
+        error.filename = error.filename or str(path)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        ValueError: it is not JSON.
+        OSError: it cannot be read.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Reads a file of one JSON value per line; skips lines that are none, such as the half-written one of a killed run.
+
+    Returns:
+        The values; none where there is no file.
+    """
+    values = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        try:
+            values.append(json.loads(line))
+        except (ValueError, RecursionError):
+            continue
+    return values

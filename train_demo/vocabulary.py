@@ -1,0 +1,244 @@
+"""What a token is: a character, a byte, or a piece of a word. Texts become numbers, and numbers texts again."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+from train_demo.errors import UserError
+
+FILE = "tokenizer.json"  # a run's own copy
+UNFINISHED = "\ufffd"  # what bytes that are no character become
+LONGEST = 64  # numbers that may wait for the rest of a character
+
+
+class Vocabulary(Protocol):
+    """The tokens of a model."""
+
+    @property
+    def unit(self) -> str:
+        """What one token is called."""
+
+    @property
+    def name(self) -> str:
+        """The value of `--tokenizer`, or what tells one tokenizer file from another."""
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str) -> Int[np.ndarray, " S"]:
+        """Turns a text into the numbers of its tokens, int32.
+
+        Raises:
+            UserError: it holds something that is no token.
+        """
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """Turns numbers into text; bytes that are no character become U+FFFD."""
+
+
+@dataclass(frozen=True)
+class Characters:
+    """Every character is a token.
+
+    Args:
+        characters: the distinct ones in order; a character's number is its place here.
+
+    Example:
+        >>> Characters("ab").encode("abba")
+        array([0, 1, 1, 0], dtype=int32)
+    """
+
+    characters: str
+    unit: ClassVar[str] = "character"
+    name: ClassVar[str] = "characters"
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str) -> Int[np.ndarray, " S"]:
+        """Turns characters into their numbers, int32.
+
+        Raises:
+            UserError: the text holds characters that are not in the vocabulary.
+        """
+        codes = codes_of(text)
+        numbers = self._numbers[np.minimum(codes, len(self._numbers) - 1)]
+        if (numbers < 0).any():
+            named = " ".join(repr(chr(code)) for code in np.unique(codes[numbers < 0]).tolist())
+            raise UserError(f"the model never saw {named}: leave these characters out")
+        return numbers
+
+    @cached_property
+    def _numbers(self) -> Int[np.ndarray, " C"]:
+        """The number of each code point, -1 where it has none; the last one stands for all that are larger."""
+        codes = codes_of(self.characters)
+        numbers = np.full(int(codes.max(initial=0)) + 2, -1, np.int32)
+        numbers[codes] = np.arange(len(codes))
+        return numbers
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """Turns numbers into their characters."""
+        return "".join(self.characters[number] for number in numbers)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Every byte of the text's UTF-8 is a token, so that any text can be written.
+
+    Example:
+        >>> Bytes().encode("a√")
+        array([ 97, 226, 136, 154], dtype=int32)
+    """
+
+    unit: ClassVar[str] = "byte"
+    name: ClassVar[str] = "bytes"
+
+    def __len__(self) -> int:
+        return 256
+
+    def encode(self, text: str) -> Int[np.ndarray, " S"]:
+        """Turns a text into its bytes, int32.
+
+        Raises:
+            UserError: it holds something that is no character.
+        """
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """Turns bytes into text; those that are no character become U+FFFD."""
+        return bytes(numbers).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Subwords:
+    """The tokens of a JSON file of Hugging Face's `tokenizers`.
+
+    Args:
+        content: the file's bytes.
+    """
+
+    content: bytes
+    unit: ClassVar[str] = "token"
+
+    @property
+    def name(self) -> str:
+        """The file's fingerprint."""
+        return f"a file with the sha256 {hashlib.sha256(self.content).hexdigest()[:12]}"
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError:
+            raise UserError("a tokenizer file needs the package tokenizers: run pip install tokenizers") from None
+        tokenizer = Tokenizer.from_buffer(self.content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @cached_property
+    def _size(self) -> int:
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def __len__(self) -> int:
+        return self._size
+
+    def encode(self, text: str) -> Int[np.ndarray, " S"]:
+        """Turns a text into the numbers of its tokens, int32; no special tokens are added.
+
+        Raises:
+            UserError: it holds something that is no character.
+        """
+        utf8(text)
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """Turns numbers into text."""
+        return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
+
+
+class Writer:
+    """Turns the numbers of one text into characters as they come, and holds back what may be a part of a character.
+
+    Example:
+        >>> writer = Writer(Bytes())
+        >>> writer([97, 226, 136]), writer([154]), writer([226], last=True)
+        ('a', '√', '�')
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        # Some tokenizers write a token differently at a text's start: what was shown last goes before what is new.
+        self._shown: list[int] = []
+        self._waiting: list[int] = []
+
+    def __call__(self, numbers: Sequence[int], last: bool = False) -> str:
+        """Returns what can be shown now; with `last` all of it."""
+        self._waiting += numbers
+        before = self._vocabulary.decode(self._shown)
+        text = self._vocabulary.decode([*self._shown, *self._waiting])[len(before) :]
+        unfinished = text.endswith(UNFINISHED) and self._vocabulary.unit != Characters.unit
+        if unfinished and not last and len(self._waiting) <= LONGEST:
+            return ""
+        self._shown, self._waiting = self._waiting, []
+        return text
+
+
+def chosen(tokenizer: str) -> Vocabulary | None:
+    """The vocabulary that a `--tokenizer` names; None for "characters", which the text decides.
+
+    Raises:
+        UserError: it names a file that cannot be read, or is no tokenizer's.
+    """
+    if tokenizer == Characters.name:
+        return None
+    if tokenizer == Bytes.name:
+        return Bytes()
+    fix = "give characters, bytes, or a JSON file of the package tokenizers"
+    try:
+        found = Subwords(Path(tokenizer).read_bytes())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot read --tokenizer {tokenizer} ({why}): {fix}") from error
+    try:
+        size = len(found)
+    except UserError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"--tokenizer {tokenizer} is not a tokenizer ({why}): {fix}") from error
+    if size < 2:
+        raise UserError(f"--tokenizer {tokenizer} has {size} tokens, at least 2 are needed: {fix}")
+    return found
+
+
+def codes_of(text: str) -> np.ndarray:
+    """The code points of a text, uint32.
+
+    Raises:
+        UserError: it holds something that is no character.
+    """
+    utf8(text)
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+def utf8(text: str) -> bytes:
+    """A text's bytes.
+
+    Raises:
+        UserError: it holds something that is no character, such as bytes of the command line that are not UTF-8.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{text[error.start]!r} is no character: leave it out") from None
+
+
+def visible(text: str) -> str:
+    """Shows white space: one character each, so that a text stands on one line."""
+    return text.translate({32: "␣", 10: "↵", 9: "⇥"})
