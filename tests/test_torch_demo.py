@@ -15,6 +15,7 @@ from train_demo.generate import generate
 from train_demo.model import blueprint
 from train_demo.sample import load_model
 from train_demo.sampler import Sampling
+from train_demo.settings import Settings
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs! How vexing, zebras jump. "
 SIZES = (
@@ -60,9 +61,8 @@ def state_dict(params, prefix=""):
         if name == "kernel":
             outputs = prefix.endswith(".out.")
             array = array.reshape(-1, array.shape[-1]) if outputs else array.reshape(array.shape[0], -1)
-        found[prefix + {"scale": "weight", "embedding": "weight", "kernel": "weight"}[name]] = torch.tensor(
-            array.T if name == "kernel" else array
-        )
+        own = name if prefix == "shift." else "weight"
+        found[prefix + own] = torch.tensor(array.T if name == "kernel" else array)
     return found
 
 
@@ -71,9 +71,27 @@ def port(run):
     config = run_folder.read_config(run)
     settings, size = config.settings, len(config.vocabulary)
     params = checkpoint.restore_newest(run, {"params": blueprint(size, settings)[1]}, pytest.fail).trees["params"]
-    port = torch_demo.Transformer(size, settings.layers, settings.features, settings.heads, settings.context_length)
+    return ported(size, settings, params)
+
+
+def ported(size, settings, params):
+    names = ("layers", "features", "heads", "context_length", "mlp", "head", "token_shift")
+    port = torch_demo.Transformer(size, *(getattr(settings, name) for name in names))
     port.load_state_dict(state_dict(params))
     return port
+
+
+@pytest.mark.parametrize("choices", [{"mlp": "swiglu", "head": "tied"}, {"mlp": "gelu", "token_shift": 0}])
+def test_a_port_of_every_choice_computes_the_same_logits(choices):
+    settings = Settings(context_length=16, layers=1, heads=2, features=32, **choices)
+    structure, shapes = blueprint(11, settings)
+    draws = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: draws.normal(size=leaf.shape, scale=0.3).astype(np.float32), shapes)
+    numbers = draws.integers(0, 11, (2, 20)).astype(np.int32)
+    ours = np.asarray(jax.jit(lambda params: nnx.merge(structure, params)(numbers))(params))
+    with torch.no_grad():
+        theirs = ported(11, settings, params)(torch.tensor(numbers)).numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("prompt", ["T", "Pack my box with five", TEXT])

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from train_demo import generate
-from train_demo.model import blueprint, initial_params
+from train_demo.model import blueprint
 from train_demo.sampler import Sampling, draw, filtered
 from train_demo.settings import Settings
 
@@ -111,8 +111,10 @@ GREEDY, WILD = Sampling(temperature=0.0), Sampling(temperature=2.0)
 @pytest.fixture(scope="module")
 def model():
     """Weights large enough that texts are no repetitions of one character."""
-    structure, _ = blueprint(len(VOCABULARY), SETTINGS)
-    return nnx.merge(structure, jax.tree.map(lambda x: 3 * x, initial_params(len(VOCABULARY), SETTINGS)))
+    structure, shapes = blueprint(len(VOCABULARY), SETTINGS)
+    draws = np.random.default_rng(0)
+    scale = 3 * SETTINGS.features**-0.5
+    return nnx.merge(structure, jax.tree.map(lambda x: draws.normal(0, scale, x.shape).astype(np.float32), shapes))
 
 
 def texts(model, prompts, *rest, **options):

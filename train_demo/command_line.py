@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -13,7 +14,19 @@ from train_demo.data import encode, load
 from train_demo.errors import UserError, printable
 from train_demo.layout import Layout
 from train_demo.run_folder import newest, prepare, read_config
-from train_demo.settings import Settings, above_zero_to_one, count, number, seed, several, temperature, zero_to_one
+from train_demo.settings import (
+    SIZES,
+    Settings,
+    above_zero_to_one,
+    completed,
+    count,
+    number,
+    one_of,
+    seed,
+    several,
+    temperature,
+    zero_to_one,
+)
 
 # JAX, Matplotlib and Orbax are imported where they are used, so that help and refusals come at once.
 
@@ -27,7 +40,10 @@ ABSENT_TPU = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
 }
-PLANNED = ("batch_size", "context_length", "layers", "heads", "features", "dropout_rate", "dtype")
+PLANNED = (
+    *("batch_size", "context_length", "layers", "heads", "features", "mlp", "head", "token_shift", "optimizer"),
+    *("dropout_rate", "dtype"),
+)
 PLANNED_LAYOUT = ("data_parallel", "fsdp", "tensor", "context", "accumulate", "remat")
 SAMPLING = (
     ("max-new-tokens", count, 500, "characters to write"),
@@ -67,7 +83,13 @@ def _train(chosen: argparse.Namespace) -> int:
     given = {name: getattr(chosen, name) for name in SETTINGS if getattr(chosen, name) is not None}
     out = chosen.out or Path(RUNS, Path(chosen.data).stem if chosen.data else "python-docs")
     layout = Layout(**{name: getattr(chosen, name) for name in LAYOUT})
+    if chosen.size is not None:
+        given = completed(chosen.size, given)
     config, text = prepare(out, chosen.data, given, chosen.resume)
+    if layout.first:  # before JAX is imported, which takes a second
+        characters, name = len(text.characters), config.data or "the Python documentation"
+        print(printable(f"{characters:,} characters of {name}, {len(text.vocabulary)} distinct ones"), flush=True)
+    _keep_compiled()
     # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
     from train_demo.processes import joined
@@ -75,6 +97,19 @@ def _train(chosen: argparse.Namespace) -> int:
 
     with joined(layout), _memory("--batch-size, --context-length or --features"):
         return train(config, text, out, chosen.resume, layout)
+
+
+def _keep_compiled() -> None:
+    """Has JAX keep what it compiles in the user's cache folder, for the next run, unless it was told where to.
+
+    A cache that cannot be read or written is no error: the run compiles then.
+    """
+    if "jax" in sys.modules:  # this is no process of its own, and JAX has been configured
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "flax_mha")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry", UserWarning)
 
 
 @contextmanager
@@ -96,6 +131,7 @@ def _sample(chosen: argparse.Namespace) -> int:
     out = _chosen_run(chosen.out)
     config = read_config(out)
     encode("".join([*chosen.prompt, chosen.stop or ""]), config.vocabulary)  # before anything slow begins
+    _keep_compiled()
     from train_demo import generate, sample
     from train_demo.sampler import Sampling
 
@@ -197,6 +233,8 @@ def _parser() -> Parser:
         action="store_true",
         help="go on from the folder's newest good checkpoint; a larger --steps extends the run",
     )
+    size = f"model, batch and steps at once: {', '.join(SIZES)} (default: tiny); options below count more"
+    train.add_argument("--size", type=one_of(SIZES), metavar="NAME", help=size)
     for name, option in SETTINGS.items():
         parse, explanation = option.metadata["parse"], option.metadata["help"]
         train.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: {option.default})")
