@@ -161,7 +161,7 @@ def test_the_logits_beyond_the_ring_are_those_of_one_windowed_pass(model):
 def test_nothing_depends_on_what_is_out_of_reach(model):
     whole = numbers_of("abcdefghijk" * 5)
     reach = model.reach
-    assert reach == 2 * (CONTEXT - 1) + 1
+    assert reach == 2 * (CONTEXT - 1) + 1 + SETTINGS.token_shift
     last = logits_of(model, whole)[0, -1]
     np.testing.assert_allclose(logits_of(model, whole[:, -reach:])[0, -1], last, rtol=0, atol=1e-5 * np.abs(last).max())
     assert np.abs(logits_of(model, whole[:, 1 - reach :])[0, -1] - last).max() > 1e-4

@@ -49,9 +49,9 @@ class TokenShift(nnx.Module):
         x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
         if self.last is not None:
             ends = jnp.full(len(x), length) if lengths is None else lengths
-            rows = ends[:, None] + jnp.arange(distance)
+            rows = ends[:, None] + jnp.arange(distance)[None]
             self.last[...] = jnp.take_along_axis(x, rows[..., None], axis=1).astype(jnp.float32)
-        scale = self.scale[...].astype(x.dtype)
+        scale = self.scale[...].astype(x.dtype)[:, None, None]
         shifted = [scale[i - 1] * x[:, distance - i : distance - i + length] for i in range(1, distance + 1)]
         return functools.reduce(jnp.add, shifted, x[:, distance:])
 
