@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 import train_demo
 from train_demo import export, torch_model, training
 from train_demo.__main__ import main
+from train_demo.model import blueprint
+from train_demo.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs! How vexing, zebras jump. "
@@ -64,6 +66,26 @@ def port(run):
     port = torch_model.Transformer(**described["model"])
     port.load_state_dict(load_file(run.out / "export" / "model.safetensors"))
     return port
+
+
+def ported(size, settings, params):
+    names = ("layers", "features", "heads", "context_length", "mlp", "head", "token_shift")
+    port = torch_model.Transformer(size, *(getattr(settings, name) for name in names))
+    port.load_state_dict({name: torch.from_numpy(array) for name, array in export.torch_arrays(params).items()})
+    return port
+
+
+@pytest.mark.parametrize("choices", [{"mlp": "swiglu", "head": "tied"}, {"mlp": "gelu", "token_shift": 0}])
+def test_a_port_of_every_choice_computes_the_same_logits(choices):
+    settings = Settings(context_length=16, layers=1, heads=2, features=32, **choices)
+    structure, shapes = blueprint(11, settings)
+    draws = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: draws.normal(size=leaf.shape, scale=0.3).astype(np.float32), shapes)
+    numbers = draws.integers(0, 11, (2, 20)).astype(np.int32)
+    ours = np.asarray(jax.jit(lambda params: nnx.merge(structure, params)(numbers))(params))
+    with torch.no_grad():
+        theirs = ported(11, settings, params)(torch.tensor(numbers)).numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("prompt", ["T", "Pack my box with five", TEXT])

@@ -32,7 +32,7 @@ def _fast():
         return write(model, vocabulary, prompts, *rest, **options) if rest else iter(())
 
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):  # as users have it
-        for name in ("make_update", "make_validate"):
+        for name in ("make_updates", "make_validate"):
             patch.setattr(training, name, functools.cache(getattr(training, name)))
         first = functools.cache(lambda *sizes: jax.device_get(initial_params(*sizes)))
         patch.setattr(training, "initial_params", lambda *sizes: jax.device_put(first(*sizes)))

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from train_demo import generate
-from train_demo.model import blueprint, initial_params
+from train_demo.model import blueprint
 from train_demo.sampler import Sampling, draw, filtered
 from train_demo.settings import Settings
 from train_demo.vocabulary import Characters
@@ -113,8 +113,17 @@ GREEDY, WILD = Sampling(temperature=0.0), Sampling(temperature=2.0)
 @pytest.fixture(scope="module")
 def model():
     """Weights large enough that texts are no repetitions of one character."""
-    structure, _ = blueprint(len(VOCABULARY), SETTINGS)
-    return nnx.merge(structure, jax.tree.map(lambda x: 3 * x, initial_params(len(VOCABULARY), SETTINGS)))
+    structure, shapes = blueprint(len(VOCABULARY), SETTINGS)
+    draws = np.random.default_rng(0)
+
+    def weights(path, leaf):
+        name = path[-1].key
+        if name == "scale":
+            return np.full(leaf.shape, 3, np.float32)
+        scale = 3 if name == "embedding" else 3 * SETTINGS.features**-0.5
+        return draws.normal(0, scale, leaf.shape).astype(np.float32)
+
+    return nnx.merge(structure, jax.tree.map_with_path(weights, shapes))
 
 
 def texts(model, prompts, *rest, **options):
@@ -161,7 +170,7 @@ def test_the_logits_beyond_the_ring_are_those_of_one_windowed_pass(model):
 def test_nothing_depends_on_what_is_out_of_reach(model):
     whole = numbers_of("abcdefghijk" * 5)
     reach = model.reach
-    assert reach == 2 * (CONTEXT - 1) + 1
+    assert reach == 2 * (CONTEXT - 1) + 1 + SETTINGS.token_shift
     last = logits_of(model, whole)[0, -1]
     np.testing.assert_allclose(logits_of(model, whole[:, -reach:])[0, -1], last, rtol=0, atol=1e-5 * np.abs(last).max())
     assert np.abs(logits_of(model, whole[:, 1 - reach :])[0, -1] - last).max() > 1e-4

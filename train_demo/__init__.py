@@ -9,6 +9,10 @@ Example:
     ```
 """
 
+import time
+
+STARTED = time.perf_counter()  # of the process, as far as anything here can know
+
 # A type checker sees these names; a program imports them when it asks for them, because `python -m train_demo` imports
 # this file before it can heed Ctrl-C.
 TYPE_CHECKING = False

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train_demo import metrics
-from train_demo.data import Say
-from train_demo.errors import UserError, enough_memory
+from train_demo.data import Say, Text
+from train_demo.errors import UserError, enough_memory, printable
 from train_demo.layout import Layout
 from train_demo.run_folder import Config, prepare, read_config
-from train_demo.settings import Settings
+from train_demo.settings import SIZES, Settings, completed
 
 if TYPE_CHECKING:
     from train_demo.model import Transformer
@@ -115,14 +115,19 @@ def train(
     quiet: bool = False,
     samples: bool = True,
     layout: Layout | None = None,
+    size: str | None = None,
     seed: int | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
     context_length: int | None = None,
+    optimizer: str | None = None,
     learning_rate: float | None = None,
     layers: int | None = None,
     heads: int | None = None,
     features: int | None = None,
+    mlp: str | None = None,
+    head: str | None = None,
+    token_shift: int | None = None,
     dtype: str | None = None,
     dropout_rate: float | None = None,
     eval_every: int | None = None,
@@ -140,15 +145,20 @@ def train(
         quiet: print nothing.
         samples: write a short text at each validation, which is compiled the first time.
         layout: how it is computed, and on which devices.
+        size: "tiny", "small", "medium" or "gpt2": model, batch and steps at once; what follows counts more.
         seed: where the weights, the batches and the dropout start.
         steps: parameter updates.
         batch_size: windows of text an update.
         context_length: tokens a window.
+        optimizer: "muon", or "adamw" for the matrices, too.
         learning_rate: the highest, after the warm-up.
         layers: transformer blocks.
         heads: attention heads a block.
         features: width of the model.
-        dtype: what the model computes in, "float32" or "bfloat16".
+        mlp: the small networks, "relu2", "gelu" or "swiglu".
+        head: "untied", or "tied" to the embedding's parameters.
+        token_shift: how many earlier tokens are mixed into each token's embedding.
+        dtype: what the model computes in, "float32" or "bfloat16"; "auto" takes bfloat16 on GPUs and TPUs.
         dropout_rate: share of the activations dropped while training.
         eval_every: steps between two validation losses.
         save_every: steps between two checkpoints.
@@ -168,6 +178,10 @@ def train(
     """
     given = {name: value for name, value in locals().items() if name in SETTINGS and value is not None}
     given = {name: _checked(name, value, SETTINGS[name].metadata["parse"]) for name, value in given.items()}
+    if size is not None:
+        if size not in SIZES:
+            raise UserError(f"size: expected one of {', '.join(SIZES)}, got {size!r}")
+        given = completed(size, given)
     if layout is not None and layout.num_processes is not None:
         raise UserError("layout names several processes: start each with the command python -m train_demo")
     where = Path(out) if out is not None else default_folder(None if data is None else str(data))
@@ -224,6 +238,8 @@ def start(
         UserError: whatever the user can fix.
     """
     config, text = prepare(out, data, given, resume, tokenizer, say)
+    if layout.first and not quiet:  # before JAX is imported, which takes a second
+        print(printable(_described(config, text)), flush=True)
     # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
     from train_demo.processes import joined
@@ -231,6 +247,14 @@ def start(
 
     with joined(layout), enough_memory("--batch-size, --context-length or --features"):
         return run_training(config, text, out, resume, layout, quiet, samples)
+
+
+def _described(config: Config, text: Text) -> str:
+    unit, kinds = text.vocabulary.unit, len(text.vocabulary)
+    several = f"{text.documents:,} documents in " if text.packed else ""
+    skipped = f" ({text.skipped} other files hold no UTF-8 text)" if text.skipped else ""
+    found = several + (config.data or "the Python documentation") + skipped
+    return f"{len(text):,} {unit}s of {found}, {kinds:,} kinds of {unit}s"
 
 
 def default_folder(data: str | None) -> Path:

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,19 @@ from train_demo.data import SHARD, load
 from train_demo.errors import UserError, enough_memory, printable
 from train_demo.layout import Layout
 from train_demo.run_folder import newest, read_config
-from train_demo.settings import Settings, above_zero_to_one, count, number, seed, several, temperature, zero_to_one
+from train_demo.settings import (
+    SIZES,
+    Settings,
+    above_zero_to_one,
+    completed,
+    count,
+    number,
+    one_of,
+    seed,
+    several,
+    temperature,
+    zero_to_one,
+)
 
 # JAX, Matplotlib and Orbax are imported where they are used, so that help and refusals come at once.
 
@@ -25,7 +38,10 @@ ABSENT_TPU = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
 }
-PLANNED = ("batch_size", "context_length", "layers", "heads", "features", "dropout_rate", "dtype")
+PLANNED = (
+    *("batch_size", "context_length", "layers", "heads", "features", "mlp", "head", "token_shift", "optimizer"),
+    *("dropout_rate", "dtype"),
+)
 PLANNED_LAYOUT = ("data_parallel", "fsdp", "tensor", "context", "accumulate", "remat")
 SAMPLING = (
     ("max-new-tokens", count, 500, "tokens to write"),
@@ -65,6 +81,9 @@ def _train(chosen: argparse.Namespace) -> int:
     given = {name: getattr(chosen, name) for name in SETTINGS if getattr(chosen, name) is not None}
     out = chosen.out or default_folder(chosen.data)
     layout = Layout(**{name: getattr(chosen, name) for name in LAYOUT})
+    if chosen.size is not None:
+        given = completed(chosen.size, given)
+    _keep_compiled()
 
     def say(line: str) -> None:
         if layout.first:
@@ -82,12 +101,26 @@ def _train(chosen: argparse.Namespace) -> int:
     )
 
 
+def _keep_compiled() -> None:
+    """Has JAX keep what it compiles in the user's cache folder, for the next run, unless it was told where to.
+
+    A cache that cannot be read or written is no error: the run compiles then.
+    """
+    if "jax" in sys.modules:  # this is no process of its own, and JAX has been configured
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "flax_mha")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry", UserWarning)
+
+
 def _sample(chosen: argparse.Namespace) -> int:
     _refuse_empty("--prompt", chosen.prompt)
     _refuse_empty("--stop", [] if chosen.stop is None else [chosen.stop])
     out = _chosen_run(chosen.out)
     config = read_config(out)
     config.vocabulary.encode("".join([*chosen.prompt, chosen.stop or ""]))  # before anything slow begins
+    _keep_compiled()
     from train_demo import generate, sample
     from train_demo.sampler import Sampling
 
@@ -220,6 +253,8 @@ def _parser() -> Parser:
         help="go on from the folder's newest good checkpoint; a larger --steps extends the run",
     )
     train.add_argument("--no-samples", action="store_true", help="write no short text at each validation")
+    size = f"model, batch and steps at once: {', '.join(SIZES)} (default: tiny); options below count more"
+    train.add_argument("--size", type=one_of(SIZES), metavar="NAME", help=size)
     for name, option in SETTINGS.items():
         parse, explanation = option.metadata["parse"], option.metadata["help"]
         train.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: {option.default})")

@@ -54,7 +54,10 @@ def described(config: Config) -> dict[str, Any]:
     file beside it.
     """
     settings = config.settings
-    sizes = {name: getattr(settings, name) for name in ("layers", "features", "heads", "context_length")}
+    sizes = {
+        name: getattr(settings, name)
+        for name in ("layers", "features", "heads", "context_length", "mlp", "head", "token_shift")
+    }
     return {
         "model": {"vocabulary_size": len(config.vocabulary), **sizes},
         "vocabulary": saved_vocabulary(config.vocabulary),
@@ -79,7 +82,7 @@ def torch_arrays(params: dict[Any, Any], prefix: str = "") -> dict[str, np.ndarr
             outputs = prefix.endswith(".out.")  # [heads, head size, features]; the others end with what they make
             array = array.reshape(-1, array.shape[-1]) if outputs else array.reshape(array.shape[0], -1)
             array = np.ascontiguousarray(array.T)
-        found[prefix + NAMES[name]] = array
+        found[prefix + ("scale" if prefix == "shift." else NAMES[name])] = array
     return found
 
 

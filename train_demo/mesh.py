@@ -35,6 +35,7 @@ PARAMS = {
     "value": P("fsdp", "model", None),
     "out": P("model", None, "fsdp"),  # [heads, head size, features]
     "widen": P("fsdp", "model"),  # [features, width]
+    "gate": P("fsdp", "model"),
     "narrow": P("model", "fsdp"),  # [width, features]
     "head": P("fsdp", None),  # [features, vocabulary]
 }

@@ -18,6 +18,74 @@ from train_demo.layout import Layout
 from train_demo.settings import Settings
 
 Params = dict[Any, Any]
+# Blocks begin as the identity, and all characters as equally likely.
+NOTHING = nnx.initializers.zeros_init()
+
+
+class TokenShift(nnx.Module):
+    """`x[t] + sum_i scale[i] * x[t - i]`: each embedding with those of a few characters before it.
+
+    So the first layer sees pairs of characters, without attention having to find the neighbor first. While the model
+    decodes, the embeddings of the last characters are kept.
+
+    Args:
+        distance: how many characters back it reaches.
+        features: D.
+    """
+
+    def __init__(self, distance: int, features: int):
+        self.scale = nnx.Param(jnp.zeros((distance, features)))
+        self.last: nnx.Cache | None = nnx.data(None)
+
+    def set_view(self, decode: bool | None = None, batch_size: int | None = None) -> None:
+        """What `nnx.view` calls: starts to decode, before the first character."""
+        if decode and batch_size is not None:
+            self.last = nnx.Cache(jnp.zeros((batch_size, *self.scale.shape)))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        lengths: Int[Array, " B"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Mixes; `lengths` says where each row's padding begins, and no document is mixed into another."""
+        distance, length = len(self.scale), x.shape[1]
+        before = jnp.zeros((x.shape[0], *self.scale.shape)) if self.last is None else self.last[...]
+        x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+        if self.last is not None:
+            ends = jnp.full(len(x), length) if lengths is None else lengths
+            rows = ends[:, None] + jnp.arange(distance)[None]
+            self.last[...] = jnp.take_along_axis(x, rows[..., None], axis=1).astype(jnp.float32)
+        scale = self.scale[...].astype(x.dtype)[:, None, None]
+        shifted = [scale[i - 1] * x[:, distance - i : distance - i + length] for i in range(1, distance + 1)]
+        if segment_ids is not None:
+            own = [segment_ids == jnp.roll(segment_ids, i, axis=1) for i in range(1, distance + 1)]
+            shifted = [jnp.where(same[..., None], each, 0) for same, each in zip(own, shifted, strict=True)]
+        return functools.reduce(jnp.add, shifted, x[:, distance:])
+
+
+class MLP(nnx.Module):
+    """`narrow(activation(widen(x)))`; SwiGLU has a third matrix, and a smaller width, for as many parameters."""
+
+    def __init__(self, settings: Settings, *, rngs: nnx.Rngs):
+        features, gated = settings.features, settings.mlp == "swiglu"
+        width = 4 * features if not gated else 8 * features // 3 // 8 * 8
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=computed_in(settings), rngs=rngs)
+        self.widen = linear(features, width)
+        self.gate = linear(features, width) if gated else None
+        self.narrow = linear(width, features, kernel_init=NOTHING)
+        self.activation = settings.mlp
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Computes each position by itself."""
+        hidden = self.widen(x)
+        if self.gate is not None:
+            hidden = jax.nn.silu(self.gate(x)) * hidden
+        elif self.activation == "gelu":
+            hidden = jax.nn.gelu(hidden)
+        else:  # squared ReLU learns as well as GELU and costs no exponential (Primer, arXiv 2109.08668)
+            hidden = jnp.square(jax.nn.relu(hidden))
+        return self.narrow(hidden)
 
 
 class Block(nnx.Module):
@@ -32,7 +100,8 @@ class Block(nnx.Module):
             dtype=dtype,
             dropout_rate=settings.dropout_rate,
             use_bias=False,
-            normalize_qk=True,
+            out_kernel_init=NOTHING,
+            normalize_qk="rms_norm",
             rope=RoPE(),
             # Windows of training are no longer than this. In longer texts the window slides, and the cache is a ring.
             local_window_size=(settings.context_length - 1, 0),
@@ -44,8 +113,7 @@ class Block(nnx.Module):
         # Told how the heads are split, each device computes the attention of its own as if it were alone.
         self.qkv_sharding = P(batch_axes(layout), None, "model", None) if layout.context == 1 else None
         self.network_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
-        self.widen = nnx.Linear(features, 4 * features, use_bias=False, dtype=dtype, rngs=rngs)
-        self.narrow = nnx.Linear(4 * features, features, use_bias=False, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(settings, rngs=rngs)
         self.dropout = nnx.Dropout(settings.dropout_rate)
 
     def __call__(
@@ -70,9 +138,7 @@ class Block(nnx.Module):
             qkv_sharding=None if mesh.current() is None else self.qkv_sharding,
         )
         x = x + self.dropout(heard, deterministic=fixed, rngs=rngs)
-        # Squared ReLU learns as well as GELU here and costs no exponential (Primer, arXiv 2109.08668).
-        hidden = jnp.square(jax.nn.relu(self.widen(self.network_norm(x))))
-        return x + self.dropout(self.narrow(hidden), deterministic=fixed, rngs=rngs)
+        return x + self.dropout(self.mlp(self.network_norm(x)), deterministic=fixed, rngs=rngs)
 
 
 class Transformer(nnx.Module):
@@ -92,11 +158,16 @@ class Transformer(nnx.Module):
 
     def __init__(self, vocabulary_size: int, settings: Settings, layout: Layout | None = None, *, rngs: nnx.Rngs):
         features, dtype = settings.features, computed_in(settings)
-        self.embedding = nnx.Embed(vocabulary_size, features, dtype=dtype, rngs=rngs)
+        untied = settings.head == "untied"
+        # The head multiplies by the embedding, too, where they are tied: logits of about 1.
+        draws = nnx.initializers.normal(1.0 if untied else features**-0.5)
+        self.embedding = nnx.Embed(vocabulary_size, features, dtype=dtype, embedding_init=draws, rngs=rngs)
+        self.shift = TokenShift(settings.token_shift, features) if settings.token_shift else None
         self.blocks = nnx.List([Block(settings, layout or Layout(), rngs=rngs) for _ in range(settings.layers)])
         self.norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(features, vocabulary_size, use_bias=False, dtype=dtype, rngs=rngs)
-        self.reach = settings.layers * (settings.context_length - 1) + 1
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, kernel_init=NOTHING, rngs=rngs)
+        self.head = linear(features, vocabulary_size) if untied else None
+        self.reach = settings.layers * (settings.context_length - 1) + 1 + settings.token_shift
 
     def __call__(
         self,
@@ -118,14 +189,20 @@ class Transformer(nnx.Module):
             sow_weights: sow every block's `attention_weights`, `[B, N, T, T]`, for `nnx.capture`.
             remat: for the gradient, compute each block again instead of keeping what it computed.
         """
-        x = mesh.gathered(self.embedding)(characters)
+        embedding = mesh.gathered(self.embedding)
+        x = embedding(characters)
+        if self.head is None:
+            x = x * x.shape[-1] ** 0.5
+        if self.shift is not None:
+            x = self.shift(x, lengths, segment_ids)
         run = functools.partial(Block.__call__, lengths=lengths, segment_ids=segment_ids, sow_weights=sow_weights)
         if remat:
             x = _rematerialized(run, self.blocks, x, rngs)
         else:
             for block in self.blocks:
                 x = run(mesh.gathered(block), x, rngs=rngs)
-        return mesh.gathered(self.head)(self.norm(x)).astype(jnp.float32)
+        x = self.norm(x)
+        return (embedding.attend(x) if self.head is None else mesh.gathered(self.head)(x)).astype(jnp.float32)
 
 
 def _rematerialized(
@@ -151,7 +228,15 @@ def _rematerialized(
 
 def computed_in(settings: Settings) -> Any:
     """The dtype that layers compute in; None, for float32, is that of the parameters."""
-    return None if settings.dtype == "float32" else jnp.dtype(settings.dtype)
+    name = chosen_dtype(settings)
+    return None if name == "float32" else jnp.dtype(name)
+
+
+def chosen_dtype(settings: Settings) -> str:
+    """The name of the dtype that layers compute in; "auto" depends on what JAX runs on."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def blueprint(

@@ -1,5 +1,6 @@
 """The progress bar: steps, loss, speed, time left."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -7,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from train_demo import STARTED
 from train_demo.settings import Settings
 
 
@@ -24,9 +26,12 @@ class TokensPerSecond(ProgressColumn):
 
 @contextmanager
 def bar(console: Console, start: int, settings: Settings) -> Iterator[Callable[[int, float], None]]:
-    """Shows a bar on the console while the context lasts; yields `show(step, loss)`."""
+    """Shows a bar on the console while the context lasts; yields `show(step, loss)`.
+
+    Until the first step is shown, the bar says that the step is being compiled; then a line says how long that took.
+    """
     columns = (
-        TextColumn("step"),
+        TextColumn("{task.description}"),
         MofNCompleteColumn(),
         BarColumn(),
         TextColumn("loss {task.fields[loss]}"),
@@ -35,5 +40,23 @@ def bar(console: Console, start: int, settings: Settings) -> Iterator[Callable[[
         TextColumn("left"),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("train", total=settings.steps, completed=start, loss="?")
-        yield lambda step, loss: progress.update(task, completed=step, loss=f"{loss:.3f}")
+        task = progress.add_task("compiling", total=settings.steps, completed=start, loss="?")
+
+        def show(step: int, loss: float) -> None:
+            if step == start + 1:
+                progress.reset(task, completed=start, description="step")
+                console.print(f"the first step is done {time.perf_counter() - STARTED:.1f} s after the start")
+            progress.update(task, completed=step, loss=f"{loss:.3f}")
+
+        yield show
+
+
+@contextmanager
+def busy(console: Console, what: str) -> Iterator[None]:
+    """Says what takes a while, with a spinner on a terminal, for as long as the context lasts."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        console.print(what)
+        yield

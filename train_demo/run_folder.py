@@ -11,7 +11,7 @@ from typing import Any
 from train_demo import data, vocabulary
 from train_demo.errors import UserError
 from train_demo.files import read_json, write_atomically
-from train_demo.settings import Settings, restored
+from train_demo.settings import Settings, completed, restored
 from train_demo.vocabulary import Bytes, Characters, Subwords, Vocabulary
 
 try:
@@ -21,8 +21,9 @@ except ImportError:  # Windows: nothing keeps two runs out of one folder there
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
-# What the parameters of a checkpoint mean. Version 1, which had no number, learned an embedding of each position.
-MODEL_VERSION = 2
+# What the parameters of a checkpoint mean. Version 1, which had no number, learned an embedding of each position;
+# version 2 normalized queries and keys with LayerNorm and saw each character alone.
+MODEL_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def prepare(
         raise UserError(f"{out} holds a run already: pass --resume to go on with it, or another --out")
     if not saved and (out / CHECKPOINTS).exists():
         raise UserError(f"{out} holds checkpoints without their {CONFIG}: choose another --out")
-    settings = replace(saved.settings if saved else Settings(), **given)
+    settings = replace(saved.settings, **given) if saved else Settings(**completed("tiny", given))
     path = saved.data if path is None and saved else path
     tokens = vocabulary.chosen(tokenizer or Characters.name)
     if tokenizer is None and saved and not isinstance(saved.vocabulary, Characters):

@@ -17,7 +17,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.size, self.context_length = heads, features // heads, context_length
         self.query, self.key, self.value, self.out = (nn.Linear(features, features, bias=False) for _ in range(4))
-        self.query_ln, self.key_ln = (nn.LayerNorm(self.size, EPSILON, bias=False) for _ in range(2))
+        self.query_ln, self.key_ln = (nn.RMSNorm(self.size, EPSILON) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """Reads, at each position, from those before it: `[batch, length, features]` to the same."""
@@ -43,38 +43,83 @@ def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
     return x * angle.cos() + torch.cat([-high, low], dim=-1) * angle.sin()
 
 
+class MLP(nn.Module):
+    """Squared ReLU, GELU or SwiGLU between two matrices."""
+
+    def __init__(self, features: int, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        width = 8 * features // 3 // 8 * 8 if kind == "swiglu" else 4 * features
+        self.widen, self.narrow = nn.Linear(features, width, bias=False), nn.Linear(width, features, bias=False)
+        self.gate = nn.Linear(features, width, bias=False) if kind == "swiglu" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes each position by itself."""
+        hidden = self.widen(x)
+        if self.gate is not None:
+            hidden = F.silu(self.gate(x)) * hidden
+        else:
+            hidden = F.gelu(hidden, approximate="tanh") if self.kind == "gelu" else F.relu(hidden) ** 2
+        return self.narrow(hidden)
+
+
 class Block(nn.Module):
     """Attention, then a small network; each adds to its input."""
 
-    def __init__(self, features: int, heads: int, context_length: int) -> None:
+    def __init__(self, features: int, heads: int, context_length: int, mlp: str) -> None:
         super().__init__()
         self.attention_norm, self.network_norm = (nn.RMSNorm(features, EPSILON) for _ in range(2))
         self.attention = Attention(features, heads, context_length)
-        self.widen = nn.Linear(features, 4 * features, bias=False)
-        self.narrow = nn.Linear(4 * features, features, bias=False)
+        self.mlp = MLP(features, mlp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Adds to each position what the attention and the network make of it."""
         x = x + self.attention(self.attention_norm(x))
-        return x + self.narrow(F.relu(self.widen(self.network_norm(x))) ** 2)
+        return x + self.mlp(self.network_norm(x))
+
+
+class TokenShift(nn.Module):
+    """Adds the embeddings of the tokens before, each times a vector."""
+
+    def __init__(self, distance: int, features: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(distance, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mixes embeddings `[batch, length, features]`."""
+        shifted = [F.pad(x, (0, 0, i, 0))[:, : x.shape[1]] for i in range(1, len(self.scale) + 1)]
+        return x + sum(scale * before for scale, before in zip(self.scale, shifted, strict=True))
 
 
 class Transformer(nn.Module):
     """The model; its arguments are what `config.json` has as `model`."""
 
-    def __init__(self, vocabulary_size: int, layers: int, features: int, heads: int, context_length: int) -> None:
+    def __init__(
+        self,
+        vocabulary_size: int,
+        layers: int,
+        features: int,
+        heads: int,
+        context_length: int,
+        mlp: str = "relu2",
+        head: str = "untied",
+        token_shift: int = 2,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary_size, features)
-        self.blocks = nn.ModuleList([Block(features, heads, context_length) for _ in range(layers)])
+        self.shift = TokenShift(token_shift, features) if token_shift else nn.Identity()
+        self.blocks = nn.ModuleList([Block(features, heads, context_length, mlp) for _ in range(layers)])
         self.norm = nn.RMSNorm(features, EPSILON)
-        self.head = nn.Linear(features, vocabulary_size, bias=False)
+        self.head = nn.Linear(features, vocabulary_size, bias=False) if head == "untied" else None
 
     def forward(self, numbers: Tensor) -> Tensor:
         """Returns the logits of the token after each: int64 `[batch, length]` to `[batch, length, vocabulary]`."""
         x = self.embedding(numbers)
+        x = self.shift(x if self.head is not None else x * x.shape[-1] ** 0.5)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return x @ self.embedding.weight.T if self.head is None else self.head(x)
 
 
 @torch.no_grad()

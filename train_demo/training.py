@@ -13,18 +13,20 @@ from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax import P
 from jaxtyping import Array
 from rich.console import Console
 
-from train_demo import checkpoint, generate, mesh, metrics, plots, processes, progress, report, samples, usage
+from train_demo import checkpoint, generate, mesh, metrics, processes, progress, samples, usage, utilization
 from train_demo.data import WINDOWS, Text, shard_of_step, validation_windows
 from train_demo.errors import printable
 from train_demo.layout import Layout
-from train_demo.model import Params, Transformer, blueprint, initial_params
+from train_demo.model import Params, Transformer, blueprint, chosen_dtype, initial_params
+from train_demo.pace import Pace, next_stop
 from train_demo.run_folder import Config, sole_writer, write_config
-from train_demo.update import State, make_optimizer, make_update, make_validate
+from train_demo.update import MOST_STEPS, State, make_optimizer, make_updates, make_validate
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -80,7 +82,7 @@ class Run:
         params = initial_params(len(self.text.vocabulary), self.config.settings, params_at)
         # The shardings of its argument say nothing of those of the result.
         init = make_optimizer(self.config.settings).init
-        return State(params, init(params) if self.mesh is None else jax.jit(init, out_shardings=optimizer_at)(params))
+        return State(params, jax.jit(init, out_shardings=optimizer_at)(params))
 
 
 def train(
@@ -105,6 +107,7 @@ def train(
             devices, or the processes were started with different options.
     """
     console = SafeConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
+    config = replace(config, settings=replace(config.settings, dtype=chosen_dtype(config.settings)))
     devices = mesh.make(layout.sizes(jax.device_count(), config.settings))
     run = Run(config, text, out, layout, devices, console, write_samples)
     options = (config.settings, config.sha256, config.vocabulary.name, config.earlier_ends, layout.alone(), resume)
@@ -150,31 +153,20 @@ def _restored(run: Run) -> tuple[int, State]:
 def _introduce(run: Run, state: State) -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     devices = "" if run.mesh is None else f"{run.mesh.size} x "
-    run.console.print(
-        f"{size:,} parameters on {devices}{jax.devices()[0].device_kind}; "
-        f"{len(run.text):,} {run.text.vocabulary.unit}s of {_described(run)}"
-    )
-
-
-def _described(run: Run) -> str:
-    if run.config.data is None:
-        return "the Python documentation"
-    skipped = f" ({run.text.skipped} other files hold no UTF-8 text)" if run.text.skipped else ""
-    several = f"{run.text.documents:,} documents in " if run.text.packed else ""
-    return f"{several}{run.config.data}{skipped}"
+    run.console.print(f"{size:,} parameters on {devices}{jax.devices()[0].device_kind}; compiling a training step ...")
 
 
 def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
     """Trains from after `start`; returns the last step, its state, and whether Ctrl-C was pressed."""
     config, settings = run.config, run.config.settings
-    update = make_update(run.structure, settings, config.earlier_ends, run.layout, run.shardings, run.text.packed)
+    updates = make_updates(run.structure, settings, config.earlier_ends, run.layout, run.shardings, run.text.packed)
     # Its windows are not accumulated.
     validate = make_validate(
         blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))[0], run.text.packed
     )
     ends = {*config.earlier_ends, settings.steps}
     training, windows = _characters(run)
-    step, unread = start, []
+    step, unread, pace = start, list[tuple[range, Array]](), Pace(MOST_STEPS, run.layout)
     if run.layout.first:
         samples.drop_after(run.out, start)
     with (
@@ -183,14 +175,20 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
         _interruption(run.layout) as interrupted,
         progress.bar(run.console, start, settings) as show,
     ):
-        for step in range(start + 1, settings.steps + 1):
-            state, loss = update(state, step, training(step))
-            unread.append((step, loss))
+        while step < settings.steps:
+            stop_at = next_stop(step, ends, settings.eval_every, settings.save_every)
+            taken = range(step + 1, min(step + pace.steps, stop_at) + 1)
+            state, losses = updates(state, taken[0], len(taken), training(taken[0]))
+            unread.append((taken, losses))
+            step = taken[-1]
             stop, last = interrupted.is_set(), step in ends
             measure, keep = last or step % settings.eval_every == 0, last or stop or step % settings.save_every == 0
-            # Reading a loss waits for it: a step late, when the device has the next update to do.
+            # Reading losses waits for them: a dispatch late, when the device has the next one to do.
             while len(unread) > (0 if measure or keep else 1):
-                show(*log.write("loss", *unread.pop(0)))
+                taken, losses = unread.pop(0)
+                for number, loss in zip(taken, np.asarray(losses), strict=False):  # there are fewer steps than places
+                    show(*log.write("loss", number, loss))
+                pace.took(len(taken))
             if measure:
                 _, val_loss = log.write("val_loss", step, validate(state.params, windows))
                 run.console.print(f"step {step:>6}  validation loss {val_loss:.4f}")
@@ -199,9 +197,23 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
             if keep:
                 log.sync()
                 checkpoint.save(checkpoints, step, state._asdict())
+            if measure or keep:
+                pace.pause()
             if stop:
                 break
+    _say_speed(run, pace.speed)
     return step, state, interrupted.is_set()
+
+
+def _say_speed(run: Run, steps_per_second: float) -> None:
+    settings = run.config.settings
+    tokens = steps_per_second * settings.batch_size * settings.context_length
+    if tokens:
+        run.console.print(f"{1000 / steps_per_second:,.1f} ms a step: {tokens:,.0f} tokens/s")
+    devices = 1 if run.mesh is None else run.mesh.size
+    line = utilization.report(settings, run.shapes.params, devices, tokens)
+    if tokens and line:
+        run.console.print(line)
 
 
 def _characters(run: Run) -> tuple[Callable[[int], Array], Array]:
@@ -231,11 +243,15 @@ def _sample(run: Run, step: int, params: Params) -> None:
 
 
 def _finish(model: Transformer, config: Config, out: Path, console: Console) -> None:
-    weights = plots.attention_weights(model, config)
-    plots.draw(out, weights, config)
-    report.write(out, weights, config)
+    from train_demo import plots, report  # Matplotlib takes half a second, and no step needs it
+
+    with progress.busy(console, "Drawing the pictures"):
+        weights = plots.attention_weights(model, config)
+        plots.draw(out, weights, config)
+        report.write(out, weights, config)
     prompt = samples.prompt_of(config)
-    written = "".join(piece for (piece,) in generate.generate(model, config.vocabulary, [prompt]))
+    with progress.busy(console, "Writing a sample"):
+        written = "".join(piece for (piece,) in generate.generate(model, config.vocabulary, [prompt]))
     console.rule("a sample", style="dim")
     console.print(prompt + written)
     console.rule(style="dim")

@@ -1,4 +1,4 @@
-"""The two pure functions of training: one update of the state, and the loss over the validation windows."""
+"""The pure functions of training: one update of the state, or several, and the loss over the validation windows."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,14 +7,28 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int, Key
+from optax.contrib import MuonDimensionNumbers
 
 from train_demo import mesh, packing
 from train_demo.layout import Layout
 from train_demo.model import Params, Transformer
 from train_demo.settings import Settings
+
+# By the name of the layer: the axes that Muon takes for the rows and for the columns of a matrix.
+_heads_out, _heads_in = MuonDimensionNumbers(0, (1, 2)), MuonDimensionNumbers((0, 1), 2)
+ORTHOGONALIZED = dict.fromkeys(("query", "key", "value"), _heads_out) | {"out": _heads_in}
+ORTHOGONALIZED |= {name: MuonDimensionNumbers(0, 1) for name in ("widen", "gate", "narrow")}
+# Coefficients of the steps that make a matrix roughly orthogonal, each `a X + b (X X^T) X + c (X X^T)^2 X`: the first
+# three of the five of Dion (arXiv 2504.05295). The other two make singular values more alike, which took time and gave
+# the same loss.
+NEWTON_SCHULZ = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037))
+WARM_UP = 20  # steps
+MOST_STEPS = 128  # in one dispatch
+REFERENCE_FEATURES = 128  # where the head learns as fast as the rest
 
 
 class State(NamedTuple):
@@ -28,7 +42,10 @@ Validate = Callable[[Params, Int[Array, "C W T+1"]], Float[Array, ""]]
 
 
 def make_optimizer(settings: Settings, earlier_ends: Sequence[int] = ()) -> optax.GradientTransformation:
-    """AdamW with clipped gradients; the learning rate warms up, then falls along a cosine to 0 at the last step.
+    """The optimizer; the learning rate warms up, then falls linearly to 0 at the last step.
+
+    Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon) makes the momentum of each matrix orthogonal, so that
+    all directions learn at one speed; AdamW has what is no matrix between features: embedding, head, scales.
 
     Args:
         settings: the run's numbers.
@@ -40,8 +57,16 @@ def make_optimizer(settings: Settings, earlier_ends: Sequence[int] = ()) -> opta
     if earlier_ends:
         starts = (0, *earlier_ends)
         schedule = optax.join_schedules([_shifted(*pair) for pair in zip(schedules, starts, strict=True)], earlier_ends)
-    adamw = optax.adamw(schedule, b2=0.99, weight_decay=0.1, mask=_matrices)
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    if settings.optimizer == "adamw":
+        adamw = optax.adamw(schedule, b2=0.99, weight_decay=0.1, mask=_matrices)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    muon = optax.contrib.muon(schedule, NEWTON_SCHULZ, adam_b2=0.99, muon_weight_dimension_numbers=_orthogonalized)
+    # Each logit adds up `features` numbers, which all move by the learning rate (muP, arXiv 2203.03466).
+    head = optax.masked(optax.scale(REFERENCE_FEATURES / settings.features), _of_head)
+    return optax.chain(muon, head)
+
+
+Step = Callable[[State, Int[Array, ""], Int[Array, " S"]], tuple[State, Float[Array, ""]]]
 
 
 def make_update(
@@ -52,7 +77,7 @@ def make_update(
     shardings: State | None = None,
     packed: bool = False,
 ) -> jax.stages.Wrapped:
-    """Makes `update(state, step, characters) -> (state, loss)`, compiled.
+    """Makes `update(state, step, characters) -> (state, loss)`, compiled: one step of the training.
 
     The batch and the dropout are drawn from the seed and the step alone, so that a resumed run draws the same ones.
     (Dropout of an accumulated batch depends on how it is split, too.) The state that is given is used up.
@@ -65,7 +90,58 @@ def make_update(
         shardings: where the arrays of the state lie; None means on one device.
         packed: whether `characters` has the marks of several documents; see `packing`.
     """
-    optimizer, layout = make_optimizer(settings, earlier_ends), layout or Layout()
+    update = _step(structure, settings, earlier_ends, layout or Layout(), packed)
+    return jax.jit(update, donate_argnums=0, out_shardings=None if shardings is None else (shardings, P()))
+
+
+def make_updates(
+    structure: nnx.GraphDef[Transformer],
+    settings: Settings,
+    earlier_ends: tuple[int, ...] = (),
+    layout: Layout | None = None,
+    shardings: State | None = None,
+    packed: bool = False,
+) -> jax.stages.Wrapped:
+    """Makes `updates(state, first, steps, characters) -> (state, losses)`, compiled: several steps in one dispatch.
+
+    The number of steps, at most `MOST_STEPS`, is an argument of one and the same loop: however a run is cut into
+    dispatches, it computes the same bits.
+
+    Args:
+        structure: as for `make_update`, like what follows.
+        settings: likewise.
+        earlier_ends: likewise.
+        layout: likewise.
+        shardings: likewise.
+        packed: likewise.
+
+    Returns:
+        A function of the state, of the number of the first step, of how many steps to take, and of the characters. It
+        returns the state and `[MOST_STEPS]` losses, of which only those of the steps taken mean something.
+    """
+    update = _step(structure, settings, earlier_ends, layout or Layout(), packed)
+
+    def updates(
+        state: State, first: Int[Array, ""], steps: Int[Array, ""], characters: Int[Array, " S"]
+    ) -> tuple[State, Float[Array, " MOST_STEPS"]]:
+        def body(i: Int[Array, ""], carry: tuple[State, Array]) -> tuple[State, Array]:
+            state, loss = update(carry[0], first + i, characters)
+            return state, carry[1].at[i].set(loss)
+
+        return jax.lax.fori_loop(0, steps, body, (state, jnp.zeros(MOST_STEPS)))
+
+    return jax.jit(updates, donate_argnums=0, out_shardings=None if shardings is None else (shardings, P()))
+
+
+def _step(
+    structure: nnx.GraphDef[Transformer],
+    settings: Settings,
+    earlier_ends: tuple[int, ...],
+    layout: Layout,
+    packed: bool,
+) -> Step:
+    """One step of the training, to be compiled."""
+    optimizer = make_optimizer(settings, earlier_ends)
 
     def loss_of(params: Params, windows: Int[Array, "B T+1"], key: Key[Array, ""]) -> Float[Array, ""]:
         return _loss(nnx.merge(structure, params), windows, nnx.Rngs(dropout=key), layout.remat, packed)
@@ -85,8 +161,7 @@ def make_update(
         updates, optimizer_state = optimizer.update(mesh.as_stored(gradients), state.optimizer, state.params)
         return State(optax.apply_updates(state.params, updates), optimizer_state), loss
 
-    out_shardings = None if shardings is None else (shardings, P())
-    return jax.jit(update, donate_argnames="state", out_shardings=out_shardings)
+    return update
 
 
 def _accumulated(
@@ -127,7 +202,10 @@ def make_validate(structure: nnx.GraphDef[Transformer], packed: bool = False) ->
 
 
 def _schedule(learning_rate: float, steps: int) -> optax.Schedule:
-    return optax.warmup_cosine_decay_schedule(0.0, learning_rate, min(100, steps // 10), steps)
+    warm_up = min(WARM_UP, steps // 10)
+    rising = optax.linear_schedule(learning_rate / max(warm_up, 1), learning_rate, warm_up)
+    falling = optax.linear_schedule(learning_rate, 0.0, steps - warm_up)
+    return optax.join_schedules([rising, falling], [warm_up]) if warm_up else falling
 
 
 def _shifted(schedule: optax.Schedule, start: int) -> optax.Schedule:
@@ -136,8 +214,17 @@ def _shifted(schedule: optax.Schedule, start: int) -> optax.Schedule:
 
 
 def _matrices(params: Params) -> Params:
-    """Only matrices decay: a norm's scale has no reason to be small."""
-    return jax.tree.map(lambda array: array.ndim > 1, params)
+    """Only matrices decay: a scale has no reason to be small."""
+    return jax.tree.map_with_path(lambda path, _: path[-1].key != "scale", params)
+
+
+def _orthogonalized(params: Params) -> Params:
+    """Which axes of each matrix are summed over, and which ones come out; None for what AdamW has."""
+    return jax.tree.map_with_path(lambda path, _: ORTHOGONALIZED.get(path[-2].key), params)
+
+
+def _of_head(params: Params) -> Params:
+    return jax.tree.map_with_path(lambda path, _: path[0].key == "head", params)
 
 
 def _loss(
