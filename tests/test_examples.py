@@ -65,7 +65,7 @@ def test_packed_lm():
 
 def test_llama():
     llama = example("llama")
-    model = trained(llama, steps=20, below=3.3)  # the frequencies of characters alone cost 3.42
+    model = trained(llama, steps=25, below=3.25)  # the frequencies of characters alone cost 3.42
     prompts = jnp.stack([llama.encode("def t"), llama.encode("class")])
     written = llama.generate(model, prompts, num_tokens=11)
 
@@ -80,7 +80,7 @@ def test_llama():
 def test_encoder_decoder():
     encoder_decoder = example("encoder_decoder")
     # Who sees the sorted numbers before the next one, but not the source, can at best reach 1.95 (simulated).
-    state = trained(encoder_decoder, steps=25, below=1.7)
+    state = trained(encoder_decoder, steps=40, below=1.75)
     source, target, lengths = encoder_decoder.make_batch(jax.random.key(1), 8)
     is_number = jnp.arange(source.shape[1]) < lengths[:, None]
     assert not is_number.all()
