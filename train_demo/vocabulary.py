@@ -168,7 +168,7 @@ class Writer:
     Example:
         >>> writer = Writer(Bytes())
         >>> writer([97, 226, 136]), writer([154]), writer([226], last=True)
-        ('a', '√', '�')
+        ('', 'a√', '�')
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
