@@ -265,7 +265,8 @@ def test_sample_and_plot(copy, capfd):
     assert [parts[1::3], parts[2::3]] == [list("1122"), list("1212")]
     assert parts[3] == texts[0]
     assert parts[9].startswith("fox")
-    assert len({text[-31:] for text in parts[3::3]}) == 4
+    assert parts[3] != parts[6]  # samples of one prompt
+    assert parts[9] != parts[12]
 
 
 # What the command line refuses
@@ -409,7 +410,7 @@ def test_a_run_of_another_configuration(capsys, finished, tmp_path):
         capsys, "--resume", "--out", finished, "--data", other, "--batch-size", 3, "--learning-rate", 0.5, "--seed", 0
     )
     assert "--batch-size 2 there, 3 here" in said
-    assert "--learning-rate 0.004 there, 0.5 here" in said
+    assert "--learning-rate 0.03 there, 0.5 here" in said
     assert "--data" in said
     assert "--seed" not in said
 
@@ -438,7 +439,7 @@ def test_a_damaged_configuration(capsys, copy):
         assert "config.json is damaged" in refusal(capsys, *arguments, "--out", copy)
 
 
-@pytest.mark.parametrize("version", [None, 3])
+@pytest.mark.parametrize("version", [None, 2])
 def test_a_run_of_another_model(capsys, copy, version):
     config = json.loads((copy / run_folder.CONFIG).read_bytes())
     del config["model_version"]

@@ -8,17 +8,20 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.errors import JaxRuntimeError
 
 from train_demo.errors import UserError
 from train_demo.run_folder import CHECKPOINTS, CONFIG, read_json, write_atomically
+
+if TYPE_CHECKING:  # Orbax is imported where it is used: no step of the training has to wait for that
+    import orbax.checkpoint as ocp
 
 KEPT = 3
 SEAL = "sha256.json"
@@ -32,33 +35,48 @@ class Restored(NamedTuple):
     trees: Trees
 
 
+class Writer:
+    """A run's checkpoints, opened for writing by the first save."""
+
+    def __init__(self, out: Path, stack: ExitStack):
+        self.directory = (out / CHECKPOINTS).absolute()
+        self._stack = stack
+
+    @cached_property
+    def orbax(self) -> "ocp.CheckpointManager":
+        """Orbax's manager; what a killed run left half-written is cleared away."""
+        import orbax.checkpoint as ocp
+
+        log = logging.getLogger("absl")
+        self._stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.CRITICAL + 1)
+        # A save takes a fraction of a second, and the next update overwrites the arrays: it cannot go on in the
+        # background.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=False
+        )
+        return self._stack.enter_context(ocp.CheckpointManager(self.directory, options=options))
+
+
 @contextmanager
-def manager(out: Path) -> Iterator[ocp.CheckpointManager]:
-    """Opens a run's checkpoints for writing; what a killed run left half-written is cleared away."""
-    # A save takes a fraction of a second, and the next update overwrites the arrays: it cannot go on in the background.
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=False
-    )
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        with ocp.CheckpointManager((out / CHECKPOINTS).absolute(), options=options) as checkpoints:
-            yield checkpoints
-    finally:
-        log.setLevel(level)
+def manager(out: Path) -> Iterator[Writer]:
+    """What `save` needs; closes it."""
+    with ExitStack() as stack:
+        yield Writer(out, stack)
 
 
-def save(checkpoints: ocp.CheckpointManager, step: int, trees: Trees) -> None:
+def save(checkpoints: Writer, step: int, trees: Trees) -> None:
     """Saves named trees of arrays, then seals them: a checkpoint counts once its seal is there.
 
     Raises:
         UserError: the disk is full, or cannot be written for another reason; earlier checkpoints stay as they are.
     """
+    import orbax.checkpoint as ocp
+
     items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-    path = Path(checkpoints.directory) / str(step)
+    path = checkpoints.directory / str(step)
     try:
-        checkpoints.save(step, args=ocp.args.Composite(**items))
+        checkpoints.orbax.save(step, args=ocp.args.Composite(**items))
         if jax.process_index() == 0:
             write_atomically(path / SEAL, json.dumps(_hashes(path), indent=1).encode())
     except (OSError, ValueError, JaxRuntimeError) as error:  # TensorStore, which writes the arrays, raises ValueError
@@ -127,6 +145,8 @@ def _entries(out: Path) -> list[tuple[int, Path]]:
 
 
 def _read(path: Path, like: Trees) -> Trees:
+    import orbax.checkpoint as ocp
+
     blank = jax.tree.map(lambda leaf: leaf if _placed(leaf) else np.zeros(leaf.shape, leaf.dtype), like)
     items = {name: ocp.args.StandardRestore(tree) for name, tree in blank.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,10 @@ from train_demo.settings import Settings
 from train_demo.update import State, make_optimizer, make_update
 
 STEPS, VOCABULARY = 100, 31
-SETTINGS = Settings(steps=STEPS, batch_size=32, context_length=16, layers=2, heads=4, features=32)
+SETTINGS = Settings(
+    steps=STEPS, batch_size=32, context_length=16, layers=2, heads=4, features=32, optimizer="adamw", learning_rate=4e-3
+)
+MUON = replace(SETTINGS, optimizer="muon", learning_rate=0.03)
 TEXT = np.random.default_rng(0).integers(0, VOCABULARY, 2000).astype(np.int32)
 LAYOUTS = {
     "alone": Layout(data_parallel=1),
@@ -44,18 +48,18 @@ class Seen(NamedTuple):
 
 
 @functools.cache
-def seen(name):
+def seen(name, settings=SETTINGS):
     layout = LAYOUTS[name]
-    over = mesh.make(layout.sizes(1 if name == "alone" else 8, SETTINGS))
-    structure, shapes = blueprint(VOCABULARY, SETTINGS, layout)
-    optimizer = make_optimizer(SETTINGS)
+    over = mesh.make(layout.sizes(1 if name == "alone" else 8, settings))
+    structure, shapes = blueprint(VOCABULARY, settings, layout)
+    optimizer = make_optimizer(settings)
     with mesh.use(over):
         shardings = mesh.shardings(over, State(shapes, jax.eval_shape(optimizer.init, shapes)))
         params_at, optimizer_at = shardings or (None, None)
-        params = initial_params(VOCABULARY, SETTINGS, params_at)
+        params = initial_params(VOCABULARY, settings, params_at)
         state = State(params, jax.jit(optimizer.init, out_shardings=optimizer_at)(params))
         text = mesh.put(over, TEXT)
-        update = make_update(structure, SETTINGS, (), layout, shardings)
+        update = make_update(structure, settings, (), layout, shardings)
         compiled = update.lower(state, np.int32(1), text).compile()
         held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
         losses = []
@@ -76,10 +80,13 @@ def reduced(hlo):
             yield [int(np.prod([int(n) for n in size.split(",") if n])) for size in sizes], "/while/body" in rest
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
-def test_the_losses_of_one_device_at_every_step(name):
-    np.testing.assert_allclose(seen(name).losses, seen("alone").losses, rtol=0, atol=1e-5)
-    assert seen("alone").losses[-1] < seen("alone").losses[0] - 0.1  # it learns
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, SETTINGS) for name in list(LAYOUTS)[1:]), *((name, MUON) for name in ("fsdp", "tensor"))],
+)
+def test_the_losses_of_one_device_at_every_step(name, settings):
+    np.testing.assert_allclose(seen(name, settings).losses, seen("alone", settings).losses, rtol=0, atol=1e-5)
+    assert seen("alone", settings).losses[-1] < seen("alone", settings).losses[0] - 0.1  # it learns
 
 
 def test_fsdp_holds_an_eighth_and_sends_no_activations():
