@@ -39,13 +39,13 @@ def tell(clock: Clock, step: int, evaluate) -> None:
     print(json.dumps({"step": step, "seconds": seconds, "val_loss": clock.stopped(evaluate)}), flush=True)
 
 
-def by_torch(clock: Clock, text: data.Text, windows, every: int) -> None:
+def by_torch(clock: Clock, text: data.Text, windows, options: argparse.Namespace) -> None:
     import nanogpt
 
-    model, step = nanogpt.trainer(data.encode(text.training, text.vocabulary), len(text.vocabulary))
-    for number in range(nanogpt.STEPS):
+    model, step = nanogpt.trainer(data.encode(text.training, text.vocabulary), len(text.vocabulary), options.steps)
+    for number in range(options.steps):
         step(number)
-        if (number + 1) % every == 0:
+        if (number + 1) % options.every == 0 or number + 1 == options.steps:
             tell(clock, number + 1, lambda: nanogpt.loss_on(model, windows))
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     text = data.load(options.data, settings.context_length)
     windows = data.validation_windows(data.encode(text.validation, text.vocabulary), settings.context_length)
     if options.name == TWIN:
-        by_torch(clock, text, windows, options.every)
+        by_torch(clock, text, windows, options)
     else:
         by_jax(clock, text, windows, settings, options)
 

@@ -52,19 +52,22 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def learning_rate(step: int) -> float:
-    """Of a step, from 0."""
+def learning_rate(step: int, steps: int) -> float:
+    """Of a step, from 0, in a run of so many."""
     if step < WARM_UP:
         return HIGHEST * (step + 1) / (WARM_UP + 1)
-    return LOWEST + (HIGHEST - LOWEST) * (1 + math.cos(math.pi * (step - WARM_UP) / (STEPS - WARM_UP))) / 2
+    return LOWEST + (HIGHEST - LOWEST) * (1 + math.cos(math.pi * (step - WARM_UP) / (steps - WARM_UP))) / 2
 
 
-def trainer(characters: np.ndarray, vocabulary_size: int) -> tuple[nn.Module, Callable[[int], Tensor]]:
+def trainer(
+    characters: np.ndarray, vocabulary_size: int, steps: int = STEPS
+) -> tuple[nn.Module, Callable[[int], Tensor]]:
     """The model, and a function that takes a step, numbered from 0, and returns its loss.
 
     Args:
         characters: to train on, int32 `[S]`.
         vocabulary_size: the distinct ones.
+        steps: of the run, after which the learning rate is at its end.
     """
     torch.manual_seed(0)
     model = GPT(vocabulary_size)
@@ -78,7 +81,7 @@ def trainer(characters: np.ndarray, vocabulary_size: int) -> tuple[nn.Module, Ca
 
     def step(number: int) -> Tensor:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(number)
+            group["lr"] = learning_rate(number, steps)
         windows = text[torch.randint(len(text) - CONTEXT, (BATCH, 1)) + offsets]
         loss = model(windows)
         loss.backward()

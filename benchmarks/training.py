@@ -1,6 +1,7 @@
 """How soon does a small transformer learn a text? The demo against nanoGPT's recipe, on the same machine.
 
-    python benchmarks/training.py --data FILE [--steps N] [--every N] [--seconds S | --rounds N] [--out ...]
+    python benchmarks/training.py --data FILE [--steps N] [--twin-steps N] [--every N]
+                                   [--seconds S | --rounds N] [--out benchmarks/results/NAME]
 
 Each contender trains in a process of its own, one after the other, and is given the same text, split alike, and the
 same validation windows, for which the clock stands still. Seconds count from before its interpreter starts: imports and
@@ -70,7 +71,8 @@ def trained(name: str, options, cache: str, *more: str) -> list[measure.Row]:
     """What a contender printed: its validations."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     command = [sys.executable, contender.__file__, name, "--data", str(options.data), "--started", repr(time.time())]
-    command += ["--steps", str(options.steps), "--every", str(options.every), *more]
+    steps = options.twin_steps if name == TWIN else options.steps
+    command += ["--steps", str(steps), "--every", str(options.every), *more]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -169,8 +171,11 @@ def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="a UTF-8 text of about 1 MB")
     parser.add_argument("--steps", type=int, default=Settings().steps, help="of ours (%(default)s)")
+    parser.add_argument("--twin-steps", type=int, default=nanogpt.STEPS, help="of the twin (%(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between two validations (%(default)s)")
     options = parser.parse_args()
+    if not 0 < options.every <= update.MOST_STEPS:
+        parser.error(f"--every: expected 1 to {update.MOST_STEPS} steps, got {options.every}")
     text = data.load(str(options.data), nanogpt.CONTEXT)
     digest = hashlib.sha256(options.data.read_bytes()).hexdigest()
     facts = {"data": options.data.name, "bytes": options.data.stat().st_size, "sha256": digest}
@@ -181,7 +186,7 @@ def main() -> None:
             turns = steps(text, options, report.say)
             for name, row in turns.items():
                 results[name] = results.get(name, {}) | row
-            report.add(facts | {"steps": options.steps}, results)
+            report.add(facts | {"steps": options.steps, "twin_steps": options.twin_steps}, results)
     plot(results, title, options)
 
 

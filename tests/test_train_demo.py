@@ -314,6 +314,9 @@ def test_bad_text(capsys, tmp_path, content, words):
     [
         (["--heads", "3"], ["--features 128", "--heads 3"]),
         (["--heads", "128"], ["--features 128", "--heads 128", "rotary"]),
+        (["--token-shift", "64"], ["--token-shift 64", "at most 63"]),
+        (["--size", "huge"], ["--size", "tiny, small, medium, gpt2", "'huge'"]),
+        (["--optimizer", "sgd"], ["--optimizer", "muon, adamw", "'sgd'"]),
         (["--data", "."], ["cannot read --data ."]),
         (["--out", __file__], ["File exists"]),
         (["--out", f"{__file__}/run"], ["Not a directory"]),
@@ -413,6 +416,12 @@ def test_a_run_of_another_configuration(capsys, finished, tmp_path):
     assert "--learning-rate 0.03 there, 0.5 here" in said
     assert "--data" in said
     assert "--seed" not in said
+
+
+def test_a_run_of_another_optimizer_or_size(capsys, finished):
+    said = refusal(capsys, "--resume", "--out", finished, "--optimizer", "adamw")
+    assert "--optimizer muon there, adamw here" in said
+    assert "--layers 1 there, 12 here" in refusal(capsys, "--resume", "--out", finished, "--size", "gpt2")
 
 
 def test_the_same_text_elsewhere_is_the_same_configuration(finished, tmp_path):

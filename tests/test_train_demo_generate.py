@@ -113,8 +113,15 @@ def model():
     """Weights large enough that texts are no repetitions of one character."""
     structure, shapes = blueprint(len(VOCABULARY), SETTINGS)
     draws = np.random.default_rng(0)
-    scale = 3 * SETTINGS.features**-0.5
-    return nnx.merge(structure, jax.tree.map(lambda x: draws.normal(0, scale, x.shape).astype(np.float32), shapes))
+
+    def weights(path, leaf):
+        name = path[-1].key
+        if name == "scale":
+            return np.full(leaf.shape, 3, np.float32)
+        scale = 3 if name == "embedding" else 3 * SETTINGS.features**-0.5
+        return draws.normal(0, scale, leaf.shape).astype(np.float32)
+
+    return nnx.merge(structure, jax.tree.map_with_path(weights, shapes))
 
 
 def texts(model, prompts, *rest, **options):

@@ -189,7 +189,7 @@ def make_validate(structure: nnx.GraphDef[Transformer]) -> Validate:
 
 def _schedule(learning_rate: float, steps: int) -> optax.Schedule:
     warm_up = min(WARM_UP, steps // 10)
-    rising = optax.linear_schedule(0.0, learning_rate, warm_up)
+    rising = optax.linear_schedule(learning_rate / max(warm_up, 1), learning_rate, warm_up)
     falling = optax.linear_schedule(learning_rate, 0.0, steps - warm_up)
     return optax.join_schedules([rising, falling], [warm_up]) if warm_up else falling
 

@@ -1,0 +1,136 @@
+"""The demo's steps: the same bits however they are dispatched, what Muon does to a matrix, sizes, pace, utilization."""
+
+import itertools
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from train_demo import pace, utilization
+from train_demo.errors import UserError
+from train_demo.layout import Layout
+from train_demo.model import blueprint, initial_params
+from train_demo.run_folder import prepare
+from train_demo.settings import LEARNING_RATES, SIZES, Settings, completed
+from train_demo.update import MOST_STEPS, NEWTON_SCHULZ, WARM_UP, State, make_optimizer, make_updates
+
+VOCABULARY = 11
+SMALL = Settings(steps=20, batch_size=2, context_length=8, layers=1, heads=2, features=8, dropout_rate=0.1)
+TEXT = np.random.default_rng(0).integers(0, VOCABULARY, 300).astype(np.int32)
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def run(settings, *dispatches):
+    """The losses, and the last state, of steps that are dispatched so."""
+    structure, _ = blueprint(VOCABULARY, settings)
+    params = initial_params(VOCABULARY, settings)
+    state, losses = State(params, make_optimizer(settings).init(params)), []
+    updates = make_updates(structure, settings)
+    for last, steps in zip(itertools.accumulate(dispatches), dispatches, strict=True):
+        state, some = updates(state, last - steps + 1, steps, TEXT)
+        losses += np.asarray(some)[:steps].tolist()
+    return losses, jax.tree.map(np.asarray, state)
+
+
+@pytest.mark.parametrize("optimizer", LEARNING_RATES)
+def test_the_bits_do_not_depend_on_the_dispatches(optimizer):
+    settings = Settings(**{**vars(SMALL), "optimizer": optimizer, "learning_rate": LEARNING_RATES[optimizer]})
+    losses, state = run(settings, 7, 5)
+    other_losses, other_state = run(settings, 1, 2, 4, 4, 1)
+    assert losses == other_losses
+    assert len(set(losses)) == 12
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
+
+
+def test_muon_makes_the_gradients_of_matrices_orthogonal():
+    settings = Settings(heads=2, features=16, layers=1)
+    draws = np.random.default_rng(0)
+    params = initial_params(VOCABULARY, settings)
+    gradients = jax.tree.map(lambda leaf: draws.normal(size=leaf.shape).astype(np.float32), params)
+    optimizer = make_optimizer(settings)
+    updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+    rate = settings.learning_rate / WARM_UP  # of the first step
+
+    def singular(tree, layer, name, shape):
+        matrix = np.asarray(tree["blocks"][0][layer][name]["kernel"]).reshape(shape)
+        return np.linalg.svd(matrix, compute_uv=False)
+
+    for layer, name, shape, scale in [
+        *(("attention", name, (16, 16), 1) for name in ("query", "key", "value", "out")),
+        ("mlp", "widen", (16, 64), 2),  # the square root of outputs by inputs, if above 1
+        ("mlp", "narrow", (64, 16), 1),
+    ]:
+        expected = singular(gradients, layer, name, shape)
+        expected /= np.linalg.norm(expected)
+        for a, b, c in NEWTON_SCHULZ:
+            expected = a * expected + b * expected**3 + c * expected**5
+        found = singular(updates, layer, name, shape) / (rate * scale)
+        np.testing.assert_allclose(found, np.sort(expected)[::-1], rtol=1e-3)
+    # Adam's first updates are as large as the learning rate; that of the head is divided by its width.
+    np.testing.assert_allclose(np.abs(updates["embedding"]["embedding"]), rate, rtol=1e-3)
+    np.testing.assert_allclose(np.abs(updates["head"]["kernel"]), rate * 128 / 16, rtol=1e-3)
+
+
+def test_sizes_and_optimizers_bring_their_numbers(tmp_path):
+    assert Settings(**completed("tiny", {})) == Settings()
+    large = Settings(**completed("gpt2", {"layers": 3}))
+    assert (large.layers, large.features, large.context_length) == (3, 768, 1024)
+    for size in SIZES:
+        Settings(**completed(size, {}))
+    (tmp_path / "text").write_text("to be or not to be " * 100)
+    config, _ = prepare(tmp_path / "run", str(tmp_path / "text"), {"optimizer": "adamw"}, resume=False)
+    assert config.settings.learning_rate == LEARNING_RATES["adamw"]
+
+
+def test_a_shift_beyond_the_window_is_refused():
+    with pytest.raises(
+        UserError, match="--token-shift 8 reaches out of windows of --context-length 8: choose at most 7"
+    ):
+        Settings(context_length=8, token_shift=8)
+
+
+def test_the_pace_follows_the_clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    chosen = pace.Pace(MOST_STEPS, Layout())
+    taken = []
+    for _ in range(12):
+        taken.append(chosen.steps)
+        now[0] += 0.01 * taken[-1] + (5 if len(taken) == 1 else 0)  # the first dispatch compiles
+        chosen.took(taken[-1])
+    assert taken[:7] == [1, 1, 2, 4, 8, 16, 25]
+    assert set(taken[7:]) == {25}
+    assert chosen.speed == pytest.approx(100)
+    now[0] += 60
+    chosen.pause()
+    assert chosen.speed == pytest.approx(100)
+    several = pace.Pace(MOST_STEPS, Layout(coordinator="localhost:1", num_processes=2, process_id=0))
+    for seconds in (1, 2, 9):
+        now[0] += seconds
+        several.took(several.steps)
+        assert several.steps == pace.IN_STEP
+
+
+def test_dispatches_end_where_something_has_to_be_done():
+    stops = [pace.next_stop(step, {12, 30}, 5, 8) for step in (0, 5, 8, 10, 12, 29)]
+    assert stops == [5, 8, 10, 12, 15, 30]
+
+
+def test_utilization_of_known_and_unknown_devices(monkeypatch):
+    settings = Settings(layers=2, heads=2, features=8, context_length=4)
+    _, shapes = blueprint(VOCABULARY, settings)
+    assert utilization.report(settings, shapes, 1, 1e6) is None  # on a CPU
+    for kind, words in (("NVIDIA H200", "of 2 x 989 TFLOP/s"), ("TPU v9", "the peak of TPU v9 is not in the table")):
+        device = types.SimpleNamespace(platform="gpu", device_kind=kind)
+        monkeypatch.setattr(utilization.jax, "devices", lambda device=device: [device])
+        assert words in utilization.report(settings, shapes, 2, 1e9)
+    sizes = {name: sum(leaf.size for leaf in jax.tree.leaves(tree)) for name, tree in shapes.items()}
+    flops = 6 * (sum(sizes.values()) - sizes["embedding"]) + 12 * 2 * 8 * 4
+    monkeypatch.setitem(utilization.PEAKS, "TPU v9", flops * 1e9)
+    assert "50.0%" in utilization.report(settings, shapes, 2, 1e9)
