@@ -63,6 +63,7 @@ def by_jax(clock: Clock, text: data.Text, windows, settings: Settings, options: 
         transformer = nnx.merge(structure, model.blueprint(len(text.vocabulary), settings)[1])
         for block in transformer.blocks:
             block.attention.attention_fn = nnx.dot_product_attention
+            block.attention.local_window_size = None  # which no window of the training is longer than
         structure, _ = nnx.split(transformer, nnx.Param)
     params = model.initial_params(len(text.vocabulary), settings)
     state = update.State(params, jax.jit(update.make_optimizer(settings).init)(params))

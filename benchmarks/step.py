@@ -103,6 +103,7 @@ class FusedAttention(nnx.Module):
 
 def by_flax(block: Block) -> None:
     block.attention.attention_fn = nnx.dot_product_attention
+    block.attention.local_window_size = None  # which no window of the training is longer than
 
 
 def blockwise(block: Block) -> None:

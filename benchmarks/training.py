@@ -110,6 +110,7 @@ def step_of_jax(text: data.Text, settings: Settings, flax: bool = False) -> meas
         transformer = nnx.merge(structure, params)
         for block in transformer.blocks:
             block.attention.attention_fn = nnx.dot_product_attention
+            block.attention.local_window_size = None  # which no window of the training is longer than
         structure, _ = nnx.split(transformer, nnx.Param)
     characters = jnp.asarray(data.encode(text.training, text.vocabulary))
     state = update.State(params, update.make_optimizer(settings).init(params))
