@@ -37,8 +37,9 @@ TINY = (
 @pytest.mark.parametrize(("limit", "named"), [(1000, "checkpoint 4 cannot be saved"), (10, "metrics.jsonl")])
 def test_a_full_disk(monkeypatch, tmp_path, limit, named):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    # JAX would say of a cache of compiled programs, too, that it cannot be written.
+    # The cache of compiled programs is full, too, and nothing has to be said about it.
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text, out = tmp_path / "fox.txt", tmp_path / "run"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
     command = [sys.executable, "-c", LIMITED, "3", str(limit), "--data", str(text), "--out", str(out), *TINY]

@@ -184,6 +184,8 @@ def _plan(chosen: argparse.Namespace) -> int:
     if chosen.params and {"layers", "heads", "features"} & given.keys():
         raise UserError("--params chooses --layers, --heads and --features: give either it or them")
     text = load(chosen.data, 1)
+    if chosen.topology:
+        given.setdefault("dtype", "bfloat16")  # what "auto" means there, which JAX, on this CPU, cannot know
     _pretend(chosen)
     from train_demo import plan
 

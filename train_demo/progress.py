@@ -5,7 +5,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from train_demo import STARTED
@@ -31,6 +40,7 @@ def bar(console: Console, start: int, settings: Settings) -> Iterator[Callable[[
     Until the first step is shown, the bar says that the step is being compiled; then a line says how long that took.
     """
     columns = (
+        SpinnerColumn(),
         TextColumn("{task.description}"),
         MofNCompleteColumn(),
         BarColumn(),

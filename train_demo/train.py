@@ -25,7 +25,7 @@ from train_demo.layout import Layout
 from train_demo.model import Params, Transformer, blueprint, chosen_dtype, initial_params
 from train_demo.pace import Pace, next_stop
 from train_demo.run_folder import Config, sole_writer, write_config
-from train_demo.update import MOST_STEPS, State, make_optimizer, make_updates, make_validate
+from train_demo.update import MOST_STEPS, State, Validate, make_optimizer, make_updates, make_validate
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -147,11 +147,8 @@ def _introduce(run: Run, state: State) -> None:
 
 def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
     """Trains from after `start`; returns the last step, its state, and whether Ctrl-C was pressed."""
-    config, settings = run.config, run.config.settings
-    updates = make_updates(run.structure, settings, config.earlier_ends, run.layout, run.shardings)
-    # Its windows are not accumulated.
-    validate = make_validate(blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))[0])
-    ends = {*config.earlier_ends, settings.steps}
+    settings, ends = run.config.settings, {*run.config.earlier_ends, run.config.settings.steps}
+    updates, validate = _programs(run)
     training, windows = _characters(run)
     step, unread, pace = start, list[tuple[range, Array]](), Pace(MOST_STEPS, run.layout)
     with (
@@ -161,11 +158,10 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
         progress.bar(run.console, start, settings) as show,
     ):
         while step < settings.steps:
-            stop_at = next_stop(step, ends, settings.eval_every, settings.save_every)
-            taken = range(step + 1, min(step + pace.steps, stop_at) + 1)
-            state, losses = updates(state, taken[0], len(taken), training)
-            unread.append((taken, losses))
-            step = taken[-1]
+            end = min(step + pace.steps, next_stop(step, ends, settings.eval_every, settings.save_every))
+            state, losses = updates(state, step + 1, end - step, training)
+            unread.append((range(step + 1, end + 1), losses))
+            step = end
             stop, last = interrupted.is_set(), step in ends
             measure, keep = last or step % settings.eval_every == 0, last or stop or step % settings.save_every == 0
             # Reading losses waits for them: a dispatch late, when the device has the next one to do.
@@ -186,6 +182,15 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
                 break
     _say_speed(run, pace.speed)
     return step, state, interrupted.is_set()
+
+
+def _programs(run: Run) -> tuple[jax.stages.Wrapped, Validate]:
+    """What takes steps, and what validates, both of which compile when they are called first."""
+    config, settings = run.config, run.config.settings
+    updates = make_updates(run.structure, settings, config.earlier_ends, run.layout, run.shardings)
+    # Validated windows are not accumulated.
+    structure, _ = blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))
+    return updates, make_validate(structure)
 
 
 def _say_speed(run: Run, steps_per_second: float) -> None:
