@@ -145,7 +145,8 @@ def steps(text: data.Text, options, say) -> dict[str, measure.Row]:
     }
     results = measure.compare(peers, options, say)
     measure.ratios(results, TWIN, "to_twin")
-    measure.ratios(results, BY_FLAX, "to_flax")
+    own = {name: results[name] for name in (AGAIN, BY_FLAX)}
+    measure.ratios(own, BY_FLAX, "to_flax")
     for name, settings in ((AGAIN, ours), (BY_FLAX, ours), (SAME_SIZE, same)):
         results[name]["parameters"] = parameters(text, settings)
     twin = nanogpt.GPT(len(text.vocabulary))
@@ -185,8 +186,8 @@ def main() -> None:
         for _ in report.each([title]):
             results = compared(races(options, report.say))
             turns = steps(text, options, report.say)
-            for name, row in turns.items():
-                results[name] = results.get(name, {}) | row
+            turns = {FIRST: turns[AGAIN], **turns}  # the same program
+            results = {name: results.get(name, {}) | turns[name] for name in (TWIN, FIRST, AGAIN, BY_FLAX, SAME_SIZE)}
             report.add(facts | {"steps": options.steps, "twin_steps": options.twin_steps}, results)
     plot(results, title, options)
 

@@ -20,7 +20,7 @@ ADDED_LATER = {"dtype"}
 # What `--size` stands for. Larger models read more tokens in a step; the learning rate that suits a matrix or an
 # embedding does not depend on their width under Muon and Adam, and that of the head is divided by it (update.py).
 SIZES: Mapping[str, Mapping[str, int]] = {
-    "tiny": {"layers": 2, "heads": 4, "features": 128, "context_length": 64, "batch_size": 12, "steps": 2000},
+    "tiny": {"layers": 2, "heads": 4, "features": 128, "context_length": 64, "batch_size": 12, "steps": 1500},
     "small": {"layers": 4, "heads": 4, "features": 256, "context_length": 128, "batch_size": 24, "steps": 4000},
     "medium": {"layers": 8, "heads": 8, "features": 512, "context_length": 256, "batch_size": 32, "steps": 8000},
     "gpt2": {"layers": 12, "heads": 12, "features": 768, "context_length": 1024, "batch_size": 64, "steps": 16000},
@@ -162,8 +162,8 @@ class Settings:
     token_shift: int = option(2, whole, "earlier characters that are mixed into each character's embedding")
     dtype: str = option("auto", one_of(CHOICES["dtype"]), "to compute in; auto: bfloat16 on GPUs and TPUs")
     dropout_rate: float = option(0.0, rate, "share of the activations dropped while training")
-    eval_every: int = option(200, count, "steps between two validation losses")
-    save_every: int = option(200, count, "steps between two checkpoints")
+    eval_every: int = option(250, count, "steps between two validation losses")
+    save_every: int = option(250, count, "steps between two checkpoints")
 
     def __post_init__(self) -> None:
         if self.features % (2 * self.heads):
