@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 STEPS = 6
 SIZES = (
     *("--steps", STEPS, "--save-every", 2, "--eval-every", 3, "--batch-size", 8),
-    *("--context-length", 8, "--layers", 1, "--heads", 2, "--features", 16),
+    *("--context-length", 8, "--layers", 1, "--heads", 2, "--features", 16, "--learning-rate", 0.01),
 )
 MESH = ("--data-parallel", 2, "--fsdp", 4)
 # Kills the process when it is about to do this to such a path.
