@@ -440,7 +440,9 @@ def test_a_run_of_another_configuration(capsys, finished, tmp_path):
 def test_a_run_of_another_optimizer_or_size(capsys, finished):
     said = refusal(capsys, "--resume", "--out", finished, "--optimizer", "adamw")
     assert "--optimizer muon there, adamw here" in said
-    assert "--layers 1 there, 4 here" in refusal(capsys, "--resume", "--out", finished, "--size", "small")
+    said = refusal(capsys, "--resume", "--out", finished, "--size", "small", "--context-length", 8)
+    assert "--layers 1 there, 4 here" in said
+    assert "--context-length" not in said
 
 
 def test_the_same_text_elsewhere_is_the_same_configuration(finished, tmp_path):
