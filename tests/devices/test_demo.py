@@ -20,6 +20,9 @@ SETTINGS = Settings(
     steps=STEPS, batch_size=32, context_length=16, layers=2, heads=4, features=32, optimizer="adamw", learning_rate=4e-3
 )
 MUON = replace(SETTINGS, optimizer="muon", learning_rate=0.03)
+# A loss is a mean of so many float32 numbers. Where these are alike, as before the first step, each addition may round
+# in the same direction.
+ROUNDING = SETTINGS.batch_size * SETTINGS.context_length * 2.0**-24
 TEXT = np.random.default_rng(0).integers(0, VOCABULARY, 2000).astype(np.int32)
 LAYOUTS = {
     "alone": Layout(data_parallel=1),
@@ -85,7 +88,7 @@ def reduced(hlo):
     [*((name, SETTINGS) for name in list(LAYOUTS)[1:]), *((name, MUON) for name in ("fsdp", "tensor"))],
 )
 def test_the_losses_of_one_device_at_every_step(name, settings):
-    np.testing.assert_allclose(seen(name, settings).losses, seen("alone", settings).losses, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(seen(name, settings).losses, seen("alone", settings).losses, rtol=ROUNDING)
     assert seen("alone", settings).losses[-1] < seen("alone", settings).losses[0] - 0.1  # it learns
 
 
@@ -178,4 +181,4 @@ def test_packed_documents_have_the_losses_of_one_device(layout):
                 found.append(float(loss))
         return found
 
-    np.testing.assert_allclose(losses(layout, 8), losses(LAYOUTS["alone"], 1), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(losses(layout, 8), losses(LAYOUTS["alone"], 1), rtol=ROUNDING)
