@@ -80,6 +80,14 @@ class Tile(NamedTuple):
             x = lax.dynamic_slice_in_dim(x, self.row, self.shape[0], 0, allow_negative_indices=False)
         return jnp.asarray(x) if x.shape[1] == 1 else self.cut_columns(x, 1)
 
+    def cut_queries(self, x: Array | np.ndarray) -> Array:
+        """The tile's part of `x` [T], one entry for each query, in the shape of `query_positions`."""
+        return self.cut(x[:, None])
+
+    def cut_keys(self, x: Array | np.ndarray) -> Array:
+        """The tile's part of `x` [S], one entry for each key, in the shape of `key_positions`."""
+        return self.cut(x[None, :])
+
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
         """The tile's part of an axis that has an entry for every column."""
         width = self.shape[1] // len(self.runs)
