@@ -57,13 +57,13 @@ class Tile(NamedTuple):
         return _joined([first + numbers for first in self.runs], 1)
 
     @property
-    def query_positions(self) -> Int[Array, "t 1"]:
-        """Positions of the queries."""
+    def query_positions(self) -> Int[Array, "#t #s"]:
+        """Positions of the queries, [t, 1] here."""
         return self._inside(self.rows, 0) + self.offsets[0]
 
     @property
-    def key_positions(self) -> Int[Array, "1 s"]:
-        """Positions of the keys."""
+    def key_positions(self) -> Int[Array, "#t #s"]:
+        """Positions of the keys, [1, s] here."""
         columns = self._inside(self.columns, 1)
         if self.ring is None:
             return columns + self.offsets[1]

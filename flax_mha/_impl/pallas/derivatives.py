@@ -1,7 +1,6 @@
 """The kernels as one differentiable function: first-order derivatives, in reverse mode."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from jaxtyping import Array, Float
 from flax_mha._impl.pallas import backward
 from flax_mha._impl.pallas.forward import forward
 from flax_mha._impl.pallas.launch import Machine
-from flax_mha._impl.pallas.numbering import Sizes
 from flax_mha._impl.pallas.operands import Inputs
 from flax_mha._impl.pallas.prepare import Prepared
 from flax_mha._impl.pallas.steps import Occupied
@@ -115,7 +113,7 @@ def _backward(
         d_bias = backward.of_bias(call.rules, inputs, places, machine) if wanted.bias else None
         return d_query, d_key, d_value, d_bias, d_values
 
-    d_query, d_key, d_value, d_bias, d_values = _over_mapped_axes(run, (inputs, occupied))
+    d_query, d_key, d_value, d_bias, d_values = _over_mapped_axes(run, (inputs, occupied), copies_floats=True)
     d_sink = None
     if inputs.sink is not None:
         share = jnp.exp(inputs.sink[..., None] - inputs.lse)  # 0 in rows without a gradient
@@ -148,8 +146,12 @@ def _with_rows(inputs: Inputs, results: OutputAndLse, cotangents: OutputAndLse) 
     return inputs._replace(d_output=d_output.astype(inputs.query.dtype), lse=lse, delta=delta)
 
 
-def _over_mapped_axes(run: Callable[[Any], Any], arrays: Any) -> Any:
-    """`run(arrays)`, where `jax.vmap` adds one more axis of heads in front of those that arrays have."""
+def _over_mapped_axes(run: Callable[[Any], Any], arrays: Any, copies_floats: bool = False) -> Any:
+    """`run(arrays)`, where `jax.vmap` adds one more axis of heads in front of those that arrays have.
+
+    Along it arrays that are not mapped are shared, unless `copies_floats`: a shared array would get one gradient, the
+    sum, but `jax.vmap` asks for one for each call.
+    """
     leaves, structure = jax.tree.flatten(arrays)
 
     @jax.custom_batching.custom_vmap
@@ -159,9 +161,9 @@ def _over_mapped_axes(run: Callable[[Any], Any], arrays: Any) -> Any:
     @mapped.def_vmap
     def _rule(axis_size: int, is_mapped: list[bool], *leaves: Array) -> tuple[Any, Any]:
         own = [x if mine else x[None] for x, mine in zip(leaves, is_mapped, strict=True)]
-        outputs = _over_mapped_axes(run, jax.tree.unflatten(structure, own))
+        if copies_floats:
+            own = [jnp.repeat(x, axis_size // x.shape[0], 0) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in own]
+        outputs = _over_mapped_axes(run, jax.tree.unflatten(structure, own), copies_floats)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return mapped(*leaves)
-
-

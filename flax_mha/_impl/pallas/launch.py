@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int
@@ -14,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 from flax_mha._impl.pallas import operands
 from flax_mha._impl.pallas.numbering import Number, Sizes, full_number, own_number, shared
 from flax_mha._impl.pallas.operands import Inputs
-from flax_mha._impl.pallas.steps import COMPUTE, FIRST, FLAGS, LAST, MASKED, Steps
+from flax_mha._impl.pallas.steps import COMPUTE, FLAG_BITS, MASKED, Steps
 from flax_mha._impl.tiling import Tiling
 
 # Different results may be computed by different cores, but the steps that contribute to one follow one another.
@@ -104,7 +103,7 @@ def launch(kernel: Kernel, inputs: Inputs, sizes: Sizes, results: Sizes, steps: 
     def head(number: Number, what: Number) -> Number:
         """The number of the head among all of them."""
         number = full_number(number, sizes, results)
-        return number if results == sizes else number + full_number(what // FLAGS, sizes, shared(sizes, results))
+        return number if results == sizes else number + full_number(what >> FLAG_BITS, sizes, shared(sizes, results))
 
     def step(number: Any, i: Any, what_ref: Any, where_ref: Any) -> tuple[Any, Any, Any]:
         place = own_number(number, results, lists) * count + i if math.prod(lists) > 1 else i

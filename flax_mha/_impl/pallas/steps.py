@@ -20,7 +20,7 @@ from flax_mha._impl.pallas.numbering import Sizes
 
 # What is done in a step: begin a result, compute the tile, mask it, write the result.
 FIRST, LAST, COMPUTE, MASKED = 1, 2, 4, 8
-FLAGS = 16
+FLAG_BITS = 4
 
 # The two words for each step take 8 bytes of scalar memory, which has 1 MiB, and holds more than them.
 MOST_STEPS = 65536
@@ -75,7 +75,7 @@ def listed(occupied: Occupied, sizes: Sizes, results: Sizes, groups: Groups) -> 
         return _listed(occupied, sizes, results, groups)
     with jax.ensure_compile_time_eval():
         steps = _listed(occupied, sizes, results, groups)
-        count = max(int(np.sum(np.asarray(steps.what) % FLAGS != 0, axis=-1).max()), 1)
+        count = max(int(np.sum(np.asarray(steps.what) % (1 << FLAG_BITS) != 0, axis=-1).max()), 1)
     return Steps(*(np.asarray(x)[..., :count] for x in steps))
 
 
@@ -85,7 +85,7 @@ def _listed(occupied: Occupied, sizes: Sizes, results: Sizes, groups: Groups) ->
     rows, columns = occupied.some.shape[-2:]
     heads = math.prod(s for s, r in zip(sizes, results, strict=True) if r == 1)
     head, row, column = (_ordered(x[None], groups)[0] for x in np.indices((heads, rows, columns), dtype=np.int32))
-    place = Steps(FLAGS * jnp.asarray(head.ravel()), jnp.asarray(((row << 16) | column).ravel()))
+    place = Steps(jnp.asarray(head.ravel()) << FLAG_BITS, jnp.asarray(((row << 16) | column).ravel()))
     lists = jax.vmap(functools.partial(_one_list, place))(some, full)
     return Steps(*(x.reshape(*own, -1) for x in lists))
 

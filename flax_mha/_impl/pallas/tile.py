@@ -113,15 +113,15 @@ class TileScores(Scores):
             return scores.tile(products, params._replace(bias=bias), tile, mask)
 
         scores, pull = jax.vjp(run, products, params.bias, zeros)
-        if not self.masks_tile(params, mask):
-            return scores, pull
+        if self.score_mod is None:
+            return scores, pull  # of masked scores it is 0 already
         visible = scores != -jnp.inf
 
         def pull_visible(d_scores: Array) -> tuple[Array, Array | None, list[Array | None]]:
             d_products, d_bias, d_values = pull(jnp.where(visible, d_scores, jnp.zeros_like(d_scores)))
-            if self.score_mod is None:
-                return d_products, d_bias, d_values
-            d_products, d_values = jax.tree.map(lambda x: jnp.where(visible, x, jnp.zeros_like(x)), (d_products, d_values))
+            d_products, *d_values = (
+                None if x is None else jnp.where(visible, x, jnp.zeros_like(x)) for x in (d_products, *d_values)
+            )
             return d_products, d_bias, d_values
 
         return scores, pull_visible
