@@ -1,7 +1,7 @@
 """`dot_product_attention` and `explain_implementation`: the public signatures.
 
 `_call.canonical` checks the arguments and returns a `Call`: operands (arrays) and options (static). `_choose.run` then
-selects an implementation: `_impl.xla` ("xla" and "blockwise"), `_impl.cudnn` or `_impl.splash`.
+selects an implementation: `_impl.xla` ("xla" and "blockwise"), `_impl.cudnn`, `_impl.splash` or `_impl.pallas`.
 """
 
 from typing import Literal, TypedDict, Unpack, overload

@@ -163,7 +163,7 @@ RECIPES = {
     "dilated": recipes.dilated(3),
     "block-sparse": recipes.block_sparse(jnp.asarray(masked_share(N, 10, 10, share=0.3)), 32),
     "captured ids": {
-        "mask": masks.FunctionMask(lambda b, h, q, k, ids=jnp.asarray(IDS): ids[b, q] == ids[b, k]),
+        "mask": masks.FunctionMask(lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k]),
     },
 }
 
@@ -192,9 +192,7 @@ LEARNED = {
 def test_gradients_of_captured_arrays(name):
     make, learned = LEARNED[name]
     with jax.numpy_dtype_promotion("standard"):
-        answers = [
-            _gradients_of_captured(make, implementation, learned) for implementation in ("pallas", "xla")
-        ]
+        answers = [_gradients_of_captured(make, implementation, learned) for implementation in ("pallas", "xla")]
     assert np.abs(answers[1][-1]).max() > 1e-2
     assert_close(*answers)
 
@@ -212,11 +210,10 @@ def _gradients_of_captured(make, implementation, learned):
     return jax.device_get(run(normal(*shapes(S, S, n=N, k=2, h=8)), learned))
 
 
-@pytest.mark.parametrize("implementation", ["pallas"])
-def test_not_finite(implementation):
-    """Where it is masked it reaches nothing, where it is seen the row is NaN; the largest finite numbers are masked too."""
+def test_not_finite():
+    """Where it is masked it reaches nothing, where it is seen the row is NaN; so do the largest finite numbers."""
     arguments = {"is_causal": True, "key_value_seq_lengths": ints(290, 140), "query_seq_lengths": ints(300, 290)}
-    ours, dense = results(implementation, arguments), results("xla", arguments)
+    ours, dense = results("pallas", arguments), results("xla", arguments)
     query, key, value = arrays = normal(*shapes(S, S, n=2, k=2, h=8))
     key[0, 290:], value[0, 295], key[1, 150], value[1, 200] = 3e38, np.nan, np.inf, -np.inf
     query[1, 295] = np.nan
@@ -225,7 +222,8 @@ def test_not_finite(implementation):
     assert_close(ours(arrays, {}), expected)
     key[0, 140, 0], value[1, 20, 1, 3], query[0, 7, 1] = np.nan, np.inf, np.inf
     expected = dense(arrays, {})
-    assert np.isnan(expected[0][0, 140:, 0]).all() and np.isnan(expected[0][0, 7, 1]).all()
+    assert np.isnan(expected[0][0, 140:, 0]).all()
+    assert np.isnan(expected[0][0, 7, 1]).all()
     assert np.isfinite(expected[0][0, :140, 0]).all()
     assert_close(ours(arrays, {}), expected)
 

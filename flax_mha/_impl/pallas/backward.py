@@ -6,7 +6,6 @@ three matrix products needs a transposed tile, and what belongs to queries is re
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from jaxtyping import Array
 
 from flax_mha._impl.pallas.held import Held, Rules
 from flax_mha._impl.pallas.launch import Kernel, Machine, Result, Visit, launch
-from flax_mha._impl.pallas.numbering import Sizes
 from flax_mha._impl.pallas.operands import LANES, Inputs, lanes
 from flax_mha._impl.pallas.steps import BY_COLUMN, BY_ROW, FIRST, LAST, Groups, Occupied, listed
 
@@ -155,7 +153,6 @@ def _dkv(rules: Rules, visit: Visit, d_key: Any, d_value: Any, key_sums: Any, va
 
 def of_bias(rules: Rules, inputs: Inputs, occupied: Occupied, machine: Machine) -> Array:
     """The gradient of the bias, in its own shape: what it is broadcast over is summed up in the kernel."""
-    assert inputs.bias is not None  # for the type checker
     sizes, tiling = inputs.query.shape[:-2], machine.tiling
     results, part = inputs.bias.shape[:-2], inputs.bias.shape[-2:]
     groups = Groups(by_row=part[0] != 1, by_column=part[1] != 1)
@@ -170,7 +167,7 @@ def of_bias(rules: Rules, inputs: Inputs, occupied: Occupied, machine: Machine) 
     return (d_bias[..., :1] if part == (1, 1) else d_bias).reshape(inputs.bias.shape)
 
 
-def _result_of_bias(part: tuple[int, int], dtype: Any) -> Result:
+def _result_of_bias(part: tuple[int, ...], dtype: Any) -> Result:
     """Stored as it is read: one row for what is broadcast along an axis."""
     if 1 not in part:
         return Result("T S", part, dtype)
@@ -201,5 +198,3 @@ def _dbias(rules: Rules, visit: Visit, d_bias: Any, sums: Any) -> None:
         if total.shape[1] == 1 != total.shape[0]:
             total = jnp.transpose(jnp.broadcast_to(total, (total.shape[0], LANES)))[:1]
         d_bias[0] = jnp.broadcast_to(total, d_bias.shape[1:]).astype(d_bias.dtype)
-
-

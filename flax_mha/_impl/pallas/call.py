@@ -31,6 +31,9 @@ LARGEST_HEAD = 256
 HIGHEST = ("highest", "float32", lax.Precision.HIGHEST)
 # Rows and columns of a tile; lengths are padded to multiples of them.
 TILES = (512, 256, 128)
+# The compiler keeps about one tile in fast memory for each equation of a user's function and its derivative. With more
+# equations than this, the tiles of 512 x 512 no longer fit, and with four times as many, those of 256 x 256.
+MOST_EQUATIONS = 32
 # Bytes of fast memory that a kernel may take; None: what the compiler allows.
 MEMORY: int | None = None
 
@@ -47,19 +50,35 @@ def pallas_attention(call: Call, result: OutputAndLse | None = None, interpret: 
     if operands.mask is not None and operands.has_known_offsets:
         mask = operands.mask.with_occupancy(operands.lengths, options.offsets, CELL)
         operands = operands._replace(mask=mask)
-    return _attention(operands, options, Machine(_tiling(operands.lengths), MEMORY, interpret), result)
+    return _attention(operands, options, Machine(_tiling(call), MEMORY, interpret), result)
 
 
-def _tiling(lengths: tuple[int, int]) -> Tiling:
-    height, width = (_tile(length) for length in lengths)
+def _tiling(call: Call) -> Tiling:
+    lengths, largest = call.operands.lengths, _largest_tile(call)
+    height, width = (_tile(length, largest) for length in lengths)
     rows, columns = -(-lengths[0] // height), -(-lengths[1] // width)
     return Tiling(lengths, rows, height, width, 1, 1, columns, width)
 
 
-def _tile(length: int) -> int:
+def _tile(length: int, largest: int) -> int:
     """The largest tile whose padded length exceeds that of the smallest tile by at most one eighth."""
-    padded = [length + -length % tile for tile in TILES]
-    return next(tile for tile, total in zip(TILES, padded, strict=True) if 8 * total <= 9 * padded[-1])
+    tiles = [tile for tile in TILES if tile <= largest]
+    padded = [length + -length % tile for tile in tiles]
+    return next(tile for tile, total in zip(tiles, padded, strict=True) if 8 * total <= 9 * padded[-1])
+
+
+def _largest_tile(call: Call) -> int:
+    """How large a tile may be next to what the call's functions compute of it."""
+    functions = [] if call.options.score_mod is None else [call.options.score_mod]
+
+    def find(calls: CallsFunction) -> Mask:
+        functions.append(calls.function)
+        return CausalMask()
+
+    if call.operands.mask is not None:
+        call.operands.mask.map_functions(find)
+    count = sum(len(function.jaxpr.eqns) for function in functions)
+    return 512 if count <= MOST_EQUATIONS else 256 if count <= 4 * MOST_EQUATIONS else 128
 
 
 @functools.partial(jax.jit, static_argnames=("options", "machine"))
@@ -85,13 +104,13 @@ def refusals(call: Call) -> list[str]:
     if max(operands.query.shape[-1], operands.value.shape[-1]) > LARGEST_HEAD:
         reasons.append(f"head sizes must be up to {LARGEST_HEAD}, or the tiles do not fit next to the matrix unit")
     if options.ring:
-        reasons.append("caches that are rings are read in place, by \"xla\"")
+        reasons.append('caches that are rings are read in place, by "xla"')
     precision = options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if precision not in DEFAULT_PRECISION and not (precision in HIGHEST and operands.query.dtype == jnp.float32):
         reasons.append(f"its matrix products have the default precision, or in float32 the highest, not {precision}")
     if 0 in operands.query.shape or 0 in operands.value.shape or 0 in operands.key.shape:
         reasons.append("an axis is empty")
-    elif reason := _reason_against_tiles(operands):
+    elif reason := _reason_against_tiles(call):
         reasons.append(reason)
     return reasons
 
@@ -125,9 +144,9 @@ def _reasons_against_functions(call: Call) -> list[str]:
     return reasons
 
 
-def _reason_against_tiles(operands: Operands) -> str | None:
+def _reason_against_tiles(call: Call) -> str | None:
     """Whether the lists of tiles fit in scalar memory, as if no tile were empty."""
-    tiling = _tiling(operands.lengths)
+    operands, tiling = call.operands, _tiling(call)
     tiles, (num_heads, groups) = (tiling.rows, tiling.cells), operands.groups
     batch = operands.query.shape[:-3]
     arrays = [x.shape for x in jax.tree.leaves((operands.mask, operands.offsets))]

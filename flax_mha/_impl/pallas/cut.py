@@ -1,8 +1,8 @@
 """A user's function of one score, cut in two: what XLA computes once for each head, and the rest, for whole tiles.
 
-What depends on the batch entry, the head and captured arrays alone is computed outside of the kernel, and differentiated
-there. The kernel is given its values: numbers, and small tables that are looked up by position. Example: of
-`score - slopes[h] * (q_idx - kv_idx)` the outer part is `slopes[h]`, a number for each head.
+What depends on the batch entry, the head and captured arrays alone is computed outside of the kernel, and
+differentiated there. The kernel is given its values: numbers, and small tables that are looked up by position. Example:
+of `score - slopes[h] * (q_idx - kv_idx)` the outer part is `slopes[h]`, a number for each head.
 """
 
 import math
@@ -24,7 +24,7 @@ LANES = 128
 # What Mosaic compiles for whole tiles, with the derivatives of these; benchmarks/pallas.py tries every one of them.
 ELEMENTWISE = {
     *("add", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min", "clamp", "square", "integer_pow", "pow"),
-    *("exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil"),
+    *("exp", "exp2", "log", "log1p", "tanh", "logistic", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "convert_element_type", "is_finite"),
     *("shift_left", "shift_right_logical", "shift_right_arithmetic", "stop_gradient", "copy", "round"),
 }
@@ -33,7 +33,7 @@ RESHAPING = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
 DTYPES = ("float32", "int32", "bool")
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Why a function cannot be computed in a kernel."""
 
 
@@ -98,7 +98,7 @@ class TilePart:
 
         def read(x: Any) -> Any:
             if isinstance(x, Literal):
-                return jnp.asarray(x.val, x.aval.dtype)
+                return jnp.asarray(x.val, x.aval.dtype)  # type: ignore[attr-defined]
             if x in waiting and x not in known:
                 lookup, table, more = waiting[x]
                 entries[x] = _entry(lookup, read)
@@ -125,11 +125,17 @@ def _computed(equation: Any, operands: list[Any]) -> Array:
     params = equation.params
     if equation.primitive.name == "convert_element_type":
         return operands[0].astype(params["new_dtype"])
-    if equation.primitive.name == "sign":  # Mosaic asks the machine that compiles which TPU it has
-        [x] = operands
-        one = jnp.ones_like(x)
-        return jnp.where(x > 0, one, jnp.where(x < 0, -one, lax.stop_gradient(x)))
+    if equation.primitive.name == "sign":
+        return _sign(operands[0])
+    if equation.primitive.name == "abs":  # the derivative of lax.abs is lax.sign
+        return operands[0] * _sign(operands[0])
     return equation.primitive.bind(*operands, **params)
+
+
+def _sign(x: Array) -> Array:
+    """As `lax.sign`, for which Mosaic asks the machine that compiles which TPU it has."""
+    one, x = jnp.ones_like(x), lax.stop_gradient(x)
+    return jnp.where(x > 0, one, jnp.where(x < 0, -one, x))
 
 
 def _entry(lookup: _Lookup, read: Callable[[Any], Any]) -> Int[Array, "#t #s"]:
@@ -170,8 +176,8 @@ def cut(function: TracedFunction, num_captured: int, trainable: Sequence[bool] =
     """Cuts a function of ([score,] b, h, q_idx, kv_idx).
 
     Raises:
-      Refused: If the part for tiles holds vectors, control flow, a primitive that Mosaic does not compile, or lookups
-        in a table that is too large.
+      RefusedError: If the part for tiles holds vectors, control flow, a primitive that Mosaic does not compile, or
+        lookups in a table that is too large.
     """
     jaxpr = function.jaxpr
     variables = inputs(jaxpr)
@@ -199,17 +205,20 @@ def cut(function: TracedFunction, num_captured: int, trainable: Sequence[bool] =
 
 def _check(equation: Any) -> None:
     name = equation.primitive.name
-    if name not in ELEMENTWISE | RESHAPING:
+    is_float = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+    if name not in ELEMENTWISE | RESHAPING or (name == "rem" and is_float):
         kind = "control flow or another function" if _holds_jaxpr(equation) else "a primitive"
-        raise Refused(f"must not apply {name} to what depends on positions: its kernels cannot compute this, {kind}")
+        raise RefusedError(
+            f"must not apply {name} to what depends on positions: its kernels cannot compute this, {kind}"
+        )
     for variable in (*equation.invars, *equation.outvars):
         aval: Any = variable.aval
         if math.prod(aval.shape) != 1:
-            raise Refused(
+            raise RefusedError(
                 f"must not make vectors of what depends on positions, but {name} has one of shape {aval.shape}"
             )
         if aval.dtype.name not in DTYPES:
-            raise Refused(
+            raise RefusedError(
                 f"must compute in {', '.join(DTYPES)} what depends on positions, but {name} has {aval.dtype}"
             )
 
@@ -225,12 +234,12 @@ def _lookup(equation: Any, inner: set[Any]) -> _Lookup:
     lookup = _Lookup(equation.outvars[0], array, tuple(indices), by_position)
     shape, dtype = equation.params["slice_sizes"], array.aval.dtype
     if math.prod(shape) != 1:
-        raise Refused(f"must not look up vectors by position, but dynamic_slice has one of shape {shape}")
+        raise RefusedError(f"must not look up vectors by position, but dynamic_slice has one of shape {shape}")
     if math.prod(lookup.sizes) > MOST_ENTRIES:
         got = f"{math.prod(lookup.sizes)} entries, of shape {array.aval.shape}"
-        raise Refused(f"must look up by position in tables of up to {MOST_ENTRIES} entries, but one has {got}")
+        raise RefusedError(f"must look up by position in tables of up to {MOST_ENTRIES} entries, but one has {got}")
     if dtype.name not in DTYPES:
-        raise Refused(f"must look up {', '.join(DTYPES)} by position, but a table holds {dtype}")
+        raise RefusedError(f"must look up {', '.join(DTYPES)} by position, but a table holds {dtype}")
     return lookup
 
 
@@ -263,7 +272,6 @@ def reason_against(name: str, function: TracedFunction, num_captured: int) -> li
     """Why this function of the call cannot be computed in a kernel, if so."""
     try:
         cut(function, num_captured)
-    except Refused as refused:
+    except RefusedError as refused:
         return [f"{name} {refused}"]
     return []
-

@@ -121,7 +121,7 @@ def _backward(
     d_values = [
         None if d is None else _summed(d, x).astype(x.dtype) for d, x in zip(d_values, inputs.values, strict=True)
     ]
-    return Trainable(d_query, d_key, d_value, d_bias, d_sink, d_values)  # type: ignore[arg-type]
+    return Trainable(d_query, d_key, d_value, d_bias, d_sink, d_values)
 
 
 def _summed(x: Array, like: Array) -> Array:
@@ -133,8 +133,8 @@ def _summed(x: Array, like: Array) -> Array:
 def _with_rows(inputs: Inputs, results: OutputAndLse, cotangents: OutputAndLse) -> Inputs:
     """What the backward kernels need of every row; FlashAttention-2, algorithm 2, line 4.
 
-    The log-sum-exp's own gradient d enters through `weights * d`, so it is subtracted from delta. Rows whose log-sum-exp
-    is not finite, for they saw nothing or something that is not finite, have no gradient.
+    The log-sum-exp's own gradient d enters through `weights * d`, so it is subtracted from delta. Rows whose
+    log-sum-exp is not finite, for they saw nothing or something that is not finite, have no gradient.
     """
     (output, lse), (d_output, d_lse) = results, cotangents
     finite = jnp.isfinite(lse)
@@ -162,7 +162,9 @@ def _over_mapped_axes(run: Callable[[Any], Any], arrays: Any, copies_floats: boo
     def _rule(axis_size: int, is_mapped: list[bool], *leaves: Array) -> tuple[Any, Any]:
         own = [x if mine else x[None] for x, mine in zip(leaves, is_mapped, strict=True)]
         if copies_floats:
-            own = [jnp.repeat(x, axis_size // x.shape[0], 0) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in own]
+            own = [
+                jnp.repeat(x, axis_size // x.shape[0], 0) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in own
+            ]
         outputs = _over_mapped_axes(run, jax.tree.unflatten(structure, own), copies_floats)
         return outputs, jax.tree.map(lambda _: True, outputs)
 

@@ -51,7 +51,9 @@ def _body(rules: Rules, visit: Visit, output: Any, lse: Any, largest: Any, total
 
     def tile(masked: bool) -> None:
         held = rules.held(visit, masked)
-        s = held.scores.tile(held.products(), held.params, held.tile, held.mask, held.inputs.key_marks if masked else None)
+        s = held.scores.tile(
+            held.products(), held.params, held.tile, held.mask, held.inputs.key_marks if masked else None
+        )
         before = largest[...]
         after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
         # What is subtracted is finite: a row that saw nothing has -inf, and -inf - -inf is NaN.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from flax_mha._impl.pallas.steps import COMPUTE, FLAG_BITS, MASKED, Steps
 from flax_mha._impl.tiling import Tiling
 
 # Different results may be computed by different cores, but the steps that contribute to one follow one another.
-SEMANTICS = ("parallel", "arbitrary")
+SEMANTICS: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "arbitrary")
 
 
 class Result(NamedTuple):
@@ -161,5 +161,3 @@ def launch(kernel: Kernel, inputs: Inputs, sizes: Sizes, results: Sizes, steps: 
         name=kernel.name,
     )(steps.what.reshape(-1), steps.where.reshape(-1), *flat)
     return [x.reshape(*results, *y.part) for x, y in zip(outputs, kernel.results, strict=True)]
-
-

@@ -1,7 +1,7 @@
 """Which entry of an array belongs to a head: arrays have leading axes for batch and heads, some of them shared.
 
-The heads of a call are counted through its leading axes [B..., K, G], the last one fastest. An array with *own* sizes has
-along each of these axes either as many entries or one, which is shared. In kernels such numbers are computed by the
+The heads of a call are counted through its leading axes [B..., K, G], the last one fastest. An array with *own* sizes
+has along each of these axes either as many entries or one, which is shared. In kernels such numbers are computed by the
 scalar core, so axes that behave alike are taken together.
 """
 

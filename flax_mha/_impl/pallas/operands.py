@@ -1,16 +1,15 @@
 """What kernels are given: every array of a call as its blocks lie in memory, and how a kernel reads its own block.
 
-An array has leading axes for batch and heads, like all in the layout of one head (`layout.py`), and then the part of one
-head, whose axes are named: "T" and "S" for queries and keys, "H" for features, "C" for columns of tiles, "L" for the
-entries of a table. Numbers go to scalar memory. All else is stored as [heads, rows, columns], because the memory of a
-TPU has rows of 128 numbers: an array [T, 1] would take 128 times its size.
+An array has leading axes for batch and heads, like all in the layout of one head (`layout.py`), and then the part of
+one head, whose axes are named: "T" and "S" for queries and keys, "H" for features, "C" for columns of tiles, "L" for
+the entries of a table. Numbers go to scalar memory. All else is stored as [heads, rows, columns], because the memory of
+a TPU has rows of 128 numbers: an array [T, 1] would take 128 times its size.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,6 +20,7 @@ from flax_mha._impl.pallas.numbering import Number
 from flax_mha.masks import Mask
 
 LANES = 128
+Block = Any  # an array, inside a kernel its own block, None where there is none
 
 
 class Inputs(NamedTuple):
@@ -39,21 +39,21 @@ class Inputs(NamedTuple):
       delta: What is subtracted from the gradients of the weights.
     """
 
-    query: Array
-    key: Array
-    value: Array
-    bias: Array | None
-    sink: Array | None
-    values: list[Array]
+    query: Block
+    key: Block
+    value: Block
+    bias: Block
+    sink: Block
+    values: list[Any]
     mask: Mask | None
-    offsets: tuple[Array | None, Array | None]
-    seed: tuple[Array, Array] | None
-    key_marks: Array | None
-    tile_marks: Array | None
-    query_marks: Array | None
-    d_output: Array | None = None
-    lse: Array | None = None
-    delta: Array | None = None
+    offsets: tuple[Block, Block]
+    seed: tuple[Block, Block] | None
+    key_marks: Block
+    tile_marks: Block
+    query_marks: Block
+    d_output: Block = None
+    lse: Block = None
+    delta: Block = None
 
     def map_arrays(self, rank: int, change: Callable[[Any, str], Any]) -> "Inputs":
         """The inputs with `change(array, names of the axes of one head)` for every array; `rank` leading axes."""
@@ -157,5 +157,3 @@ def lanes(columns: Array, width: int) -> Array:
     """Columns [n, 128] that are all alike, so many of them; whole groups of 128 cost nothing."""
     wide = [columns] * -(-width // LANES)
     return (columns if len(wide) == 1 else jnp.concatenate(wide, axis=1))[:, :width]
-
-

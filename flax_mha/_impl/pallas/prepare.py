@@ -1,4 +1,4 @@
-"""From a call to the inputs of its kernels: everything in the layout of one head, functions cut in two, lengths padded."""
+"""From a call to the inputs of its kernels: the layout of one head, functions cut in two, lengths padded."""
 
 import dataclasses
 import functools

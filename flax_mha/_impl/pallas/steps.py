@@ -58,8 +58,8 @@ class Steps(NamedTuple):
       where: Row of the tile times 2^16, and its column.
     """
 
-    what: Int[Array, "... n"]
-    where: Int[Array, "... n"]
+    what: Int[Array, "... n"] | np.ndarray
+    where: Int[Array, "... n"] | np.ndarray
 
 
 def listed(occupied: Occupied, sizes: Sizes, results: Sizes, groups: Groups) -> Steps:

@@ -21,25 +21,25 @@ class HeldTile(Tile):
     """A tile whose parts of all arrays are given, so that nothing is left to cut."""
 
     @property
-    def rows(self) -> Int[Array, "t 1"]:  # noqa: D102
-        return self.row + lax.broadcasted_iota(jnp.int32, (self.shape[0], 1), 0)
+    def rows(self) -> Int[Array, "t 1"]:
+        return lax.broadcasted_iota(jnp.int32, (self.shape[0], 1), 0) + self.row
 
     @property
-    def columns(self) -> Int[Array, "1 s"]:  # noqa: D102
-        return self.column + lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
+    def columns(self) -> Int[Array, "1 s"]:
+        return lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1) + self.runs[0]
 
     @property
     def block(self) -> tuple[int, int]:
         """The shape of its scores."""
         return self.shape
 
-    def cut(self, x: Any) -> Array:  # noqa: D102
+    def cut(self, x: Any) -> Array:
         return x
 
-    def cut_queries(self, x: Any) -> Array:  # noqa: D102
+    def cut_queries(self, x: Any) -> Array:
         return x
 
-    def cut_keys(self, x: Any) -> Array:  # noqa: D102
+    def cut_keys(self, x: Any) -> Array:
         return x
 
 
@@ -47,15 +47,15 @@ class TileAcross(HeldTile):
     """The same with queries along columns."""
 
     @property
-    def rows(self) -> Int[Array, "1 t"]:  # noqa: D102
-        return self.row + lax.broadcasted_iota(jnp.int32, (1, self.shape[0]), 1)
+    def rows(self) -> Int[Array, "1 t"]:
+        return lax.broadcasted_iota(jnp.int32, (1, self.shape[0]), 1) + self.row
 
     @property
-    def columns(self) -> Int[Array, "s 1"]:  # noqa: D102
-        return self.column + lax.broadcasted_iota(jnp.int32, (self.shape[1], 1), 0)
+    def columns(self) -> Int[Array, "s 1"]:
+        return lax.broadcasted_iota(jnp.int32, (self.shape[1], 1), 0) + self.runs[0]
 
     @property
-    def block(self) -> tuple[int, int]:  # noqa: D102
+    def block(self) -> tuple[int, int]:
         return self.shape[::-1]
 
 
@@ -68,11 +68,11 @@ class TileMask(Mask):
     tables: tuple[Array, ...] = dataclasses.field(metadata={"axes": "B N L"})
     part: TilePart = dataclasses.field(metadata={"static": True})
 
-    def tile(self, tile: Tile) -> Bool[Array, "t s"]:  # noqa: D102
+    def tile(self, tile: Tile) -> Bool[Array, "t s"]:
         arguments = (tile.query_positions, tile.key_positions)
         return self.part([*self.numbers, *self.tables], arguments, tile.block)[0]  # type: ignore[attr-defined]
 
-    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+    def occupancy(self, grid: Grid) -> Occupancy:
         raise NotImplementedError("occupancy is that of the mask that this was made of.")
 
 
@@ -92,9 +92,10 @@ class TileScores(Scores):
     added: Sequence[Any] = ()
     entries: list[Array] = dataclasses.field(default_factory=list)
 
-    def modified(self, scores: Float[Array, "..."], params: ScoreParams, tile: Tile) -> Float[Array, "..."]:  # noqa: D102
+    def modified(self, scores: Float[Array, "..."], params: ScoreParams, tile: Tile) -> Float[Array, "..."]:
         arguments = (scores, tile.query_positions, tile.key_positions)
-        result, entries = self.part(params.captured, arguments, scores.shape, self.added)  # type: ignore[misc]
+        block = tile.block  # type: ignore[attr-defined]
+        result, entries = self.part(params.captured, arguments, block, self.added)  # type: ignore[misc]
         self.entries[:] = entries
         return result
 
@@ -119,10 +120,8 @@ class TileScores(Scores):
 
         def pull_visible(d_scores: Array) -> tuple[Array, Array | None, list[Array | None]]:
             d_products, d_bias, d_values = pull(jnp.where(visible, d_scores, jnp.zeros_like(d_scores)))
-            d_products, *d_values = (
-                None if x is None else jnp.where(visible, x, jnp.zeros_like(x)) for x in (d_products, *d_values)
-            )
-            return d_products, d_bias, d_values
+            shown = [None if x is None else jnp.where(visible, x, jnp.zeros_like(x)) for x in d_values]
+            return jnp.where(visible, d_products, jnp.zeros_like(d_products)), d_bias, shown
 
         return scores, pull_visible
 
