@@ -9,7 +9,7 @@ import pytest
 from cases import compiled_for
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_mha import dot_product_attention, masks, recipes
+from flax_mha import _choose, dot_product_attention, masks, recipes
 from flax_mha._impl.pallas import call, launch
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
@@ -284,6 +284,40 @@ def test_a_cache():
 
     ours, dense = (attend(implementation, query, key, value, cache) for implementation in ("pallas", "xla"))
     np.testing.assert_allclose(ours, dense, rtol=0, atol=1e-5)
+
+
+def test_gradients_of_a_part_of_the_keys(monkeypatch):
+    """Given the result over all keys, each half contributes its part: what a ring of devices needs of a hop."""
+    query, key, value = normal(*shapes(130, 200, batch=(1,), n=2, k=2, h=8))
+    calls = []
+
+    def keep(made, implementation):
+        calls.append(made)
+        return made.operands.query, None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_choose, "run", keep)
+        for first in (0, 100):
+            dot_product_attention(query, key, value, is_causal=True, query_offset=70, key_value_offset=jnp.int32(first))
+
+    def half(made, known, query, key, value):
+        operands = made.operands._replace(query=query, key=key, value=value)
+        return call.pallas_attention(made._replace(operands=operands), known)
+
+    @jax.jit
+    def gradients(query, key, value):
+        attend = functools.partial(dot_product_attention, is_causal=True, query_offset=70, return_residual=True)
+        known, pull = jax.vjp(functools.partial(attend, implementation="xla"), query, key, value)
+        halves = []
+        for made, part in zip(calls, (slice(100), slice(100, None)), strict=True):
+            results, pull_half = jax.vjp(functools.partial(half, made, known), query, key[:, part], value[:, part])
+            halves.append(pull_half(jax.tree.map(jnp.cos, results)))
+        (first_query, *first), (second_query, *second) = halves
+        joined = [jnp.concatenate(pair, 1) for pair in zip(first, second, strict=True)]
+        return (first_query + second_query, *joined), pull(jax.tree.map(jnp.cos, known))
+
+    for got, want in zip(*gradients(query, key, value), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize(("semantics", "races"), [(("parallel", "arbitrary"), False), (("parallel", "parallel"), True)])

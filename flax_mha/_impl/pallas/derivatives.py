@@ -88,7 +88,7 @@ def _occupied(call: Prepared, occupied: Occupied) -> Occupied:
 def _forward(call: Prepared, machine: Machine, inputs: Inputs, occupied: Occupied) -> OutputAndLse:
     def run(arrays: tuple[Inputs, Occupied]) -> OutputAndLse:
         inputs, occupied = arrays
-        return forward(call.rules, inputs, _occupied(call, occupied), machine)
+        return forward(call.rules._replace(differentiated=False), inputs, _occupied(call, occupied), machine)
 
     return _over_mapped_axes(run, (inputs, occupied))
 

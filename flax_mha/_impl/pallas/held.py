@@ -53,6 +53,7 @@ class Rules(NamedTuple):
       tiling: How scores are cut.
       has_mask: Whether anything is masked by a mask.
       has_bias: Whether there is a bias.
+      differentiated: Whether derivatives are taken in this kernel.
     """
 
     scores: TileScores
@@ -61,6 +62,7 @@ class Rules(NamedTuple):
     tiling: Tiling
     has_mask: bool
     has_bias: bool
+    differentiated: bool = True
 
     @property
     def masks_rows(self) -> bool:
@@ -79,6 +81,7 @@ class Rules(NamedTuple):
         tile = kind(visit.row, visit.column, (tiling.height, tiling.width), offsets, lengths)
         fields = {name: getattr(self.scores, name) for name in self.scores.__dataclass_fields__}
         fields |= {"dropout_seed": inputs.seed, "part": self.part, "learned": self.learned, "entries": []}
+        fields["differentiated"] = self.differentiated
         bias = None if inputs.bias is None else inputs.bias.astype(jnp.float32)
         if bias is not None and bias.ndim == 0:
             bias = lax.broadcast(bias, (1, 1))

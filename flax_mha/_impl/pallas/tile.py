@@ -82,15 +82,20 @@ class TileScores(Scores):
 
     Attributes:
       part: The part of `score_mod` that is computed for whole tiles.
+      differentiated: Whether derivatives are taken.
       learned: Which of its values get gradients.
       added: For each value None, or what is added to it, for its gradient.
       entries: Where the entries are put that its lookups find.
     """
 
     part: TilePart | None = None
+    differentiated: bool = True
     learned: tuple[bool, ...] = ()
     added: Sequence[Any] = ()
     entries: list[Array] = dataclasses.field(default_factory=list)
+
+    def guarded(self, products: Float[Array, "..."], visible: Bool[Array, "..."]) -> Float[Array, "..."]:
+        return super().guarded(products, visible) if self.differentiated else products
 
     def modified(self, scores: Float[Array, "..."], params: ScoreParams, tile: Tile) -> Float[Array, "..."]:
         arguments = (scores, tile.query_positions, tile.key_positions)
