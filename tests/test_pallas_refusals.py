@@ -57,7 +57,12 @@ REFUSED = {
     "tiles": (
         abstract(2**17, 2**17, batch=(64,)),
         {"key_value_seq_lengths": jnp.ones(64, jnp.int32)},
-        f"table of tiles does not fit: it has room for {steps.MOST_STEPS}, and these are 256 x 256 tiles of 128 x 1",
+        f"table of tiles does not fit: .* room for {steps.MOST_WORDS} words, and 256 x 256 tiles of 128 heads take ",
+    ),
+    "tiles of heads that share a bias": (
+        abstract(8192, 8192, batch=(512,)),
+        {"bias": jnp.ones((1, 1))},
+        "table of tiles does not fit: .* 16 x 16 tiles of 1024 heads",
     ),
     "vectors": (
         abstract(),

@@ -19,7 +19,7 @@ from flax_mha._impl.pallas import derivatives
 from flax_mha._impl.pallas.cut import reason_against
 from flax_mha._impl.pallas.launch import Machine
 from flax_mha._impl.pallas.prepare import lengthened, prepared
-from flax_mha._impl.pallas.steps import MOST_STEPS, MOST_TILES_OF_AXIS
+from flax_mha._impl.pallas.steps import MOST_TILES_OF_AXIS, MOST_WORDS
 from flax_mha._impl.tiling import CELL, Tiling
 from flax_mha.masks import CausalMask, Mask
 from flax_mha.masks.base import CallsFunction
@@ -145,14 +145,18 @@ def _reasons_against_functions(call: Call) -> list[str]:
 
 
 def _reason_against_tiles(call: Call) -> str | None:
-    """Whether the lists of tiles fit in scalar memory, as if no tile were empty."""
+    """Whether what kernels know of tiles fits in scalar memory, as if no tile were empty."""
     operands, tiling = call.operands, _tiling(call)
-    tiles, (num_heads, groups) = (tiling.rows, tiling.cells), operands.groups
-    batch = operands.query.shape[:-3]
-    arrays = [x.shape for x in jax.tree.leaves((operands.mask, operands.offsets))]
-    lists = math.prod((*batch, num_heads)) if arrays else 1
-    steps = lists * groups * math.prod(tiles)
-    if steps <= MOST_STEPS and max(tiles) < MOST_TILES_OF_AXIS:
+    (num_heads, groups), batch = operands.groups, math.prod(operands.query.shape[:-3])
+    heads = batch * num_heads * groups
+    has_arrays = bool(jax.tree.leaves((operands.mask, operands.offsets)))
+    lists = [heads if has_arrays else groups]
+    if operands.bias is not None:  # the heads that share a gradient are on one list
+        lists.append(heads // math.prod(operands.bias.shape[:-2]))
+    words = 2 * max(lists) * tiling.rows * tiling.cells + batch * num_heads * tiling.cells
+    if words <= MOST_WORDS and max(tiling.rows, tiling.cells) < MOST_TILES_OF_AXIS:
         return None
-    got = f"{tiles[0]} x {tiles[1]} tiles of {lists} x {groups} heads"
-    return f"its table of tiles does not fit: it has room for {MOST_STEPS}, and these are {got}"
+    return (
+        f"its table of tiles does not fit: scalar memory has room for {MOST_WORDS} words, and {tiling.rows} x "
+        f"{tiling.cells} tiles of {max(lists)} heads take {words}"
+    )

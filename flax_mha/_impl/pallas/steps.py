@@ -22,8 +22,8 @@ from flax_mha._impl.pallas.numbering import Sizes
 FIRST, LAST, COMPUTE, MASKED = 1, 2, 4, 8
 FLAG_BITS = 4
 
-# The two words for each step take 8 bytes of scalar memory, which has 1 MiB, and holds more than them.
-MOST_STEPS = 65536
+# Scalar memory has 1 MiB, and holds other numbers too. A list takes two words of four bytes for each step.
+MOST_WORDS = 2 * 65536 + 4096
 # Numbers of rows and columns of tiles share a word.
 MOST_TILES_OF_AXIS = 2**15
 
