@@ -17,7 +17,7 @@ from flax_mha._platform import being_traced
 from flax_mha._platform_branch import on_platform
 from flax_mha._split import split_of
 
-Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
+Implementation = Literal["xla", "blockwise", "cudnn", "splash", "pallas"]
 NAMES: tuple[str, ...] = get_args(Implementation)
 FUSED = ("cudnn", "splash")
 Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None]
@@ -61,6 +61,9 @@ def _implementation(name: str) -> _Implementation:
     if name == "splash":
         splash = importlib.import_module("flax_mha._impl.splash")
         return _Implementation(splash.refusals, splash.splash_attention)
+    if name == "pallas":
+        pallas = importlib.import_module("flax_mha._impl.pallas.call")
+        return _Implementation(pallas.refusals, pallas.pallas_attention)
     return _Implementation(_computes_all, xla.dense_attention if name == "xla" else xla.blockwise_attention)
 
 

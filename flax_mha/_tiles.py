@@ -57,13 +57,13 @@ class Tile(NamedTuple):
         return _joined([first + numbers for first in self.runs], 1)
 
     @property
-    def query_positions(self) -> Int[Array, "t 1"]:
-        """Positions of the queries."""
+    def query_positions(self) -> Int[Array, "#t #s"]:
+        """Positions of the queries, [t, 1] here."""
         return self._inside(self.rows, 0) + self.offsets[0]
 
     @property
-    def key_positions(self) -> Int[Array, "1 s"]:
-        """Positions of the keys."""
+    def key_positions(self) -> Int[Array, "#t #s"]:
+        """Positions of the keys, [1, s] here."""
         columns = self._inside(self.columns, 1)
         if self.ring is None:
             return columns + self.offsets[1]
@@ -79,6 +79,14 @@ class Tile(NamedTuple):
         if x.shape[0] != 1:
             x = lax.dynamic_slice_in_dim(x, self.row, self.shape[0], 0, allow_negative_indices=False)
         return jnp.asarray(x) if x.shape[1] == 1 else self.cut_columns(x, 1)
+
+    def cut_queries(self, x: Array | np.ndarray) -> Array:
+        """The tile's part of `x` [T], one entry for each query, in the shape of `query_positions`."""
+        return self.cut(x[:, None])
+
+    def cut_keys(self, x: Array | np.ndarray) -> Array:
+        """The tile's part of `x` [S], one entry for each key, in the shape of `key_positions`."""
+        return self.cut(x[None, :])
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
         """The tile's part of an axis that has an entry for every column."""

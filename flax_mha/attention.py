@@ -1,7 +1,7 @@
 """`dot_product_attention` and `explain_implementation`: the public signatures.
 
 `_call.canonical` checks the arguments and returns a `Call`: operands (arrays) and options (static). `_choose.run` then
-selects an implementation: `_impl.xla` ("xla" and "blockwise"), `_impl.cudnn` or `_impl.splash`.
+selects an implementation: `_impl.xla` ("xla" and "blockwise"), `_impl.cudnn`, `_impl.splash` or `_impl.pallas`.
 """
 
 from typing import Literal, TypedDict, Unpack, overload
@@ -140,7 +140,9 @@ def dot_product_attention(
         all T x S scores and supports derivatives of any order, in forward and reverse mode. "blockwise" computes the
         scores tile by tile, skips fully masked tiles, and supports first-order reverse-mode derivatives. "cudnn"
         (NVIDIA GPUs) and "splash" (TPUs) are fused kernels that support fewer arguments, and the same derivatives as
-        "blockwise". For `jax.jvp`, `jax.jacfwd` or second derivatives use "xla".
+        "blockwise". "pallas" (TPUs) is a fused kernel that supports nearly every argument, and the same derivatives; it
+        has never been timed on a TPU, so None never selects it. For `jax.jvp`, `jax.jacfwd` or second derivatives use
+        "xla".
       return_residual: Also return the log-sum-exp of the scores.
       precision: Of the matrix products; None means `jax.default_matmul_precision`.
       qkv_sharding: How a mesh splits the batch axes and heads of `query`, and of key and value alike, say

@@ -281,11 +281,13 @@ def test_exported_for_other_platforms(platforms):
 def test_on_this_machine():
     x = jnp.ones((1, 1000, 2, 64), jnp.bfloat16)
     explanation = explain_implementation(x, x, x, is_causal=True)
-    assert list(explanation.refusals) == ["xla", "blockwise", "cudnn", "splash"]
+    assert list(explanation.refusals) == ["xla", "blockwise", "cudnn", "splash", "pallas"]
     assert explanation.refusals["xla"] == explanation.refusals["blockwise"] == []
     assert not explanation.refusals[explanation.chosen]
     assert explanation.chosen in str(explanation)
-    with pytest.raises(ValueError, match='implementation must be "xla", "blockwise", "cudnn", "splash" or None'):
+    with pytest.raises(
+        ValueError, match='implementation must be "xla", "blockwise", "cudnn", "splash", "pallas" or None'
+    ):
         dot_product_attention(x, x, x, implementation="flash")
 
 

@@ -32,12 +32,12 @@ class Magnitudes(NamedTuple):
     def marks_of_scores(self) -> Float[Array, "T S"]:
         """What is added to the visible scores: 0, or infinity."""
         shape = (*self.query.shape, *self.key.shape)
-        query, key = _marks(self.query), _marks(self.key)
+        query, key = marks(self.query), marks(self.key)
         return lax.add(lax.broadcast_in_dim(query, shape, (0,)), lax.broadcast_in_dim(key, shape, (1,)))
 
     def marks_of_keys(self) -> Float[Array, "1 S"]:
         """The part of it that concerns keys."""
-        return lax.expand_dims(_marks(self.key), (0,))
+        return lax.expand_dims(marks(self.key), (0,))
 
     def marks_of_rows(self, unmasked: bool) -> Float[Array, " T"]:
         """What is added to the largest score of a row that sees anything: 0, or NaN where the query is not finite.
@@ -49,7 +49,7 @@ class Magnitudes(NamedTuple):
         if unmasked:
             largest = lax.reduce_max(self.key, (0,))
             magnitude = lax.max(magnitude, lax.broadcast(largest, magnitude.shape))
-        return lax.mul(_marks(magnitude), lax.full_like(magnitude, 0))
+        return lax.mul(marks(magnitude), lax.full_like(magnitude, 0))
 
 
 def finite_keys(
@@ -80,7 +80,8 @@ def finite(x: Float[Array, "*L F"], magnitude: Float[Array, "*L"]) -> Float[Arra
     return lax.select(infinite, lax.full_like(x, 0), x)
 
 
-def _marks(magnitude: Float[Array, "*L"]) -> Float[Array, "*L"]:
+def marks(magnitude: Float[Array, "*L"]) -> Float[Array, "*L"]:
+    """Infinity where the magnitude is infinite, else 0."""
     return lax.select(_is_infinite(magnitude), magnitude, lax.full_like(magnitude, 0))
 
 

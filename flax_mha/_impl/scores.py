@@ -143,11 +143,10 @@ class Scores:
         visible = _visible(params, tile, mask)
         fused = fused and self.score_mod is None
         if visible is not None and not fused and (self.soft_cap is not None or self.score_mod is not None):
-            products = jnp.where(visible, products, jnp.zeros_like(products))  # a masked product may be infinite
+            products = self.guarded(products, visible)
         scores = self._capped(products)
         if self.score_mod is not None:
-            one = jax.vmap(jax.vmap(self._one_score(params.captured), (0, None, 0)), (0, 0, None))
-            scores = one(scores, tile.query_positions[:, 0], tile.key_positions[0])
+            scores = self.modified(scores, params, tile)
             visible = _both(visible, scores != -jnp.inf)
         if params.bias is not None:
             shown = jnp.where(visible, params.bias, jnp.zeros_like(params.bias))  # type: ignore[arg-type]  # with a bias
@@ -159,6 +158,15 @@ class Scores:
         if fused:  # XLA's CPU fuses a minimum with the product before it, but not a selection
             return jnp.minimum(scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype))
         return jnp.where(visible, scores, -jnp.inf)
+
+    def guarded(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
+        """Products with 0 where they are masked: there they may be infinite, and a derivative of that NaN."""
+        return jnp.where(visible, products, jnp.zeros_like(products))
+
+    def modified(self, scores: Float[Array, "t s"], params: ScoreParams, tile: Tile) -> Float[Array, "t s"]:
+        """What `score_mod` makes of the scores of one tile."""
+        one = jax.vmap(jax.vmap(self._one_score(params.captured), (0, None, 0)), (0, 0, None))
+        return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
 
     def differentiable_tile(
         self, products: Float[Array, "t s"], params: ScoreParams, tile: Tile, mask: Mask | None

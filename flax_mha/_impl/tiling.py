@@ -112,7 +112,7 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
     """The mask of one head over whole tiles, which masks the padding that fills them."""
     if not tiling.has_padding:
         return mask
-    inside = _InsideMask(*tiling.lengths)
+    inside = InsideMask(*tiling.lengths)
     return inside if mask is None else mask.map_arrays(lambda x, axes: _padded(x, axes, tiling.shape)) & inside
 
 
@@ -133,7 +133,7 @@ def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class _InsideMask(Mask):
+class InsideMask(Mask):
     """Rows and columns before the padding."""
 
     queries: int = dataclasses.field(metadata={"static": True})

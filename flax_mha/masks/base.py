@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool
 from flax_mha._check import Shape
 from flax_mha._platform import readable
 from flax_mha._tiles import BoolMatrix, Grid, Tile
+from flax_mha._traced_function import TracedFunction
 
 
 class Occupancy(NamedTuple):
@@ -35,6 +36,22 @@ class Occupancy(NamedTuple):
 
     any_visible: BoolMatrix
     all_visible: BoolMatrix
+
+
+class CallsFunction(NamedTuple):
+    """A user's traced function and what it is called with, besides positions.
+
+    Attributes:
+      function: Of the index of the batch entry, the index of the head, and the positions of a query and a key.
+      captured: The arrays that it captures, the same for all heads.
+      batch: Indices of the batch entries.
+      head: Indices of the heads.
+    """
+
+    function: TracedFunction
+    captured: list[Array]
+    batch: Any
+    head: Any
 
 
 def part_rank(axes: str) -> int:
@@ -73,6 +90,10 @@ class Mask:
 
     def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> "Mask":
         """A canonical mask that knows the occupancy of squares of `cell` rows and columns, if that can be known now."""
+        return self
+
+    def map_functions(self, change: "Callable[[CallsFunction], Mask]") -> "Mask":
+        """The mask with `change(part)` in the place of every part that calls a user's function."""
         return self
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
@@ -190,6 +211,9 @@ class _Combined(Mask):
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> Mask:
         return self._map(lambda mask: mask.map_arrays(change))
+
+    def map_functions(self, change: Callable[[CallsFunction], Mask]) -> Mask:
+        return self._map(lambda mask: mask.map_functions(change))
 
     def _map(self, change: Callable[[Mask], Mask]) -> Mask:
         return type(self)(*map(change, self.parts))

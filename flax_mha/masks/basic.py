@@ -185,7 +185,7 @@ class SegmentMask(Mask):
     key_value_ids: Int[Array, "... S"] = dataclasses.field(metadata={"axes": "B S"})
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
-        return tile.cut(self.query_ids[:, None]) == tile.cut(self.key_value_ids[None, :])
+        return tile.cut_queries(self.query_ids) == tile.cut_keys(self.key_value_ids)
 
     @property
     def lengths(self) -> tuple[int, int]:  # noqa: D102

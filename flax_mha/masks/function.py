@@ -15,7 +15,7 @@ from flax_mha._check import Shape
 from flax_mha._platform import readable
 from flax_mha._tiles import BoolMatrix, Grid, Tile
 from flax_mha._traced_function import TracedFunction, trace
-from flax_mha.masks.base import Mask, Occupancy
+from flax_mha.masks.base import CallsFunction, Mask, Occupancy
 
 
 @jax.tree_util.register_dataclass
@@ -86,6 +86,9 @@ class _TracedMask(Mask):
 
         return Occupancy(*lax.map(row, jnp.arange(rows, dtype=jnp.int32)))
 
+    def map_functions(self, change: Callable[[CallsFunction], Mask]) -> Mask:
+        return change(CallsFunction(self.function, self.captured, self.batch, self.head))
+
     def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask:
         if self.function.has_callback or not all(map(readable, (*self.captured, self.batch))):
             return self
@@ -112,6 +115,10 @@ class _StaticMask(Mask):
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return _TracedMask([], np.zeros((), np.int32), np.zeros((), np.int32), self.function).tile(tile)
+
+    def map_functions(self, change: Callable[[CallsFunction], Mask]) -> Mask:
+        nobody = np.zeros((), np.int32)
+        return change(CallsFunction(self.function, [], nobody, nobody))
 
     def occupancy(self, grid: Grid) -> Occupancy:
         known = (np.frombuffer(x, bool).reshape(self.counts) for x in (self.any_visible, self.all_visible))

@@ -1,0 +1,1 @@
+"""Attention for TPUs as Pallas kernels that compute every argument: `implementation="pallas"`."""

@@ -1,0 +1,89 @@
+"""What a kernel holds in one step: the tile, the blocks of its arrays, and what makes scores of them."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from flax_mha._impl.pallas.cut import TilePart
+from flax_mha._impl.pallas.launch import Visit
+from flax_mha._impl.pallas.operands import Inputs
+from flax_mha._impl.pallas.tile import HeldTile, TileAcross, TileScores
+from flax_mha._impl.scores import ScoreParams
+from flax_mha._impl.tiling import Tiling
+from flax_mha.masks import Mask
+
+
+class Held(NamedTuple):
+    """Of one step."""
+
+    inputs: Inputs
+    tile: HeldTile
+    scores: TileScores
+    params: ScoreParams
+    mask: Mask | None
+
+    def products(self) -> Float[Array, "..."]:
+        """Scaled products of queries and keys, with queries along rows or, in a `TileAcross`, along columns."""
+        query, key = self.inputs.query, self.inputs.key
+        pair = (key, query) if isinstance(self.tile, TileAcross) else (query, key)
+        return self.scores.products(*pair)
+
+    def dropped(self, weights: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Weights, or gradients of them, after dropout."""
+        kept = self.scores.dropout_multiplier(self.tile)
+        return weights if kept is None else weights * kept
+
+    def weights(self, s: Float[Array, "..."], lse: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The softmax, from scores and log-sum-exp; 0 in rows where that is infinite."""
+        weights = jnp.exp(s - lse)
+        if self.params.bias is None and self.scores.score_mod is None:
+            return weights
+        return jnp.where(lse == jnp.inf, jnp.zeros_like(weights), weights)  # a bias or score_mod may be NaN itself
+
+
+class Rules(NamedTuple):
+    """How products become scores: all that is static.
+
+    Attributes:
+      scores: The call's, without its arrays.
+      part: The part of `score_mod` that is computed for whole tiles.
+      learned: Which values of its outer part get gradients in this kernel.
+      tiling: How scores are cut.
+      has_mask: Whether anything is masked by a mask.
+      has_bias: Whether there is a bias.
+      differentiated: Whether derivatives are taken in this kernel.
+    """
+
+    scores: TileScores
+    part: TilePart | None
+    learned: tuple[bool, ...]
+    tiling: Tiling
+    has_mask: bool
+    has_bias: bool
+    differentiated: bool = True
+
+    @property
+    def masks_rows(self) -> bool:
+        """Whether a row of a tile may see nothing."""
+        return self.has_mask or self.has_bias or self.part is not None
+
+    def held(self, visit: Visit, masked: bool, across: bool = False) -> Held:
+        """The blocks of one step, whose tile must be masked or is visible throughout."""
+        inputs, tiling = visit.load(), self.tiling
+        offsets = tuple(
+            number if array is None else array
+            for number, array in zip(self.scores.offset_numbers, inputs.offsets, strict=True)
+        )
+        lengths = tiling.lengths if tiling.has_padding else None
+        kind: Any = TileAcross if across else HeldTile
+        tile = kind(visit.row, visit.column, (tiling.height, tiling.width), offsets, lengths)
+        fields = {name: getattr(self.scores, name) for name in self.scores.__dataclass_fields__}
+        fields |= {"dropout_seed": inputs.seed, "part": self.part, "learned": self.learned, "entries": []}
+        fields["differentiated"] = self.differentiated
+        bias = None if inputs.bias is None else inputs.bias.astype(jnp.float32)
+        if bias is not None and bias.ndim == 0:
+            bias = lax.broadcast(bias, (1, 1))
+        params = ScoreParams(bias, None, list(inputs.values))
+        return Held(inputs, tile, TileScores(**fields), params, inputs.mask if masked else None)

@@ -1,0 +1,163 @@
+"""Launching a kernel: from its inputs, its lists of steps and its results to one `pallas_call`."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Int
+
+from flax_mha._impl.pallas import operands
+from flax_mha._impl.pallas.numbering import Number, Sizes, full_number, own_number, shared
+from flax_mha._impl.pallas.operands import Inputs
+from flax_mha._impl.pallas.steps import COMPUTE, FLAG_BITS, MASKED, Steps
+from flax_mha._impl.tiling import Tiling
+
+# Different results may be computed by different cores, but the steps that contribute to one follow one another.
+SEMANTICS: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "arbitrary")
+
+
+class Result(NamedTuple):
+    """One result of a kernel: [axes of the results..., part], by name as in `operands.py`."""
+
+    axes: str
+    part: tuple[int, ...]
+    dtype: Any
+
+
+class Visit(NamedTuple):
+    """One step of a kernel.
+
+    Attributes:
+      what: Its flags.
+      row: First row of its tile.
+      column: First column of its tile.
+      begins: Whether it is the first step of all on this list.
+      load: Reads the inputs' own blocks.
+    """
+
+    what: Int[Array, ""]
+    row: Int[Array, ""]
+    column: Int[Array, ""]
+    begins: Bool[Array, ""]
+    load: Callable[[], Inputs]
+
+    def when(self, flag: int) -> Callable[[Callable[[], None]], Any]:
+        """Runs the function that it decorates if the step has this flag."""
+        return pl.when((self.what & flag) != 0)
+
+    def compute(self, tile: Callable[[bool], None], has_mask: bool) -> None:
+        """Runs `tile(masked)` unless the tile is empty."""
+        pl.when((self.what & (COMPUTE | MASKED)) == COMPUTE)(lambda: tile(False))
+        if has_mask:
+            self.when(MASKED)(lambda: tile(True))
+
+
+class Kernel(NamedTuple):
+    """A kernel: all that is static.
+
+    Attributes:
+      name: What it is called in programs and profiles.
+      body: `body(visit, *results, *scratch)` does what a step does; the results and the scratch are references.
+      results: What it computes.
+      scratch: Memory that it keeps from step to step.
+      across: Whether scores are computed with queries along columns.
+    """
+
+    name: str
+    body: Callable[..., None]
+    results: Sequence[Result]
+    scratch: Sequence[Any]
+    across: bool = False
+
+
+class Machine(NamedTuple):
+    """Where and how kernels run: the tiles, the bytes of fast memory that they may take, and who interprets them."""
+
+    tiling: Tiling
+    memory: int | None
+    interpret: Any
+
+
+def launch(kernel: Kernel, inputs: Inputs, sizes: Sizes, results: Sizes, steps: Steps, machine: Machine) -> list[Array]:
+    """The results [results..., part].
+
+    Args:
+      kernel: What is computed.
+      inputs: Its inputs, with leading axes for batch and heads.
+      sizes: Of these axes.
+      results: Likewise of the results: 1 where heads share one.
+      steps: What is visited.
+      machine: Where it runs.
+    """
+    rank, tiling = len(sizes), machine.tiling
+    tile, count = (tiling.height, tiling.width), steps.what.shape[-1]
+    lists = steps.what.shape[:-1]
+    axes = jax.tree.leaves(inputs.map_arrays(rank, lambda x, names: operands.stored_axes(names, x.shape[rank:])))
+    given, structure = jax.tree.flatten(inputs)
+    flat = jax.tree.leaves(inputs.map_arrays(rank, lambda x, names: operands.stored(x, names, rank)))
+
+    def head(number: Number, what: Number) -> Number:
+        """The number of the head among all of them."""
+        number = full_number(number, sizes, results)
+        return number if results == sizes else number + full_number(what >> FLAG_BITS, sizes, shared(sizes, results))
+
+    def step(number: Any, i: Any, what_ref: Any, where_ref: Any) -> tuple[Any, Any, Any]:
+        place = own_number(number, results, lists) * count + i if math.prod(lists) > 1 else i
+        return what_ref[place], where_ref[place] >> 16, where_ref[place] & 0xFFFF
+
+    def place_of(own: Sizes | None) -> Callable[..., tuple[Number, Number, Number]]:
+        def place(number: Any, i: Any, what_ref: Any, where_ref: Any) -> tuple[Number, Number, Number]:
+            what, row, column = step(number, i, what_ref, where_ref)
+            if own is None or own == results:
+                return number, row, column
+            return own_number(head(number, what), sizes, own), row, column
+
+        return place
+
+    def run(what_ref: Any, where_ref: Any, *refs: Any) -> None:
+        number, i = pl.program_id(0), pl.program_id(1)
+        what, row, column = step(number, i, what_ref, where_ref)
+
+        def load() -> Inputs:
+            full = head(number, what)
+            values = [
+                operands.loaded(
+                    ref, names, x.dtype, own_number(full, sizes, x.shape[:rank]), column, tiling.cells, kernel.across
+                )
+                for ref, names, x in zip(refs, axes, given, strict=False)
+            ]
+            return jax.tree.unflatten(structure, values)
+
+        visit = Visit(what, row * tile[0], column * tile[1], i == 0, load)
+        kernel.body(visit, *refs[len(given) :])
+
+    number = math.prod(results)
+    shapes = [
+        jax.eval_shape(lambda x=x: operands.stored(jnp.zeros((number, *x.part), x.dtype), x.axes, 1))
+        for x in kernel.results
+    ]
+    outputs = pl.pallas_call(
+        run,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(number, count),
+            in_specs=[
+                operands.spec(names, x.shape, tile, place_of(y.shape[:rank]))
+                for names, x, y in zip(axes, flat, given, strict=True)
+            ],
+            out_specs=[
+                operands.spec(operands.stored_axes(x.axes, x.part), shape.shape, tile, place_of(None))
+                for x, shape in zip(kernel.results, shapes, strict=True)
+            ],
+            scratch_shapes=list(kernel.scratch),
+        ),
+        out_shape=shapes,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=SEMANTICS, vmem_limit_bytes=machine.memory),
+        interpret=machine.interpret,
+        name=kernel.name,
+    )(steps.what.reshape(-1), steps.where.reshape(-1), *flat)
+    return [x.reshape(*results, *y.part) for x, y in zip(outputs, kernel.results, strict=True)]

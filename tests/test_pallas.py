@@ -1,0 +1,340 @@
+"""The kernels that compute every argument on TPUs: interpreted, against the dense computation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import compiled_for
+from jax.experimental.pallas import tpu as pltpu
+
+from flax_mha import _choose, dot_product_attention, masks, recipes
+from flax_mha._impl.pallas import call, launch
+from flax_mha.cached_attention import cached_attention
+from flax_mha.kv_cache import KVCache
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreted():
+    """As on a TPU, in small tiles, but the kernels run here, as XLA programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        compiled_for(patch, "tpu")
+        patch.setattr(call, "TILES", (128,))
+        patch.setattr(call, "pallas_attention", functools.partial(call.pallas_attention, interpret=True))
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+def shapes(t, s, *, batch=(2,), n=2, k=1, h=64, hv=None):
+    return (*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, h if hv is None else hv)
+
+
+def ints(*numbers):
+    return np.array(numbers, np.int32)
+
+
+def normal(*sizes, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(size).astype(dtype) for size in sizes]
+
+
+def masked_share(*shape, share=0.6):
+    return np.random.default_rng(2).random(shape) < share
+
+
+IDS = np.sort(np.random.default_rng(1).integers(-2, 3, (2, 300)).astype(np.int32))
+KEY = jax.random.key(3)
+# sizes, arguments, and shapes of arguments that get gradients
+CASES = {
+    "one of each": (shapes(1, 1), {}, {}),
+    "one query, offset": (shapes(1, 300, n=4, k=2, h=80, hv=32), {"is_causal": True, "query_offset": 200}, {}),
+    "no batch, odd lengths": (shapes(127, 333, batch=(), n=3, k=3, h=80), {"scale": -0.3}, {}),
+    "causal window, soft cap": (
+        shapes(300, 333, n=4, k=2, h=128, hv=64),
+        {"is_causal": True, "local_window_size": (150, 0), "logits_soft_cap": 2.0},
+        {},
+    ),
+    "large heads, key offset, nobody visible in whole tiles": (
+        shapes(300, 127, h=256),
+        {"is_causal": True, "key_value_offset": 140},
+        {},
+    ),
+    "lengths, segments, sinks": (
+        shapes(300, 300, n=4, k=2),
+        {
+            "query_seq_lengths": ints(270, 300),
+            "key_value_seq_lengths": ints(140, 0),
+            "query_segment_ids": IDS,
+        },
+        {"sinks": (4,)},
+    ),
+    "offsets as data": (
+        shapes(127, 300),
+        {"is_causal": True, "query_offset": ints(20, -30), "key_value_offset": ints(3)},
+        {},
+    ),
+    "array mask and bias, per head": (
+        shapes(127, 333, n=4, k=2),
+        {"mask": masked_share(2, 1, 127, 333)},
+        {"bias": (1, 4, 127, 333)},
+    ),
+    "bias of keys": (shapes(127, 300, n=2, k=1), {"is_causal": True, "query_offset": 150}, {"bias": (2, 1, 300)}),
+    "bias of queries, mask of keys": (
+        shapes(300, 127),
+        {"mask": masked_share(2, 1, 1, 127)},
+        {"bias": (2, 1, 300, 1)},
+    ),
+    "bias, one number, mask of queries": (shapes(127, 127), {"mask": masked_share(2, 1, 127, 1)}, {"bias": ()}),
+    "dropout": (
+        shapes(300, 127, n=4, k=2),
+        {"dropout_rate": 0.3, "dropout_rng": KEY, "query_offset": 5, "is_causal": True},
+        {},
+    ),
+    "combined masks": (
+        shapes(300, 300),
+        {"mask": masks.LocalMask(100, -20) | ~masks.CausalMask() & masks.FunctionMask(lambda b, h, q, k: k % 3 == b)},
+        {},
+    ),
+    "two batch axes, everything": (
+        shapes(150, 140, batch=(2, 2), n=4, k=2, h=16, hv=24),
+        {
+            "is_causal": True,
+            "local_window_size": (130, 1),
+            "scale": jnp.float32(0.4),
+            "logits_soft_cap": 2.0,
+            "query_offset": ints(8, 9),
+            "query_seq_lengths": np.array([[150, 30], [158, 1]], np.int32),
+            "key_value_seq_lengths": np.array([[140, 20], [130, 140]], np.int32),
+            "query_segment_ids": IDS[:1, None, :150],
+            "key_value_segment_ids": IDS[0, :140],
+            "mask": masked_share(1, 4, 150, 140, share=0.9),
+            "score_mod": recipes.alibi(4)["score_mod"],
+            "dropout_rate": 0.2,
+            "dropout_rng": KEY,
+        },
+        {"bias": (2, 1, 4, 1, 140), "sinks": (1, 2, 4)},
+    ),
+}
+
+
+def results(implementation, arguments):
+    """Jitted: output, log-sum-exp and the gradients of all arrays; none come from rows that are not finite."""
+    data = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
+    static = {name: x for name, x in arguments.items() if name not in data}
+
+    @jax.jit
+    def run(arrays, learned, data):
+        def attend(arrays, learned):
+            more = static | data | learned
+            return dot_product_attention(*arrays, return_residual=True, implementation=implementation, **more)
+
+        (output, lse), pull = jax.vjp(attend, arrays, learned)
+        cotangents = (jnp.where(jnp.isfinite(x), jnp.cos(x), jnp.zeros_like(x)) for x in (output, lse))
+        return output, lse, *jax.tree.leaves(pull(tuple(cotangents)))
+
+    return lambda arrays, learned: jax.device_get(run(arrays, learned, data))
+
+
+def assert_close(answers, expected):
+    """Output and log-sum-exp within 1e-5, gradients within 1e-5 of the largest entry."""
+    for number, (got, want) in enumerate(zip(answers, expected, strict=True)):
+        finite = np.where(np.isfinite(want), want, 0)
+        largest = 1.0 if number < 2 else max(np.abs(finite).max(), 1e-3)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_residual_and_gradients(name):
+    sizes, arguments, learned_sizes = CASES[name]
+    arrays = normal(*sizes)
+    learned = dict(zip(learned_sizes, normal(*learned_sizes.values()), strict=True))
+    assert_close(results("pallas", arguments)(arrays, learned), results("xla", arguments)(arrays, learned))
+
+
+B, N, S = 2, 4, 300
+SLOPES = jnp.float32([0.5, 0.25])
+TABLE = np.random.default_rng(5).standard_normal((32, N)).astype(np.float32)
+RECIPES = {
+    "prefix-LM": recipes.prefix_lm(140),
+    "documents": recipes.documents(jnp.asarray(IDS)),
+    "attention sinks": recipes.attention_sinks(jnp.ones(N), 140),
+    "dilated": recipes.dilated(3),
+    "block-sparse": recipes.block_sparse(jnp.asarray(masked_share(N, 10, 10, share=0.3)), 32),
+    "captured ids": {
+        "mask": masks.FunctionMask(lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k]),
+    },
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name):
+    """Causal masks, windows and soft caps are among the cases above, score functions below."""
+    arrays = normal(*shapes(S, S, n=N, k=2, h=8))
+    assert_close(results("pallas", RECIPES[name])(arrays, {}), results("xla", RECIPES[name])(arrays, {}))
+
+
+LEARNED = {
+    "slopes of ALiBi": (
+        lambda slopes: lambda score, b, h, q, k: score - slopes[h] * (q - k),
+        np.float32([0.5, 0.1, 0.02, 0.3]),
+    ),
+    "table of T5": (lambda table: recipes.t5_bias(table)["score_mod"], TABLE),
+    "numbers without derivative at masked places": (
+        lambda x: lambda score, b, h, q, k: jnp.tanh(score) * x[h] + jnp.log1p(x[b] * (q - k)),
+        np.float32([0.5, 0.1, 0.02, 0.3]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_captured_arrays(name):
+    make, learned = LEARNED[name]
+    with jax.numpy_dtype_promotion("standard"):
+        answers = [_gradients_of_captured(make, implementation, learned) for implementation in ("pallas", "xla")]
+    assert np.abs(answers[1][-1]).max() > 1e-2
+    assert_close(*answers)
+
+
+def _gradients_of_captured(make, implementation, learned):
+    @jax.jit
+    def run(arrays, learned):
+        def attend(arrays, learned):
+            more = {"score_mod": make(learned), "implementation": implementation}
+            return dot_product_attention(*arrays, is_causal=True, return_residual=True, **more)
+
+        results, pull = jax.vjp(attend, arrays, learned)
+        return *results, *jax.tree.leaves(pull(jax.tree.map(jnp.cos, results)))
+
+    return jax.device_get(run(normal(*shapes(S, S, n=N, k=2, h=8)), learned))
+
+
+def test_not_finite():
+    """Where it is masked it reaches nothing, where it is seen the row is NaN; so do the largest finite numbers."""
+    arguments = {"is_causal": True, "key_value_seq_lengths": ints(290, 140), "query_seq_lengths": ints(300, 290)}
+    ours, dense = results("pallas", arguments), results("xla", arguments)
+    query, key, value = arrays = normal(*shapes(S, S, n=2, k=2, h=8))
+    key[0, 290:], value[0, 295], key[1, 150], value[1, 200] = 3e38, np.nan, np.inf, -np.inf
+    query[1, 295] = np.nan
+    expected = dense(arrays, {})
+    assert all(np.isfinite(x).all() for x in (expected[0], *expected[2:]))
+    assert_close(ours(arrays, {}), expected)
+    key[0, 140, 0], value[1, 20, 1, 3], query[0, 7, 1] = np.nan, np.inf, np.inf
+    expected = dense(arrays, {})
+    assert np.isnan(expected[0][0, 140:, 0]).all()
+    assert np.isnan(expected[0][0, 7, 1]).all()
+    assert np.isfinite(expected[0][0, :140, 0]).all()
+    assert_close(ours(arrays, {}), expected)
+
+
+def test_bfloat16_by_the_rule_of_flash_attention():
+    """At most twice the error of scores and weights in bfloat16, plus one rounding of the result."""
+
+    def naive(query, key, value):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, jnp.repeat(key, 2, 2)) * jnp.bfloat16(64**-0.5)
+        weights = jax.nn.softmax(jnp.where(np.tri(S, dtype=bool), scores, -jnp.inf))
+        return jnp.einsum("bnts,bsnh->btnh", weights, jnp.repeat(value, 2, 2))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def answers(attend, arrays):
+        output, pull = jax.vjp(attend, *arrays)
+        return output, *pull(jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype))
+
+    arrays = normal(*shapes(S, S, batch=(1,)), dtype=jnp.bfloat16)
+    ours, exact = (
+        functools.partial(dot_product_attention, implementation=x, is_causal=True) for x in ("pallas", "xla")
+    )
+    truth = answers(exact, [x.astype(jnp.float32) for x in arrays])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        simple = answers(naive, arrays)
+    for got, plain, want in zip(answers(ours, arrays), simple, truth, strict=True):
+        assert got.dtype == plain.dtype == jnp.bfloat16
+        error, naive_error = (np.abs(np.float64(x) - np.float64(want)).max() for x in (got, plain))
+        assert error <= 2 * naive_error + float(jnp.finfo(jnp.bfloat16).eps) * np.abs(want).max()
+
+
+def test_vmap_over_some_of_the_inputs():
+    """One kernel with one more axis of heads, forward and backward."""
+    query, key, value = normal(*shapes(130, 140, h=8))
+    queries, lengths = np.stack([query, -query]), np.array([[130, 0], [7, 140]], np.int32)
+
+    def mapped(implementation):
+        def loss(query, key, length):
+            more = {"is_causal": True, "key_value_seq_lengths": length, "implementation": implementation}
+            return jnp.sum(jnp.cos(dot_product_attention(query, key, value, **more)))
+
+        return jax.jit(jax.vmap(jax.value_and_grad(loss, (0, 1)), (0, None, 0)))
+
+    (ours, our_gradients), (dense, gradients) = (
+        mapped(implementation)(queries, key, lengths) for implementation in ("pallas", "xla")
+    )
+    np.testing.assert_allclose(ours, dense, rtol=1e-5)
+    for got, want in zip(our_gradients, gradients, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_a_cache():
+    query, key, value = normal(*shapes(5, 5, h=8))
+    cache = KVCache.create(2, 150, 1, 8, np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def attend(implementation, *arrays):
+        return cached_attention(*arrays, implementation=implementation)[0]
+
+    ours, dense = (attend(implementation, query, key, value, cache) for implementation in ("pallas", "xla"))
+    np.testing.assert_allclose(ours, dense, rtol=0, atol=1e-5)
+
+
+def test_gradients_of_a_part_of_the_keys(monkeypatch):
+    """Given the result over all keys, each half contributes its part: what a ring of devices needs of a hop."""
+    query, key, value = normal(*shapes(130, 200, batch=(1,), n=2, k=2, h=8))
+    calls = []
+
+    def keep(made, implementation):
+        calls.append(made)
+        return made.operands.query, None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_choose, "run", keep)
+        for first in (0, 100):
+            dot_product_attention(query, key, value, is_causal=True, query_offset=70, key_value_offset=jnp.int32(first))
+
+    def half(made, known, query, key, value):
+        operands = made.operands._replace(query=query, key=key, value=value)
+        return call.pallas_attention(made._replace(operands=operands), known)
+
+    @jax.jit
+    def gradients(query, key, value):
+        attend = functools.partial(dot_product_attention, is_causal=True, query_offset=70, return_residual=True)
+        known, pull = jax.vjp(functools.partial(attend, implementation="xla"), query, key, value)
+        halves = []
+        for made, part in zip(calls, (slice(100), slice(100, None)), strict=True):
+            results, pull_half = jax.vjp(functools.partial(half, made, known), query, key[:, part], value[:, part])
+            halves.append(pull_half(jax.tree.map(jnp.cos, results)))
+        (first_query, *first), (second_query, *second) = halves
+        joined = [jnp.concatenate(pair, 1) for pair in zip(first, second, strict=True)]
+        return (first_query + second_query, *joined), pull(jax.tree.map(jnp.cos, known))
+
+    for got, want in zip(*gradients(query, key, value), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("semantics", "races"), [(("parallel", "arbitrary"), False), (("parallel", "parallel"), True)])
+def test_races(semantics, races, monkeypatch, capfd):
+    """Two cores share the work: none in what is there, and one if the steps of a sum were declared independent."""
+    monkeypatch.setattr(launch, "SEMANTICS", semantics)
+    params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+    monkeypatch.setattr(call, "pallas_attention", functools.partial(call.pallas_attention.func, interpret=params))
+    jax.clear_caches()  # programs are kept whatever this is
+    arguments = {"is_causal": True, "score_mod": lambda score, b, h, q, k: score * SLOPES[h]}
+    arrays, learned = normal(*shapes(256, 256, batch=(), n=2, k=1, h=8)), {"bias": normal((1, 1, 256))[0]}
+    found = ""
+    try:
+        answers = results("pallas", arguments)(arrays, learned)
+    except Exception as error:  # newer jax raises
+        found = str(error)
+    found += "".join(capfd.readouterr())
+    assert ("RACE" in found.upper()) == races, found[:500]
+    if not races:
+        assert_close(answers, results("xla", arguments)(arrays, learned))

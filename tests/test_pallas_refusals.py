@@ -1,0 +1,235 @@
+"""What the kernels for every argument refuse, before anything is compiled, and what a TPU is given of the rest."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import compiled_for
+from jax import export, lax
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+
+from flax_mha import dot_product_attention, explain_implementation, masks, recipes
+from flax_mha._impl.pallas import steps
+
+B, T, N, H = 2, 256, 2, 32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tpu():
+    with pytest.MonkeyPatch.context() as patch:
+        compiled_for(patch, "tpu")
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+def abstract(t=T, s=T, *, batch=(B,), n=N, k=N, h=H, dtype=jnp.bfloat16):
+    return [jax.ShapeDtypeStruct(size, dtype) for size in ((*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, h))]
+
+
+def refusals(arrays, **arguments):
+    """Those of "pallas", as `explain_implementation` lists them."""
+    explained = []
+
+    def explain(*arrays):
+        explained.append(explain_implementation(*arrays, **arguments))
+        return arrays[0]
+
+    jax.eval_shape(explain, *arrays)
+    assert explained[0].chosen != "pallas"  # it has never been timed
+    return explained[0].refusals["pallas"]
+
+
+def score_mod(function):
+    """A function of the score, the head and the positions."""
+    return {"score_mod": lambda score, b, h, q_idx, kv_idx: function(score, h, q_idx, kv_idx)}
+
+
+VECTOR, LARGE = jnp.ones((4, 3)), jnp.ones((N, 3000))
+REFUSED = {
+    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, and this is float16"),
+    "head size": (abstract(h=264), {}, "head sizes must be up to 256"),
+    "precision": (abstract(), {"precision": "highest"}, "not Precision.HIGHEST|not highest"),
+    "no keys": (abstract(s=0), {}, "an axis is empty"),
+    "tiles": (
+        abstract(2**17, 2**17, batch=(64,)),
+        {"key_value_seq_lengths": jnp.ones(64, jnp.int32)},
+        f"table of tiles does not fit: .* room for {steps.MOST_WORDS} words, and 256 x 256 tiles of 128 heads take ",
+    ),
+    "tiles of heads that share a bias": (
+        abstract(8192, 8192, batch=(512,)),
+        {"bias": jnp.ones((1, 1))},
+        "table of tiles does not fit: .* 16 x 16 tiles of 1024 heads",
+    ),
+    "vectors": (
+        abstract(),
+        score_mod(lambda s, h, q, k: s + jnp.sum(VECTOR[q % 4])),
+        "score_mod must not look up vectors by position",
+    ),
+    "vectors made": (
+        abstract(),
+        score_mod(lambda s, h, q, k: s + jnp.sum(jnp.stack([s, s]))),
+        "must not apply (stack|concatenate)",
+    ),
+    "control flow": (
+        abstract(),
+        score_mod(lambda s, h, q, k: lax.cond(q > k, lambda: s, lambda: -s)),
+        "score_mod must not apply cond .*control flow",
+    ),
+    "a custom derivative": (
+        abstract(),
+        score_mod(lambda s, h, q, k: jax.nn.relu(s)),
+        "must not apply custom_jvp_call",
+    ),
+    "a primitive": (abstract(), score_mod(lambda s, h, q, k: s + lax.lgamma(s)), "must not apply lgamma"),
+    "a remainder of floats": (abstract(), score_mod(lambda s, h, q, k: lax.rem(s, s * 2)), "must not apply rem"),
+    "a dtype": (
+        abstract(),
+        score_mod(lambda s, h, q, k: s.astype(jnp.bfloat16).astype(s.dtype)),
+        "must compute in float32, int32, bool .* convert_element_type has bfloat16",
+    ),
+    "a large table": (
+        abstract(),
+        score_mod(lambda s, h, q, k: s + LARGE[h, q]),
+        r"tables of up to 2048 entries, but one has 3000 entries, of shape \(2, 3000\)",
+    ),
+    "a mask's primitive": (
+        abstract(),
+        {"mask": ~masks.FunctionMask(lambda b, h, q, k: lax.population_count(q) > 3)},
+        "mask_mod must not apply population_count",
+    ),
+    "a mask's large table": (
+        abstract(),
+        {"mask": masks.FunctionMask(lambda b, h, q, k: jnp.ones((64, 64), bool)[q // 4, k // 4])},
+        r"4096 entries, of shape \(64, 64\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name):
+    arrays, arguments, reason = REFUSED[name]
+    [refusal] = refusals(arrays, **arguments)
+    assert re.search(reason, refusal)
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(functools.partial(dot_product_attention, implementation="pallas", **arguments), *arrays)
+
+
+def test_off_tpu(monkeypatch):
+    compiled_for(monkeypatch, "cpu")
+    with pytest.raises(NotImplementedError, match="it runs on TPUs, and this runs on cpu"):
+        dot_product_attention(*(jnp.ones((1, 5, 2, 8)) for _ in range(3)), implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        (lambda: jax.enable_x64(True), "jax_enable_x64"),
+        (lambda: jax.default_matmul_precision("tensorfloat32"), "not tensorfloat32"),
+        (
+            lambda: use_abstract_mesh(AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))),
+            "on several devices it must know how its arrays are split",
+        ),
+    ],
+)
+def test_settings(setting, reason):
+    assert refusals(abstract()) == []
+    with setting():
+        [refusal] = refusals(abstract())
+    assert reason in refusal
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        assert "it computes float32 and bfloat16, and this is float64" in refusals(abstract(dtype=jnp.float64))
+
+
+def lowered(arrays, attend=dot_product_attention, **arguments):
+    """What a TPU would be given for output and gradients."""
+
+    def both(*arrays):
+        output, pull = jax.vjp(functools.partial(attend, **arguments), *arrays)
+        return output, pull(output)
+
+    return export.export(jax.jit(both), platforms=["tpu"])(*arrays).mlir_module()
+
+
+def of_most_primitives(score, b, h, q, k):
+    """One that Mosaic would ask the device about, floor division, or has no rule for, ends this test."""
+    x, distance = jnp.abs(score) + 1.5, q - k
+    floats = jnp.log1p(x) + jnp.tanh(x) + x**1.5 + jnp.sign(score) + jnp.sin(x) + jnp.round(x) + lax.logistic(x)
+    integers = distance // 3 + distance % 5 + jnp.abs(distance) + (distance >> 1) + jnp.sign(distance)
+    return score + floats + integers.astype(jnp.float32)
+
+
+LOWERED = {
+    "plain": (abstract(), {}, 3),
+    "bias of every head": (abstract(), {"bias": jnp.ones((N, T, T), jnp.bfloat16), "is_causal": True}, 3),
+    "all primitives": (abstract(dtype=jnp.float32), {"score_mod": of_most_primitives}, 3),
+    "table": (abstract(), recipes.t5_bias(jnp.ones((32, N))), 3),
+    "highest precision": (abstract(dtype=jnp.float32), {"precision": "highest"}, 3),
+    "block-sparse, dropout": (
+        abstract(300, 300, h=80),
+        recipes.block_sparse(jnp.ones((N, 10, 10), bool), 32) | {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_a_tpu_gets_the_kernels(name):
+    arrays, arguments, kernels = LOWERED[name]
+    text = lowered(arrays, implementation="pallas", **arguments)
+    assert text.count("tpu_custom_call") == kernels
+    for phase in ("forward", "dq", "dkv"):
+        assert f"flax_mha_{phase}" in text
+
+
+def test_the_gradient_of_a_bias_has_its_own_shape():
+    """Of a bias for all heads and batch entries, no array of T x S values for each of them is made."""
+    query, key, value = abstract()
+    bias = jax.ShapeDtypeStruct((T, T), jnp.float32)
+
+    def both(query, key, value, bias):
+        attend = functools.partial(dot_product_attention, implementation="pallas")
+        return jax.vjp(attend, query, key, value, bias)[1](query)
+
+    text = str(jax.make_jaxpr(both)(query, key, value, bias))
+    assert "flax_mha_dbias" in text
+    assert f"{B},{N},{T},{T}]" not in text.replace(" ", "")
+    assert f"[{B * N},{T},{T}]" not in text.replace(" ", "")
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+
+    def lowered_with(check_vma):
+        attend = functools.partial(dot_product_attention, is_causal=True, implementation="pallas")
+        spec = jax.P("x")
+        return lowered(abstract(), jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
+
+    assert lowered_with(False).count("tpu_custom_call") == 3
+    with pytest.raises(NotImplementedError, match="check_vma=False"):
+        lowered_with(True)
+
+
+def test_lists_of_steps():
+    """Every visible tile once, its group's tiles side by side, and groups that see nothing have a step that writes."""
+    some = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
+    full = np.array([[1, 0, 0], [0, 0, 0], [0, 1, 0]], bool)
+    occupied = steps.Occupied(some[None], full[None])
+    for known in (occupied, steps.Occupied(*map(jnp.asarray, occupied))):
+        what, where = (np.asarray(x)[0] for x in steps.listed(known, (1,), (1,), steps.BY_ROW))
+        begin, end, both = steps.FIRST, steps.LAST, steps.COMPUTE | steps.MASKED
+        flags = [begin | steps.COMPUTE, end | both, begin | end, begin | steps.COMPUTE, end | both]
+        assert list(what[:5]) == flags
+        assert list(zip(where[:5] >> 16, where[:5] & 0xFFFF, strict=True)) == [(0, 0), (0, 2), (1, 0), (2, 1), (2, 2)]
+        assert not (what[5:] % 16).any()
+        assert (where[5:] == where[4]).all()
+    assert len(steps.listed(occupied, (1,), (1,), steps.BY_ROW).what[0]) == 5
+    what, where = (np.asarray(x)[0] for x in steps.listed(occupied, (3,), (1,), steps.BY_COLUMN))
+    assert list(what >> steps.FLAG_BITS) == [0, 1, 2, 0, 1, 2, 0, 0, 1, 1, 2, 2]
+    assert list(where & 0xFFFF) == [0] * 3 + [1] * 3 + [2] * 6
