@@ -182,6 +182,11 @@ def test_the_default_folder(tmp_path, monkeypatch, data, folder):
     assert api.default_folder(data) == Path("runs", folder)
 
 
+def test_the_command_decides_where_programs_are_kept_before_jax_is_imported():
+    code = "import train_demo.command_line, sys; assert 'jax' not in sys.modules, 'JAX is imported too early'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_importing_the_package_is_light():
     code = "import train_demo, sys; print(*sorted({'jax', 'numpy', 'rich', 'argparse'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "\n"

@@ -12,7 +12,6 @@ from jaxtyping import Int
 from train_demo import documents, token_files
 from train_demo.documents import Survey
 from train_demo.errors import UserError
-from train_demo.packing import FIRST
 from train_demo.vocabulary import UNFINISHED, Characters, Vocabulary
 
 # Large texts are validated on evenly spread windows that hold this many tokens; smaller ones on all of them.
@@ -20,6 +19,7 @@ VALIDATION_TOKENS = 2**16
 WINDOWS = 32  # validated at a time
 SHARD = 2**26  # tokens that are on the devices at a time, 256 MiB
 SILENT_SECONDS = 2
+FIRST = 2**30  # set in the number of the first token of a document, see `packing.py`
 
 Say = Callable[[str], None]
 

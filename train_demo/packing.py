@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-FIRST = 2**30  # set in the number of the first token of a document
+from train_demo.data import FIRST
 
 
 class Packed(NamedTuple):
