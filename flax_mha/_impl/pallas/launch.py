@@ -82,6 +82,45 @@ class Machine(NamedTuple):
     interpret: Any
 
 
+class Places(NamedTuple):
+    """Where each step finds its inputs and its results.
+
+    Attributes:
+      sizes: Of the axes of batch and heads.
+      results: Likewise of the results: 1 where heads share one.
+      lists: Likewise of the lists of steps.
+      length: Steps of each list.
+    """
+
+    sizes: Sizes
+    results: Sizes
+    lists: tuple[int, ...]
+    length: int
+
+    def head(self, number: Number, what: Number) -> Number:
+        """The number of the head among all of them, in a step of a result."""
+        number = full_number(number, self.sizes, self.results)
+        if self.results == self.sizes:
+            return number
+        return number + full_number(what >> FLAG_BITS, self.sizes, shared(self.sizes, self.results))
+
+    def step(self, number: Any, i: Any, what_ref: Any, where_ref: Any) -> tuple[Any, Any, Any]:
+        """The flags of a step, and the row and the column of its tile among the tiles."""
+        place = own_number(number, self.results, self.lists) * self.length + i if math.prod(self.lists) > 1 else i
+        return what_ref[place], where_ref[place] >> 16, where_ref[place] & 0xFFFF
+
+    def blocks(self, own: Sizes | None) -> Callable[..., tuple[Number, Number, Number]]:
+        """What Pallas asks for the block of an array whose axes have the sizes `own`; None: of a result."""
+
+        def place(number: Any, i: Any, what_ref: Any, where_ref: Any) -> tuple[Number, Number, Number]:
+            what, row, column = self.step(number, i, what_ref, where_ref)
+            if own is None or own == self.results:
+                return number, row, column
+            return own_number(self.head(number, what), self.sizes, own), row, column
+
+        return place
+
+
 def launch(kernel: Kernel, inputs: Inputs, sizes: Sizes, results: Sizes, steps: Steps, machine: Machine) -> list[Array]:
     """The results [results..., part].
 
@@ -93,64 +132,27 @@ def launch(kernel: Kernel, inputs: Inputs, sizes: Sizes, results: Sizes, steps: 
       steps: What is visited.
       machine: Where it runs.
     """
-    rank, tiling = len(sizes), machine.tiling
-    tile, count = (tiling.height, tiling.width), steps.what.shape[-1]
-    lists = steps.what.shape[:-1]
+    rank, tile = len(sizes), (machine.tiling.height, machine.tiling.width)
+    places = Places(sizes, results, steps.what.shape[:-1], steps.what.shape[-1])
     axes = jax.tree.leaves(inputs.map_arrays(rank, lambda x, names: operands.stored_axes(names, x.shape[rank:])))
-    given, structure = jax.tree.flatten(inputs)
     flat = jax.tree.leaves(inputs.map_arrays(rank, lambda x, names: operands.stored(x, names, rank)))
-
-    def head(number: Number, what: Number) -> Number:
-        """The number of the head among all of them."""
-        number = full_number(number, sizes, results)
-        return number if results == sizes else number + full_number(what >> FLAG_BITS, sizes, shared(sizes, results))
-
-    def step(number: Any, i: Any, what_ref: Any, where_ref: Any) -> tuple[Any, Any, Any]:
-        place = own_number(number, results, lists) * count + i if math.prod(lists) > 1 else i
-        return what_ref[place], where_ref[place] >> 16, where_ref[place] & 0xFFFF
-
-    def place_of(own: Sizes | None) -> Callable[..., tuple[Number, Number, Number]]:
-        def place(number: Any, i: Any, what_ref: Any, where_ref: Any) -> tuple[Number, Number, Number]:
-            what, row, column = step(number, i, what_ref, where_ref)
-            if own is None or own == results:
-                return number, row, column
-            return own_number(head(number, what), sizes, own), row, column
-
-        return place
-
-    def run(what_ref: Any, where_ref: Any, *refs: Any) -> None:
-        number, i = pl.program_id(0), pl.program_id(1)
-        what, row, column = step(number, i, what_ref, where_ref)
-
-        def load() -> Inputs:
-            full = head(number, what)
-            values = [
-                operands.loaded(
-                    ref, names, x.dtype, own_number(full, sizes, x.shape[:rank]), column, tiling.cells, kernel.across
-                )
-                for ref, names, x in zip(refs, axes, given, strict=False)
-            ]
-            return jax.tree.unflatten(structure, values)
-
-        visit = Visit(what, row * tile[0], column * tile[1], i == 0, load)
-        kernel.body(visit, *refs[len(given) :])
-
+    own_sizes = [x.shape[:rank] for x in jax.tree.leaves(inputs)]
     number = math.prod(results)
     shapes = [
         jax.eval_shape(lambda x=x: operands.stored(jnp.zeros((number, *x.part), x.dtype), x.axes, 1))
         for x in kernel.results
     ]
     outputs = pl.pallas_call(
-        run,
+        _run(kernel, inputs, axes, places, machine),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(number, count),
+            grid=(number, places.length),
             in_specs=[
-                operands.spec(names, x.shape, tile, place_of(y.shape[:rank]))
-                for names, x, y in zip(axes, flat, given, strict=True)
+                operands.spec(names, x.shape, tile, places.blocks(own))
+                for names, x, own in zip(axes, flat, own_sizes, strict=True)
             ],
             out_specs=[
-                operands.spec(operands.stored_axes(x.axes, x.part), shape.shape, tile, place_of(None))
+                operands.spec(operands.stored_axes(x.axes, x.part), shape.shape, tile, places.blocks(None))
                 for x, shape in zip(kernel.results, shapes, strict=True)
             ],
             scratch_shapes=list(kernel.scratch),
@@ -161,3 +163,29 @@ def launch(kernel: Kernel, inputs: Inputs, sizes: Sizes, results: Sizes, steps: 
         name=kernel.name,
     )(steps.what.reshape(-1), steps.where.reshape(-1), *flat)
     return [x.reshape(*results, *y.part) for x, y in zip(outputs, kernel.results, strict=True)]
+
+
+def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], places: Places, machine: Machine) -> Callable[..., None]:
+    """What Pallas runs in each step: the kernel's body, with the blocks of the step."""
+    tiling, rank = machine.tiling, len(places.sizes)
+    given, structure = jax.tree.flatten(inputs)
+    kinds = [(x.dtype, x.shape[:rank]) for x in given]
+
+    def run(what_ref: Any, where_ref: Any, *refs: Any) -> None:
+        number, i = pl.program_id(0), pl.program_id(1)
+        what, row, column = places.step(number, i, what_ref, where_ref)
+
+        def load() -> Inputs:
+            full = places.head(number, what)
+            values = [
+                operands.loaded(
+                    ref, names, dtype, own_number(full, places.sizes, own), column, tiling.cells, kernel.across
+                )
+                for ref, names, (dtype, own) in zip(refs, axes, kinds, strict=False)
+            ]
+            return jax.tree.unflatten(structure, values)
+
+        visit = Visit(what, row * tiling.height, column * tiling.width, i == 0, load)
+        kernel.body(visit, *refs[len(kinds) :])
+
+    return run
