@@ -234,8 +234,9 @@ def test_processes_that_do_not_find_each_other(text, tmp_path, number):
     together = ("--coordinator", where, "--num-processes", 2, "--process-id", number, "--start-timeout", 2)
     process = start(1, "--data", text, "--out", tmp_path / "run", *SIZES, *together)
     out, error = process.communicate(timeout=60)
-    assert (process.returncode, out, error.count("\n")) == (2, "", 1), error
+    assert (process.returncode, error.count("\n")) == (2, 1), error
     assert f"--coordinator {where} within 2 s" in error
+    assert [line.split(" of ")[0] for line in out.splitlines()] == ["1,800 characters"][number:]  # of the first alone
     assert not (tmp_path / "run").exists()
 
 
