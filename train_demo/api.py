@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # JAX is imported where it is used, so that refusals come at once.
 
 RUNS = Path("runs")
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 SETTINGS = {option.name: option for option in fields(Settings)}
 
 
@@ -241,7 +242,9 @@ def start(
     if layout.first and not quiet:  # before JAX is imported, which takes a second
         print(printable(_described(config, text)), flush=True)
     # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if DETERMINISTIC not in flags.split():  # a program may train several times
+        os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
     from train_demo.processes import joined
     from train_demo.training import train as run_training
 
