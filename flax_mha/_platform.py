@@ -125,3 +125,14 @@ def _vary(x: Any, axes: frozenset) -> Any:
 def is_key(x: Any) -> bool:
     """Whether this is a typed key of `jax.random`."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def reasons_against_kernel(target: Target) -> list[str]:
+    """Why a Pallas kernel cannot run where this is traced: it computes on one device, and says nothing of meshes."""
+    reasons = []
+    if target.may_be_split:
+        reasons.append("on several devices it must know how its arrays are split; pass qkv_sharding")
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying:
+        reasons.append("inside jax.shard_map it needs check_vma=False")
+    return reasons

@@ -92,7 +92,7 @@ BELOW = {
     "_impl.gather": {"_call", "_context", "_impl.parts"},
     "_impl.parts": {"_call", "_context", "_tiles"},
     "_impl.cudnn": {"_call", "_impl.kernel_mask", "_impl.nonfinite", "_impl.when_finite"},
-    "_impl.splash": {"_call", "_impl.kernel_mask", "_impl.when_finite"},
+    "_impl.splash": {"_call", "_impl.kernel_mask", "_impl.when_finite", "_platform"},
     "_impl.pallas.__init__": set(),
     "_impl.pallas.call": {
         "_call",
@@ -103,6 +103,7 @@ BELOW = {
         "_impl.pallas.prepare",
         "_impl.pallas.steps",
         "_impl.tiling",
+        "_platform",
         "masks",
         "masks.base",
     },

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 from jaxtyping import Array, Float, Int
@@ -22,6 +21,7 @@ from flax_mha._call import DEFAULT_PRECISION, Call, Operands, Options
 from flax_mha._impl import kernel_mask, when_finite
 from flax_mha._impl.kernel_mask import Bounds, Data, KernelMask
 from flax_mha._impl.when_finite import Arrays
+from flax_mha._platform import reasons_against_kernel
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 # In float32 with every kind of mask, twice this no longer compiles for TPU v4, whose tiles must fit in 16 MiB.
@@ -98,12 +98,7 @@ def refusals(call: Call) -> list[str]:
         reasons.append(f"its matrix products have the default precision, and this asks for {precision}")
     if 0 in operands.query.shape or 0 in operands.value.shape:
         reasons.append("an axis is empty")
-    if target.may_be_split:
-        reasons.append("on several devices it must know how its arrays are split; pass qkv_sharding")
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying:
-        reasons.append("inside jax.shard_map it needs check_vma=False")
-    return reasons
+    return reasons + reasons_against_kernel(target)
 
 
 def splash_attention(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:

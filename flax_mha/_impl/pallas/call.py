@@ -21,6 +21,7 @@ from flax_mha._impl.pallas.launch import Machine
 from flax_mha._impl.pallas.prepare import lengthened, prepared
 from flax_mha._impl.pallas.steps import MOST_TILES_OF_AXIS, MOST_WORDS
 from flax_mha._impl.tiling import CELL, Tiling
+from flax_mha._platform import reasons_against_kernel
 from flax_mha.masks import CausalMask, Mask
 from flax_mha.masks.base import CallsFunction
 
@@ -121,12 +122,7 @@ def _reasons_against_machine(call: Call) -> list[str]:
         reasons.append(f"it runs on TPUs, and this runs on {target.platform}")
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         reasons.append("its kernels do not compile with jax_enable_x64")
-    if target.may_be_split:
-        reasons.append("on several devices it must know how its arrays are split; pass qkv_sharding")
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying:
-        reasons.append("inside jax.shard_map it needs check_vma=False")
-    return reasons
+    return reasons + reasons_against_kernel(target)
 
 
 def _reasons_against_functions(call: Call) -> list[str]:

@@ -5,6 +5,8 @@ has along each of these axes either as many entries or one, which is shared. In 
 scalar core, so axes that behave alike are taken together.
 """
 
+from collections.abc import Iterator
+
 from jax import lax
 from jaxtyping import Array, Int
 
@@ -27,26 +29,22 @@ def _runs(sizes: Sizes, own: Sizes) -> list[tuple[bool, int]]:
 
 def own_number(number: Number, sizes: Sizes, own: Sizes) -> Number:
     """The number among an array's own entries of head `number`, counted through all `sizes`."""
-    result: Number = 0
-    stride = own_stride = 1
-    for kept, size in reversed(_runs(sizes, own)):
-        if kept:
-            result = result + _digit(number, stride, size) * own_stride
-            own_stride *= size
-        stride *= size
-    return result
+    return sum(_digit(number, stride, size) * own_stride for size, stride, own_stride in _strides(sizes, own))
 
 
 def full_number(number: Number, sizes: Sizes, own: Sizes) -> Number:
     """The number among all heads of the first head that shares entry `number`; the inverse of `own_number`."""
-    result: Number = 0
+    return sum(_digit(number, own_stride, size) * stride for size, stride, own_stride in _strides(sizes, own))
+
+
+def _strides(sizes: Sizes, own: Sizes) -> Iterator[tuple[int, int, int]]:
+    """Of each run of axes with own entries: its size, its stride among all heads, and that among the own entries."""
     stride = own_stride = 1
     for kept, size in reversed(_runs(sizes, own)):
         if kept:
-            result = result + _digit(number, own_stride, size) * stride
+            yield size, stride, own_stride
             own_stride *= size
         stride *= size
-    return result
 
 
 def _digit(number: Number, stride: int, size: int) -> Number:
