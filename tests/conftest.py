@@ -4,6 +4,8 @@ import gc
 import importlib.util
 import os
 import platform
+import random
+from collections import defaultdict
 from importlib.metadata import version
 
 # Most of the time goes into compiling, and most of that into machine code that runs once. Without LLVM's optimizations
@@ -41,6 +43,23 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes many objects that stay. Looking through them for garbage as often as Python does takes a tenth of the
 # time.
 gc.set_threshold(50_000, 20, 100)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--cases", type=int, help="of each parametrized test, run at most so many cases; all by default")
+
+
+def pytest_collection_modifyitems(config, items):
+    """With `--cases`, each test keeps that many of its cases, drawn by its name: the same in every run."""
+    count = config.getoption("cases")
+    if count is None:
+        return
+    tests = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.split("[")[0]].append(item)
+    kept = {x for name, cases in tests.items() for x in random.Random(name).sample(cases, min(count, len(cases)))}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection_finish():

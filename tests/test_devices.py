@@ -11,8 +11,10 @@ FOLDER = Path(__file__).parent / "devices"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("test_*.py")))
-def test_on_eight_devices(name):
+def test_on_eight_devices(name, pytestconfig):
+    cases = pytestconfig.getoption("cases")
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", f"{FOLDER / name}.py"]
+    command += [] if cases is None else [f"--cases={cases}"]
     done = subprocess.run(
         command,
         env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"},

@@ -50,7 +50,8 @@ def whole_call(name, implementation):
 def test_a_slice_of_the_queries_is_a_part_of_the_whole_call(name, implementation):
     """With all of the keys: the same rows, whether offsets are numbers, arrays, or one per batch entry."""
     arguments = BY_POSITION[name] | {"implementation": implementation}
-    for start, stop in ((0, 23), (13, 36), (31, 32)):
+    # Slices of one size share their programs, and so do numbers and arrays of one number.
+    for start, stop in ((0, 23), (13, 36), (17, 40)):
         for offset in (start, np.int32(start), np.full(B, start)):
             part = attention(QUERY[:, start:stop], KEY, VALUE, query_offset=offset, **arguments)
             for got, want in zip(part, whole_call(name, implementation), strict=True):
