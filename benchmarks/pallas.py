@@ -33,18 +33,18 @@ import jax
 import jax.numpy as jnp
 from targets import Target, compiling_for, mesh_of, target_of
 
-from flax_mha import dot_product_attention, recipes
+from flax_mha import context_parallel, dot_product_attention, recipes
 
 CHIPS = ("v5e:2x2", "v4:2x2x1", "v5p:2x2x1", "v6e:2x2")
 HEADS, ALIBI_HEADS = 8, 2
 Arguments = dict[str, Any]
 
 
-def program(implementation: str, way: str, **arguments: Any) -> Callable:
+def program(implementation: str, way: str, attention: Callable = dot_product_attention, **arguments: Any) -> Callable:
     """Attention of arrays, the last of which is the gradient of the output; `bias` may stand between."""
 
     def attend(*arrays: Any) -> Any:
-        return dot_product_attention(*arrays, implementation=implementation, **arguments)
+        return attention(*arrays, implementation=implementation, **arguments)
 
     def both(*arrays: Any) -> Any:
         output, pull = jax.vjp(attend, *arrays[:-1])
@@ -90,6 +90,9 @@ def programs() -> Iterator[tuple[str, Callable[[], str]]]:
     yield name, lambda name=name: row(name, lambda: alone("v5e:2x2", 2048, 64, "gradient", bias=True))
     name = f"v5e, 4 chips, jax.shard_map over heads, (1, 2048, {HEADS}, 64), gradient"
     yield name, lambda name=name: row(name, split)
+    for layout, way in itertools.product(("contiguous", "zigzag"), ("forward", "gradient")):
+        name = f"v5e, 4 chips, ring, {layout}, (1, 8192, {HEADS}, 64), {way}"
+        yield name, lambda name=name, at=(layout, way): row(name, lambda: ring(*at))
 
 
 def alone(chip: str, length: int, size: int, way: str, bias: bool = False) -> Any:
@@ -108,6 +111,15 @@ def split() -> Any:
     function = program("pallas", "gradient", is_causal=True)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return compiled(target, mapped, arguments, len(target.devices))
+
+
+def ring(layout: Any, way: str) -> Any:
+    """On four chips, each with its own part of the sequence."""
+    target = target_of("v5e:2x2")
+    mesh = jax.sharding.Mesh(target.devices, "context")
+    attention = context_parallel("context", "ring", layout, mesh=mesh)
+    arguments = shapes(8192, 64, HEADS, jax.sharding.NamedSharding(mesh, jax.P(None, "context")), way)
+    return compiled(target, program("pallas", way, attention, is_causal=True), arguments, len(target.devices))
 
 
 def bundles() -> Iterator[str]:

@@ -88,7 +88,7 @@ BELOW = {
     "_platform_branch": {"_call"},
     "_mesh": {"_call", "_platform", "_split"},
     "_split": {"_call", "_context", "_platform"},
-    "_impl.ring": {"_call", "_context", "_impl.online_softmax", "_impl.parts", "_impl.xla", "_tiles"},
+    "_impl.ring": {"_call", "_context", "_impl.online_softmax", "_impl.parts", "_tiles"},
     "_impl.gather": {"_call", "_context", "_impl.parts"},
     "_impl.parts": {"_call", "_context", "_tiles"},
     "_impl.cudnn": {"_call", "_impl.kernel_mask", "_impl.nonfinite", "_impl.when_finite"},

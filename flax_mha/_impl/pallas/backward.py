@@ -28,7 +28,7 @@ def of_queries(rules: Rules, inputs: Inputs, occupied: Occupied, machine: Machin
         name="flax_mha_dq",
         body=functools.partial(_dq, rules),
         results=[
-            Result("T H", inputs.query.shape[-2:], inputs.query.dtype),
+            Result("T H", inputs.query.shape[-2:], rules.dtype),
             *(Result("L", (n,), jnp.float32) for n, learned in zip(entries, rules.learned, strict=True) if learned),
         ],
         scratch=[
@@ -116,7 +116,7 @@ def of_keys(rules: Rules, inputs: Inputs, occupied: Occupied, machine: Machine) 
     kernel = Kernel(
         name="flax_mha_dkv",
         body=functools.partial(_dkv, rules),
-        results=[Result("S H", x.shape[-2:], x.dtype) for x in (inputs.key, inputs.value)],
+        results=[Result("S H", x.shape[-2:], rules.dtype) for x in (inputs.key, inputs.value)],
         scratch=[pltpu.VMEM((width, x.shape[-1]), jnp.float32) for x in (inputs.key, inputs.value)],
         across=True,
     )

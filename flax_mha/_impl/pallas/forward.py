@@ -29,7 +29,7 @@ def forward(rules: Rules, inputs: Inputs, occupied: Occupied, machine: Machine) 
         name="flax_mha_forward",
         body=functools.partial(_body, rules),
         results=[
-            Result("T H", (tiling.shape[0], features), inputs.query.dtype),
+            Result("T H", (tiling.shape[0], features), rules.dtype),
             Result("T", (tiling.shape[0],), jnp.float32),
         ],
         scratch=[

@@ -53,6 +53,7 @@ class Rules(NamedTuple):
       tiling: How scores are cut.
       has_mask: Whether anything is masked by a mask.
       has_bias: Whether there is a bias.
+      dtype: Of the output, and of the gradients of queries, keys and values.
       differentiated: Whether derivatives are taken in this kernel.
     """
 
@@ -62,6 +63,7 @@ class Rules(NamedTuple):
     tiling: Tiling
     has_mask: bool
     has_bias: bool
+    dtype: jnp.dtype
     differentiated: bool = True
 
     @property

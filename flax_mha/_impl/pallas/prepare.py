@@ -27,16 +27,25 @@ from flax_mha.masks.base import CallsFunction
 
 
 class Prepared(NamedTuple):
-    """What kernels take, with the axes [B..., K, G] in front: rules, arrays, and which tiles are visible."""
+    """What kernels take, with the axes [B..., K, G] in front.
+
+    Attributes:
+      rules: What is static.
+      inputs: The arrays.
+      occupied: Which tiles are visible.
+      dtype: To which query, key and value are rounded for the matrix products.
+    """
 
     rules: Rules
     inputs: Inputs
     occupied: Occupied
+    dtype: jnp.dtype
 
 
-def prepared(operands: Operands, options: Options, tiling: Tiling) -> Prepared:
-    """Of a call."""
-    query, key, value, params, scores, magnitudes = of_heads(operands, options, False, operands.query.dtype)
+def prepared(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype) -> Prepared:
+    """Of a call, whose matrix products have operands of this dtype."""
+    held = operands.query.dtype
+    query, key, value, params, scores, magnitudes = of_heads(operands, options, False, dtype, held)
     axes = query.ndim - 2
     occupied = _occupied(scores, tiling, axes)
     mask = None if scores.mask is None else scores.mask.map_functions(functools.partial(_tile_mask, axes))
@@ -64,8 +73,9 @@ def prepared(operands: Operands, options: Options, tiling: Tiling) -> Prepared:
         tiling=tiling,
         has_mask=mask is not None,
         has_bias=params.bias is not None,
+        dtype=held,
     )
-    return Prepared(rules, inputs, occupied)
+    return Prepared(rules, inputs, occupied, dtype)
 
 
 def _rules_of(scores: Scores) -> TileScores:
@@ -116,10 +126,10 @@ def _occupied(scores: Scores, tiling: Tiling, axes: int) -> Occupied:
         some, full = mask.occupancy(tiling.grid((query, key)))
         return some & everything, full & everything
 
-    if jax.tree.leaves((scores.mask, scores.offset_arrays)):
+    if scores.mask is not None and jax.tree.leaves((scores.mask, scores.offset_arrays)):
         return Occupied(*heads.over_heads(one_head, (scores.mask, scores.offset_arrays), axes))
     with jax.ensure_compile_time_eval():
-        some, full = one_head((scores.mask, scores.offset_arrays))
+        some, full = one_head((scores.mask, (None, None)))
     lead = (1,) * axes
     return Occupied(np.asarray(some).reshape(*lead, *some.shape), np.asarray(full).reshape(*lead, *full.shape))
 
