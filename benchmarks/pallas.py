@@ -6,7 +6,7 @@ This needs `pip install libtpu`, neither a driver nor a device. Three tables:
 
   programs     causal attention in bfloat16, forward and with its gradient, for several TPUs: launches of Pallas
                kernels, MiB of temporaries and of arguments (for gradients these are query, key, value and the gradient
-               of the output), and collectives
+               of the output), and collectives; in rings launches and collectives of one hop, and of one pair of chunks
   bundles      how many instruction bundles the compiler emits for a tile of 512 x 512 scores on v5e, beside the same of
                splash attention: first for tiles that are visible throughout, then for tiles to mask; splash has one for
                both. A bundle takes at least one cycle.
@@ -134,14 +134,14 @@ def bundles() -> Iterator[str]:
         "pallas": ("pallas", "gradient", {"is_causal": True}),
         "pallas, ALiBi": ("pallas", "forward", alibi),
     }
-    for name, (implementation, way, arguments) in calls.items():
+    for size, (name, (implementation, way, arguments)) in itertools.product((128, 64), calls.items()):
         seen = set(folder.iterdir())
-        compiled(target, program(implementation, way, **arguments), shapes(1024, 128, ALIBI_HEADS, place, way))
+        compiled(target, program(implementation, way, **arguments), shapes(1024, size, ALIBI_HEADS, place, way))
         for path in sorted(set(folder.glob("*final_bundles.txt")) - seen):
             if re.search(r"flax_mha|splash", path.name) and "schedule-analysis" not in path.name:
                 tiles = [n for n in branches(path.read_text()) if n > 1000]
                 kernel = re.sub(r"^\d+-|(\.\d+)?-\d+-final_bundles\.txt$", "", path.name)
-                yield f"| {name} | {kernel} | {', '.join(map(str, tiles))} |"
+                yield f"| {size} | {name} | {kernel} | {', '.join(map(str, tiles))} |"
 
 
 def branches(text: str) -> list[int]:
@@ -194,8 +194,8 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
             if options.only in name:
                 yield make()
     elif options.table == "bundles":
-        yield "| causal, (1, 1024, 2, 128) | kernel | bundles of a tile |"
-        yield "|---|---|---|"
+        yield "| head size | causal, (1, 1024, 2, head size) | kernel | bundles of a tile |"
+        yield "|---:|---|---|---|"
         yield from bundles()
     else:
         yield "| every primitive, v5e | kernels | temporaries | arguments | collectives |"

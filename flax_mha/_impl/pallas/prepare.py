@@ -17,7 +17,7 @@ from flax_mha._impl.head_operands import of_heads
 from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.pallas.cut import Cut, cut
 from flax_mha._impl.pallas.held import Rules
-from flax_mha._impl.pallas.operands import Inputs
+from flax_mha._impl.pallas.operands import LANES, Inputs
 from flax_mha._impl.pallas.steps import Occupied
 from flax_mha._impl.pallas.tile import TileMask, TileScores
 from flax_mha._impl.scores import ScoreParams, Scores
@@ -66,6 +66,8 @@ def prepared(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dt
         **_marks(magnitudes, tiling),
     )
     inputs = inputs.map_arrays(axes, functools.partial(_padded, tiling, axes))
+    # Mosaic multiplies single features instead of contracting them, which it cannot do with bfloat16 lying along rows.
+    sizes = {query.shape[-1], value.shape[-1]}
     rules = Rules(
         scores=_rules_of(scores),
         part=None if parts is None else parts.tile,
@@ -74,6 +76,7 @@ def prepared(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dt
         has_mask=mask is not None,
         has_bias=params.bias is not None,
         dtype=held,
+        upright=1 in sizes or all(size % LANES == 0 for size in sizes),
     )
     return Prepared(rules, inputs, occupied, dtype)
 
