@@ -6,7 +6,7 @@ This needs `pip install libtpu`, neither a driver nor a device. Three tables:
 
   programs     causal attention in bfloat16, forward and with its gradient, for several TPUs: launches of Pallas
                kernels, MiB of temporaries and of arguments (for gradients these are query, key, value and the gradient
-               of the output), and collectives
+               of the output), and collectives; in rings launches and collectives of one hop, and of one pair of chunks
   bundles      how many instruction bundles the compiler emits for a tile of 512 x 512 scores on v5e, beside the same of
                splash attention: first for tiles that are visible throughout, then for tiles to mask; splash has one for
                both. A bundle takes at least one cycle.
@@ -33,18 +33,18 @@ import jax
 import jax.numpy as jnp
 from targets import Target, compiling_for, mesh_of, target_of
 
-from flax_mha import dot_product_attention, recipes
+from flax_mha import context_parallel, dot_product_attention, recipes
 
 CHIPS = ("v5e:2x2", "v4:2x2x1", "v5p:2x2x1", "v6e:2x2")
 HEADS, ALIBI_HEADS = 8, 2
 Arguments = dict[str, Any]
 
 
-def program(implementation: str, way: str, **arguments: Any) -> Callable:
+def program(implementation: str, way: str, attention: Callable = dot_product_attention, **arguments: Any) -> Callable:
     """Attention of arrays, the last of which is the gradient of the output; `bias` may stand between."""
 
     def attend(*arrays: Any) -> Any:
-        return dot_product_attention(*arrays, implementation=implementation, **arguments)
+        return attention(*arrays, implementation=implementation, **arguments)
 
     def both(*arrays: Any) -> Any:
         output, pull = jax.vjp(attend, *arrays[:-1])
@@ -90,6 +90,9 @@ def programs() -> Iterator[tuple[str, Callable[[], str]]]:
     yield name, lambda name=name: row(name, lambda: alone("v5e:2x2", 2048, 64, "gradient", bias=True))
     name = f"v5e, 4 chips, jax.shard_map over heads, (1, 2048, {HEADS}, 64), gradient"
     yield name, lambda name=name: row(name, split)
+    for layout, way in itertools.product(("contiguous", "zigzag"), ("forward", "gradient")):
+        name = f"v5e, 4 chips, ring, {layout}, (1, 8192, {HEADS}, 64), {way}"
+        yield name, lambda name=name, at=(layout, way): row(name, lambda: ring(*at))
 
 
 def alone(chip: str, length: int, size: int, way: str, bias: bool = False) -> Any:
@@ -110,6 +113,15 @@ def split() -> Any:
     return compiled(target, mapped, arguments, len(target.devices))
 
 
+def ring(layout: Any, way: str) -> Any:
+    """On four chips, each with its own part of the sequence."""
+    target = target_of("v5e:2x2")
+    mesh = jax.sharding.Mesh(target.devices, "context")
+    attention = context_parallel("context", "ring", layout, mesh=mesh)
+    arguments = shapes(8192, 64, HEADS, jax.sharding.NamedSharding(mesh, jax.P(None, "context")), way)
+    return compiled(target, program("pallas", way, attention, is_causal=True), arguments, len(target.devices))
+
+
 def bundles() -> Iterator[str]:
     """Compiles causal attention, and ALiBi, and reads what the compiler writes of it, which takes it a while."""
     folder = Path(tempfile.mkdtemp(prefix="bundles-"))
@@ -122,14 +134,14 @@ def bundles() -> Iterator[str]:
         "pallas": ("pallas", "gradient", {"is_causal": True}),
         "pallas, ALiBi": ("pallas", "forward", alibi),
     }
-    for name, (implementation, way, arguments) in calls.items():
+    for size, (name, (implementation, way, arguments)) in itertools.product((128, 64), calls.items()):
         seen = set(folder.iterdir())
-        compiled(target, program(implementation, way, **arguments), shapes(1024, 128, ALIBI_HEADS, place, way))
+        compiled(target, program(implementation, way, **arguments), shapes(1024, size, ALIBI_HEADS, place, way))
         for path in sorted(set(folder.glob("*final_bundles.txt")) - seen):
             if re.search(r"flax_mha|splash", path.name) and "schedule-analysis" not in path.name:
                 tiles = [n for n in branches(path.read_text()) if n > 1000]
                 kernel = re.sub(r"^\d+-|(\.\d+)?-\d+-final_bundles\.txt$", "", path.name)
-                yield f"| {name} | {kernel} | {', '.join(map(str, tiles))} |"
+                yield f"| {size} | {name} | {kernel} | {', '.join(map(str, tiles))} |"
 
 
 def branches(text: str) -> list[int]:
@@ -182,8 +194,8 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
             if options.only in name:
                 yield make()
     elif options.table == "bundles":
-        yield "| causal, (1, 1024, 2, 128) | kernel | bundles of a tile |"
-        yield "|---|---|---|"
+        yield "| head size | causal, (1, 1024, 2, head size) | kernel | bundles of a tile |"
+        yield "|---:|---|---|---|"
         yield from bundles()
     else:
         yield "| every primitive, v5e | kernels | temporaries | arguments | collectives |"

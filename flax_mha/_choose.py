@@ -20,6 +20,7 @@ from flax_mha._split import split_of
 Implementation = Literal["xla", "blockwise", "cudnn", "splash", "pallas"]
 NAMES: tuple[str, ...] = get_args(Implementation)
 FUSED = ("cudnn", "splash")
+OF_HOPS = ("blockwise", "pallas")  # given the result of a whole ring, they compute the gradients of a hop
 Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None]
 
 
@@ -132,11 +133,28 @@ def _run_part(implementation: str | None, context: Context | None) -> Callable[[
 def _in_context(context: Context, attend: Callable[[Call], Output], implementation: str | None) -> Callable:
     """What a device computes of a call whose sequence is split."""
     if context.strategy == "ring":
-        if implementation is not None:
-            check_computes(implementation, _explanation_of_ring().refusals[implementation])
-        return functools.partial(ring.ring_attention, axis=context.axis, chunks=context.chunks)
+        return functools.partial(_in_ring, context=context, implementation=implementation)
     exchange = gather.ulysses if context.strategy == "ulysses" else gather.all_gathered
     return functools.partial(exchange, context=context, attend=attend)
+
+
+def _in_ring(call: Call, context: Context, implementation: str | None) -> Output:
+    if implementation is not None:
+        first = ring.first_part(call, context.axis, context.chunks)
+        check_computes(implementation, _refusals_of_hop(implementation, first))
+    attention: ring.Attention = xla.blockwise_attention
+    if implementation == "pallas":
+        pallas = importlib.import_module("flax_mha._impl.pallas.call")
+        attention = functools.partial(pallas.pallas_attention, dtype=call.operands.query.dtype)
+    return ring.ring_attention(call, context.axis, context.chunks, attention)
+
+
+def _refusals_of_hop(name: str, call: Call) -> list[str]:
+    """Why this implementation cannot compute the parts of a ring, of which this is one."""
+    if name not in OF_HOPS:
+        known = " and ".join(f'"{name}"' for name in OF_HOPS)
+        return [f'with strategy="ring", only {known} compute the gradient of a hop from the merged result']
+    return refusals(name, call)
 
 
 def _whole(call: Call) -> Call:
@@ -172,11 +190,6 @@ def _elsewhere(call: Call, name: str) -> Call | None:
     return call._replace(options=call.options._replace(target=target))
 
 
-def _explanation_of_ring() -> Explanation:
-    reason = 'with strategy="ring", only blockwise attention computes the gradient of a hop from the merged result'
-    return Explanation("blockwise", {name: [] if name == "blockwise" else [reason] for name in NAMES})
-
-
 def explain(call: Call, implementation: str | None) -> Explanation:
     """The whole table, of the part of the call that each device computes.
 
@@ -186,17 +199,34 @@ def explain(call: Call, implementation: str | None) -> Explanation:
     """
     check_name(implementation)
     split, explanations = split_of(call), []
+    if split is None:
+        return _explain(_whole(call), implementation)
+
+    context = split.context
 
     def explain_part(call: Call) -> Output:
         explanations.append(_explain(call, implementation))
-        operands = call.operands
-        return jnp.zeros((*operands.query.shape[:-1], operands.value.shape[-1])), None
+        return jnp.zeros((*call.operands.query.shape[:-1], call.operands.value.shape[-1])), None
 
-    if split is None:
-        return _explain(_whole(call), implementation)
-    part = explain_part if split.context is None else _in_context(split.context, explain_part, implementation)
+    def explain_ring(call: Call, context: Context) -> Output:
+        first = ring.first_part(call, context.axis, context.chunks)
+        explanations.append(_explain_hop(first, implementation))
+        return first.operands.query, None
+
+    part = explain_part
+    if context is not None and context.strategy == "ring":
+        part = functools.partial(explain_ring, context=context)
+    elif context is not None:
+        part = _in_context(context, explain_part, implementation)
     jax.eval_shape(lambda operands: on_mesh(call._replace(operands=operands), split, part), call.operands)
-    return explanations[0] if explanations else _explanation_of_ring()
+    return explanations[0]
+
+
+def _explain_hop(call: Call, implementation: str | None) -> Explanation:
+    table = {name: _refusals_of_hop(name, call) for name in NAMES}
+    if implementation is not None:
+        check_computes(implementation, table[implementation])
+    return Explanation(implementation or "blockwise", table)
 
 
 def _explain(call: Call, implementation: str | None) -> Explanation:

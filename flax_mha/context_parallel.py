@@ -76,7 +76,7 @@ def context_parallel(
         both.
       strategy: What the devices exchange.
         "ring": keys and values travel from device to device, and each computes a part of the attention meanwhile.
-        Memory per device depends on T / N alone. Computed by "blockwise" attention.
+        Memory per device depends on T / N alone. Computed by "blockwise" attention, or by "pallas" if it is named.
         "ulysses": each device gets all positions of one N-th of its heads, by an all-to-all before and after. Any
         implementation computes it, fused kernels too. Each device must hold a multiple of N key heads.
         "allgather": each device gets all keys and values, for its own queries. Fits short sequences, or few key heads.

@@ -188,6 +188,15 @@ def test_a_tpu_gets_the_kernels(name):
         assert f"flax_mha_{phase}" in text
 
 
+@pytest.mark.parametrize(("h", "part"), [(64, f"64x{T}"), (80, f"80x{T}"), (128, f"{T}x128"), (1, f"{T}x1")])
+def test_no_row_of_memory_is_filled_up(h, part):
+    """Rows have 128 numbers. Where features are fewer, tokens lie along them, as XLA lays out the caller's arrays."""
+    text = lowered(abstract(h=h), implementation="pallas", is_causal=True)
+    kernels = [line.rpartition(" : ")[2] for line in text.splitlines() if "tpu_custom_call" in line]
+    arrays = re.findall(rf"tensor<{B * N}x(\d+x\d+)xbf16>", "".join(kernels))
+    assert arrays == [part] * (4 + 5 + 6)
+
+
 def test_the_gradient_of_a_bias_has_its_own_shape():
     """Of a bias for all heads and batch entries, no array of T x S values for each of them is made."""
     query, key, value = abstract()

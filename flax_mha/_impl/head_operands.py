@@ -14,7 +14,9 @@ from flax_mha._impl.scores import ScoreParams, Scores
 OfHeads = tuple[Array, Array, Array, ScoreParams, Scores, Magnitudes | None]
 
 
-def of_heads(operands: Operands, options: Options, sizes: bool, dtype: DTypeLike) -> OfHeads:
+def of_heads(
+    operands: Operands, options: Options, sizes: bool, dtype: DTypeLike, held: DTypeLike | None = None
+) -> OfHeads:
     """Query, key, value, params, scores and magnitudes, as `dense.dense_head` takes them.
 
     Args:
@@ -22,10 +24,11 @@ def of_heads(operands: Operands, options: Options, sizes: bool, dtype: DTypeLike
       options: Of the call.
       sizes: Whether magnitudes tell the sizes of finite entries, as `dense.fused_rows` needs it.
       dtype: Of query, key and value in the matrix products.
+      held: Of query, key and value as they are returned, if they are rounded to `dtype` later.
     """
     params, scores = params_and_scores(operands, options)
     scale = options.scale if operands.scale is None else operands.scale
-    return with_scores(operands.query, operands.key, operands.value, scale, params, scores, sizes, dtype)
+    return with_scores(operands.query, operands.key, operands.value, scale, params, scores, sizes, dtype, held)
 
 
 def with_scores(
@@ -37,10 +40,12 @@ def with_scores(
     scores: Scores,
     sizes: bool,
     dtype: DTypeLike,
+    held: DTypeLike | None = None,
 ) -> OfHeads:
     """The same, where `params` and `scores` are of heads already."""
     groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
-    query, key, value = query.astype(wide), key.astype(dtype), value.astype(dtype)
+    held = dtype if held is None else held
+    query, key, value = query.astype(wide), key.astype(held), value.astype(held)
     scale = scale if isinstance(scale, float) else scale.astype(wide)
     magnitudes = None
     if scores.masks_scores(params):
@@ -55,7 +60,7 @@ def with_scores(
         scores = dataclasses.replace(scores, scale=scale)
     else:
         query = query * scale
-    queries = layout.split_heads(query.astype(dtype), groups)
+    queries = layout.split_heads(query.astype(held), groups)
     keys, values = (layout.split_heads(x, (groups[0], 1)) for x in (key, value))
     return queries, keys, values, params, scores, magnitudes
 

@@ -1,10 +1,13 @@
 """Attention over a sequence that is split over devices: queries stay, keys and values travel around a ring.
 
 Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889. In each of N hops a
-device sends the keys that it holds to the next device, and meanwhile computes blockwise attention of its queries over
-them. Output and log-sum-exp are merged with those of the hops before. The backward pass goes around once more: given
-the merged output and log-sum-exp, blockwise attention's own backward pass computes what each hop adds to the gradients.
-Those of keys and values travel with these, and are back home after N hops.
+device sends the keys that it holds to the next device, and meanwhile computes attention of its queries over them.
+Output and log-sum-exp are merged with those of the hops before. The backward pass goes around once more: given the
+merged output and log-sum-exp, the attention's own backward pass computes what each hop adds to the gradients. Those of
+keys and values travel with these, and are back home after N hops.
+
+Hops compute in float32 at least, so that nothing is rounded before it is merged or added up. That concerns what an
+attention returns: it may still multiply matrices in the dtype of the call, as a kernel does.
 """
 
 import functools
@@ -19,12 +22,15 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._call import Call, Operands, Options, accumulation_dtype
 from flax_mha._context import chunk_of
-from flax_mha._impl import online_softmax, parts, xla
+from flax_mha._impl import online_softmax, parts
 from flax_mha._impl.online_softmax import State
 from flax_mha._tiles import Scalar
 
 T = TypeVar("T")
 OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]
+# Of a part of the queries and a part of the keys. Given the results over all keys, it returns these, and its gradients
+# are what this part of the keys contributes.
+Attention = Callable[[Call, OutputAndLse | None], OutputAndLse]
 
 
 class Ring(NamedTuple):
@@ -48,6 +54,15 @@ class Ring(NamedTuple):
             return step(0, 0, state)
         return lax.fori_loop(0, self.chunks**2, lambda n, state: step(n // self.chunks, n % self.chunks, state), state)
 
+    def part(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
+        """The call of chunk `i` of a device's queries and chunk `j` of the keys that device `source` sent it."""
+        (queries, keys), rank = operands.lengths, lax.axis_index(self.axis)
+        height, width = queries // self.chunks, keys // self.chunks
+        part = parts.of_queries(operands, i * height, height)
+        part = parts.of_keys(part, j * width, source * keys + j * width, width)
+        positions = chunk_of(rank, i, self.size) * height, chunk_of(source, j, self.size) * width
+        return Call(*parts.at_positions(part, self.options, *positions))
+
     def next(self, tree: Any) -> Any:
         """The arrays of the device before this one."""
         pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
@@ -65,21 +80,32 @@ class Trainable(NamedTuple):
     scale: Array | None
 
 
-def ring_attention(call: Call, axis: str, chunks: int) -> OutputAndLse:
+def ring_attention(call: Call, axis: str, chunks: int, attention: Attention) -> OutputAndLse:
     """Output and log-sum-exp of a device's queries, in a `jax.shard_map` over the mesh.
 
     Args:
       call: With the device's own queries and keys, and numbers of its own batch entries and heads.
       axis: The mesh axis that splits the sequence.
       chunks: How many chunks a device holds.
+      attention: What computes the parts; queries, keys and values are float32 at least.
     """
     operands, options = call
     ring = Ring(axis, lax.axis_size(axis), chunks, options._replace(return_residual=True))
-    trainable = _trainable(operands, options)
-    output, lse = _ring(ring, trainable, operands._replace(sinks=None, dropout_rng=None))
+    output, lse = _ring(ring, attention, _trainable(operands, options), _without_ends(operands))
     if operands.sinks is not None:
         output, lse = _with_sinks(output, lse, operands.sinks[..., None, :].astype(lse.dtype))
     return output.astype(operands.query.dtype), lse
+
+
+def first_part(call: Call, axis: str, chunks: int) -> Call:
+    """The first part of the call that a device computes, in the dtype of the call: to ask what can compute it."""
+    ring = Ring(axis, lax.axis_size(axis), chunks, call.options)
+    return ring.part(_without_ends(call.operands), lax.axis_index(axis), 0, 0)
+
+
+def _without_ends(operands: Operands) -> Operands:
+    """Without what is done before and after: random words made of the key, and sinks added to the merged result."""
+    return operands._replace(sinks=None, dropout_rng=None)
 
 
 def _trainable(operands: Operands, options: Options) -> Trainable:
@@ -105,8 +131,8 @@ def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> Out
     return output * share[..., None], jnp.where(proper, jnp.logaddexp(a, b), lse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ring(ring: Ring, attention: Attention, trainable: Trainable, operands: Operands) -> OutputAndLse:
     operands = _with_trainable(operands, ring.options, trainable)
     (*batch, length, num_heads, _), features = operands.query.shape, operands.value.shape[-1]
     dtype, rank = accumulation_dtype(operands.query.dtype), lax.axis_index(ring.axis)
@@ -117,7 +143,7 @@ def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
         held = parts.with_arrays_of_keys(operands, arrays)
 
         def pair(i: Scalar, j: Scalar, merged: State) -> State:
-            return _merge(ring, merged, i, _result(ring, held, source, i, j))
+            return _merge(ring, merged, i, attention(_wide_part(ring, held, source, i, j), None))
 
         return (ring.over_pairs(pair, merged), following), None
 
@@ -161,37 +187,19 @@ def _rows(ring: Ring, results: OutputAndLse, chunk: Scalar) -> OutputAndLse:
     return output, lse
 
 
-def _result(
-    ring: Ring, operands: Operands, source: Scalar, i: Scalar, j: Scalar, known: OutputAndLse | None = None
-) -> OutputAndLse:
-    """The result of chunk `i` of the queries over chunk `j` of the keys.
-
-    Args:
-      ring: The static part.
-      operands: The device's own, with keys that it was sent.
-      source: The device whose keys these are.
-      i: Which chunk of the queries.
-      j: Which chunk of the keys.
-      known: The results over all keys, if they are known; they are returned then, for their gradients.
-    """
-    (queries, keys), rank = operands.lengths, lax.axis_index(ring.axis)
-    height, width = queries // ring.chunks, keys // ring.chunks
-    # As blockwise attention does itself; here, so that nothing is rounded before it is merged.
+def _wide_part(ring: Ring, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
+    """`ring.part`, in float32 at least."""
     dtype = accumulation_dtype(operands.query.dtype)
     query, key, value = (x.astype(dtype) for x in operands[:3])
-    part = parts.of_queries(operands._replace(query=query, key=key, value=value), i * height, height)
-    part = parts.of_keys(part, j * width, source * keys + j * width, width)
-    positions = chunk_of(rank, i, ring.size) * height, chunk_of(source, j, ring.size) * width
-    call = Call(*parts.at_positions(part, ring.options, *positions))
-    return xla.blockwise_attention(call, None if known is None else _rows(ring, known, i))
+    return ring.part(operands._replace(query=query, key=key, value=value), source, i, j)
 
 
-def _forward(ring: Ring, trainable: Trainable, operands: Operands) -> tuple[OutputAndLse, tuple]:
-    results = _ring(ring, trainable, operands)
+def _forward(ring: Ring, attention: Attention, trainable: Trainable, operands: Operands) -> tuple[OutputAndLse, tuple]:
+    results = _ring(ring, attention, trainable, operands)
     return results, (trainable, operands, results)
 
 
-def _backward(ring: Ring, saved: tuple, cotangents: OutputAndLse) -> tuple[Trainable, None]:
+def _backward(ring: Ring, attention: Attention, saved: tuple, cotangents: OutputAndLse) -> tuple[Trainable, None]:
     trainable, operands, known = saved
     operands = _with_trainable(operands, ring.options, trainable)
     dtype, rank = accumulation_dtype(operands.query.dtype), lax.axis_index(ring.axis)
@@ -205,7 +213,8 @@ def _backward(ring: Ring, saved: tuple, cotangents: OutputAndLse) -> tuple[Train
 
         def pair(i: Scalar, j: Scalar, sums: Trainable) -> Trainable:
             def result(own: Trainable) -> OutputAndLse:
-                return _result(ring, _with_trainable(held, ring.options, own), source, i, j, known)
+                part = _wide_part(ring, _with_trainable(held, ring.options, own), source, i, j)
+                return attention(part, _rows(ring, known, i))
 
             [gradients] = jax.vjp(result, own)[1](_rows(ring, cotangents, i))
             return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, gradients)

@@ -12,143 +12,38 @@ import numpy as np
 import oracle
 import pytest
 from cases import compiled_for
+from contexts import (
+    CASES,
+    QKV,
+    B,
+    H,
+    N,
+    T,
+    arrays,
+    compare,
+    floats,
+    in_order,
+    mesh_of,
+    moved,
+    on_devices,
+    on_one_device,
+    placed,
+    with_gradients,
+)
 from flax import nnx
 from jax.sharding import AxisType
 
 import flax_mha
 import flax_mha.linen
-from flax_mha import CausalMask, FunctionMask, LengthMask, LocalMask, _mesh
+from flax_mha import _mesh
 from flax_mha._impl import schedule, xla
 from flax_mha._impl.tiling import TileShape
-from flax_mha.context_parallel import from_zigzag, to_zigzag, zigzag_positions
+from flax_mha.context_parallel import zigzag_positions
 from flax_mha.rope import RoPE
 
-B, N, H, T = 2, 8, 8, 48
 SIZES = (2, 4, 8)
-QKV = ("query", "key", "value")
 STRATEGIES = ("ring", "ulysses", "allgather")
 LAYOUTS = ("contiguous", "zigzag")
-
-
-def mesh_of(axis_type=AxisType.Auto, **sizes):
-    count = int(np.prod(list(sizes.values())))
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (axis_type,) * len(sizes), devices=jax.devices()[:count])
-
-
-def arrays(num_kv_heads, length=T, keys=None, dtype=jnp.float32):
-    rng = np.random.default_rng(num_kv_heads)
-    shapes = (B, length, N, H), (B, keys or length, num_kv_heads, H), (B, keys or length, num_kv_heads, H)
-    query, key, value = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
-    return {"query": query, "key": key, "value": value}
-
-
-def floats(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
-def plain(x, order):
-    return {"is_causal": True}
-
-
-def everything(x, order):
-    """All that depends on batch entry, head or position, and all that gets a gradient."""
-
-    def alibi(score, b, h, q_idx, kv_idx):
-        return score + x["slopes"][h] * (kv_idx - q_idx).astype(jnp.float32) * 0.1 * (b + 1).astype(jnp.float32)
-
-    segments = order(jnp.asarray(np.repeat([[0, 1, 1, 2], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1)
-    return {
-        "bias": order(order(x["bias"], 2), 3) + order(x["of_keys"], 3),
-        "mask": FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b),
-        "is_causal": True,
-        "query_segment_ids": segments,
-        "key_value_segment_ids": segments,
-        "key_value_seq_lengths": jnp.asarray([T, T - 7], jnp.int32),
-        "score_mod": alibi,
-        "sinks": x["sinks"],
-        "scale": x["scale"],
-        "dropout_rate": 0.2,
-        "dropout_rng": jax.random.key(0),
-    }
-
-
-def windows(x, order):
-    """Positions that do not begin at 0, a mask array, lengths and a window on both sides."""
-    shown = np.random.default_rng(0).random((1, N, T, 2 * T)) < 0.8
-    return {
-        "mask": (CausalMask(3) | LocalMask(2, 9) | LengthMask(jnp.asarray([9, 30], jnp.int32)))
-        & array_mask(shown, order),
-        "query_offset": jnp.asarray([40, 11], jnp.int32),
-        "key_value_offset": 5,
-        "query_seq_lengths": jnp.asarray([80, 30], jnp.int32),
-        "local_window_size": (20, 20),
-        "logits_soft_cap": 5.0,
-    }
-
-
-def array_mask(shown, order):
-    return flax_mha.masks.ArrayMask(order(order(jnp.asarray(shown), 2), 3))
-
-
-EXTRA = {"bias": floats(1, B, 1, T, T), "of_keys": floats(2, T)[None, None, None], "sinks": floats(3, N)}
-EXTRA |= {"slopes": floats(4, N), "scale": jnp.float32(0.3)}
-# Arguments, and the arrays that get gradients.
-CASES = {
-    "plain": (plain, arrays(8)),
-    "everything": (everything, arrays(4) | EXTRA),
-    "windows": (windows, arrays(2, keys=2 * T)),
-}
-
-
-def in_order(layout, devices):
-    """Puts arrays [..., positions, ...] into the order of a layout, and back."""
-    if layout == "contiguous":
-        return (lambda x, axis: x), (lambda x: x)
-    return (lambda x, axis: to_zigzag(x, devices, axis)), (lambda x: from_zigzag(x, devices))
-
-
-def with_gradients(attention_fn, arguments, order=lambda x, axis: x):
-    """A function of arrays; the cotangent depends on the position, so that the order is seen in gradients, too."""
-
-    def attend(x):
-        return attention_fn(x["query"], x["key"], x["value"], **arguments(x, order))
-
-    def run(x):
-        output, pull = jax.vjp(attend, x)
-        return output, pull(jnp.cos(output))[0]
-
-    return run
-
-
-@functools.cache
-def on_one_device(case):
-    arguments, x = CASES[case]
-    return jax.device_get(jax.jit(with_gradients(flax_mha.attention_fn, arguments))(x))
-
-
-def compare(got, expected):
-    (output, gradients), (want, want_gradients) = jax.device_get(got), expected
-    np.testing.assert_allclose(output, want, rtol=0, atol=1e-6 * np.abs(want).max())
-    assert gradients.keys() == want_gradients.keys()
-    for name, value in want_gradients.items():
-        np.testing.assert_allclose(gradients[name], value, rtol=0, atol=1e-5 * np.abs(value).max(), err_msg=name)
-
-
-def moved(text):
-    """How many operations of a program move arrays between devices, but for sums of gradients."""
-    kinds = ("collective-permute", "all-gather", "all-to-all")
-    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
-    return {kind: count for kind, count in counts.items() if count}
-
-
-def placed(x, mesh, batch=None, heads=None):
-    """Queries, keys and values split over the mesh, and what belongs to them."""
-    of_sequences = jax.P(batch, "context", heads)
-    specs = dict.fromkeys(("query", "key", "value"), of_sequences)
-    specs |= {"bias": jax.P(batch, None, "context"), "sinks": jax.P(heads)}
-    return {name: jax.device_put(x[name], jax.NamedSharding(mesh, specs.get(name, jax.P()))) for name in x}
-
-
 SPLITS = [("plain", n) for n in SIZES] + [("windows", 2), ("everything", 4)]
 
 
@@ -158,14 +53,10 @@ SPLITS = [("plain", n) for n in SIZES] + [("windows", 2), ("everything", 4)]
     [(strategy, *split) for strategy in STRATEGIES for split in SPLITS] + [("ring", "everything", 8)],
 )
 def test_as_on_one_device(strategy, case, devices, layout, small_tiles):
-    (arguments, x), mesh = CASES[case], mesh_of(context=devices)
-    order, back = in_order(layout, devices)
-    x = placed({name: order(x[name], 1) if name in QKV else x[name] for name in x}, mesh)
+    mesh = mesh_of(context=devices)
     attention_fn = flax_mha.context_parallel("context", strategy, layout, mesh=mesh)
-    program = jax.jit(with_gradients(attention_fn, arguments, order)).lower(x).compile()
-    output, gradients = jax.device_get(program(x))
-    gradients |= {name: back(gradients[name]) for name in QKV}
-    compare((back(output), gradients), on_one_device(case))
+    program, results = on_devices(attention_fn, case, layout, mesh)
+    compare(results, on_one_device(case))
     if case == "plain":
         expected = {"ring": {"collective-permute": 6}, "ulysses": {"all-to-all": 8}, "allgather": {"all-gather": 2}}
         assert moved(program.as_text()) == expected[strategy]
@@ -436,9 +327,9 @@ def test_refusals(reason):
     assert "\n" not in str(error.value)
 
 
-def test_the_ring_runs_blockwise_attention_alone():
+def test_what_the_ring_refuses():
     fn = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
-    with pytest.raises(NotImplementedError, match='strategy="ring", only blockwise'):
+    with pytest.raises(NotImplementedError, match='strategy="ring", only "blockwise" and "pallas" compute'):
         fn(X, X, X, implementation="xla")
     with pytest.raises(ValueError, match="implementation must be"):
         fn(X, X, X, implementation="fast")
@@ -470,7 +361,7 @@ def test_an_empty_batch(strategy, kind):
     np.testing.assert_array_equal(gradients[0], x)
     np.testing.assert_array_equal(gradients[1], jnp.zeros(N))
     if strategy == "ring":
-        with pytest.raises(NotImplementedError, match="only blockwise"):
+        with pytest.raises(NotImplementedError, match='only "blockwise" and "pallas"'):
             fn(x, x, x, implementation="xla")
 
 

@@ -28,14 +28,16 @@ def of_queries(rules: Rules, inputs: Inputs, occupied: Occupied, machine: Machin
         name="flax_mha_dq",
         body=functools.partial(_dq, rules),
         results=[
-            Result("T H", inputs.query.shape[-2:], inputs.query.dtype),
+            Result("T H", inputs.query.shape[-2:], rules.dtype),
             *(Result("L", (n,), jnp.float32) for n, learned in zip(entries, rules.learned, strict=True) if learned),
         ],
         scratch=[
             pltpu.VMEM((height, LANES), jnp.float32),
             pltpu.VMEM((height, LANES), jnp.float32),
             pltpu.VMEM((height, features), jnp.float32),
+            *rules.room_to_turn(height, inputs.query, inputs.d_output),
         ],
+        upright=rules.upright,
     )
     d_query, *learned = launch(kernel, inputs, sizes, sizes, listed(occupied, sizes, sizes, BY_ROW), machine)
     following = iter(learned)
@@ -52,7 +54,8 @@ def _padded(part: tuple[int, ...]) -> int:
 
 
 def _dq(rules: Rules, visit: Visit, d_query: Any, *references: Any) -> None:
-    *d_values, lse, delta, sums = references
+    number = sum(rules.learned)
+    d_values, (lse, delta, sums, *turned) = list(references[:number]), references[number:]
 
     @visit.when(FIRST)
     def _begin() -> None:
@@ -60,6 +63,8 @@ def _dq(rules: Rules, visit: Visit, d_query: Any, *references: Any) -> None:
         lse[...] = jnp.broadcast_to(inputs.lse, lse.shape)
         delta[...] = jnp.broadcast_to(inputs.delta, delta.shape)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
+        for own, x in zip(turned, (inputs.query, inputs.d_output), strict=False):
+            own[...] = rules.turned(x)
 
     @pl.when(visit.begins)
     def _begin_head() -> None:
@@ -67,20 +72,20 @@ def _dq(rules: Rules, visit: Visit, d_query: Any, *references: Any) -> None:
             x[...] = jnp.zeros(x.shape, jnp.float32)
 
     def tile(masked: bool) -> None:
-        held = rules.held(visit, masked)
+        held = rules.held(visit, masked, turned=turned)
         width = held.tile.shape[1]
         s, pull = held.scores.tile_vjp(held.products(), held.params, held.tile, held.mask)
         weights = held.weights(s, lanes(lse[...], width))
-        d_weights = held.dropped(held.scores.dot(held.inputs.d_output, held.inputs.value, transpose_b=True))
+        d_weights = held.dropped(held.over_features(held.inputs.d_output, held.inputs.value))
         d_products, _, added = pull(weights * (d_weights - lanes(delta[...], width)))
-        sums[...] += held.scores.dot(d_products, held.inputs.key)
+        sums[...] += held.over_columns(d_products, held.inputs.key)
         _add_values(held, rules, [x for x in added if x is not None], d_values)
 
     visit.compute(tile, rules.has_mask)
 
     @visit.when(LAST)
     def _end() -> None:
-        d_query[0] = (sums[...] * rules.scores.scale).astype(d_query.dtype)
+        d_query[0] = rules.turned(sums[...] * rules.scores.scale).astype(d_query.dtype)
 
 
 def _add_values(held: Held, rules: Rules, added: list[Array], d_values: list[Any]) -> None:
@@ -116,39 +121,47 @@ def of_keys(rules: Rules, inputs: Inputs, occupied: Occupied, machine: Machine) 
     kernel = Kernel(
         name="flax_mha_dkv",
         body=functools.partial(_dkv, rules),
-        results=[Result("S H", x.shape[-2:], x.dtype) for x in (inputs.key, inputs.value)],
-        scratch=[pltpu.VMEM((width, x.shape[-1]), jnp.float32) for x in (inputs.key, inputs.value)],
+        results=[Result("S H", x.shape[-2:], rules.dtype) for x in (inputs.key, inputs.value)],
+        scratch=[
+            *(pltpu.VMEM((width, x.shape[-1]), jnp.float32) for x in (inputs.key, inputs.value)),
+            *rules.room_to_turn(width, inputs.key, inputs.value),
+        ],
+        upright=rules.upright,
         across=True,
     )
     d_key, d_value = launch(kernel, inputs, sizes, results, listed(occupied, sizes, results, BY_COLUMN), machine)
     return d_key, d_value
 
 
-def _dkv(rules: Rules, visit: Visit, d_key: Any, d_value: Any, key_sums: Any, value_sums: Any) -> None:
+def _dkv(rules: Rules, visit: Visit, d_key: Any, d_value: Any, key_sums: Any, value_sums: Any, *turned: Any) -> None:
     @visit.when(FIRST)
     def _begin() -> None:
         key_sums[...] = jnp.zeros(key_sums.shape, jnp.float32)
         value_sums[...] = jnp.zeros(value_sums.shape, jnp.float32)
+        if turned:
+            inputs = visit.load()
+            for own, x in zip(turned, (inputs.key, inputs.value), strict=True):
+                own[...] = rules.turned(x)
 
     def tile(masked: bool) -> None:
-        held = rules.held(visit, masked, across=True)
-        inputs, dot = held.inputs, held.scores.dot
+        held = rules.held(visit, masked, across=True, turned=turned)
+        inputs = held.inputs
         s, pull = held.scores.tile_vjp(held.products(), held.params, held.tile, held.mask)
         weights = held.weights(s, inputs.lse)
         kept = held.scores.dropout_multiplier(held.tile)
-        d_weights = dot(inputs.value, inputs.d_output, transpose_b=True)
+        d_weights = held.over_features(inputs.value, inputs.d_output)
         if kept is not None:
             d_weights = d_weights * kept
-        value_sums[...] += dot(weights if kept is None else weights * kept, inputs.d_output)
+        value_sums[...] += held.over_columns(weights if kept is None else weights * kept, inputs.d_output)
         d_products, *_ = pull(weights * (d_weights - inputs.delta))
-        key_sums[...] += dot(d_products, inputs.query)
+        key_sums[...] += held.over_columns(d_products, inputs.query)
 
     visit.compute(tile, rules.has_mask)
 
     @visit.when(LAST)
     def _end() -> None:
-        d_key[0] = (key_sums[...] * rules.scores.scale).astype(d_key.dtype)
-        d_value[0] = value_sums[...].astype(d_value.dtype)
+        d_key[0] = rules.turned(key_sums[...] * rules.scores.scale).astype(d_key.dtype)
+        d_value[0] = rules.turned(value_sums[...]).astype(d_value.dtype)
 
 
 def of_bias(rules: Rules, inputs: Inputs, occupied: Occupied, machine: Machine) -> Array:
@@ -162,6 +175,7 @@ def of_bias(rules: Rules, inputs: Inputs, occupied: Occupied, machine: Machine) 
         body=functools.partial(_dbias, rules),
         results=[_result_of_bias(part, inputs.bias.dtype)],
         scratch=[pltpu.VMEM(block, jnp.float32)],
+        upright=rules.upright,
     )
     [d_bias] = launch(kernel, inputs, sizes, results, listed(occupied, sizes, results, groups), machine)
     return (d_bias[..., :1] if part == (1, 1) else d_bias).reshape(inputs.bias.shape)
@@ -186,7 +200,7 @@ def _dbias(rules: Rules, visit: Visit, d_bias: Any, sums: Any) -> None:
         inputs = held.inputs
         s, pull = held.scores.tile_vjp(held.products(), held.params, held.tile, held.mask)
         weights = held.weights(s, inputs.lse)
-        d_weights = held.dropped(held.scores.dot(inputs.d_output, inputs.value, transpose_b=True))
+        d_weights = held.dropped(held.over_features(inputs.d_output, inputs.value))
         _, d_tile, _ = pull(weights * (d_weights - inputs.delta))
         sums[...] += d_tile
 

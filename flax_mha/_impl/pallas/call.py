@@ -39,19 +39,24 @@ MOST_EQUATIONS = 32
 MEMORY: int | None = None
 
 
-def pallas_attention(call: Call, result: OutputAndLse | None = None, interpret: Any = False) -> OutputAndLse:
+def pallas_attention(
+    call: Call, result: OutputAndLse | None = None, dtype: jnp.dtype | None = None, interpret: Any = False
+) -> OutputAndLse:
     """Output and log-sum-exp: `implementation="pallas"`.
 
     Args:
       call: The call.
       result: Output and log-sum-exp over these and other keys, if they are known: see `blockwise.blockwise_head`.
+      dtype: To which query, key and value are rounded for the matrix products; None: not at all. Output and gradients
+        keep the query's.
       interpret: Whether to run on any machine, slowly; or how, as `jax.experimental.pallas.pallas_call` takes it.
     """
     operands, options = call
     if operands.mask is not None and operands.has_known_offsets:
         mask = operands.mask.with_occupancy(operands.lengths, options.offsets, CELL)
         operands = operands._replace(mask=mask)
-    return _attention(operands, options, Machine(_tiling(call), MEMORY, interpret), result)
+    dtype = operands.query.dtype if dtype is None else dtype
+    return _attention(operands, options, Machine(_tiling(call), MEMORY, interpret), dtype, result)
 
 
 def _tiling(call: Call) -> Tiling:
@@ -82,9 +87,11 @@ def _largest_tile(call: Call) -> int:
     return 512 if count <= MOST_EQUATIONS else 256 if count <= 4 * MOST_EQUATIONS else 128
 
 
-@functools.partial(jax.jit, static_argnames=("options", "machine"))
-def _attention(operands: Operands, options: Options, machine: Machine, result: OutputAndLse | None) -> OutputAndLse:
-    call, rank = prepared(operands, options, machine.tiling), operands.query.ndim - 1
+@functools.partial(jax.jit, static_argnames=("options", "machine", "dtype"))
+def _attention(
+    operands: Operands, options: Options, machine: Machine, dtype: jnp.dtype, result: OutputAndLse | None
+) -> OutputAndLse:
+    call, rank = prepared(operands, options, machine.tiling, dtype), operands.query.ndim - 1
     known = None
     if result is not None:
         output, lse = layout.from_caller(*result, operands.groups)

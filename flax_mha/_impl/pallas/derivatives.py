@@ -85,12 +85,18 @@ def _occupied(call: Prepared, occupied: Occupied) -> Occupied:
     return call.occupied if occupied.some is None else occupied
 
 
+def _rounded(call: Prepared, inputs: Inputs) -> Inputs:
+    """With what the matrix products multiply; here, so that the gradients are not rounded."""
+    query, key, value = (x.astype(call.dtype) for x in (inputs.query, inputs.key, inputs.value))
+    return inputs._replace(query=query, key=key, value=value)
+
+
 def _forward(call: Prepared, machine: Machine, inputs: Inputs, occupied: Occupied) -> OutputAndLse:
     def run(arrays: tuple[Inputs, Occupied]) -> OutputAndLse:
         inputs, occupied = arrays
         return forward(call.rules._replace(differentiated=False), inputs, _occupied(call, occupied), machine)
 
-    return _over_mapped_axes(run, (inputs, occupied))
+    return _over_mapped_axes(run, (_rounded(call, inputs), occupied))
 
 
 def _backward(
@@ -104,7 +110,7 @@ def _backward(
 ) -> Trainable:
     learned = () if call.rules.part is None else call.rules.part.from_learned
     learned = tuple(a and b for a, b in zip(learned, wanted.values, strict=True))
-    inputs = _with_rows(inputs, results, cotangents)
+    inputs = _with_rows(_rounded(call, inputs), results, cotangents)
 
     def run(arrays: tuple[Inputs, Occupied]) -> tuple:
         inputs, places = arrays[0], _occupied(call, arrays[1])
@@ -138,12 +144,12 @@ def _with_rows(inputs: Inputs, results: OutputAndLse, cotangents: OutputAndLse) 
     """
     (output, lse), (d_output, d_lse) = results, cotangents
     finite = jnp.isfinite(lse)
-    d_output = jnp.where(finite[..., None], d_output, jnp.zeros_like(d_output))
+    d_output = jnp.where(finite[..., None], d_output, jnp.zeros_like(d_output)).astype(inputs.query.dtype)
     output = jnp.where(finite[..., None], output, jnp.zeros_like(output))
     delta = jnp.sum(d_output.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
     delta = jnp.where(finite, delta - d_lse, jnp.zeros_like(delta))
     lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))  # exp(score - inf) = 0, also where the score is -inf
-    return inputs._replace(d_output=d_output.astype(inputs.query.dtype), lse=lse, delta=delta)
+    return inputs._replace(d_output=d_output, lse=lse, delta=delta)
 
 
 def _over_mapped_axes(run: Callable[[Any], Any], arrays: Any, copies_floats: bool = False) -> Any:

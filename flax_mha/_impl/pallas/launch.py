@@ -1,5 +1,6 @@
 """Launching a kernel: from its inputs, its lists of steps and its results to one `pallas_call`."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -65,12 +66,14 @@ class Kernel(NamedTuple):
       results: What it computes.
       scratch: Memory that it keeps from step to step.
       across: Whether scores are computed with queries along columns.
+      upright: Whether features lie along columns, in inputs and results.
     """
 
     name: str
     body: Callable[..., None]
     results: Sequence[Result]
     scratch: Sequence[Any]
+    upright: bool
     across: bool = False
 
 
@@ -134,14 +137,13 @@ def launch(kernel: Kernel, inputs: Inputs, sizes: Sizes, results: Sizes, steps: 
     """
     rank, tile = len(sizes), (machine.tiling.height, machine.tiling.width)
     places = Places(sizes, results, steps.what.shape[:-1], steps.what.shape[-1])
-    axes = jax.tree.leaves(inputs.map_arrays(rank, lambda x, names: operands.stored_axes(names, x.shape[rank:])))
-    flat = jax.tree.leaves(inputs.map_arrays(rank, lambda x, names: operands.stored(x, names, rank)))
+    axes = jax.tree.leaves(
+        inputs.map_arrays(rank, lambda x, names: operands.stored_axes(names, x.shape[rank:], kernel.upright))
+    )
+    flat = jax.tree.leaves(inputs.map_arrays(rank, lambda x, names: operands.stored(x, names, rank, kernel.upright)))
     own_sizes = [x.shape[:rank] for x in jax.tree.leaves(inputs)]
     number = math.prod(results)
-    shapes = [
-        jax.eval_shape(lambda x=x: operands.stored(jnp.zeros((number, *x.part), x.dtype), x.axes, 1))
-        for x in kernel.results
-    ]
+    shapes = [_shape(x, number, kernel.upright) for x in kernel.results]
     outputs = pl.pallas_call(
         _run(kernel, inputs, axes, places, machine),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -152,7 +154,9 @@ def launch(kernel: Kernel, inputs: Inputs, sizes: Sizes, results: Sizes, steps: 
                 for names, x, own in zip(axes, flat, own_sizes, strict=True)
             ],
             out_specs=[
-                operands.spec(operands.stored_axes(x.axes, x.part), shape.shape, tile, places.blocks(None))
+                operands.spec(
+                    operands.stored_axes(x.axes, x.part, kernel.upright), shape.shape, tile, places.blocks(None)
+                )
                 for x, shape in zip(kernel.results, shapes, strict=True)
             ],
             scratch_shapes=list(kernel.scratch),
@@ -162,7 +166,15 @@ def launch(kernel: Kernel, inputs: Inputs, sizes: Sizes, results: Sizes, steps: 
         interpret=machine.interpret,
         name=kernel.name,
     )(steps.what.reshape(-1), steps.where.reshape(-1), *flat)
-    return [x.reshape(*results, *y.part) for x, y in zip(outputs, kernel.results, strict=True)]
+    pairs = zip(outputs, kernel.results, strict=True)
+    upright = [x if kernel.upright or "H" not in result.axes else jnp.swapaxes(x, -1, -2) for x, result in pairs]
+    return [x.reshape(*results, *result.part) for x, result in zip(upright, kernel.results, strict=True)]
+
+
+def _shape(result: Result, number: int, upright: bool) -> jax.ShapeDtypeStruct:
+    """Of so many results, as they are stored."""
+    zeros = functools.partial(jnp.zeros, (number, *result.part), result.dtype)
+    return jax.eval_shape(lambda: operands.stored(zeros(), result.axes, 1, upright))
 
 
 def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], places: Places, machine: Machine) -> Callable[..., None]:

@@ -3,7 +3,8 @@
 An array has leading axes for batch and heads, like all in the layout of one head (`layout.py`), and then the part of
 one head, whose axes are named: "T" and "S" for queries and keys, "H" for features, "C" for columns of tiles, "L" for
 the entries of a table. Numbers go to scalar memory. All else is stored as [heads, rows, columns], because the memory of
-a TPU has rows of 128 numbers: an array [T, 1] would take 128 times its size.
+a TPU has rows of 128 numbers: an array [T, 1] would take 128 times its size. And [T, 64] would take twice its size, so
+where the number of features is no multiple of 128, they lie along rows: [64, T], as XLA itself lays out such arrays.
 """
 
 import math
@@ -83,17 +84,20 @@ class Inputs(NamedTuple):
         )
 
 
-def stored_axes(axes: str, part: tuple[int, ...]) -> str:
-    """The axes that an array is stored with: those of one entry are left out."""
+def stored_axes(axes: str, part: tuple[int, ...], upright: bool) -> str:
+    """The axes that an array is stored with: those of one entry are left out, and features come last if `upright`."""
+    if axes.endswith(" H") and not upright:
+        return f"H {axes[0]}"
     if axes != "T|1 S|1":
         return axes
     return " ".join(name for name, size in zip(("T", "S"), part, strict=True) if size != 1)
 
 
-def stored(x: Array, axes: str, rank: int) -> Array:
+def stored(x: Array, axes: str, rank: int, upright: bool) -> Array:
     """The array as it lies in memory: [numbers] or [heads, rows, columns]."""
+    axes = stored_axes(axes, x.shape[rank:], upright)
+    x = jnp.swapaxes(x, -1, -2) if axes.startswith("H ") else x
     part = x.shape[rank:]
-    axes = stored_axes(axes, part)
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.int8 if axes == "T S" else jnp.int32)
     elif x.dtype == jnp.uint32:
@@ -116,7 +120,7 @@ def spec(
     names = axes.split()
     if axes == "L":
         return pl.BlockSpec((1, 1, shape[-1]), lambda *at: (place(*at)[0], 0, 0))
-    sizes = {"T": tile[0], "S": tile[1], "H": shape[-1]}
+    sizes = {"T": tile[0], "S": tile[1], "H": shape[-1 if axes.endswith("H") else -2]}
     block = (1, *((1,) if len(names) == 1 else ()), *(sizes[name] for name in names))
 
     def index(*at: Any) -> tuple:

@@ -17,7 +17,7 @@ from flax_mha._impl.head_operands import of_heads
 from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.pallas.cut import Cut, cut
 from flax_mha._impl.pallas.held import Rules
-from flax_mha._impl.pallas.operands import Inputs
+from flax_mha._impl.pallas.operands import LANES, Inputs
 from flax_mha._impl.pallas.steps import Occupied
 from flax_mha._impl.pallas.tile import TileMask, TileScores
 from flax_mha._impl.scores import ScoreParams, Scores
@@ -27,16 +27,25 @@ from flax_mha.masks.base import CallsFunction
 
 
 class Prepared(NamedTuple):
-    """What kernels take, with the axes [B..., K, G] in front: rules, arrays, and which tiles are visible."""
+    """What kernels take, with the axes [B..., K, G] in front.
+
+    Attributes:
+      rules: What is static.
+      inputs: The arrays.
+      occupied: Which tiles are visible.
+      dtype: To which query, key and value are rounded for the matrix products.
+    """
 
     rules: Rules
     inputs: Inputs
     occupied: Occupied
+    dtype: jnp.dtype
 
 
-def prepared(operands: Operands, options: Options, tiling: Tiling) -> Prepared:
-    """Of a call."""
-    query, key, value, params, scores, magnitudes = of_heads(operands, options, False, operands.query.dtype)
+def prepared(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype) -> Prepared:
+    """Of a call, whose matrix products have operands of this dtype."""
+    held = operands.query.dtype
+    query, key, value, params, scores, magnitudes = of_heads(operands, options, False, dtype, held)
     axes = query.ndim - 2
     occupied = _occupied(scores, tiling, axes)
     mask = None if scores.mask is None else scores.mask.map_functions(functools.partial(_tile_mask, axes))
@@ -57,6 +66,8 @@ def prepared(operands: Operands, options: Options, tiling: Tiling) -> Prepared:
         **_marks(magnitudes, tiling),
     )
     inputs = inputs.map_arrays(axes, functools.partial(_padded, tiling, axes))
+    # Mosaic multiplies single features instead of contracting them, which it cannot do with bfloat16 lying along rows.
+    sizes = {query.shape[-1], value.shape[-1]}
     rules = Rules(
         scores=_rules_of(scores),
         part=None if parts is None else parts.tile,
@@ -64,8 +75,10 @@ def prepared(operands: Operands, options: Options, tiling: Tiling) -> Prepared:
         tiling=tiling,
         has_mask=mask is not None,
         has_bias=params.bias is not None,
+        dtype=held,
+        upright=1 in sizes or all(size % LANES == 0 for size in sizes),
     )
-    return Prepared(rules, inputs, occupied)
+    return Prepared(rules, inputs, occupied, dtype)
 
 
 def _rules_of(scores: Scores) -> TileScores:
@@ -116,10 +129,10 @@ def _occupied(scores: Scores, tiling: Tiling, axes: int) -> Occupied:
         some, full = mask.occupancy(tiling.grid((query, key)))
         return some & everything, full & everything
 
-    if jax.tree.leaves((scores.mask, scores.offset_arrays)):
+    if scores.mask is not None and jax.tree.leaves((scores.mask, scores.offset_arrays)):
         return Occupied(*heads.over_heads(one_head, (scores.mask, scores.offset_arrays), axes))
     with jax.ensure_compile_time_eval():
-        some, full = one_head((scores.mask, scores.offset_arrays))
+        some, full = one_head((scores.mask, (None, None)))
     lead = (1,) * axes
     return Occupied(np.asarray(some).reshape(*lead, *some.shape), np.asarray(full).reshape(*lead, *full.shape))
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha._impl.pallas.cut import TilePart
 from flax_mha._impl.pallas.threefry import random_words
+from flax_mha._impl.pallas.tile_part import TilePart
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._tiles import Grid, Tile
 from flax_mha.masks import Mask, Occupancy

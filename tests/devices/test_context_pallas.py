@@ -1,0 +1,167 @@
+"""Sequences that are split over devices, computed by the kernels for TPUs: interpreted, against "xla"."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import compiled_for
+from contexts import QKV, compare, mesh_of, moved, on_devices, on_one_device
+from jax import lax
+
+import flax_mha
+from flax_mha._impl.pallas import call
+
+
+@pytest.fixture(autouse=True)
+def tpu(monkeypatch):
+    """As on a TPU, in small tiles."""
+    compiled_for(monkeypatch, "tpu")
+    monkeypatch.setattr(call, "TILES", (128,))
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels run here, as XLA programs."""
+    monkeypatch.setattr(call, "pallas_attention", functools.partial(call.pallas_attention, interpret=True))
+
+
+def parallel(devices, strategy="ring", layout="contiguous"):
+    attention_fn = flax_mha.context_parallel("context", strategy, layout, mesh=mesh_of(context=devices))
+    return functools.partial(attention_fn, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "devices", "case"),
+    [
+        ("ring", "contiguous", 2, "long"),
+        ("ring", "zigzag", 2, "everything"),
+        ("ring", "contiguous", 8, "windows"),
+        ("ulysses", "zigzag", 2, "long"),
+    ],
+)
+def test_as_on_one_device(strategy, layout, devices, case, interpreted):
+    """Output and gradients, of parts of several tiles, of parts that see nothing, and of all arguments."""
+    attention_fn = parallel(devices, strategy, layout)
+    program, results = on_devices(attention_fn, case, layout, mesh_of(context=devices))
+    compare(results, on_one_device(case))
+    if case == "long":
+        assert moved(program.as_text()) == {"all-to-all": 8} if strategy == "ulysses" else {"collective-permute": 6}
+
+
+def test_not_finite(interpreted):
+    """Masked rows are 0 with gradients 0, NaN in masked keys reaches nothing, visible NaN reaches its rows."""
+    query, key, value = normal(2, 16, 2, 8)
+    key[1, 3], value[1, 15], lengths = np.nan, np.inf, jnp.asarray([0, 14], jnp.int32)
+
+    def run(attention_fn, arrays, sinks):
+        def attend(arrays, sinks):
+            return attention_fn(*arrays, sinks=sinks, key_value_seq_lengths=lengths, local_window_size=(2, 2))
+
+        output, pull = jax.vjp(attend, arrays, sinks)
+        return output, *jax.tree.leaves(pull(jnp.isfinite(output).astype(output.dtype)))
+
+    dense = functools.partial(flax_mha.attention_fn, implementation="xla")
+    want, got = (jax.jit(functools.partial(run, fn))((query, key, value), SINKS) for fn in (dense, parallel(4)))
+    assert np.isnan(want[0][1, 1:6]).all()
+    assert np.isfinite(want[0]).sum() == 11 * 16 + 16 * 16
+    for answer, value in zip(got, want, strict=True):
+        np.testing.assert_allclose(answer, value, rtol=0, atol=1e-5)
+
+
+SINKS = jnp.float32([0.5, -jnp.inf])
+
+
+def normal(*shape, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(dtype) for _ in QKV]
+
+
+def test_bfloat16_is_as_exact_as_on_one_device(interpreted):
+    """Parts are merged and added up in float32: eight devices err as one does, but for one rounding."""
+    arrays = normal(1, 160, 2, 16, dtype=jnp.bfloat16)
+    d_output = np.cos(np.arange(arrays[0].size).reshape(arrays[0].shape)).astype(jnp.bfloat16)
+
+    def run(attention_fn, arrays):
+        output, pull = jax.vjp(lambda *x: attention_fn(*x, is_causal=True), *arrays)
+        return output, *pull(d_output)
+
+    one, eight = (jax.jit(functools.partial(run, fn))(arrays) for fn in (parallel(1, "allgather"), parallel(8)))
+    exact, d_exact = [np.float64(x) for x in arrays], (np.float64(d_output), np.zeros((1, 160, 2)))
+    (want, _), gradients = oracle.attention(*exact, is_causal=True, cotangents=d_exact)
+    for answer, alone, truth in zip(eight, one, (want, *gradients), strict=True):
+        assert answer.dtype == jnp.bfloat16
+        error, allowed = (np.abs(np.float64(x) - truth).max() for x in (answer, alone))
+        assert error <= allowed + 2**-9 * np.abs(truth).max()
+
+
+def test_a_tpu_gets_the_kernels():
+    """One forward and two backward, in a loop over the hops, that multiply bfloat16 and return float32."""
+    sharding = jax.NamedSharding(mesh_of(context=4), jax.P(None, "context"))
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16, sharding=sharding)
+
+    def both(query, key, value):
+        output, pull = jax.vjp(functools.partial(parallel(4), is_causal=True), query, key, value)
+        return output, pull(output)
+
+    text = jax.jit(both).trace(x, x, x).lower(lowering_platforms=("tpu",)).as_text()
+    kernels = [line.rpartition(" : ")[2] for line in text.splitlines() if "tpu_custom_call" in line]
+    assert len(kernels) == 3
+    for types in kernels:
+        given, _, returned = types.partition("->")
+        assert "xbf16>" in given
+        assert "xbf16>" not in returned
+    assert text.count("stablehlo.collective_permute") == 6
+    assert not re.search("all_gather|all_to_all|all_reduce|reduce_scatter", text)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "allgather"])
+def test_it_is_never_chosen(strategy):
+    """It would run, and does if it is named."""
+    explanations, context = [], parallel(4, strategy).func.context
+
+    def explain(x):
+        for name in (None, "pallas"):
+            more = {"is_causal": True, "qkv_sharding": context, "implementation": name}
+            explanations.append(flax_mha.explain_implementation(x, x, x, **more))
+        return x
+
+    jax.eval_shape(explain, jnp.ones((2, 256, 4, 8)))
+    assert explanations[0].chosen != "pallas" == explanations[1].chosen
+    assert all(explanation.refusals["pallas"] == [] for explanation in explanations)
+
+
+REFUSED = {
+    "off TPUs": ({}, {}, "it runs on TPUs, and this runs on cpu"),
+    "float16": ({"dtype": jnp.float16}, {}, "it computes float32 and bfloat16, and this is float16"),
+    "precision": ({"dtype": jnp.bfloat16}, {"precision": "highest"}, "in float32 the highest"),
+    "control flow": (
+        {},
+        {"score_mod": lambda score, b, h, q, k: lax.cond(q > k, lambda: score, lambda: -score)},
+        "score_mod must not apply cond",
+    ),
+    "tiles of a hop": ({"length": 2**19, "batch": 64}, {}, "table of tiles does not fit: .* 1024 x 1024 tiles"),
+    "another implementation": ({}, {"implementation": "splash"}, 'only "blockwise" and "pallas" compute the gradient'),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name, monkeypatch):
+    """By the call and by its explanation alike; "blockwise" takes all of it."""
+    array, arguments, reason = REFUSED[name]
+    compiled_for(monkeypatch, "cpu" if name == "off TPUs" else "tpu")
+    sizes = {"batch": 1, "length": 256, "dtype": jnp.float32} | array
+    x = jax.ShapeDtypeStruct((sizes["batch"], sizes["length"], 2, 8), sizes["dtype"])
+    attention_fn = parallel(4)
+    arguments = {"is_causal": True, "implementation": "pallas"} | arguments
+    explain = functools.partial(flax_mha.explain_implementation, qkv_sharding=attention_fn.func.context)
+    for function in (attention_fn, lambda *x, **more: explain(*x, **more) and x[0]):
+        with pytest.raises(NotImplementedError, match=f'implementation="{arguments["implementation"]}".*{reason}'):
+            jax.eval_shape(functools.partial(function, **arguments), x, x, x)
+    jax.eval_shape(functools.partial(attention_fn.func, **arguments | {"implementation": "blockwise"}), x, x, x)
