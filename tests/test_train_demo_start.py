@@ -61,6 +61,7 @@ def refuse(*_, **__):
 def test_a_second_run_and_a_resumed_one_trace_nothing(train, tmp_path, monkeypatch):
     expected = train("first")
     assert len(list((tmp_path / "programs").glob("*.program"))) == 3
+    assert not (tmp_path / "first" / "samples.jsonl").exists()  # it was told to write none
     for name in ("initial_params", "make_updates", "make_validate"):
         monkeypatch.setattr(training, name, refuse)
     assert train("second") == expected
