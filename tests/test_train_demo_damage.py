@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from train_demo import files, generate, plots, sample, training
+from train_demo import files, generate, plots, training
 from train_demo.__main__ import main
-from train_demo.model import blueprint, initial_params
+from train_demo.model import initial_params
+from train_demo.update import State, make_optimizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 TINY = (
@@ -19,9 +20,6 @@ TINY = (
     *("--layers", 1, "--heads", 1, "--features", 4),
 )
 COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--max-new-tokens", 2), ("plot",), ("report",), ("export",))
-
-
-cached_blueprint = functools.cache(blueprint)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,10 +32,13 @@ def _fast():
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):  # as users have it
         for name in ("make_updates", "make_validate"):
             patch.setattr(training, name, functools.cache(getattr(training, name)))
-        first = functools.cache(lambda *sizes: jax.device_get(initial_params(*sizes)))
-        patch.setattr(training, "initial_params", lambda *sizes: jax.device_put(first(*sizes)))
-        for module in (training, sample):
-            patch.setattr(module, "blueprint", cached_blueprint)
+        params = functools.cache(lambda *sizes: jax.device_get(initial_params(*sizes)))
+
+        def first_state(run):
+            first = params(len(run.text.vocabulary), run.config.settings)
+            return State(*jax.device_put((first, make_optimizer(run.config.settings).init(first))))
+
+        patch.setattr(training.Run, "first_state", first_state)
         patch.setattr(generate, "generate", nothing)
         patch.setattr(plots, "attention_weights", lambda _, config: np.ones((1, 1, *[len(plots.pieces(config))] * 2)))
         patch.setattr(plots, "attention_figure", lambda *_: None)

@@ -2,11 +2,15 @@
 
 # Only light modules of the standard library stand here: whatever is imported before the handler is set can be
 # interrupted with a traceback, and a KeyboardInterrupt during the import of JAX may even be swallowed.
+import gc
 import os
 import sys
 from collections.abc import Sequence
 
 SHOW_CURSOR = b"\x1b[?25h"  # the progress bar hides it
+SELDOM = (
+    200_000  # new objects between two garbage collections: imports and traces make millions, and hardly any garbage
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +62,7 @@ def _start() -> None:
 
     if sys.stderr is not None:
         sys.stderr = MainThreadOnly(sys.stderr)
+    gc.set_threshold(SELDOM)
     try:
         code = main()
     except SystemExit as ended:

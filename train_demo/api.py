@@ -220,6 +220,7 @@ def start(
     layout: Layout,
     quiet: bool = False,
     samples: bool = True,
+    programs: Path | None = None,
     say: Say = lambda line: None,
 ) -> int:
     """Trains; returns the exit code of the command: 0, or 130 where Ctrl-C was pressed.
@@ -233,6 +234,7 @@ def start(
         layout: how it is computed.
         quiet: print nothing.
         samples: write a short text at each validation.
+        programs: where compiled programs are kept for a later run; None keeps none.
         say: told how far the preparation of large data is.
 
     Raises:
@@ -249,7 +251,7 @@ def start(
     from train_demo.training import train as run_training
 
     with joined(layout), enough_memory("--batch-size, --context-length or --features"):
-        return run_training(config, text, out, resume, layout, quiet, samples)
+        return run_training(config, text, out, resume, layout, quiet, samples, programs)
 
 
 def _described(config: Config, text: Text) -> str:

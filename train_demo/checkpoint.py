@@ -24,9 +24,6 @@ from train_demo.run_folder import CHECKPOINTS, CONFIG
 if TYPE_CHECKING:  # Orbax is imported where it is used: no step of the training has to wait for that
     import orbax.checkpoint as ocp
 
-if TYPE_CHECKING:  # Orbax is imported where it is used: no step of the training has to wait for that
-    import orbax.checkpoint as ocp
-
 KEPT = 3
 SEAL = "sha256.json"
 Trees = dict[str, Any]

@@ -83,7 +83,7 @@ def _train(chosen: argparse.Namespace) -> int:
     layout = Layout(**{name: getattr(chosen, name) for name in LAYOUT})
     if chosen.size is not None:
         given = completed(chosen.size, given)
-    _keep_compiled()
+    programs = _keep_compiled()
 
     def say(line: str) -> None:
         if layout.first:
@@ -97,21 +97,26 @@ def _train(chosen: argparse.Namespace) -> int:
         resume=chosen.resume,
         layout=layout,
         samples=not chosen.no_samples,
+        programs=programs,
         say=say,
     )
 
 
-def _keep_compiled() -> None:
+def _keep_compiled() -> Path | None:
     """Has JAX keep what it compiles in the user's cache folder, for the next run, unless it was told where to.
 
     A cache that cannot be read or written is no error: the run compiles then.
+
+    Returns:
+        The folder; None where this is no process of its own, and JAX has been configured.
     """
-    if "jax" in sys.modules:  # this is no process of its own, and JAX has been configured
-        return
+    if "jax" in sys.modules:
+        return None
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "flax_mha")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry", UserWarning)
+    return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
 def _sample(chosen: argparse.Namespace) -> int:

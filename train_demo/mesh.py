@@ -122,7 +122,7 @@ def split_characters(numbers: Array) -> Array:
 def put(mesh: Mesh | None, array: np.ndarray, spec: P = P()) -> Array:  # noqa: B008
     """Puts what every process has onto the devices of all of them."""
     if mesh is None:
-        return jax.numpy.asarray(array)
+        return jax.device_put(array)
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda part: array[part])
 
 

@@ -247,21 +247,34 @@ def blueprint(
     Returns:
         The structure, which `nnx.merge` joins with parameters to a model, and a nested dict of `jax.ShapeDtypeStruct`.
     """
-    structure, shapes = nnx.split(nnx.eval_shape(lambda: _transformer(vocabulary_size, settings, layout)), nnx.Param)
-    return structure, nnx.to_pure_dict(shapes)
+    _, structure, shapes = _drawing(vocabulary_size, settings, layout or Layout())
+    return structure, shapes
 
 
 def initial_params(vocabulary_size: int, settings: Settings, shardings: Params | None = None) -> Params:
     """Draws the first parameters, a nested dict of arrays, from the settings' seed; they lie as `shardings` says."""
-
-    def draw() -> Params:
-        return nnx.to_pure_dict(nnx.state(_transformer(vocabulary_size, settings), nnx.Param))
-
+    draw, *_ = _drawing(vocabulary_size, settings, Layout())
     return jax.jit(draw, out_shardings=shardings)()
 
 
-def _transformer(vocabulary_size: int, settings: Settings, layout: Layout | None = None) -> Transformer:
-    return Transformer(vocabulary_size, settings, layout, rngs=nnx.Rngs(settings.seed))
+@functools.lru_cache(maxsize=4)
+def _drawing(
+    vocabulary_size: int, settings: Settings, layout: Layout
+) -> tuple[Callable[[], Params], nnx.GraphDef[Transformer], Params]:
+    """A function that draws the first parameters, and what its trace tells: the model's structure, and their shapes.
+
+    Kept, because to build a model takes a few tenths of a second, traced or not: `jax.jit(draw)` finds the trace, too.
+    """
+    structures = []
+
+    def draw() -> Params:
+        model = Transformer(vocabulary_size, settings, layout, rngs=nnx.Rngs(settings.seed))
+        structure, params = nnx.split(model, nnx.Param)
+        structures.append(structure)
+        return nnx.to_pure_dict(params)
+
+    shapes = jax.eval_shape(draw)
+    return draw, structures[0], shapes
 
 
 def _attention_over(layout: Layout) -> dict[str, Any]:

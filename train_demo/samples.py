@@ -46,8 +46,9 @@ def _is_sample(line: Any) -> bool:
 
 def drop_after(out: Path, step: int) -> None:
     """Drops what a killed run wrote beyond the step that it goes on from."""
-    kept = [json.dumps(sample._asdict()) + "\n" for sample in read(out) if sample.step <= step]
-    write_atomically(out / FILE, "".join(kept).encode())
+    if (out / FILE).exists():
+        kept = [json.dumps(sample._asdict()) + "\n" for sample in read(out) if sample.step <= step]
+        write_atomically(out / FILE, "".join(kept).encode())
 
 
 def prompt_of(config: Config) -> str:

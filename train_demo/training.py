@@ -25,6 +25,7 @@ from train_demo.errors import printable
 from train_demo.layout import Layout
 from train_demo.model import Params, Transformer, blueprint, chosen_dtype, initial_params
 from train_demo.pace import Pace, next_stop
+from train_demo.programs import Programs
 from train_demo.run_folder import Config, sole_writer, write_config
 from train_demo.update import MOST_STEPS, State, Validate, make_optimizer, make_updates, make_validate
 
@@ -50,6 +51,7 @@ class Run:
     mesh: jax.sharding.Mesh | None  # None on one device
     console: Console
     write_samples: bool
+    programs: Programs
 
     @cached_property
     def structure(self) -> nnx.GraphDef[Transformer]:
@@ -65,7 +67,7 @@ class Run:
     @cached_property
     def shardings(self) -> State | None:
         """Where the arrays of the state lie; None on one device."""
-        return mesh.shardings(self.mesh, self.shapes)
+        return None if self.mesh is None else mesh.shardings(self.mesh, self.shapes)
 
     @cached_property
     def alone(self) -> nnx.GraphDef[Transformer]:
@@ -78,15 +80,23 @@ class Run:
 
     def first_state(self) -> State:
         """The state before the first step."""
-        params_at, optimizer_at = self.shardings or (None, None)
-        params = initial_params(len(self.text.vocabulary), self.config.settings, params_at)
-        # The shardings of its argument say nothing of those of the result.
-        init = make_optimizer(self.config.settings).init
-        return State(params, jax.jit(init, out_shardings=optimizer_at)(params))
+
+        def draw() -> State:
+            params = initial_params(len(self.text.vocabulary), self.config.settings)
+            return State(params, make_optimizer(self.config.settings).init(params))
+
+        return self.programs.get("first_state", lambda: jax.jit(draw, out_shardings=self.shardings))()
 
 
 def train(
-    config: Config, text: Text, out: Path, resume: bool, layout: Layout, quiet: bool = False, write_samples: bool = True
+    config: Config,
+    text: Text,
+    out: Path,
+    resume: bool,
+    layout: Layout,
+    quiet: bool = False,
+    write_samples: bool = True,
+    programs: Path | None = None,
 ) -> int:
     """Trains to the last step, or until Ctrl-C, and leaves checkpoints, metrics and pictures in the run's folder.
 
@@ -98,6 +108,7 @@ def train(
         layout: how it is computed. Of several processes each calls this; the first one prints and writes.
         quiet: print nothing.
         write_samples: write a short text at each validation.
+        programs: where compiled programs are kept for a later run on one device; None keeps none.
 
     Returns:
         The exit code of the process.
@@ -109,7 +120,10 @@ def train(
     console = SafeConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
     config = replace(config, settings=replace(config.settings, dtype=chosen_dtype(config.settings)))
     devices = mesh.make(layout.sizes(jax.device_count(), config.settings))
-    run = Run(config, text, out, layout, devices, console, write_samples)
+    sizes = len(text.vocabulary), len(text.training), len(text.validation)
+    decisive = config.settings, config.earlier_ends, layout, sizes, text.packed
+    kept = Programs(programs if devices is None else None, *decisive)
+    run = Run(config, text, out, layout, devices, console, write_samples, kept)
     options = (config.settings, config.sha256, config.vocabulary.name, config.earlier_ends, layout.alone(), resume)
     processes.refuse_differences("the options", repr(options))  # and every process has looked at the folder
     with mesh.use(devices), sole_writer(out) if layout.first else nullcontext():
@@ -199,13 +213,19 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
     return step, state, interrupted.is_set()
 
 
-def _programs(run: Run) -> tuple[jax.stages.Wrapped, Validate]:
+def _programs(run: Run) -> tuple[Callable[..., Any], Validate]:
     """What takes steps, and what validates, both of which compile when they are called first."""
     config, settings = run.config, run.config.settings
-    updates = make_updates(run.structure, settings, config.earlier_ends, run.layout, run.shardings, run.text.packed)
-    # Validated windows are not accumulated.
-    structure, _ = blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))
-    return updates, make_validate(structure, run.text.packed)
+    packed = run.text.packed
+
+    def updates() -> jax.stages.Wrapped:
+        return make_updates(run.structure, settings, config.earlier_ends, run.layout, run.shardings, packed)
+
+    def validate() -> jax.stages.Wrapped:  # the windows are not accumulated
+        structure, _ = blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))
+        return make_validate(structure, packed)
+
+    return run.programs.get("updates", updates), run.programs.get("validate", validate)
 
 
 def _say_speed(run: Run, steps_per_second: float) -> None:

@@ -190,7 +190,7 @@ def _accumulated(
     return jax.tree.map(lambda array: array.sum(0) / (rounds * parts), total)
 
 
-def make_validate(structure: nnx.GraphDef[Transformer], packed: bool = False) -> Validate:
+def make_validate(structure: nnx.GraphDef[Transformer], packed: bool = False) -> jax.stages.Wrapped:
     """Makes `validate(params, windows) -> loss`, compiled; `windows` `[C, W, T + 1]` are run W at a time."""
 
     def validate(params: Params, windows: Int[Array, "C W T+1"]) -> Float[Array, ""]:
