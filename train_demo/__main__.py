@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 
 SHOW_CURSOR = b"\x1b[?25h"  # the progress bar hides it
-SELDOM = (
-    200_000  # new objects between two garbage collections: imports and traces make millions, and hardly any garbage
-)
+# New objects between two garbage collections: imports and traces make millions, and hardly any garbage.
+SELDOM = 200_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
