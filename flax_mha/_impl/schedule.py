@@ -58,7 +58,7 @@ EXAMPLES = 4
 # On a CPU keys are read in place for up to so many queries, from so many keys on, unless they are a cache: always then.
 MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
-MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 128 * 1024
+MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
 MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
 # The same on accelerators, which compute all batch entries together.
 MAX_WIDTH_ACCELERATOR = 4096
