@@ -1,12 +1,14 @@
 """How soon the demo starts: the model is built once, and a second run loads its programs instead of tracing them."""
 
 import shutil
+import sys
+import warnings
 
 import jax
 import numpy as np
 import pytest
 
-from train_demo import api, metrics, model, programs, training
+from train_demo import api, command_line, metrics, model, programs, run, training
 from train_demo.layout import Layout
 from train_demo.programs import Programs
 from train_demo.settings import Settings
@@ -62,8 +64,8 @@ def test_a_second_run_and_a_resumed_one_trace_nothing(train, tmp_path, monkeypat
     expected = train("first")
     assert len(list((tmp_path / "programs").glob("*.program"))) == 3
     assert not (tmp_path / "first" / "samples.jsonl").exists()  # it was told to write none
-    for name in ("initial_params", "make_updates", "make_validate"):
-        monkeypatch.setattr(training, name, refuse)
+    for module, name in ((run, "initial_params"), (training, "make_updates"), (training, "make_validate")):
+        monkeypatch.setattr(module, name, refuse)
     assert train("second") == expected
     shutil.rmtree(tmp_path / "second" / "checkpoints" / "6")
     assert train("second", resume=True) == expected
@@ -85,6 +87,17 @@ def test_programs_that_jax_had_kept_are_whole(train, tmp_path, monkeypatch):
         for name, value in before.items():
             jax.config.update(name, value)
         programs.compilation_cache.reset_cache()
+
+
+def test_programs_lie_where_jax_keeps_its_own_if_that_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "jax")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # it would be set, and stay
+    with warnings.catch_warnings():  # what it ignores
+        for kept, folder in ((str(tmp_path), tmp_path), ("gs://bucket/programs", None)):
+            monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", kept)
+            assert command_line._keep_compiled() == folder
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    assert command_line._keep_compiled() is None
 
 
 def test_programs_are_made_anew_when_anything_differs(tmp_path, monkeypatch):

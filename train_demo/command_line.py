@@ -108,7 +108,8 @@ def _keep_compiled() -> Path | None:
     A cache that cannot be read or written is no error: the run compiles then.
 
     Returns:
-        The folder; None where this is no process of its own, and JAX has been configured.
+        The folder; None where this is no process of its own, and JAX has been configured, or where the cache is no
+        folder but an address that JAX alone can write to, like "gs://bucket".
     """
     if "jax" in sys.modules:
         return None
@@ -116,7 +117,8 @@ def _keep_compiled() -> Path | None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry", UserWarning)
-    return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    kept = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    return None if "://" in kept else Path(kept)
 
 
 def _sample(chosen: argparse.Namespace) -> int:

@@ -66,6 +66,7 @@ def _chunks(
     # No prediction depends on what comes before the model's reach.
     numbers, lengths = padded([encoded(prompt, vocabulary)[-model.reach :] for prompt in prompts])
     cache, logits = prefill(structure, params, numbers, lengths, num_samples)
+    sampling = sampling.in_32_bits()
     key, samples = jax.random.key(seed), np.tile(np.arange(num_samples, dtype=np.int32), len(prompts))
     writers = [Writer(vocabulary) for _ in samples]
     for start in range(0, max_new_tokens, CHUNK):

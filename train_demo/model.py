@@ -38,7 +38,9 @@ class TokenShift(nnx.Module):
         self.last: nnx.Cache | None = nnx.data(None)
 
     def set_view(self, decode: bool | None = None, batch_size: int | None = None) -> None:
-        """What `nnx.view` calls: starts to decode, before the first character."""
+        """What `nnx.view` calls: starts to decode, before the first character, or ends it."""
+        if decode is False:
+            self.last = nnx.data(None)
         if decode and batch_size is not None:
             self.last = nnx.Cache(jnp.zeros((batch_size, *self.scale.shape)))
 

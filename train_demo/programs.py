@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,12 @@ class Programs:
         """
         if self._folder is None:
             return make()
-        key = hashlib.sha256(repr((name, self._decisive, _surroundings())).encode()).hexdigest()
+        key = hashlib.sha256(repr((name, self._decisive, self._around)).encode()).hexdigest()
         return _Program(self._folder / f"{name}-{key}.program", make)
+
+    @cached_property
+    def _around(self) -> tuple[object, ...]:
+        return _surroundings()
 
 
 class _Program:

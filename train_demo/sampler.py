@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 Number = float | Float[Array, ""]
@@ -26,6 +27,15 @@ class Sampling(NamedTuple):
     top_k: int | Int[Array, ""] | None = None
     top_p: Number | None = None
     min_p: Number | None = None
+
+    def in_32_bits(self) -> "Sampling":
+        """The same choice by numbers that JAX can hold: a larger one becomes the largest of these.
+
+        No number may be traced.
+        """
+        temperature = min(self.temperature, float(np.finfo(np.float32).max))
+        top_k = self.top_k if self.top_k is None else min(self.top_k, np.iinfo(np.int32).max)
+        return self._replace(temperature=temperature, top_k=top_k)
 
 
 def filtered(logits: Float[Array, " V"], sampling: Sampling) -> Float[Array, " V"]:

@@ -6,8 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,11 +22,12 @@ from train_demo import checkpoint, generate, mesh, metrics, processes, progress,
 from train_demo.data import WINDOWS, Text, shard_of_step, validation_windows
 from train_demo.errors import printable
 from train_demo.layout import Layout
-from train_demo.model import Params, Transformer, blueprint, chosen_dtype, initial_params
+from train_demo.model import Params, Transformer, blueprint, chosen_dtype
 from train_demo.pace import Pace, next_stop
 from train_demo.programs import Programs
+from train_demo.run import Run
 from train_demo.run_folder import Config, sole_writer, write_config
-from train_demo.update import MOST_STEPS, State, Validate, make_optimizer, make_updates, make_validate
+from train_demo.update import MOST_STEPS, State, Validate, make_updates, make_validate
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -38,54 +38,6 @@ class SafeConsole(Console):
     def print(self, *texts: Any, **options: Any) -> None:
         """Prints texts with their control characters escaped."""
         super().print(*(printable(text) if isinstance(text, str) else text for text in texts), **options)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run is, where it is computed, and where it writes."""
-
-    config: Config
-    text: Text
-    out: Path
-    layout: Layout
-    mesh: jax.sharding.Mesh | None  # None on one device
-    console: Console
-    write_samples: bool
-    programs: Programs
-
-    @cached_property
-    def structure(self) -> nnx.GraphDef[Transformer]:
-        """The model's, which parameters join to a model."""
-        return self._blueprint[0]
-
-    @cached_property
-    def shapes(self) -> State:
-        """The shapes of the state."""
-        params = self._blueprint[1]
-        return State(params, jax.eval_shape(make_optimizer(self.config.settings).init, params))
-
-    @cached_property
-    def shardings(self) -> State | None:
-        """Where the arrays of the state lie; None on one device."""
-        return None if self.mesh is None else mesh.shardings(self.mesh, self.shapes)
-
-    @cached_property
-    def alone(self) -> nnx.GraphDef[Transformer]:
-        """The structure of the model on one device."""
-        return blueprint(len(self.text.vocabulary), self.config.settings)[0]
-
-    @cached_property
-    def _blueprint(self) -> tuple[nnx.GraphDef[Transformer], Params]:
-        return blueprint(len(self.text.vocabulary), self.config.settings, self.layout)
-
-    def first_state(self) -> State:
-        """The state before the first step."""
-
-        def draw() -> State:
-            params = initial_params(len(self.text.vocabulary), self.config.settings)
-            return State(params, make_optimizer(self.config.settings).init(params))
-
-        return self.programs.get("first_state", lambda: jax.jit(draw, out_shardings=self.shardings))()
 
 
 def train(
