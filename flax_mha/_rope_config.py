@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # What a dict of parameters may hold, by type, and which keys it must hold; `_original_length` has defaults of its own.
 COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
@@ -81,7 +83,13 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> Rotary:
         raise ValueError(f"config must be a dict, but got {type(config).__name__}; use config.to_dict().")
     if layer_type is not None and layer_type not in LAYER_TYPES:
         raise ValueError(f"layer_type must be None or one of {', '.join(LAYER_TYPES)}, but got {layer_type!r}.")
-    config = _given(config.get("text_config") or config)
+    text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config must be a dict, but got {text!r}.")
+    config = _given(text)
+    _check_numbers(config)
+    if not isinstance(config.get("model_type", ""), str):
+        raise ValueError(f"model_type must be a string, but got {config['model_type']!r}.")
     unknown = {key for key in config if str(key).startswith(("rope_", "rotary_"))} - TOP_LEVEL
     if unknown:
         raise ValueError(
@@ -93,6 +101,14 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> Rotary:
     fields = _fields(rope_type, parameters, config, max_length)
     interleaved = config.get("rope_interleave", defaults.interleaved)
     return Rotary(parameters["rope_theta"], _fraction(config, parameters, defaults), interleaved, rope_type, fields)
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    """What is computed with must be numbers."""
+    for key in ("factor", "max_position_embeddings", ORIGINAL):
+        value = config.get(key)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value > 0):
+            raise ValueError(f"{key} must be a number > 0, but got {value!r}.")
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,6 +136,7 @@ def _parameters(config: dict[str, Any], defaults: ModelDefaults, layer_type: str
     elif is_local and config.get("model_type") != "modernbert":
         found = {}  # the scaling of Gemma 3 is that of its full attention
     parameters = _given(found)
+    _check_numbers(parameters)
     names = ("rope_local_base_freq", "local_rope_theta") if is_local else ("rope_theta", "global_rope_theta")
     bases = [config[key] for key in (*names, *([] if is_local else ["rotary_emb_base"])) if key in config]
     parameters.setdefault("rope_theta", (bases or [local_base if is_local else defaults.base])[0])
@@ -170,7 +187,7 @@ def _fields(rope_type: str, given: dict[str, Any], config: dict[str, Any], max_l
     factor = given.get("factor") or longest / original
     if rope_type == "yarn":
         return {"factor": factor, "original_max_position": original} | {key: given[key] for key in YARN & set(given)}
-    if not isinstance(max_length, int):
+    if not isinstance(max_length, int | np.integer) or isinstance(max_length, bool):
         raise ValueError(
             "max_length must be the longest sequence, prompt and generated tokens together, because LongRoPE has other "
             f"factors above {original} tokens, but got {max_length!r}."

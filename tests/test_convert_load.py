@@ -347,6 +347,12 @@ DESCRIBED = {
         {"normalize_qk": "rms_norm", "qk_norm_epsilon": 1e-3, "qkv_features": 4 * 128},
     ),
     "gemma2": (GEMMA_2, 0, {"logits_soft_cap": 50.0, "scale": 1 / 16, "local_window_size": (15, 0), "sinks": False}),
+    "gemma2 without a cap": (GEMMA_2 | {"attn_logit_softcapping": None}, 0, {"logits_soft_cap": None}),
+    "mistral, as many key heads": (
+        LLAMA | {"model_type": "mistral", "num_key_value_heads": None},
+        0,
+        {"num_kv_heads": LLAMA["num_attention_heads"]},
+    ),
     "gemma2, a global layer": (GEMMA_2, 1, {"local_window_size": None}),
     "gemma3": (
         {

@@ -3,6 +3,7 @@
 import math
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from flax_mha.rope import NTK, Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
@@ -158,6 +159,7 @@ CONFIGS = {
         RoPE(5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
     ),
     "LongRoPE, short": (LONG, {"max_length": 4096}, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25))),
+    "LongRoPE, a NumPy length": (LONG, {"max_length": np.int64(100)}, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25))),
     "LongRoPE, long": (LONG, {"max_length": 4097}, RoPE(1e6, scaling=LongRoPE(FACTORS[::-1], 1.5))),
 }
 
@@ -184,6 +186,18 @@ REFUSED_CONFIGS = {
     "unknown key": ({"rope_theta": 1e4, "rope_ratio": 500}, {}, "known keys, but got rope_ratio"),
     "scaling is no dict": ({"rope_theta": 1e4, "rope_scaling": "linear"}, {}, "must be dicts, but got 'linear'"),
     "no base": ({"model_type": "bert"}, {}, "config must hold rope_theta.* got model_type 'bert' without"),
+    "factor is text": (
+        scaled(type="longrope", factor="2", short_factor=[1.0], long_factor=[1.0]),
+        {},
+        "factor must be",
+    ),
+    "original length is text": (
+        scaled(rope_type="yarn", original_max_position_embeddings="4096") | {"max_position_embeddings": 8192},
+        {},
+        "original_max_position_embeddings must be a number > 0, but got '4096'",
+    ),
+    "type of a list": ({"model_type": ["llama"]}, {}, "model_type must be a string"),
+    "text config is text": ({"text_config": "x"}, {}, "text_config must be a dict, but got 'x'"),
     "bad base": ({"rope_theta": "1e4"}, {}, "base must be a finite number above 0, but got '1e4'"),
     "bad factor": (scaled(rope_type="linear", factor=0.5), {}, r"Linear\(factor\) must be"),
     "bad fraction": ({"rope_theta": 1e4, "partial_rotary_factor": 2.0}, {}, r"fraction must be in \(0, 1\]"),

@@ -24,6 +24,7 @@ class Model(NamedTuple):
 LAYER_TYPES = ("full_attention", "sliding_attention")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
 FEATURES = ("hidden_size", "d_model", "n_embd", "dim")
+MEANS_NONE = ("sliding_window", "attn_logit_softcapping", "num_key_value_heads")  # if null, other than if it is absent
 LLAMA = Model({}, "attention_bias", rotary=True)
 ENCODER = Model({})
 GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
@@ -95,7 +96,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     if model_type not in MODELS:
         raise ValueError(f"model_type must be one of {', '.join(MODELS)}, but got {model_type!r}.")
     model = MODELS[model_type]
-    given = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+    given = {key: value for key, value in config.items() if value is not None or key in MEANS_NONE}
     values = model.defaults | given
     _check_layer(layer, values)
     _check_supported(model_type, values)
@@ -183,7 +184,8 @@ def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 def _kv_heads(model_type: str, values: Mapping[str, Any], heads: int) -> int:
     if model_type != "falcon":
-        return values.get("num_key_value_heads", heads)
+        number = values.get("num_key_value_heads")
+        return heads if number is None else number
     if values.get("new_decoder_architecture", False):
         return values.get("num_kv_heads", heads)
     return 1 if values.get("multi_query", True) else heads
