@@ -97,9 +97,11 @@ def test_an_editable_install_makes_the_packages_importable_and_nothing_else(tmp_
         archive.extractall(tmp_path)
     folders = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name.isidentifier())
     assert {"benchmarks", "docs", "examples", "tests", *PACKAGES} <= set(folders)
-    # Without what else the environment has installed; `editables` is what such an install needs.
+    # Without what else the environment has installed; `editables` is what such an install needs, and stands behind it,
+    # for the environment may hold such an install of another checkout.
     code = f"""
 import importlib.util, site, sys
+sys.path.append({str(tmp_path)!r})
 sys.path.append({str(Path(editables.__file__).parent.parent)!r})
 site.addsitedir({str(tmp_path)!r})
 specs = filter(None, map(importlib.util.find_spec, {folders}))
