@@ -50,7 +50,7 @@ def _scattered(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
 @jax.custom_jvp
 def _written_as_bits(cached: Array, new: Array, places: Int[Array, "*B T"]) -> Array:
     """The same of bfloat16, by operations on its bits."""
-    if places.size > FEW:
+    if not isinstance(places.size, int) or places.size > FEW:  # symbolic ones may be many
         bits, new_bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
         return lax.bitcast_convert_type(_scattered(bits, new_bits, places), jnp.bfloat16)
     flat, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (cached, lax.bitcast_convert_type(new, jnp.uint16)))

@@ -15,10 +15,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha._context import Context
-from flax_mha._integers import LARGEST, SMALLEST, extremes, ids_int32, int32
+from flax_mha._integers import LARGEST, SMALLEST, extremes, ids_int32, int32, unwrapped
 from flax_mha._platform import being_traced, readable
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
 
 class Shape(NamedTuple):
@@ -233,15 +234,18 @@ def window(size: Any) -> tuple[int | None, int | None] | None:
     return None if pair == (None, None) else pair
 
 
-def scale(value: ArrayLike | None, shape: Shape) -> tuple[float, Array | None]:
+def scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
     """The scale as a static number and None if it is a number, or as 1.0 and an array if it is a JAX array."""
     if value is None:
         return 1 / math.sqrt(shape.head_size), None
+    value = unwrapped(value)
     if not isinstance(value, jax.Array):
-        number = isinstance(value, int | float | np.number | np.ndarray) and not isinstance(value, bool)
-        if not number or np.ndim(value) or not math.isfinite(value):  # type: ignore[arg-type]
+        number: Any = value[()] if isinstance(value, np.ndarray) and not value.ndim else value
+        if not _is_number(number) or not math.isfinite(number):
             raise ValueError(f"scale must be one finite number, but got {value!r}.")
-        return float(value), None  # type: ignore[arg-type]
+        if abs(number) > float(np.finfo(np.float32).max):
+            raise ValueError(f"scale must be a number that float32 can hold, but got {value!r}.")
+        return float(number), None
     if value.shape or value.dtype.name not in DTYPES:
         raise ValueError(f"scale must be one number, but got an array of shape {value.shape} and dtype {value.dtype}.")
     return 1.0, value
@@ -257,7 +261,7 @@ def precision(value: Any) -> Any:
             raise ValueError(
                 f'precision must be None, "default", "high", "highest" or a jax.lax.Precision, but got {value!r}.'
             ) from error
-    return value
+    return tuple(value) if isinstance(value, list) else value  # it becomes part of a key
 
 
 def sinks(value: ArrayLike | None, shape: Shape) -> Array | None:
@@ -271,19 +275,19 @@ def sinks(value: ArrayLike | None, shape: Shape) -> Array | None:
 
 
 def soft_cap(value: float | None) -> float | None:
-    """A number > 0."""
+    """A number > 0 at which float32 can cap."""
     if value is None:
         return None
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
+    if not _is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"logits_soft_cap must be a finite number > 0, known while tracing, but got {value!r}.")
+    if value > LARGEST_CAP:
+        raise ValueError(f"logits_soft_cap must be at most {LARGEST_CAP:g}, but got {value!r}; None does not cap.")
     return float(value)
 
 
 def dropout_rate(rate: float) -> float:
     """A number in [0, 1)."""
-    number = isinstance(rate, int | float | np.number) and not isinstance(rate, bool | jax.core.Tracer)
-    if not number or not 0 <= rate < 1:
+    if not _is_number(rate) or not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be a number in [0, 1), known while tracing, but got {rate!r}.")
     return float(rate)
 
@@ -319,6 +323,10 @@ def user_function(name: str, function: Any) -> None:
         raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
@@ -332,6 +340,7 @@ def _is_key(rng: object) -> bool:
 
 
 def _array(name: str, value: Any, expected: str) -> Array:
+    value = unwrapped(value)
     if value is None or isinstance(value, str) or callable(value):
         fix = f"; call it: {value.__name__}()" if isinstance(value, type) else ""
         raise ValueError(f"{name} must be {expected}, but got {value!r}{fix}.")

@@ -13,11 +13,21 @@ from flax_mha._platform import readable
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 
 
+def unwrapped(value: Any) -> Any:
+    """The array in what stands for one, such as a variable of `flax.nnx`; all else as it is."""
+    if isinstance(value, jax.Array | type) or not hasattr(value, "__jax_array__"):
+        return value
+    return value.__jax_array__()
+
+
 def integers(name: str, value: Any) -> Any:
     """Integers as they are given: in NumPy 64 bits stay, of which JAX would drop 32, and known values stay known."""
+    value = unwrapped(value)
     is_int32 = isinstance(value, jax.Array) and value.dtype == jnp.int32
     try:
         array = value if is_int32 or isinstance(value, jax.core.Tracer) or not readable(value) else np.asarray(value)
+    except jax.errors.TracerArrayConversionError:  # a list that holds traced numbers
+        array = jnp.asarray(value)
     except ValueError as error:
         raise ValueError(f"{name} must be integers, but got {value!r}, whose parts differ in length.") from error
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -36,12 +46,14 @@ def int32(name: str, value: Any) -> Array:
 
 
 def ids_int32(name: str, value: Any) -> Array:
-    """Integers as int32 that are equal where the given ones are; traced ones of 64 bits stay as they are."""
+    """Integers as int32 that are equal where the given ones are; traced ones of 64 bits stay as they are.
+
+    Traced ones without sign, of 32 bits, count modulo 2^32.
+    """
     array = integers(name, value)
-    if np.dtype(array.dtype).itemsize <= 4:
-        return array.astype(np.int32)
-    if isinstance(array, jax.core.Tracer):
-        return array
+    fits = np.dtype(array.dtype).itemsize < 4 or array.dtype == np.int32
+    if isinstance(array, jax.core.Tracer) or fits:
+        return array if np.dtype(array.dtype).itemsize > 4 else array.astype(np.int32)
     if array.size and not SMALLEST <= int(array.min()) <= int(array.max()) <= LARGEST:
         raise ValueError(
             f"{name} must be in the range of int32, but got {array.min()} to {array.max()}; number them with "

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from flax_mha import _check, adapter
 from flax_mha._choose import Explanation, check_name
 from flax_mha._explained import ExplainedAttention
+from flax_mha._integers import int32
 from flax_mha._tensor_parallel import attention_sharding, check_head_axis
 from flax_mha.cached_attention import cached_attention, check_cache, in_order
 from flax_mha.context_parallel import ContextAttention
@@ -154,7 +155,8 @@ def source_of_keys(
 def stored_lengths(sequences: dict[str, Array | None], key: Float[Array, "*B S K H"]) -> PerSequence:
     """How many of the stored keys of each sequence are none of the padding."""
     lengths = sequences["key_value_seq_lengths"]
-    return jnp.broadcast_to(jnp.asarray(key.shape[-3] if lengths is None else lengths, jnp.int32), key.shape[:-3])
+    lengths = int32("lengths", key.shape[-3] if lengths is None else lengths)
+    return jnp.broadcast_to(lengths if key.ndim > 3 else lengths.reshape(()), key.shape[:-3])
 
 
 def check_stored(mask: Array | Mask | None, score_mod: Any, local_window_size: Any) -> None:
@@ -396,7 +398,11 @@ def _decoded_by(
     visible = (kv_idx >= 0) & (kv_idx <= q_idx) & (steps < tokens[..., None])[..., :, None]
     visible = visible if left is None else visible & (kv_idx >= q_idx - left)
     visible = jnp.broadcast_to(visible[..., None, :, :], (*cache.batch, 1, *visible.shape[-2:]))
-    by_position = isinstance(mask, Mask) or extra["score_mod"] is not None
+    # What is dropped belongs to positions too, if ours computes it; complex and quantized products Flax computes.
+    flax_computes = jnp.iscomplexobj(query) or any("einsum" in name for name in without_none(flax_arguments))
+    is_ours = attention_fn is adapter.attention_fn or isinstance(attention_fn, ExplainedAttention)
+    drops = flax_arguments["dropout_rng"] is not None and not flax_arguments["deterministic"]
+    by_position = isinstance(mask, Mask) or extra["score_mod"] is not None or (is_ours and drops and not flax_computes)
     places = {"query_offset": index, "key_value_offset": first} if by_position else {}
     if isinstance(mask, Mask):
         mask = mask & ArrayMask(visible)

@@ -75,6 +75,23 @@ def number_of_parts(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
     return math.prod(mesh.shape[name] for name in names_of(axes))
 
 
+def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
+    """Which mesh axes split the key heads where `axes` split the query heads into so many parts.
+
+    Returns:
+      The same; None where there are fewer key heads than parts, which then hold all of them.
+
+    Raises:
+      ValueError: If a part's query heads belong to some of the key heads, but not to an equal share.
+    """
+    if num_kv_heads % parts and parts % num_kv_heads:
+        raise ValueError(
+            f"the key heads must divide the {parts} parts into which mesh axis {axes!r} splits heads, or be a "
+            f"multiple of them, but got {num_kv_heads}; use another mesh axis, or None."
+        )
+    return None if num_kv_heads % parts else axes
+
+
 def of_every_axis(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
     """What splits each axis of an array of this rank; a PartitionSpec may leave out the last ones."""
     given = tuple(spec)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from flax_mha._call import Call
 from flax_mha._context import Axes, Context, belongs_to_keys
-from flax_mha._platform import axes_of_type, names_of, number_of_parts, of_every_axis
+from flax_mha._platform import axes_of_key_heads, axes_of_type, names_of, number_of_parts, of_every_axis
 
 
 class Split(NamedTuple):
@@ -179,10 +179,4 @@ def _split(mesh: Any, manual: set[str], specs: Sequence[Any], call: Call, source
                 f"{name} must be a multiple of the {split.size(axes)} parts into which mesh axis {axes!r} splits it, "
                 f"but got {size}; use another mesh axis, or None."
             )
-    num_kv_heads, parts = operands.key.shape[-2], split.size(heads)
-    if num_kv_heads % parts and parts % num_kv_heads:
-        raise ValueError(
-            f"the key heads must divide the {parts} parts into which mesh axis {heads!r} splits heads, or be a "
-            f"multiple of them, but got {num_kv_heads}; use another mesh axis, or None."
-        )
-    return split._replace(key_heads=None if num_kv_heads % parts else heads)
+    return split._replace(key_heads=axes_of_key_heads(heads, split.size(heads), operands.key.shape[-2]))

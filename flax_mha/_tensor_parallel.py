@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from flax_mha._call import Sharding
-from flax_mha._platform import names_of, number_of_parts, of_every_axis
+from flax_mha._platform import axes_of_key_heads, names_of, number_of_parts, of_every_axis
 
 Names = tuple[str | None, ...]
 
@@ -49,12 +49,12 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> Parame
       ValueError: If that mesh has no such axis, or if its size does not fit the heads.
     """
     parts = _size(head_axis)
-    if num_heads % parts or (num_kv_heads % parts and parts % num_kv_heads):
+    if num_heads % parts:
         raise ValueError(
-            f"head_axis must have a size that divides num_heads and divides num_kv_heads or is a multiple of it, but "
-            f"{head_axis!r} has {parts} devices, for {num_heads} and {num_kv_heads} heads; use another mesh axis."
+            f"head_axis must have a size that divides num_heads, but {head_axis!r} has {parts} devices, for "
+            f"{num_heads} heads; use another mesh axis."
         )
-    kv_axis = None if num_kv_heads % parts else head_axis
+    kv_axis = axes_of_key_heads(head_axis, parts, num_kv_heads)
     return ParameterNames(
         query=(None, head_axis, None),
         key=(None, kv_axis, None),

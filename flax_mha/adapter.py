@@ -84,7 +84,7 @@ def attention_fn(
       key_value_segment_ids: int [B..., S].
       query_offset: Position of the first query.
       key_value_offset: Position of the first key.
-      logits_soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
       sinks: [N].
       score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
       qkv_sharding: How a mesh splits the query.
@@ -166,7 +166,9 @@ def _flax_attention(
 def attention_weights(
     query: Array, key: Array, bias: Array | None = None, **arguments: Any
 ) -> Float[Array, "*B N T S"]:
-    """The softmax itself, before dropout; rows whose keys are all masked are 0. Holds T x S values, as it must.
+    """The softmax itself, before dropout: 0 in rows whose keys are all masked, NaN in rows whose output is.
+
+    Holds T x S values, as it must.
 
     The weights are the derivative of the scores' log-sum-exp, so what the core scores and masks is what shows here.
 
@@ -190,8 +192,10 @@ def attention_weights(
     dtype = accumulation_dtype(query.dtype)
     bias = jnp.zeros((), dtype) if bias is None else jnp.asarray(bias).astype(dtype)
 
-    def total(bias: Array) -> Array:
+    def total(bias: Array) -> tuple[Array, Array]:
         _, lse = dot_product_attention(query, key, key, bias, implementation="xla", return_residual=True, **arguments)
-        return jnp.sum(lse)
+        return jnp.sum(lse), lse
 
-    return jax.grad(total)(jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3])))
+    weights, lse = jax.grad(total, has_aux=True)(jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3])))
+    is_nan = jnp.isnan(jnp.swapaxes(lse, -1, -2))[..., None]  # such rows have no derivative
+    return jnp.where(is_nan, jnp.full_like(weights, jnp.nan), weights)

@@ -124,7 +124,7 @@ def dot_product_attention(
       key_value_offset: Position of the first key, likewise.
       query_segment_ids: int [B..., T]; a query sees only keys of its own segment.
       key_value_segment_ids: int [B..., S]; where T = S either of the two stands for both.
-      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); None caps nothing.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
       sinks: Broadcasts to [B..., N]. One additional logit per head, which is added to the softmax's denominator but has
         no value.
       score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function of scalars as in PyTorch's FlexAttention.

@@ -78,7 +78,7 @@ def cached_attention(
         None means all. The output of padding is 0. Needs a cache made with `per_row=True`.
       scale: As in `dot_product_attention`, like all that follow.
       local_window_size: (left, right). A ring needs one that reaches no further back than its own window.
-      logits_soft_cap: c turns a scaled score s into c * tanh(s / c).
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
       sinks: Broadcasts to [B..., N].
       score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, with positions.
       dropout_rate: Share of the weights to drop.
@@ -176,8 +176,10 @@ def over_cache(
         """Inside `jax.shard_map`, both may vary over the same axes of a mesh."""
         return lambda: varying_alike((compute(), new.arrays))[0]
 
-    by_slot = number > cache.length and any(map(_differs_by_slot, (bias, mask)))
-    if number <= MAX_QUERIES_IN_PLACE or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
+    is_known = isinstance(number, int) and isinstance(cache.length, int)  # else symbols, as in jax.export
+    by_slot = not (is_known and number <= cache.length) and any(map(_differs_by_slot, (bias, mask)))
+    few = is_known and number <= MAX_QUERIES_IN_PLACE
+    if few or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
         output = general()
     else:
         output = _prompt_or_general(alike(prompt), alike(general), cache)

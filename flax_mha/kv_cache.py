@@ -153,7 +153,7 @@ class KVCache:
           ValueError: If they do not fit, whatever the index or because it is known, or if `lengths` are not what
             `update` takes.
         """
-        if self.window is None and lengths is None and number > self.length:
+        if self.window is None and lengths is None and isinstance(number, int) and number > self.length:
             raise ValueError(
                 f"the cache must have room for the new tokens, but they are {number} and it has {self.length} places; "
                 "start one with a greater length."
@@ -238,7 +238,8 @@ class KVCache:
         new = jnp.broadcast_to(new, self.index.shape)
         kept = jnp.zeros_like(self.index)
         if self.window is not None:
-            kept = jnp.where(self.index <= self.length, 0, self.index - self.length + self.window)
+            nothing_lost = (self.index <= self.length) | (new == 0)  # after all is taken back, no query sees any
+            kept = jnp.where(nothing_lost, 0, self.index - self.length + self.window)
         fine = (new >= kept) & (new <= self.index) & (self.index >= 0)
         if readable(fine) and not np.all(fine):
             self._check_complete()
@@ -323,3 +324,5 @@ def _check_floating(dtype: DTypeLike) -> None:
         raise ValueError(f"dtype must be floating point, but got {dtype!r}.") from error
     if dtype is None or not jnp.issubdtype(known, jnp.inexact):
         raise ValueError(f"dtype must be floating point, but got {dtype and known}.")
+    if known.itemsize < 2:
+        raise ValueError(f"dtype must have 16 bits or more, but got {known}.")

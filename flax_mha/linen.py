@@ -39,7 +39,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       implementation: Which implementation of the attention; None chooses. See `dot_product_attention`.
       local_window_size: (left, right): how many positions before and after its own a query sees; see
         `dot_product_attention`.
-      logits_soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
       scale: What multiplies query . key; None means 1 / sqrt(head size).
       sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
       normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax

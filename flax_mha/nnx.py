@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.module import first_from
 from flax.nnx.nn import dtypes
@@ -77,7 +78,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       scale: What multiplies query . key; None means 1 / sqrt(head size).
       local_window_size: (left, right): how many positions before and after its own a query sees; see
         `dot_product_attention`.
-      logits_soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
       sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
       head_axis: Split the heads over this mesh axis (tensor parallelism), or over that of a logical axis: parameters
@@ -364,16 +365,18 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
         Args:
           input_shape: [B..., S, D] of the inputs that are to come, of all calls together; S tokens fit.
-          dtype: Dtype of the cached keys and values; None means that in which the module computes them.
+          dtype: Dtype of the cached keys and values; None means the module's `dtype`, or else its `param_dtype`.
           per_row: Whether each sequence counts its own tokens, as `lengths` need it; `cache_index` is then [B...].
           sharding: How a mesh splits the batch axes and heads of cached keys and values [B..., S, K, H]; None splits
             the heads as `head_axis` does.
 
         Raises:
-          ValueError: If a size is negative, or the dtype is not floating point.
+          ValueError: If there is no length, a size is negative, or the dtype is not floating point.
         """
         if dtype is None:
             dtype = self.dtype if self.dtype is not None else self.param_dtype
+        if len(input_shape) < 2:
+            raise ValueError(f"input_shape must be (batch..., length, features), but got {tuple(input_shape)}.")
         *batch, length, _ = input_shape
         window = _module.reach(self.local_window_size)
         names: tuple[str | None, ...] | None = None
@@ -412,7 +415,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             if size is None and (partner is not None or (decode and self.cached_key is None)):
                 raise TypeError(f"'{name}' must be provided when initializing cache.")
         if batch_size is not None and max_length is not None:
-            batch = (batch_size,) if isinstance(batch_size, int) else batch_size
+            batch = (batch_size,) if isinstance(batch_size, int | np.integer) else batch_size
             self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
 
     def _split_parameters(self, names: ParameterNames) -> None:

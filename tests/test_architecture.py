@@ -50,6 +50,7 @@ BELOW = {
         "_check",
         "_choose",
         "_explained",
+        "_integers",
         "_tensor_parallel",
         "adapter",
         "cached_attention",

@@ -112,6 +112,17 @@ def test_float64(implementation):
             assert_close(got, want, terms(case))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dropout_in_float64(implementation):
+    """What is kept is divided by 1 - rate as exactly as float64 can."""
+    with jax.enable_x64(True):
+        x = np.ones((1, 1, 40, 1))
+        got = jax.jit(
+            lambda x: dot_product_attention(x, x, x, dropout_rate=0.3, dropout_rng=KEY, implementation=implementation)
+        )(x)
+        np.testing.assert_allclose(got[got != 0], 1 / 0.7, rtol=1e-15)
+
+
 @pytest.fixture
 def narrow_products(monkeypatch):
     """As on accelerators: the operands of matrix products keep their 16 bits."""

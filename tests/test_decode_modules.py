@@ -241,6 +241,22 @@ def test_dropout_drops_what_the_whole_forward_drops(api):
     assert np.abs(kept - expected).max() > 0.01
 
 
+@pytest.mark.parametrize("kind", SLOTS)
+def test_sowing_changes_nothing_of_what_is_dropped(kind):
+    module = Nnx(num_kv_heads=K, dropout_rate=0.4, local_window_size=EVERYTHING["local_window_size"]).module
+    module.deterministic = False
+    outputs = []
+    for sow_weights in (False, True):
+        module.init_cache((B, SLOTS[kind], X.shape[-1]))
+        call = nnx.capture(module, nnx.Intermediate)
+        steps = [
+            call(X[:, a:b], sow_weights=sow_weights, rngs=nnx.Rngs(dropout=3))[0]
+            for a, b in ((0, 40), (40, 47), (47, 48))
+        ]
+        outputs.append(np.concatenate(steps, 1))
+    np.testing.assert_allclose(*outputs, rtol=0, atol=1e-5)
+
+
 def test_views():
     """A cache of its own for each view, with an index for each sequence if that is asked for."""
     module = Nnx(**EVERYTHING).module

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_mha import dot_product_attention
 from flax_mha._cache_write import FEW
+from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import SPARE, KVCache
 
 B, S, K, H = 3, 11, 2, 5
@@ -141,6 +143,22 @@ def test_truncate():
     assert_holds(shorter.update(*tokens([9, 0, 6], 2)), [11, 2, 8])
     assert_holds(jax.jit(KVCache.truncate)(cache, jnp.array([1, 2, 3])), [1, 2, 3])
     assert_holds(KVCache.create(B, S, K, H).update(*tokens(0, 9)).truncate(0), 0)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_ring_that_has_lost_tokens_can_be_emptied(jit):
+    """And used again, as a row that is done makes room for another prompt."""
+    ring = KVCache.create(2, 999, 1, H, window=3, per_row=True)
+    x = jax.random.normal(jax.random.key(0), (2, 100, 1, H))
+    ring = ring.update(x, x, lengths=np.array([90, 40]))
+    truncate = jax.jit(KVCache.truncate) if jit else KVCache.truncate
+    emptied = truncate(ring, np.array([0, 40]))
+    np.testing.assert_array_equal(emptied.index, [0, 40])
+    for number in (3, 17):
+        new = x[:, :number]
+        output, _ = cached_attention(new, new, new, emptied, local_window_size=3)
+        want = dot_product_attention(new[:1], new[:1], new[:1], is_causal=True, local_window_size=3)
+        np.testing.assert_allclose(output[:1], want, rtol=0, atol=1e-6)
 
 
 def test_truncate_marks_what_it_cannot_take_back():
@@ -281,6 +299,10 @@ REFUSED = {
     "no heads": (lambda: create(num_kv_heads=0), "num_kv_heads must be an int >= 1, but got 0"),
     "head size, text": (lambda: create(head_size="8"), "head_size must be an int >= 1, but got '8'"),
     "integers": (lambda: create(dtype=jnp.int8), "dtype must be floating point, but got int8"),
+    "8 bits": (
+        lambda: KVCache.create(2, 4, 1, 8, jnp.float8_e4m3fn),
+        "dtype must have 16 bits or more, but got float8",
+    ),
     "no dtype": (lambda: create(dtype=None), "dtype must be floating point, but got None"),
     "no such dtype": (lambda: create(dtype="float33"), "dtype must be floating point, but got 'float33'"),
     "per_row, a number": (lambda: create(per_row=1), "per_row must be True or False, but got 1"),

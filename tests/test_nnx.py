@@ -314,6 +314,19 @@ def test_sown_weights_of_a_query_without_keys_are_zero():
     np.testing.assert_array_equal(result[1, 3], module.out.bias[...])
 
 
+def test_sown_weights_of_a_row_that_is_nan_are_nan():
+    inputs = np.array(normal(0, BATCH, QUERIES, FEATURES))
+    inputs[1, 3, 0] = np.nan
+    mask = visible(BATCH, 1, QUERIES, QUERIES) | True
+    mask[..., 3] = False
+    mask[1, :, 3, 3] = True
+    result, sown = capture(make_quickly(OURS), jnp.asarray(inputs), mask=mask)
+    (weights,) = sown["attention_weights"]
+    assert np.isnan(result[1, 3]).all()
+    assert np.isnan(weights[1, :, 3]).all()
+    assert np.isnan(weights).sum() == HEADS * QUERIES
+
+
 # Decoding ------------------------------------------------------------------------------------------------------------
 
 

@@ -204,3 +204,21 @@ def test_infinity_is_seen_although_all_products_with_it_are_minus_infinity(imple
     output = dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
     sees = np.arange(70) == 40 if which == 0 else np.arange(70) >= 40
     np.testing.assert_array_equal(np.isnan(output[0, :, 0, 0]), sees)
+
+
+@BOTH
+@pytest.mark.parametrize("place", ["query", "key"])
+def test_a_product_that_overflows_reaches_only_the_gradients_of_those_who_read_its_row(place, implementation):
+    """All that is given is finite; one row of causal scores is not."""
+    given = arrays()
+    given["query"][0, 30] = 1e20
+    given["key"][0, 30 if place == "key" else 0, :, 0] = 1e20
+
+    def loss(given, hidden):
+        output = dot_product_attention(**given, is_causal=True, implementation=implementation)
+        return jnp.where(hidden, 0, output).sum()
+
+    rows = np.zeros((B, T, N, H), bool)
+    rows[0, 30] = True
+    for name, gradient in jax.jit(jax.grad(loss))(given, rows).items():
+        assert np.isfinite(gradient).all(), name

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from flax_mha import dot_product_attention
 from flax_mha.masks import CausalMask, FunctionMask, LengthMask, LocalMask
@@ -181,6 +182,10 @@ REFUSED = {
         {"query_segment_ids": np.arange(T) * 2**32},
         r"query_segment_ids must be in the range of int32.*np.unique\(ids, return_inverse=True\)",
     ),
+    "ids without sign": (
+        {"query_segment_ids": np.full(T, 2**32 - 1, np.uint32), "key_value_segment_ids": np.full(T, -1)},
+        "query_segment_ids must be in the range of int32",
+    ),
     "offset a float": ({"key_value_offset": 0.5}, "key_value_offset must be integers"),
     "offset of another batch": ({"key_value_offset": np.zeros(3, int)}, "key_value_offset must broadcast to"),
 }
@@ -191,3 +196,27 @@ def test_refused_where_known(name):
     arguments, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         dot_product_attention(QUERY, KEY, VALUE, **arguments)
+
+
+def test_variables_and_lists_of_traced_numbers_are_arrays():
+    lengths, offset = np.array([22, 37]), np.array([3, 5])
+    want = dot_product_attention(QUERY, KEY, VALUE, mask=LengthMask(lengths) & CausalMask(), query_offset=offset)
+
+    @jax.jit
+    def call(lengths, offset):
+        mask = LengthMask([lengths[0], lengths[1]]) & CausalMask()
+        return dot_product_attention(QUERY, KEY, VALUE, mask=mask, query_offset=nnx.Variable(offset))
+
+    np.testing.assert_allclose(call(lengths, offset), want, rtol=0, atol=2e-6)
+    got = dot_product_attention(
+        nnx.Variable(jnp.asarray(QUERY)),
+        KEY,
+        VALUE,
+        is_causal=True,
+        key_value_seq_lengths=nnx.Variable(jnp.asarray(lengths)),
+        query_offset=nnx.Variable(jnp.asarray(offset)),
+        scale=nnx.Param(jnp.float32(8**-0.5)),
+        sinks=nnx.Param(jnp.full(N, -jnp.inf)),
+        bias=nnx.Param(jnp.zeros((T, T))),
+    )
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)

@@ -144,3 +144,17 @@ def test_steps_are_pure_under_jit():
     graph, cache, rest = nnx.split(module, nnx.Cache, ...)
     output = jax.jit(lambda cache, rest, x: nnx.merge(graph, cache, rest)(x))(cache, rest, X)
     np.testing.assert_allclose(output, module(X), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [nnx_module, Linen])
+def test_lengths_of_64_bits_are_kept(make):
+    module = make()
+    stored = module(X[:, :1], ENCODED, lengths=(None, np.array([2**40, 4])), store_keys=True)
+    np.testing.assert_allclose(module(X[:, :1]), stored, rtol=0, atol=1e-6)
+
+
+def test_one_length_without_a_batch_axis():
+    module = nnx_module()
+    stored = module(X[0, :1], ENCODED[0], lengths=(None, np.array([4])), store_keys=True)
+    np.testing.assert_allclose(module(X[0, :1]), stored, rtol=0, atol=1e-6)
+    assert module.cached_lengths.shape == ()

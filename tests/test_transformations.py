@@ -1,6 +1,7 @@
 """Under jit, vmap, shard_map, export, x64 and differentiation: every transformation meets every argument."""
 
 import functools
+import math
 import subprocess
 import sys
 
@@ -13,6 +14,8 @@ from jax import export
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha._impl import schedule
+from flax_mha.cached_attention import cached_attention
+from flax_mha.kv_cache import KVCache
 from flax_mha.masks import FunctionMask, LengthMask
 
 B, T, N, K, H = 3, 40, 4, 2, 8
@@ -337,3 +340,23 @@ def test_gradients_of_float16_overflow_only_where_the_result_does(implementation
     for run in (gradients, jax.jit(gradients)):
         for got, want in zip(run(*arrays), exact, strict=True):
             np.testing.assert_allclose(got, want, rtol=0, atol=4e-3 * jnp.abs(want).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_export_of_decoding_with_symbolic_sizes(dtype):
+    batch, tokens, slots = export.symbolic_shape("batch, tokens, slots", constraints=("tokens <= slots",))
+
+    def shapes(batch, tokens, slots):
+        of = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+        cache = KVCache(*(of((batch, slots, 1, 8)) for _ in range(2)), jax.ShapeDtypeStruct((batch,), jnp.int32))
+        return of((batch, tokens, 2, 8)), *(of((batch, tokens, 1, 8)) for _ in range(2)), cache
+
+    exported = export.export(jax.jit(cached_attention))(*shapes(batch, tokens, slots))
+    for sizes in ((2, 5, 30), (3, 1, 9)):
+        *new, cache = jax.tree.map(lambda x: jnp.arange(math.prod(x.shape)).reshape(x.shape), shapes(*sizes))
+        query, key, value = (jnp.sin(x).astype(dtype) for x in new)
+        cache = KVCache(jnp.cos(cache.key).astype(dtype), jnp.sin(cache.value).astype(dtype), cache.index + 1)
+        (got, after), (want, wanted) = (f(query, key, value, cache) for f in (exported.call, cached_attention))
+        np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0, atol=2.0**-7)
+        assert (after.key == wanted.key).all()
+        assert (after.index == wanted.index).all()

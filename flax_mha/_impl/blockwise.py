@@ -94,8 +94,8 @@ def _output(
         i, blocks, q, q_magnitude = own
 
         def visit_tile(visit: Visit, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
-            tile, kept = visit.tile, scores.dropout_multiplier(visit.tile)
-            products = scores.products(visit.rows(q), visit.keys(key))
+            tile, products = visit.tile, scores.products(visit.rows(q), visit.keys(key))
+            kept = scores.dropout_multiplier(tile, products.dtype)
             of_tile = None if magnitudes is None else Magnitudes(visit.rows(q_magnitude), visit.keys(magnitudes.key))
             marks = row_marks = None
             if of_tile is not None:
@@ -147,8 +147,8 @@ def _forward(tiling: Tiling, fuse_rows: bool, *operands: Any) -> tuple[tuple[Arr
 
 
 def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    query, key, value, params, scores, _, blocks, output, lse = saved
-    row_data = _row_data(query, output, lse, cotangents)
+    query, key, value, params, scores, magnitudes, blocks, output, lse = saved
+    row_data = _row_data(query, output, lse, cotangents, magnitudes is not None)
     zeros = functools.partial(jnp.zeros, dtype=accumulation_dtype(query.dtype))
 
     def row(sums: tuple, own: tuple) -> tuple[tuple, Array]:
@@ -157,8 +157,9 @@ def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[A
 
         def visit_tile(visit: Visit, mask: Mask | None, state: tuple) -> tuple:
             d_query, d_key, d_value, d_params = state
-            tile, keys, kept = visit.tile, visit.keys(key), scores.dropout_multiplier(visit.tile)
+            tile, keys = visit.tile, visit.keys(key)
             products = scores.products(visit.rows(q), keys)
+            kept = scores.dropout_multiplier(tile, products.dtype)
             s, pull = scores.tile_vjp(products, params.cut(tile), tile, mask)
             weights = _weights(s, visit.rows(lse_i), scores, params)
             d_weights = _times(scores.dot(visit.rows(d_output), visit.keys(value), transpose_b=True), kept)
@@ -204,18 +205,20 @@ _known.defvjp(_known_forward, _known_backward)
 
 
 def _row_data(
-    query: Array, output: Array, lse: Array, cotangents: tuple[Array, Array]
+    query: Array, output: Array, lse: Array, cotangents: tuple[Array, Array], keys_are_finite: bool
 ) -> tuple[Float[Array, "T H"], Float[Array, "T Hv"], Float[Array, "T 1"], Float[Array, "T 1"]]:
     """What the backward pass needs of every row; FlashAttention-2, algorithm 2, line 4.
 
     The log-sum-exp's own cotangent d enters through `weights * d`, so it is subtracted from delta. Rows whose
-    log-sum-exp is not finite, for they saw nothing or something that is not finite, have no gradient.
+    log-sum-exp is not finite, for they saw nothing or something that is not finite, have no gradient. Their products
+    may be infinite, though all of queries and keys is finite; so their queries count as 0.
     """
     d_output, d_lse = cotangents
     finite = jnp.isfinite(lse)
     d_output = jnp.where(finite[:, None], d_output, jnp.zeros_like(d_output))
     delta = jnp.sum(d_output * jnp.where(finite[:, None], output, jnp.zeros_like(output)), axis=1)
     delta = jnp.where(finite, delta - d_lse, jnp.zeros_like(delta))
+    query = jnp.where(finite[:, None], query, jnp.zeros_like(query)) if keys_are_finite else query
     # exp(score - inf) = 0, also where the score is -inf
     lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))
     return query, d_output.astype(query.dtype), lse[:, None], delta[:, None]
@@ -237,4 +240,4 @@ def _weights(
 
 
 def _times(weights: Float[Array, "t s"], kept: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
-    return weights if kept is None else weights * kept.astype(weights.dtype)
+    return weights if kept is None else weights * kept

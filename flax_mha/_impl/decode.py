@@ -164,10 +164,10 @@ def _step(
         s = scores.tile(products, params.cut(tile), tile, scores.mask, marks)
         if length % blocks.width:
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
-        kept = scores.dropout_multiplier(tile)
+        kept = scores.dropout_multiplier(tile, s.dtype)
 
         def weigh(weights: Float[Array, "t s"]) -> Float[Array, "t Hv"]:
-            return scores.dot(weights if kept is None else weights * kept.astype(weights.dtype), v)
+            return scores.dot(weights if kept is None else weights * kept, v)
 
         return online_softmax.update(state, s, weigh, row_marks), _nonfinite_flag(flag, products, scores)
 

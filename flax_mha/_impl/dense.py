@@ -126,8 +126,8 @@ def _softmax(
     if params.sink is not None:
         total = total + jnp.exp(params.sink - shift)
     divisor = jnp.maximum(total, 0.5)  # it is 0, if nothing is visible, or at least 1
-    kept = scores.dropout_multiplier(tile)
-    output = scores.dot(e if kept is None else e * kept.astype(e.dtype), value) / divisor
+    kept = scores.dropout_multiplier(tile, e.dtype)
+    output = scores.dot(e if kept is None else e * kept, value) / divisor
     return output, (jnp.log(divisor) + largest)[:, 0]
 
 

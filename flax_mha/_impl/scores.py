@@ -11,6 +11,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from flax_mha._call import accumulation_dtype
@@ -233,7 +234,7 @@ class Scores:
 
         return one
 
-    def dropout_multiplier(self, tile: Tile) -> Float[Array, "t s"] | None:
+    def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "t s"] | None:
         """The factors by which dropout multiplies the weights of a tile: a function of the seed and positions only.
 
         Threefry turns each counter into two random words. The first is for a query at an even position, the second for
@@ -253,7 +254,7 @@ class Scores:
         words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1).reshape(2 * pairs, width)
         words = words[:height] if is_even else lax.dynamic_slice_in_dim(words, first & 1, height, 0)
         dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
-        return jnp.where(dropped, np.float32(0), np.float32(1 / (1 - self.dropout_rate)))
+        return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
 
 
 def _visible(params: ScoreParams, tile: Tile, mask: Mask | None) -> Bool[Array, "#t #s"] | None:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
@@ -70,7 +71,8 @@ class Mask:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.metadata.get("axes") and type(value) is list:  # jax would take it for a tree of numbers
-                object.__setattr__(self, field.name, np.asarray(value))
+                holds_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
+                object.__setattr__(self, field.name, jnp.asarray(value) if holds_traced else np.asarray(value))
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         """Which scores of the tile are visible."""

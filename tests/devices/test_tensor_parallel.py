@@ -172,6 +172,10 @@ def test_decoding(num_kv_heads, kind, window):
             lambda: flax_mha.MultiHeadAttention(6, 12, rngs=nnx.Rngs(0), head_axis="model"),
             "head_axis must have a size that divides num_heads",
         ),
+        (
+            lambda: flax_mha.MultiHeadAttention(12, 24, num_kv_heads=3, rngs=nnx.Rngs(0), head_axis="model"),
+            "the key heads must divide the 4 parts into which mesh axis 'model' splits heads",
+        ),
     ],
 )
 def test_bad_input(make, words):

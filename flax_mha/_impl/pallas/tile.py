@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._impl.pallas.threefry import random_words
@@ -130,7 +131,7 @@ class TileScores(Scores):
 
         return scores, pull_visible
 
-    def dropout_multiplier(self, tile: Tile) -> Float[Array, "..."] | None:
+    def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."] | None:
         """As in all implementations: of the seed and positions alone."""
         if self.dropout_seed is None:
             return None
@@ -141,4 +142,4 @@ class TileScores(Scores):
         words = jnp.where(jnp.broadcast_to((position & 1) == 0, shape), first, second)
         most = min(round(self.dropout_rate * 2**32), 2**32 - 1) - 2**31
         dropped = (words ^ np.int32(-(2**31))) < np.int32(most)  # compares them without sign
-        return jnp.where(dropped, np.float32(0), np.float32(1 / (1 - self.dropout_rate)))
+        return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
