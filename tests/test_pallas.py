@@ -228,6 +228,20 @@ def test_not_finite():
     assert_close(ours(arrays, {}), expected)
 
 
+@pytest.mark.parametrize("place", ["query", "key"])
+def test_a_product_that_overflows_gives_nobody_a_gradient_that_is_not_finite(place):
+    """All that is given is finite; one row of scores is not, and nothing reads it."""
+    arguments = {"is_causal": True}
+    query, key, _ = arrays = normal(*shapes(S, S, n=2, k=2, h=8))
+    query[0, 30], key[0, 30 if place == "key" else 0, :, 0] = 1e20, 1e20
+    expected = results("xla", arguments)(arrays, {})
+    assert np.isfinite(expected[0]).all(-1).sum() == 2 * S * 2 - 2
+    assert all(np.isfinite(x).all() for x in expected[2:])
+    got = results("pallas", arguments)(arrays, {})
+    np.testing.assert_array_equal(np.isnan(got[0]), np.isnan(expected[0]))
+    assert all(np.isfinite(x).all() for x in got[2:])
+
+
 def test_bfloat16_by_the_rule_of_flash_attention():
     """At most twice the error of scores and weights in bfloat16, plus one rounding of the result."""
 

@@ -140,7 +140,8 @@ def _with_rows(inputs: Inputs, results: OutputAndLse, cotangents: OutputAndLse) 
     """What the backward kernels need of every row; FlashAttention-2, algorithm 2, line 4.
 
     The log-sum-exp's own gradient d enters through `weights * d`, so it is subtracted from delta. Rows whose
-    log-sum-exp is not finite, for they saw nothing or something that is not finite, have no gradient.
+    log-sum-exp is not finite, for they saw nothing or something that is not finite, have no gradient. Their products
+    may be infinite, though all of queries and keys is finite; so their queries count as 0.
     """
     (output, lse), (d_output, d_lse) = results, cotangents
     finite = jnp.isfinite(lse)
@@ -149,7 +150,10 @@ def _with_rows(inputs: Inputs, results: OutputAndLse, cotangents: OutputAndLse) 
     delta = jnp.sum(d_output.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
     delta = jnp.where(finite, delta - d_lse, jnp.zeros_like(delta))
     lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))  # exp(score - inf) = 0, also where the score is -inf
-    return inputs._replace(d_output=d_output, lse=lse, delta=delta)
+    query = inputs.query
+    if inputs.key_marks is not None:  # the keys are finite
+        query = jnp.where(finite[..., None], query, jnp.zeros_like(query))
+    return inputs._replace(query=query, d_output=d_output, lse=lse, delta=delta)
 
 
 def _over_mapped_axes(run: Callable[[Any], Any], arrays: Any, copies_floats: bool = False) -> Any:
