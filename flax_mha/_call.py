@@ -214,7 +214,7 @@ def canonical(
         return_residual=_check.flag("return_residual", return_residual),
         precision=_check.precision(precision),
         target=target_of((query, key, value)),
-        sharding=_check.sharding(qkv_sharding),
+        sharding=_check.sharding(qkv_sharding, jnp.ndim(query)),
         cached=cached,
         ring=ring,
     )

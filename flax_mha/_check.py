@@ -310,10 +310,17 @@ def flag(name: str, value: bool) -> bool:
     return bool(value)
 
 
-def sharding(value: Any) -> Any:
+def sharding(value: Any, rank: int) -> Any:
     """How a mesh splits the query."""
     if value is not None and not isinstance(value, NamedSharding | PartitionSpec | Context):
         raise ValueError(f"qkv_sharding must be a jax.P or a NamedSharding, of the query, but got {value!r}.")
+    spec: Any = () if value is None or isinstance(value, Context) else getattr(value, "spec", value)
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
+    names = [name for entry in entries for name in entry]
+    if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"qkv_sharding must name mesh axes or None, each of them once, but got {spec}.")
+    if len(spec) > rank:
+        raise ValueError(f"qkv_sharding must have an entry for each axis of the query at most, {rank}, but got {spec}.")
     return value
 
 

@@ -34,7 +34,7 @@ class Context(NamedTuple):
         Raises:
           ValueError: If the two contradict each other.
         """
-        if sharding is None:
+        if sharding is None or rank < 3:  # such a query is refused later
             return self
         spec: PartitionSpec = getattr(sharding, "spec", sharding)
         *batch, length, heads, size = of_every_axis(spec, rank)
@@ -62,7 +62,13 @@ def belongs_to_keys(axes: str) -> bool:
 
 
 def chunk_order(layout: Layout, parts: int) -> np.ndarray:
-    """The numbers of the chunks of the sequence in the order in which the devices hold them."""
+    """The numbers of the chunks of the sequence in the order in which the devices hold them.
+
+    Raises:
+      ValueError: If `parts` is no number of devices.
+    """
+    if not isinstance(parts, int | np.integer) or isinstance(parts, bool) or parts < 1:
+        raise ValueError(f"devices must be an int >= 1, but got {parts!r}.")
     devices = np.arange(parts, dtype=np.int32)
     if layout == "contiguous":
         return devices

@@ -187,7 +187,7 @@ def with_stored_lengths(
     key: Float[Array, "*B S K H"],
 ) -> Array | None:
     """The mask of stored keys; their lengths are put into `sequences` for our attention, into the mask for others."""
-    if attention_fn is adapter.attention_fn or isinstance(attention_fn, ExplainedAttention):
+    if _is_ours(attention_fn):
         sequences["key_value_seq_lengths"] = lengths
         return mask
     places = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
@@ -361,14 +361,17 @@ def decoded(
     key, value = _as_cached(key, cache.key, query), _as_cached(value, cache.value, query)
     given = {name for name, x in flax_arguments.items() if x is not None}
     needs_function = bool(given & {"module", "input_positions"}) or any("einsum" in name for name in given)
-    is_ours = attention_fn is adapter.attention_fn or explained is not None
-    if not is_ours or needs_function or jnp.iscomplexobj(query):
+    if not _is_ours(attention_fn) or needs_function or jnp.iscomplexobj(query):
         return _decoded_by(attention_fn, query, key, value, cache, mask, lengths, flax_arguments, extra)
     (query,) = dtypes.promote_dtype((query,), dtype=flax_arguments["dtype"])
     dropout = () if flax_arguments["deterministic"] else ("dropout_rate", "dropout_rng", "broadcast_dropout")
     known = {name: flax_arguments[name] for name in ("precision", *dropout)}
     attend = explained.over_cache if explained else cached_attention
     return attend(query, key, value, cache, mask=mask, lengths=lengths, **known, **extra)
+
+
+def _is_ours(attention_fn: Callable[..., Array]) -> bool:
+    return attention_fn is adapter.attention_fn or isinstance(attention_fn, ExplainedAttention)
 
 
 def _decoded_by(
@@ -400,9 +403,9 @@ def _decoded_by(
     visible = jnp.broadcast_to(visible[..., None, :, :], (*cache.batch, 1, *visible.shape[-2:]))
     # What is dropped belongs to positions too, if ours computes it; complex and quantized products Flax computes.
     flax_computes = jnp.iscomplexobj(query) or any("einsum" in name for name in without_none(flax_arguments))
-    is_ours = attention_fn is adapter.attention_fn or isinstance(attention_fn, ExplainedAttention)
     drops = flax_arguments["dropout_rng"] is not None and not flax_arguments["deterministic"]
-    by_position = isinstance(mask, Mask) or extra["score_mod"] is not None or (is_ours and drops and not flax_computes)
+    ours_drops = drops and _is_ours(attention_fn) and not flax_computes
+    by_position = isinstance(mask, Mask) or extra["score_mod"] is not None or ours_drops
     places = {"query_offset": index, "key_value_offset": first} if by_position else {}
     if isinstance(mask, Mask):
         mask = mask & ArrayMask(visible)

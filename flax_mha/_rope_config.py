@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flax_mha._rope_scaling import check_number
+
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # What a dict of parameters may hold, by type, and which keys it must hold; `_original_length` has defaults of its own.
 COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
@@ -29,6 +31,7 @@ TOP_LEVEL = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_f
 TOP_LEVEL |= {"rotary_dim", "rotary_pct", "rotary_emb_base"}
 
 HEADS = ("num_attention_heads", "n_head", "decoder_num_attention_heads")
+FEATURES = ("hidden_size", "n_embd")
 
 
 class ModelDefaults(NamedTuple):
@@ -105,10 +108,9 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> Rotary:
 
 def _check_numbers(config: Mapping[str, Any]) -> None:
     """What is computed with must be numbers."""
-    for key in ("factor", "max_position_embeddings", ORIGINAL):
-        value = config.get(key)
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value > 0):
-            raise ValueError(f"{key} must be a number > 0, but got {value!r}.")
+    for key in ("factor", "max_position_embeddings", ORIGINAL, "partial_rotary_factor", "rotary_pct"):
+        if config.get(key) is not None:
+            check_number(key, config[key], above=0)
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,8 +133,10 @@ def _parameters(config: dict[str, Any], defaults: ModelDefaults, layer_type: str
     is_local = layer_type == "sliding_attention" and local_base is not None
     if nested:
         if layer_type not in found:
-            raise ValueError(f"rope_parameters must hold {layer_type}, but got {', '.join(sorted(found))}.")
+            raise ValueError(f"rope_parameters must hold {layer_type}, but got {', '.join(map(str, found))}.")
         found = found[layer_type] or {}
+        if not isinstance(found, Mapping):
+            raise ValueError(f"rope_parameters must hold a dict for {layer_type}, but got {found!r}.")
     elif is_local and config.get("model_type") != "modernbert":
         found = {}  # the scaling of Gemma 3 is that of its full attention
     parameters = _given(found)
@@ -151,13 +155,13 @@ def _parameters(config: dict[str, Any], defaults: ModelDefaults, layer_type: str
 def _type(parameters: dict[str, Any]) -> str:
     """The checked type of the parameters."""
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    rope_type = {"su": "longrope"}.get(rope_type, rope_type)
+    rope_type = "longrope" if rope_type == "su" else rope_type
     if rope_type == "dynamic":
         raise ValueError(
             "rope_type must not depend on the current length, but got 'dynamic': its frequencies change as a sequence "
             "grows, so that cached keys would be wrong; use NTK(factor) with the factor of the longest sequence."
         )
-    if rope_type not in KEYS:
+    if not isinstance(rope_type, str) or rope_type not in KEYS:
         raise ValueError(f"rope_type must be one of {', '.join(KEYS)}, but got {rope_type!r}.")
     optional, required = KEYS[rope_type]
     unknown, missing = set(parameters) - COMMON - optional - required, required - set(parameters)
@@ -165,7 +169,7 @@ def _type(parameters: dict[str, Any]) -> str:
         raise ValueError(
             f"rope parameters of type {rope_type!r} must hold {', '.join(sorted(required)) or 'no more than the base'}"
             f"{' and may hold ' * bool(optional)}{', '.join(sorted(optional))}, but got "
-            f"{', '.join(sorted(unknown)) or 'no ' + ', '.join(sorted(missing))}."
+            f"{', '.join(sorted(map(str, unknown))) or 'no ' + ', '.join(sorted(missing))}."
         )
     return rope_type
 
@@ -187,11 +191,13 @@ def _fields(rope_type: str, given: dict[str, Any], config: dict[str, Any], max_l
     factor = given.get("factor") or longest / original
     if rope_type == "yarn":
         return {"factor": factor, "original_max_position": original} | {key: given[key] for key in YARN & set(given)}
-    if not isinstance(max_length, int | np.integer) or isinstance(max_length, bool):
+    if not isinstance(max_length, int | np.integer) or isinstance(max_length, bool) or max_length < 1:
         raise ValueError(
             "max_length must be the longest sequence, prompt and generated tokens together, because LongRoPE has other "
             f"factors above {original} tokens, but got {max_length!r}."
         )
+    if original <= 1:
+        raise ValueError(f"{ORIGINAL} must be above 1 for LongRoPE, but got {original!r}.")
     form = "long" if max_length > original else "short"
     computed = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
     attention_factor = given.get(f"{form}_mscale", given.get("attention_factor", computed))
@@ -200,20 +206,34 @@ def _fields(rope_type: str, given: dict[str, Any], config: dict[str, Any], max_l
 
 def _fraction(config: dict[str, Any], parameters: dict[str, Any], defaults: ModelDefaults) -> float:
     """How much of a head is rotated; as in Transformers, a size that is no integer is rounded down."""
-    heads = next((config[key] for key in HEADS if key in config), None)
-    features = config.get("hidden_size", config.get("n_embd"))
-    head_size = config.get("head_dim") or (features // heads if features and heads else None)
     names = ("partial_rotary_factor", "rotary_pct")
     found = [source[name] for source in (parameters, config) for name in names if name in source]
-    size = config.get("rotary_dim", defaults.rotary_dim)
-    if size is not None and not found:
-        if head_size is None:
-            raise ValueError(
-                "config must hold head_dim, or hidden_size and num_attention_heads, because rotary_dim is a size, but "
-                "got neither."
-            )
-        return size / head_size
-    fraction = found[0] if found else defaults.fraction
-    if head_size is None or not isinstance(fraction, float) or not 0 < fraction < 1:
+    fraction, size = found[0] if found else defaults.fraction, None if found else config.get("rotary_dim")
+    size = defaults.rotary_dim if size is None and not found else size
+    if size is None and not 0 < fraction < 1:
         return fraction
-    return int(head_size * fraction) / head_size
+    head_size = _head_size(config)
+    if head_size is None and size is None:
+        return fraction
+    if head_size is None:
+        raise ValueError(
+            "config must hold head_dim, or hidden_size and num_attention_heads, because rotary_dim is a size, but got "
+            "neither."
+        )
+    if size is not None:
+        check_number("rotary_dim", size, above=0)
+    return (int(head_size * fraction) if size is None else size) / head_size
+
+
+def _head_size(config: dict[str, Any]) -> int | None:
+    """The features of a head, if the config says it."""
+    sizes = {"head_dim": config.get("head_dim") or None}
+    if sizes["head_dim"] is None:
+        sizes = {key: config[key] for names in (HEADS, FEATURES) for key in names if config.get(key)}
+    for name, value in sizes.items():
+        if value is not None:
+            check_number(name, value, above=0)
+    if "head_dim" in sizes:
+        return sizes["head_dim"]
+    heads, features = (next((sizes[key] for key in names if key in sizes), None) for names in (HEADS, FEATURES))
+    return features // heads if features and heads else None

@@ -11,12 +11,19 @@ import numpy as np
 
 def check_number(name: str, value: Any, *, above: float | None = None, at_least: float | None = None) -> None:
     """Raises a ValueError unless `value` is a finite number in the range."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_finite(value)
     if is_number and (above is None or value > above) and (at_least is None or value >= at_least):
         return
     bounds = "" if above is None else f" above {above:g}"
     bounds += "" if at_least is None else f" of at least {at_least:g}"
     raise ValueError(f"{name} must be a finite number{bounds}, but got {value!r}.")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond float64
+        return False
 
 
 @dataclasses.dataclass(frozen=True)

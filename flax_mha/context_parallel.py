@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from flax_mha import _check
 from flax_mha._call import Sharding
 from flax_mha._context import Axes, Context, Layout, Strategy, chunk_order, chunks_in_order
 from flax_mha.adapter import attention_fn
@@ -39,7 +40,7 @@ class ContextAttention:
     ) -> Array:
         """As `flax_mha.attention_fn`. `qkv_sharding`, which modules pass that split heads, adds to what is known."""
         _check_computes(query, arguments)
-        sharding = self.context.with_sharding(qkv_sharding, query.ndim)
+        sharding = self.context.with_sharding(_check.sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
         return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
 
 
@@ -113,6 +114,8 @@ def context_parallel(
             raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, but got {given!r}.")
     if not isinstance(axis, str):
         raise ValueError(f"axis must be the name of one mesh axis, but got {axis!r}.")
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh or None, but got {mesh!r}.")
     batch_axes, head_axis = _names("batch_axes", batch_axes), _names("head_axis", head_axis)
     return ContextAttention(Context(axis, strategy, layout, batch_axes, head_axis, mesh))
 
@@ -125,7 +128,7 @@ def _names(name: str, axes: Any) -> Axes:
         and not (isinstance(given, tuple) and all(isinstance(x, str) for x in given))
     ):
         raise ValueError(f"{name} must be the name of a mesh axis, a tuple of names or None, but got {axes!r}.")
-    return given or None
+    return given[0] if isinstance(given, tuple) and len(given) == 1 else given or None
 
 
 def zigzag_positions(length: int, devices: int) -> np.ndarray:
@@ -177,7 +180,9 @@ def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 
 
 def _with_chunks(x: ArrayLike, order: np.ndarray, axis: int) -> Any:
-    array = x if hasattr(x, "shape") else np.asarray(x)
+    array: Any = x if hasattr(x, "shape") else np.asarray(x)
+    if not isinstance(axis, int | np.integer) or not -array.ndim <= axis < array.ndim:
+        raise ValueError(f"axis must be an axis of x, but got {axis!r} for shape {array.shape}.")
     length = array.shape[axis]
     if length % len(order):
         raise ValueError(

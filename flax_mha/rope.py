@@ -17,6 +17,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from flax_mha import _rope_config
+from flax_mha._integers import LARGEST, SMALLEST, integers
+from flax_mha._platform import readable
 from flax_mha._rope_scaling import NTK, Linear, Llama3, LongRoPE, Scaling, YaRN, check_number
 
 __all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "RoPE", "YaRN", "apply_rope"]
@@ -206,21 +208,30 @@ def _checked(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
     """Arrays with shapes and dtypes that fit together."""
     if not isinstance(rope, RoPE):
         raise ValueError(f"rope must be a RoPE, but got {rope!r}; use RoPE() or RoPE.from_config(config).")
-    x, positions = _array("x", x), _array("positions", positions)
+    x, positions = _array("x", x), _positions(positions)
     if x.ndim < 3:
         raise ValueError(f"x must be [batch..., length, heads, head size], so of rank 3 or more, but got {x.shape}.")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must have a floating point dtype, but got {x.dtype}; use .astype.")
     if not isinstance(x.shape[-1], int):
         raise ValueError(f"x must have a head size that is a number, but got the symbol {x.shape[-1]}.")
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise ValueError(f"positions must be integers, but got {positions.dtype}; use .astype(jnp.int32).")
     if positions.shape not in (x.shape[:-2], x.shape[-3:-2]):
         raise ValueError(
             f"positions must be [batch..., length] or [length], so {x.shape[:-2]} or {x.shape[-3:-2]} for x {x.shape}, "
             f"but got {positions.shape}; use jnp.broadcast_to for other batch axes."
         )
     return x, positions
+
+
+def _positions(value: Any) -> Array:
+    """As int32, or wider where they are traced so."""
+    positions = integers("positions", value)
+    if readable(positions) and positions.size and np.dtype(positions.dtype).itemsize >= 4:
+        smallest, largest = int(positions.min()), int(positions.max())
+        if not SMALLEST <= smallest <= largest <= LARGEST:
+            raise ValueError(f"positions must be in the range of int32, but got {smallest} to {largest}.")
+        return jnp.asarray(positions, jnp.int32)
+    return jnp.asarray(positions)
 
 
 def _array(name: str, value: Any) -> Array:

@@ -28,7 +28,7 @@ BELOW = {
         "rope",
     },
     "recipes": {"masks"},
-    "rope": {"_rope_config", "_rope_scaling"},
+    "rope": {"_integers", "_platform", "_rope_config", "_rope_scaling"},
     "_rope_config": {"_rope_scaling"},
     "_rope_scaling": set(),
     "plot": {"masks"},
@@ -71,7 +71,7 @@ BELOW = {
         "masks",
     },
     "cached_attention": {"_call", "_check", "_choose", "_impl.schedule", "_mesh", "_platform", "kv_cache", "masks"},
-    "context_parallel": {"_call", "_context", "adapter", "masks"},
+    "context_parallel": {"_call", "_check", "_context", "adapter", "masks"},
     "adapter": {"_call", "_check", "attention", "masks"},
     "attention": {"_call", "_choose", "masks"},
     "_choose": {

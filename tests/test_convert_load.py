@@ -9,7 +9,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import convert, linen
-from flax_mha.rope import RoPE
+from flax_mha.rope import RoPE, YaRN
 
 N, K, H, D = 4, 2, 8, 24
 LLAMA = {"model_type": "llama", "num_attention_heads": N, "num_key_value_heads": K, "hidden_size": D, "head_dim": H}
@@ -347,6 +347,11 @@ DESCRIBED = {
         {"normalize_qk": "rms_norm", "qk_norm_epsilon": 1e-3, "qkv_features": 4 * 128},
     ),
     "gemma2": (GEMMA_2, 0, {"logits_soft_cap": 50.0, "scale": 1 / 16, "local_window_size": (15, 0), "sinks": False}),
+    "gpt-oss that says nothing of its scaling": (
+        {"model_type": "gpt_oss", "hidden_size": 128, "num_attention_heads": 8, "rope_scaling": None},
+        0,
+        {"rope": RoPE(150_000.0, scaling=YaRN(32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False))},
+    ),
     "gemma2 without a cap": (GEMMA_2 | {"attn_logit_softcapping": None}, 0, {"logits_soft_cap": None}),
     "mistral, as many key heads": (
         LLAMA | {"model_type": "mistral", "num_key_value_heads": None},

@@ -18,7 +18,15 @@ REFUSED = {
     "positions with heads": (lambda: apply_rope(XS, PS[..., None], RoPE()), r"positions must be .* got \(2, 5, 1\)"),
     "float positions": (lambda: apply_rope(XS, PS.astype(jnp.float32), RoPE()), "positions must be integers.*float32"),
     "bool positions": (lambda: apply_rope(XS, PS.astype(bool), RoPE()), "positions must be integers, but got bool"),
-    "no positions": (lambda: apply_rope(XS, "first", RoPE()), "positions must be an array, but got str"),
+    "positions beyond 32 bits": (
+        lambda: apply_rope(XS, np.arange(PS.shape[-1]) + 2**32, RoPE()),
+        "positions must be in the range of int32, but got 4294967296 to",
+    ),
+    "a list of positions beyond 32 bits": (
+        lambda: apply_rope(XS, [2**40] * PS.shape[-1], RoPE()),
+        "positions must be in the range of int32",
+    ),
+    "no positions": (lambda: apply_rope(XS, "first", RoPE()), "positions must be integers, but got <U5"),
     "x of rank 2": (lambda: apply_rope(XS[0, 0], PS[0], RoPE()), "x must be .*rank 3 or more"),
     "x of integers": (lambda: apply_rope(XS.astype(jnp.int32), PS, RoPE()), "x must have a floating.* got int32"),
     "no x": (lambda: apply_rope("x", PS, RoPE()), "x must be an array, but got str"),
@@ -159,6 +167,16 @@ CONFIGS = {
         RoPE(5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
     ),
     "LongRoPE, short": (LONG, {"max_length": 4096}, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25))),
+    "a NumPy fraction, rounded down": (
+        {"rope_theta": 1e4, "partial_rotary_factor": np.float32(0.3), "head_dim": 16},
+        {},
+        RoPE(1e4, fraction=4 / 16),
+    ),
+    "a NumPy factor": (
+        {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": np.float32(2)}},
+        {},
+        RoPE(1e4, scaling=Linear(2.0)),
+    ),
     "LongRoPE, a NumPy length": (LONG, {"max_length": np.int64(100)}, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25))),
     "LongRoPE, long": (LONG, {"max_length": 4097}, RoPE(1e6, scaling=LongRoPE(FACTORS[::-1], 1.5))),
 }
@@ -194,7 +212,7 @@ REFUSED_CONFIGS = {
     "original length is text": (
         scaled(rope_type="yarn", original_max_position_embeddings="4096") | {"max_position_embeddings": 8192},
         {},
-        "original_max_position_embeddings must be a number > 0, but got '4096'",
+        "original_max_position_embeddings must be a finite number above 0, but got '4096'",
     ),
     "type of a list": ({"model_type": ["llama"]}, {}, "model_type must be a string"),
     "text config is text": ({"text_config": "x"}, {}, "text_config must be a dict, but got 'x'"),
@@ -216,7 +234,27 @@ REFUSED_CONFIGS = {
         {},
         "must hold factor or max_position_embeddings",
     ),
-    "fraction is text": ({"rope_theta": 1e4, "head_dim": 64, "rotary_pct": "0.5"}, {}, "fraction must be a finite"),
+    "fraction is text": (
+        {"rope_theta": 1e4, "head_dim": 64, "rotary_pct": "0.5"},
+        {},
+        "rotary_pct must be a finite number above 0",
+    ),
+    "scaling's type of a list": (scaled(rope_type=["linear"], factor=2.0), {}, "rope_type must be one of"),
+    "a number as key": ({"rope_theta": 1e4, "rope_scaling": {1: 2}}, {}, "but got 1"),
+    "head size is text": ({"rope_theta": 1e4, "rotary_pct": 0.5, "head_dim": "64"}, {}, "head_dim must be a finite"),
+    "heads of each layer": (
+        {"rope_theta": 1e4, "rotary_pct": 0.5, "hidden_size": 64, "num_attention_heads": [8, 8]},
+        {},
+        "num_attention_heads must be a finite number",
+    ),
+    "rotary size is text": ({"rope_theta": 1e4, "head_dim": 64, "rotary_dim": "4"}, {}, "rotary_dim must be a finite"),
+    "LongRoPE after one token": (
+        LONG | {"original_max_position_embeddings": 1},
+        {"max_length": 5},
+        "original_max_position_embeddings must be above 1",
+    ),
+    "LongRoPE with a length below 1": (LONG, {"max_length": -5}, "max_length must be .* got -5"),
+    "base beyond float64": ({"rope_theta": 10**400}, {}, "base must be a finite number above 0"),
     "LongRoPE with another length": (LONG, {"max_length": "4k"}, "max_length must be .* got '4k'"),
     "LongRoPE without a length": (LONG, {}, "max_length must be the longest sequence.*above 4096 tokens.*got None"),
 }

@@ -119,24 +119,42 @@ def test_the_script_of_the_documentation(run, tmp_path):
 
 
 def test_an_export_takes_the_place_of_an_earlier_one_only(run, tmp_path):
-    to = tmp_path / "here" / "model"
+    to, beside = tmp_path / "here" / "model", ["model", "model.old", "model.tmp"]
+    for name in beside[1:]:
+        (to.parent / name).mkdir(parents=True)
+        (to.parent / name / "mine").write_text("kept")
     for _ in range(2):
         export.write(to, run.model, run.config)
         assert sorted(path.name for path in to.iterdir()) == ["config.json", "model.safetensors", "torch_model.py"]
-        assert [path.name for path in to.parent.iterdir()] == ["model"]
-        (to / "config.json").write_text("old")
-    (to / "model.safetensors").unlink()
-    with pytest.raises(train_demo.UserError, match="holds something else than an export"):
+        assert sorted(path.name for path in to.parent.iterdir()) == beside
+        (to / "config.json").write_text('{"model_version": 0}')
+    assert all((to.parent / name / "mine").read_text() == "kept" for name in beside[1:])
+
+
+@pytest.mark.parametrize("name", ["mine", "sub/mine", "config.json"])
+def test_an_export_replaces_nothing_else(run, tmp_path, name):
+    """A folder of another model's weights is no export, nor is one to which the user has added something."""
+    to = tmp_path / "model"
+    if name != "config.json":
         export.write(to, run.model, run.config)
-    with pytest.raises(train_demo.UserError, match="holds something else than an export"):
-        export.write(to / "config.json", run.model, run.config)
-    assert (to / "config.json").read_text() == "old"
+    (to / name).parent.mkdir(parents=True, exist_ok=True)
+    (to / name).write_text('{"model_type": "llama"}')
+    for path in (to, to / name):
+        with pytest.raises(train_demo.UserError, match="holds something else than an export"):
+            export.write(path, run.model, run.config)
+    assert (to / name).read_text() == '{"model_type": "llama"}'
+
+
+def test_an_export_does_not_replace_the_current_folder(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(train_demo.UserError, match="--to is the current folder"):
+        export.write(Path(), run.model, run.config)
 
 
 def test_an_export_on_a_full_disk_leaves_the_earlier_one(run, tmp_path, monkeypatch):
     to = tmp_path / "model"
     export.write(to, run.model, run.config)
-    (to / "mine").write_text("kept")
+    (to / "config.json").write_text('{"model_version": "kept"}')
 
     def full(path, content):
         raise OSError(28, "No space left on device", str(path))
@@ -144,5 +162,5 @@ def test_an_export_on_a_full_disk_leaves_the_earlier_one(run, tmp_path, monkeypa
     monkeypatch.setattr(export, "write_atomically", full)
     with pytest.raises(OSError, match="No space"):
         export.write(to, run.model, run.config)
-    assert (to / "mine").read_text() == "kept"
+    assert (to / "config.json").read_text() == '{"model_version": "kept"}'
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

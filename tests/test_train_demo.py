@@ -117,7 +117,7 @@ def finished(tmp_path_factory, text):
     out = tmp_path_factory.mktemp("runs") / "finished"
     said = demo("--data", text, "--out", out, *TINY)
     assert f"step {STEPS:>6}  validation loss" in said
-    assert f"python -m train_demo sample --out {out}" in said
+    assert f"python -m train_demo sample --out={out}" in said
     return out
 
 
@@ -335,6 +335,9 @@ def test_bad_text(capsys, tmp_path, content, words):
         (["--size", "huge"], ["--size", "tiny, small, medium, gpt2", "'huge'"]),
         (["--optimizer", "sgd"], ["--optimizer", "muon, adamw", "'sgd'"]),
         (["--out", __file__], ["File exists"]),
+        (["--out", ""], ["--out: expected a folder, got ''"]),
+        (["--data", ""], ["--data is empty"]),
+        (["export", "--to", ""], ["--to: expected a folder"]),
         (["--out", f"{__file__}/run"], ["Not a directory"]),
         (["--step", "5"], ["--step"]),
         (["sing"], ["sing"]),

@@ -100,6 +100,11 @@ def test_samples(run):
         ({}, ["holds a run already"]),
         ({"layout": Layout(coordinator="a:1", num_processes=2, process_id=0)}, ["several processes"]),
         ({"layout": Layout(fsdp=3), "out": "new"}, ["--fsdp 3"]),
+        ({"size": ["tiny"], "out": "new"}, ["size: expected one of", "got ['tiny']"]),
+        ({"out": ""}, ["out is empty"]),
+        ({"data": "", "out": "new"}, ["--data is empty"]),
+        ({"tokenizer": "", "out": "new"}, ["--tokenizer is empty"]),
+        ({"out": "new\udcff"}, ["is no UTF-8", "\\udcff"]),
     ],
 )
 def test_what_the_command_refuses_is_an_exception(run, text, tmp_path, monkeypatch, options, words):
@@ -108,6 +113,28 @@ def test_what_the_command_refuses_is_an_exception(run, text, tmp_path, monkeypat
         train_demo.train(**{"data": text, "out": run.out, "quiet": True, **TINY, **options})
     assert all(word in str(refused.value) for word in words), refused.value
     assert not list(tmp_path.rglob("config.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fsdp": 0}, ["fsdp: expected a whole number from 1", "got '0'"]),
+        ({"accumulate": -1}, ["accumulate", "got '-1'"]),
+        ({"accumulate": 2.0}, ["accumulate: expected int, got 2.0"]),
+        ({"tensor": "2"}, ["tensor: expected int, got '2'"]),
+        ({"remat": "no"}, ["remat: expected bool, got 'no'"]),
+        ({"coordinator": "here", "num_processes": 1, "process_id": 0}, ["coordinator: expected HOST:PORT"]),
+    ],
+)
+def test_what_layouts_refuse(options, words):
+    with pytest.raises(train_demo.UserError) as refused:
+        Layout(**options)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_run_resumes_with_the_default_dtype_spelled_out(run, text):
+    again = train_demo.train(text, out=run.out, resume=True, quiet=True, dtype="auto", **TINY)
+    assert again.config.settings.dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +147,8 @@ def test_what_the_command_refuses_is_an_exception(run, text, tmp_path, monkeypat
         ("fox", {"top_p": 0.0}, ["top_p"]),
         ("fox", {"top_k": True}, ["top_k"]),
         ("fox", {"stop": ""}, ["stop is empty"]),
+        ("fox", {"stop": 5}, ["stop: expected a text, got 5"]),
+        (5, {}, ["prompt: expected a text, got 5"]),
     ],
 )
 def test_what_samples_refuse(run, prompt, options, words):

@@ -88,6 +88,9 @@ class Run:
         from train_demo.generate import generate
         from train_demo.sampler import Sampling
 
+        for name, text in (("prompt", prompt), ("stop", stop)):
+            if not isinstance(text, str) and (name, text) != ("stop", None):
+                raise UserError(f"{name}: expected a text, got {text!r}")
         if stop == "":
             raise UserError("stop is empty: give at least one character, or None")
         values: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -180,11 +183,13 @@ def train(
     given = {name: value for name, value in locals().items() if name in SETTINGS and value is not None}
     given = {name: _checked(name, value, SETTINGS[name].metadata["parse"]) for name, value in given.items()}
     if size is not None:
-        if size not in SIZES:
+        if not isinstance(size, str) or size not in SIZES:
             raise UserError(f"size: expected one of {', '.join(SIZES)}, got {size!r}")
         given = completed(size, given)
     if layout is not None and layout.num_processes is not None:
         raise UserError("layout names several processes: start each with the command python -m train_demo")
+    if out == "":
+        raise UserError("out is empty: name a folder, or leave it out")
     where = Path(out) if out is not None else default_folder(None if data is None else str(data))
     source, kind = (None if name is None else str(name) for name in (data, tokenizer))
     if start(where, source, kind, given, resume=resume, layout=layout or Layout(), quiet=quiet, samples=samples):

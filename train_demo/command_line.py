@@ -151,6 +151,17 @@ def _sample(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def folder(text: str) -> Path:
+    """Reads a folder's name.
+
+    Raises:
+        argparse.ArgumentTypeError: it is empty, as a variable of the shell that is not set.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, got ''")
+    return Path(text)
+
+
 def _refuse_empty(option: str, texts: Sequence[str]) -> None:
     if not all(texts):
         raise UserError(f"{option} is empty: give at least one character")
@@ -255,7 +266,7 @@ def _parser() -> Parser:
         metavar="KIND",
         help="characters, bytes, or a JSON file of the package tokenizers (default: characters)",
     )
-    train.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/<the text's name>)")
+    train.add_argument("--out", type=folder, metavar="DIR", help="the run's folder (default: runs/<the text's name>)")
     train.add_argument(
         "--resume",
         action="store_true",
@@ -271,7 +282,7 @@ def _parser() -> Parser:
     train.set_defaults(command=_train)
 
     sample = commands.add_parser("sample", help="write text with a trained model", allow_abbrev=False)
-    sample.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
+    sample.add_argument("--out", type=folder, metavar="DIR", help="the run's folder (default: the newest of runs)")
     sample.add_argument(
         "--prompt",
         required=True,
@@ -287,20 +298,20 @@ def _parser() -> Parser:
 
     pictures = "draw loss.png and attention.png, also while the training runs"
     plot = commands.add_parser("plot", help=pictures, allow_abbrev=False)
-    plot.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
+    plot.add_argument("--out", type=folder, metavar="DIR", help="the run's folder (default: the newest of runs)")
     plot.set_defaults(command=_plot)
 
     report = commands.add_parser(
         "report", help="write report.html: curves, samples, attention, time and memory", allow_abbrev=False
     )
-    report.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
+    report.add_argument("--out", type=folder, metavar="DIR", help="the run's folder (default: the newest of runs)")
     report.set_defaults(command=_report)
 
     export = commands.add_parser(
         "export", help="write the model as safetensors, with a config and its PyTorch code", allow_abbrev=False
     )
-    export.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: the newest of runs)")
-    export.add_argument("--to", type=Path, metavar="DIR", help="where to write (default: export in the run's folder)")
+    export.add_argument("--out", type=folder, metavar="DIR", help="the run's folder (default: the newest of runs)")
+    export.add_argument("--to", type=folder, metavar="DIR", help="where to write (default: export in the run's folder)")
     export.set_defaults(command=_export)
 
     plan = commands.add_parser("plan", help="memory and traffic of a training step on many devices, without them")

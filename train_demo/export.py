@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,16 @@ def write(to: Path, model: Transformer, config: Config) -> None:
     """Writes a model into a folder of its own, which takes the place of an earlier export there.
 
     Args:
-        to: the folder; it must not exist, or hold an export.
+        to: the folder; it must not exist, or be empty, or hold an export and nothing else.
         model: the trained model.
         config: its run's.
 
     Raises:
-        UserError: the folder holds something else.
+        UserError: the folder holds something else, or is the current one, which cannot be replaced.
     """
-    if to.exists() and not ((to.is_dir() and (to / WEIGHTS).exists()) or (to.is_dir() and not any(to.iterdir()))):
+    if to.resolve() == Path.cwd():
+        raise UserError("--to is the current folder, which cannot be replaced: name another one")
+    if to.exists() and not _is_export(to):
         raise UserError(f"{to} holds something else than an export: choose another folder with --to")
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     files = {
@@ -45,6 +48,19 @@ def write(to: Path, model: Transformer, config: Config) -> None:
     if isinstance(config.vocabulary, Subwords):
         files[vocabulary.FILE] = config.vocabulary.content
     _write_folder(to, files)
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether all that it holds was written here; so it may be replaced."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    if not names <= {WEIGHTS, CONFIG, CODE.name, vocabulary.FILE}:
+        return False
+    try:
+        return not names or "model_version" in json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def described(config: Config) -> dict[str, Any]:
@@ -88,17 +104,19 @@ def torch_arrays(params: dict[Any, Any], prefix: str = "") -> dict[str, np.ndarr
 
 def _write_folder(to: Path, files: dict[str, bytes]) -> None:
     """Writes the files beside the folder first, so that it holds all of the old ones or all of the new ones."""
-    new, old = (to.with_name(to.name + ending) for ending in (".tmp", ".old"))
-    for path in (new, old):
-        shutil.rmtree(path, ignore_errors=True)
-    new.mkdir(parents=True)
+    to = to.resolve()
+    to.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
+        (beside / "new").mkdir()
         for name, content in files.items():
-            write_atomically(new / name, content)
+            write_atomically(beside / "new" / name, content)
         if to.exists():
-            os.replace(to, old)
-        os.replace(new, to)
-    except OSError:
-        shutil.rmtree(new, ignore_errors=True)
+            os.replace(to, beside / "old")
+        os.replace(beside / "new", to)
+    except BaseException:
+        if (beside / "old").exists() and not to.exists():
+            os.replace(beside / "old", to)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

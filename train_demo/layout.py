@@ -1,7 +1,8 @@
 """How a run is computed, on which devices and by how many processes; none of it is part of what the run learns."""
 
 import argparse
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from train_demo.errors import UserError
@@ -65,6 +66,8 @@ class Layout:
     start_timeout: int = option(60, count, "seconds in which all processes have to start")
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            self._check(field.name, field.default, field.metadata["parse"])
         together = {
             "--coordinator": self.coordinator,
             "--num-processes": self.num_processes,
@@ -78,6 +81,19 @@ class Layout:
                 f"--process-id {self.process_id} is out of range: with --num-processes {self.num_processes} it is "
                 f"0 to {self.num_processes - 1}"
             )
+
+    def _check(self, name: str, default: object, parse: Callable[[str], object] | None) -> None:
+        value = getattr(self, name)
+        if value is default:
+            return
+        expected = bool if parse is None else str if parse is address else int
+        try:
+            if type(value) is not expected:
+                raise argparse.ArgumentTypeError(f"expected {expected.__name__}, got {value!r}")
+            if parse is not None:
+                parse(str(value))
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"{name}: {error}") from None
 
     @property
     def first(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from train_demo import data, vocabulary
-from train_demo.errors import UserError
+from train_demo.errors import UserError, printable
 from train_demo.files import read_json, write_atomically
 from train_demo.settings import Settings, completed, restored
 from train_demo.vocabulary import Bytes, Characters, Subwords, Vocabulary
@@ -72,11 +72,14 @@ def prepare(
         UserError: the folder holds a run and `resume` is false, or its run has another configuration; or the text or
             the settings are unfit.
     """
+    _refuse_unusable(out, path, tokenizer)
     saved = read_config(out) if (out / CONFIG).exists() else None
     if saved and not resume:
         raise UserError(f"{out} holds a run already: pass --resume to go on with it, or another --out")
     if not saved and (out / CHECKPOINTS).exists():
         raise UserError(f"{out} holds checkpoints without their {CONFIG}: choose another --out")
+    if saved and given.get("dtype") == "auto":  # what it was when the run began
+        given = {name: value for name, value in given.items() if name != "dtype"}
     settings = replace(saved.settings, **given) if saved else Settings(**completed("tiny", given))
     path = saved.data if path is None and saved else path
     tokens = vocabulary.chosen(tokenizer or Characters.name)
@@ -91,6 +94,16 @@ def prepare(
         config = replace(config, earlier_ends=ends)
         _refuse_differences(out, saved, config)
     return config, text
+
+
+def _refuse_unusable(out: Path, path: str | None, tokenizer: str | None) -> None:
+    for name, given in (("--data", path), ("--tokenizer", tokenizer)):
+        if given == "":  # a variable of the shell that is not set
+            raise UserError(f"{name} is empty: name a file or a folder, or leave it out")
+    try:
+        str(out.absolute()).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{printable(str(out))} is no UTF-8, as checkpoints need it: choose another --out") from None
 
 
 def newest(runs: Path) -> Path:

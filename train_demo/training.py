@@ -231,7 +231,8 @@ def _finish(model: Transformer, config: Config, out: Path, console: Console) -> 
     console.print(prompt + written)
     console.rule(style="dim")
     console.print(f"{out} holds report.html, loss.png, attention.png, metrics.jsonl and the checkpoints. More text:")
-    console.print(f"python -m train_demo sample --out {_shell(out)} --prompt {_shell(prompt)}")
+    again = f" {_shell('--prompt=' + prompt)}" if printable(prompt) == prompt else ""  # else it could not be copied
+    console.print(f"python -m train_demo sample {_shell(f'--out={out}')}{again}")
 
 
 def _shell(argument: Path | str) -> str:

@@ -43,7 +43,10 @@ def all_gathered(call: Call, context: Context, attend: Attend) -> tuple[Array, A
     """Output and log-sum-exp of a device's queries, by `attend` over all keys for each of its chunks."""
     operands, options = call
     devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
-    key, value = (lax.all_gather(x, context.axis, axis=x.ndim - 3, tiled=True) for x in (operands.key, operands.value))
+    key, value = (
+        lax.all_gather(x, context.axis, axis=x.ndim - 3, tiled=True) if x.size else x  # XLA gathers nothing empty
+        for x in (operands.key, operands.value)
+    )
     operands = operands._replace(key=key, value=value)
     if context.chunks > 1:
         order = chunk_order(context.layout, devices)

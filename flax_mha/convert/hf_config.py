@@ -33,6 +33,8 @@ GEMMA_3 = Model(GEMMA | {"sliding_window_pattern": 6}, "attention_bias", True, n
 QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 GPT_OSS: dict[str, Any] = {"attention_bias": True, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2}
 GPT_OSS |= {"num_key_value_heads": 8, "rope_theta": 150_000.0}
+GPT_OSS["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+GPT_OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096}
 MODELS: dict[str, Model] = {
     "llama": LLAMA,
     "mistral": Model({"num_key_value_heads": 8, "sliding_window": 4096}, False, True, sliding="all"),
@@ -121,8 +123,12 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
 
 
 def _rope(model: Model, config: Mapping[str, Any], layer_type: str, max_length: int | None) -> RoPE | None:
-    base = {key: value for key, value in model.defaults.items() if key == "rope_theta"}
-    return RoPE.from_config(base | config, layer_type, max_length) if model.rotary else None  # type: ignore[operator]
+    if not model.rotary:
+        return None
+    given = {key: value for key, value in config.items() if value is not None}
+    names = ("rope_theta",) if "rope_parameters" in given else ("rope_theta", "rope_scaling")
+    defaults = {key: value for key, value in model.defaults.items() if key in names}
+    return RoPE.from_config(defaults | given, layer_type, max_length)
 
 
 def _attention_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

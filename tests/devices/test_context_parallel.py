@@ -38,7 +38,7 @@ import flax_mha.linen
 from flax_mha import _mesh
 from flax_mha._impl import schedule, xla
 from flax_mha._impl.tiling import TileShape
-from flax_mha.context_parallel import zigzag_positions
+from flax_mha.context_parallel import to_zigzag, zigzag_positions
 from flax_mha.rope import RoPE
 
 SIZES = (2, 4, 8)
@@ -309,6 +309,11 @@ REFUSED = {
     "einsums": ({}, {"einsum_dot_general": jax.lax.dot_general}, "but got einsum_dot_general"),
     "complex": ({}, dict.fromkeys(QKV, X.astype(jnp.complex64)), "a query of complex64"),
     "two answers": ({"head_axis": "data"}, {"qkv_sharding": jax.P(None, None, "x")}, "must agree on the mesh axes"),
+    "a mesh that is none": ({"mesh": "x"}, {}, "mesh must be a jax.sharding.Mesh or None, but got 'x'"),
+    "a sharding that is none": ({}, {"qkv_sharding": "data"}, "qkv_sharding must be a jax.P or a NamedSharding"),
+    "too many entries": ({}, {"qkv_sharding": jax.P(*[None] * 5)}, "for each axis of the query at most, 4"),
+    "no query": ({}, {"query": None}, "query must be an array"),
+    "a query of two axes": ({}, {"query": X[0, :, 0]}, "query, key, value must have same rank"),
     "batch": ({"batch_axes": "data"}, dict.fromkeys(QKV, X[0]), "without a batch axis"),
 }
 
@@ -325,6 +330,22 @@ def test_refusals(reason):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "allgather"])
+def test_one_axis_in_a_tuple_and_no_keys(strategy):
+    mesh = mesh_of(data=2, context=4)
+    fn = flax_mha.context_parallel("context", strategy, mesh=mesh, batch_axes=("data",))
+    np.testing.assert_allclose(fn(X, X, X, qkv_sharding=jax.P("data")), fn(X, X, X), rtol=0, atol=0)
+    assert not np.any(fn(X, X[:, :0], X[:, :0]))
+
+
+def test_zigzag_helpers_refuse_what_is_no_number_of_devices_or_axis():
+    for devices in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="devices must be an int >= 1, but got"):
+            zigzag_positions(8, devices)
+    with pytest.raises(ValueError, match=r"axis must be an axis of x, but got 1 for shape \(8,\)"):
+        to_zigzag(np.ones(8), 2)
 
 
 def test_what_the_ring_refuses():
