@@ -112,7 +112,11 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
             )
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype in FLOATS:
-            value = _from_tensor(value, dtype)
+            try:
+                value = _from_tensor(value, dtype)
+            except (TypeError, RuntimeError) as error:  # sparse, or not yet initialized
+                kind = f"{type(value).__name__} of layout {value.layout}"
+                raise ValueError(f"{name} must be a dense tensor that holds values, but got a {kind}.") from error
     else:
         value = np.asarray(value.unbox() if hasattr(value, "unbox") else value)  # flax.linen boxes what it partitions
         dtype = str(value.dtype)
@@ -126,7 +130,7 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
 
 
 def _from_tensor(tensor: Any, dtype: str) -> np.ndarray:
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if dtype == "bfloat16":  # numpy lacks it: its bits pass as int16
         return tensor.contiguous().view(tensor.short().dtype).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()

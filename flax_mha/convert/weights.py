@@ -116,7 +116,7 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     Raises:
         ValueError: if there is no such layout, if `params` is no attention's, or if the layout cannot hold it.
     """
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Param)
