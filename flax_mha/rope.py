@@ -17,8 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from flax_mha import _rope_config
-from flax_mha._integers import LARGEST, SMALLEST, integers
-from flax_mha._platform import readable
+from flax_mha._integers import LARGEST, SMALLEST, extremes, integers
 from flax_mha._rope_scaling import NTK, Linear, Llama3, LongRoPE, Scaling, YaRN, check_number
 
 __all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "RoPE", "YaRN", "apply_rope"]
@@ -224,13 +223,11 @@ def _checked(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
 
 
 def _positions(value: Any) -> Array:
-    """As int32, or wider where they are traced so."""
+    """As a JAX array, which has 32 bits outside x64."""
     positions = integers("positions", value)
-    if readable(positions) and positions.size and np.dtype(positions.dtype).itemsize >= 4:
-        smallest, largest = int(positions.min()), int(positions.max())
-        if not SMALLEST <= smallest <= largest <= LARGEST:
-            raise ValueError(f"positions must be in the range of int32, but got {smallest} to {largest}.")
-        return jnp.asarray(positions, jnp.int32)
+    smallest, largest = extremes(positions)
+    if not SMALLEST <= smallest <= largest <= LARGEST:
+        raise ValueError(f"positions must be in the range of int32, but got {smallest} to {largest}.")
     return jnp.asarray(positions)
 
 

@@ -28,7 +28,7 @@ BELOW = {
         "rope",
     },
     "recipes": {"masks"},
-    "rope": {"_integers", "_platform", "_rope_config", "_rope_scaling"},
+    "rope": {"_integers", "_rope_config", "_rope_scaling"},
     "_rope_config": {"_rope_scaling"},
     "_rope_scaling": set(),
     "plot": {"masks"},

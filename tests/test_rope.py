@@ -246,3 +246,11 @@ def test_two_bases_in_one_process_are_two_results():
     x = jnp.asarray(X, jnp.float32)
     first, other = (apply_rope(x, POSITIONS, RoPE(base)) for base in (1e4, 1e6))
     assert np.abs(first - other).max() > 0.1
+
+
+def test_known_positions_while_tracing():
+    """A JAX array that `jax.jit` captures is known, but what is computed from it there is not."""
+    x, positions = jnp.ones((2, 5, 3, 8)), jnp.arange(5) + 7
+    np.testing.assert_array_equal(
+        jax.jit(lambda x: apply_rope(x, positions, RoPE()))(x), apply_rope(x, positions, RoPE())
+    )
