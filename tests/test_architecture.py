@@ -187,11 +187,13 @@ BELOW = {
         "_impl.layout",
         "_impl.nonfinite",
         "_impl.online_softmax",
+        "_impl.products",
         "_impl.scores",
         "_platform",
         "_tiles",
         "masks",
     },
+    "_impl.products": {"_impl.heads", "_impl.layout"},
     "_impl.head_operands": {"_call", "_impl.layout", "_impl.nonfinite", "_impl.scores"},
     "_impl.schedule": {
         "_call",

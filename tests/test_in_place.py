@@ -75,13 +75,17 @@ def assert_same(got, expected, tolerance=1e-5):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * size)
 
 
+@pytest.mark.parametrize("one_block", [False, True], ids=["blocks", "one block"])
 @pytest.mark.parametrize("name", CASES)
-def test_outputs(name):
+def test_outputs(name, one_block, monkeypatch):
     """Also with NaN and infinities in keys, values and queries, wherever they are, and large numbers where hidden."""
+    if one_block:  # where more than half of the keys are seen
+        monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 128)
     query, key, value = arrays(5)
     given = {
         "clean": (query, key, value),
         "NaN in a key": (query, key.at[0, 70, 1, 2].set(jnp.nan), value),
+        "infinity in a key": (query, key.at[0, 70, 1, 2].set(jnp.inf), value),
         "queries": (query.at[0, 4, 2, 1].set(jnp.nan).at[1, 0].set(jnp.inf), key, value),
     }
     if name not in ("plain", "logits", "dropout"):  # without a mask, an infinite value is one only in its feature
@@ -161,6 +165,40 @@ def test_batch_axes_and_halves():
         assert got.dtype == expected.dtype == dtype
         # One rounding each, of results below 2.
         assert_same(got.astype(jnp.float32), expected.astype(jnp.float32), float(jnp.finfo(dtype).eps) * 2)
+
+
+def test_one_block_in_bfloat16(monkeypatch):
+    """Where the CPU multiplies bfloat16, and the scale is a power of two: as exact as weights rounded to bfloat16."""
+    monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 128)
+    monkeypatch.setattr(schedule, "_cpu_features", lambda: {"avx512_bf16"})
+    chosen, original = [], schedule.blocks_in_place
+    monkeypatch.setattr(schedule, "blocks_in_place", lambda call: chosen.append(original(call)) or chosen[-1])
+    query, key, value = (x.astype(jnp.bfloat16) for x in arrays(1))
+    for scale, residual, dtype in ((0.25, False, jnp.bfloat16), (0.25, True, None), (0.3, False, None)):
+        call = functools.partial(
+            dot_product_attention, implementation="xla", scale=scale, return_residual=residual, query_offset=S
+        )
+        got = jax.jit(functools.partial(call, is_causal=True))(query, key, value)
+        assert chosen[-1].whole == dtype
+        exact = call(*(x.astype(jnp.float32) for x in (query, key, value)))
+        assert_same(jax.tree.map(lambda x: x.astype(jnp.float32), got), exact, 2**-8)
+
+
+@pytest.mark.parametrize("shared", ["nothing", "query", "keys", "lengths"])
+def test_a_mapped_call_still_chooses(shared):
+    """`jax.vmap` adds a batch axis; it does not turn each choice between two ways into both of them."""
+    lengths = jnp.array([[140, 3], [149, 149], [1, 90]], jnp.int32)
+    given = arrays(1, (3, 2))
+    axes = [None if name == shared else 0 for name in ("query", "keys", "keys", "lengths")]
+    x = [value if axis == 0 else value[0] for value, axis in zip((*given, lengths), axes, strict=True)]
+
+    def call(query, key, value, lengths):
+        return attend(query, key, value, key_value_seq_lengths=lengths)
+
+    every = jax.jit(jax.vmap(call, axes))
+    entries = [[value if axis is None else value[i] for value, axis in zip(x, axes, strict=True)] for i in range(3)]
+    assert_same(every(*x), jax.tree.map(lambda *x: jnp.stack(x), *(call(*entry) for entry in entries)))
+    assert ("stablehlo.case" in every.lower(*x).as_text()) == (shared != "keys")
 
 
 def test_under_an_explicit_mesh():

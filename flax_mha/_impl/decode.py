@@ -3,7 +3,7 @@
 Elsewhere keys and values are put into the layout of one head, which reads and writes all of them. Here a loop reads
 blocks of keys [B..., S, K, H] in place, a block for all heads, and only from the first to the last block in which a
 query of the batch entry sees a key. A step of decoding costs what its sequence has written to the cache, not what the
-cache can hold.
+cache can hold. Where most of the cache has been written, all of it is one block, which spares even the copy of a block.
 
 Looking for keys and values that are not finite would take as long as all the rest. If any product of a query and a key,
 or any output, is not finite, then everything is computed again, as `nonfinite.py` describes.
@@ -11,16 +11,18 @@ or any output, is not finite, then everything is computed again, as `nonfinite.p
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._call import accumulation_dtype
-from flax_mha._impl import heads, layout, nonfinite, online_softmax
+from flax_mha._impl import heads, layout, nonfinite, online_softmax, products
 from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
 from flax_mha._platform import platform, varying_alike, varying_as
@@ -35,11 +37,18 @@ class Blocks(NamedTuple):
       height: Queries of a block.
       width: Keys of a block.
       sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
+      joint: Whether one matrix product serves all heads, as `products.py` describes.
+      whole: Where most of the keys are seen, all of them are one block, multiplied in this dtype; no scaled query is
+        rounded to it. None: never.
+      most_scores: This block may have so many, of all batch entries and heads.
     """
 
     height: int
     width: int
     sequential: bool
+    joint: bool = False
+    whole: jnp.dtype | None = None
+    most_scores: int = 0
 
 
 class Part(NamedTuple):
@@ -47,7 +56,7 @@ class Part(NamedTuple):
 
     Attributes:
       first: The first of them, an index for each batch axis.
-      query: Their queries, scaled; like the rest with leading axes for batch and heads.
+      query: Their queries, scaled, in the dtype of the products; like the rest with leading axes for batch and heads.
       row: The first of these queries.
       params: What is added to the scores.
       scores: How products become scores.
@@ -71,28 +80,82 @@ def attend(
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Output and log-sum-exp, without gradients."""
     query, key, value, scale, params, scores = varying_alike((query, key, value, scale, params, scores))
-    batch, dtype = query.shape[:-3], accumulation_dtype(query.dtype)
-    groups = (key.shape[-2], query.shape[-2] // key.shape[-2])
+    groups, dtype = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
     queries = layout.split_heads(query.astype(dtype) * scale.astype(dtype), groups)
-
-    def one_entry(i: Int[Array, ""], careful: bool) -> tuple[Array, Array, Array]:
-        place = jnp.unravel_index(i, batch)
-        own_query, own_params, own_scores = _of_entry((queries, params, scores), place)
-        return _blocks_of_rows(blocks, Part(place, own_query, 0, own_params, own_scores), key, value, careful)
-
-    def entries(careful: bool) -> list[Array]:
-        if not blocks.sequential:
-            everything = Part((0,) * len(batch), queries, 0, params, scores)
-            return list(_blocks_of_rows(blocks, everything, key, value, careful))
-        numbers = jnp.arange(math.prod(batch), dtype=jnp.int32)
-        parts = lax.map(functools.partial(one_entry, careful=careful), numbers)
-        return [x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in parts]
-
-    output, lse, flag = entries(careful=False)
-    if scores.masks_scores(params):  # else NaN and infinity propagate by themselves
-        finite = jnp.isfinite(output).all() & jnp.isfinite(flag).all()
-        output, lse = lax.cond(finite, lambda: [output, lse], lambda: entries(careful=True)[:2])
+    output, lse = _batched(blocks, (queries, key, value, params, scores))
     return layout.to_caller(output, lse, query.dtype)
+
+
+def _batched(blocks: Blocks, operands: tuple) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
+    """`_attend`, of which `jax.vmap` makes a call with one more batch axis.
+
+    Else it would run every choice between two ways both ways, and as many blocks for all as one of them needs.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: Any) -> tuple[Array, Array]:
+        return _attend(blocks, *operands)
+
+    @call.def_vmap
+    def one_more_axis(size: int, is_batched: tuple, *operands: Any) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        query, *keys_and_values = is_batched[:3]
+        if not all(keys_and_values):  # a batch of them would be copies
+            axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
+            return jax.vmap(functools.partial(_attend, blocks), axes, axis_size=size)(*operands), (True, True)
+        queries, *others = jax.tree.map(lambda x, batched: x if batched else x[None], operands, tuple(is_batched))
+        queries = queries if query else jnp.broadcast_to(queries, (size, *queries.shape[1:]))
+        return _batched(blocks, (queries, *others)), (True, True)
+
+    return call(*operands)
+
+
+def _attend(
+    blocks: Blocks,
+    queries: Float[Array, "*B K G T H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    params: ScoreParams,
+    scores: Scores,
+) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
+    masked, length = scores.masks_scores(params), key.shape[-3]
+    everything = Part((0,) * (queries.ndim - 4), queries, 0, params, scores)
+
+    def in_blocks(blocks: Blocks, careful: bool = False) -> list[Array]:
+        run = _entries_in_turn if blocks.sequential else _blocks_of_rows
+        return list(run(blocks, everything, key, value, careful))
+
+    def in_one_block() -> list[Array]:
+        blocks_of_all = Blocks(blocks.height, length, sequential=False, joint=True)
+        part = everything._replace(query=queries.astype(blocks.whole))
+        return list(_blocks_of_rows(blocks_of_all, part, key, value, careful=False))
+
+    may_be_whole = blocks.whole is not None and math.prod(queries.shape[:-1]) * length <= blocks.most_scores
+    if may_be_whole:
+        most_seen = _seen(blocks, everything, length).mean() > 0.5
+        output, lse, flag = lax.cond(most_seen, in_one_block, lambda: in_blocks(blocks))
+    else:
+        output, lse, flag = in_blocks(blocks)
+    if masked or blocks.joint or may_be_whole:  # else NaN and infinity propagate by themselves
+        finite = jnp.isfinite(output).all() & jnp.isfinite(flag).all()
+        by_head = blocks._replace(joint=False)
+        output, lse = lax.cond(finite, lambda: [output, lse], lambda: in_blocks(by_head, careful=masked)[:2])
+    return output, lse
+
+
+def _entries_in_turn(
+    blocks: Blocks, part: Part, key: Array, value: Array, careful: bool
+) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
+    """As `_blocks_of_rows`, a batch entry after the other."""
+    batch = part.query.shape[:-4]
+
+    def one_entry(i: Int[Array, ""]) -> tuple[Array, Array, Array]:
+        place = jnp.unravel_index(i, batch)
+        query, params, scores = _of_entry((part.query, part.params, part.scores), place)
+        own = part._replace(first=place, query=query, params=params, scores=scores)
+        return _blocks_of_rows(blocks, own, key, value, careful)
+
+    answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
+    return tuple(x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in answers)
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
@@ -132,64 +195,76 @@ def _blocks_of_rows(
 
 def _rows(blocks: Blocks, part: Part, key: Array, value: Array, careful: bool) -> tuple[Array, Array, Array]:
     """The same of one block of queries."""
-    axes, dtype = part.query.ndim - 2, part.query.dtype
-    begin, end = _visited(blocks, part, key.shape[-3])
+    axes, dtype = part.query.ndim - 2, accumulation_dtype(part.query.dtype)
 
     def start(own: tuple[Array, ScoreParams]) -> tuple[online_softmax.State, Array]:
         return online_softmax.start(blocks.height, value.shape[-1], own[1].sink, dtype), jnp.zeros((), dtype)
 
     nothing = varying_as(part.query, heads.over_heads(start, (part.query, part.params), axes))
-    step = functools.partial(_step, blocks, part, key, value, careful)
+    with_keys = products.with_keys(part.query, part.scores.dot, blocks.joint)
+    step = functools.partial(_step, blocks, part, with_keys, key, value, careful)
+    begin, end = _visited(blocks, part, key.shape[-3])
+    # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
     state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
     return *heads.over_heads(online_softmax.finish, state, axes), flag
 
 
 def _step(
-    blocks: Blocks, part: Part, key: Array, value: Array, careful: bool, i: Int[Array, ""], carry: tuple
+    blocks: Blocks,
+    part: Part,
+    with_keys: Callable[[Array], Array],
+    key: Array,
+    value: Array,
+    careful: bool,
+    i: Scalar,
+    carry: tuple,
 ) -> tuple:
     """Takes in block i of the keys."""
-    length = key.shape[-3]
+    length, axes = key.shape[-3], part.query.ndim - 2
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
     k, v = (_block(x, part, column, blocks.width) for x in (key, value))
+    magnitudes = None
+    if careful:
+        k, v, of_keys = nonfinite.finite_keys(k, v)
+        of_keys = layout.vectors_by_head(of_keys, (key.shape[-2], 1))
+        magnitudes = Magnitudes(nonfinite.magnitude_of(part.query), of_keys)
 
-    def one_head(own: tuple) -> tuple[online_softmax.State, Array]:
-        q, k, v, params, scores, (state, flag) = own
+    def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
+        products, params, scores, magnitudes, (state, flag) = own
         tile = Tile(part.row, column, (blocks.height, blocks.width), scores.offsets, ring=scores.ring)
-        marks = row_marks = None
-        if careful:
-            k, v, of_keys = nonfinite.finite_keys(k, v)
-            magnitudes = Magnitudes(nonfinite.magnitude_of(q), of_keys)
-            marks, row_marks = magnitudes.marks_of_keys(), magnitudes.marks_of_rows(unmasked=False)
-        products = scores.dot(k, q, transpose_b=True).T  # in this order XLA does not transpose the keys
+        marks = None if magnitudes is None else magnitudes.marks_of_keys()
         s = scores.tile(products, params.cut(tile), tile, scores.mask, marks)
-        if length % blocks.width:
+        if length % blocks.width:  # and begins with keys of the one before
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
+        row_marks = None if magnitudes is None else magnitudes.marks_of_rows(unmasked=False)
+        state, weights = online_softmax.weights(state, s, row_marks, part.query.dtype)
         kept = scores.dropout_multiplier(tile, s.dtype)
+        return state, weights if kept is None else weights * kept, _nonfinite_flag(flag, products, scores)
 
-        def weigh(weights: Float[Array, "t s"]) -> Float[Array, "t Hv"]:
-            return scores.dot(weights if kept is None else weights * kept, v)
-
-        return online_softmax.update(state, s, weigh, row_marks), _nonfinite_flag(flag, products, scores)
-
-    return heads.over_heads(one_head, (part.query, k, v, part.params, part.scores, carry), part.query.ndim - 2)
+    operands = (with_keys(k), part.params, part.scores, magnitudes, carry)
+    state, weights, flag = heads.over_heads(one_head, operands, axes)
+    of_values = products.with_values(weights, v, part.scores.dot, blocks.joint)
+    return state._replace(output=state.output + of_values), flag
 
 
-def _block(x: Float[Array, "*B S K F"], part: Part, column: Scalar, width: int) -> Float[Array, "*B K 1 s F"]:
-    """The keys or values of a part from this column on, in the layout of one head."""
-    batch, (_, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
+def _block(x: Float[Array, "*B S K F"], part: Part, column: Scalar, width: int) -> Float[Array, "*B s K F"]:
+    """The keys or values of a part from this column on."""
+    batch, (length, num_heads, size), dtype = part.query.shape[:-4], x.shape[-3:], part.query.dtype
+    if width == length and batch == x.shape[:-3]:
+        return x.astype(dtype)
     start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
-    shape, dtype = (*batch, width, num_heads, size), part.query.dtype
+    shape = (*batch, width, num_heads, size)
 
     def read() -> Array:
         return lax.dynamic_slice(x, start, shape, allow_negative_indices=False).astype(dtype)
 
     if x.dtype != jnp.bfloat16 or platform() != "cpu":
-        return layout.split_heads(read(), (num_heads, 1))
+        return read()
     # XLA's CPU converts an array before it takes a part of it, and would do so with all of it before the loop. Nothing
     # is moved out of a branch; that this one is always taken, XLA must not know.
     nothing = varying_as(x, jnp.zeros(shape, dtype))
     always = lax.optimization_barrier(start[-3]) >= 0
-    return layout.split_heads(lax.cond(always, read, lambda: nothing), (num_heads, 1))
+    return lax.cond(always, read, lambda: nothing)
 
 
 def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], scores: Scores) -> Float[Array, ""]:
@@ -205,13 +280,23 @@ def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], sco
 
 def _visited(blocks: Blocks, part: Part, length: int) -> tuple[Scalar, Scalar]:
     """The first block of keys in which some query may see one, and one past the last."""
+    some = _seen(blocks, part, length)
+    some = some.any(range(some.ndim - 1))
+    before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
+    return before, jnp.where(some.any(), some.size - after, 0)
+
+
+def _seen(blocks: Blocks, part: Part, length: int) -> Bool[Array, "*#B #K #G count"]:
+    """In which blocks of keys some query may see one."""
     scores, count = part.scores, -(-length // blocks.width)
     if scores.ring is not None:  # all of it, or what has been written since it was empty
-        written = jnp.minimum(jnp.max(scores.offsets[1]), length - 1) + 1
-        return 0, jnp.maximum(-(-written // blocks.width), 0)
+        newest = jnp.asarray(scores.offsets[1])
+        return jax.vmap(lambda first: first <= newest, out_axes=-1)(
+            jnp.arange(count, dtype=newest.dtype) * blocks.width
+        )
     mask = _bounds(scores.mask)
     if mask is None:
-        return 0, count
+        return jnp.ones((count,), bool)
 
     def one_head(own: tuple) -> Bool[Array, " count"]:
         mask, offset_arrays = own
@@ -219,10 +304,7 @@ def _visited(blocks: Blocks, part: Part, length: int) -> tuple[Scalar, Scalar]:
         grid = Grid((1, count), (blocks.height, blocks.width), (query + part.row, key))
         return jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
 
-    some = heads.over_heads(one_head, (mask, scores.offset_arrays), part.query.ndim - 2)
-    some = some.any(range(some.ndim - 1))
-    before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
-    return before, jnp.where(some.any(), count - after, 0)
+    return heads.over_heads(one_head, (mask, scores.offset_arrays), part.query.ndim - 2)
 
 
 def _bounds(mask: Mask | None) -> Mask | None:

@@ -34,19 +34,19 @@ def start(rows: int, features: int, sink: Float[Array, ""] | None, dtype: DTypeL
     )
 
 
-def update(
+def weights(
     state: State,
     scores: Float[Array, "t s"],
-    weigh: Callable[[Array], Array],
     row_marks: Float[Array, " t"] | None = None,
-) -> State:
-    """Takes in the scores of more keys.
+    dtype: DTypeLike | None = None,
+) -> tuple[State, Float[Array, "t s"]]:
+    """The state with the scores of more keys, all but their values, and the weights of these values.
 
     Args:
       state: Before them.
       scores: Of the keys.
-      weigh: Multiplies their weights [t, s] by their values -> [t, Hv].
       row_marks: NaN for rows that become NaN if they see any of these keys, else 0; None marks none.
+      dtype: Of the weights, whose rounded values count in the sum; None: that of the scores.
     """
     largest = jnp.max(scores, axis=1)
     largest = largest if row_marks is None else mark_rows(largest, row_marks)
@@ -54,9 +54,21 @@ def update(
     # What is subtracted is finite: a row that saw nothing has -inf, and -inf - -inf is NaN.
     shift = lax.max(running_max, lax.full_like(running_max, jnp.finfo(running_max.dtype).min))
     weights = lax.exp(scores - lax.expand_dims(shift, (1,)))
+    weights = weights if dtype is None else weights.astype(dtype)
     decay = lax.exp(lax.sub(state.running_max, shift))
-    running_sum = state.running_sum * decay + jnp.sum(weights, axis=1)
-    return State(running_max, running_sum, state.output * lax.expand_dims(decay, (1,)) + weigh(weights))
+    running_sum = state.running_sum * decay + jnp.sum(weights, axis=1, dtype=running_max.dtype)
+    return State(running_max, running_sum, state.output * lax.expand_dims(decay, (1,))), weights
+
+
+def update(
+    state: State,
+    scores: Float[Array, "t s"],
+    weigh: Callable[[Array], Array],
+    row_marks: Float[Array, " t"] | None = None,
+) -> State:
+    """Takes in more keys: `weights`, and `weigh`, which multiplies weights [t, s] by the keys' values -> [t, Hv]."""
+    state, of_values = weights(state, scores, row_marks)
+    return state._replace(output=state.output + weigh(of_values))
 
 
 def finish(state: State) -> tuple[Float[Array, "t Hv"], Float[Array, " t"]]:

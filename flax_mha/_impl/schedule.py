@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha._call import DEFAULT_PRECISION, Call, accumulation_dtype
+from flax_mha._call import DEFAULT_PRECISION, Call, Options, accumulation_dtype
 from flax_mha._impl import block_mask, heads
 from flax_mha._impl.block_mask import BlockMask
 from flax_mha._impl.decode import Blocks
@@ -60,6 +60,9 @@ MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
 MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
+# One product may serve all heads there (`products.py`), for up to so many rows, if each of a query counts K times; for
+# more where all keys are one block, of so many scores of all heads at most.
+MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
 # The same on accelerators, which compute all batch entries together.
 MAX_WIDTH_ACCELERATOR = 4096
 
@@ -107,7 +110,26 @@ def blocks_in_place(call: Call) -> Blocks | None:
     masked = operands.mask is not None or operands.bias is not None or options.score_mod is not None
     if keys % width and not masked:
         return None  # the last block would have to mask some of its keys
-    return Blocks(height, width, sequential=not options.target.may_be_split)
+    if options.target.may_be_split:
+        return Blocks(height, width, sequential=False)
+    joint = num_heads * height * operands.query.shape[-2] <= MAX_JOINT_ROWS
+    return Blocks(height, width, True, joint, _dtype_of_one_block(call), MAX_SCORES_WHOLE)
+
+
+def _dtype_of_one_block(call: Call) -> jnp.dtype | None:
+    """In what dtype keys that are read in place are multiplied if all of them are one block; None: in blocks only."""
+    operands, options = call
+    (queries, _), (num_heads, _) = operands.lengths, operands.groups
+    if queries > MAX_HEIGHT_IN_PLACE or queries * operands.query.shape[-2] * num_heads > MAX_JOINT_ROWS_WHOLE:
+        return None
+    dtypes = {x.dtype for x in (operands.query, operands.key, operands.value)}
+    if dtypes == {accumulation_dtype(operands.query.dtype)}:
+        return operands.query.dtype
+    # Others would have to be converted, all of them at once. Queries that are scaled by a power of two are not rounded;
+    # weights are, which is seen in the log-sum-exp.
+    exact = operands.scale is None and options.scale > 0 and math.frexp(options.scale)[0] == 0.5
+    narrow = dtypes == {jnp.dtype(jnp.bfloat16)} and exact and not options.return_residual
+    return jnp.dtype(jnp.bfloat16) if narrow and _may_round(options) and _multiplies_bfloat16() else None
 
 
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
@@ -122,8 +144,7 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     """
     operands, options = call
     dtype, wide = operands.query.dtype, accumulation_dtype(operands.query.dtype)
-    precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
-    if dtype.itemsize > 2 or any(precision not in DEFAULT_PRECISION for precision in precisions):
+    if dtype.itemsize > 2 or not _may_round(options):
         return wide
     if options.target.platform != "cpu":
         # Gradients of float16 must not be rounded to it before the scale makes them smaller: they would overflow.
@@ -133,14 +154,25 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     whole_tiles = call.has_known_sizes and not any(length % 128 for length in operands.lengths)
     several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
     plain = whole_tiles and several_heads and not options.target.may_be_split
-    return dtype if tiles and dtype == jnp.bfloat16 and plain and _has_amx() else wide
+    return dtype if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in _cpu_features() else wide
+
+
+def _may_round(options: Options) -> bool:
+    """Whether operands of matrix products may be rounded to the dtype of query, key and value."""
+    precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+    return all(precision in DEFAULT_PRECISION for precision in precisions)
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for products of bfloat16."""
+    return bool({"amx_bf16", "avx512_bf16"} & _cpu_features())
 
 
 @functools.cache
-def _has_amx() -> bool:
-    """Whether this machine's CPU has a matrix unit for bfloat16."""
+def _cpu_features() -> frozenset[str]:
+    """What Linux says of the CPU; nothing elsewhere."""
     info = pathlib.Path("/proc/cpuinfo")
-    return info.exists() and " amx_bf16" in info.read_text()
+    return frozenset(info.read_text().split()) if info.exists() else frozenset()
 
 
 def sequential_axes(call: Call, scores: int) -> int | None:
