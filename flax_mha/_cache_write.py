@@ -61,7 +61,7 @@ def _written_as_bits(cached: Array, new: Array, places: Int[Array, "*B T"]) -> A
         i = i.astype(jnp.int32)
         row, step = (i // fresh.shape[1], i % fresh.shape[1]) if places.ndim > 1 else (jnp.zeros_like(i), i)
         place = lax.dynamic_index_in_dim(places.reshape(-1), i, keepdims=False)
-        zero = jnp.int32(0)
+        row, place, zero = varying_alike((row, place, jnp.int32(0)))
         one = lax.dynamic_slice(fresh, (row, step, zero, zero), (rows, 1, num_heads, size))
 
         def written(flat: Array) -> Array:

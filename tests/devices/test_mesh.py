@@ -12,6 +12,7 @@ from cases import compiled_for
 from meshes import compare, context, mesh_of
 
 from flax_mha import dot_product_attention, explain_implementation
+from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import FunctionMask
 
@@ -224,6 +225,31 @@ def test_vmap_over_an_axis_that_is_split():
         compare(
             jax.jit(jax.vmap(functools.partial(dot_product_attention, is_causal=True)))(split, split, split), expected
         )
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_steps_of_mapped_sequences_in_shard_map(dtype, kind):
+    """Each sequence as a call of its own, `jax.vmap` inside of `jax.shard_map`; some caches are full, some empty."""
+    rng, length = np.random.default_rng(0), 600
+    shapes = ((8, 1, N, H), (8, 1, K, H), (8, length, K, H), (8, length, K, H))
+    x = [*(jnp.asarray(rng.standard_normal(x), dtype) for x in shapes), jnp.arange(8, dtype=jnp.int32) * 85]
+
+    def step(query, new, key, value, index):
+        output, cache = cached_attention(query, new, new, KVCache(key, value, index))
+        return output, cache.key, cache.index
+
+    def one_by_one(*x):
+        output, key, index = jax.vmap(step)(*(x[:, None] for x in x))
+        return output[:, 0], key[:, 0], index[:, 0]
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(mesh_of(kind, (2, 4)).axis_types[0],))
+    split = [jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))) for x in x]
+    mapped = jax.shard_map(one_by_one, mesh=mesh, in_specs=(jax.P("data"),) * 5, out_specs=jax.P("data"))
+    got, expected = jax.jit(mapped)(*split), step(*x)
+    np.testing.assert_array_equal(got[1], expected[1])
+    np.testing.assert_array_equal(got[2], expected[2])
+    compare(got[0].astype(jnp.float32), expected[0].astype(jnp.float32), 1e-5 if dtype == jnp.float32 else 2**-8)
 
 
 @pytest.mark.parametrize("per_row", [False, True])
