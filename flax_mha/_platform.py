@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -96,6 +96,35 @@ def of_every_axis(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
     """What splits each axis of an array of this rank; a PartitionSpec may leave out the last ones."""
     given = tuple(spec)
     return given + (None,) * (rank - len(given))
+
+
+def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tuple) -> T:
+    """`function(*operands)` of what `jax.vmap` maps over, each device its part where types say how this axis is split.
+
+    Args:
+      function: Returns arrays with this axis first.
+      operands: Pytrees of arrays.
+      is_batched: For each array whether its first axis is the mapped one.
+    """
+    leaves = [x for x, batched in zip(*map(jax.tree.leaves, (operands, is_batched)), strict=True) if batched]
+    shardings = [jax.typeof(x).sharding for x in leaves]
+    first = next((x.spec[0] for x in shardings if not x.mesh.empty and len(x.spec) and x.spec[0] is not None), None)
+    if first is None:
+        return function(*operands)
+    mesh = shardings[0].mesh
+
+    def placed(x: Array, batched: bool) -> Array:
+        _, *others = of_every_axis(jax.typeof(x).sharding.spec, x.ndim)
+        return jax.reshard(x, jax.NamedSharding(mesh, jax.P(first, *others))) if batched else x
+
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=jax.tree.map(lambda batched: jax.P(first) if batched else jax.P(), is_batched),
+        out_specs=jax.P(first),
+        axis_names=frozenset(names_of(first)),
+        check_vma=False,
+    )(*jax.tree.map(placed, operands, is_batched))
 
 
 def readable(x: Array | np.ndarray) -> bool:

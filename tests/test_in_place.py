@@ -86,6 +86,7 @@ def test_outputs(name, one_block, monkeypatch):
         "clean": (query, key, value),
         "NaN in a key": (query, key.at[0, 70, 1, 2].set(jnp.nan), value),
         "infinity in a key": (query, key.at[0, 70, 1, 2].set(jnp.inf), value),
+        "products of one sign": (jnp.abs(query).at[0, 4, 2].set(-jnp.inf), jnp.abs(key), value),
         "queries": (query.at[0, 4, 2, 1].set(jnp.nan).at[1, 0].set(jnp.inf), key, value),
     }
     if name not in ("plain", "logits", "dropout"):  # without a mask, an infinite value is one only in its feature
@@ -182,6 +183,14 @@ def test_one_block_in_bfloat16(monkeypatch):
         assert chosen[-1].whole == dtype
         exact = call(*(x.astype(jnp.float32) for x in (query, key, value)))
         assert_same(jax.tree.map(lambda x: x.astype(jnp.float32), got), exact, 2**-8)
+
+
+def test_a_mapped_axis_of_length_0():
+    query, key, value = (jnp.zeros((0, *x.shape)) for x in arrays(1))
+    call = functools.partial(attend, key_value_seq_lengths=INDEX)
+    output, lse = jax.vmap(call)(query, key, value)
+    assert output.shape == (0, *BATCH, 1, N, HV)
+    assert lse.shape == (0, *BATCH, 1, N)
 
 
 @pytest.mark.parametrize("shared", ["nothing", "query", "keys", "lengths"])

@@ -5,8 +5,9 @@ blocks of keys [B..., S, K, H] in place, a block for all heads, and only from th
 query of the batch entry sees a key. A step of decoding costs what its sequence has written to the cache, not what the
 cache can hold. Where most of the cache has been written, all of it is one block, which spares even the copy of a block.
 
-Looking for keys and values that are not finite would take as long as all the rest. If any product of a query and a key,
-or any output, is not finite, then everything is computed again, as `nonfinite.py` describes.
+Looking for keys and values that are not finite would take as long as all the rest. So this is done only if an output is
+not finite, or a product that may have been lost in it: then everything is computed again, as `nonfinite.py` describes,
+and head by head.
 """
 
 import functools
@@ -25,7 +26,7 @@ from flax_mha._call import accumulation_dtype
 from flax_mha._impl import heads, layout, nonfinite, online_softmax, products
 from flax_mha._impl.nonfinite import Magnitudes
 from flax_mha._impl.scores import ScoreParams, Scores
-from flax_mha._platform import platform, varying_alike, varying_as
+from flax_mha._platform import by_mapped_axis, platform, varying_alike, varying_as
 from flax_mha._tiles import Grid, Scalar, Tile
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
@@ -38,9 +39,9 @@ class Blocks(NamedTuple):
       width: Keys of a block.
       sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
       joint: Whether one matrix product serves all heads, as `products.py` describes.
-      whole: Where most of the keys are seen, all of them are one block, multiplied in this dtype; no scaled query is
-        rounded to it. None: never.
-      most_scores: This block may have so many, of all batch entries and heads.
+      whole: Where most of the keys are seen, and scores are few, all keys are one block, multiplied in this dtype; it
+        was chosen so that no scaled query is rounded. None: never.
+      most_scores: Few means so many, of all batch entries and heads.
     """
 
     height: int
@@ -57,6 +58,7 @@ class Part(NamedTuple):
     Attributes:
       first: The first of them, an index for each batch axis.
       query: Their queries, scaled, in the dtype of the products; like the rest with leading axes for batch and heads.
+      magnitudes: Of queries that are 0 where they were not finite (`nonfinite.py`); None: that was not looked for.
       row: The first of these queries.
       params: What is added to the scores.
       scores: How products become scores.
@@ -64,6 +66,7 @@ class Part(NamedTuple):
 
     first: tuple[Scalar, ...]
     query: Float[Array, "*B K G t H"]
+    magnitudes: Float[Array, "*B K G t"] | None
     row: Scalar
     params: ScoreParams
     scores: Scores
@@ -98,13 +101,17 @@ def _batched(blocks: Blocks, operands: tuple) -> tuple[Float[Array, "*B K G T Hv
 
     @call.def_vmap
     def one_more_axis(size: int, is_batched: tuple, *operands: Any) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        query, *keys_and_values = is_batched[:3]
-        if not all(keys_and_values):  # a batch of them would be copies
-            axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
-            return jax.vmap(functools.partial(_attend, blocks), axes, axis_size=size)(*operands), (True, True)
-        queries, *others = jax.tree.map(lambda x, batched: x if batched else x[None], operands, tuple(is_batched))
-        queries = queries if query else jnp.broadcast_to(queries, (size, *queries.shape[1:]))
-        return _batched(blocks, (queries, *others)), (True, True)
+        def here(*operands: Any) -> tuple[Array, Array]:
+            has_queries, *has_keys_and_values = is_batched[:3]
+            if not (size and all(has_keys_and_values)):  # what all share would have to be copied for each
+                axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
+                in_blocks = functools.partial(_attend, blocks._replace(whole=None))
+                return jax.vmap(in_blocks, axes)(*operands)
+            queries, *others = jax.tree.map(lambda x, batched: x if batched else x[None], operands, tuple(is_batched))
+            queries = queries if has_queries else jnp.broadcast_to(queries, (len(others[0]), *queries.shape[1:]))
+            return _batched(blocks, (queries, *others))
+
+        return by_mapped_axis(here, operands, tuple(is_batched)), (True, True)
 
     return call(*operands)
 
@@ -117,42 +124,46 @@ def _attend(
     params: ScoreParams,
     scores: Scores,
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
-    masked, length = scores.masks_scores(params), key.shape[-3]
-    everything = Part((0,) * (queries.ndim - 4), queries, 0, params, scores)
+    length = key.shape[-3]
+    everything = Part((0,) * (queries.ndim - 4), queries, None, 0, params, scores)
 
-    def in_blocks(blocks: Blocks, careful: bool = False) -> list[Array]:
+    def in_blocks(blocks: Blocks, part: Part) -> list[Array]:
         run = _entries_in_turn if blocks.sequential else _blocks_of_rows
-        return list(run(blocks, everything, key, value, careful))
+        return list(run(blocks, part, key, value))
 
     def in_one_block() -> list[Array]:
         blocks_of_all = Blocks(blocks.height, length, sequential=False, joint=True)
-        part = everything._replace(query=queries.astype(blocks.whole))
-        return list(_blocks_of_rows(blocks_of_all, part, key, value, careful=False))
+        return list(_blocks_of_rows(blocks_of_all, everything._replace(query=queries.astype(blocks.whole)), key, value))
+
+    def again() -> list[Array]:
+        part = everything
+        if scores.masks_scores(params):  # else NaN and infinity propagate by themselves, if no product mixes heads
+            magnitudes = nonfinite.magnitude_of(queries)
+            part = part._replace(query=nonfinite.finite(queries, magnitudes), magnitudes=magnitudes)
+        return in_blocks(blocks._replace(joint=False), part)[:2]
 
     may_be_whole = blocks.whole is not None and math.prod(queries.shape[:-1]) * length <= blocks.most_scores
     if may_be_whole:
         most_seen = _seen(blocks, everything, length).mean() > 0.5
-        output, lse, flag = lax.cond(most_seen, in_one_block, lambda: in_blocks(blocks))
+        output, lse, flag = lax.cond(most_seen, in_one_block, lambda: in_blocks(blocks, everything))
     else:
-        output, lse, flag = in_blocks(blocks)
-    if masked or blocks.joint or may_be_whole:  # else NaN and infinity propagate by themselves
+        output, lse, flag = in_blocks(blocks, everything)
+    if scores.masks_scores(params) or blocks.joint or may_be_whole:
         finite = jnp.isfinite(output).all() & jnp.isfinite(flag).all()
-        by_head = blocks._replace(joint=False)
-        output, lse = lax.cond(finite, lambda: [output, lse], lambda: in_blocks(by_head, careful=masked)[:2])
+        output, lse = lax.cond(finite, lambda: [output, lse], again)
     return output, lse
 
 
 def _entries_in_turn(
-    blocks: Blocks, part: Part, key: Array, value: Array, careful: bool
+    blocks: Blocks, part: Part, key: Array, value: Array
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
     """As `_blocks_of_rows`, a batch entry after the other."""
     batch = part.query.shape[:-4]
 
     def one_entry(i: Int[Array, ""]) -> tuple[Array, Array, Array]:
         place = jnp.unravel_index(i, batch)
-        query, params, scores = _of_entry((part.query, part.params, part.scores), place)
-        own = part._replace(first=place, query=query, params=params, scores=scores)
-        return _blocks_of_rows(blocks, own, key, value, careful)
+        query, magnitudes, params, scores = _of_entry((part.query, part.magnitudes, part.params, part.scores), place)
+        return _blocks_of_rows(blocks, Part(place, query, magnitudes, part.row, params, scores), key, value)
 
     answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
     return tuple(x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in answers)
@@ -170,22 +181,24 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
 
 
 def _blocks_of_rows(
-    blocks: Blocks, part: Part, key: Array, value: Array, careful: bool
+    blocks: Blocks, part: Part, key: Array, value: Array
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
     """Output and log-sum-exp, a block of queries after the other, and `_nonfinite_flag` of all products."""
-    length = part.query.shape[-2]
+    length, axis = part.query.shape[-2], part.query.ndim - 2
     count = -(-length // blocks.height)
 
     def rows(row: Scalar) -> tuple[Array, Array, Array]:
-        query = lax.dynamic_slice_in_dim(part.query, row, blocks.height, part.query.ndim - 2)
-        return _rows(blocks, part._replace(query=query, row=row), key, value, careful)
+        query, magnitudes = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, row, blocks.height, axis), (part.query, part.magnitudes)
+        )
+        return _rows(blocks, part._replace(query=query, magnitudes=magnitudes, row=row), key, value)
 
     if count == 1:
         return rows(0)
     # The last block ends at the last query: it computes some queries of the one before again.
     firsts = np.minimum(np.arange(count) * blocks.height, length - blocks.height)
     output, lse, flag = lax.map(rows, jnp.asarray(firsts, jnp.int32))
-    axis, again = part.query.ndim - 2, count * blocks.height - length
+    again = count * blocks.height - length
 
     def joined(x: Float[Array, "blocks ..."]) -> Float[Array, "..."]:
         return jnp.concatenate([*x[:-1], lax.slice_in_dim(x[-1], again, blocks.height, axis=axis)], axis=axis)
@@ -193,7 +206,7 @@ def _blocks_of_rows(
     return joined(output), joined(lse), flag.sum(0)  # a sum passes NaN on
 
 
-def _rows(blocks: Blocks, part: Part, key: Array, value: Array, careful: bool) -> tuple[Array, Array, Array]:
+def _rows(blocks: Blocks, part: Part, key: Array, value: Array) -> tuple[Array, Array, Array]:
     """The same of one block of queries."""
     axes, dtype = part.query.ndim - 2, accumulation_dtype(part.query.dtype)
 
@@ -202,7 +215,7 @@ def _rows(blocks: Blocks, part: Part, key: Array, value: Array, careful: bool) -
 
     nothing = varying_as(part.query, heads.over_heads(start, (part.query, part.params), axes))
     with_keys = products.with_keys(part.query, part.scores.dot, blocks.joint)
-    step = functools.partial(_step, blocks, part, with_keys, key, value, careful)
+    step = functools.partial(_step, blocks, part, with_keys, key, value)
     begin, end = _visited(blocks, part, key.shape[-3])
     # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
     state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
@@ -215,7 +228,6 @@ def _step(
     with_keys: Callable[[Array], Array],
     key: Array,
     value: Array,
-    careful: bool,
     i: Scalar,
     carry: tuple,
 ) -> tuple:
@@ -224,22 +236,21 @@ def _step(
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
     k, v = (_block(x, part, column, blocks.width) for x in (key, value))
     magnitudes = None
-    if careful:
+    if part.magnitudes is not None:
         k, v, of_keys = nonfinite.finite_keys(k, v)
-        of_keys = layout.vectors_by_head(of_keys, (key.shape[-2], 1))
-        magnitudes = Magnitudes(nonfinite.magnitude_of(part.query), of_keys)
+        magnitudes = Magnitudes(part.magnitudes, layout.vectors_by_head(of_keys, (key.shape[-2], 1)))
 
     def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
-        products, params, scores, magnitudes, (state, flag) = own
+        product, params, scores, magnitudes, (state, flag) = own
         tile = Tile(part.row, column, (blocks.height, blocks.width), scores.offsets, ring=scores.ring)
         marks = None if magnitudes is None else magnitudes.marks_of_keys()
-        s = scores.tile(products, params.cut(tile), tile, scores.mask, marks)
+        s = scores.tile(product, params.cut(tile), tile, scores.mask, marks)
         if length % blocks.width:  # and begins with keys of the one before
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
         row_marks = None if magnitudes is None else magnitudes.marks_of_rows(unmasked=False)
         state, weights = online_softmax.weights(state, s, row_marks, part.query.dtype)
         kept = scores.dropout_multiplier(tile, s.dtype)
-        return state, weights if kept is None else weights * kept, _nonfinite_flag(flag, products, scores)
+        return state, weights if kept is None else weights * kept, _nonfinite_flag(flag, product, scores)
 
     operands = (with_keys(k), part.params, part.scores, magnitudes, carry)
     state, weights, flag = heads.over_heads(one_head, operands, axes)
@@ -268,10 +279,10 @@ def _block(x: Float[Array, "*B S K F"], part: Part, column: Scalar, width: int) 
 
 
 def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], scores: Scores) -> Float[Array, ""]:
-    """A number that is not finite if a product is not, and if this does not make the output NaN anyway.
+    """A number that is not finite if a product is not, and if the output does not show that.
 
-    NaN and infinity make the output NaN. Minus infinity does not: such a score counts as masked. A soft cap or a
-    `score_mod` may return finite scores for all three.
+    NaN and infinity make the output NaN. Minus infinity leaves no trace in it: the weight is 0, although what is not
+    finite in a query or a key should make the output NaN. A soft cap or a `score_mod` may hide all three.
     """
     if scores.soft_cap is None and scores.score_mod is None:
         return jnp.minimum(before, jnp.min(products))

@@ -40,7 +40,7 @@ def weights(
     row_marks: Float[Array, " t"] | None = None,
     dtype: DTypeLike | None = None,
 ) -> tuple[State, Float[Array, "t s"]]:
-    """The state with the scores of more keys, all but their values, and the weights of these values.
+    """The state rescaled for the scores of more keys, whose values its output still lacks, and the values' weights.
 
     Args:
       state: Before them.

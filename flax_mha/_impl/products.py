@@ -5,7 +5,7 @@ for all heads is faster: every query is filled up with zeros to the features of 
 the keys of other heads are 0, and of its outputs only those of its own head are used. That multiplies K times as much,
 but reads every key once, where it is.
 
-In such a product, a key or value that is not finite makes other heads NaN, too.
+In such a product, a key that is not finite makes the products of other heads NaN, too; `decode.py` repairs that.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def with_keys(
 
     def product(pair: tuple[Array, Array]) -> Array:
         query, key = pair
-        return dot(key, query, transpose_b=True)  # in this order XLA does not transpose the keys
+        return dot(key, query, transpose_b=True)  # in the other order XLA would transpose the keys
 
     def by_head(key: Float[Array, "*B s K H"]) -> Float[Array, "*B K G t s"]:
         keys = layout.split_heads(key, (num_heads, 1))
@@ -41,7 +41,7 @@ def with_keys(
         own = jnp.where(_own(num_heads)[..., None], query[..., None, :], 0)
         rows = own.reshape(*batch, -1, num_heads * size)
         products = heads.over_heads(product, (rows, key.reshape(*key.shape[:-2], -1)), len(batch))
-        products = jnp.matrix_transpose(lax.optimization_barrier(products))  # else XLA transposes the keys instead
+        products = jnp.matrix_transpose(lax.optimization_barrier(products))  # else XLA would change the order
         return products.reshape(*query.shape[:-1], -1)
 
     return of_all_heads if joint else by_head

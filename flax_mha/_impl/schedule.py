@@ -60,8 +60,8 @@ MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
 MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
-# One product may serve all heads there (`products.py`), for up to so many rows, if each of a query counts K times; for
-# more where all keys are one block, of so many scores of all heads at most.
+# One product serves all heads there (`products.py`) if K * T * N, which measures its work, is the first at most. All keys
+# may be one block if it is the second at most, and B * T * N * S, which measures its memory, the third.
 MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
 # The same on accelerators, which compute all batch entries together.
 MAX_WIDTH_ACCELERATOR = 4096
@@ -126,7 +126,7 @@ def _dtype_of_one_block(call: Call) -> jnp.dtype | None:
     if dtypes == {accumulation_dtype(operands.query.dtype)}:
         return operands.query.dtype
     # Others would have to be converted, all of them at once. Queries that are scaled by a power of two are not rounded;
-    # weights are, which is seen in the log-sum-exp.
+    # that the scale is a number is so under jit. Weights are rounded, which makes the log-sum-exp less exact.
     exact = operands.scale is None and options.scale > 0 and math.frexp(options.scale)[0] == 0.5
     narrow = dtypes == {jnp.dtype(jnp.bfloat16)} and exact and not options.return_residual
     return jnp.dtype(jnp.bfloat16) if narrow and _may_round(options) and _multiplies_bfloat16() else None

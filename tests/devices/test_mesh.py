@@ -227,6 +227,25 @@ def test_vmap_over_an_axis_that_is_split():
         )
 
 
+@pytest.mark.parametrize("shared", ["nothing", "keys"])
+def test_vmap_of_few_queries_over_an_axis_that_is_split(shared):
+    """They read keys in place, in blocks or all at once."""
+    rng, mesh = np.random.default_rng(0), mesh_of("explicit", (2, 4))
+    query, key = (jnp.asarray(rng.standard_normal((8, 2, n, 4, H)), jnp.float32) for n in (1, 600))
+    lengths = jnp.arange(16, dtype=jnp.int32).reshape(8, 2) * 40
+    axes = (0, None if shared == "keys" else 0, 0)
+    x = (query, key[0] if shared == "keys" else key, lengths)
+
+    def call(query, key, lengths):
+        return dot_product_attention(query, key, key, key_value_seq_lengths=lengths)
+
+    split = [
+        jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))) if axis == 0 else x
+        for x, axis in zip(x, axes, strict=True)
+    ]
+    compare(jax.jit(jax.vmap(call, axes))(*split), jax.vmap(call, axes)(*x))
+
+
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_steps_of_mapped_sequences_in_shard_map(dtype, kind):
