@@ -60,8 +60,8 @@ MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
 MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
-# One product serves all heads there (`products.py`) if K * T * N, which measures its work, is the first at most. All keys
-# may be one block if it is the second at most, and B * T * N * S, which measures its memory, the third.
+# One product serves all heads there (`products.py`) if K * T * N, which measures its work, is the first at most. All
+# keys may be one block if it is the second at most, and B * T * N * S, which measures its memory, the third.
 MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
 # The same on accelerators, which compute all batch entries together.
 MAX_WIDTH_ACCELERATOR = 4096
