@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha import _check
-from flax_mha._cache_write import written
+from flax_mha._cache_write import Kind, written
 from flax_mha._call import Sharding
 from flax_mha._integers import extremes, int32
 from flax_mha._mesh import entries, placed
@@ -213,14 +213,11 @@ class KVCache:
             raise ValueError(f"key and value must have one length, but got {number} and {value.shape[-3]}.")
         room, tokens = self.has_room(number, lengths), self.tokens(number, lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
-        steps = self.counted(number)
-        in_use = steps < added[..., None]
-        places = self.index[..., None] + steps
-        if self.window is not None:
-            in_use, places = in_use & (steps >= added[..., None] - self.length), places % self.length
-        places = jnp.where(in_use, places, self.length)  # there, nothing is written
-        arrays = written(self.key, key, places), written(self.value, value, places), self.index + added
-        return Appended(KVCache(*arrays, window=self.window), tokens, room)
+        kind = Kind(self.window is not None, all_or_none=lengths is None)
+        keys, values = (
+            written(kind, cached, new, self.index, added) for cached, new in ((self.key, key), (self.value, value))
+        )
+        return Appended(KVCache(keys, values, self.index + added, window=self.window), tokens, room)
 
     def truncate(self, index: ArrayLike) -> "KVCache":
         """The cache after its first `index` tokens: later ones are taken back, as speculative decoding needs it.

@@ -65,6 +65,33 @@ def test_a_step_copies_no_cache(case):
     assert analysis.alias_size_in_bytes >= size  # what is donated is written to
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("kind", ["one index", "an index each", "lengths", "ring"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_prompt_copies_no_cache(dtype, kind, mapped):
+    """It is written where it belongs, by mapped calls too; some of it may be converted."""
+    number, window = 100, SLOTS if kind == "ring" else None
+    cache, new, lengths = jax.eval_shape(
+        lambda: (
+            KVCache.create(B, 2 * SLOTS, N, H, dtype, window, per_row=kind in ("an index each", "lengths")),
+            jnp.zeros((B, number, N, H), dtype),
+            jnp.zeros(B, jnp.int32) if kind == "lengths" else None,
+        )
+    )
+    update = KVCache.update
+    if mapped:
+        cache, new, lengths = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), (cache, new, lengths)
+        )
+        update = jax.vmap(update, (0, 0, 0, None if lengths is None else 0))
+    program = jax.jit(update, donate_argnums=0).lower(cache, new, new, lengths).compile()
+    size, size_of_new = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (cache, (new, new)))
+    analysis = program.memory_analysis()
+    copied = 3 if dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12) else 0
+    assert analysis.temp_size_in_bytes <= copied * size_of_new + 2**16
+    assert analysis.alias_size_in_bytes >= size  # what is donated is written to
+
+
 def test_a_hundred_thousand_tokens_in_a_ring():
     """As the same window of keys does without a cache, at the same positions."""
     window, total, kept = 256, 100_000, 64

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from flax_mha import dot_product_attention
-from flax_mha._cache_write import FEW
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import SPARE, KVCache
 
 B, S, K, H = 3, 11, 2, 5
 WINDOW = 4
 RING = WINDOW + 1 + SPARE
+SLOTS = 72
 
 
 def tokens(first, number, batch=(B,), dtype=jnp.float32):
@@ -228,7 +228,7 @@ def test_a_ring_is_full_where_positions_end():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("number", [1, FEW + 1])
+@pytest.mark.parametrize("number", [1, 65])
 def test_without_room_nothing_is_written(number, per_row, dtype):
     """Under jit, and in the sequences alone that have none."""
     length = number + 4
@@ -245,24 +245,98 @@ def test_without_room_nothing_is_written(number, per_row, dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("number", [2, FEW + 1])
+@pytest.mark.parametrize("number", [2, 65])
 def test_what_is_written_has_a_gradient(number, per_row, dtype):
     """And what it replaces has none."""
-    cache = KVCache.create(B, FEW + 7, K, H, dtype, per_row=per_row).update(*tokens(0, 3, dtype=dtype))
+    cache = KVCache.create(B, SLOTS, K, H, dtype, per_row=per_row).update(*tokens(0, 3, dtype=dtype))
 
     @jax.jit
     def gradients(old, new):
         def total(old, new):
             key = KVCache(old, cache.value, cache.index).update(new, new).key
-            return jnp.sum(key.astype(jnp.float32) * jnp.arange(1.0, FEW + 8)[:, None, None][None])
+            return jnp.sum(key.astype(jnp.float32) * jnp.arange(1.0, SLOTS + 1)[:, None, None][None])
 
         return jax.grad(total, argnums=(0, 1))(old, new)
 
     of_old, of_new = gradients(cache.key, tokens(3, number, dtype=dtype)[0])
-    places = np.arange(1.0, FEW + 8)
+    places = np.arange(1.0, SLOTS + 1)
     kept = np.where((places > 3) & (places <= 3 + number), 0, places)
     np.testing.assert_array_equal(of_old, jnp.broadcast_to(kept[:, None, None], of_old.shape).astype(dtype))
     np.testing.assert_array_equal(of_new[0, :, 0, 0], jnp.asarray(places[3 : 3 + number], dtype))
+
+
+def after_update(old, new, index, added, ring):
+    """What one sequence's slots hold, entry by entry."""
+    held = np.array(old)
+    for step in range(added):
+        held[(index + step) % len(held) if ring else index + step] = new[step]
+    return held
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("kind", ["one index", "an index each", "lengths"])
+@pytest.mark.parametrize("ring", [False, True])
+def test_every_slot_after_updates_of_any_size(ring, kind, mapped, dtype):
+    """Those that are not written keep their bits, also where there is no room, or a ring goes on at its first slot."""
+    rng, outer = np.random.default_rng(0), 2 if mapped else 1
+    update = jax.jit(jax.vmap(KVCache.update) if mapped else updated)
+
+    def bits(*shape):
+        return jnp.asarray(rng.integers(0, 2**15, (*shape, K, H)).astype(np.float32) - 2**14, dtype)
+
+    for number in (1, 3, RING - 1, RING, RING + 1, 2 * RING + 3) if ring else (1, 3, RING - 1, RING):
+        batch = (outer, B) if mapped else (B,)
+        old, new = bits(*batch, RING), bits(*batch, number)
+        shape = batch if kind != "one index" else batch[:-1]
+        index = rng.integers(0, 3 * RING, shape) if ring else rng.integers(0, max(3, 3 * RING // number), shape)
+        lengths = rng.integers(0, number + 1, shape) if kind == "lengths" else np.full(shape, number)
+        given = (jnp.asarray(lengths, jnp.int32),) if kind == "lengths" else ()
+        cache = KVCache(old, old, jnp.asarray(index, jnp.int32), WINDOW if ring else None)
+        got = update(cache, new, new, *given)
+        index, lengths = (
+            np.broadcast_to(x.reshape(x.shape + (1,) * (len(batch) - x.ndim)), batch) for x in (index, lengths)
+        )
+        for place in np.ndindex(batch):
+            added = lengths[place] if ring or index[place] + lengths[place] <= RING else 0
+            wanted = after_update(old[place], np.asarray(new[place]), index[place], added, ring)
+            assert np.asarray(got.key[place]).tobytes() == wanted.tobytes(), (number, place, index[place], added)
+        same_bits(got.key, got.value)
+
+
+def test_mapped_updates_of_what_is_shared():
+    """A cache that all share becomes one for each; so do new tokens, and an axis of length 0 stays one."""
+    cache, (key, value) = KVCache.create(B, S, K, H).update(*tokens(0, 2)), tokens(2, 4)
+    keys, values = (jnp.stack([x, 2 * x]) for x in (key, value))
+    for own, new in (((None, 0, 0), (keys, values)), ((0, None, None), (key, value))):
+        given = cache if own[0] is None else jax.tree.map(lambda x: jnp.stack([x, x]), cache)
+        got = jax.vmap(KVCache.update, own)(given, *new)
+        for i in range(2):
+            each = new if own[1] is None else (keys[i], values[i])
+            same_bits(jax.tree.map(lambda x: x[i], got), cache.update(*each))  # noqa: B023
+    none = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), (cache, key, value))
+    assert jax.vmap(KVCache.update)(*none).key.shape == (0, *cache.key.shape)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_mapped_updates_have_gradients(dtype):
+    """The order of `jax.vmap` and `jax.grad` does not matter."""
+    cache, (key, value) = KVCache.create(B, S, K, H, dtype), tokens(0, 4, dtype=dtype)
+    caches = jax.tree.map(lambda x: jnp.stack([x, x + x.dtype.type(3)]), cache)
+
+    def total(old, new, index):
+        held = KVCache(old, old, index).update(new, new).key.astype(jnp.float32)
+        return jnp.sum(held * jnp.arange(1.0, S + 1)[:, None, None][None] ** 2)
+
+    new = jnp.stack([key, value])
+    inside = jax.vmap(jax.grad(total, argnums=(0, 1)))(caches.key, new, caches.index)
+    outside = jax.grad(lambda *x: jax.vmap(total)(*x, caches.index).sum(), argnums=(0, 1))(caches.key, new)
+    same_bits(inside, outside)
+    for i, first in enumerate((0, 3)):
+        places = np.arange(1.0, S + 1) ** 2
+        kept = np.where((places > first**2) & (places <= (first + 4) ** 2), 0, places)
+        np.testing.assert_array_equal(inside[0][i, 1, :, 1, 2], jnp.asarray(kept, dtype))
+        np.testing.assert_array_equal(inside[1][i, 1, :, 1, 2], jnp.asarray(places[first : first + 4], dtype))
 
 
 def test_under_vmap_and_scan():
