@@ -64,6 +64,7 @@ def _written_here(kind: Kind, *arrays: Array) -> Array:
 
 
 def _scattered(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
+    """By a scatter, which accelerators and the compiler's partitioner do well."""
     length, number = cached.shape[-3], new.shape[-3]
     index, added = index[..., None], added[..., None]
     steps = jnp.arange(number, dtype=jnp.int32).reshape((1,) * (index.ndim - 1) + (number,))
@@ -81,7 +82,7 @@ def _scattered(kind: Kind, cached: Array, new: Array, index: Array, added: Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sliced(kind: Kind, *arrays: Array) -> Array:
-    """The same by slices. Its gradient is that of the other."""
+    """By slices, with the gradient of the scatter. `jax.vmap` makes a call with one more batch axis of it."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
