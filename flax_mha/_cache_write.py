@@ -1,7 +1,7 @@
 """How new keys and values are written into a cache: in place where the cache is donated, on every platform.
 
-On a CPU slices are written: XLA's scatter copies there what it writes, and up to jax 0.11 converts all of a bfloat16
-cache to float32 and back.
+On a CPU slices are written: XLA's scatter makes a copy of the new entries there, and up to jax 0.11 converts all of a
+bfloat16 cache to float32 and back.
 """
 
 import functools
@@ -11,7 +11,8 @@ import jax
 import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha._mesh import by_device
 from flax_mha._platform import Target, by_mapped_axis, target_of, varying_alike, varying_as
@@ -21,11 +22,11 @@ _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
 class Kind(NamedTuple):
-    """What is known of new entries while tracing.
+    """How entries are written, known while tracing.
 
     Attributes:
-      ring: Whether the first slot comes after the last; of more entries than slots the last ones stay.
-      all_or_none: Whether each sequence adds all of them, or none because they find no room.
+      ring: After the last slot, writing goes on at the first. Of more entries than slots, the last ones are kept.
+      all_or_none: Each sequence adds all of its T new entries, or none because they find no room.
     """
 
     ring: bool
@@ -42,13 +43,14 @@ def written(
     """A cache with the first `added` of the new entries in the slots from `index` on.
 
     Args:
-      kind: What is known of them.
+      kind: How they are written.
       cached: Keys or values of a cache.
       new: New ones, in the same dtype.
-      index: int32 [B...], or [] for all.
+      index: [B...], or [] for all sequences: the slot of the first entry; in a ring, its position.
       added: Likewise, from 0 to T. Where it is 0 nothing changes, whatever the index.
     """
-    cached, index, added = map(jnp.asarray, (cached, index, added))  # a checkpoint may have been read as NumPy's arrays
+    cached = jnp.asarray(cached)  # a checkpoint may have been read as NumPy's arrays
+    index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
     if not new.size:
         return cached
     axes = "B" if index.ndim else ""
@@ -91,14 +93,15 @@ def _sliced(kind: Kind, *arrays: Array) -> Array:
     @call.def_vmap
     def one_more_axis(size: int, is_batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
         def here(*arrays: Array) -> Array:
+            # A device has a part of the mapped axis only.
             number = next(len(x) for x, batched in zip(arrays, is_batched, strict=True) if batched)
             cached, new, index, added = (
                 x if batched else jnp.broadcast_to(x, (number, *x.shape))
                 for x, batched in zip(arrays, is_batched, strict=True)
             )
             batch = cached.shape[:-3]
-            each = (jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(batch) - x.ndim)), batch) for x in (index, added))
-            return _sliced(kind, cached, new, *each) if number else cached
+            ends = (jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(batch) - x.ndim)), batch) for x in (index, added))
+            return _sliced(kind, cached, new, *ends) if number else cached
 
         return by_mapped_axis(here, arrays, tuple(is_batched)), True
 
@@ -107,85 +110,96 @@ def _sliced(kind: Kind, *arrays: Array) -> Array:
 
 @_sliced.defjvp
 def _sliced_jvp(kind: Kind, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    cached, new, *places = primals
-    _, tangent = jax.jvp(lambda *x: _scattered(kind, *x, *places), (cached, new), tangents[:2])
+    cached, new, *ends = primals
+    _, tangent = jax.jvp(lambda *x: _scattered(kind, *x, *ends), (cached, new), tangents[:2])
     return _sliced(kind, *primals), tangent
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _in_slices(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
     """All sequences at once if all of them write the same slots, else one after the other."""
-    flat, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (cached, new))
-    if _is_one_slice(kind, fresh) and not index.ndim:
-        return _with(kind, flat, fresh, jnp.zeros_like(index), index, added).reshape(cached.shape)
-    index, added = (jnp.broadcast_to(x, cached.shape[:-3]).reshape(-1) for x in (index, added))
+    batch = cached.shape[:-3]  # its axes stay apart: if they became one, XLA would copy some caches into other layouts
+    if _is_one_slice(kind, new) and not index.ndim:
+        return _with_entries(kind, cached, new, (jnp.zeros_like(index),) * len(batch), index, added)
+    index, added = (jnp.broadcast_to(x, batch).reshape(-1) for x in (index, added))
+    new = _bits(new) if _is_converted(cached) else new
 
-    def write(i: Int[Array, ""], flat: Array) -> Array:
-        row, new = i.astype(jnp.int32), lax.dynamic_slice_in_dim(fresh, i, 1)
-        return _with(kind, flat, new, row, *(lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (index, added)))
+    def write(i: Int[Array, ""], cached: Array) -> Array:
+        i = jnp.asarray(i, jnp.int32)
+        place = tuple(x.astype(jnp.int32) for x in jnp.unravel_index(i, batch))
+        own = lax.dynamic_slice(new, _start(place, 0, i), (1,) * len(batch) + new.shape[-3:])
+        first, count = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (index, added))
+        return _with_entries(kind, cached, own, place, first, count)
 
-    return lax.fori_loop(0, flat.shape[0], write, flat).reshape(cached.shape)
+    return lax.fori_loop(0, index.size, write, cached)
 
 
 def _is_one_slice(kind: Kind, new: Array) -> bool:
-    """Whether all new entries of a sequence, or none, go into slots that follow one another."""
-    return kind.all_or_none and (new.shape[1] == 1 or not kind.ring)
+    """Whether the entries of a sequence, if any are added, fill consecutive slots."""
+    return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 
-def _with(
+def _with_entries(
     kind: Kind,
-    cached: Float[Array, "B S K H"],
-    new: Float[Array, "b T K H"],
-    row: Int[Array, ""],
+    cached: Float[Array, "*B S K H"],
+    new: Shaped[Array, "*b T K H"],
+    place: tuple[Array, ...],
     index: Int[Array, ""],
     added: Int[Array, ""],
-) -> Float[Array, "B S K H"]:
-    """The cache with the new entries of the sequences from `row` on."""
-    length, size = cached.shape[1], min(new.shape[1], cached.shape[1])
-    first, nothing = index % length if kind.ring else index, jnp.zeros_like(index)
+) -> Float[Array, "*B S K H"]:
+    """The cache with the new entries, or their bits, of the sequences from this place on."""
+    length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
+    first = index % length if kind.ring else index
     if _is_one_slice(kind, new):
-        return _replaced(cached, new, (row, first, nothing, nothing), added > 0)
-    starts = [jnp.clip(first, 0, length - size), nothing]
-    for start in starts if kind.ring and size < length else starts[:1]:  # in a ring, they may go on at its first slot
-        steps = start + jnp.arange(size, dtype=jnp.int32) - index  # which entry belongs in each slot
-        if kind.ring:  # the last one that does
-            steps = added - 1 - (added - 1 - steps) % length
-        in_use = (steps >= 0) & (steps < added)
-        entries = new.at[:, steps].get(mode="clip")
-        cached = _replaced(cached, entries, (row, start, nothing, nothing), in_use[:, None, None])
+        return _with_slice(cached, new, _start(place, first, first), added > 0)
+    starts = [jnp.clip(first, 0, length - size), jnp.zeros_like(first)]
+    for start in starts if kind.ring and size < length else starts[:1]:  # the rest of a ring's goes to the first slots
+        entry_of_slot = start + jnp.arange(size, dtype=jnp.int32) - index
+        if kind.ring:  # the last one that belongs there
+            entry_of_slot = added - 1 - (added - 1 - entry_of_slot) % length
+        in_use = (entry_of_slot >= 0) & (entry_of_slot < added)
+        entries = new.at[..., entry_of_slot, :, :].get(mode="clip")
+        cached = _with_slice(cached, entries, _start(place, start, start), in_use[:, None, None])
     return cached
 
 
-def _replaced(
-    cached: Float[Array, "B S K H"],
-    entries: Float[Array, "b T K H"],
-    place: tuple[Array, ...],
-    in_use: Bool[Array, "..."],
-) -> Float[Array, "B S K H"]:
-    """The cache with those of these entries at this place that are in use."""
-    place = varying_alike(place)
-    if not (cached.dtype == jnp.bfloat16 and _CONVERTS_BFLOAT16):
-        before = lax.dynamic_slice(cached, place, entries.shape)
-        return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), place)
+def _start(place: tuple[Array, ...], slot: ArrayLike, like: Array) -> tuple[Array, ...]:
+    """Where a slice of the cache begins; its numbers vary over a mesh as `like` does."""
+    zero = jnp.zeros_like(like)
+    return varying_alike((*place, zero + slot, zero, zero))
 
-    # In branches of their own, operations on the bits read and write in place.
+
+def _with_slice(
+    cached: Float[Array, "*B S K H"],
+    entries: Shaped[Array, "*b T K H"],
+    start: tuple[Array, ...],
+    in_use: Bool[Array, "..."],
+) -> Float[Array, "*B S K H"]:
+    """The cache with those of these entries, or of their bits, that are in use."""
+    if not _is_converted(cached):
+        before = lax.dynamic_slice(cached, start, entries.shape)
+        in_use = in_use.reshape((1,) * (cached.ndim - in_use.ndim) + in_use.shape)
+        return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), start)
+
+    # The bits of a cache are read, and written, in place if nothing else is done in that branch of a conditional.
     def read(cached: Array) -> Array:
-        return lax.dynamic_slice(_bits(cached), place, entries.shape)
+        return lax.dynamic_slice(_bits(cached), start, entries.shape)
 
     def write(cached: Array) -> Array:
-        return _floats(lax.dynamic_update_slice(_bits(cached), _bits(entries), place))
+        return lax.bitcast_convert_type(lax.dynamic_update_slice(_bits(cached), _bits(entries), start), jnp.bfloat16)
 
     any_in_use = in_use.any()
     if in_use.ndim:
         nothing = varying_as(cached, jnp.zeros(entries.shape, jnp.uint16))
         before = lax.cond(any_in_use, read, lambda cached: nothing, cached)
-        entries = jnp.where(in_use, entries, _floats(before))
+        in_use = in_use.reshape((1,) * (cached.ndim - in_use.ndim) + in_use.shape)
+        entries = jnp.where(in_use, entries, before)
     return lax.cond(any_in_use, write, lambda cached: cached, cached)
 
 
+def _is_converted(x: Array) -> bool:
+    return x.dtype == jnp.bfloat16 and _CONVERTS_BFLOAT16
+
+
 def _bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint16)
-
-
-def _floats(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return x if x.dtype == jnp.uint16 else lax.bitcast_convert_type(x, jnp.uint16)

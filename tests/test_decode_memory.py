@@ -87,9 +87,30 @@ def test_a_prompt_copies_no_cache(dtype, kind, mapped):
     program = jax.jit(update, donate_argnums=0).lower(cache, new, new, lengths).compile()
     size, size_of_new = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (cache, (new, new)))
     analysis = program.memory_analysis()
-    copied = 3 if dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12) else 0
+    copied = 1 if dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12) else 0
     assert analysis.temp_size_in_bytes <= copied * size_of_new + 2**16
     assert analysis.alias_size_in_bytes >= size  # what is donated is written to
+
+
+@pytest.mark.parametrize("mapped", [0, 1, 2])
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("batch", "heads", "size"), [((2, 2), 1, 8), ((2, 1), 2, 8), ((2, 2), 3, 1)], ids=str)
+def test_several_batch_axes_copy_no_cache(batch, heads, size, dtype, per_row, mapped):
+    """Also if some axes have length 1, for which the compiler likes other layouts."""
+    shape = (*batch, *[2] * mapped)
+    cache, new = jax.eval_shape(
+        lambda: (
+            KVCache.create(shape, SLOTS, heads, size, dtype, per_row=True), jnp.zeros((*shape, 1, heads, size), dtype)
+        )
+    )  # fmt: skip
+    if not per_row:
+        cache = KVCache(cache.key, cache.value, jax.ShapeDtypeStruct(shape[:mapped], jnp.int32))
+    update = KVCache.update
+    for _ in range(mapped):
+        update = jax.vmap(update)
+    analysis = jax.jit(update, donate_argnums=0).lower(cache, new, new).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes <= 2**14
 
 
 def test_a_hundred_thousand_tokens_in_a_ring():

@@ -283,7 +283,9 @@ def test_every_slot_after_updates_of_any_size(ring, kind, mapped, dtype):
     update = jax.jit(jax.vmap(KVCache.update) if mapped else updated)
 
     def bits(*shape):
-        return jnp.asarray(rng.integers(0, 2**15, (*shape, K, H)).astype(np.float32) - 2**14, dtype)
+        """Any at all, so that there are infinite numbers, and NaN of every kind."""
+        size = jnp.dtype(dtype).itemsize
+        return jnp.asarray(rng.integers(0, 256, (*shape, K, H * size), np.uint8).view(dtype))
 
     for number in (1, 3, RING - 1, RING, RING + 1, 2 * RING + 3) if ring else (1, 3, RING - 1, RING):
         batch = (outer, B) if mapped else (B,)
@@ -302,6 +304,21 @@ def test_every_slot_after_updates_of_any_size(ring, kind, mapped, dtype):
             wanted = after_update(old[place], np.asarray(new[place]), index[place], added, ring)
             assert np.asarray(got.key[place]).tobytes() == wanted.tobytes(), (number, place, index[place], added)
         same_bits(got.key, got.value)
+
+
+def test_without_jit():
+    cache = KVCache.create(B, RING, K, H, window=WINDOW, per_row=True)
+    expected = cache.update(*tokens(0, 5), lengths=[5, 0, 2])
+    with jax.disable_jit():
+        same_bits(cache.update(*tokens(0, 5), lengths=[5, 0, 2]), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32, np.int64])
+def test_an_index_in_another_dtype(dtype):
+    cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 3))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        other = KVCache(cache.key, cache.value, jnp.asarray(cache.index, dtype))
+        np.testing.assert_array_equal(updated(other, *tokens(3, 2)).key, cache.update(*tokens(3, 2)).key)
 
 
 def test_mapped_updates_of_what_is_shared():
