@@ -21,6 +21,7 @@ class Table(NamedTuple):
 
 
 SHAPE = {"shape": "batch, length, heads, size"}
+CACHE = {"dtype": "dtype", "kv_heads": "key/value heads"}
 TABLES = {
     "attention": Table("attention-cpu", SHAPE | {"mask": "mask", "pass": "pass"}),
     "attention_memory": Table("attention-cpu", SHAPE | {"mask": "mask", "pass": "pass"}, value="temporaries_mib"),
@@ -38,13 +39,9 @@ TABLES = {
     ),
     "flex": Table("flex-cpu", SHAPE | {"case": "case", "pass": "pass"}),
     "skipping": Table("skipping-cpu", {"implementation": "kind of attention"}, across="length"),
-    "decode_step": Table("decode-cpu", {"kv_heads": "key/value heads", "position": "tokens so far"}, {"what": "step"}),
-    "decode_attention": Table(
-        "decode-cpu", {"kv_heads": "key/value heads", "position": "tokens so far"}, {"what": "attention"}
-    ),
-    "decode_prompt": Table(
-        "decode-cpu", {"kv_heads": "key/value heads", "position": "tokens of the prompt"}, {"what": "prompt"}
-    ),
+    "decode_step": Table("decode-cpu", CACHE | {"position": "tokens so far"}, {"what": "step"}),
+    "decode_attention": Table("decode-cpu", CACHE | {"position": "tokens so far"}, {"what": "attention"}),
+    "decode_prompt": Table("decode-cpu", CACHE | {"position": "tokens of the prompt"}, {"what": "prompt"}),
     "start": Table("start-cpu", {"what": "what", "pass": "pass"}),
     "step": Table("step-cpu", {"implementation": "variant"}, across="batch_size"),
 }

@@ -80,6 +80,14 @@ def gallery():
     return {name for name, x in vars(recipes).items() if inspect.isfunction(x) and x.__module__ == recipes.__name__}
 
 
+def test_the_tables_of_the_performance_page(monkeypatch, tmp_path):
+    """Every table that the page includes can be made from what was measured."""
+    monkeypatch.syspath_prepend(DOCS)
+    importlib.import_module("tables").write(tmp_path)
+    included = re.findall(r"_generated/(\w+)\.md", (DOCS / "performance.md").read_text())
+    assert sorted(included) == sorted(path.stem for path in tmp_path.iterdir())
+
+
 def test_the_gallery_shows_every_recipe(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     pictures, text = importlib.import_module("pictures"), (DOCS / "masks.md").read_text()
