@@ -26,8 +26,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from flax_mha import attention, recipes
-from flax_mha._check import Shape
-from flax_mha._impl import block_mask, heads, layout, schedule, tiling
+from flax_mha.core.validation import Shape
+from flax_mha.impl.shared import block_mask, heads, layout, schedule, tiling
 from flax_mha.masks import CausalMask, LocalMask, Mask, SegmentMask
 
 COLUMNS = {

@@ -10,9 +10,9 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha import _call, _choose
-from flax_mha._call import ScoreMod, Sharding
-from flax_mha._choose import Explanation, Implementation
+from flax_mha.core.call import ScoreMod, Sharding, canonical
+from flax_mha.distributed import dispatch
+from flax_mha.distributed.dispatch import Explanation, Implementation
 from flax_mha.masks import Mask
 
 
@@ -173,7 +173,7 @@ def dot_product_attention(
       Vaswani et al., Attention is all you need, arXiv:1706.03762; Ainslie et al., GQA, arXiv:2305.13245; Dao,
       FlashAttention-2, arXiv:2307.08691.
     """
-    call = _call.canonical(
+    call = canonical(
         query,
         key,
         value,
@@ -198,7 +198,7 @@ def dot_product_attention(
         precision=precision,
         qkv_sharding=qkv_sharding,
     )
-    output, lse = _choose.run(call, implementation)
+    output, lse = dispatch.run(call, implementation)
     return (output, lse) if return_residual else output  # type: ignore[return-value]  # then lse is an array
 
 
@@ -247,7 +247,7 @@ def explain_implementation(
       >>> explanation.chosen, explanation.refusals["blockwise"]
       ('blockwise', [])
     """
-    call = _call.canonical(
+    call = canonical(
         query,
         key,
         value,
@@ -272,4 +272,4 @@ def explain_implementation(
         precision=precision,
         qkv_sharding=qkv_sharding,
     )
-    return _choose.explain(call, implementation)
+    return dispatch.explain(call, implementation)

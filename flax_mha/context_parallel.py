@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha import _check
-from flax_mha._call import Sharding
-from flax_mha._context import Axes, Context, Layout, Strategy, chunk_order, chunks_in_order
-from flax_mha.adapter import attention_fn
+from flax_mha.core import validation
+from flax_mha.core.call import Sharding
+from flax_mha.core.context import Axes, Context, Layout, Strategy, chunk_order, chunks_in_order
 from flax_mha.masks import Mask
+from flax_mha.modules.attention_fn import attention_fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ContextAttention:
     ) -> Array:
         """As `flax_mha.attention_fn`. `qkv_sharding`, which modules pass that split heads, adds to what is known."""
         _check_computes(query, arguments)
-        sharding = self.context.with_sharding(_check.sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
+        sharding = self.context.with_sharding(validation.sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
         return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
 
 

@@ -12,14 +12,15 @@ import jax.numpy as jnp
 from flax.linen.module import merge_param
 from jaxtyping import Array, Float, Int
 
-from flax_mha import _check, _module
-from flax_mha._call import Sharding
-from flax_mha._explained import ExplainedAttention
-from flax_mha._tensor_parallel import boxed, dot_general, parameter_names
-from flax_mha.adapter import attention_fn as default_attention_fn
 from flax_mha.attention import Explanation, Implementation, ScoreMod
-from flax_mha.kv_cache import KVCache
+from flax_mha.cache.kv_cache import KVCache
+from flax_mha.core import validation
+from flax_mha.core.call import Sharding
+from flax_mha.distributed.tensor_parallel import boxed, dot_general, parameter_names
 from flax_mha.masks import Mask
+from flax_mha.modules import shared
+from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
+from flax_mha.modules.explain import ExplainedAttention
 from flax_mha.rope import RoPE
 
 STORED = ("cached_key", "cached_value", "cached_lengths")  # for cross-attention
@@ -141,34 +142,34 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             _warn_of_mask(inputs_v)
         self._check_options(inputs_q.shape[-1])
         has_stored = self.has_variable("cache", "cached_lengths")
-        keys = _module.source_of_keys(self.decode, store_keys, has_stored, inputs_k, inputs_v, lengths)
+        keys = shared.source_of_keys(self.decode, store_keys, has_stored, inputs_k, inputs_v, lengths)
         self_attention = keys == "cache" or (keys == "inputs" and self_attention)
-        sequences = _module.sequence_arguments(segment_ids, lengths, self_attention, self.decode, keys)
+        sequences = shared.sequence_arguments(segment_ids, lengths, self_attention, self.decode, keys)
         dense = self._dense(inputs_q.shape[-1])
         # First the projections, so that features which do not fit the parameters get Flax's own error.
         query = self._query(inputs_q, dense)
         if keys == "stored":
             key, value, used = self._stored()
-            _module.check_stored(mask, score_mod, self.local_window_size)
-            mask = _module.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
+            shared.check_stored(mask, score_mod, self.local_window_size)
+            mask = shared.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
         else:
-            inputs_k, inputs_v = _module.given_or_same(inputs_q, inputs_k, inputs_v)
+            inputs_k, inputs_v = shared.given_or_same(inputs_q, inputs_k, inputs_v)
             key, value = self._keys(inputs_k, inputs_v, dense)
-            _module.check_inputs(inputs_q, inputs_k, inputs_v)
+            shared.check_inputs(inputs_q, inputs_k, inputs_v)
         sinks = None
         if self.sinks:
             init = self._split(nn.initializers.zeros_init(), "sinks")
             sinks = self.param("sinks", init, (self.num_heads,), self.param_dtype)
         variables, cache = self._cache(query, key) if keys == "cache" else ((), None)
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
-        query, key = _module.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
-        extra = _module.extra_arguments(self, bias, sinks, score_mod, qkv_sharding, query)
+        query, key = shared.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
+        extra = shared.extra_arguments(self, bias, sinks, score_mod, qkv_sharding, query)
         arguments = self._flax_arguments(mask, deterministic, dropout_rng)
         if sow_weights:
             arguments["module"] = self
         if cache is not None:
             arguments.pop("mask", None)
-            x, cache = _module.decoded(
+            x, cache = shared.decoded(
                 self.attention_fn,
                 query,
                 key,
@@ -181,14 +182,14 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             )
         else:
             is_causal = is_causal and keys in ("inputs", "cache")  # "cache": this call makes it
-            extra = _module.without_none(sequences | extra | {"is_causal": is_causal or None})
+            extra = shared.without_none(sequences | extra | {"is_causal": is_causal or None})
             x = self.attention_fn(query, key, value, **arguments, **extra)
         out = self._out(x, inputs_q.shape[-1])
         if cache is not None:
             for variable, new in zip(variables, cache.arrays, strict=True):
                 variable.value = new  # now that nothing has raised
         if keys == "to store":
-            for name, x in zip(STORED, (key, value, _module.stored_lengths(sequences, key)), strict=True):
+            for name, x in zip(STORED, (key, value, shared.stored_lengths(sequences, key)), strict=True):
                 self.put_variable("cache", name, x)
         return out
 
@@ -208,10 +209,10 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         jax.eval_shape(call, jax.random.key(0))
         return explained.explanations[0]
 
-    explain = nn.nowrap(_module.explaining(__call__, _explained))
+    explain = nn.nowrap(shared.explaining(__call__, _explained))
 
     def _check_options(self, in_features: int) -> None:
-        _module.check_options(
+        shared.check_options(
             self.num_heads,
             self.num_kv_heads,
             in_features if self.qkv_features is None else self.qkv_features,
@@ -226,7 +227,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             self.rope,
             self.head_axis,
         )
-        _check.flag("per_row", self.per_row)
+        validation.flag("per_row", self.per_row)
 
     def _dense(self, in_features: int) -> Callable[..., nn.DenseGeneral]:
         """Makes the projection to some heads."""
@@ -315,7 +316,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     def _cache(self, query: Array, key: Array) -> tuple[tuple[nn.Variable, ...], KVCache | None]:
         """The cache variables and what they hold; None where this call makes them, from its shapes."""
-        starting, reach = not self.has_variable("cache", "cached_key"), _module.reach(self.local_window_size)
+        starting, reach = not self.has_variable("cache", "cached_key"), shared.reach(self.local_window_size)
         *batch, length, num_heads, size = key.shape
 
         def empty(place: int) -> Array:

@@ -15,14 +15,15 @@ from flax.typing import DotGeneralT, Dtype, Initializer, PrecisionLike, PromoteD
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha import _module, _tensor_parallel
-from flax_mha._call import Sharding
-from flax_mha._explained import ExplainedAttention
-from flax_mha._tensor_parallel import ParameterNames
-from flax_mha.adapter import attention_fn as default_attention_fn
 from flax_mha.attention import Explanation, Implementation, ScoreMod
-from flax_mha.kv_cache import KVCache
+from flax_mha.cache.kv_cache import KVCache
+from flax_mha.core.call import Sharding
+from flax_mha.distributed import tensor_parallel
+from flax_mha.distributed.tensor_parallel import ParameterNames
 from flax_mha.masks import Mask
+from flax_mha.modules import shared
+from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
+from flax_mha.modules.explain import ExplainedAttention
 from flax_mha.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -144,7 +145,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rope: RoPE | None = None,
         head_axis: str | None = None,
     ) -> None:
-        _module.check_options(
+        shared.check_options(
             num_heads,
             num_kv_heads,
             in_features if qkv_features is None else qkv_features,
@@ -159,7 +160,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             rope,
             head_axis,
         )
-        _module.check_rngs(rngs, nnx.Rngs)
+        shared.check_rngs(rngs, nnx.Rngs)
         super().__init__(
             num_heads,
             in_features,
@@ -184,8 +185,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             qkv_promote_dtype=qkv_promote_dtype,
             out_promote_dtype=out_promote_dtype,
             ln_promote_dtype=ln_promote_dtype,
-            qkv_dot_general=qkv_dot_general or (None if qkv_dot_general_cls else _tensor_parallel.dot_general),
-            out_dot_general=out_dot_general or (None if out_dot_general_cls else _tensor_parallel.dot_general),
+            qkv_dot_general=qkv_dot_general or (None if qkv_dot_general_cls else tensor_parallel.dot_general),
+            out_dot_general=out_dot_general or (None if out_dot_general_cls else tensor_parallel.dot_general),
             qkv_dot_general_cls=qkv_dot_general_cls,
             out_dot_general_cls=out_dot_general_cls,
             rngs=rngs,
@@ -214,7 +215,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.head_axis = head_axis
         if head_axis is not None:
-            self._split_parameters(_tensor_parallel.parameter_names(head_axis, num_heads, self.num_kv_heads))
+            self._split_parameters(tensor_parallel.parameter_names(head_axis, num_heads, self.num_kv_heads))
 
     def __call__(
         self,
@@ -280,25 +281,25 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             its index is known, full. Under `jit` a sequence that has no room returns NaN and leaves its cache as it
             was.
         """
-        _module.check_rngs(rngs, nnx.Rngs, nnx.RngStream)
+        shared.check_rngs(rngs, nnx.Rngs, nnx.RngStream)
         decode = self._first_given("decode", decode)
-        projected = qkv_sharding if _tensor_parallel.explicit(inputs_q) else None
-        keys = _module.source_of_keys(decode, store_keys, self.cached_lengths is not None, inputs_k, inputs_v, lengths)
+        projected = qkv_sharding if tensor_parallel.explicit(inputs_q) else None
+        keys = shared.source_of_keys(decode, store_keys, self.cached_lengths is not None, inputs_k, inputs_v, lengths)
         self_attention = keys == "cache" or (keys == "inputs" and (inputs_k is None or inputs_k is inputs_q))
-        sequences = _module.sequence_arguments(segment_ids, lengths, self_attention, decode, keys)
+        sequences = shared.sequence_arguments(segment_ids, lengths, self_attention, decode, keys)
         if keys == "stored":
-            _module.check_inputs(inputs_q, inputs_q, inputs_q)
+            shared.check_inputs(inputs_q, inputs_q, inputs_q)
             query, (key, value, used) = self._query(inputs_q, projected), self._stored()
-            _module.check_stored(mask, score_mod, self.local_window_size)
-            mask = _module.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
+            shared.check_stored(mask, score_mod, self.local_window_size)
+            mask = shared.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
         else:
             inputs_k, inputs_v = self._check_inputs(inputs_q, inputs_k, inputs_v)
             query, (key, value) = self._query(inputs_q, projected), self._keys(inputs_k, inputs_v, projected)
         cache = self._cache() if keys == "cache" else None
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
-        query, key = _module.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
+        query, key = shared.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
         sinks = None if self.sinks is None else self.sinks[...]
-        extra = _module.extra_arguments(self, bias, sinks, score_mod, qkv_sharding, query)
+        extra = shared.extra_arguments(self, bias, sinks, score_mod, qkv_sharding, query)
         flax_arguments: dict[str, Any] = {
             "broadcast_dropout": self.broadcast_dropout,
             "dropout_rate": self.dropout_rate,
@@ -310,7 +311,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if input_positions is not None:
             flax_arguments["input_positions"] = input_positions
         if cache is not None:
-            x, cache = _module.decoded(
+            x, cache = shared.decoded(
                 self.attention_fn,
                 query,
                 key,
@@ -323,13 +324,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )
         else:
             is_causal = is_causal and not decode
-            extra = _module.without_none(sequences | extra)
+            extra = shared.without_none(sequences | extra)
             x = self.attention_fn(query, key, value, mask=mask, is_causal=is_causal, **flax_arguments, **extra)
         out = self.out(x, out_sharding=out_sharding)
         if cache is not None:  # now that nothing has raised
             self._write_cache(cache)
         if keys == "to store":
-            stored = (key, value, _module.stored_lengths(sequences, key))
+            stored = (key, value, shared.stored_lengths(sequences, key))
             self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, stored)
             self.cache_index = None
         return out
@@ -348,7 +349,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         jax.eval_shape(call)
         return explained.explanations[0]
 
-    explain = _module.explaining(__call__, _explained)
+    explain = shared.explaining(__call__, _explained)
 
     def init_cache(
         self,
@@ -378,10 +379,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if len(input_shape) < 2:
             raise ValueError(f"input_shape must be (batch..., length, features), but got {tuple(input_shape)}.")
         *batch, length, _ = input_shape
-        window = _module.reach(self.local_window_size)
+        window = shared.reach(self.local_window_size)
         names: tuple[str | None, ...] | None = None
         if self.head_axis is not None and sharding is None:
-            heads = _tensor_parallel.parameter_names(self.head_axis, self.num_heads, self.num_kv_heads).cache
+            heads = tensor_parallel.parameter_names(self.head_axis, self.num_heads, self.num_kv_heads).cache
             names = (*(None,) * len(batch), *heads)
         cache = KVCache.create(batch, length, self.num_kv_heads, self.head_dim, dtype, window, per_row, sharding)
         self.cached_key, self.cached_value, self.cache_index = map(nnx.Cache, cache.arrays)
@@ -452,7 +453,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
         key, value, index = (variable[...] for variable in (self.cached_key, self.cached_value, self.cache_index))
-        return KVCache.of_window(key, value, index, _module.reach(self.local_window_size))
+        return KVCache.of_window(key, value, index, shared.reach(self.local_window_size))
 
     def _write_cache(self, cache: KVCache) -> None:
         assert self.cached_key is not None
@@ -462,8 +463,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def _check_inputs(self, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None) -> tuple[Array, Array]:
         """Keys and values, by default the queries, if all three fit the module and each other."""
-        inputs_k, inputs_v = _module.given_or_same(inputs_q, inputs_k, inputs_v)
-        _module.check_inputs(inputs_q, inputs_k, inputs_v)
+        inputs_k, inputs_v = shared.given_or_same(inputs_q, inputs_k, inputs_v)
+        shared.check_inputs(inputs_q, inputs_k, inputs_v)
         for name, x, features in (
             ("inputs_q", inputs_q, self.in_features),
             ("inputs_k", inputs_k, self.in_kv_features),
@@ -521,5 +522,5 @@ def _split(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
         raise ValueError(
             f"head_axis must be None where metadata says how parameters are split, but got {metadata['out_sharding']}."
         )
-    eager = None if _tensor_parallel.has_mesh() else False
+    eager = None if tensor_parallel.has_mesh() else False
     return type(variable)(variable[...], eager_sharding=eager, **metadata | {"out_sharding": names})

@@ -5,7 +5,7 @@ A new feature adds lines here, and with them all the checks of test_attention.py
 
 import numpy as np
 
-from flax_mha import _platform
+from flax_mha.core import target
 
 T, S, N, H = 37, 53, 6, 8
 
@@ -124,4 +124,4 @@ DROPOUT_CASES = {
 
 def compiled_for(patch, platform):
     """As on a machine with this accelerator; arrays that exist are on a CPU. `patch` is a pytest.MonkeyPatch."""
-    patch.setattr(_platform, "platform", lambda: platform)
+    patch.setattr(target, "platform", lambda: platform)

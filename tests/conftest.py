@@ -30,8 +30,9 @@ from jaxtyping import install_import_hook
 CHECKED = ("_impl.dense", "_impl.blockwise", "_impl.online_softmax", "_impl.heads", "_tiles")
 install_import_hook([f"flax_mha.{name}" for name in CHECKED], "beartype.beartype")
 
-from flax_mha._impl import schedule, tiling, xla  # noqa: E402
-from flax_mha._impl.tiling import TileShape  # noqa: E402
+from flax_mha.impl import xla
+from flax_mha.impl.shared import schedule, tiling
+from flax_mha.impl.shared.tiling import TileShape  # noqa: E402
 
 # It holds no tests; the tests that use it say that they are skipped.
 collect_ignore = [] if importlib.util.find_spec("transformers") else ["torch_transformers.py"]

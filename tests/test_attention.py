@@ -10,7 +10,7 @@ import pytest
 from cases import CASES, DROPOUT_CASES, Case
 
 from flax_mha import dot_product_attention
-from flax_mha._impl import schedule
+from flax_mha.impl.shared import schedule
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 KEY = jax.random.key(5)

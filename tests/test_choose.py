@@ -10,8 +10,9 @@ from cases import compiled_for
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._impl import cudnn, schedule
 from flax_mha.cached_attention import cached_attention
+from flax_mha.impl import cudnn
+from flax_mha.impl.shared import schedule
 from flax_mha.kv_cache import KVCache
 
 B, T, N, K, H = 2, 256, 4, 2, 64
@@ -341,7 +342,9 @@ def test_where_products_have_16_bits(platform, amx, arguments, tiles, dtype, mon
     sizes = {name: x for name, x in arguments.items() if name != "precision"}
     precision = arguments.get("precision")
     seen = []
-    monkeypatch.setattr("flax_mha._choose.run", lambda call, _: seen.append(call) or (call.operands.query, None))
+    monkeypatch.setattr(
+        "flax_mha.distributed.dispatch.run", lambda call, _: seen.append(call) or (call.operands.query, None)
+    )
     jax.eval_shape(functools.partial(dot_product_attention, precision=precision), *inputs(**sizes))
     assert schedule.product_dtype(seen[0], tiles=tiles) == dtype
     with jax.default_matmul_precision("float32"):

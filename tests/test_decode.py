@@ -10,8 +10,9 @@ import pytest
 from cases import compiled_for
 
 from flax_mha import dot_product_attention
-from flax_mha._impl import cudnn, schedule
 from flax_mha.cached_attention import cached_attention
+from flax_mha.impl import cudnn
+from flax_mha.impl.shared import schedule
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import CausalMask, FunctionMask, SegmentMask
 

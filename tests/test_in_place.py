@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flax_mha import dot_product_attention
-from flax_mha._impl import schedule
+from flax_mha.impl.shared import schedule
 from flax_mha.masks import FunctionMask
 
 N, K, H, HV, S = 4, 2, 6, 5, 149

@@ -11,9 +11,10 @@ import oracle
 import pytest
 
 from flax_mha import dot_product_attention, masks, plot
-from flax_mha._check import Shape
-from flax_mha._impl import heads, layout, xla
-from flax_mha._tiles import Grid
+from flax_mha.core.tile import Grid
+from flax_mha.core.validation import Shape
+from flax_mha.impl import xla
+from flax_mha.impl.shared import heads, layout
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
 B, N, T, S = 2, 6, 48, 64

@@ -11,8 +11,8 @@ from cases import CASES, N, S, T
 from jax.test_util import check_grads
 
 from flax_mha import dot_product_attention
-from flax_mha._impl import schedule
-from flax_mha._impl.tiling import TileShape
+from flax_mha.impl.shared import schedule
+from flax_mha.impl.shared.tiling import TileShape
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 BOTH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -9,9 +9,10 @@ import pytest
 from cases import compiled_for
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_mha import _choose, dot_product_attention, masks, recipes
-from flax_mha._impl.pallas import call, launch
+from flax_mha import dot_product_attention, masks, recipes
 from flax_mha.cached_attention import cached_attention
+from flax_mha.distributed import dispatch
+from flax_mha.impl.pallas import call, launch
 from flax_mha.kv_cache import KVCache
 
 
@@ -310,7 +311,7 @@ def test_gradients_of_a_part_of_the_keys(monkeypatch):
         return made.operands.query, None
 
     with monkeypatch.context() as patch:
-        patch.setattr(_choose, "run", keep)
+        patch.setattr(dispatch, "run", keep)
         for first in (0, 100):
             dot_product_attention(query, key, value, is_causal=True, query_offset=70, key_value_offset=jnp.int32(first))
 

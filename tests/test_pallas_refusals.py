@@ -12,7 +12,7 @@ from jax import export, lax
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 from flax_mha import dot_product_attention, explain_implementation, masks, recipes
-from flax_mha._impl.pallas import steps
+from flax_mha.impl.pallas import steps
 
 B, T, N, H = 2, 256, 2, 32
 

@@ -11,8 +11,9 @@ from jax import export
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._impl import kernel_mask, splash
 from flax_mha.cached_attention import cached_attention
+from flax_mha.impl import splash
+from flax_mha.impl.shared import kernel_mask
 from flax_mha.kv_cache import KVCache
 
 B, T, N, K, H = 2, 256, 2, 1, 32

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_mha import _platform, dot_product_attention, recipes
-from flax_mha._check import Shape
-from flax_mha._impl import block_mask, tiling, xla
-from flax_mha._impl.tiling import TileShape
-from flax_mha._tiles import Tile
+from flax_mha import dot_product_attention, recipes
+from flax_mha.core import target
+from flax_mha.core.tile import Tile
+from flax_mha.core.validation import Shape
+from flax_mha.impl import xla
+from flax_mha.impl.shared import block_mask, tiling
+from flax_mha.impl.shared.tiling import TileShape
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 
 T, S = 100, 140
@@ -104,7 +106,7 @@ def layout_of(**arguments):
     return layouts[0]
 
 
-@pytest.mark.skipif(_platform.platform() != "cpu", reason="on an accelerator all tiles are alike")
+@pytest.mark.skipif(target.platform() != "cpu", reason="on an accelerator all tiles are alike")
 def test_masks_choose_their_tiles():
     ids = jnp.repeat(jnp.arange(16, dtype=jnp.int32), 128)[None]
     assert layout_of()[2:4] == (2048, 512)

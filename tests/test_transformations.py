@@ -13,8 +13,8 @@ from cases import compiled_for
 from jax import export
 
 from flax_mha import dot_product_attention, explain_implementation
-from flax_mha._impl import schedule
 from flax_mha.cached_attention import cached_attention
+from flax_mha.impl.shared import schedule
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import FunctionMask, LengthMask
 

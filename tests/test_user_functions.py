@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from flax_mha import dot_product_attention
-from flax_mha._impl import xla
-from flax_mha._traced_function import trace
+from flax_mha.core.user_function import trace
+from flax_mha.impl import xla
 from flax_mha.masks import FunctionMask
 
 T, N = 24, 2

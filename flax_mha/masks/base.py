@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from flax_mha._check import Shape
-from flax_mha._platform import readable
-from flax_mha._tiles import BoolMatrix, Grid, Tile
-from flax_mha._traced_function import TracedFunction
+from flax_mha.core.target import readable
+from flax_mha.core.tile import BoolMatrix, Grid, Tile
+from flax_mha.core.user_function import TracedFunction
+from flax_mha.core.validation import Shape
 
 
 class Occupancy(NamedTuple):
@@ -229,10 +229,10 @@ class And(_Combined):
     left: Mask
     right: Mask
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return self.left.tile(tile) & self.right.tile(tile)
 
-    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+    def occupancy(self, grid: Grid) -> Occupancy:
         left, right = self.left.occupancy(grid), self.right.occupancy(grid)
         return Occupancy(left.any_visible & right.any_visible, left.all_visible & right.all_visible)
 
@@ -245,10 +245,10 @@ class Or(_Combined):
     left: Mask
     right: Mask
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return self.left.tile(tile) | self.right.tile(tile)
 
-    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+    def occupancy(self, grid: Grid) -> Occupancy:
         left, right = self.left.occupancy(grid), self.right.occupancy(grid)
         return Occupancy(left.any_visible | right.any_visible, left.all_visible | right.all_visible)
 
@@ -260,9 +260,9 @@ class Not(_Combined):
 
     mask: Mask
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return ~self.mask.tile(tile)
 
-    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+    def occupancy(self, grid: Grid) -> Occupancy:
         occupancy = self.mask.occupancy(grid)
         return Occupancy(~occupancy.all_visible, ~occupancy.any_visible)

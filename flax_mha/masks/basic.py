@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from flax_mha import _check
-from flax_mha._check import Shape
-from flax_mha._integers import LARGEST, SMALLEST
-from flax_mha._tiles import Grid, Tile
+from flax_mha.core import validation
+from flax_mha.core.integers import LARGEST, SMALLEST
+from flax_mha.core.tile import Grid, Tile
+from flax_mha.core.validation import Shape
 from flax_mha.masks.base import Mask, Occupancy
 
 
@@ -50,7 +50,7 @@ class LocalMask(Mask):
                 "backwards, so it is positive for keys before the query."
             )
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         ahead, visible = tile.key_positions - tile.query_positions, jnp.ones((1, 1), bool)
         if self.left is not None:
             visible = visible & (ahead >= _int32(-self.left))
@@ -58,7 +58,7 @@ class LocalMask(Mask):
             visible = visible & (ahead <= _int32(self.right))
         return visible
 
-    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+    def occupancy(self, grid: Grid) -> Occupancy:
         (q_first, q_last), (k_first, k_last) = grid.position_bounds(0), grid.position_bounds(1)
         some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
         if self.left is not None:
@@ -99,10 +99,10 @@ class CausalMask(Mask):
                 f"CausalMask(offset) must hold an integer, but got {self.offset!r}; pass an array as query_offset=."
             )
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return LocalMask(None, self.offset).tile(tile)
 
-    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+    def occupancy(self, grid: Grid) -> Occupancy:
         return LocalMask(None, self.offset).occupancy(grid)
 
 
@@ -127,7 +127,7 @@ class LengthMask(Mask):
     key_value_lengths: int | Int[Array, "..."] | None = dataclasses.field(metadata={"axes": "B"})
     query_lengths: int | Int[Array, "..."] | None = dataclasses.field(default=None, metadata={"axes": "B"})
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         visible = jnp.ones((1, 1), bool)
         if self.key_value_lengths is not None:
             visible = visible & (tile.key_positions < self.key_value_lengths)
@@ -135,13 +135,13 @@ class LengthMask(Mask):
             visible = visible & (tile.query_positions < self.query_lengths)
         return visible
 
-    def canonical(self, shape: Shape) -> Mask:  # noqa: D102
+    def canonical(self, shape: Shape) -> Mask:
         return LengthMask(
-            _check.lengths("key_value_lengths", self.key_value_lengths, shape),
-            _check.lengths("query_lengths", self.query_lengths, shape),
+            validation.lengths("key_value_lengths", self.key_value_lengths, shape),
+            validation.lengths("query_lengths", self.query_lengths, shape),
         )
 
-    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+    def occupancy(self, grid: Grid) -> Occupancy:
         some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
         for axis, length in enumerate((self.query_lengths, self.key_value_lengths)):
             if length is not None:
@@ -155,10 +155,10 @@ class LengthMask(Mask):
 class WrittenMask(Mask):
     """Keys at positions from 0 on: a cache that is a ring, or begins before position 0, holds nothing before it."""
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.key_positions >= 0
 
-    def occupancy(self, grid: Grid) -> Occupancy:  # noqa: D102
+    def occupancy(self, grid: Grid) -> Occupancy:
         first, last = grid.position_bounds(1)
         everything = np.ones(grid.counts, bool)
         return Occupancy(everything & (last >= 0), everything & (first >= 0))
@@ -184,15 +184,15 @@ class SegmentMask(Mask):
     query_ids: Int[Array, "... T"] = dataclasses.field(metadata={"axes": "B T"})
     key_value_ids: Int[Array, "... S"] = dataclasses.field(metadata={"axes": "B S"})
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.cut_queries(self.query_ids) == tile.cut_keys(self.key_value_ids)
 
     @property
-    def lengths(self) -> tuple[int, int]:  # noqa: D102
+    def lengths(self) -> tuple[int, int]:
         return (0, *np.shape(self.query_ids))[-1], (0, *np.shape(self.key_value_ids))[-1]
 
-    def canonical(self, shape: Shape) -> Mask:  # noqa: D102
-        return SegmentMask(*_check.segment_mask(self.query_ids, self.key_value_ids, shape))
+    def canonical(self, shape: Shape) -> Mask:
+        return SegmentMask(*validation.segment_mask(self.query_ids, self.key_value_ids, shape))
 
     def occupancy(self, grid: Grid) -> Occupancy:
         """Tiles whose ranges of ids do not overlap are empty, whatever the order of the ids."""
@@ -226,13 +226,13 @@ class ArrayMask(Mask):
 
     visible: Bool[Array, "... T S"] = dataclasses.field(metadata={"axes": "B N T|1 S|1"})
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.cut(self.visible)
 
     @property
-    def lengths(self) -> tuple[int, int]:  # noqa: D102
+    def lengths(self) -> tuple[int, int]:
         queries, keys = (1, 1, *np.shape(self.visible))[-2:]
         return 0 if queries == 1 else queries, 0 if keys == 1 else keys
 
-    def canonical(self, shape: Shape) -> Mask:  # noqa: D102
-        return ArrayMask(_check.array_mask(self.visible, shape))
+    def canonical(self, shape: Shape) -> Mask:
+        return ArrayMask(validation.array_mask(self.visible, shape))

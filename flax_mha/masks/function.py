@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from flax_mha import _check
-from flax_mha._check import Shape
-from flax_mha._platform import readable
-from flax_mha._tiles import BoolMatrix, Grid, Tile
-from flax_mha._traced_function import TracedFunction, trace
+from flax_mha.core import validation
+from flax_mha.core.target import readable
+from flax_mha.core.tile import BoolMatrix, Grid, Tile
+from flax_mha.core.user_function import TracedFunction, trace
+from flax_mha.core.validation import Shape
 from flax_mha.masks.base import CallsFunction, Mask, Occupancy
 
 
@@ -45,8 +45,8 @@ class FunctionMask(Mask):
 
     mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(metadata={"static": True})
 
-    def canonical(self, shape: Shape) -> Mask:  # noqa: D102
-        _check.user_function("mask_mod", self.mask_mod)
+    def canonical(self, shape: Shape) -> Mask:
+        validation.user_function("mask_mod", self.mask_mod)
         signature = dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
         function, captured, _ = trace("mask_mod", self.mask_mod, signature, "bool")
         batch, head = shape.indices(function.uses(0), function.uses(1))

@@ -13,7 +13,7 @@ from contexts import QKV, compare, mesh_of, moved, on_devices, on_one_device
 from jax import lax
 
 import flax_mha
-from flax_mha._impl.pallas import call
+from flax_mha.impl.pallas import call
 
 
 @pytest.fixture(autouse=True)

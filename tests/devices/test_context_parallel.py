@@ -35,10 +35,11 @@ from jax.sharding import AxisType
 
 import flax_mha
 import flax_mha.linen
-from flax_mha import _mesh
-from flax_mha._impl import schedule, xla
-from flax_mha._impl.tiling import TileShape
 from flax_mha.context_parallel import to_zigzag, zigzag_positions
+from flax_mha.distributed import mesh
+from flax_mha.impl import xla
+from flax_mha.impl.shared import schedule
+from flax_mha.impl.shared.tiling import TileShape
 from flax_mha.rope import RoPE
 
 SIZES = (2, 4, 8)
@@ -110,9 +111,9 @@ def test_nothing_is_computed_again_outside_jit():
     functions = [flax_mha.context_parallel("context", "allgather") for _ in range(2)]
     assert functions[0] == functions[1]
     functions[0](**x)
-    before = _mesh._compiled_on_mesh._cache_size()
+    before = mesh._compiled_on_mesh._cache_size()
     functions[1](**x)
-    assert _mesh._compiled_on_mesh._cache_size() == before
+    assert mesh._compiled_on_mesh._cache_size() == before
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,325 @@
+"""`KVCache`: the keys and values of the tokens so far, a value in and a value out."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from flax_mha.cache.write import Kind, written
+from flax_mha.core import validation
+from flax_mha.core.call import Sharding
+from flax_mha.core.integers import extremes, int32
+from flax_mha.core.target import readable
+from flax_mha.distributed.mesh import entries, placed
+
+# How many places more than its window a ring has: so many tokens can be taken back.
+SPARE = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the tokens so far, in Flax's layout, for each sequence of the batch.
+
+    The token at position p stands in slot p. With a `window` the cache is a ring of S slots: the token at position p
+    stands in slot p mod S, where it replaces one that no later query sees. A ring never overflows.
+
+    Attributes:
+      key: [B..., S, K, H].
+      value: [B..., S, K, Hv].
+      index: The number of tokens so far, int32: one for all sequences, or one for each, [B...]. A negative number marks
+        a sequence that has lost tokens; its outputs are NaN.
+      window: None, or how many positions before its own a query sees.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha.cache.kv_cache import KVCache
+      >>> cache = KVCache.create(2, 100, num_kv_heads=4, head_size=16, per_row=True)
+      >>> prompt = jnp.ones((2, 7, 4, 16))
+      >>> cache = cache.update(prompt, prompt, lengths=jnp.array([7, 3]))
+      >>> cache.index
+      Array([7, 3], dtype=int32)
+      >>> cache.truncate(2).take(jnp.array([0, 0, 0])).key.shape
+      (3, 100, 4, 16)
+    """
+
+    key: Float[Array, "*B S K H"]
+    value: Float[Array, "*B S K Hv"]
+    index: Int[Array, "..."]
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        batch: int | Sequence[int],
+        max_length: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: DTypeLike = jnp.float32,
+        window: int | None = None,
+        per_row: bool = False,
+        sharding: Sharding | None = None,
+    ) -> "KVCache":
+        """An empty cache.
+
+        Args:
+          batch: Batch axes.
+          max_length: Tokens that fit.
+          num_kv_heads: K.
+          head_size: H, of keys and of values.
+          dtype: Of keys and values: floating point.
+          window: How many positions before its own a query sees, the `left` of `local_window_size`; None means all.
+            If `max_length` is at least window + 1 + 64, the cache is a ring of so many slots.
+          per_row: Whether each sequence has an index of its own.
+          sharding: How a mesh splits the batch axes and heads of keys and values [B..., S, K, H].
+
+        Raises:
+          ValueError: If an argument is out of its range.
+        """
+        axes = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_size": head_size}
+        for name, size in (*(("batch", size) for size in axes), *sizes.items()):
+            if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < (name != "batch"):
+                raise ValueError(f"{name} must be an int >= {int(name != 'batch')}, but got {size!r}.")
+        _check_floating(dtype)
+        validation.flag("per_row", per_row)
+        if window is not None and (not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 0):
+            raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
+        slots = max_length if window is None else min(max_length, window + 1 + SPARE)
+        shape = (*axes, slots, num_kv_heads, head_size)
+        key, value = (placed(jnp.zeros(shape, dtype), sharding) for _ in range(2))
+        index = placed(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
+        return cls.of_window(key, value, index, window)
+
+    @classmethod
+    def of_window(cls, key: Array, value: Array, index: Array, window: int | None) -> "KVCache":
+        """The cache that these arrays hold, as `create` made it for the window: a ring if it has the slots of one."""
+        is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
+        return cls(key, value, index, window if is_ring else None)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Batch axes."""
+        return self.key.shape[:-3]
+
+    @property
+    def length(self) -> int:
+        """S, the number of slots."""
+        return self.key.shape[-3]
+
+    @property
+    def is_per_row(self) -> bool:
+        """Whether each sequence has an index of its own."""
+        return self.index.ndim > 0
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Key, value and index."""
+        return self.key, self.value, self.index
+
+    def tokens(self, number: int, lengths: ArrayLike | None) -> Int[Array, "..."]:
+        """How many of `number` new tokens are none of the padding, in the shape of the index.
+
+        Raises:
+          ValueError: If `lengths` are not what `update` takes.
+        """
+        if lengths is None:
+            return jnp.full(self.index.shape, number, jnp.int32)
+        if not self.is_per_row and self.batch:
+            raise ValueError(
+                "lengths must be None where all sequences share one index, but got an array; make the cache with "
+                "per_row=True."
+            )
+        lengths = int32("lengths", lengths)
+        if lengths.shape not in ((), self.batch):
+            raise ValueError(f"lengths must be [batch...] = {self.batch}, but got shape {lengths.shape}.")
+        least, most = extremes(lengths)
+        if not 0 <= least <= most <= number:
+            raise ValueError(
+                f"lengths must be from 0 to {number}, the length of the prompt, but got {least} to {most}."
+            )
+        return jnp.broadcast_to(lengths, self.index.shape)
+
+    def has_room(self, number: int = 1, lengths: ArrayLike | None = None) -> Bool[Array, "..."] | bool:
+        """Whether so many more tokens fit: True, or where the index is not known yet an array in its shape.
+
+        Raises:
+          ValueError: If they do not fit, whatever the index or because it is known, or if `lengths` are not what
+            `update` takes.
+        """
+        if self.window is None and lengths is None and isinstance(number, int) and number > self.length:
+            raise ValueError(
+                f"the cache must have room for the new tokens, but they are {number} and it has {self.length} places; "
+                "start one with a greater length."
+            )
+        tokens = self.tokens(number, lengths)
+        end = self.index + tokens
+        fits = (self.index >= 0) & (tokens >= 0) & (tokens <= number)
+        fits = fits & (end >= 0 if self.window is not None else end <= self.length)
+        if not readable(fits):
+            return fits
+        if np.all(fits):
+            return True
+        self._check_complete()
+        raise ValueError(
+            f"the cache must have room for one more token, but all its {self.length} places are taken; start one with "
+            "a greater length."
+            if number == 1
+            else f"the cache must have room for the new tokens, but they end at position {np.max(end)} and it has "
+            f"{self.length} places; start one with a greater length."
+        )
+
+    def update(
+        self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K Hv"], lengths: ArrayLike | None = None
+    ) -> "KVCache":
+        """The cache with T more tokens.
+
+        Args:
+          key: In the dtype of the cache.
+          value: Likewise.
+          lengths: int [B...]: how many of the T tokens are none of the padding, which stands at the end; None means
+            all. Needs an index for each sequence.
+
+        Returns:
+          A new cache. Under `jit`, a sequence that has no room for its tokens keeps what it has.
+
+        Raises:
+          ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is known.
+        """
+        return self.append(key, value, lengths).cache
+
+    def append(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> "Appended":
+        """What `update` returns, and which tokens were added."""
+        key, value = jnp.asarray(key), jnp.asarray(value)
+        for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
+            expected = (*cached.shape[:-3], "T", *cached.shape[-2:])
+            if new.ndim != cached.ndim or new.shape[:-3] != cached.shape[:-3] or new.shape[-2:] != cached.shape[-2:]:
+                shape = f"({', '.join(map(str, expected))})"
+                raise ValueError(
+                    f"Autoregressive cache shape error, expected {name} shape {shape} instead got {new.shape}."
+                )
+            if new.dtype != cached.dtype:
+                raise ValueError(
+                    f"{name} must have the dtype of the cache, {cached.dtype}, but got {new.dtype}; use .astype."
+                )
+        number = key.shape[-3]
+        if value.shape[-3] != number:
+            raise ValueError(f"key and value must have one length, but got {number} and {value.shape[-3]}.")
+        room, tokens = self.has_room(number, lengths), self.tokens(number, lengths)
+        added = tokens if room is True else jnp.where(room, tokens, 0)
+        kind = Kind(self.window is not None, all_or_none=lengths is None)
+        keys, values = (
+            written(kind, cached, new, self.index, added) for cached, new in ((self.key, key), (self.value, value))
+        )
+        return Appended(KVCache(keys, values, self.index + added, window=self.window), tokens, room)
+
+    def truncate(self, index: ArrayLike) -> "KVCache":
+        """The cache after its first `index` tokens: later ones are taken back, as speculative decoding needs it.
+
+        Args:
+          index: int, or [B...] for a cache with an index for each sequence.
+
+        Raises:
+          ValueError: If there are fewer tokens, or if a ring has lost tokens that a query after them sees, and that is
+            known; under `jit` such a sequence is marked by a negative index.
+        """
+        new = int32("index", index)
+        if new.shape not in ((), self.index.shape):
+            raise ValueError(f"index must have the shape {self.index.shape} of the cache's, but got {new.shape}.")
+        new = jnp.broadcast_to(new, self.index.shape)
+        kept = jnp.zeros_like(self.index)
+        if self.window is not None:
+            nothing_lost = (self.index <= self.length) | (new == 0)  # after all is taken back, no query sees any
+            kept = jnp.where(nothing_lost, 0, self.index - self.length + self.window)
+        fine = (new >= kept) & (new <= self.index) & (self.index >= 0)
+        if readable(fine) and not np.all(fine):
+            self._check_complete()
+            raise ValueError(
+                f"index must be from {np.max(kept)}, before which tokens are lost, to {np.min(self.index)}, the number "
+                f"of tokens so far, but got {np.min(new)} to {np.max(new)}."
+            )
+        key = self.key
+        if self.window is not None:
+            # What the slots held before is lost. A query that would see it after taking back more gets NaN.
+            taken_back = self.positions() >= (new[..., None] if self.is_per_row else new)
+            key = jnp.where(taken_back[..., None, None], jnp.asarray(jnp.nan, key.dtype), key)
+        return dataclasses.replace(self, key=key, index=jnp.where(fine, new, jnp.int32(-1)))
+
+    def take(self, rows: ArrayLike) -> "KVCache":
+        """The cache of these sequences: to reorder beams, or to continue one prompt in several ways.
+
+        Args:
+          rows: int [B']: entries of the first batch axis, each as often as wanted. One that is not known and does not
+            exist becomes a sequence of NaN.
+
+        Raises:
+          ValueError: If there is no batch axis, or an entry that is known does not exist.
+        """
+        rows = int32("rows", rows)
+        if not self.batch or rows.ndim != 1:
+            raise ValueError(
+                f"rows must be [B'], entries of a batch axis, but got {rows.shape} for batch {self.batch}."
+            )
+        least, most = extremes(rows)
+        if rows.size and readable(rows) and not 0 <= least <= most < self.batch[0]:
+            raise ValueError(f"rows must be from 0 to {self.batch[0] - 1}, but got {least} to {most}.")
+        rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
+
+        index = entries(self.index, rows, -1) if self.is_per_row else self.index
+        return KVCache(entries(self.key, rows, math.nan), entries(self.value, rows, math.nan), index, self.window)
+
+    def _check_complete(self) -> None:
+        if np.any(np.asarray(self.index) < 0):
+            raise ValueError(
+                "the cache must hold all tokens that a query sees, but a sequence has lost some (its index is "
+                "negative): truncate took back more than the ring has spare slots."
+            )
+
+    def positions(self) -> Int[Array, "*B S"]:
+        """The position of the token in each slot; -1 where there is none."""
+        slots, index = self.counted(self.length), self.index[..., None]
+        if self.window is not None:
+            slots = index - 1 - (index - 1 - slots) % self.length
+        positions = jnp.where((slots >= 0) & (slots < index), slots, -1)
+        return jnp.broadcast_to(positions, (*self.batch, self.length))
+
+    def counted(self, number: int) -> Int[Array, "... n"]:
+        """0, 1, 2, ... with an axis of length 1 for each axis of the index."""
+        return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))
+
+
+class Appended(NamedTuple):
+    """A cache with new tokens.
+
+    Attributes:
+      cache: The cache.
+      tokens: How many of the new tokens of each sequence are none of the padding, in the shape of the index.
+      room: Whether they found room; see `KVCache.has_room`.
+    """
+
+    cache: KVCache
+    tokens: Int[Array, "..."]
+    room: Bool[Array, "..."] | bool
+
+    def checked(self, output: Float[Array, "*B T N Hv"]) -> Float[Array, "*B T N Hv"]:
+        """The output of the new tokens, NaN for a sequence whose tokens found no room: nothing is lost silently."""
+        if self.room is True:
+            return output
+        return jnp.where(jnp.asarray(self.room)[..., None, None, None], output, jnp.nan)
+
+
+def _check_floating(dtype: DTypeLike) -> None:
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"dtype must be floating point, but got {dtype!r}.") from error
+    if dtype is None or not jnp.issubdtype(known, jnp.inexact):
+        raise ValueError(f"dtype must be floating point, but got {dtype and known}.")
+    if known.itemsize < 2:
+        raise ValueError(f"dtype must have 16 bits or more, but got {known}.")

@@ -1,0 +1,205 @@
+"""How new keys and values are written into a cache: in place where the cache is donated, on every platform.
+
+On a CPU slices are written: XLA's scatter makes a copy of the new entries there, and up to jax 0.11 converts all of a
+bfloat16 cache to float32 and back.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.custom_batching
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from flax_mha.core.target import Target, by_mapped_axis, target_of, varying_alike, varying_as
+from flax_mha.distributed.mesh import by_device
+
+# Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it.
+_CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
+
+
+class Kind(NamedTuple):
+    """How entries are written, known while tracing.
+
+    Attributes:
+      ring: After the last slot, writing goes on at the first. Of more entries than slots, the last ones are kept.
+      all_or_none: Each sequence adds all of its T new entries, or none because they find no room.
+    """
+
+    ring: bool
+    all_or_none: bool
+
+
+def written(
+    kind: Kind,
+    cached: Float[Array, "*B S K H"],
+    new: Float[Array, "*B T K H"],
+    index: Int[Array, "..."],
+    added: Int[Array, "..."],
+) -> Float[Array, "*B S K H"]:
+    """A cache with the first `added` of the new entries in the slots from `index` on.
+
+    Args:
+      kind: How they are written.
+      cached: Keys or values of a cache.
+      new: New ones, in the same dtype.
+      index: [B...], or [] for all sequences: the slot of the first entry; in a ring, its position.
+      added: Likewise, from 0 to T. Where it is 0 nothing changes, whatever the index.
+    """
+    cached = jnp.asarray(cached)  # a checkpoint may have been read as NumPy's arrays
+    index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
+    if not new.size:
+        return cached
+    axes = "B" if index.ndim else ""
+    write = functools.partial(_written_here, kind)
+    return by_device(write, cached, "B S K H", (new, "B T K H"), (index, axes), (added, axes))
+
+
+def _written_here(kind: Kind, *arrays: Array) -> Array:
+    arrays = varying_alike(arrays)
+    is_known = all(isinstance(n, int) for x in arrays for n in x.shape)  # else symbols, as in jax.export
+    on_one_cpu = target_of(arrays) == Target("cpu", may_be_split=False)
+    return (_sliced if is_known and on_one_cpu else _scattered)(kind, *arrays)
+
+
+def _scattered(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
+    """By a scatter, which accelerators and the compiler's partitioner do well."""
+    length, number = cached.shape[-3], new.shape[-3]
+    index, added = index[..., None], added[..., None]
+    steps = jnp.arange(number, dtype=jnp.int32).reshape((1,) * (index.ndim - 1) + (number,))
+    places, in_use = index + steps, steps < added
+    if kind.ring:
+        places, in_use = places % length, in_use & (steps >= added - length)
+    places = jnp.where(in_use, places, length)  # there, nothing is written
+    if places.ndim == 1:
+        return cached.at[..., places, :, :].set(new, mode="drop")
+    flat, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (cached, new))
+    rows = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
+    flat = flat.at[rows, places.reshape(-1, places.shape[-1])].set(fresh, mode="drop")
+    return flat.reshape(cached.shape)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _sliced(kind: Kind, *arrays: Array) -> Array:
+    """By slices, with the gradient of the scatter. `jax.vmap` makes a call with one more batch axis of it."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays: Array) -> Array:
+        return _in_slices(kind, *arrays)
+
+    @call.def_vmap
+    def one_more_axis(size: int, is_batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
+        def here(*arrays: Array) -> Array:
+            # A device has a part of the mapped axis only.
+            number = next(len(x) for x, batched in zip(arrays, is_batched, strict=True) if batched)
+            cached, new, index, added = (
+                x if batched else jnp.broadcast_to(x, (number, *x.shape))
+                for x, batched in zip(arrays, is_batched, strict=True)
+            )
+            batch = cached.shape[:-3]
+            ends = (jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(batch) - x.ndim)), batch) for x in (index, added))
+            return _sliced(kind, cached, new, *ends) if number else cached
+
+        return by_mapped_axis(here, arrays, tuple(is_batched)), True
+
+    return call(*arrays)
+
+
+@_sliced.defjvp
+def _sliced_jvp(kind: Kind, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    cached, new, *ends = primals
+    _, tangent = jax.jvp(lambda *x: _scattered(kind, *x, *ends), (cached, new), tangents[:2])
+    return _sliced(kind, *primals), tangent
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _in_slices(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
+    """All sequences at once if all of them write the same slots, else one after the other."""
+    batch = cached.shape[:-3]  # its axes stay apart: if they became one, XLA would copy some caches into other layouts
+    if _is_one_slice(kind, new) and not index.ndim:
+        return _with_entries(kind, cached, new, (jnp.zeros_like(index),) * len(batch), index, added)
+    index, added = (jnp.broadcast_to(x, batch).reshape(-1) for x in (index, added))
+    new = _bits(new) if _is_converted(cached) else new
+
+    def write(i: Int[Array, ""], cached: Array) -> Array:
+        i = jnp.asarray(i, jnp.int32)
+        place = tuple(x.astype(jnp.int32) for x in jnp.unravel_index(i, batch))
+        own = lax.dynamic_slice(new, _start(place, 0, i), (1,) * len(batch) + new.shape[-3:])
+        first, count = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (index, added))
+        return _with_entries(kind, cached, own, place, first, count)
+
+    return lax.fori_loop(0, index.size, write, cached)
+
+
+def _is_one_slice(kind: Kind, new: Array) -> bool:
+    """Whether the entries of a sequence, if any are added, fill consecutive slots."""
+    return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
+
+
+def _with_entries(
+    kind: Kind,
+    cached: Float[Array, "*B S K H"],
+    new: Shaped[Array, "*b T K H"],
+    place: tuple[Array, ...],
+    index: Int[Array, ""],
+    added: Int[Array, ""],
+) -> Float[Array, "*B S K H"]:
+    """The cache with the new entries, or their bits, of the sequences from this place on."""
+    length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
+    first = index % length if kind.ring else index
+    if _is_one_slice(kind, new):
+        return _with_slice(cached, new, _start(place, first, first), added > 0)
+    starts = [jnp.clip(first, 0, length - size), jnp.zeros_like(first)]
+    for start in starts if kind.ring and size < length else starts[:1]:  # the rest of a ring's goes to the first slots
+        entry_of_slot = start + jnp.arange(size, dtype=jnp.int32) - index
+        if kind.ring:  # the last one that belongs there
+            entry_of_slot = added - 1 - (added - 1 - entry_of_slot) % length
+        in_use = (entry_of_slot >= 0) & (entry_of_slot < added)
+        entries = new.at[..., entry_of_slot, :, :].get(mode="clip")
+        cached = _with_slice(cached, entries, _start(place, start, start), in_use[:, None, None])
+    return cached
+
+
+def _start(place: tuple[Array, ...], slot: ArrayLike, like: Array) -> tuple[Array, ...]:
+    """Where a slice of the cache begins; its numbers vary over a mesh as `like` does."""
+    zero = jnp.zeros_like(like)
+    return varying_alike((*place, zero + slot, zero, zero))
+
+
+def _with_slice(
+    cached: Float[Array, "*B S K H"],
+    entries: Shaped[Array, "*b T K H"],
+    start: tuple[Array, ...],
+    in_use: Bool[Array, "..."],
+) -> Float[Array, "*B S K H"]:
+    """The cache with those of these entries, or of their bits, that are in use."""
+    if not _is_converted(cached):
+        before = lax.dynamic_slice(cached, start, entries.shape)
+        in_use = in_use.reshape((1,) * (cached.ndim - in_use.ndim) + in_use.shape)
+        return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), start)
+
+    # The bits of a cache are read, and written, in place if nothing else is done in that branch of a conditional.
+    def read(cached: Array) -> Array:
+        return lax.dynamic_slice(_bits(cached), start, entries.shape)
+
+    def write(cached: Array) -> Array:
+        return lax.bitcast_convert_type(lax.dynamic_update_slice(_bits(cached), _bits(entries), start), jnp.bfloat16)
+
+    any_in_use = in_use.any()
+    if in_use.ndim:
+        nothing = varying_as(cached, jnp.zeros(entries.shape, jnp.uint16))
+        before = lax.cond(any_in_use, read, lambda cached: nothing, cached)
+        in_use = in_use.reshape((1,) * (cached.ndim - in_use.ndim) + in_use.shape)
+        entries = jnp.where(in_use, entries, before)
+    return lax.cond(any_in_use, write, lambda cached: cached, cached)
+
+
+def _is_converted(x: Array) -> bool:
+    return x.dtype == jnp.bfloat16 and _CONVERTS_BFLOAT16
+
+
+def _bits(x: Array) -> Array:
+    return x if x.dtype == jnp.uint16 else lax.bitcast_convert_type(x, jnp.uint16)

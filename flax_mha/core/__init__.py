@@ -1,0 +1,1 @@
+"""One call as a value: its arguments checked, positions, what is known while tracing."""

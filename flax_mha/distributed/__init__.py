@@ -1,0 +1,1 @@
+"""A call split over the devices of a mesh."""

@@ -1,0 +1,164 @@
+"""Tensor parallelism: the heads of a module split over a mesh axis, from the projections to the output's sum.
+
+Each device holds the parameters of its own heads, computes their attention, and the output projection adds up what all
+heads contribute: one sum over the devices. (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import struct
+from flax.core import spmd
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from flax_mha.core.call import Sharding
+from flax_mha.core.target import axes_of_key_heads, names_of, number_of_parts, of_every_axis
+
+Names = tuple[str | None, ...]
+
+
+class ParameterNames(NamedTuple):
+    """For each axis of a parameter the name of what splits it, for Flax's metadata.
+
+    Attributes:
+      query: Of the kernel [features, N, H]; without the first, of its bias.
+      key: Of the kernels of keys and values; nothing splits them if there are fewer heads than devices.
+      out: Of the output's kernel [N, H, features].
+      out_bias: Of its bias [features].
+      sinks: Of the sinks [N].
+      cache: Of cached keys and values, without the batch axes: [S, K, H].
+    """
+
+    query: Names
+    key: Names
+    out: Names
+    out_bias: Names
+    sinks: Names
+    cache: Names
+
+
+def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> ParameterNames:
+    """How `head_axis` splits parameters, on the mesh of the context, if there is one.
+
+    Raises:
+      ValueError: If that mesh has no such axis, or if its size does not fit the heads.
+    """
+    parts = _size(head_axis)
+    if num_heads % parts:
+        raise ValueError(
+            f"head_axis must have a size that divides num_heads, but {head_axis!r} has {parts} devices, for "
+            f"{num_heads} heads; use another mesh axis."
+        )
+    kv_axis = axes_of_key_heads(head_axis, parts, num_kv_heads)
+    return ParameterNames(
+        query=(None, head_axis, None),
+        key=(None, kv_axis, None),
+        out=(head_axis, None, None),
+        out_bias=(None,),
+        sinks=(head_axis,),
+        cache=(None, kv_axis, None),
+    )
+
+
+def check_head_axis(head_axis: Any) -> None:
+    """A name, or None."""
+    if head_axis is not None and not isinstance(head_axis, str):
+        raise ValueError(f"head_axis must be the name of a mesh axis or of a logical axis, but got {head_axis!r}.")
+
+
+def has_mesh() -> bool:
+    """Whether there is a mesh in the context, on which parameters can be placed."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def mesh_axis(head_axis: str) -> Any:
+    """The mesh axis, or axes, of a logical axis, by Flax's rules in the context; other names stand for themselves."""
+    return next((mesh for logical, mesh in spmd.get_logical_axis_rules() if logical == head_axis), head_axis)
+
+
+def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..., Any]:
+    """An initializer for Flax linen that boxes a parameter with the names of its axes."""
+    box = Box if mesh_axis(head_axis) == head_axis else LogicalBox
+    return lambda *arguments: box(init(*arguments), names)
+
+
+class _Unboxing:
+    """Places a parameter once it has its axes: Flax's `DenseGeneral` initializes a flat kernel, and unboxes it."""
+
+    value: Any
+    names: Names
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        placed = apply_constraint and np.ndim(self.value) == len(self.names)
+        if placed and AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            return jax.reshard(self.value, PartitionSpec(*(name and mesh_axis(name) for name in self.names)))
+        return super().unbox(placed)  # type: ignore[misc]
+
+
+@struct.dataclass
+class Box(_Unboxing, nn.Partitioned):
+    """A parameter with the mesh axis of each of its axes."""
+
+
+@struct.dataclass
+class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
+    """A parameter with the logical axis of each of its axes."""
+
+
+def _size(head_axis: str) -> int:
+    """The number of devices along the axis; 1 without a mesh."""
+    axes, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    if not set(names_of(axes)) <= set(mesh.shape):
+        raise ValueError(
+            f"head_axis must name an axis of the mesh {tuple(mesh.axis_names)}, or a logical axis with a rule, but got "
+            f"{head_axis!r}; rules are given by flax.linen.logical_axis_rules."
+        )
+    return number_of_parts(mesh, axes)
+
+
+def attention_sharding(
+    qkv_sharding: Sharding | None, head_axis: str | None, rank: int, names_batch: bool
+) -> Sharding | None:
+    """How the attention's query, of this rank, is split on a mesh with Auto axes, as far as it is known here.
+
+    Args:
+      qkv_sharding: What the caller says.
+      head_axis: Of the module.
+      rank: Of the query.
+      names_batch: Whether the attention function knows by itself what splits the batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if qkv_sharding is not None or head_axis is None or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+        return qkv_sharding
+    named = names_of(mesh_axis(head_axis))
+    # Other mesh axes may split the batch, and it is not known how.
+    alone = names_batch or all(name in named or size == 1 for name, size in mesh.shape.items())
+    return PartitionSpec(*(None,) * (rank - 2), named or None, None) if alone else None
+
+
+def explicit(x: Array) -> bool:
+    """Whether the type of an array says how it is split."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
+    """`jax.lax.dot_general`, whose result is split as its operands are, where their types say how.
+
+    jax does not decide by itself how to split a product that sums over axes which are split.
+    """
+    if options.get("out_sharding") is None and (explicit(lhs) or explicit(rhs)):
+        (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
+        left, right = (of_every_axis(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
+        batch = [left[axis] for axis in lhs_batch]
+        rows = [part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)]
+        columns = [part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)]
+        mesh = jax.typeof(lhs if explicit(lhs) else rhs).sharding.mesh
+        options["out_sharding"] = NamedSharding(mesh, PartitionSpec(*batch, *rows, *columns))
+    return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)

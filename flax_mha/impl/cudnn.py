@@ -1,0 +1,212 @@
+"""NVIDIA's fused attention (cuDNN), through `jax.nn.dot_product_attention`, where it gives our result.
+
+The mask goes in as flags and lengths, never as an array. Rows whose keys are all masked return 0, as everywhere;
+`when_finite.py` ensures that what masked keys hold reaches nothing.
+"""
+
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from flax_mha.core.call import Call, Operands, Options
+from flax_mha.impl.shared import kernel_mask, nonfinite, when_finite
+from flax_mha.impl.shared.kernel_mask import Bounds, Data, KernelMask
+from flax_mha.impl.shared.when_finite import Arrays
+
+DTYPES = (jnp.float16, jnp.bfloat16)
+# To a multiple of this lengths are padded: backward plans fail for odd ones, and answered NaN for odd multiples of 64
+# (pytorch/pytorch#196678).
+SIDE = 128
+
+Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
+
+
+class Device(NamedTuple):
+    """What a kernel is to run on; `capability` is None where it is no NVIDIA GPU."""
+
+    name: str
+    capability: tuple[int, int] | None
+
+
+def device(platform: str) -> Device:
+    """The first device of a platform."""
+    if platform != "gpu":
+        return Device(platform, None)
+    first = jax.devices("gpu")[0]
+    version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(first, "compute_capability", "")))
+    return Device(first.device_kind, (int(version[1]), int(version[2])) if version else None)
+
+
+class Kernel(NamedTuple):
+    """All that a cuDNN plan depends on."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    dtype: DTypeLike
+    scale: float
+    is_causal: bool
+    window: tuple[int, int] | None
+    padded: bool
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        query_lengths: Array | None,
+        key_lengths: Array | None,
+        residual: bool = False,
+    ) -> Any:
+        """The fused attention itself; with `residual` the log-sum-exp too, which has no gradient."""
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            scale=self.scale,
+            is_causal=self.is_causal,
+            query_seq_lengths=query_lengths,
+            key_value_seq_lengths=key_lengths,
+            local_window_size=self.window,
+            implementation="cudnn",
+            return_residual=residual,  # type: ignore[call-overload]
+        )
+
+
+def _kernel(call: Call, mask: KernelMask) -> Kernel:
+    query, key = call.operands.query, call.operands.key
+    (queries, keys), batch = call.operands.lengths, math.prod(query.shape[:-3])
+    rows, columns = (length + -length % SIDE for length in (queries, keys))
+    if mask.right == 0:
+        columns = rows  # its causal masks are square: keys behind the last query are left out, missing ones are padding
+    padded = rows > queries or columns > keys or mask.query_lengths is not None or mask.key_lengths is not None
+    return Kernel(
+        (batch, rows, *query.shape[-2:]),
+        (batch, columns, *key.shape[-2:]),
+        query.dtype,
+        call.options.scale,
+        mask.right == 0,
+        None if mask.left is None else (mask.left, 0),
+        padded,
+    )
+
+
+def refusals(call: Call) -> list[str]:
+    """Why cuDNN cannot compute this call with our result; its plan is tried only if there is no other reason."""
+    mask, here = kernel_mask.kernel_mask(call), device(call.options.target.platform)
+    operands = call.operands
+    head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
+    reasons = kernel_mask.refusals(call, mask)
+    if here.capability is None:
+        reasons.append(f"it runs on NVIDIA GPUs, and this runs on {here.name}")
+    elif here.capability < (8, 0):
+        reasons.append(f"it needs compute capability 8.0, and {here.name} has {'.'.join(map(str, here.capability))}")
+    if operands.query.dtype not in DTYPES:
+        reasons.append(f"it computes float16 and bfloat16, and this is {operands.query.dtype}")
+    largest = 256 if here.capability is not None and here.capability >= (9, 0) else 128
+    if head_size % 8 or head_size > largest:
+        reasons.append(f"the head size must be a multiple of 8 up to {largest}, and is {head_size}")
+    if value_size != head_size:
+        reasons.append(f"the value head size must be that of the keys, {head_size}, and is {value_size}")
+    if 0 in operands.query.shape or 0 in operands.key.shape:
+        reasons.append("an axis is empty")
+    if mask.segments is not None:
+        reasons.append("jax.nn passes it no segments")
+    if mask.right not in (None, 0) or (mask.left is not None and (mask.right is None or mask.left < 0)):
+        reasons.append("a window must end at the query itself: is_causal=True, or (left, 0)")
+    return reasons or failure(_kernel(call, mask))
+
+
+@functools.lru_cache(maxsize=1024)
+def failure(kernel: Kernel) -> list[str]:
+    """What cuDNN says when it has no plan for this, forward and backward; some plans fail only when compiled."""
+    query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
+    key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
+    lengths = jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32) if kernel.padded else None
+
+    def both(query: Array, key: Array, value: Array, lengths: Array | None) -> tuple:
+        output, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, lengths, lengths), query, key, value)
+        return output, pull(output)
+
+    try:
+        jax.jit(both).lower(query, key, key, lengths).compile()
+    except Exception as error:  # whatever it is, it is the reason
+        return [f"cuDNN has no plan for it: {str(error).strip().splitlines()[0]}"]
+    return []
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"]:
+    call = Call(operands, options)
+    mask, axes = kernel_mask.kernel_mask(call), operands.query.ndim - 3
+    kernel, mask = _kernel(call, mask), mask.flat(operands.query.shape[:axes])
+    query, key, value = (kernel_mask.flat(x, axes) for x in (operands.query, operands.key, operands.value))
+    arrays, data = (query, key[:, : kernel.key[1]], value[:, : kernel.key[1]]), mask.data
+    if mask.masks_scores and options.target.may_be_split:
+        output = _careful(kernel, mask, arrays)
+    elif mask.masks_scores:
+        compute = functools.partial(_masked, kernel, mask.bounds)
+        fused = when_finite.Fused(compute, mask.bounds, options._replace(offsets=(0, 0)), head_axis=2)
+        output = when_finite.attention(fused, arrays, data)
+    else:
+        [output] = _padded(kernel, arrays, None)
+    return output.reshape(operands.query.shape)
+
+
+def _masked(kernel: Kernel, bounds: Bounds, arrays: Arrays, data: Data, differentiated: bool) -> tuple[Array, Arrays]:
+    """The output, 0 where a query sees nothing, and what has to be finite."""
+    query, key, value = arrays
+    mask, lengths = KernelMask.of(bounds, data), (query.shape[1], key.shape[1])
+    if kernel_mask.shows_all_rows_something(mask, lengths):
+        output, lse = _padded(kernel, arrays, None, residual=True)
+    else:
+        first, end = kernel_mask.visible_range(mask, query.shape[0], lengths)
+        output, lse = _padded(kernel, arrays, (first, end), residual=True)
+        masked = (end <= first)[:, :, None]
+        output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
+        lse = jnp.where(masked, jnp.zeros_like(lse), lse)
+    # Without gradients a query concerns its own row alone, whose log-sum-exp is much less to read.
+    return output, (query if differentiated else lse, key, value)
+
+
+def _careful(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
+    """The same, whatever the arrays hold: devices that may hold parts of them need not agree on anything for this."""
+    query, key, value = arrays
+    first, end = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
+    key, value, of_keys = nonfinite.finite_keys(key, value)
+    of_queries = nonfinite.magnitude_of(query * kernel.scale)
+    query = nonfinite.finite(query, of_queries)
+    query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
+    [output] = _padded(kernel, (query, key, value), (first, end))
+    sees_bad = kernel_mask.counted(of_keys == jnp.inf, first, end) > 0
+    nonfinite_rows = jnp.repeat(sees_bad, query.shape[2] // key.shape[2], axis=2) | (of_queries == jnp.inf)
+    output = jnp.where(nonfinite_rows[..., None], jnp.full_like(output, jnp.nan), output)
+    return jnp.where((end <= first)[:, :, None, None], jnp.zeros_like(output), output)
+
+
+def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
+    """Output and, with `residual`, log-sum-exp of the arrays, which are padded to the lengths that the kernel takes."""
+    query, key, value = kernel_mask.vmapped_together(*arrays, *jax.tree.leaves(visible))[:3]
+    batch, queries = query.shape[:2]
+    used_queries = used_keys = None
+    if kernel.padded:
+        # The rows that see a key come first, so their number is the query length that cuDNN gets; at least 1.
+        rows, columns = jnp.full(batch, queries, jnp.int32), jnp.full(batch, key.shape[1], jnp.int32)
+        if visible is not None:
+            first, end = visible
+            rows, columns = jnp.sum(first < end, axis=1, dtype=jnp.int32), jnp.max(end, axis=1)
+        used_queries, used_keys = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
+    query = kernel_mask.pad_to(query, 1, kernel.query[1])
+    key, value = (kernel_mask.pad_to(x, 1, kernel.key[1]) for x in (key, value))
+    answer = kernel(query, key, value, used_queries, used_keys, residual)
+    return [x[:, :queries] for x in (answer if residual else [answer])]
+
+
+def cudnn_attention(call: Call) -> tuple[Float[Array, "*B T N Hv"], None]:
+    """The output of all heads; the log-sum-exp stays with cuDNN."""
+    return _attention(*call), None

@@ -1,0 +1,326 @@
+"""Attention of few queries over many keys, as in decoding: keys and values are read where they are.
+
+Elsewhere keys and values are put into the layout of one head, which reads and writes all of them. Here a loop reads
+blocks of keys [B..., S, K, H] in place, a block for all heads, and only from the first to the last block in which a
+query of the batch entry sees a key. A step of decoding costs what its sequence has written to the cache, not what the
+cache can hold. Where most of the cache has been written, all of it is one block, which spares even the copy of a block.
+
+Looking for keys and values that are not finite would take as long as all the rest. So this is done only if an output is
+not finite, or a product that may have been lost in it: then everything is computed again, as `nonfinite.py` describes,
+and head by head.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.custom_batching
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from flax_mha.core.call import accumulation_dtype
+from flax_mha.core.target import by_mapped_axis, platform, varying_alike, varying_as
+from flax_mha.core.tile import Grid, Scalar, Tile
+from flax_mha.impl.shared import block_diagonal, heads, layout, nonfinite, online_softmax
+from flax_mha.impl.shared.nonfinite import Magnitudes
+from flax_mha.impl.shared.scores import ScoreParams, Scores
+from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
+
+
+class Blocks(NamedTuple):
+    """How the scores are cut.
+
+    Attributes:
+      height: Queries of a block.
+      width: Keys of a block.
+      sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
+      joint: Whether one matrix product serves all heads, as `products.py` describes.
+      whole: Where most of the keys are seen, and scores are few, all keys are one block, multiplied in this dtype; it
+        was chosen so that no scaled query is rounded. None: never.
+      most_scores: Few means so many, of all batch entries and heads.
+    """
+
+    height: int
+    width: int
+    sequential: bool
+    joint: bool = False
+    whole: jnp.dtype | None = None
+    most_scores: int = 0
+
+
+class Part(NamedTuple):
+    """Some of the batch entries: all, or one, whose axes have length 1 then.
+
+    Attributes:
+      first: The first of them, an index for each batch axis.
+      query: Their queries, scaled, in the dtype of the products; like the rest with leading axes for batch and heads.
+      magnitudes: Of queries that are 0 where they were not finite (`nonfinite.py`); None: that was not looked for.
+      row: The first of these queries.
+      params: What is added to the scores.
+      scores: How products become scores.
+    """
+
+    first: tuple[Scalar, ...]
+    query: Float[Array, "*B K G t H"]
+    magnitudes: Float[Array, "*B K G t"] | None
+    row: Scalar
+    params: ScoreParams
+    scores: Scores
+
+
+def attend(
+    blocks: Blocks,
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    scale: Float[Array, ""],
+    params: ScoreParams,
+    scores: Scores,
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
+    """Output and log-sum-exp, without gradients."""
+    query, key, value, scale, params, scores = varying_alike((query, key, value, scale, params, scores))
+    groups, dtype = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
+    queries = layout.split_heads(query.astype(dtype) * scale.astype(dtype), groups)
+    output, lse = _batched(blocks, (queries, key, value, params, scores))
+    return layout.to_caller(output, lse, query.dtype)
+
+
+def _batched(blocks: Blocks, operands: tuple) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
+    """`_attend`, of which `jax.vmap` makes a call with one more batch axis.
+
+    Else it would run every choice between two ways both ways, and as many blocks for all as one of them needs.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: Any) -> tuple[Array, Array]:
+        return _attend(blocks, *operands)
+
+    @call.def_vmap
+    def one_more_axis(size: int, is_batched: tuple, *operands: Any) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        def here(*operands: Any) -> tuple[Array, Array]:
+            has_queries, *has_keys_and_values = is_batched[:3]
+            if not (size and all(has_keys_and_values)):  # what all share would have to be copied for each
+                axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
+                in_blocks = functools.partial(_attend, blocks._replace(whole=None))
+                return jax.vmap(in_blocks, axes)(*operands)
+            queries, *others = jax.tree.map(lambda x, batched: x if batched else x[None], operands, tuple(is_batched))
+            queries = queries if has_queries else jnp.broadcast_to(queries, (len(others[0]), *queries.shape[1:]))
+            return _batched(blocks, (queries, *others))
+
+        return by_mapped_axis(here, operands, tuple(is_batched)), (True, True)
+
+    return call(*operands)
+
+
+def _attend(
+    blocks: Blocks,
+    queries: Float[Array, "*B K G T H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    params: ScoreParams,
+    scores: Scores,
+) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
+    length = key.shape[-3]
+    everything = Part((0,) * (queries.ndim - 4), queries, None, 0, params, scores)
+
+    def in_blocks(blocks: Blocks, part: Part) -> list[Array]:
+        run = _entries_in_turn if blocks.sequential else _blocks_of_rows
+        return list(run(blocks, part, key, value))
+
+    def in_one_block() -> list[Array]:
+        blocks_of_all = Blocks(blocks.height, length, sequential=False, joint=True)
+        return list(_blocks_of_rows(blocks_of_all, everything._replace(query=queries.astype(blocks.whole)), key, value))
+
+    def again() -> list[Array]:
+        part = everything
+        if scores.masks_scores(params):  # else NaN and infinity propagate by themselves, if no product mixes heads
+            magnitudes = nonfinite.magnitude_of(queries)
+            part = part._replace(query=nonfinite.finite(queries, magnitudes), magnitudes=magnitudes)
+        return in_blocks(blocks._replace(joint=False), part)[:2]
+
+    may_be_whole = blocks.whole is not None and math.prod(queries.shape[:-1]) * length <= blocks.most_scores
+    if may_be_whole:
+        most_seen = _seen(blocks, everything, length).mean() > 0.5
+        output, lse, flag = lax.cond(most_seen, in_one_block, lambda: in_blocks(blocks, everything))
+    else:
+        output, lse, flag = in_blocks(blocks, everything)
+    if scores.masks_scores(params) or blocks.joint or may_be_whole:
+        finite = jnp.isfinite(output).all() & jnp.isfinite(flag).all()
+        output, lse = lax.cond(finite, lambda: [output, lse], again)
+    return output, lse
+
+
+def _entries_in_turn(
+    blocks: Blocks, part: Part, key: Array, value: Array
+) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
+    """As `_blocks_of_rows`, a batch entry after the other."""
+    batch = part.query.shape[:-4]
+
+    def one_entry(i: Int[Array, ""]) -> tuple[Array, Array, Array]:
+        place = jnp.unravel_index(i, batch)
+        query, magnitudes, params, scores = _of_entry((part.query, part.magnitudes, part.params, part.scores), place)
+        return _blocks_of_rows(blocks, Part(place, query, magnitudes, part.row, params, scores), key, value)
+
+    answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
+    return tuple(x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in answers)
+
+
+def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
+    """What belongs to the batch entry at `place`; its batch axes have length 1."""
+
+    def own(x: Array) -> Array:
+        for axis, i in enumerate(place):
+            x = x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, i, 1, axis)
+        return x
+
+    return jax.tree.map(own, tree)
+
+
+def _blocks_of_rows(
+    blocks: Blocks, part: Part, key: Array, value: Array
+) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
+    """Output and log-sum-exp, a block of queries after the other, and `_nonfinite_flag` of all block_diagonal."""
+    length, axis = part.query.shape[-2], part.query.ndim - 2
+    count = -(-length // blocks.height)
+
+    def rows(row: Scalar) -> tuple[Array, Array, Array]:
+        query, magnitudes = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, row, blocks.height, axis), (part.query, part.magnitudes)
+        )
+        return _rows(blocks, part._replace(query=query, magnitudes=magnitudes, row=row), key, value)
+
+    if count == 1:
+        return rows(0)
+    # The last block ends at the last query: it computes some queries of the one before again.
+    firsts = np.minimum(np.arange(count) * blocks.height, length - blocks.height)
+    output, lse, flag = lax.map(rows, jnp.asarray(firsts, jnp.int32))
+    again = count * blocks.height - length
+
+    def joined(x: Float[Array, "blocks ..."]) -> Float[Array, "..."]:
+        return jnp.concatenate([*x[:-1], lax.slice_in_dim(x[-1], again, blocks.height, axis=axis)], axis=axis)
+
+    return joined(output), joined(lse), flag.sum(0)  # a sum passes NaN on
+
+
+def _rows(blocks: Blocks, part: Part, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """The same of one block of queries."""
+    axes, dtype = part.query.ndim - 2, accumulation_dtype(part.query.dtype)
+
+    def start(own: tuple[Array, ScoreParams]) -> tuple[online_softmax.State, Array]:
+        return online_softmax.start(blocks.height, value.shape[-1], own[1].sink, dtype), jnp.zeros((), dtype)
+
+    nothing = varying_as(part.query, heads.over_heads(start, (part.query, part.params), axes))
+    with_keys = block_diagonal.with_keys(part.query, part.scores.dot, blocks.joint)
+    step = functools.partial(_step, blocks, part, with_keys, key, value)
+    begin, end = _visited(blocks, part, key.shape[-3])
+    # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
+    state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
+    return *heads.over_heads(online_softmax.finish, state, axes), flag
+
+
+def _step(
+    blocks: Blocks,
+    part: Part,
+    with_keys: Callable[[Array], Array],
+    key: Array,
+    value: Array,
+    i: Scalar,
+    carry: tuple,
+) -> tuple:
+    """Takes in block i of the keys."""
+    length, axes = key.shape[-3], part.query.ndim - 2
+    column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
+    k, v = (_block(x, part, column, blocks.width) for x in (key, value))
+    magnitudes = None
+    if part.magnitudes is not None:
+        k, v, of_keys = nonfinite.finite_keys(k, v)
+        magnitudes = Magnitudes(part.magnitudes, layout.vectors_by_head(of_keys, (key.shape[-2], 1)))
+
+    def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
+        product, params, scores, magnitudes, (state, flag) = own
+        tile = Tile(part.row, column, (blocks.height, blocks.width), scores.offsets, ring=scores.ring)
+        marks = None if magnitudes is None else magnitudes.marks_of_keys()
+        s = scores.tile(product, params.cut(tile), tile, scores.mask, marks)
+        if length % blocks.width:  # and begins with keys of the one before
+            s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
+        row_marks = None if magnitudes is None else magnitudes.marks_of_rows(unmasked=False)
+        state, weights = online_softmax.weights(state, s, row_marks, part.query.dtype)
+        kept = scores.dropout_multiplier(tile, s.dtype)
+        return state, weights if kept is None else weights * kept, _nonfinite_flag(flag, product, scores)
+
+    operands = (with_keys(k), part.params, part.scores, magnitudes, carry)
+    state, weights, flag = heads.over_heads(one_head, operands, axes)
+    of_values = block_diagonal.with_values(weights, v, part.scores.dot, blocks.joint)
+    return state._replace(output=state.output + of_values), flag
+
+
+def _block(x: Float[Array, "*B S K F"], part: Part, column: Scalar, width: int) -> Float[Array, "*B s K F"]:
+    """The keys or values of a part from this column on."""
+    batch, (length, num_heads, size), dtype = part.query.shape[:-4], x.shape[-3:], part.query.dtype
+    if width == length and batch == x.shape[:-3]:
+        return x.astype(dtype)
+    start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
+    shape = (*batch, width, num_heads, size)
+
+    def read() -> Array:
+        return lax.dynamic_slice(x, start, shape, allow_negative_indices=False).astype(dtype)
+
+    if x.dtype != jnp.bfloat16 or platform() != "cpu":
+        return read()
+    # XLA's CPU converts an array before it takes a part of it, and would do so with all of it before the loop. Nothing
+    # is moved out of a branch; that this one is always taken, XLA must not know.
+    nothing = varying_as(x, jnp.zeros(shape, dtype))
+    always = lax.optimization_barrier(start[-3]) >= 0
+    return lax.cond(always, read, lambda: nothing)
+
+
+def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], scores: Scores) -> Float[Array, ""]:
+    """A number that is not finite if a product is not, and if the output does not show that.
+
+    NaN and infinity make the output NaN. Minus infinity leaves no trace in it: the weight is 0, although what is not
+    finite in a query or a key should make the output NaN. A soft cap or a `score_mod` may hide all three.
+    """
+    if scores.soft_cap is None and scores.score_mod is None:
+        return jnp.minimum(before, jnp.min(products))
+    return before + jnp.sum(products * 0)
+
+
+def _visited(blocks: Blocks, part: Part, length: int) -> tuple[Scalar, Scalar]:
+    """The first block of keys in which some query may see one, and one past the last."""
+    some = _seen(blocks, part, length)
+    some = some.any(range(some.ndim - 1))
+    before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
+    return before, jnp.where(some.any(), some.size - after, 0)
+
+
+def _seen(blocks: Blocks, part: Part, length: int) -> Bool[Array, "*#B #K #G count"]:
+    """In which blocks of keys some query may see one."""
+    scores, count = part.scores, -(-length // blocks.width)
+    if scores.ring is not None:  # all of it, or what has been written since it was empty
+        newest = jnp.asarray(scores.offsets[1])
+        return jax.vmap(lambda first: first <= newest, out_axes=-1)(
+            jnp.arange(count, dtype=newest.dtype) * blocks.width
+        )
+    mask = _bounds(scores.mask)
+    if mask is None:
+        return jnp.ones((count,), bool)
+
+    def one_head(own: tuple) -> Bool[Array, " count"]:
+        mask, offset_arrays = own
+        query, key = (n if x is None else x for n, x in zip(scores.offset_numbers, offset_arrays, strict=True))
+        grid = Grid((1, count), (blocks.height, blocks.width), (query + part.row, key))
+        return jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
+
+    return heads.over_heads(one_head, (mask, scores.offset_arrays), part.query.ndim - 2)
+
+
+def _bounds(mask: Mask | None) -> Mask | None:
+    """The parts of the mask that bound the visible positions, if there are any."""
+    if isinstance(mask, And):
+        left, right = _bounds(mask.left), _bounds(mask.right)
+        return left if right is None else right if left is None else And(left, right)
+    return mask if isinstance(mask, CausalMask | LocalMask | LengthMask) else None

@@ -1,0 +1,165 @@
+"""`implementation="pallas"`: why it refuses a call, and its kernels with their derivatives.
+
+One set of kernels computes every argument of a call, forward and backward. They have never been timed on a TPU, so they
+run only where they are named.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from flax_mha.core.call import DEFAULT_PRECISION, Call, Operands, Options
+from flax_mha.core.target import reasons_against_kernel
+from flax_mha.impl.pallas import derivatives
+from flax_mha.impl.pallas.cut import reason_against
+from flax_mha.impl.pallas.launch import Machine
+from flax_mha.impl.pallas.prepare import lengthened, prepared
+from flax_mha.impl.pallas.steps import MOST_TILES_OF_AXIS, MOST_WORDS
+from flax_mha.impl.shared import layout
+from flax_mha.impl.shared.tiling import CELL, Tiling
+from flax_mha.masks import CausalMask, Mask
+from flax_mha.masks.base import CallsFunction
+
+OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]
+
+DTYPES = (jnp.float32, jnp.bfloat16)
+LARGEST_HEAD = 256
+HIGHEST = ("highest", "float32", lax.Precision.HIGHEST)
+# Rows and columns of a tile; lengths are padded to multiples of them.
+TILES = (512, 256, 128)
+# The compiler keeps about one tile in fast memory for each equation of a user's function and its derivative. With more
+# equations than this, the tiles of 512 x 512 no longer fit, and with four times as many, those of 256 x 256.
+MOST_EQUATIONS = 32
+# Bytes of fast memory that a kernel may take; None: what the compiler allows.
+MEMORY: int | None = None
+
+
+def pallas_attention(
+    call: Call, result: OutputAndLse | None = None, dtype: jnp.dtype | None = None, interpret: Any = False
+) -> OutputAndLse:
+    """Output and log-sum-exp: `implementation="pallas"`.
+
+    Args:
+      call: The call.
+      result: Output and log-sum-exp over these and other keys, if they are known: see `blockwise.blockwise_head`.
+      dtype: To which query, key and value are rounded for the matrix products; None: not at all. Output and gradients
+        keep the query's.
+      interpret: Whether to run on any machine, slowly; or how, as `jax.experimental.pallas.pallas_call` takes it.
+    """
+    operands, options = call
+    if operands.mask is not None and operands.has_known_offsets:
+        mask = operands.mask.with_occupancy(operands.lengths, options.offsets, CELL)
+        operands = operands._replace(mask=mask)
+    dtype = operands.query.dtype if dtype is None else dtype
+    return _attention(operands, options, Machine(_tiling(call), MEMORY, interpret), dtype, result)
+
+
+def _tiling(call: Call) -> Tiling:
+    lengths, largest = call.operands.lengths, _largest_tile(call)
+    height, width = (_tile(length, largest) for length in lengths)
+    rows, columns = -(-lengths[0] // height), -(-lengths[1] // width)
+    return Tiling(lengths, rows, height, width, 1, 1, columns, width)
+
+
+def _tile(length: int, largest: int) -> int:
+    """The largest tile whose padded length exceeds that of the smallest tile by at most one eighth."""
+    tiles = [tile for tile in TILES if tile <= largest]
+    padded = [length + -length % tile for tile in tiles]
+    return next(tile for tile, total in zip(tiles, padded, strict=True) if 8 * total <= 9 * padded[-1])
+
+
+def _largest_tile(call: Call) -> int:
+    """How large a tile may be next to what the call's functions compute of it."""
+    functions = [] if call.options.score_mod is None else [call.options.score_mod]
+
+    def find(calls: CallsFunction) -> Mask:
+        functions.append(calls.function)
+        return CausalMask()
+
+    if call.operands.mask is not None:
+        call.operands.mask.map_functions(find)
+    count = sum(len(function.jaxpr.eqns) for function in functions)
+    return 512 if count <= MOST_EQUATIONS else 256 if count <= 4 * MOST_EQUATIONS else 128
+
+
+@functools.partial(jax.jit, static_argnames=("options", "machine", "dtype"))
+def _attention(
+    operands: Operands, options: Options, machine: Machine, dtype: jnp.dtype, result: OutputAndLse | None
+) -> OutputAndLse:
+    call, rank = prepared(operands, options, machine.tiling, dtype), operands.query.ndim - 1
+    known = None
+    if result is not None:
+        output, lse = layout.from_caller(*result, operands.groups)
+        padded_rows = machine.tiling.shape[0]
+        output = lengthened(output.astype(operands.query.dtype), rank, padded_rows)
+        known = output, lengthened(lse, rank, padded_rows, -jnp.inf)
+    output, lse = derivatives.attention(call, machine, known)
+    length = operands.lengths[0]
+    return layout.to_caller(output[..., :length, :], lse[..., :length], operands.query.dtype)
+
+
+def refusals(call: Call) -> list[str]:
+    """Why these kernels cannot compute this call."""
+    operands, options = call
+    reasons = [*_reasons_against_machine(call), *_reasons_against_functions(call)]
+    if operands.query.dtype not in DTYPES:
+        reasons.append(f"it computes float32 and bfloat16, and this is {operands.query.dtype}")
+    if max(operands.query.shape[-1], operands.value.shape[-1]) > LARGEST_HEAD:
+        reasons.append(f"head sizes must be up to {LARGEST_HEAD}, or the tiles do not fit next to the matrix unit")
+    if options.ring:
+        reasons.append('caches that are rings are read in place, by "xla"')
+    precision = options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if precision not in DEFAULT_PRECISION and not (precision in HIGHEST and operands.query.dtype == jnp.float32):
+        reasons.append(f"its matrix products have the default precision, or in float32 the highest, not {precision}")
+    if 0 in operands.query.shape or 0 in operands.value.shape or 0 in operands.key.shape:
+        reasons.append("an axis is empty")
+    elif reason := _reason_against_tiles(call):
+        reasons.append(reason)
+    return reasons
+
+
+def _reasons_against_machine(call: Call) -> list[str]:
+    target, reasons = call.options.target, []
+    if target.platform != "tpu":
+        reasons.append(f"it runs on TPUs, and this runs on {target.platform}")
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        reasons.append("its kernels do not compile with jax_enable_x64")
+    return reasons + reasons_against_kernel(target)
+
+
+def _reasons_against_functions(call: Call) -> list[str]:
+    operands, options = call
+    reasons = []
+    if options.score_mod is not None:
+        reasons += reason_against("score_mod", options.score_mod, len(operands.captured))
+
+    def ask(calls: CallsFunction) -> Mask:
+        reasons.extend(reason_against("mask_mod", calls.function, len(calls.captured)))
+        return CausalMask()
+
+    if operands.mask is not None:
+        operands.mask.map_functions(ask)
+    return reasons
+
+
+def _reason_against_tiles(call: Call) -> str | None:
+    """Whether what kernels know of tiles fits in scalar memory, as if no tile were empty."""
+    operands, tiling = call.operands, _tiling(call)
+    (num_heads, groups), batch = operands.groups, math.prod(operands.query.shape[:-3])
+    heads = batch * num_heads * groups
+    has_arrays = bool(jax.tree.leaves((operands.mask, operands.offsets)))
+    lists = [heads if has_arrays else groups]
+    if operands.bias is not None:  # the heads that share a gradient are on one list
+        lists.append(heads // math.prod(operands.bias.shape[:-2]))
+    words = 2 * max(lists) * tiling.rows * tiling.cells + batch * num_heads * tiling.cells
+    if words <= MOST_WORDS and max(tiling.rows, tiling.cells) < MOST_TILES_OF_AXIS:
+        return None
+    return (
+        f"its table of tiles does not fit: scalar memory has room for {MOST_WORDS} words, and {tiling.rows} x "
+        f"{tiling.cells} tiles of {max(lists)} heads take {words}"
+    )

@@ -1,0 +1,78 @@
+"""The running softmax: what was seen so far of a row's keys, in two numbers and an output.
+
+Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867; the output as in FlashAttention,
+arXiv:2205.14135, section 3.1.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from flax_mha.impl.shared.nonfinite import mark_rows
+
+
+class State(NamedTuple):
+    """Per row: the largest score, the sum of exp(score - running_max), and the values weighted by the same."""
+
+    running_max: Float[Array, " t"]
+    running_sum: Float[Array, " t"]
+    output: Float[Array, "t Hv"]
+
+
+def start(rows: int, features: int, sink: Float[Array, ""] | None, dtype: DTypeLike) -> State:
+    """Nothing seen yet but the sink, a score that counts in the sum and has no value."""
+    output = jnp.zeros((rows, features), dtype)
+    if sink is None:
+        return State(jnp.full((rows,), -jnp.inf, dtype), jnp.zeros((rows,), dtype), output)
+    running_max = jnp.full((rows,), sink, dtype)
+    return State(
+        running_max, jnp.where(running_max == -jnp.inf, jnp.zeros_like(running_max), jnp.ones_like(running_max)), output
+    )
+
+
+def weights(
+    state: State,
+    scores: Float[Array, "t s"],
+    row_marks: Float[Array, " t"] | None = None,
+    dtype: DTypeLike | None = None,
+) -> tuple[State, Float[Array, "t s"]]:
+    """The state rescaled for the scores of more keys, whose values its output still lacks, and the values' weights.
+
+    Args:
+      state: Before them.
+      scores: Of the keys.
+      row_marks: NaN for rows that become NaN if they see any of these keys, else 0; None marks none.
+      dtype: Of the weights, whose rounded values count in the sum; None: that of the scores.
+    """
+    largest = jnp.max(scores, axis=1)
+    largest = largest if row_marks is None else mark_rows(largest, row_marks)
+    running_max = lax.max(state.running_max, largest)
+    # What is subtracted is finite: a row that saw nothing has -inf, and -inf - -inf is NaN.
+    shift = lax.max(running_max, lax.full_like(running_max, jnp.finfo(running_max.dtype).min))
+    weights = lax.exp(scores - lax.expand_dims(shift, (1,)))
+    weights = weights if dtype is None else weights.astype(dtype)
+    decay = lax.exp(lax.sub(state.running_max, shift))
+    running_sum = state.running_sum * decay + jnp.sum(weights, axis=1, dtype=running_max.dtype)
+    return State(running_max, running_sum, state.output * lax.expand_dims(decay, (1,))), weights
+
+
+def update(
+    state: State,
+    scores: Float[Array, "t s"],
+    weigh: Callable[[Array], Array],
+    row_marks: Float[Array, " t"] | None = None,
+) -> State:
+    """Takes in more keys: `weights`, and `weigh`, which multiplies weights [t, s] by the keys' values -> [t, Hv]."""
+    state, of_values = weights(state, scores, row_marks)
+    return state._replace(output=state.output + weigh(of_values))
+
+
+def finish(state: State) -> tuple[Float[Array, "t Hv"], Float[Array, " t"]]:
+    """Output and log-sum-exp: 0 and -inf for a row that saw nothing."""
+    total = state.running_sum
+    total = lax.select(lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total)
+    return state.output / lax.expand_dims(total, (1,)), lax.log(total) + state.running_max

@@ -1,0 +1,255 @@
+"""Every measured number, and every choice made from one: which sizes run dense, tile shapes, loops over heads.
+
+None of these choices changes a result but by rounding. The numbers were measured on CPUs; accelerators run all heads
+together in tiles of one shape.
+"""
+
+import functools
+import math
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mha.core.call import DEFAULT_PRECISION, Call, Options, accumulation_dtype
+from flax_mha.core.target import Target, being_traced, is_key, readable
+from flax_mha.impl.decode import Blocks
+from flax_mha.impl.shared import block_mask, heads
+from flax_mha.impl.shared.block_mask import BlockMask
+from flax_mha.impl.shared.layout import mask_by_head
+from flax_mha.impl.shared.tiling import TileShape, Tiling, tiling_of
+from flax_mha.masks import Mask
+
+# Where axes may be looped over, and where XLA makes one kernel of a product, a softmax and a product.
+ON_ONE_CPU, ON_ONE_TPU = Target("cpu", may_be_split=False), Target("tpu", may_be_split=False)
+
+# Up to this many scores of a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
+MAX_SCORES_DENSE = 256 * 256
+
+# Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks
+# that are not known while tracing, and accelerators.
+TILE_SHAPES = (
+    TileShape(512, 512),
+    TileShape(1024, 512, 2),
+    TileShape(2048, 512, 4),
+    TileShape(256, 512),
+    TileShape(128, 128),
+)
+# For masks with arrays besides: a tile may gather what lies apart, at the price of a kernel for every number of runs.
+GATHERING = (TileShape(512, 512, runs=6),)
+
+# The limits below count the scores of one head that are in memory at once: all of them, or those of one tile.
+# Up to this many, XLA's CPU backend compiles product, softmax and product into one fast kernel.
+MAX_SCORES_FUSED = 256 * 256
+# Up to this many, all batch entries and heads are vmapped together on a CPU.
+MAX_SCORES_ALL_HEADS = 128 * 128
+# Up to this many, and this many for all heads of one batch entry, the heads of one entry are vmapped together.
+MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = 512 * 512, 8 * 512 * 512
+
+# On a TPU so many scores run together at most. Those of one tile, float32, then stay in the fast memory of a v5e: with
+# eight times as many, a tile step moves 2.2 GiB instead of 8 x 32 MiB.
+MAX_SCORES_TPU = 64 * 512 * 512
+
+# If a mask differs between heads, the tile shape is chosen by looking at up to this many of them.
+EXAMPLES = 4
+
+# On a CPU keys are read in place for up to so many queries, from so many keys on, unless they are a cache: always then.
+MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
+# Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
+MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
+MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
+# One product serves all heads there (`products.py`) if K * T * N, which measures its work, is the first at most. All
+# keys may be one block if it is the second at most, and B * T * N * S, which measures its memory, the third.
+MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
+# The same on accelerators, which compute all batch entries together.
+MAX_WIDTH_ACCELERATOR = 4096
+
+# What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL scores on XLA uses all cores for its
+# matrix products, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that must be masked cost more.
+PARALLEL, STEP, SERIAL = 128 * 1024, 24 * 1024, 2
+MASKED = 1.15
+
+
+def prefers_dense(call: Call) -> bool:
+    """Whether "xla" is the faster of the two that compute every call."""
+    return not call.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE
+
+
+def fuses_rows(call: Call, scores: int) -> bool:
+    """Whether XLA's CPU makes one kernel of `dense.fused_rows`, that writes no score to memory, and a fast one.
+
+    Args:
+      call: The call.
+      scores: How many there are of one head or tile, many of which are computed together.
+    """
+    operands, options = call
+    plain = options.score_mod is None and operands.dropout_rng is None and not options.return_residual
+    return call.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target == ON_ONE_CPU
+
+
+def blocks_in_place(call: Call) -> Blocks | None:
+    """How to read keys and values in place, or None where they are better put into the layout of one head."""
+    operands, options = call
+    if not call.has_known_sizes or not operands.query.size or not operands.value.size or not operands.key.size:
+        return None
+    if options.score_mod is not None and options.score_mod.has_custom_vjp:
+        return None  # the derivative of what is read in place is that of a dense attention, by a rule for jax.jvp
+    (queries, keys), (num_heads, _) = operands.lengths, operands.groups
+    on_cpu = options.target.platform == "cpu"
+    few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and on_cpu
+    if not few and not options.cached:
+        return None
+    height = min(queries, MAX_HEIGHT_IN_PLACE)
+    if not on_cpu:
+        return Blocks(height, min(keys, MAX_WIDTH_ACCELERATOR), sequential=False)
+    numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
+    width = max(MIN_WIDTH_IN_PLACE, min(MAX_NUMBERS_IN_PLACE // numbers // 64 * 64, MAX_WIDTH_IN_PLACE))
+    width = min(keys, width)
+    masked = operands.mask is not None or operands.bias is not None or options.score_mod is not None
+    if keys % width and not masked:
+        return None  # the last block would have to mask some of its keys
+    if options.target.may_be_split:
+        return Blocks(height, width, sequential=False)
+    joint = num_heads * height * operands.query.shape[-2] <= MAX_JOINT_ROWS
+    return Blocks(height, width, True, joint, _dtype_of_one_block(call), MAX_SCORES_WHOLE)
+
+
+def _dtype_of_one_block(call: Call) -> jnp.dtype | None:
+    """In what dtype keys that are read in place are multiplied if all of them are one block; None: in blocks only."""
+    operands, options = call
+    (queries, _), (num_heads, _) = operands.lengths, operands.groups
+    if queries > MAX_HEIGHT_IN_PLACE or queries * operands.query.shape[-2] * num_heads > MAX_JOINT_ROWS_WHOLE:
+        return None
+    dtypes = {x.dtype for x in (operands.query, operands.key, operands.value)}
+    if dtypes == {accumulation_dtype(operands.query.dtype)}:
+        return operands.query.dtype
+    # Others would have to be converted, all of them at once. Queries that are scaled by a power of two are not rounded;
+    # that the scale is a number is so under jit. Weights are rounded, which makes the log-sum-exp less exact.
+    exact = operands.scale is None and options.scale > 0 and math.frexp(options.scale)[0] == 0.5
+    narrow = dtypes == {jnp.dtype(jnp.bfloat16)} and exact and not options.return_residual
+    return jnp.dtype(jnp.bfloat16) if narrow and _may_round(options) and _multiplies_bfloat16() else None
+
+
+def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
+    """In what dtype query, key, value and weights enter matrix products, whose sums are float32 at least.
+
+    In their own, 16 bits wide, where that is faster: on accelerators, and in large tiles on CPUs with a matrix unit for
+    bfloat16 (AMX). Other CPUs, and whoever asks for more precision than the default, get `accumulation_dtype`.
+
+    Args:
+      call: The call.
+      tiles: Whether it is computed tile by tile.
+    """
+    operands, options = call
+    dtype, wide = operands.query.dtype, accumulation_dtype(operands.query.dtype)
+    if dtype.itemsize > 2 or not _may_round(options):
+        return wide
+    if options.target.platform != "cpu":
+        # Gradients of float16 must not be rounded to it before the scale makes them smaller: they would overflow.
+        scales_first = not tiles or operands.scale is not None
+        return wide if dtype == jnp.float16 and scales_first else dtype
+    # XLA fails when such a program runs with odd sizes and one head: "DotThunk ... BF16 x BF16 = F32".
+    whole_tiles = call.has_known_sizes and not any(length % 128 for length in operands.lengths)
+    several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
+    plain = whole_tiles and several_heads and not options.target.may_be_split
+    return dtype if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in _cpu_features() else wide
+
+
+def _may_round(options: Options) -> bool:
+    """Whether operands of matrix products may be rounded to the dtype of query, key and value."""
+    precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+    return all(precision in DEFAULT_PRECISION for precision in precisions)
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for products of bfloat16."""
+    return bool({"amx_bf16", "avx512_bf16"} & _cpu_features())
+
+
+@functools.cache
+def _cpu_features() -> frozenset[str]:
+    """What Linux says of the CPU; nothing elsewhere."""
+    info = pathlib.Path("/proc/cpuinfo")
+    return frozenset(info.read_text().split()) if info.exists() else frozenset()
+
+
+def sequential_axes(call: Call, scores: int) -> int | None:
+    """How many of the leading axes [B..., K, G] to loop over, given the number of scores of one head in memory at once.
+
+    On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. None on
+    accelerators, where arrays may be split, and for symbolic sizes: then no axis may be looped over.
+    """
+    if call.options.target != ON_ONE_CPU or not call.has_known_sizes:
+        return None  # an accelerator runs all heads together, and a mesh may split them
+    axes, num_heads = call.operands.query.ndim - 1, call.operands.query.shape[-2]
+    if scores <= MAX_SCORES_ALL_HEADS:
+        return 0
+    together = scores <= MAX_SCORES_ONE_ENTRY and num_heads * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
+    return axes - 2 if together else axes
+
+
+def heads_together(call: Call, scores: int) -> int | None:
+    """How many heads run together at most, given the number of scores of one head in memory at once; None: all."""
+    if call.options.target != ON_ONE_TPU or not call.has_known_sizes:
+        return None
+    return max(MAX_SCORES_TPU // max(scores, 1), 1)
+
+
+def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
+    """The fastest tiling, and its block mask [B..., K | 1, G | 1] if the mask holds arrays and all are concrete.
+
+    Otherwise the block mask is None: the caller computes it (`xla._block_mask`), at trace time or in the program.
+    """
+    operands, options = call
+    lengths, axes = operands.lengths, operands.query.ndim - 1
+    arrays = jax.tree.leaves(operands.mask)
+    known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
+    if not operands.has_known_offsets or not known:
+        return tiling_of(lengths, TILE_SHAPES[0]), None
+    shapes, gathering = (TILE_SHAPES, GATHERING) if options.target.platform == "cpu" else (TILE_SHAPES[:1], ())
+    if not arrays or operands.mask is None:
+        return _cheapest_of_one(lengths, operands.mask, options.offsets, shapes), None
+    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
+    mask = mask_by_head(concrete, axes - 2, operands.groups)
+    head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
+    masks = [heads.one_of(mask, place) for place in np.ndindex(head_axes)]
+    examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
+    tiling = cheapest(lengths, examples, options.offsets, (*shapes, *gathering))
+    blocks = block_mask.static_block_mask(tiling, masks, options.offsets)
+    return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
+
+
+def cheapest(
+    lengths: tuple[int, int], masks: Sequence[Mask | None], offsets: tuple[int, int], shapes: Sequence[TileShape]
+) -> Tiling:
+    """The tiling with the least to compute for the masks of some heads, which are known while tracing."""
+    with jax.ensure_compile_time_eval():
+        return min(
+            (tiling_of(lengths, shape, fine=True) for shape in shapes),
+            key=lambda candidate: sum(_cost(candidate, mask, offsets) for mask in masks),
+        )
+
+
+def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> float:
+    _, part, full, some = block_mask.tiles_of(candidate, mask, offsets)
+    number = np.arange(part.shape[1])
+    scores = (part[..., 1] - part[..., 0]) * part[..., 2] * candidate.width
+    scores = np.where(number < full[:, None], scores, MASKED * scores)
+    each = np.where(scores < PARALLEL, SERIAL * scores, scores + STEP)
+    return float(each[number < some[:, None]].sum())
+
+
+# For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
+@functools.lru_cache(maxsize=256)
+def _cheapest_of_one(
+    lengths: tuple[int, int], mask: Mask | None, offsets: tuple[int, int], shapes: Sequence[TileShape]
+) -> Tiling:
+    return cheapest(lengths, (mask,), offsets, shapes)
+
+
+@functools.lru_cache(maxsize=256)
+def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> BlockMask:
+    """The block mask of a mask without arrays, the same for all heads."""
+    return block_mask.static_block_mask(tiling, (mask,), offsets)

@@ -1,0 +1,267 @@
+"""From products of query and key to scores, a tile of one head: what dense and blockwise attention share."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from flax_mha.core.call import accumulation_dtype
+from flax_mha.core.target import any_varies
+from flax_mha.core.tile import Scalar, Tile
+from flax_mha.core.user_function import TracedFunction
+from flax_mha.masks import Mask
+
+
+class ScoreParams(NamedTuple):
+    """What a head adds to its scores and gets gradients for; None where there is none."""
+
+    bias: Float[Array, "... T S"] | None
+    sink: Float[Array, "..."] | None
+    captured: list[Array]
+
+    def cut(self, tile: Tile) -> "ScoreParams":
+        """The tile's part, in float32 at least, so that the tiles' gradients add up in it too."""
+        bias = self.bias
+        if bias is not None:
+            bias = tile.cut(bias).astype(accumulation_dtype(bias.dtype))
+        return self._replace(bias=bias)
+
+    def zeros(self) -> "ScoreParams":
+        """Where gradients are summed up, in float32 at least."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), self)
+
+    def add(self, tile: Tile, part: "ScoreParams") -> "ScoreParams":
+        """A sum with the gradient of one tile's part added to it; the sink belongs to no tile."""
+        bias = self.bias
+        if bias is not None and part.bias is not None:
+            bias = tile.add(bias, part.bias)
+        captured = [x + y.astype(x.dtype) for x, y in zip(self.captured, part.captured, strict=True)]
+        return ScoreParams(bias, self.sink, captured)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What one head makes of the products of scaled queries and keys: soft cap, `score_mod`, bias, mask, dropout.
+
+    Its arrays, like those of masks, have leading axes for batch and heads until `heads.over_heads` has mapped them.
+
+    Attributes:
+      mask: What is visible; None shows everything.
+      offset_arrays: Positions of the first query and the first key, where these are data; else None.
+      dropout_seed: Two random words; None drops nothing.
+      batch: Index of the batch entry (flattened), for `score_mod`.
+      head: Index of the head, for `score_mod`.
+      constants: The arrays that `score_mod` captures and that get no gradient.
+      offset_numbers: Positions of the first query and the first key, where these are numbers.
+      soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
+      score_mod: The traced function, or None.
+      captured_trainable: Which of the arrays that it captures get gradients, in order.
+      dropout_rate: Share of the weights that are dropped.
+      precision: Of the matrix products, as in `jax.lax.dot_general`.
+      scale: What multiplies products of queries and keys, if the queries are not scaled.
+      ring: The number of keys if they form a ring, else None; see `_tiles.Tile`.
+    """
+
+    mask: Mask | None
+    offset_arrays: tuple[Int[Array, "..."] | None, Int[Array, "..."] | None]
+    dropout_seed: UInt32[Array, "... 2"] | None
+    batch: Int[Array, "..."] | None
+    head: Int[Array, "..."] | None
+    constants: list[Array]
+    offset_numbers: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(metadata={"static": True})
+    score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
+    captured_trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+    dropout_rate: float = dataclasses.field(metadata={"static": True})
+    precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    ring: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def offsets(self) -> tuple[Scalar, Scalar]:
+        """Positions of the first query and the first key."""
+        query, key = (
+            number if array is None else array
+            for number, array in zip(self.offset_numbers, self.offset_arrays, strict=True)
+        )
+        return query, key
+
+    def masks_scores(self, params: ScoreParams) -> bool:
+        """Whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
+        return self.masks_tile(params, self.mask)
+
+    def masks_tile(self, params: ScoreParams, mask: Mask | None) -> bool:
+        """Whether a score may be masked in a tile in which `mask` says what is visible."""
+        return mask is not None or params.bias is not None or self.score_mod is not None
+
+    def products(self, query: Float[Array, "t H"], key: Float[Array, "s H"]) -> Float[Array, "t s"]:
+        """Scaled products of queries and keys."""
+        products = self.dot(query, key, transpose_b=True)
+        return products if self.scale == 1.0 else products * self.scale
+
+    def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
+        """The matrix product a @ b, or a @ b.T, of operands in the narrower of their dtypes, in float32 at least."""
+        narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+        contract = ((1,), (1 if transpose_b else 0,))
+        return lax.dot_general(
+            a.astype(narrow),
+            b.astype(narrow),
+            (contract, ((), ())),
+            precision=self.precision,
+            preferred_element_type=accumulation_dtype(narrow),
+        )
+
+    def tile(
+        self,
+        products: Float[Array, "t s"],
+        params: ScoreParams,
+        tile: Tile,
+        mask: Mask | None,
+        marks: Float[Array, "#t #s"] | None = None,
+        fused: bool = False,
+    ) -> Float[Array, "t s"]:
+        """The scores of one tile, -inf where masked, from its products.
+
+        Args:
+          products: Of scaled queries and keys.
+          params: The tile's own part.
+          tile: Which it is.
+          mask: What is visible in it; None shows everything.
+          marks: Added to the visible scores: infinity where query, key or value is not finite, else 0.
+          fused: Whether to express the mask so that XLA's CPU backend can fuse it with the product before and the
+            softmax after it. The caller must ensure that no masked product is NaN, and must not differentiate.
+        """
+        visible = _visible(params, tile, mask)
+        fused = fused and self.score_mod is None
+        if visible is not None and not fused and (self.soft_cap is not None or self.score_mod is not None):
+            products = self.guarded(products, visible)
+        scores = self._capped(products)
+        if self.score_mod is not None:
+            scores = self.modified(scores, params, tile)
+            visible = _both(visible, scores != -jnp.inf)
+        if params.bias is not None:
+            shown = jnp.where(visible, params.bias, jnp.zeros_like(params.bias))  # type: ignore[arg-type]  # with a bias
+            scores = scores + shown.astype(scores.dtype)
+        if marks is not None:
+            scores = scores + marks
+        if visible is None:
+            return scores
+        if fused:  # XLA's CPU fuses a minimum with the product before it, but not a selection
+            return jnp.minimum(scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype))
+        return jnp.where(visible, scores, -jnp.inf)
+
+    def guarded(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
+        """Products with 0 where they are masked: there they may be infinite, and a derivative of that NaN."""
+        return jnp.where(visible, products, jnp.zeros_like(products))
+
+    def modified(self, scores: Float[Array, "t s"], params: ScoreParams, tile: Tile) -> Float[Array, "t s"]:
+        """What `score_mod` makes of the scores of one tile."""
+        one = jax.vmap(jax.vmap(self._one_score(params.captured), (0, None, 0)), (0, 0, None))
+        return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
+
+    def differentiable_tile(
+        self, products: Float[Array, "t s"], params: ScoreParams, tile: Tile, mask: Mask | None
+    ) -> Float[Array, "t s"]:
+        """As `tile`, but derivatives are finite if they are finite at all visible places.
+
+        A captured array's derivative is a sum over all scores, to which masked ones contribute 0 times the derivative
+        of `score_mod`. That is NaN where the function has no derivative, say log1p(q_idx - kv_idx) where kv_idx is
+        larger. So masked places are replaced by a visible place of the tile, whose derivative is in the sum anyway.
+        """
+        harmless = self.score_mod is None or (self.score_mod.derivative_is_finite and self.soft_cap is None)
+        if harmless or not products.size:
+            return self.tile(products, params, tile, mask)
+        fixed_products, fixed_params = lax.stop_gradient((products, params))
+        visible = self.tile(fixed_products, fixed_params, tile, mask) != -jnp.inf
+        row, column = jnp.unravel_index(jnp.argmax(visible), visible.shape)
+        rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
+        columns = jnp.where(visible, tile.key_positions, tile.key_positions[0, column])
+        products = jnp.where(visible, products, fixed_products[row, column])
+        nothing = ~visible.any()
+        captured = [jnp.where(nothing, lax.stop_gradient(x), x) for x in params.captured]
+        one = jax.vmap(jax.vmap(self._one_score(captured)))
+        scores = one(self._capped(products), rows, columns)
+        if params.bias is not None:
+            scores = scores + jnp.where(visible, params.bias, jnp.zeros_like(params.bias)).astype(scores.dtype)
+        return jnp.where(visible, scores, -jnp.inf)
+
+    def tile_vjp(
+        self, products: Float[Array, "t s"], params: ScoreParams, tile: Tile, mask: Mask | None
+    ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreParams]]]:
+        """The scores of a tile, and what turns their cotangents into those of products and `params`."""
+        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile, mask), products, params)
+        if self.score_mod is None:
+            return scores, pull
+
+        def pull_safely(d_scores: Float[Array, "t s"]) -> tuple[Array, ScoreParams]:
+            d_products, d_params = pull(d_scores)
+            d_products = jnp.where(scores == -jnp.inf, jnp.zeros_like(d_products), d_products)
+            if not d_params.captured or self.score_mod.derivative_is_finite:  # type: ignore[union-attr]
+                return d_products, d_params
+            finite = functools.reduce(operator.and_, (jnp.isfinite(x).all() for x in d_params.captured))
+            if any_varies((finite,)):  # inside jax.shard_map, where jax cannot batch the other branch
+                captured = [jnp.where(finite, *pair) for pair in zip(d_params.captured, again(d_scores), strict=True)]
+            else:
+                captured = lax.cond(finite, lambda: d_params.captured, lambda: again(d_scores))
+            return d_products, d_params._replace(captured=captured)
+
+        def again(d_scores: Float[Array, "t s"]) -> list[Array]:
+            _, pull = jax.vjp(lambda p: self.differentiable_tile(products, p, tile, mask), params)
+            return pull(d_scores)[0].captured
+
+        return scores, pull_safely
+
+    def _capped(self, products: Float[Array, "t s"]) -> Float[Array, "t s"]:
+        return products if self.soft_cap is None else self.soft_cap * jnp.tanh(products / self.soft_cap)
+
+    def _one_score(self, learned: list[Array]) -> Any:
+        """The user's function of one score and its positions."""
+        queues = {True: iter(learned), False: iter(self.constants)}
+        captured = [next(queues[is_learned]) for is_learned in self.captured_trainable]
+
+        def one(score: Array, row: Array, column: Array) -> Array:
+            return self.score_mod(captured, score, self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
+
+        return one
+
+    def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "t s"] | None:
+        """The factors by which dropout multiplies the weights of a tile: a function of the seed and positions only.
+
+        Threefry turns each counter into two random words. The first is for a query at an even position, the second for
+        the query at the next position.
+        """
+        if self.dropout_seed is None:
+            return None
+        (height, width), (query_offset, _) = tile.shape, tile.offsets
+        first = jnp.asarray(tile.row + query_offset, jnp.int32)
+        # Tiles begin at even rows, so only the offset can part the queries of a pair.
+        is_even = isinstance(query_offset, int) and query_offset % 2 == 0
+        pairs = -(-height // 2) if is_even else height // 2 + 1
+        pair = lax.shift_right_arithmetic(first, jnp.int32(1)) + lax.broadcasted_iota(jnp.int32, (pairs, width), 0)
+        column = jnp.broadcast_to(tile.key_positions, (pairs, width))
+        counters = jnp.concatenate([pair.ravel(), column.ravel()]).astype(jnp.uint32)
+        words = jax.extend.random.threefry_2x32(self.dropout_seed, counters)
+        words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1).reshape(2 * pairs, width)
+        words = words[:height] if is_even else lax.dynamic_slice_in_dim(words, first & 1, height, 0)
+        dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
+        return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
+
+
+def _visible(params: ScoreParams, tile: Tile, mask: Mask | None) -> Bool[Array, "#t #s"] | None:
+    """What mask and bias show of a tile; None: everything."""
+    shown = None if mask is None else mask.tile(tile)
+    return shown if params.bias is None else _both(shown, params.bias != -jnp.inf)
+
+
+def _both(a: Bool[Array, "#t #s"] | None, b: Bool[Array, "#t #s"]) -> Bool[Array, "#t #s"]:
+    return b if a is None else a & b

@@ -1,0 +1,137 @@
+"""A fused kernel while all that it reads is finite and of moderate size, and the portable implementation otherwise.
+
+Kernels let NaN and infinity through where a weight is 0, also those that arise where a product overflows. Replacing
+them before the kernel would read and write all keys and values. Here one reading finds out that there are none, and
+what to do about them stands in the branch of a conditional that programs hardly ever take. It computes one head after
+another, because the memory of a branch is set aside whether or not it is taken.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from flax_mha.core.call import Call, Operands, Options
+from flax_mha.core.target import varying_alike
+from flax_mha.impl import xla
+from flax_mha.impl.shared.kernel_mask import Bounds, Data
+from flax_mha.masks import LengthMask, LocalMask
+
+# Products of two numbers up to this size, summed over any head size, do not overflow in float32.
+LARGEST = 2.0**56
+
+Arrays = tuple[Array, ...]  # query, key, value and, if there are any, sinks [B, N]
+
+
+class Fused(NamedTuple):
+    """A kernel and the call that it computes: all that is static.
+
+    Attributes:
+      kernel: Takes arrays, data and whether there will be a gradient. Returns the output, and arrays [B, L, ...]: if
+        all of these are moderate, the output is right, and so is the gradient.
+      bounds: Of the mask, like data.
+      options: Those of the call that the kernel computes of the arrays.
+      head_axis: Where query, key, value and output have their heads: 1 or 2.
+    """
+
+    kernel: Callable[[Arrays, Data, bool], tuple[Array, Arrays]]
+    bounds: Bounds
+    options: Options
+    head_axis: int
+
+
+def attention(fused: Fused, arrays: Arrays, data: Data) -> Array:
+    """The output, with first-order derivatives in reverse mode."""
+    return _attention(fused, *varying_alike((arrays, data)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(fused: Fused, arrays: Arrays, data: Data) -> Array:
+    output, decisive = fused.kernel(arrays, data, False)
+    return lax.cond(all_moderate(*decisive), lambda: output, lambda: _by_head(fused, _portable, arrays, data))
+
+
+def _forward(fused: Fused, arrays: Arrays, data: Data) -> tuple[Array, tuple]:
+    output, pull, decisive = jax.vjp(lambda arrays: fused.kernel(arrays, data, True), arrays, has_aux=True)
+    moderate = all_moderate(*decisive)
+    chosen = lax.cond(moderate, lambda: output, lambda: _by_head(fused, _portable, arrays, data))
+    # The kernel's gradient needs its output. If that is the one chosen, it is kept only once.
+    pull = jax.tree.map(lambda x: chosen if x is output else x, pull)
+    return chosen, (pull, moderate, arrays, data)
+
+
+def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Arrays, None]:
+    pull, moderate, arrays, data = saved
+    [gradients] = pull(cotangent)
+    gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, arrays)
+    return lax.cond(moderate, lambda: gradients, lambda: _by_head(fused, _gradients, arrays, data, cotangent)), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _by_head(fused: Fused, function: Callable, arrays: Arrays, data: Data, *more: Array) -> Any:
+    """`function(fused, data, arrays, *more)`, of one batch entry and key head after another."""
+    num_heads = arrays[1].shape[fused.head_axis]
+
+    def split(x: Float[Array, "..."]) -> Float[Array, "K ..."]:
+        """One entry's [T, N, H] or [N, T, H], or its sinks [N], to [K, 1, T, G, H] or [K, 1, G]."""
+        x = jnp.swapaxes(x, 0, 1) if fused.head_axis == 1 and x.ndim == 3 else x
+        axis = x.ndim // 2
+        x = x.reshape(*x.shape[:axis], num_heads, -1, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)[:, None]
+
+    def joined(x: Float[Array, "K ..."]) -> Float[Array, "..."]:
+        """The inverse."""
+        x = x[:, 0]
+        axis = (x.ndim - 1) // 2
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return jnp.swapaxes(x, 0, 1) if fused.head_axis == 1 and x.ndim == 3 else x
+
+    def one_entry(operands: tuple) -> Any:
+        of_heads, own_data = operands
+        own_data = jax.tree.map(lambda x: x[None], own_data)
+        one_head = functools.partial(function, fused, own_data)
+        return jax.tree.map(joined, lax.map(lambda x: one_head(*x), jax.tree.map(split, of_heads)))
+
+    return lax.map(one_entry, ((arrays, *more), data))
+
+
+def _portable(fused: Fused, data: Data, arrays: Arrays) -> Float[Array, "1 T G Hv"]:
+    query, key, value, *sinks = arrays
+    (left, right), (query_lengths, key_lengths, segments) = fused.bounds, data
+    masks = [LocalMask(left, None), LocalMask(None, right), LengthMask(key_lengths, query_lengths), segments]
+    mask = functools.reduce(operator.and_, (mask for mask in masks if mask is not None))
+    operands = Operands(query, key, value, None, sinks[0] if sinks else None, mask, [], (None, None), None, None)
+    return xla.blockwise_attention(Call(operands, fused.options))[0]
+
+
+def _gradients(fused: Fused, data: Data, arrays: Arrays, cotangent: Float[Array, "1 T G Hv"]) -> Arrays:
+    _, pull = jax.vjp(functools.partial(_portable, fused, data), arrays)
+    return pull(cotangent)[0]
+
+
+@jax.custom_batching.custom_vmap
+def all_moderate(*arrays: Float[Array, "B L *rest"]) -> Bool[Array, ""]:
+    """Whether all entries are finite and not large; under `vmap` of all calls, so that a conditional remains one."""
+    # Arrays of one shape are read by one kernel, and what is left of each by another.
+    entries = _joined([lax.abs(x) <= min(LARGEST, float(jnp.finfo(x.dtype).max)) for x in arrays])
+    rows = _joined([x.all(range(2, x.ndim)) for x in entries])
+    return functools.reduce(jnp.logical_and, [x.all() for x in rows])
+
+
+@all_moderate.def_vmap
+def _all_moderate_of_all(axis_size: int, in_batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
+    return all_moderate(*arrays), False
+
+
+def _joined(flags: list[Array]) -> list[Array]:
+    """Those of the same shape as one."""
+    shapes = dict.fromkeys(x.shape for x in flags)
+    return [functools.reduce(jnp.logical_and, [x for x in flags if x.shape == shape]) for shape in shapes]

@@ -1,0 +1,206 @@
+"""TPU attention through the splash attention kernels that come with jax, where they give our result.
+
+A mask by position alone becomes one that the kernel computes, and by which it skips tiles; lengths and segments become
+its segment ids. Rows whose keys are all masked return 0, as everywhere; `when_finite.py` ensures that what masked keys
+hold reaches nothing.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
+from jaxtyping import Array, Float, Int
+
+from flax_mha.core.call import DEFAULT_PRECISION, Call, Operands, Options
+from flax_mha.core.target import reasons_against_kernel
+from flax_mha.impl.shared import kernel_mask, when_finite
+from flax_mha.impl.shared.kernel_mask import Bounds, Data, KernelMask
+from flax_mha.impl.shared.when_finite import Arrays
+
+DTYPES = (jnp.float32, jnp.bfloat16)
+# In float32 with every kind of mask, twice this no longer compiles for TPU v4, whose tiles must fit in 16 MiB.
+LARGEST_HEAD = 256
+# The kernel's tables take three bytes of scalar memory (1 MiB) per tile.
+MOST_TILES = 512 * 512
+# Rows and columns of a tile; lengths are padded to multiples of them.
+TILES = (512, 256, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Band(splash_masks.Mask):
+    """Keys from `left` before the query to `right` after it, and none of the padding behind `keys`.
+
+    Like splash's own masks, but for a tile that is one value throughout it returns that one value: building the
+    kernel for 32768 queries and keys then takes 0.1 s instead of 6 to 11.
+    """
+
+    size: tuple[int, int]
+    left: int | None
+    right: int | None
+    keys: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole mask."""
+        return self.size
+
+    @property
+    def q_sequence(self) -> np.ndarray:
+        """The queries' positions, which the kernel hands to `mask_function`."""
+        return np.arange(self.size[0], dtype=np.int32)
+
+    def mask_function(self, rows: Any, columns: Any) -> Any:
+        """What is visible, inside the kernel."""
+        visible = columns < self.keys
+        if self.left is not None:
+            visible = visible & (columns >= rows - self.left)
+        if self.right is not None:
+            visible = visible & (columns <= rows + self.right)
+        return visible
+
+    def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
+        rows, columns = (np.arange(side.start, side.stop, dtype=np.int32) for side in tile)
+        # The corners that see furthest back and ahead: between them lies all of the tile.
+        if self.mask_function(rows[-1], columns[0]) and self.mask_function(rows[0], columns[-1]):
+            return np.ones((1, 1), bool)
+        before = self.left is not None and columns[-1] < rows[0] - self.left
+        ahead = self.right is not None and columns[0] > rows[-1] + self.right
+        if before or ahead or columns[0] >= self.keys:
+            return np.zeros((1, 1), bool)
+        return np.asarray(self.mask_function(rows[:, None], columns[None, :]))
+
+
+def refusals(call: Call) -> list[str]:
+    """Why splash attention cannot compute this call with our result."""
+    operands, mask = call.operands, kernel_mask.kernel_mask(call)
+    reasons = kernel_mask.refusals(call, mask, caps=True, sinks=True)
+    target = call.options.target
+    if target.platform != "tpu":
+        reasons.append(f"it runs on TPUs, and this runs on {target.platform}")
+    if operands.query.dtype not in DTYPES:
+        reasons.append(f"it computes float32 and bfloat16, and this is {operands.query.dtype}")
+    if max(operands.query.shape[-1], operands.value.shape[-1]) > LARGEST_HEAD:
+        reasons.append(f"head sizes must be up to {LARGEST_HEAD}, or the tiles do not fit next to the matrix unit")
+    if math.prod(-(-length // _tile(length)) for length in operands.lengths) > MOST_TILES:
+        reasons.append(
+            f"its table of tiles does not fit, for {operands.lengths[0]} queries and {operands.lengths[1]} keys"
+        )
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        reasons.append("its kernels do not compile with jax_enable_x64")
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if precision not in DEFAULT_PRECISION:
+        reasons.append(f"its matrix products have the default precision, and this asks for {precision}")
+    if 0 in operands.query.shape or 0 in operands.value.shape:
+        reasons.append("an axis is empty")
+    return reasons + reasons_against_kernel(target)
+
+
+def splash_attention(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:
+    """The output of all heads; the log-sum-exp stays with the kernel. `interpret`: on any machine, slowly."""
+    return _attention(*call, interpret=interpret), None
+
+
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
+def _attention(operands: Operands, options: Options, interpret: bool) -> Float[Array, "*B T N Hv"]:
+    batch, (query, key, value) = operands.query.shape[:-3], operands[:3]
+    mask = kernel_mask.kernel_mask(Call(operands, options)).flat(batch)
+    query, key, value = (jnp.swapaxes(kernel_mask.flat(x, len(batch)), 1, 2) for x in (query, key, value))
+    arrays: Arrays = (_scaled(query, options.scale), key, value)
+    if operands.sinks is not None:
+        sinks = jnp.broadcast_to(operands.sinks, (*batch, query.shape[1])).astype(jnp.float32)
+        arrays = (*arrays, kernel_mask.flat(sinks, len(batch)))
+    kernel = functools.partial(_output, mask.bounds, options.soft_cap, interpret)
+    if mask.masks_scores:
+        options = options._replace(scale=1.0, offsets=(0, 0))
+        fused = when_finite.Fused(kernel, mask.bounds, options, head_axis=1)
+        output = when_finite.attention(fused, arrays, mask.data)
+    else:
+        output, _ = kernel(arrays, mask.data, False)
+    return jnp.swapaxes(output, 1, 2).reshape(*operands.query.shape[:-1], value.shape[-1])
+
+
+def _scaled(query: Float[Array, "B N T H"], scale: float) -> Float[Array, "B N T H"]:
+    number = np.asarray(scale, query.dtype)
+    if float(number) == scale:
+        return query * number
+    return (query.astype(jnp.float32) * scale).astype(query.dtype)
+
+
+def _output(
+    bounds: Bounds, soft_cap: float | None, interpret: bool, arrays: Arrays, data: Data, differentiated: bool
+) -> tuple[Float[Array, "B N T Hv"], Arrays]:
+    """The output, 0 where a query sees nothing, and what has to be finite; of [B, N, T, H], queries scaled."""
+    query, key, value, *sinks = arrays
+    mask, lengths = KernelMask.of(bounds, data), (query.shape[2], key.shape[2])
+    sides = (_tile(lengths[0]), _tile(lengths[1]))
+    # Built anew for every trace: a kernel holds arrays of the trace that it was built in.
+    kernel = splash.make_splash_mha(
+        splash_masks.MultiHeadMask([_mask(mask, lengths, sides)] * query.shape[1]),
+        block_sizes=_block_sizes(*sides),
+        attn_logits_soft_cap=soft_cap,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    padded = (kernel_mask.pad_to(x, 2, side) for x, side in zip(arrays[:3], (*sides, sides[1]), strict=True))
+    segment_ids = _segment_ids(mask, query.shape[0], lengths, sides)
+    output = jax.vmap(kernel)(*padded, segment_ids, sinks[0] if sinks else None)[:, :, : lengths[0]]
+    if not kernel_mask.shows_all_rows_something(mask, lengths):
+        masked = kernel_mask.masked_rows(mask, query.shape[0], lengths)
+        output = jnp.where(masked[:, None, :, None], jnp.zeros_like(output), output)
+    return output, (query, key, value)
+
+
+def _tile(length: int) -> int:
+    """The largest tile whose padded length exceeds that of the smallest tile by at most one eighth."""
+    padded = [length + -length % tile for tile in TILES]
+    return next(tile for tile, total in zip(TILES, padded, strict=True) if 8 * total <= 9 * padded[-1])
+
+
+def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
+    """The same tiles in all kernels: what forward skips holds NaN, which backward must skip too.
+
+    Backward is two kernels; the one for all holds a gradient of the queries for every column of tiles, O(T * S).
+    """
+    return splash.BlockSizes(
+        block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns, block_q_dq=rows, block_kv_dq=columns
+    )
+
+
+def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
+    """The mask by position alone; none where it masks everything, because splash needs a visible tile."""
+    queries, keys = lengths
+    size = queries + -queries % sides[0], keys + -keys % sides[1]
+    nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
+    furthest = keys - 1 if mask.right is None else min(mask.right, keys - 1)
+    everything = mask.left is None and mask.right is None and size[1] == keys
+    return splash_masks.FullMask(size) if everything or furthest < nearest else Band(size, mask.left, mask.right, keys)
+
+
+def _segment_ids(
+    mask: KernelMask, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
+) -> splash.SegmentIds | None:
+    """Ids of queries and keys; keys behind their sequence's end get one that no query has."""
+    if mask.segments is None and mask.key_lengths is None:
+        return None
+    if mask.segments is None:
+        query_ids, key_ids = (jnp.zeros((batch, length), jnp.int32) for length in lengths)
+    else:
+        query_ids, key_ids = mask.segments.query_ids, mask.segments.key_value_ids
+    if mask.key_lengths is not None:
+        inside = jnp.arange(lengths[1], dtype=jnp.int32)[None, :] < mask.key_lengths[:, None]
+        key_ids = jnp.where(inside, key_ids, _unused(query_ids)[:, None])
+    return splash.SegmentIds(kernel_mask.pad_to(query_ids, 1, sides[0]), kernel_mask.pad_to(key_ids, 1, sides[1]))
+
+
+def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
+    """The least of the numbers 0 to T that is none of the T ids."""
+    numbers = jnp.arange(ids.shape[1] + 1, dtype=jnp.int32)
+    taken = (ids[:, :, None] == numbers[None, None, :]).any(1)
+    return jnp.argmin(taken, axis=1).astype(jnp.int32)

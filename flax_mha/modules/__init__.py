@@ -1,0 +1,1 @@
+"""What the modules of flax.nnx and flax.linen share."""

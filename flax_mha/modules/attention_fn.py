@@ -1,0 +1,201 @@
+"""`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.attention import dot_product_attention as linen_attention
+from flax.nnx.nn import dtypes
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
+from flax_mha.core import validation
+from flax_mha.core.call import Sharding, accumulation_dtype
+from flax_mha.masks import Mask
+
+
+def attention_fn(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | Mask | None = None,
+    broadcast_dropout: bool = False,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Any = None,
+    promote_dtype: Callable | None = None,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+    *,
+    implementation: Implementation | None = None,
+    scale: float | Array | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_segment_ids: Array | None = None,
+    key_value_segment_ids: Array | None = None,
+    query_offset: int | Array = 0,
+    key_value_offset: int | Array = 0,
+    logits_soft_cap: float | None = None,
+    sinks: Array | None = None,
+    score_mod: ScoreMod | None = None,
+    qkv_sharding: Sharding | None = None,
+) -> Array:
+    """`flax_mha.dot_product_attention` for the `attention_fn=` of a Flax module, ours or Flax's own.
+
+    Args:
+      query: [B..., T, N, H].
+      key: [B..., S, K, H].
+      value: [B..., S, K, Hv].
+      bias: Broadcasts to [B..., N, T, S]; added to the scores.
+      mask: Broadcasts to [B..., N, T, S]; bool, or the 0 and 1 in numbers that Flax's `make_causal_mask` returns;
+        other numbers are refused where they are known. Or a mask object.
+      broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's modules pass their own.)
+      dropout_rng: Key of `jax.random`.
+      dropout_rate: Share of the weights to drop, in [0, 1).
+      deterministic: True drops nothing.
+      dtype: Dtype of the computation; None infers it from query, key and value, which are promoted to it.
+      precision: Precision of the matrix products.
+      module: Where to sow the softmax's weights [B..., N, T, S] as `attention_weights`, before dropout; None does not.
+      promote_dtype: Flax nnx's function to promote (query, key, value); None promotes as Flax does.
+      is_causal: As in `dot_product_attention`, like all that follow.
+      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always in float32 at least.
+      einsum_dot_general: Function that computes the matrix products. If this or one of the next two is given, Flax
+        linen's own `dot_product_attention` is called.
+      qk_attn_weights_einsum: Einsum (such as a quantized one) of query and key; must be given with the next argument.
+      attn_weights_value_einsum: Einsum of attention weights and value.
+      implementation: Which one; None chooses.
+      scale: What multiplies query . key; None means 1 / sqrt(H).
+      query_seq_lengths: int [B...].
+      key_value_seq_lengths: int [B...].
+      local_window_size: (left, right).
+      query_segment_ids: int [B..., T].
+      key_value_segment_ids: int [B..., S].
+      query_offset: Position of the first query.
+      key_value_offset: Position of the first key.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
+      sinks: [N].
+      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
+      qkv_sharding: How a mesh splits the query.
+
+    Returns:
+      [B..., T, N, Hv].
+
+    Raises:
+      ValueError: As `dot_product_attention`, and if complex inputs or custom einsums, which Flax's own function
+        computes, are combined with arguments that it does not support.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> import flax_mha
+      >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=flax_mha.attention_fn)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((1, 3, 8)))[0].shape
+      (1, 3, 8)
+    """
+    query, key, value = (promote_dtype or dtypes.promote_dtype)((query, key, value), dtype=dtype)
+    mask = mask if mask is None or isinstance(mask, Mask) else validation.mask_of_numbers(mask)
+    dropout_rate, dropout_rng = (0.0, None) if deterministic else (dropout_rate, dropout_rng)
+    flax_only: dict[str, Any] = {
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    extra: dict[str, Any] = {
+        "scale": scale,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "local_window_size": local_window_size,
+        "query_segment_ids": query_segment_ids,
+        "key_value_segment_ids": key_value_segment_ids,
+        "query_offset": query_offset,
+        "key_value_offset": key_value_offset,
+        "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks,
+        "score_mod": score_mod,
+        "qkv_sharding": qkv_sharding,
+    }
+    dropout: dict[str, Any] = {
+        "dropout_rate": dropout_rate,
+        "dropout_rng": dropout_rng,
+        "broadcast_dropout": broadcast_dropout,
+    }
+    if jnp.iscomplexobj(query) or any(flax_only.values()):
+        _check_flax_computes(implementation=implementation, mask=mask if isinstance(mask, Mask) else None, **extra)
+        flax_only |= {"module": module, "force_fp32_for_softmax": force_fp32_for_softmax, "precision": precision}
+        return _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_only)
+    scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
+    if module is not None:
+        weights = attention_weights(query, key, **scored)
+        weights = weights if force_fp32_for_softmax else weights.astype(query.dtype)
+        module.sow(
+            nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", "attention_weights", weights
+        )
+    return dot_product_attention(query, key, value, implementation=implementation, **scored, **dropout)
+
+
+def _check_flax_computes(**extra: Any) -> None:
+    given = [name for name, value in extra.items() if value is not None and not (isinstance(value, int) and value == 0)]
+    if given:
+        raise ValueError(
+            f"complex inputs and quantized einsums are computed by Flax's own attention, which knows no "
+            f"{', '.join(given)}; leave them out, or use real inputs and no einsum."
+        )
+
+
+def _flax_attention(
+    query: Array, key: Array, value: Array, bias: Array | None, mask: Any, is_causal: bool, **arguments: Any
+) -> Array:
+    if is_causal:
+        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[(None,) * (query.ndim - 2)]
+        mask = causal if mask is None else mask & causal
+    key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value))
+    return linen_attention(query, key, value, bias, mask, **arguments)
+
+
+def attention_weights(
+    query: Array, key: Array, bias: Array | None = None, **arguments: Any
+) -> Float[Array, "*B N T S"]:
+    """The softmax itself, before dropout: 0 in rows whose keys are all masked, NaN in rows whose output is.
+
+    Holds T x S values, as it must.
+
+    The weights are the derivative of the scores' log-sum-exp, so what the core scores and masks is what shows here.
+
+    Args:
+      query: [B..., T, N, H].
+      key: [B..., S, K, H].
+      bias: As in `dot_product_attention`.
+      **arguments: As in `dot_product_attention`: all that makes and masks scores.
+
+    Returns:
+      [B..., N, T, S] in float32, or float64 for such inputs.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.ones((2, 1, 4))
+      >>> attention_weights(x, x, is_causal=True)
+      Array([[[1. , 0. ],
+              [0.5, 0.5]]], dtype=float32)
+    """
+    batch, (length, heads, _) = query.shape[:-3], query.shape[-3:]
+    dtype = accumulation_dtype(query.dtype)
+    bias = jnp.zeros((), dtype) if bias is None else jnp.asarray(bias).astype(dtype)
+
+    def total(bias: Array) -> tuple[Array, Array]:
+        _, lse = dot_product_attention(query, key, key, bias, implementation="xla", return_residual=True, **arguments)
+        return jnp.sum(lse), lse
+
+    weights, lse = jax.grad(total, has_aux=True)(jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3])))
+    is_nan = jnp.isnan(jnp.swapaxes(lse, -1, -2))[..., None]  # such rows have no derivative
+    return jnp.where(is_nan, jnp.full_like(weights, jnp.nan), weights)

@@ -1,0 +1,239 @@
+"""Rotary position embeddings: `RoPE` says which angles, `apply_rope` rotates queries and keys by them.
+
+Example:
+  >>> import jax, jax.numpy as jnp
+  >>> from flax_mha.rope import RoPE, apply_rope
+  >>> query = jax.random.normal(jax.random.key(0), (2, 7, 4, 16))  # [batch, length, heads, head size]
+  >>> apply_rope(query, jnp.arange(7), RoPE(base=500_000.0)).shape
+  (2, 7, 4, 16)
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from flax_mha.core.integers import LARGEST, SMALLEST, extremes, integers
+from flax_mha.rope import hf_config
+from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Scaling, YaRN, check_number
+
+__all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "RoPE", "YaRN", "apply_rope"]
+
+SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": YaRN, "longrope": LongRoPE}
+
+
+@dataclasses.dataclass(frozen=True)
+class RoPE:
+    """Which features are rotated, and how fast: a hashable value, equal to any other with the same fields.
+
+    The first R = fraction * H features of a head form R/2 pairs. At position p, pair i is rotated by the angle
+    p * f[i], where f[i] = base^(-2i / R) radians per position, which `scaling` may change.
+
+    Attributes:
+      base: The base of the frequencies ("theta"), above 0.
+      fraction: How much of the head size is rotated, in (0, 1]; the remaining features are left as they are.
+      interleaved: Whether pair i consists of the features 2i and 2i + 1 (GPT-J, GLM, Cohere, Meta's Llama files), or of
+        i and i + R/2 (the Hugging Face files of Llama, Qwen, Gemma, Phi, GPT-NeoX). The wrong one gives wrong outputs
+        without an error.
+      scaling: How the frequencies are changed for sequences longer than those of the pretraining: None, `Linear`,
+        `NTK`, `Llama3`, `YaRN` or `LongRoPE`.
+
+    Raises:
+      ValueError: If a field is out of its range. Methods that depend on the length of the current sequence, such as
+        dynamic NTK, do not exist here: keys that were cached earlier would have been rotated by other frequencies.
+
+    Example:
+      >>> from flax_mha.rope import Linear, Llama3, RoPE, YaRN
+      >>> llama_3 = RoPE(base=500_000.0)
+      >>> llama_3_1 = RoPE(base=500_000.0, scaling=Llama3(8.0, 1.0, 4.0, original_max_position=8192))
+      >>> qwen_3 = RoPE(base=1_000_000.0)
+      >>> gemma_3_local = RoPE(base=10_000.0)
+      >>> gemma_3_global = RoPE(base=1_000_000.0, scaling=Linear(8.0))  # 1B: without the scaling
+      >>> phi_2 = RoPE(fraction=0.4)
+      >>> gpt_neox = RoPE(fraction=0.25)
+      >>> gpt_j = RoPE(fraction=64 / 256, interleaved=True)  # rotary_dim / head size
+      >>> glm_4 = RoPE(fraction=0.5, interleaved=True)
+      >>> gpt_oss = RoPE(base=150_000.0, scaling=YaRN(32.0, original_max_position=4096, truncate=False))
+
+    Source: Su et al., RoFormer, arXiv:2104.09864.
+    """
+
+    base: float = 10000.0
+    fraction: float = 1.0
+    interleaved: bool = False
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        check_number("base", self.base, above=0.0)
+        check_number("fraction", self.fraction, above=0.0)
+        if self.fraction > 1:
+            raise ValueError(
+                f"fraction must be in (0, 1], but got {self.fraction!r}; a size in features is size / head size."
+            )
+        if not isinstance(self.interleaved, bool):
+            raise ValueError(f"interleaved must be True or False, but got {self.interleaved!r}.")
+        if self.scaling is not None and not isinstance(self.scaling, Scaling):
+            raise ValueError(
+                "scaling must be None, Linear, NTK, Llama3, YaRN or LongRoPE, but got "
+                f"{self.scaling!r}; RoPE.from_config reads the dicts of Hugging Face."
+            )
+
+    def rotated_size(self, head_size: int) -> int:
+        """How many features of a head are rotated.
+
+        Raises:
+          ValueError: If `fraction * head_size` is no even integer of at least 2.
+        """
+        size = self.fraction * head_size
+        if round(size) < 2 or round(size) % 2 or abs(size - round(size)) > 1e-6 * head_size:
+            even = max(2 * round(size / 2 - 0.25), 2)
+            fix = f"use for example fraction={even} / {head_size}" if even <= head_size else "use larger heads"
+            raise ValueError(
+                "fraction * head size must be an even integer of at least 2, because features are rotated in pairs, "
+                f"but got {self.fraction!r} * {head_size} = {size:g}; {fix}."
+            )
+        return round(size)
+
+    def frequencies(self, head_size: int) -> np.ndarray:
+        """The angle of each pair per position, in radians: float64 `[R / 2]`, computed in numpy.
+
+        Raises:
+          ValueError: If `fraction * head_size` is no even integer, or if `scaling` does not fit it.
+        """
+        return self._scaling.frequencies(float(self.base), self.rotated_size(head_size))
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied by, 1 except with YaRN and LongRoPE."""
+        return self._scaling.cos_sin_factor
+
+    @property
+    def _scaling(self) -> Scaling:
+        return Scaling() if self.scaling is None else self.scaling
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], layer_type: str | None = None, max_length: int | None = None
+    ) -> "RoPE":
+        """Reads the `config.json` of a Hugging Face model, or `config.to_dict()`, of Transformers 4 or 5.
+
+        The keys are `rope_theta` (`rotary_emb_base`), `partial_rotary_factor` (`rotary_pct`, or `rotary_dim` with the
+        head size), `rope_scaling` and `rope_parameters`; where they are missing, the defaults of `model_type` count.
+        `model_type` also tells whether pairs are interleaved; types that are not known to be are taken as halves. Which
+        layers are rotated at all, and factors of the softmax scale (DeepSeek's mscale), are not read here.
+
+        Args:
+          config: The dict. A multimodal model's `text_config` is found in it.
+          layer_type: "full_attention" or "sliding_attention", for models in which they differ: Gemma 3 rotates its
+            sliding (local) layers with `rope_local_base_freq` and without scaling.
+          max_length: The longest sequence that the model will meet, prompt and generated tokens together; needed for
+            LongRoPE only. It uses the short factors up to `original_max_position_embeddings`, and the long factors at
+            every position of a longer sequence. Transformers changes from one to the other when a sequence grows past
+            that length, although the keys in its cache keep the rotation that they had; here the choice is made once.
+
+        Raises:
+          ValueError: If `config` is no dict, holds an unknown `rope_type` or an unknown key about rotary embeddings,
+            lacks a needed one, or asks for frequencies that depend on the current length (`"dynamic"`).
+
+        Example:
+          >>> from flax_mha.rope import RoPE
+          >>> RoPE.from_config({"model_type": "qwen3", "rope_theta": 1000000.0, "rope_scaling": None})
+          RoPE(base=1000000.0, fraction=1.0, interleaved=False, scaling=None)
+          >>> gemma_3 = {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+          >>> RoPE.from_config(gemma_3, layer_type="sliding_attention").base
+          10000.0
+        """
+        read = hf_config.read(config, layer_type, max_length)
+        scaling = None if read.rope_type == "default" else SCALINGS[read.rope_type](**read.fields)
+        return cls(read.base, read.fraction, read.interleaved, scaling)
+
+
+def apply_rope(
+    x: Float[Array, "*B T N H"], positions: Int[Array, "*B T"] | Int[Array, " T"], rope: RoPE
+) -> Float[Array, "*B T N H"]:
+    """Rotates each pair of features by the angle of its position; apply it to queries and to keys, not to values.
+
+    With c = a * cos(p * f[i]) and s = a * sin(p * f[i]), where a is the attention factor (1 for most models), pair
+    (u, v) becomes (u c - v s, v c + u s). Scores then depend on the difference of two positions only.
+
+    Angles and rotations are computed in float32, for float64 inputs in float64, and rounded to the dtype of `x` once.
+    A float32 angle p * f[i] is off by up to `|p f[i]| * 1.2e-7` radians, as in PyTorch: 0.016 at position 131,072.
+
+    Args:
+      x: Queries or keys, floating point.
+      positions: Integers, of each token or the same for every row of the batch; may be negative or traced.
+      rope: Which angles.
+
+    Returns:
+      The rotated array, in the shape and dtype of `x`.
+
+    Raises:
+      ValueError: If shapes or dtypes are others than these, or if the head size does not fit `rope`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha.rope import RoPE, apply_rope
+      >>> x = jnp.asarray([1.0, 0.0]).reshape(1, 1, 2)
+      >>> cos, sin = apply_rope(x, jnp.asarray([1]), RoPE()).ravel()
+      >>> print(f"{cos:.4f} {sin:.4f}")
+      0.5403 0.8415
+
+    Source: Su et al., RoFormer, arXiv:2104.09864.
+    """
+    x, positions = _checked(x, positions, rope)
+    size, dtype = rope.rotated_size(x.shape[-1]), jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    frequencies = rope.frequencies(x.shape[-1]).astype(dtype).reshape((1,) * (x.ndim - 1) + (size // 2,))
+    angles = _expand(positions, x.ndim).astype(dtype) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.attention_factor != 1.0:
+        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+    pairs, axis = ((size // 2, 2), -1) if rope.interleaved else ((2, size // 2), -2)
+    rotated = x[..., :size].astype(dtype).reshape(*x.shape[:-1], *pairs)
+    u, v = jnp.unstack(rotated, axis=axis)
+    rotated = jnp.stack([u * cos - v * sin, v * cos + u * sin], axis=axis)
+    rotated = rotated.reshape(*x.shape[:-1], size).astype(x.dtype)
+    return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
+
+
+def _expand(positions: Array, rank: int) -> Array:
+    """Positions [B..., T] or [T] with axes of size 1 where x has others: of rank `rank`."""
+    return positions.reshape((1,) * (rank - 2 - positions.ndim) + positions.shape + (1, 1))
+
+
+def _checked(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
+    """Arrays with shapes and dtypes that fit together."""
+    if not isinstance(rope, RoPE):
+        raise ValueError(f"rope must be a RoPE, but got {rope!r}; use RoPE() or RoPE.from_config(config).")
+    x, positions = _array("x", x), _positions(positions)
+    if x.ndim < 3:
+        raise ValueError(f"x must be [batch..., length, heads, head size], so of rank 3 or more, but got {x.shape}.")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x must have a floating point dtype, but got {x.dtype}; use .astype.")
+    if not isinstance(x.shape[-1], int):
+        raise ValueError(f"x must have a head size that is a number, but got the symbol {x.shape[-1]}.")
+    if positions.shape not in (x.shape[:-2], x.shape[-3:-2]):
+        raise ValueError(
+            f"positions must be [batch..., length] or [length], so {x.shape[:-2]} or {x.shape[-3:-2]} for x {x.shape}, "
+            f"but got {positions.shape}; use jnp.broadcast_to for other batch axes."
+        )
+    return x, positions
+
+
+def _positions(value: Any) -> Array:
+    """As a JAX array, which has 32 bits outside x64."""
+    positions = integers("positions", value)
+    smallest, largest = extremes(positions)
+    if not SMALLEST <= smallest <= largest <= LARGEST:
+        raise ValueError(f"positions must be in the range of int32, but got {smallest} to {largest}.")
+    return jnp.asarray(positions)
+
+
+def _array(name: str, value: Any) -> Array:
+    """The value as a JAX array."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be an array, but got {type(value).__name__}.") from None
