@@ -1,7 +1,7 @@
 """`dot_product_attention` and `explain_implementation`: the public signatures.
 
-`_call.canonical` checks the arguments and returns a `Call`: operands (arrays) and options (static). `_choose.run` then
-selects an implementation: `_impl.xla` ("xla" and "blockwise"), `_impl.cudnn`, `_impl.splash` or `_impl.pallas`.
+`call.arguments.canonical` checks the arguments and returns a `Call`: operands (arrays) and options (static). Then
+`distributed.dispatch.run` selects an implementation, in `impl/`.
 """
 
 from typing import Literal, TypedDict, Unpack, overload
@@ -10,7 +10,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.core.call import ScoreMod, Sharding, canonical
+from flax_mha.call.arguments import canonical
+from flax_mha.call.operands import ScoreMod, Sharding
 from flax_mha.distributed import dispatch
 from flax_mha.distributed.dispatch import Explanation, Implementation
 from flax_mha.masks import Mask

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.core import validation
-from flax_mha.core.call import Sharding
-from flax_mha.core.context import Axes, Context, Layout, Strategy, chunk_order, chunks_in_order
+from flax_mha.call.arguments import check_sharding
+from flax_mha.call.context import Axes, Context, Layout, Strategy, chunk_order, chunks_in_order
+from flax_mha.call.operands import Sharding
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn
 
@@ -40,7 +40,7 @@ class ContextAttention:
     ) -> Array:
         """As `flax_mha.attention_fn`. `qkv_sharding`, which modules pass that split heads, adds to what is known."""
         _check_computes(query, arguments)
-        sharding = self.context.with_sharding(validation.sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
+        sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
         return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
 
 

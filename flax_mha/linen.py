@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
+from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
-from flax_mha.core.call import Sharding
 from flax_mha.distributed.tensor_parallel import boxed, dot_general, parameter_names
 from flax_mha.masks import Mask
 from flax_mha.modules import shared

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.core.call import Sharding
+from flax_mha.call.operands import Sharding
 from flax_mha.distributed import tensor_parallel
 from flax_mha.distributed.tensor_parallel import ParameterNames
 from flax_mha.masks import Mask

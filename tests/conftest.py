@@ -27,11 +27,11 @@ from jaxtyping import install_import_hook
 
 # Before the package is imported: the shapes in the signatures of these files become checks. (Not in those with pytrees,
 # which jax also fills with placeholders.)
-CHECKED = ("_impl.dense", "_impl.blockwise", "_impl.online_softmax", "_impl.heads", "_tiles")
+CHECKED = ("impl.dense", "impl.blockwise", "impl.shared.online_softmax", "impl.shared.heads", "core.tile")
 install_import_hook([f"flax_mha.{name}" for name in CHECKED], "beartype.beartype")
 
-from flax_mha.impl import xla
-from flax_mha.impl.shared import schedule, tiling
+from flax_mha.impl import xla  # noqa: E402
+from flax_mha.impl.shared import schedule, tiling  # noqa: E402
 from flax_mha.impl.shared.tiling import TileShape  # noqa: E402
 
 # It holds no tests; the tests that use it say that they are skipped.

@@ -11,9 +11,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.core import validation
-from flax_mha.core.call import Call, ScoreMod, Sharding, canonical
-from flax_mha.core.target import readable, varying_alike
+from flax_mha.call.arguments import canonical, check_inputs, check_window
+from flax_mha.call.operands import Call, ScoreMod, Sharding
+from flax_mha.core.tracing import readable, varying_alike
 from flax_mha.distributed import dispatch
 from flax_mha.distributed.dispatch import Implementation
 from flax_mha.distributed.mesh import by_device
@@ -142,7 +142,7 @@ def over_cache(
     """
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
-    query, key, value, _ = validation.inputs(query, key, value, any_dtypes=True)
+    query, key, value, _ = check_inputs(query, key, value, any_dtypes=True)
     number = query.shape[-3]
     if key.shape[-3] != number:
         raise ValueError(
@@ -264,7 +264,7 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
     Raises:
       ValueError: If that is not so.
     """
-    window = validation.window(local_window_size)
+    window = check_window(local_window_size)
     if cache.window is None:
         for name, x in (("bias", bias), ("mask", mask)):
             if _differs_by_slot(x) and not isinstance(x, Mask) and np.shape(x)[-1] != cache.length:

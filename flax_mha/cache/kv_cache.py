@@ -12,10 +12,10 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha.cache.write import Kind, written
+from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
-from flax_mha.core.call import Sharding
 from flax_mha.core.integers import extremes, int32
-from flax_mha.core.target import readable
+from flax_mha.core.tracing import readable
 from flax_mha.distributed.mesh import entries, placed
 
 # How many places more than its window a ring has: so many tokens can be taken back.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from flax_mha.core.target import readable
+from flax_mha.core.tracing import readable
 
 # Positions and their differences are int32. A window or a length that is larger limits nothing.
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxtyping import Array
 
-from flax_mha.core.target import is_key, varying_alike
+from flax_mha.core.tracing import is_key, varying_alike
 
 # Parameters of primitives that hold Python functions: the rules of custom derivatives.
 RULES = {

@@ -30,7 +30,7 @@ from flax_mha.core.jaxprs import (
     key_of,
     key_of_derivative,
 )
-from flax_mha.core.target import any_varies, without_mesh
+from flax_mha.core.tracing import any_varies, without_mesh
 
 
 class TracedFunction:

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from flax_mha.core.call import Call, Operands
-from flax_mha.core.context import Context
-from flax_mha.core.lower_for_platform import on_platform
-from flax_mha.core.target import being_traced
+from flax_mha.call.context import Context
+from flax_mha.call.operands import Call, Operands
+from flax_mha.core.tracing import being_traced
 from flax_mha.distributed import exchange, ring
 from flax_mha.distributed.mesh import nothing, on_mesh, unsplit
 from flax_mha.distributed.split import split_of
 from flax_mha.impl import xla
+from flax_mha.impl.lower_for_platform import on_platform
 from flax_mha.impl.shared import schedule
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash", "pallas"]
@@ -184,7 +184,7 @@ def _run(call: Call, implementation: str | None) -> Output:
 def _elsewhere(call: Call, name: str) -> Call | None:
     """The same call on a CPU, if the traced program may be compiled for one and holds a kernel that does not run there.
 
-    See `core/lower_for_platform.py`.
+    See `impl/lower_for_platform.py`.
     """
     if name not in FUSED or not being_traced():
         return None

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from flax_mha.core.call import Call
-from flax_mha.core.context import Context, chunk_of, chunk_order, chunks_in_order
+from flax_mha.call.context import Context, chunk_of, chunk_order, chunks_in_order
+from flax_mha.call.operands import Call
 from flax_mha.distributed import slices
 
 Attend = Callable[[Call], tuple[Array, Array | None]]

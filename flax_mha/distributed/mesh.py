@@ -1,6 +1,6 @@
 """A call on a mesh of devices: each computes its part of the batch and of the heads, as a call of its own.
 
-Where it is known how the call is split (`distributed/split.py`), it runs inside `jax.shard_map`. It needs no communication, unless
+Where it is known how the call is split (`split.py`), it runs inside `jax.shard_map`. It needs no communication, unless
 the sequence is split, and every implementation can compute it, fused kernels too.
 """
 
@@ -14,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.core.call import Call, Operands, Options, Sharding, accumulation_dtype, numbered
-from flax_mha.core.target import axes_of_type, being_traced, number_of_parts, of_every_axis
+from flax_mha.call.operands import Call, Operands, Options, Sharding, accumulation_dtype, numbered
+from flax_mha.core.sharding import axes_of_type, number_of_parts, of_every_axis
+from flax_mha.core.tracing import being_traced
 from flax_mha.distributed.split import Split
 
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from flax_mha.core.call import Call, Operands, Options, accumulation_dtype
-from flax_mha.core.context import chunk_of
+from flax_mha.call.context import chunk_of
+from flax_mha.call.operands import Call, Operands, Options, accumulation_dtype
 from flax_mha.core.tile import Scalar
 from flax_mha.distributed import slices
 from flax_mha.impl.shared import online_softmax

@@ -7,8 +7,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from flax_mha.core.call import Operands, Options
-from flax_mha.core.context import belongs_to_keys, chunks_in_order
+from flax_mha.call.context import belongs_to_keys, chunks_in_order
+from flax_mha.call.operands import Operands, Options
 from flax_mha.core.tile import Scalar
 
 

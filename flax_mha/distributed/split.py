@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_mha.core.call import Call
-from flax_mha.core.context import Axes, Context, belongs_to_keys
-from flax_mha.core.target import axes_of_key_heads, axes_of_type, names_of, number_of_parts, of_every_axis
+from flax_mha.call.context import Axes, Context, belongs_to_keys
+from flax_mha.call.operands import Call
+from flax_mha.core.sharding import axes_of_key_heads, axes_of_type, names_of, number_of_parts, of_every_axis
 
 
 class Split(NamedTuple):

@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from flax_mha.core.call import Sharding
-from flax_mha.core.target import axes_of_key_heads, names_of, number_of_parts, of_every_axis
+from flax_mha.call.operands import Sharding
+from flax_mha.core.sharding import axes_of_key_heads, names_of, number_of_parts, of_every_axis
 
 Names = tuple[str | None, ...]
 

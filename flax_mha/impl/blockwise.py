@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_mha.core.call import accumulation_dtype
-from flax_mha.core.target import varying_as
+from flax_mha.call.operands import accumulation_dtype
 from flax_mha.core.tile import pad
+from flax_mha.core.tracing import varying_as
 from flax_mha.impl import dense
 from flax_mha.impl.shared import online_softmax
 from flax_mha.impl.shared.block_mask import BlockMask

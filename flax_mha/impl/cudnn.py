@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha.core.call import Call, Operands, Options
+from flax_mha.call.operands import Call, Operands, Options
 from flax_mha.impl.shared import kernel_mask, nonfinite, when_finite
 from flax_mha.impl.shared.kernel_mask import Bounds, Data, KernelMask
 from flax_mha.impl.shared.when_finite import Arrays

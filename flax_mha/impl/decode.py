@@ -22,9 +22,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha.core.call import accumulation_dtype
-from flax_mha.core.target import by_mapped_axis, platform, varying_alike, varying_as
+from flax_mha.call.operands import accumulation_dtype
+from flax_mha.core.sharding import by_mapped_axis
+from flax_mha.core.target import platform
 from flax_mha.core.tile import Grid, Scalar, Tile
+from flax_mha.core.tracing import varying_alike, varying_as
 from flax_mha.impl.shared import block_diagonal, heads, layout, nonfinite, online_softmax
 from flax_mha.impl.shared.nonfinite import Magnitudes
 from flax_mha.impl.shared.scores import ScoreParams, Scores

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha.core.call import Call, Operands, Options, accumulation_dtype, numbers_as_arrays
-from flax_mha.core.target import varying_alike
+from flax_mha.call.operands import Call, Operands, Options, accumulation_dtype, numbers_as_arrays
+from flax_mha.core.tracing import varying_alike
 from flax_mha.impl import blockwise, decode, dense
 from flax_mha.impl.shared import block_mask, heads, layout, schedule
 from flax_mha.impl.shared.block_mask import BlockMask

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from flax_mha.core.target import readable
 from flax_mha.core.tile import BoolMatrix, Grid, Tile
+from flax_mha.core.tracing import readable
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.core.validation import Shape
 

@@ -11,8 +11,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from flax_mha.core import validation
-from flax_mha.core.target import readable
 from flax_mha.core.tile import BoolMatrix, Grid, Tile
+from flax_mha.core.tracing import readable
 from flax_mha.core.user_function import TracedFunction, trace
 from flax_mha.core.validation import Shape
 from flax_mha.masks.base import CallsFunction, Mask, Occupancy

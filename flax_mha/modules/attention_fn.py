@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
+from flax_mha.call.operands import Sharding, accumulation_dtype
 from flax_mha.core import validation
-from flax_mha.core.call import Sharding, accumulation_dtype
 from flax_mha.masks import Mask
 
 

@@ -11,12 +11,14 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha.cache.cached_attention import cached_attention, check_cache, in_order
 from flax_mha.cache.kv_cache import KVCache
+from flax_mha.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha.context_parallel import ContextAttention
 from flax_mha.core import validation
 from flax_mha.core.integers import int32
 from flax_mha.distributed.dispatch import Explanation, check_name
 from flax_mha.distributed.tensor_parallel import attention_sharding, check_head_axis
 from flax_mha.masks import ArrayMask, Mask
+from flax_mha.modules.attention_fn import attention_fn as ours
 from flax_mha.modules.explain import ExplainedAttention
 from flax_mha.rope import RoPE, apply_rope
 
@@ -46,12 +48,12 @@ def check_options(
       ValueError: If an argument is none of that.
     """
     _heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features)
-    validation.dropout_rate(dropout_rate)
+    check_dropout_rate(dropout_rate)
     check_name(implementation)
-    validation.window(local_window_size)
-    validation.soft_cap(logits_soft_cap)
+    check_window(local_window_size)
+    check_soft_cap(logits_soft_cap)
     validation.flag("sinks", sinks)
-    validation.scale(scale, validation.Shape((), 1, 1, 1, 1, 1, 1))
+    check_scale(scale, validation.Shape((), 1, 1, 1, 1, 1, 1))
     if normalize_qk not in (False, True, "layer_norm", "rms_norm", "rms_norm_all_heads"):
         raise ValueError(
             'normalize_qk must be False, True, "layer_norm", "rms_norm" or "rms_norm_all_heads", but got '
@@ -168,7 +170,7 @@ def check_stored(mask: Array | Mask | None, score_mod: Any, local_window_size: A
     given = {
         "mask": isinstance(mask, Mask),
         "score_mod": score_mod is not None,
-        "local_window_size": validation.window(local_window_size) is not None,
+        "local_window_size": check_window(local_window_size) is not None,
     }
     for name, is_given in given.items():
         if is_given:
@@ -229,7 +231,7 @@ def sequence_arguments(
 
 def reach(local_window_size: Any) -> int | None:
     """How many positions before its own a query sees; None means all."""
-    window = validation.window(local_window_size)
+    window = check_window(local_window_size)
     return None if window is None else window[0]
 
 
@@ -371,7 +373,7 @@ def decoded(
 
 
 def _is_ours(attention_fn: Callable[..., Array]) -> bool:
-    return attention_fn is attention_fn.attention_fn or isinstance(attention_fn, ExplainedAttention)
+    return attention_fn is ours or isinstance(attention_fn, ExplainedAttention)
 
 
 def _decoded_by(
@@ -386,7 +388,7 @@ def _decoded_by(
     extra: dict[str, Any],
 ) -> tuple[Array, KVCache]:
     """The same by any function with Flax's signature, which gets all keys and values and a mask of what is visible."""
-    window, number = validation.window(extra["local_window_size"]), query.shape[-3]
+    window, number = check_window(extra["local_window_size"]), query.shape[-3]
     check_cache(cache, extra["bias"], mask, window)
     appended = cache.append(key, value, lengths)
     new, tokens = appended.cache, appended.tokens

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_mha.core.call import DEFAULT_PRECISION, Call, Operands, Options
+from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options
 from flax_mha.core.target import reasons_against_kernel
 from flax_mha.impl.pallas import derivatives
 from flax_mha.impl.pallas.cut import reason_against

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from flax_mha.core.call import Operands, Options
+from flax_mha.call.operands import Operands, Options
 from flax_mha.impl.pallas.cut import Cut, cut
 from flax_mha.impl.pallas.held import Rules
 from flax_mha.impl.pallas.operands import LANES, Inputs

@@ -6,7 +6,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha.core.call import Operands, Options, accumulation_dtype, numbered
+from flax_mha.call.operands import Operands, Options, accumulation_dtype, numbered
 from flax_mha.impl.shared import layout, nonfinite
 from flax_mha.impl.shared.nonfinite import Magnitudes
 from flax_mha.impl.shared.scores import ScoreParams, Scores

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from flax_mha.core.call import DEFAULT_PRECISION, Call
+from flax_mha.call.operands import DEFAULT_PRECISION, Call
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
 
 Bounds = tuple[int | None, int | None]  # `left` and `right` of a mask

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.core.call import DEFAULT_PRECISION, Call, Options, accumulation_dtype
-from flax_mha.core.target import Target, being_traced, is_key, readable
+from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options, accumulation_dtype
+from flax_mha.core.target import Target
+from flax_mha.core.tracing import being_traced, is_key, readable
 from flax_mha.impl.decode import Blocks
 from flax_mha.impl.shared import block_mask, heads
 from flax_mha.impl.shared.block_mask import BlockMask

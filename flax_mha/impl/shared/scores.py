@@ -14,9 +14,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from flax_mha.core.call import accumulation_dtype
-from flax_mha.core.target import any_varies
+from flax_mha.call.operands import accumulation_dtype
 from flax_mha.core.tile import Scalar, Tile
+from flax_mha.core.tracing import any_varies
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.masks import Mask
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_mha.core.call import Call, Operands, Options
-from flax_mha.core.target import varying_alike
+from flax_mha.call.operands import Call, Operands, Options
+from flax_mha.core.tracing import varying_alike
 from flax_mha.impl import xla
 from flax_mha.impl.shared.kernel_mask import Bounds, Data
 from flax_mha.masks import LengthMask, LocalMask

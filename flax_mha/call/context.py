@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from flax_mha.core.target import of_every_axis
+from flax_mha.core.sharding import of_every_axis
 
 Axes = str | tuple[str, ...] | None
 Strategy = Literal["ring", "ulysses", "allgather"]

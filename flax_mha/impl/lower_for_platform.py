@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from flax_mha.core.call import Operands
+from flax_mha.call.operands import Operands
 
 Attend = Callable[[Operands], Array]
 Inputs = tuple[Array, Array, Array]

@@ -1,8 +1,6 @@
 """One call: its arguments checked once, and put into the form that every implementation takes."""
 
-import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,14 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, UInt32
 
-from flax_mha.core import validation
-from flax_mha.core.context import Context
-from flax_mha.core.target import Target, being_traced, target_of
-from flax_mha.core.user_function import Trace, TracedFunction, trace
-from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
+from flax_mha.call.context import Context
+from flax_mha.core.target import Target
+from flax_mha.core.tracing import being_traced
+from flax_mha.core.user_function import TracedFunction
+from flax_mha.masks import Mask
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
@@ -142,111 +139,6 @@ class Call(NamedTuple):
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """In what softmax and sums are computed: float32, or float64 for such inputs."""
     return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
-
-
-def canonical(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None,
-    mask: ArrayLike | Mask | None,
-    *,
-    scale: ArrayLike | None,
-    is_causal: bool,
-    query_seq_lengths: ArrayLike | None,
-    key_value_seq_lengths: ArrayLike | None,
-    local_window_size: int | tuple[int | None, int | None] | None,
-    query_offset: ArrayLike,
-    key_value_offset: ArrayLike,
-    query_segment_ids: ArrayLike | None,
-    key_value_segment_ids: ArrayLike | None,
-    logits_soft_cap: float | None,
-    sinks: ArrayLike | None,
-    score_mod: ScoreMod | None,
-    dropout_rate: float,
-    dropout_rng: Array | None,
-    broadcast_dropout: bool,
-    return_residual: bool,
-    precision: lax.PrecisionLike,
-    qkv_sharding: Sharding | None,
-    cached: bool = False,
-    ring: bool = False,
-) -> Call:
-    """The arguments of `dot_product_attention`, if they fit together; all that masks scores becomes one mask.
-
-    Besides, `Options.cached`: keys and values may have another dtype than queries then; and `Options.ring`.
-    """
-    query, key, value, shape = validation.inputs(query, key, value, cached)
-    offsets, offset_arrays = validation.offsets(query_offset, key_value_offset, shape)
-    number, scale_array = validation.scale(scale, shape)
-    window = validation.window(local_window_size)
-    masks = [
-        CausalMask() if validation.flag("is_causal", is_causal) else None,
-        None if window is None else LocalMask(*window),
-        _length_mask(query_seq_lengths, key_value_seq_lengths, shape),
-        _segment_mask(query_segment_ids, key_value_segment_ids, shape),
-        _given_mask(mask, shape),
-        WrittenMask() if ring else None,
-    ]
-    present = [m for m in masks if m is not None]
-    score_trace = _score_trace(score_mod, accumulation_dtype(query.dtype))
-    rate = validation.dropout(dropout_rate, dropout_rng)
-    operands = Operands(
-        query=query,
-        key=key,
-        value=value,
-        bias=validation.bias(bias, shape),
-        sinks=validation.sinks(sinks, shape),
-        mask=functools.reduce(operator.and_, present) if present else None,
-        captured=[] if score_trace is None else score_trace.captured,
-        offsets=offset_arrays,
-        scale=scale_array,
-        dropout_rng=dropout_rng if rate else None,
-    )
-    options = Options(
-        offsets=offsets,
-        scale=number,
-        soft_cap=validation.soft_cap(logits_soft_cap),
-        score_mod=None if score_trace is None else score_trace.function,
-        captured_trainable=() if score_trace is None else score_trace.trainable,
-        dropout_rate=rate,
-        broadcast_dropout=validation.flag("broadcast_dropout", broadcast_dropout),
-        return_residual=validation.flag("return_residual", return_residual),
-        precision=validation.precision(precision),
-        target=target_of((query, key, value)),
-        sharding=validation.sharding(qkv_sharding, jnp.ndim(query)),
-        cached=cached,
-        ring=ring,
-    )
-    return Call(operands, options)
-
-
-def _length_mask(
-    query_lengths: ArrayLike | None, key_lengths: ArrayLike | None, shape: validation.Shape
-) -> Mask | None:
-    keys = validation.lengths("key_value_seq_lengths", key_lengths, shape)
-    queries = validation.lengths("query_seq_lengths", query_lengths, shape)
-    return None if keys is None and queries is None else LengthMask(keys, queries)
-
-
-def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: validation.Shape) -> Mask | None:
-    queries, keys = validation.segment_ids(query_ids, key_ids, shape)
-    return None if queries is None or keys is None else SegmentMask(queries, keys)
-
-
-def _given_mask(mask: ArrayLike | Mask | None, shape: validation.Shape) -> Mask | None:
-    if isinstance(mask, Mask):
-        return mask.canonical(shape)
-    visible = validation.mask(mask, shape)
-    return None if visible is None else ArrayMask(visible)
-
-
-def _score_trace(score_mod: ScoreMod | None, dtype: jnp.dtype) -> Trace | None:
-    if score_mod is None:
-        return None
-    validation.user_function("score_mod", score_mod)
-    signature = {"score": dtype} | dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
-    return trace("score_mod", score_mod, signature, dtype.name)
 
 
 def numbered(operands: Operands, options: Options) -> Numbers:

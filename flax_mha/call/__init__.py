@@ -1,0 +1,1 @@
+"""One call of attention as a value: its arguments checked, its operands and options."""

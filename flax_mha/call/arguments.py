@@ -1,0 +1,317 @@
+"""The arguments of `dot_product_attention`, each checked before any compute, and the `Call` that they make.
+
+Every message names the argument, what is expected, what was given and, where that is not plain, how to fix it. Values
+are looked at where they are known, so those of tracers are not.
+"""
+
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from flax_mha.call.context import Context
+from flax_mha.call.operands import Call, Operands, Options, ScoreMod, Sharding, accumulation_dtype
+from flax_mha.core import validation
+from flax_mha.core.integers import LARGEST, SMALLEST, extremes, unwrapped
+from flax_mha.core.target import target_of
+from flax_mha.core.user_function import Trace, trace
+from flax_mha.core.validation import DTYPES, Shape, _array, _broadcastable, _is_int, per_sequence
+from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
+
+LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
+
+
+def check_inputs(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, any_dtypes: bool = False
+) -> tuple[Array, Array, Array, Shape]:
+    """Query, key and value as arrays, and their sizes, if they fit together."""
+    meaning = "[batch..., length, heads, head size]"
+    query, key, value = (
+        _array(name, x, f"an array {meaning}") for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if not query.ndim == key.ndim == value.ndim:
+        raise ValueError(f"query, key, value must have same rank, but got {shapes}.")
+    if query.ndim < 3:
+        raise ValueError(f"query must be {meaning}, so of rank 3 or more, but got {shapes}.")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"query, key, value batch dims must match, but got {shapes}.")
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(f"key, value lengths must match, but got {key.shape[-3]} and {value.shape[-3]} in {shapes}.")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query, key depths must match, but got {query.shape[-1]} and {key.shape[-1]} in {shapes}.")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key, value heads must match, but got {key.shape[-2]} and {value.shape[-2]} in {shapes}.")
+    num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"query heads must be a multiple of key/value heads, both at least 1, but got {num_heads} and "
+            f"{num_kv_heads} in {shapes}; arrays are {meaning}: use jnp.swapaxes(x, -3, -2) on PyTorch's "
+            "[batch, heads, length, head size]."
+        )
+    if query.shape[-1] < 1:
+        raise ValueError(f"query head size must be at least 1, but got {shapes}.")
+    alike = any_dtypes or query.dtype == key.dtype == value.dtype
+    if not alike or any(x.dtype.name not in DTYPES for x in (query, key, value)):
+        raise ValueError(
+            f"query, key, value must share one dtype out of {', '.join(DTYPES)}, but got query {query.dtype}, "
+            f"key {key.dtype}, value {value.dtype}; use .astype."
+        )
+    sizes = (query.shape[-3], key.shape[-3], num_heads, num_kv_heads, query.shape[-1], value.shape[-1])
+    return query, key, value, Shape(query.shape[:-3], *sizes)
+
+
+def check_bias(value: ArrayLike | None, shape: Shape) -> Array | None:
+    """An array of floats that broadcasts to the scores."""
+    if value is None:
+        return None
+    array = _array("bias", value, "an array of floats")
+    if array.dtype.name not in DTYPES:
+        fix = "; a boolean array is a mask" if array.dtype == bool else ""
+        raise ValueError(f"bias must have a dtype out of {', '.join(DTYPES)}, but got {array.dtype}{fix}.")
+    return _broadcastable("bias", array, shape.scores, "[batch..., heads, queries, keys]")
+
+
+def check_offsets(
+    query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape
+) -> tuple[tuple[int, int], tuple[Array | None, Array | None]]:
+    """Positions of the first query and the first key: the part that is a number, and the part that is an array."""
+    numbers, arrays, ends = [], [], []
+    for name, value, length in (
+        ("query_offset", query_offset, shape.query_length),
+        ("key_value_offset", key_offset, shape.key_length),
+    ):
+        if value is None:
+            raise ValueError(f"{name} must be an integer or an array of integers, but got None; leave it out.")
+        is_number = _is_int(value)
+        array = None if is_number else per_sequence(name, value, shape)
+        least, most = (int(value),) * 2 if array is None else extremes(array)  # type: ignore[arg-type]
+        last = most + max(length, 1) - 1 if isinstance(length, int) else most
+        if least < SMALLEST or last > LARGEST:
+            raise ValueError(f"{name} must keep positions in the range of int32, but got positions {least} to {last}.")
+        numbers.append(int(value) if is_number else 0)  # type: ignore[arg-type]
+        arrays.append(array)
+        ends.append((least, last))
+    (q_first, q_last), (k_first, k_last) = ends
+    if max(q_last - k_first, k_last - q_first) > LARGEST:
+        raise ValueError(
+            "query_offset and key_value_offset must keep distances in the range of int32, but got queries at positions "
+            f"{q_first} to {q_last} and keys at {k_first} to {k_last}."
+        )
+    return (numbers[0], numbers[1]), (arrays[0], arrays[1])
+
+
+def check_window(size: Any) -> tuple[int | None, int | None] | None:
+    """(left, right), each an int >= 0 or None."""
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2 or not all(side is None or (_is_int(side) and side >= 0) for side in pair):
+        raise ValueError(
+            f"local_window_size must be an int >= 0, or a pair (left, right) of int >= 0 or None, but got {size!r}."
+        )
+    return None if pair == (None, None) else pair
+
+
+def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
+    """The scale as a static number and None if it is a number, or as 1.0 and an array if it is a JAX array."""
+    if value is None:
+        return 1 / math.sqrt(shape.head_size), None
+    value = unwrapped(value)
+    if not isinstance(value, jax.Array):
+        number: Any = value[()] if isinstance(value, np.ndarray) and not value.ndim else value
+        if not _is_number(number) or not math.isfinite(number):
+            raise ValueError(f"scale must be one finite number, but got {value!r}.")
+        if abs(number) > float(np.finfo(np.float32).max):
+            raise ValueError(f"scale must be a number that float32 can hold, but got {value!r}.")
+        return float(number), None
+    if value.shape or value.dtype.name not in DTYPES:
+        raise ValueError(f"scale must be one number, but got an array of shape {value.shape} and dtype {value.dtype}.")
+    return 1.0, value
+
+
+def check_precision(value: Any) -> Any:
+    """What `jax.lax.dot_general` takes."""
+    if value is not None:
+        x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        try:
+            jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=value), x)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f'precision must be None, "default", "high", "highest" or a jax.lax.Precision, but got {value!r}.'
+            ) from error
+    return tuple(value) if isinstance(value, list) else value  # it becomes part of a key
+
+
+def check_sinks(value: ArrayLike | None, shape: Shape) -> Array | None:
+    """One logit per head, or what broadcasts to [B..., N]."""
+    if value is None:
+        return None
+    array = _array("sinks", value, "an array of floats, one per head")
+    if array.dtype.name not in DTYPES:
+        raise ValueError(f"sinks must have a dtype out of {', '.join(DTYPES)}, but got {array.dtype}.")
+    return _broadcastable("sinks", array, (*shape.batch, shape.num_heads), "[batch..., heads]")
+
+
+def check_soft_cap(value: float | None) -> float | None:
+    """A number > 0 at which float32 can cap."""
+    if value is None:
+        return None
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise ValueError(f"logits_soft_cap must be a finite number > 0, known while tracing, but got {value!r}.")
+    if value > LARGEST_CAP:
+        raise ValueError(f"logits_soft_cap must be at most {LARGEST_CAP:g}, but got {value!r}; None does not cap.")
+    return float(value)
+
+
+def check_dropout_rate(rate: float) -> float:
+    """A number in [0, 1)."""
+    if not _is_number(rate) or not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be a number in [0, 1), known while tracing, but got {rate!r}.")
+    return float(rate)
+
+
+def check_dropout(rate: float, rng: Any) -> float:
+    """The rate; above 0 it needs a key."""
+    rate = check_dropout_rate(rate)
+    if rate > 0 and rng is None:
+        raise ValueError("dropout_rng must be a key where dropout_rate > 0, but got None; pass jax.random.key(0), say.")
+    if rate > 0 and not _is_key(rng):
+        got = f"an array of shape {rng.shape} and dtype {rng.dtype}" if hasattr(rng, "shape") else repr(rng)
+        raise ValueError(f"dropout_rng must be one key as jax.random.key makes it, but got {got}.")
+    return rate
+
+
+def check_sharding(value: Any, rank: int) -> Any:
+    """How a mesh splits the query."""
+    if value is not None and not isinstance(value, NamedSharding | PartitionSpec | Context):
+        raise ValueError(f"qkv_sharding must be a jax.P or a NamedSharding, of the query, but got {value!r}.")
+    spec: Any = () if value is None or isinstance(value, Context) else getattr(value, "spec", value)
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
+    names = [name for entry in entries for name in entry]
+    if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"qkv_sharding must name mesh axes or None, each of them once, but got {spec}.")
+    if len(spec) > rank:
+        raise ValueError(f"qkv_sharding must have an entry for each axis of the query at most, {rank}, but got {spec}.")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _is_key(rng: object) -> bool:
+    if not isinstance(rng, jax.Array | np.ndarray):
+        return False
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return rng.shape == ()
+    return rng.dtype == jnp.uint32 and rng.ndim == 1
+
+
+def canonical(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None,
+    mask: ArrayLike | Mask | None,
+    *,
+    scale: ArrayLike | None,
+    is_causal: bool,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
+    local_window_size: int | tuple[int | None, int | None] | None,
+    query_offset: ArrayLike,
+    key_value_offset: ArrayLike,
+    query_segment_ids: ArrayLike | None,
+    key_value_segment_ids: ArrayLike | None,
+    logits_soft_cap: float | None,
+    sinks: ArrayLike | None,
+    score_mod: ScoreMod | None,
+    dropout_rate: float,
+    dropout_rng: Array | None,
+    broadcast_dropout: bool,
+    return_residual: bool,
+    precision: lax.PrecisionLike,
+    qkv_sharding: Sharding | None,
+    cached: bool = False,
+    ring: bool = False,
+) -> Call:
+    """The arguments of `dot_product_attention`, if they fit together; all that masks scores becomes one mask.
+
+    Besides, `Options.cached`: keys and values may have another dtype than queries then; and `Options.ring`.
+    """
+    query, key, value, shape = check_inputs(query, key, value, cached)
+    offsets, offset_arrays = check_offsets(query_offset, key_value_offset, shape)
+    number, scale_array = check_scale(scale, shape)
+    window = check_window(local_window_size)
+    masks = [
+        CausalMask() if validation.flag("is_causal", is_causal) else None,
+        None if window is None else LocalMask(*window),
+        _length_mask(query_seq_lengths, key_value_seq_lengths, shape),
+        _segment_mask(query_segment_ids, key_value_segment_ids, shape),
+        _given_mask(mask, shape),
+        WrittenMask() if ring else None,
+    ]
+    present = [m for m in masks if m is not None]
+    score_trace = _score_trace(score_mod, accumulation_dtype(query.dtype))
+    rate = check_dropout(dropout_rate, dropout_rng)
+    operands = Operands(
+        query=query,
+        key=key,
+        value=value,
+        bias=check_bias(bias, shape),
+        sinks=check_sinks(sinks, shape),
+        mask=functools.reduce(operator.and_, present) if present else None,
+        captured=[] if score_trace is None else score_trace.captured,
+        offsets=offset_arrays,
+        scale=scale_array,
+        dropout_rng=dropout_rng if rate else None,
+    )
+    options = Options(
+        offsets=offsets,
+        scale=number,
+        soft_cap=check_soft_cap(logits_soft_cap),
+        score_mod=None if score_trace is None else score_trace.function,
+        captured_trainable=() if score_trace is None else score_trace.trainable,
+        dropout_rate=rate,
+        broadcast_dropout=validation.flag("broadcast_dropout", broadcast_dropout),
+        return_residual=validation.flag("return_residual", return_residual),
+        precision=check_precision(precision),
+        target=target_of((query, key, value)),
+        sharding=check_sharding(qkv_sharding, jnp.ndim(query)),
+        cached=cached,
+        ring=ring,
+    )
+    return Call(operands, options)
+
+
+def _length_mask(query_lengths: ArrayLike | None, key_lengths: ArrayLike | None, shape: Shape) -> Mask | None:
+    keys = validation.lengths("key_value_seq_lengths", key_lengths, shape)
+    queries = validation.lengths("query_seq_lengths", query_lengths, shape)
+    return None if keys is None and queries is None else LengthMask(keys, queries)
+
+
+def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape) -> Mask | None:
+    queries, keys = validation.segment_ids(query_ids, key_ids, shape)
+    return None if queries is None or keys is None else SegmentMask(queries, keys)
+
+
+def _given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
+    if isinstance(mask, Mask):
+        return mask.canonical(shape)
+    visible = validation.mask(mask, shape)
+    return None if visible is None else ArrayMask(visible)
+
+
+def _score_trace(score_mod: ScoreMod | None, dtype: jnp.dtype) -> Trace | None:
+    if score_mod is None:
+        return None
+    validation.user_function("score_mod", score_mod)
+    signature = {"score": dtype} | dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
+    return trace("score_mod", score_mod, signature, dtype.name)
