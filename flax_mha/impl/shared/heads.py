@@ -1,5 +1,6 @@
 """The one place where the math of one head is lifted over batch, key/value heads and their groups."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,32 +28,36 @@ def over_heads(
       together: Of the others, how many heads at most run together, in a loop over groups of them; None: all.
     """
     leaves, tree = jax.tree.flatten(operands)
-    unit = tuple(axis for axis in range(axes) if all(leaf.shape[axis] == 1 for leaf in leaves))
-    mapped = jax.tree.unflatten(tree, [_squeezed(leaf, unit) for leaf in leaves])
-    ahead = sum(axis < sequential for axis in unit)
-    answer = _mapped(one_head, mapped, axes - len(unit), sequential - ahead, together)
-    return jax.tree.map(lambda x: lax.expand_dims(x, unit), answer)
+    own = [[leaf.shape[axis] != 1 for leaf in leaves] for axis in range(axes)]  # which arrays have entries of their own
+    sizes = [next((leaf.shape[axis] for leaf in leaves if leaf.shape[axis] != 1), 1) for axis in range(axes)]
+    mapped = [_squeezed(x, tuple(axis for axis in range(axes) if x.shape[axis] == 1)) for x in leaves]
+
+    def run(leaves: list) -> Any:
+        return one_head(jax.tree.unflatten(tree, leaves))
+
+    for axis in reversed(range(axes)):
+        if not any(own[axis]):
+            continue
+        inner = math.prod(sizes[axis + 1 :])
+        group = 1 if axis < sequential else sizes[axis] if together is None else together // max(inner, 1)
+        group = _largest_divisor(sizes[axis], group) if group < sizes[axis] else group
+        if axis >= sequential and group >= sizes[axis]:
+            run = jax.vmap(run, ([0 if mine else None for mine in own[axis]],))
+        else:
+            run = functools.partial(_looped, run, own[axis], group)
+    unit = tuple(axis for axis in range(axes) if not any(own[axis]))
+    return jax.tree.map(lambda x: lax.expand_dims(x, unit), run(mapped))
 
 
-def _mapped(one_head: Callable[[Any], Any], operands: Any, axes: int, sequential: int, together: int | None) -> Any:
-    if axes == 0:
-        return one_head(operands)
-    leaves, tree = jax.tree.flatten(operands)
-    size = next(leaf.shape[0] for leaf in leaves if leaf.shape[0] != 1)
-    own = [leaf.shape[0] == size for leaf in leaves]
-    shared = [_squeezed(leaf, (0,)) for leaf, mine in zip(leaves, own, strict=True) if not mine]
+def _looped(run: Callable[[list], Any], own: list[bool], group: int, leaves: list) -> Any:
+    """`run(leaves)` for every entry of the first axis of the arrays that have one, `group` of them at a time."""
+
+    def entry(mapped: list) -> Any:
+        following = iter(mapped)
+        return run([next(following) if mine else leaf for leaf, mine in zip(leaves, own, strict=True)])
+
     mapped = [leaf for leaf, mine in zip(leaves, own, strict=True) if mine]
-
-    def one_entry(mapped: list) -> Any:
-        queues = {True: iter(mapped), False: iter(shared)}
-        entry = jax.tree.unflatten(tree, [next(queues[mine]) for mine in own])
-        return _mapped(one_head, entry, axes - 1, sequential - 1, together)
-
-    inner = math.prod(max(leaf.shape[axis] for leaf in leaves) for axis in range(1, axes))
-    group = 1 if sequential > 0 else size if together is None else _largest_divisor(size, together // inner)
-    if group == size and sequential <= 0:
-        return jax.vmap(one_entry)(mapped)
-    return lax.map(one_entry, mapped, batch_size=None if group == 1 else group)
+    return lax.map(entry, mapped, batch_size=None if group == 1 else group)
 
 
 def _largest_divisor(number: int, most: int) -> int:
