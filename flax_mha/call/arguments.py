@@ -22,6 +22,7 @@ from flax_mha.call.operands import Call, Operands, Options, ScoreMod, Sharding, 
 from flax_mha.core import validation
 from flax_mha.core.integers import LARGEST, SMALLEST, extremes, unwrapped
 from flax_mha.core.target import target_of
+from flax_mha.core.tile import Offsets
 from flax_mha.core.user_function import Trace, trace
 from flax_mha.core.validation import DTYPES, Shape, _array, _broadcastable, _is_int, per_sequence
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
@@ -80,25 +81,21 @@ def check_bias(value: ArrayLike | None, shape: Shape) -> Array | None:
     return _broadcastable("bias", array, shape.scores, "[batch..., heads, queries, keys]")
 
 
-def check_offsets(
-    query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape
-) -> tuple[tuple[int, int], tuple[Array | None, Array | None]]:
-    """Positions of the first query and the first key: the part that is a number, and the part that is an array."""
-    numbers, arrays, ends = [], [], []
+def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) -> Offsets:
+    """Positions of the first query and the first key."""
+    offsets, ends = [], []
     for name, value, length in (
         ("query_offset", query_offset, shape.query_length),
         ("key_value_offset", key_offset, shape.key_length),
     ):
         if value is None:
             raise ValueError(f"{name} must be an integer or an array of integers, but got None; leave it out.")
-        is_number = _is_int(value)
-        array = None if is_number else per_sequence(name, value, shape)
-        least, most = (int(value),) * 2 if array is None else extremes(array)  # type: ignore[arg-type]
+        offset: Any = int(value) if _is_int(value) else per_sequence(name, value, shape)  # type: ignore[arg-type]
+        least, most = (offset, offset) if isinstance(offset, int) else extremes(offset)
         last = most + max(length, 1) - 1 if isinstance(length, int) else most
         if least < SMALLEST or last > LARGEST:
             raise ValueError(f"{name} must keep positions in the range of int32, but got positions {least} to {last}.")
-        numbers.append(int(value) if is_number else 0)  # type: ignore[arg-type]
-        arrays.append(array)
+        offsets.append(offset)
         ends.append((least, last))
     (q_first, q_last), (k_first, k_last) = ends
     if max(q_last - k_first, k_last - q_first) > LARGEST:
@@ -106,7 +103,7 @@ def check_offsets(
             "query_offset and key_value_offset must keep distances in the range of int32, but got queries at positions "
             f"{q_first} to {q_last} and keys at {k_first} to {k_last}."
         )
-    return (numbers[0], numbers[1]), (arrays[0], arrays[1])
+    return Offsets(*offsets)
 
 
 def check_window(size: Any) -> tuple[int | None, int | None] | None:
@@ -247,7 +244,6 @@ def canonical(
     Besides, `Options.cached`: keys and values may have another dtype than queries then; and `Options.ring`.
     """
     query, key, value, shape = check_inputs(query, key, value, cached)
-    offsets, offset_arrays = check_offsets(query_offset, key_value_offset, shape)
     number, scale_array = check_scale(scale, shape)
     window = check_window(local_window_size)
     masks = [
@@ -269,12 +265,11 @@ def canonical(
         sinks=check_sinks(sinks, shape),
         mask=functools.reduce(operator.and_, present) if present else None,
         captured=[] if score_trace is None else score_trace.captured,
-        offsets=offset_arrays,
+        offsets=check_offsets(query_offset, key_value_offset, shape),
         scale=scale_array,
         dropout_rng=dropout_rng if rate else None,
     )
     options = Options(
-        offsets=offsets,
         scale=number,
         soft_cap=check_soft_cap(logits_soft_cap),
         score_mod=None if score_trace is None else score_trace.function,

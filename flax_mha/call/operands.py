@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from flax_mha.call.context import Context
 from flax_mha.core.target import Target
+from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import being_traced
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.masks import Mask
@@ -41,7 +42,7 @@ class Operands(NamedTuple):
 
     Attributes:
       captured: What the `score_mod` captures.
-      offsets: Positions of the first query and the first key [B...], where these are arrays.
+      offsets: Positions of the first query and the first key.
       scale: What multiplies query . key, where that is an array.
       numbers: What depends on the numbers of batch entries and heads, where this is a part of a larger call.
     """
@@ -53,7 +54,7 @@ class Operands(NamedTuple):
     sinks: Array | None
     mask: Mask | None
     captured: list[Array]
-    offsets: tuple[Array | None, Array | None]
+    offsets: Offsets
     scale: Array | None
     dropout_rng: Array | None
     numbers: "Numbers | None" = None
@@ -62,11 +63,6 @@ class Operands(NamedTuple):
     def lengths(self) -> tuple[int, int]:
         """T and S."""
         return self.query.shape[-3], self.key.shape[-3]
-
-    @property
-    def has_known_offsets(self) -> bool:
-        """Whether positions are known while tracing."""
-        return all(x is None for x in self.offsets)
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -87,7 +83,7 @@ class Operands(NamedTuple):
             sinks=changed(self.sinks, "B N"),
             mask=None if self.mask is None else self.mask.map_arrays(change),
             captured=[changed(x, "") for x in self.captured],
-            offsets=(changed(self.offsets[0], "B"), changed(self.offsets[1], "B")),
+            offsets=self.offsets.map_arrays(lambda x: change(x, "B")),
             scale=changed(self.scale, ""),
             dropout_rng=changed(self.dropout_rng, ""),
             numbers=self.numbers and Numbers(*map(changed, self.numbers, ("B", "N", "B N words"))),
@@ -98,7 +94,6 @@ class Options(NamedTuple):
     """The static (hashable) part of a call.
 
     Attributes:
-      offsets: Positions of the first query and the first key, where these are numbers; else 0.
       scale: What multiplies query . key, where that is a number; else 1.
       cached: Whether keys and values are a cache, which is read in place.
       ring: Whether the keys form a ring (`_tiles.Tile`); the key's offset is then the position of the newest one.
@@ -108,7 +103,6 @@ class Options(NamedTuple):
       sharding: How the caller says that a mesh splits the query, or None.
     """
 
-    offsets: tuple[int, int]
     scale: float
     soft_cap: float | None
     score_mod: TracedFunction | None
@@ -165,16 +159,13 @@ def numbers_as_arrays(call: Call) -> Call:
     if being_traced():
         return call
     operands, options = call
-    offsets = tuple(
-        jnp.asarray(number, jnp.int32) if number and array is None else array
-        for number, array in zip(options.offsets, operands.offsets, strict=True)
-    )
+    offsets = Offsets(*(jnp.asarray(x, jnp.int32) if isinstance(x, int) and x else x for x in operands.offsets))
     scale = operands.scale
     if scale is None:
         scale = jnp.asarray(options.scale, accumulation_dtype(operands.query.dtype))
     rank = operands.query.ndim - 3
-    offsets = tuple(x if x is None else x.reshape((1,) * (rank - x.ndim) + x.shape) for x in offsets)
+    offsets = offsets.map_arrays(lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape))
     return Call(
-        operands._replace(offsets=offsets, scale=scale),  # type: ignore[arg-type]
-        options._replace(offsets=(0, 0), scale=1.0),
+        operands._replace(offsets=offsets, scale=scale),
+        options._replace(scale=1.0),
     )

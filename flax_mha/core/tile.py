@@ -1,13 +1,15 @@
 """The geometry of tiles: rectangles of the scores of one head, and the grid that they form.
 
 Row i of the scores is query i, column j is key j. A row or column is a place in the arrays of a call; a *position* is a
-place in the sequence. Query i stands at position `offsets[0] + i` and key j at `offsets[1] + j`: this is the only file
-that adds the offsets. Masks, `score_mod` and dropout are told positions; arrays are cut by rows and columns.
+place in the sequence. Query i stands at position `offsets[0] + i` and key j at `offsets[1] + j`: `Offsets`
+holds both. Masks, `score_mod` and dropout are told positions; arrays are cut by rows and columns.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,6 +18,37 @@ from jaxtyping import Array, Bool, Int
 Scalar = int | Int[Array, ""]
 BoolMatrix = Bool[Array, "rows columns"] | np.ndarray
 IntMatrix = Int[Array, "rows columns"] | np.ndarray
+
+
+@jax.tree_util.register_pytree_node_class
+class Offsets(NamedTuple):
+    """Positions of the first query and the first key: ints, which are static, or int32 arrays [B...]."""
+
+    query: Any = 0
+    key: Any = 0
+
+    @property
+    def are_known(self) -> bool:
+        """Whether both are ints."""
+        return isinstance(self.query, int) and isinstance(self.key, int)
+
+    def moved(self, query: Any, key: Any) -> "Offsets":
+        """The offsets of a slice whose first query and first key are this much further on."""
+        return Offsets(self.query + query, self.key + key)
+
+    def map_arrays(self, change: Callable[[Any], Any]) -> "Offsets":
+        """The offsets with `change(array)` in the place of every array."""
+        return Offsets(*(x if isinstance(x, int) else change(x) for x in self))
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """What `jax.tree` calls."""
+        query, key = (x if isinstance(x, int) else None for x in self)
+        return [None if isinstance(x, int) else x for x in self], (query, key)
+
+    @classmethod
+    def tree_unflatten(cls, numbers: Any, arrays: Any) -> "Offsets":
+        """What `jax.tree` calls."""
+        return cls(*(array if number is None else number for number, array in zip(numbers, arrays, strict=True)))
 
 
 class Tile(NamedTuple):
@@ -36,7 +69,7 @@ class Tile(NamedTuple):
     row: Scalar
     column: Scalar | tuple[Scalar, ...]
     shape: tuple[int, int]
-    offsets: tuple[Scalar, Scalar] = (0, 0)
+    offsets: Offsets = Offsets()
     lengths: tuple[int, int] | None = None
     ring: int | None = None
 
@@ -121,7 +154,7 @@ class Grid(NamedTuple):
 
     counts: tuple[int, int]
     tile_shape: tuple[int, int]
-    offsets: tuple[Scalar, Scalar] = (0, 0)
+    offsets: Offsets = Offsets()
     lengths: tuple[int, int] | None = None
 
     @property

@@ -55,7 +55,7 @@ def all_gathered(call: Call, context: Context, attend: Attend) -> tuple[Array, A
     for number in range(context.chunks):
         part = slices.of_queries(operands, number * length, length)
         first = chunk_of(rank, number, devices) * length
-        results.append(attend(Call(*slices.at_positions(part, options, first, 0))))
+        results.append(attend(Call(slices.at_positions(part, first, 0), options)))
     outputs, residuals = zip(*results, strict=True)
     lse = None if residuals[0] is None else jnp.concatenate(residuals, -2)
     return jnp.concatenate(outputs, -3), lse

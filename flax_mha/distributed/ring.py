@@ -62,7 +62,7 @@ class Ring(NamedTuple):
         part = slices.of_queries(operands, i * height, height)
         part = slices.of_keys(part, j * width, source * keys + j * width, width)
         positions = chunk_of(rank, i, self.size) * height, chunk_of(source, j, self.size) * width
-        return Call(*slices.at_positions(part, self.options, *positions))
+        return Call(slices.at_positions(part, *positions), self.options)
 
     def next(self, tree: Any) -> Any:
         """The arrays of the device before this one."""

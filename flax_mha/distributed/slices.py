@@ -8,8 +8,8 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_mha.call.context import belongs_to_keys, chunks_in_order
-from flax_mha.call.operands import Operands, Options
-from flax_mha.core.tile import Scalar
+from flax_mha.call.operands import Operands
+from flax_mha.core.tile import Offsets, Scalar
 
 
 def _dimension(x: Array, axes: str, name: str, batch_rank: int) -> int | None:
@@ -74,13 +74,9 @@ def reordered(operands: Operands, order: np.ndarray, names: Sequence[str]) -> Op
     return operands.map_arrays(change)
 
 
-def at_positions(operands: Operands, options: Options, query: Scalar, key: Scalar) -> tuple[Operands, Options]:
+def at_positions(operands: Operands, query: Scalar, key: Scalar) -> Operands:
     """The call whose first query and key stand so many positions behind those of the whole call."""
     shape = (1,) * (operands.query.ndim - 3)
-    offsets = tuple(
-        jnp.broadcast_to(jnp.asarray((number if array is None else array) + moved, jnp.int32), shape)
-        if array is None
-        else array + moved
-        for number, array, moved in zip(options.offsets, operands.offsets, (query, key), strict=True)
-    )
-    return operands._replace(offsets=offsets), options._replace(offsets=(0, 0))  # type: ignore[arg-type]
+    offsets = operands.offsets.moved(query, key)
+    arrays = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) if jnp.ndim(x) == 0 else x for x in offsets)
+    return operands._replace(offsets=Offsets(*arrays))

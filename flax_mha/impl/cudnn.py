@@ -151,7 +151,7 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
         output = _careful(kernel, mask, arrays)
     elif mask.masks_scores:
         compute = functools.partial(_masked, kernel, mask.bounds)
-        fused = when_finite.Fused(compute, mask.bounds, options._replace(offsets=(0, 0)), head_axis=2)
+        fused = when_finite.Fused(compute, mask.bounds, options, head_axis=2)
         output = when_finite.attention(fused, arrays, data)
     else:
         [output] = _padded(kernel, arrays, None)

@@ -303,7 +303,7 @@ def _seen(blocks: Blocks, part: Part, length: int) -> Bool[Array, "*#B #K #G cou
     """In which blocks of keys some query may see one."""
     scores, count = part.scores, -(-length // blocks.width)
     if scores.ring is not None:  # all of it, or what has been written since it was empty
-        newest = jnp.asarray(scores.offsets[1])
+        newest = jnp.asarray(scores.offsets.key)
         return jax.vmap(lambda first: first <= newest, out_axes=-1)(
             jnp.arange(count, dtype=newest.dtype) * blocks.width
         )
@@ -312,12 +312,11 @@ def _seen(blocks: Blocks, part: Part, length: int) -> Bool[Array, "*#B #K #G cou
         return jnp.ones((count,), bool)
 
     def one_head(own: tuple) -> Bool[Array, " count"]:
-        mask, offset_arrays = own
-        query, key = (n if x is None else x for n, x in zip(scores.offset_numbers, offset_arrays, strict=True))
-        grid = Grid((1, count), (blocks.height, blocks.width), (query + part.row, key))
+        mask, offsets = own
+        grid = Grid((1, count), (blocks.height, blocks.width), offsets.moved(part.row, 0))
         return jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
 
-    return heads.over_heads(one_head, (mask, scores.offset_arrays), part.query.ndim - 2)
+    return heads.over_heads(one_head, (mask, scores.offsets), part.query.ndim - 2)
 
 
 def _bounds(mask: Mask | None) -> Mask | None:

@@ -117,7 +117,7 @@ def _attention(operands: Operands, options: Options, interpret: bool) -> Float[A
         arrays = (*arrays, kernel_mask.flat(sinks, len(batch)))
     kernel = functools.partial(_output, mask.bounds, options.soft_cap, interpret)
     if mask.masks_scores:
-        options = options._replace(scale=1.0, offsets=(0, 0))
+        options = options._replace(scale=1.0)
         fused = when_finite.Fused(kernel, mask.bounds, options, head_axis=1)
         output = when_finite.attention(fused, arrays, mask.data)
     else:

@@ -46,8 +46,8 @@ def blockwise_attention(call: Call, result: OutputAndLse | None = None) -> Outpu
     """
     call = numbers_as_arrays(call)
     operands, options = call
-    if operands.mask is not None and operands.has_known_offsets:
-        mask = operands.mask.with_occupancy(operands.lengths, options.offsets, CELL)
+    if operands.mask is not None and operands.offsets.are_known:
+        mask = operands.mask.with_occupancy(operands.lengths, operands.offsets, CELL)
         call = Call(operands._replace(mask=mask), options)
     tiling, blocks = schedule.tiles(call)
     scores = tiling.height * tiling.width
@@ -139,14 +139,12 @@ def _blockwise_head(tiling: Tiling, fuse_rows: bool, arrays: tuple) -> tuple[Arr
 
 def _block_mask(scores: Scores, tiling: Tiling, axes: int) -> BlockMask:
     """Which tiles to visit, once for all heads that share it, and without any tracing where it is static."""
-    if not jax.tree.leaves((scores.mask, scores.offset_arrays)):
-        blocks = schedule.block_mask_of_one(tiling, scores.mask, scores.offset_numbers)
+    if not jax.tree.leaves((scores.mask, scores.offsets)):
+        blocks = schedule.block_mask_of_one(tiling, scores.mask, scores.offsets)
         return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
 
     def one_head(places: tuple) -> BlockMask:
         mask, offsets = places
-        known = scores.offset_numbers
-        query, key = (number if x is None else x for number, x in zip(known, offsets, strict=True))
-        return block_mask.dynamic_block_mask(tiling, mask, (query, key))
+        return block_mask.dynamic_block_mask(tiling, mask, offsets)
 
-    return heads.over_heads(one_head, (scores.mask, scores.offset_arrays), axes)
+    return heads.over_heads(one_head, (scores.mask, scores.offsets), axes)

@@ -52,8 +52,8 @@ def pallas_attention(
       interpret: Whether to run on any machine, slowly; or how, as `jax.experimental.pallas.pallas_call` takes it.
     """
     operands, options = call
-    if operands.mask is not None and operands.has_known_offsets:
-        mask = operands.mask.with_occupancy(operands.lengths, options.offsets, CELL)
+    if operands.mask is not None and operands.offsets.are_known:
+        mask = operands.mask.with_occupancy(operands.lengths, operands.offsets, CELL)
         operands = operands._replace(mask=mask)
     dtype = operands.query.dtype if dtype is None else dtype
     return _attention(operands, options, Machine(_tiling(call), MEMORY, interpret), dtype, result)

@@ -114,13 +114,9 @@ class Rules(NamedTuple):
           turned: References to what belongs to the rows of the tile, if it was turned before.
         """
         inputs, tiling = self._rows_turned(visit.load(), across, turned), self.tiling
-        offsets = tuple(
-            number if array is None else array
-            for number, array in zip(self.scores.offset_numbers, inputs.offsets, strict=True)
-        )
         lengths = tiling.lengths if tiling.has_padding else None
         kind: Any = TileAcross if across else HeldTile
-        tile = kind(visit.row, visit.column, (tiling.height, tiling.width), offsets, lengths)
+        tile = kind(visit.row, visit.column, (tiling.height, tiling.width), inputs.offsets, lengths)
         fields = {name: getattr(self.scores, name) for name in self.scores.__dataclass_fields__}
         fields |= {"dropout_seed": inputs.seed, "part": self.part, "learned": self.learned, "entries": []}
         fields["differentiated"] = self.differentiated

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from flax_mha.core.tile import Offsets
 from flax_mha.impl.pallas.numbering import Number
 from flax_mha.masks import Mask
 
@@ -30,7 +31,7 @@ class Inputs(NamedTuple):
     Attributes:
       values: Of the outer part of `score_mod`: numbers, then tables.
       mask: What is visible, if anything may be masked.
-      offsets: Positions of the first query and the first key, where these are data.
+      offsets: Positions of the first query and the first key, as numbers or in scalar memory.
       seed: Two random words, for dropout.
       key_marks: 0, or infinity where a key or value is not finite.
       tile_marks: 0, or infinity for columns of tiles with such keys.
@@ -47,7 +48,7 @@ class Inputs(NamedTuple):
     sink: Block
     values: list[Any]
     mask: Mask | None
-    offsets: tuple[Block, Block]
+    offsets: Offsets
     seed: tuple[Block, Block] | None
     key_marks: Block
     tile_marks: Block
@@ -73,7 +74,7 @@ class Inputs(NamedTuple):
             sink=changed(self.sink, ""),
             values=[change(x, "L" if x.ndim > rank else "") for x in self.values],
             mask=None if self.mask is None else self.mask.map_arrays(of_mask),
-            offsets=(changed(self.offsets[0], ""), changed(self.offsets[1], "")),
+            offsets=self.offsets.map_arrays(lambda x: change(x, "")),
             seed=None if self.seed is None else (change(self.seed[0], ""), change(self.seed[1], "")),
             key_marks=changed(self.key_marks, "S"),
             tile_marks=changed(self.tile_marks, "C"),

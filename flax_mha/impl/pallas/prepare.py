@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_mha.call.operands import Operands, Options
+from flax_mha.core.tile import Offsets
 from flax_mha.impl.pallas.cut import Cut, cut
 from flax_mha.impl.pallas.held import Rules
 from flax_mha.impl.pallas.operands import LANES, Inputs
@@ -61,7 +62,7 @@ def prepared(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dt
         sink=params.sink,
         values=values,
         mask=mask,
-        offsets=scores.offset_arrays,
+        offsets=scores.offsets,
         seed=None if seed is None else (seed[..., 0], seed[..., 1]),
         **_marks(magnitudes, tiling),
     )
@@ -85,7 +86,7 @@ def _rules_of(scores: Scores) -> TileScores:
     """The static part."""
     fields: dict[str, Any] = {field.name: getattr(scores, field.name) for field in dataclasses.fields(scores)}
     arrays = dict.fromkeys(("mask", "dropout_seed", "batch", "head"))
-    return TileScores(**fields | arrays | {"offset_arrays": (None, None), "constants": []})
+    return TileScores(**fields | arrays | {"offsets": Offsets(), "constants": []})
 
 
 def _score_mod(options: Options, params: ScoreParams, scores: Scores, axes: int) -> tuple[Cut | None, list[Array]]:
@@ -122,17 +123,16 @@ def _occupied(scores: Scores, tiling: Tiling, axes: int) -> Occupied:
 
     def one_head(places: tuple) -> tuple[Any, Any]:
         mask, offsets = places
-        query, key = (number if x is None else x for number, x in zip(scores.offset_numbers, offsets, strict=True))
         mask = padded_mask(mask, tiling)
         if mask is None:
             return everything, everything
-        some, full = mask.occupancy(tiling.grid((query, key)))
+        some, full = mask.occupancy(tiling.grid(offsets))
         return some & everything, full & everything
 
-    if scores.mask is not None and jax.tree.leaves((scores.mask, scores.offset_arrays)):
-        return Occupied(*heads.over_heads(one_head, (scores.mask, scores.offset_arrays), axes))
+    if scores.mask is not None and jax.tree.leaves((scores.mask, scores.offsets)):
+        return Occupied(*heads.over_heads(one_head, (scores.mask, scores.offsets), axes))
     with jax.ensure_compile_time_eval():
-        some, full = one_head((scores.mask, (None, None)))
+        some, full = one_head((scores.mask, scores.offsets))
     lead = (1,) * axes
     return Occupied(np.asarray(some).reshape(*lead, *some.shape), np.asarray(full).reshape(*lead, *full.shape))
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from flax_mha.core.tile import BoolMatrix, IntMatrix, Scalar
+from flax_mha.core.tile import BoolMatrix, IntMatrix, Offsets
 from flax_mha.impl.shared.tiling import Tiling, padded_mask
 from flax_mha.masks import Mask, Occupancy
 
@@ -32,7 +32,7 @@ class _Runs(NamedTuple):
     end: IntMatrix
 
 
-def _runs(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> _Runs:
+def _runs(tiling: Tiling, mask: Mask | None, offsets: Offsets) -> _Runs:
     """Of one head; in numpy where the mask is known while tracing."""
     grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
@@ -101,7 +101,7 @@ class RowTiles(NamedTuple):
     num_tiles: np.ndarray
 
 
-def tiles_of(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> RowTiles:
+def tiles_of(tiling: Tiling, mask: Mask | None, offsets: Offsets) -> RowTiles:
     """The tiles of one head whose mask is known while tracing.
 
     The runs of each row, those that are full and those that are not, are gathered into tiles of about the same size.
@@ -157,7 +157,7 @@ class BlockMask:
     single: bool = dataclasses.field(metadata={"static": True})
 
 
-def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tuple[int, int]) -> BlockMask:
+def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: Offsets) -> BlockMask:
     """Of some heads, the first axis of its arrays, whose masks are known while tracing."""
     with jax.ensure_compile_time_eval():
         heads = [tiles_of(tiling, mask, offsets) for mask in masks]
@@ -184,7 +184,7 @@ def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tup
     return BlockMask(column, chosen, full, some, full_parts, partial_parts, single=False)
 
 
-def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
+def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: Offsets) -> BlockMask:
     """Of one head, whose mask or offset is data: by numbers that bound the loops."""
     column, full, partial, *_ = _runs(tiling, mask, offsets)
     order = jnp.argsort(2 - 2 * full.astype(jnp.int32) - partial.astype(jnp.int32), axis=1, stable=True)

@@ -88,15 +88,13 @@ def _scores(operands: Operands, options: Options, constants: list[jax.Array]) ->
         None if x is None else layout.by_head(x, axes, rank, groups)
         for x, axes in zip(numbers, ("B", "N", "B N words"), strict=True)
     )
-    query_offset, key_offset = (None if x is None else layout.by_head(x, "B", rank, groups) for x in operands.offsets)
     return Scores(
         mask=None if operands.mask is None else layout.mask_by_head(operands.mask, rank, groups),
-        offset_arrays=(query_offset, key_offset),
+        offsets=operands.offsets.map_arrays(lambda x: layout.by_head(x, "B", rank, groups)),
         dropout_seed=seed,
         batch=batch,
         head=head,
         constants=constants,
-        offset_numbers=options.offsets,
         soft_cap=options.soft_cap,
         score_mod=options.score_mod,
         captured_trainable=options.captured_trainable,

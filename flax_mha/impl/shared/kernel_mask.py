@@ -87,17 +87,16 @@ def kernel_mask(call: Call) -> KernelMask:
             segments = part
         else:
             others.append(type(part).__name__.strip("_"))
-    (queries, keys), (query_offset, key_offset) = call.operands.lengths, call.options.offsets
+    (queries, keys), (query_offset, key_offset) = call.operands.lengths, call.operands.offsets
     # Convert positions to rows and columns. A limit that masks nothing becomes None; one that masks everything is
     # clamped to the size of the arrays.
-    ahead = query_offset - key_offset
-    left = None if left is None or left - ahead >= queries - 1 else max(left - ahead, -keys)
-    right = None if right is None or right + ahead >= keys - 1 else max(right + ahead, -queries)
-    if not call.operands.has_known_offsets:  # then any limit is a reason to refuse
+    shift: Any = query_offset - key_offset if call.operands.offsets.are_known else 0
+    left = None if left is None or left - shift >= queries - 1 else max(left - shift, -keys)
+    right = None if right is None or right + shift >= keys - 1 else max(right + shift, -queries)
+    if not call.operands.offsets.are_known:  # then any limit is a reason to refuse
         left, right = (None if side is None else 0 for side in (left, right))
-    query_array, key_array = call.operands.offsets
-    query_lengths = _less(query_lengths, query_offset if query_array is None else query_array)
-    key_lengths = _less(key_lengths, key_offset if key_array is None else key_array)
+    query_lengths = _less(query_lengths, query_offset)
+    key_lengths = _less(key_lengths, key_offset)
     return KernelMask(left, right, query_lengths, key_lengths, segments, tuple(others))
 
 
@@ -137,8 +136,8 @@ def refusals(call: Call, mask: KernelMask, caps: bool = False, sinks: bool = Fal
         "score_mod": options.score_mod is not None and "is not supported by fused kernels",
         "dropout_rate": options.dropout_rate > 0 and "needs the random numbers of the key given",
         "return_residual": options.return_residual and "needs a log-sum-exp with a gradient, in float32",
-        "query_offset": has_band and operands.offsets[0] is not None and fixed,
-        "key_value_offset": has_band and operands.offsets[1] is not None and fixed,
+        "query_offset": has_band and not isinstance(operands.offsets.query, int) and fixed,
+        "key_value_offset": has_band and not isinstance(operands.offsets.key, int) and fixed,
         "scale": operands.scale is not None and "must be a number known while tracing",
         "precision": options.precision not in DEFAULT_PRECISION
         and f"must be the default, all that kernels have, and this asks for {options.precision}",

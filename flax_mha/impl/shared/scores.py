@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from flax_mha.call.operands import accumulation_dtype
-from flax_mha.core.tile import Scalar, Tile
+from flax_mha.core.tile import Offsets, Tile
 from flax_mha.core.tracing import any_varies
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.masks import Mask
@@ -57,12 +57,11 @@ class Scores:
 
     Attributes:
       mask: What is visible; None shows everything.
-      offset_arrays: Positions of the first query and the first key, where these are data; else None.
+      offsets: Positions of the first query and the first key.
       dropout_seed: Two random words; None drops nothing.
       batch: Index of the batch entry (flattened), for `score_mod`.
       head: Index of the head, for `score_mod`.
       constants: The arrays that `score_mod` captures and that get no gradient.
-      offset_numbers: Positions of the first query and the first key, where these are numbers.
       soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
       score_mod: The traced function, or None.
       captured_trainable: Which of the arrays that it captures get gradients, in order.
@@ -73,12 +72,11 @@ class Scores:
     """
 
     mask: Mask | None
-    offset_arrays: tuple[Int[Array, "..."] | None, Int[Array, "..."] | None]
+    offsets: Offsets
     dropout_seed: UInt32[Array, "... 2"] | None
     batch: Int[Array, "..."] | None
     head: Int[Array, "..."] | None
     constants: list[Array]
-    offset_numbers: tuple[int, int] = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
     captured_trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
@@ -86,15 +84,6 @@ class Scores:
     precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     ring: int | None = dataclasses.field(default=None, metadata={"static": True})
-
-    @property
-    def offsets(self) -> tuple[Scalar, Scalar]:
-        """Positions of the first query and the first key."""
-        query, key = (
-            number if array is None else array
-            for number, array in zip(self.offset_numbers, self.offset_arrays, strict=True)
-        )
-        return query, key
 
     def masks_scores(self, params: ScoreParams) -> bool:
         """Whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""

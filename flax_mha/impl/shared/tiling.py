@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from flax_mha.core.tile import Grid, Scalar, Tile
+from flax_mha.core.tile import Grid, Offsets, Scalar, Tile
 from flax_mha.masks import Mask, Occupancy
 
 # Rows and columns of the squares for which it is decided whether they are empty, where that is known while tracing.
@@ -73,14 +73,12 @@ class Tiling(NamedTuple):
         """How many cells wide a run is."""
         return self.width // self.cell_width
 
-    def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
+    def grid(self, offsets: Offsets) -> Grid:
         """The pieces for which it is decided whether they are empty: a band high, a cell wide."""
         counts, shape = (self.rows * self.bands, self.cells), (self.band_height, self.cell_width)
         return Grid(counts, shape, offsets, self.lengths if self.has_padding else None)
 
-    def tile(
-        self, row: Scalar, column: Scalar | tuple[Scalar, ...], shape: tuple[int, int], offsets: tuple[Scalar, Scalar]
-    ) -> Tile:
+    def tile(self, row: Scalar, column: Scalar | tuple[Scalar, ...], shape: tuple[int, int], offsets: Offsets) -> Tile:
         """The tile of this shape that begins there."""
         return Tile(row, column, shape, offsets, self.lengths if self.has_padding else None)
 
