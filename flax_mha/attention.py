@@ -13,7 +13,7 @@ from jaxtyping import Array
 from flax_mha.call.arguments import canonical
 from flax_mha.call.operands import ScoreMod, Sharding
 from flax_mha.distributed import dispatch
-from flax_mha.distributed.dispatch import Explanation, Implementation
+from flax_mha.impl.registry import Explanation, Implementation
 from flax_mha.masks import Mask
 
 

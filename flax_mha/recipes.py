@@ -52,7 +52,7 @@ def documents(ids: Int[Array, "*B S"]) -> Arguments:
 
 
 def alibi(num_heads: int) -> Arguments:
-    """Scores fall with the distance, at another rate in each head. Press et al., ALiBi, arXiv:2108.12409, section 3.
+    """ScoreRule fall with the distance, at another rate in each head. Press et al., ALiBi, arXiv:2108.12409, section 3.
 
     The slopes are those of the authors' code, as Bloom has them: of n heads, n a power of two, 2^(-8/n), 2^(-16/n), up
     to 2^-8. Another number of heads takes the slopes of the power of two below it, and then every second one of the

@@ -3,9 +3,13 @@
 A new feature adds lines here, and with them all the checks of test_attention.py.
 """
 
+import dataclasses
+import functools
+
 import numpy as np
 
 from flax_mha.core import target
+from flax_mha.impl import registry
 
 T, S, N, H = 37, 53, 6, 8
 
@@ -120,6 +124,14 @@ DROPOUT_CASES = {
         traced={"key_value_seq_lengths": _int(40, 53)},
     ),
 }
+
+
+def interpret(patch, name, how=True):
+    """Runs the kernels of an implementation here, as XLA programs. `patch` is a pytest.MonkeyPatch."""
+    real = registry.IMPLEMENTATIONS[name]()
+    hop = real.hop and functools.partial(real.hop, interpret=how)
+    changed = dataclasses.replace(real, attention=functools.partial(real.attention, interpret=how), hop=hop)
+    patch.setitem(registry.IMPLEMENTATIONS, name, lambda: changed)
 
 
 def compiled_for(patch, platform):

@@ -30,7 +30,6 @@ from jaxtyping import install_import_hook
 CHECKED = ("impl.dense", "impl.blockwise", "impl.shared.online_softmax", "impl.shared.heads", "core.tile")
 install_import_hook([f"flax_mha.{name}" for name in CHECKED], "beartype.beartype")
 
-from flax_mha.impl import xla  # noqa: E402
 from flax_mha.impl.shared import schedule, tiling  # noqa: E402
 from flax_mha.impl.shared.tiling import TileShape  # noqa: E402
 
@@ -73,5 +72,5 @@ def small_tiles(monkeypatch):
     """Several tiles each way in lengths of a few dozen, cut into cells and bands."""
     monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(16, 32), TileShape(32, 32, 2), TileShape(16, 16)))
     monkeypatch.setattr(schedule, "GATHERING", (TileShape(16, 8, runs=4),))
-    for module in (tiling, xla):
+    for module in (tiling, schedule):
         monkeypatch.setattr(module, "CELL", 8)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from flax_mha import dot_product_attention
+from flax_mha.cache.kv_cache import SPARE, KVCache
 from flax_mha.cached_attention import cached_attention
-from flax_mha.kv_cache import SPARE, KVCache
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, SegmentMask
 
 B, N, K, H, S = 2, 4, 2, 6, 43

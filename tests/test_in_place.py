@@ -180,7 +180,7 @@ def test_one_block_in_bfloat16(monkeypatch):
             dot_product_attention, implementation="xla", scale=scale, return_residual=residual, query_offset=S
         )
         got = jax.jit(functools.partial(call, is_causal=True))(query, key, value)
-        assert chosen[-1].whole == dtype
+        assert chosen[-1].whole_dtype == dtype
         exact = call(*(x.astype(jnp.float32) for x in (query, key, value)))
         assert_same(jax.tree.map(lambda x: x.astype(jnp.float32), got), exact, 2**-8)
 

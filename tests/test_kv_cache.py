@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flax_mha import dot_product_attention
+from flax_mha.cache.kv_cache import SPARE, KVCache
 from flax_mha.cached_attention import cached_attention
-from flax_mha.kv_cache import SPARE, KVCache
 
 B, S, K, H = 3, 11, 2, 5
 WINDOW = 4

@@ -13,8 +13,8 @@ import pytest
 from flax_mha import dot_product_attention, masks, plot
 from flax_mha.core.tile import Grid, Offsets
 from flax_mha.core.validation import Shape
-from flax_mha.impl import xla
-from flax_mha.impl.shared import heads, layout
+from flax_mha.impl import blockwise
+from flax_mha.impl.shared import head, heads
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
 B, N, T, S = 2, 6, 48, 64
@@ -71,7 +71,7 @@ each = pytest.mark.parametrize("name", MASKS)
 
 def heads_of(mask):
     """The mask of every batch entry and head, as the attention cuts it: (b, n, mask)."""
-    by_head = layout.mask_by_head(mask.canonical(SHAPE), 1, GROUPS)
+    by_head = head.mask_by_head(mask.canonical(SHAPE), 1, GROUPS)
     for b, n in np.ndindex(B, N):
         yield b, n, heads.one_of(by_head, (b, *divmod(n, GROUPS[1])))
 
@@ -167,9 +167,9 @@ def test_the_same_mod_made_anew_compiles_nothing_anew():
         return dot_product_attention(x, x, x, mask=mask, score_mod=lambda score, b, h, q, k: score * 2)
 
     call()
-    size = xla._blockwise._cache_size()
+    size = blockwise._all_heads._cache_size()
     call()
-    assert xla._blockwise._cache_size() == size
+    assert blockwise._all_heads._cache_size() == size
 
 
 def test_pictures():

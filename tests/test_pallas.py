@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for
+from cases import compiled_for, interpret
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha import dot_product_attention, masks, recipes
 from flax_mha.cached_attention import cached_attention
 from flax_mha.distributed import dispatch
+from flax_mha.impl import registry
 from flax_mha.impl.pallas import call, launch
 from flax_mha.kv_cache import KVCache
 
@@ -22,7 +23,7 @@ def interpreted():
     with pytest.MonkeyPatch.context() as patch:
         compiled_for(patch, "tpu")
         patch.setattr(call, "TILES", (128,))
-        patch.setattr(call, "pallas_attention", functools.partial(call.pallas_attention, interpret=True))
+        interpret(patch, "pallas")
         jax.clear_caches()
         yield
     jax.clear_caches()
@@ -317,7 +318,7 @@ def test_gradients_of_a_part_of_the_keys(monkeypatch):
 
     def half(made, known, query, key, value):
         operands = made.operands._replace(query=query, key=key, value=value)
-        return call.pallas_attention(made._replace(operands=operands), known)
+        return call.attention(made._replace(operands=operands), known, interpret=True)
 
     @jax.jit
     def gradients(query, key, value):
@@ -340,7 +341,8 @@ def test_races(semantics, races, monkeypatch, capfd):
     """Two cores share the work: none in what is there, and one if the steps of a sum were declared independent."""
     monkeypatch.setattr(launch, "SEMANTICS", semantics)
     params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-    monkeypatch.setattr(call, "pallas_attention", functools.partial(call.pallas_attention.func, interpret=params))
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "pallas", lambda: call.PALLAS)
+    interpret(monkeypatch, "pallas", params)
     jax.clear_caches()  # programs are kept whatever this is
     arguments = {"is_causal": True, "score_mod": lambda score, b, h, q, k: score * SLOPES[h]}
     arrays, learned = normal(*shapes(256, 256, batch=(), n=2, k=1, h=8)), {"bias": normal((1, 1, 256))[0]}

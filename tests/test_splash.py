@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for
+from cases import compiled_for, interpret
 from jax import export
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
@@ -36,7 +36,7 @@ def tpu():
 @pytest.fixture
 def interpreted(monkeypatch):
     """The kernels run here, as XLA programs; jax's own code promotes."""
-    monkeypatch.setattr(splash, "splash_attention", functools.partial(splash.splash_attention, interpret=True))
+    interpret(monkeypatch, "splash")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -13,8 +13,8 @@ from flax_mha import dot_product_attention, recipes
 from flax_mha.core import target
 from flax_mha.core.tile import Offsets, Tile
 from flax_mha.core.validation import Shape
-from flax_mha.impl import xla
-from flax_mha.impl.shared import block_mask, tiling
+from flax_mha.impl import blockwise
+from flax_mha.impl.shared import tiling
 from flax_mha.impl.shared.tiling import TileShape
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 
@@ -50,12 +50,12 @@ def test_all_that_is_visible_is_visited_once(name, largest, fine, monkeypatch):
         mask = mask.canonical(Shape((1,), T, S, 1, 1, 1, 1)).with_occupancy((T, S), Offsets(5, 0), 8)
         assert not jax.tree.leaves(mask)
     layout = tiling.tiling_of((T, S), largest, fine)
-    plan = jax.tree.map(lambda x: x[0], block_mask.static_block_mask(layout, [mask], Offsets(5, 0)))
+    plan = jax.tree.map(lambda x: x[0], tiling.static_block_mask(layout, [mask], Offsets(5, 0)))
     visits, unmasked = np.zeros(layout.shape, int), np.zeros(layout.shape, bool)
     for i in range(layout.rows):
         for n in range(int(plan.num_tiles[i])):
-            parts = plan.full_parts if n < plan.num_full[i] else plan.partial_parts
-            first, end, runs = parts[int(plan.part[i, n])]
+            parts = plan.full_bands if n < plan.num_full[i] else plan.partial_bands
+            first, end, runs = parts[int(plan.band[i, n])]
             assert runs <= largest.runs
             for column in plan.column[i, n, :runs]:
                 assert column % layout.cell_width == 0
@@ -81,7 +81,7 @@ def test_tiles_cover_what_they_must_and_no_more_than_aligned_ones(width, count, 
     """The first cells of tiles for one row of up to 24 cells."""
     cells = width * count
     some = np.array([[bits >> c & 1 for c in range(cells)]], bool)
-    starts = block_mask._starts(some, width)
+    starts = tiling._starts(some, width)
     used = starts[starts < cells]
     covered = (used[:, None] + np.arange(width)).ravel()
     assert len(np.unique(covered)) == len(covered)
@@ -93,13 +93,13 @@ def layout_of(**arguments):
     """What blockwise takes on a CPU for 2048 tokens; `arguments` may hold traced arrays."""
     layouts = []
 
-    def spy(operands, options, layout, *rest, attend=xla._blockwise):
-        layouts.append(layout)
-        return attend(operands, options, layout, *rest)
+    def spy(operands, options, plan, *rest, attend=blockwise._all_heads):
+        layouts.append(plan.tiling)
+        return attend(operands, options, plan, *rest)
 
     x = jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "_blockwise", spy)
+        patch.setattr(blockwise, "_all_heads", spy)
         static = {name: a for name, a in arguments.items() if not isinstance(a, jax.ShapeDtypeStruct)}
         traced = {name: a for name, a in arguments.items() if name not in static}
         jax.eval_shape(lambda x, traced: dot_product_attention(x, x, x, **traced, **static), x, traced)
@@ -126,16 +126,16 @@ def test_masks_choose_their_tiles():
 def test_a_row_of_a_window_is_one_tile():
     layout = tiling.tiling_of((2048, 2048), TileShape(256, 512), fine=True)
     ids = np.zeros(2048, np.int32)
-    assert block_mask.static_block_mask(layout, [LocalMask(255, 0)], Offsets()).single
-    assert block_mask.static_block_mask(layout, [LocalMask(128, 128)], Offsets()).single
-    assert not block_mask.static_block_mask(layout, [CausalMask()], Offsets()).single
-    assert not block_mask.static_block_mask(layout, [LocalMask(255, 0), SegmentMask(ids, ids)], Offsets()).single
+    assert tiling.static_block_mask(layout, [LocalMask(255, 0)], Offsets()).single
+    assert tiling.static_block_mask(layout, [LocalMask(128, 128)], Offsets()).single
+    assert not tiling.static_block_mask(layout, [CausalMask()], Offsets()).single
+    assert not tiling.static_block_mask(layout, [LocalMask(255, 0), SegmentMask(ids, ids)], Offsets()).single
 
 
 def test_other_ids_compile_nothing_where_every_call_has_its_own():
     x = jnp.ones((1, 600, 1, 8))
     attend = functools.partial(dot_product_attention, x, x, x, implementation="blockwise")
     attend(query_segment_ids=jnp.zeros((1, 600), jnp.int32))
-    before = xla._blockwise._cache_size()
+    before = blockwise._all_heads._cache_size()
     attend(query_segment_ids=jnp.arange(600, dtype=jnp.int32)[None] // 100)
-    assert xla._blockwise._cache_size() == before
+    assert blockwise._all_heads._cache_size() == before

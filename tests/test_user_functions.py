@@ -11,7 +11,7 @@ import pytest
 
 from flax_mha import dot_product_attention
 from flax_mha.core.user_function import trace
-from flax_mha.impl import xla
+from flax_mha.impl import blockwise, dense
 from flax_mha.masks import FunctionMask
 
 T, N = 24, 2
@@ -287,7 +287,7 @@ def test_a_mask_mod_that_calls_back_is_asked_in_every_call(implementation):
 
 
 def size():
-    return xla._dense._cache_size() + xla._blockwise._cache_size()
+    return dense._all_heads._cache_size() + blockwise._all_heads._cache_size()
 
 
 @BOTH

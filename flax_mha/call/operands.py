@@ -21,14 +21,17 @@ DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 Sharding = PartitionSpec | NamedSharding | Context
+# Output, and log-sum-exp; None where a kernel keeps that to itself.
+Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None]
+OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]
 
 
-class Numbers(NamedTuple):
+class HeadIds(NamedTuple):
     """What depends on the numbers of batch entries and heads; None where the call does not.
 
     Attributes:
-      batch: Numbers of the batch entries, counted through all batch axes; for `score_mod`.
-      head: Numbers of the query heads; for `score_mod`.
+      batch: HeadIds of the batch entries, counted through all batch axes; for `score_mod`.
+      head: HeadIds of the query heads; for `score_mod`.
       dropout_seed: Two random words for each head, or for all of them.
     """
 
@@ -44,7 +47,7 @@ class Operands(NamedTuple):
       captured: What the `score_mod` captures.
       offsets: Positions of the first query and the first key.
       scale: What multiplies query . key, where that is an array.
-      numbers: What depends on the numbers of batch entries and heads, where this is a part of a larger call.
+      head_ids: What depends on the index of batch entry and head, where this is a slice of a larger call.
     """
 
     query: Float[Array, "*B T N H"]
@@ -57,7 +60,7 @@ class Operands(NamedTuple):
     offsets: Offsets
     scale: Array | None
     dropout_rng: Array | None
-    numbers: "Numbers | None" = None
+    head_ids: "HeadIds | None" = None
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -86,7 +89,7 @@ class Operands(NamedTuple):
             offsets=self.offsets.map_arrays(lambda x: change(x, "B")),
             scale=changed(self.scale, ""),
             dropout_rng=changed(self.dropout_rng, ""),
-            numbers=self.numbers and Numbers(*map(changed, self.numbers, ("B", "N", "B N words"))),
+            head_ids=self.head_ids and HeadIds(*map(changed, self.head_ids, ("B", "N", "B N words"))),
         )
 
 
@@ -135,10 +138,10 @@ def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
 
 
-def numbered(operands: Operands, options: Options) -> Numbers:
+def head_ids(operands: Operands, options: Options) -> HeadIds:
     """The numbers of batch entries and heads, and the random words of each, from which dropout follows."""
-    if operands.numbers is not None:
-        return operands.numbers
+    if operands.head_ids is not None:
+        return operands.head_ids
     batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
     entry = head = seed = None
     if options.score_mod is not None:
@@ -147,7 +150,7 @@ def numbered(operands: Operands, options: Options) -> Numbers:
     if operands.dropout_rng is not None:
         own = (1,) * (len(batch) + 1) if options.broadcast_dropout else (*batch, num_heads)
         seed = jax.random.bits(operands.dropout_rng, (*own, 2), jnp.uint32)
-    return Numbers(entry, head, seed)
+    return HeadIds(entry, head, seed)
 
 
 def numbers_as_arrays(call: Call) -> Call:

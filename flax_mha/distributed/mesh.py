@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.operands import Call, Operands, Options, Sharding, accumulation_dtype, numbered
+from flax_mha.call.operands import Call, Operands, Options, Sharding, accumulation_dtype, head_ids
 from flax_mha.core.sharding import axes_of_type, number_of_parts, of_every_axis
 from flax_mha.core.tracing import being_traced
 from flax_mha.distributed.split import Split
@@ -99,7 +99,7 @@ def nothing(call: Call, split: Split) -> tuple[Array, Array]:
 
 
 def _on_mesh(operands: Operands, options: Options, split: Split, run: Callable[[Call], Any]) -> Any:
-    operands = operands._replace(numbers=numbered(operands, options))
+    operands = operands._replace(head_ids=head_ids(operands, options))
     leaves, structure = jax.tree.flatten(operands)
     specs = jax.tree.leaves(operands.map_arrays(split.spec), is_leaf=lambda x: isinstance(x, PartitionSpec))
     leaves = [_resharded(x, split, spec) for x, spec in zip(leaves, specs, strict=True)]

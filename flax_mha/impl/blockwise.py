@@ -1,40 +1,99 @@
-"""Attention of one head, tile by tile: memory O(T + S), forward and backward.
+"""`implementation="blockwise"`: attention tile by tile, in memory O(T + S), forward and backward.
 
 Forward: Dao et al., FlashAttention, arXiv:2205.14135, algorithm 1. Backward: Dao, FlashAttention-2,
 arXiv:2307.08691, algorithm 2, with the rows outside: the scores of a tile are computed again from what was saved,
 which is query, key, value, output and log-sum-exp.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
-from flax_mha.call.operands import accumulation_dtype
-from flax_mha.core.tile import pad
-from flax_mha.core.tracing import varying_as
+from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype, numbers_as_arrays
+from flax_mha.core.tile import Scalar, Tile, pad
+from flax_mha.core.tracing import varying_alike, varying_as
 from flax_mha.impl import dense
-from flax_mha.impl.shared import online_softmax
-from flax_mha.impl.shared.block_mask import BlockMask
-from flax_mha.impl.shared.nonfinite import Magnitudes
-from flax_mha.impl.shared.scores import ScoreParams, Scores
-from flax_mha.impl.shared.tile_visit import Visit, by_row, element, over_keys
-from flax_mha.impl.shared.tiling import Tiling, padded_mask
+from flax_mha.impl.implementation import Implementation
+from flax_mha.impl.shared import heads, nonfinite, online_softmax, schedule
+from flax_mha.impl.shared.head import Head, from_caller, heads_of, to_caller
+from flax_mha.impl.shared.nonfinite import NonfiniteFlags
+from flax_mha.impl.shared.schedule import TilePlan
+from flax_mha.impl.shared.scores import ScoreRule
+from flax_mha.impl.shared.tiling import BlockMask, TileBand, Tiling, dynamic_block_mask, padded_mask
 from flax_mha.masks import Mask
+
+T = TypeVar("T")
+
+
+def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
+    """Output and log-sum-exp of all heads.
+
+    Args:
+      call: The call.
+      result: Output and log-sum-exp over these and other keys, if they are known: see `blockwise_head`.
+    """
+    call = schedule.with_occupancy(numbers_as_arrays(call))
+    plan, blocks = schedule.plan_tiles(call)
+    try:
+        return _all_heads(call.operands, call.options, plan, blocks, result)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            'implementation must be "xla" for forward-mode differentiation (jax.jvp, jax.jacfwd), but got "blockwise", '
+            'or None, which chose it; pass implementation="xla".'
+        ) from error
+
+
+def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndLse:
+    """`attention` of some of the keys; matrix products are those of its inputs' dtype."""
+    return attention(call, result)
+
+
+BLOCKWISE = Implementation("blockwise", attention, hop=hop)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "plan"))
+def _all_heads(
+    operands: Operands, options: Options, plan: TilePlan, blocks: BlockMask | None, result: OutputAndLse | None
+) -> OutputAndLse:
+    head, axes = heads_of(operands, options, row_scales=plan.fuses_rows, dtype=plan.dtype), operands.query.ndim - 1
+    if blocks is None:
+        blocks = _block_mask(head.rule, plan.tiling, axes)
+    # Heads whose loops visit different numbers of tiles must not be vmapped together: each would run the longest loop.
+    looped_axes = plan.looped_axes
+    if looped_axes is not None and not blocks.single:
+        looped_axes = max([looped_axes, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
+    known = None if result is None else from_caller(*result, operands.groups)
+    one_head = functools.partial(_one_head, plan.tiling, blocks.single and plan.fuses_rows)
+    operands_of_heads = varying_alike((head, blocks, known))
+    output, lse = heads.map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.vmap_batch)
+    return to_caller(output, lse, operands.query.dtype)
+
+
+def _one_head(tiling: Tiling, fuse_rows: bool, operands: tuple) -> tuple[Array, Array]:
+    return blockwise_head(tiling, fuse_rows, *operands)
+
+
+def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
+    """Which tiles to visit, once for all heads that share it, and without any tracing where it is static."""
+    if not jax.tree.leaves((rule.mask, rule.offsets)):
+        blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets)
+        return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
+    return heads.map_heads(lambda x: dynamic_block_mask(tiling, *x), (rule.mask, rule.offsets), axes)
 
 
 def blockwise_head(
     tiling: Tiling,
     fuse_rows: bool,
-    query: Float[Array, "T H"],
-    key: Float[Array, "S H"],
-    value: Float[Array, "S Hv"],
-    params: ScoreParams,
-    scores: Scores,
-    magnitudes: Magnitudes | None,
+    head: Head,
     blocks: BlockMask,
     result: tuple[Float[Array, "T Hv"], Float[Array, " T"]] | None = None,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
@@ -43,186 +102,167 @@ def blockwise_head(
     Args:
       tiling: How the scores are cut.
       fuse_rows: Whether to compute all rows of tiles at once, if there is no gradient; needs `blocks.single`.
-      query: Scaled; finite if anything may be masked.
-      key: Likewise.
-      value: Likewise.
-      params: The other differentiable inputs: bias, sink and the arrays that `score_mod` captures.
-      scores: How products of queries and keys become scores.
-      magnitudes: Of queries and keys; None if nothing can be masked.
+      head: Its operands.
       blocks: Which tiles are visited.
       result: Output and log-sum-exp over these and other keys, if they are known. Then they are returned, and nothing
         is computed but gradients: those of what these keys contribute.
     """
-    rows, columns = tiling.shape
-    query = pad(query, (rows, query.shape[1]))
-    key, value = pad(key, (columns, key.shape[1])), pad(value, (columns, value.shape[1]))
-    params = params._replace(bias=None if params.bias is None else pad(params.bias, tiling.shape))
-    if magnitudes is not None:
-        widths = (rows - tiling.lengths[0], columns - tiling.lengths[1])
-        magnitudes = Magnitudes(*(jnp.pad(x, (0, width)) for x, width in zip(magnitudes, widths, strict=True)))
-    operands = (query, key, value, params, scores, magnitudes, blocks)
+    head, (queries, features) = _pad(head, tiling), (tiling.lengths[0], head.value.shape[1])
     if result is None:
-        output, lse = _head(tiling, fuse_rows, *operands)
+        output, lse = _attend(tiling, fuse_rows, head, blocks)
     else:
-        output, lse = _known(
-            tiling, pad(result[0], (rows, value.shape[1])), pad(result[1][:, None], (rows, 1))[:, 0], *operands
-        )
-    return output[: tiling.lengths[0]], lse[: tiling.lengths[0]]
+        rows = tiling.shape[0]
+        known = pad(result[0], (rows, features)), pad(result[1][:, None], (rows, 1))[:, 0]
+        output, lse = _known(tiling, known, head, blocks)
+    return output[:queries], lse[:queries]
+
+
+def _pad(head: Head, tiling: Tiling) -> Head:
+    """Lengthens the arrays of a head to whole tiles."""
+    (rows, columns), flags = tiling.shape, head.nonfinite
+    if flags is not None:
+        widths = (rows - tiling.lengths[0], columns - tiling.lengths[1])
+        flags = NonfiniteFlags(*(jnp.pad(x, (0, width)) for x, width in zip(flags, widths, strict=True)))
+    bias = None if head.inputs.bias is None else pad(head.inputs.bias, tiling.shape)
+    return dataclasses.replace(
+        head,
+        query=pad(head.query, (rows, head.query.shape[1])),
+        key=pad(head.key, (columns, head.key.shape[1])),
+        value=pad(head.value, (columns, head.value.shape[1])),
+        inputs=head.inputs._replace(bias=bias),
+        nonfinite=flags,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _head(tiling: Tiling, fuse_rows: bool, *operands: Any) -> tuple[Array, Array]:
+def _attend(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> tuple[Array, Array]:
     if fuse_rows:
-        return _output_of_single_tiles(tiling, *operands)
+        return _output_of_single_tiles(tiling, head, blocks)
     # jax traces the forward rule under an explicit abstract mesh. Setting it here too makes the cache key of `_output`
     # the same, so that it is traced only once.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-        return _output(tiling, *operands)
+        return _output(tiling, head, blocks)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _output(
-    tiling: Tiling,
-    query: Array,
-    key: Array,
-    value: Array,
-    params: ScoreParams,
-    scores: Scores,
-    magnitudes: Magnitudes | None,
-    blocks: BlockMask,
-) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    def row(own: tuple) -> tuple[Array, Array]:
-        i, blocks, q, q_magnitude = own
+def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
+    rule, flags = head.rule, head.nonfinite
 
-        def visit_tile(visit: Visit, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
-            tile, products = visit.tile, scores.products(visit.rows(q), visit.keys(key))
-            kept = scores.dropout_multiplier(tile, products.dtype)
-            of_tile = None if magnitudes is None else Magnitudes(visit.rows(q_magnitude), visit.keys(magnitudes.key))
-            marks = row_marks = None
-            if of_tile is not None:
-                # Without marks of scores, XLA's CPU can fuse the product with the row maximum.
-                masks = scores.masks_tile(params, mask)
-                marks, row_marks = of_tile.marks_of_keys() if masks else None, of_tile.marks_of_rows(not masks)
-            s = scores.tile(products, params.cut(tile), tile, mask, marks)
+    def row(own: tuple) -> tuple[Array, Array]:
+        i, blocks, q, q_flags = own
+
+        def visit_tile(visit: TileVisit, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
+            keys, values = visit.keys(head.key), visit.keys(head.value)
+            own_flags = None if flags is None else NonfiniteFlags(visit.rows(q_flags), visit.keys(flags.key))
+            s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, mask, own_flags)
             before = online_softmax.State(*map(visit.rows, state))
-            after = online_softmax.update(
-                before, s, lambda p: scores.dot(_times(p, kept), visit.keys(value)), row_marks
-            )
+            after = online_softmax.update(before, s, lambda p: rule.weigh(p, values, visit.tile), row_poison)
             return online_softmax.State(*map(visit.put_rows, state, after))
 
-        nothing = online_softmax.start(tiling.height, value.shape[1], params.sink, accumulation_dtype(value.dtype))
-        return online_softmax.finish(over_keys(blocks, tiling, scores, i, visit_tile, varying_as(q, nothing)))
+        dtype, features = accumulation_dtype(head.value.dtype), head.value.shape[1]
+        nothing = online_softmax.start(tiling.height, features, head.inputs.sink, dtype)
+        return online_softmax.finish(over_keys(blocks, tiling, rule, i, visit_tile, varying_as(q, nothing)))
 
-    of_queries = None if magnitudes is None else magnitudes.query
-    output, lse = lax.map(row, by_row(tiling, blocks, query, of_queries))
-    return output.reshape(tiling.shape[0], value.shape[1]), lse.reshape(-1)
+    output, lse = lax.map(row, by_row(tiling, blocks, head.query, None if flags is None else flags.query))
+    return output.reshape(tiling.shape[0], head.value.shape[1]), lse.reshape(-1)
 
 
 def _output_of_single_tiles(
-    tiling: Tiling,
-    query: Array,
-    key: Array,
-    value: Array,
-    params: ScoreParams,
-    scores: Scores,
-    magnitudes: Magnitudes | None,
-    blocks: BlockMask,
+    tiling: Tiling, head: Head, blocks: BlockMask
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    mask = padded_mask(scores.mask, tiling) if blocks.partial_parts else None
+    mask = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None
+    flags = head.nonfinite
 
-    def row(i: Array, blocks: BlockMask, q: Array, q_magnitude: Any) -> tuple[Array, Array]:
-        column = element(blocks.column, 0, 0)
-        tile = tiling.tile(i * tiling.height, column, (tiling.height, tiling.width), scores.offsets)
-        of_tile = None if magnitudes is None else Magnitudes(q_magnitude, tile.cut_columns(magnitudes.key, 0))
-        keys, values = tile.cut_columns(key, 0), tile.cut_columns(value, 0)
-        return dense.fused_rows(q, keys, values, params.cut(tile), scores, of_tile, tile, mask)
+    def row(i: Array, blocks: BlockMask, q: Array, q_flags: Any) -> tuple[Array, Array]:
+        tile = tiling.tile(
+            i * tiling.height, element(blocks.column, 0, 0), (tiling.height, tiling.width), head.rule.offsets
+        )
+        own = dataclasses.replace(
+            head,
+            query=q,
+            key=tile.cut_columns(head.key, 0),
+            value=tile.cut_columns(head.value, 0),
+            inputs=head.inputs.cut(tile),
+            nonfinite=None if flags is None else NonfiniteFlags(q_flags, tile.cut_columns(flags.key, 0)),
+        )
+        return dense.fused_rows(own, tile, mask)
 
-    of_queries = None if magnitudes is None else magnitudes.query
-    output, lse = jax.vmap(row)(*by_row(tiling, blocks, query, of_queries))
-    return output.reshape(tiling.shape[0], value.shape[1]), lse.reshape(-1)
+    output, lse = jax.vmap(row)(*by_row(tiling, blocks, head.query, None if flags is None else flags.query))
+    return output.reshape(tiling.shape[0], head.value.shape[1]), lse.reshape(-1)
 
 
-def _forward(tiling: Tiling, fuse_rows: bool, *operands: Any) -> tuple[tuple[Array, Array], tuple]:
-    output, lse = _output(tiling, *operands)
-    return (output, lse), (*operands, output, lse)
+def _forward(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> tuple[tuple[Array, Array], tuple]:
+    result = _output(tiling, head, blocks)
+    return result, (head, blocks, result)
 
 
 def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    query, key, value, params, scores, magnitudes, blocks, output, lse = saved
-    row_data = _row_data(query, output, lse, cotangents, magnitudes is not None)
+    head, blocks, result = saved
+    rule, key, value = head.rule, head.key, head.value
+    query, d_output, lse, delta = nonfinite.backward_rows(
+        head.query, result, cotangents, keys_are_finite=head.nonfinite is not None
+    )
     zeros = functools.partial(jnp.zeros, dtype=accumulation_dtype(query.dtype))
+    may_be_nan = head.inputs.bias is not None or rule.score_mod is not None
 
     def row(sums: tuple, own: tuple) -> tuple[tuple, Array]:
         i, blocks, q, d_output, lse_i, delta = own
         q_transposed, d_output_transposed = q.T, d_output.T
 
-        def visit_tile(visit: Visit, mask: Mask | None, state: tuple) -> tuple:
-            d_query, d_key, d_value, d_params = state
-            tile, keys = visit.tile, visit.keys(key)
-            products = scores.products(visit.rows(q), keys)
-            kept = scores.dropout_multiplier(tile, products.dtype)
-            s, pull = scores.tile_vjp(products, params.cut(tile), tile, mask)
-            weights = _weights(s, visit.rows(lse_i), scores, params)
-            d_weights = _times(scores.dot(visit.rows(d_output), visit.keys(value), transpose_b=True), kept)
+        def visit_tile(visit: TileVisit, mask: Mask | None, state: tuple) -> tuple:
+            d_query, d_key, d_value, d_inputs = state
+            tile, queries, keys = visit.tile, visit.rows(q), visit.keys(key)
+            s, pull = rule.tile_vjp(rule.products(queries, keys), head.inputs.cut(tile), tile, mask)
+            weights = nonfinite.backward_weights(s, visit.rows(lse_i), may_be_nan)
+            kept = rule.dropout_multiplier(tile, s.dtype)
+            d_weights = _times(rule.dot(visit.rows(d_output), visit.keys(value), transpose_b=True), kept)
             d_products, d_part = pull(weights * (d_weights - visit.rows(delta)))
-            d_query = visit.put_rows(d_query, visit.rows(d_query) + scores.dot(d_products, _for_gradients(keys)))
-            d_key = visit.add_keys(d_key, scores.dot(_for_gradients(visit.rows(q_transposed, 1)), d_products))
-            d_value = visit.add_keys(d_value, scores.dot(visit.rows(d_output_transposed, 1), _times(weights, kept)))
-            return d_query, d_key, d_value, d_params.add(tile, d_part)
+            d_query = visit.put_rows(d_query, visit.rows(d_query) + rule.dot(d_products, _for_gradients(keys)))
+            d_key = visit.add_keys(d_key, rule.dot(_for_gradients(visit.rows(q_transposed, 1)), d_products))
+            d_value = visit.add_keys(d_value, rule.dot(visit.rows(d_output_transposed, 1), _times(weights, kept)))
+            return d_query, d_key, d_value, d_inputs.add(tile, d_part)
 
         start = (varying_as(query, zeros(q.shape)), *sums)
-        d_query, *new_sums = over_keys(blocks, tiling, scores, i, visit_tile, start)
-        return tuple(new_sums), (d_query * scores.scale).astype(q.dtype)
+        d_query, *new_sums = over_keys(blocks, tiling, rule, i, visit_tile, start)
+        return tuple(new_sums), (d_query * rule.scale).astype(q.dtype)
 
     # A CPU multiplies matrices up to three times faster if the result is wide, [F, s], not tall.
-    sums = varying_as(query, (zeros(key.T.shape), zeros(value.T.shape), params.zeros()))
-    (d_key, d_value, d_params), d_query = lax.scan(row, sums, by_row(tiling, blocks, *row_data))
-    if params.sink is not None:
-        _, _, lse_rows, delta_rows = row_data
-        d_params = d_params._replace(sink=-jnp.sum(jnp.exp(params.sink - lse_rows) * delta_rows))
-    d_params = jax.tree.map(lambda d, x: d.astype(x.dtype), d_params, params)
-    d_key, d_value = (d_key.T * scores.scale).astype(key.dtype), d_value.T.astype(value.dtype)
-    return d_query.reshape(query.shape), d_key, d_value, d_params, None, None, None
+    sums = varying_as(query, (zeros(key.T.shape), zeros(value.T.shape), head.inputs.zeros()))
+    rows = by_row(tiling, blocks, query, d_output, lse[:, None], delta[:, None])
+    (d_key, d_value, d_inputs), d_query = lax.scan(row, sums, rows)
+    if head.inputs.sink is not None:
+        d_inputs = d_inputs._replace(sink=-jnp.sum(jnp.exp(head.inputs.sink - lse) * delta))
+    d_head = Head(
+        query=d_query.reshape(query.shape),
+        key=(d_key.T * rule.scale).astype(key.dtype),
+        value=d_value.T.astype(value.dtype),
+        inputs=jax.tree.map(lambda d, x: d.astype(x.dtype), d_inputs, head.inputs),
+        rule=None,  # type: ignore[arg-type]  # nothing in it has a gradient
+        nonfinite=None,
+    )
+    return d_head, None
 
 
-_head.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _known(tiling: Tiling, output: Array, lse: Array, *operands: Any) -> tuple[Array, Array]:
-    """As `_head`, where output and log-sum-exp are known: only its backward pass computes anything."""
-    return output, lse
+def _known(tiling: Tiling, result: tuple[Array, Array], head: Head, blocks: BlockMask) -> tuple[Array, Array]:
+    """As `_attend`, where output and log-sum-exp are known: only its backward pass computes anything."""
+    return result
 
 
-def _known_forward(tiling: Tiling, output: Array, lse: Array, *operands: Any) -> tuple[tuple[Array, Array], tuple]:
-    return (output, lse), (*operands, output, lse)
+def _known_forward(
+    tiling: Tiling, result: tuple[Array, Array], head: Head, blocks: BlockMask
+) -> tuple[tuple[Array, Array], tuple]:
+    return result, (head, blocks, result)
 
 
 def _known_backward(tiling: Tiling, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    return (None, None, *_backward(tiling, False, saved, cotangents))
+    return (None, *_backward(tiling, False, saved, cotangents))
 
 
 _known.defvjp(_known_forward, _known_backward)
-
-
-def _row_data(
-    query: Array, output: Array, lse: Array, cotangents: tuple[Array, Array], keys_are_finite: bool
-) -> tuple[Float[Array, "T H"], Float[Array, "T Hv"], Float[Array, "T 1"], Float[Array, "T 1"]]:
-    """What the backward pass needs of every row; FlashAttention-2, algorithm 2, line 4.
-
-    The log-sum-exp's own cotangent d enters through `weights * d`, so it is subtracted from delta. Rows whose
-    log-sum-exp is not finite, for they saw nothing or something that is not finite, have no gradient. Their products
-    may be infinite, though all of queries and keys is finite; so their queries count as 0.
-    """
-    d_output, d_lse = cotangents
-    finite = jnp.isfinite(lse)
-    d_output = jnp.where(finite[:, None], d_output, jnp.zeros_like(d_output))
-    delta = jnp.sum(d_output * jnp.where(finite[:, None], output, jnp.zeros_like(output)), axis=1)
-    delta = jnp.where(finite, delta - d_lse, jnp.zeros_like(delta))
-    query = jnp.where(finite[:, None], query, jnp.zeros_like(query)) if keys_are_finite else query
-    # exp(score - inf) = 0, also where the score is -inf
-    lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))
-    return query, d_output.astype(query.dtype), lse[:, None], delta[:, None]
 
 
 def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
@@ -230,15 +270,71 @@ def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
-def _weights(
-    s: Float[Array, "t s"], lse: Float[Array, "t 1"], scores: Scores, params: ScoreParams
-) -> Float[Array, "t s"]:
-    """The softmax, from scores and the log-sum-exp of their rows; 0 in rows where that is infinite."""
-    weights = jnp.exp(s - lse)
-    if params.bias is None and scores.score_mod is None:
-        return weights
-    return jnp.where(lse == jnp.inf, jnp.zeros_like(weights), weights)  # a bias or score_mod may be NaN itself
-
-
 def _times(weights: Float[Array, "t s"], kept: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
     return weights if kept is None else weights * kept
+
+
+class TileVisit(NamedTuple):
+    """One tile to compute, which begins `first` rows below the top of its row of tiles."""
+
+    first: int
+    tile: Tile
+
+    def rows(self, x: Array, axis: int = 0) -> Array:
+        """The tile's part of what belongs to its row of tiles."""
+        height = self.tile.shape[0]
+        return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
+
+    def put_rows(self, x: Array, part: Array) -> Array:
+        """What belongs to the row of tiles, with the tile's part replaced."""
+        return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, 0)
+
+    def keys(self, x: Float[Array, "S ..."]) -> Float[Array, "s ..."]:
+        """The tile's part of what belongs to keys."""
+        return self.tile.cut_columns(x, 0)
+
+    def add_keys(self, x: Float[Array, "F S"], part: Float[Array, "F s"]) -> Float[Array, "F S"]:
+        """Sums of keys or values, transposed, with the tile's part added."""
+        return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
+
+
+def over_keys(
+    blocks: BlockMask,
+    tiling: Tiling,
+    rule: ScoreRule,
+    i: Int[Array, ""],
+    step: Callable[[TileVisit, Mask | None, T], T],
+    state: T,
+) -> T:
+    """Folds `step` over the tiles of row i that are visited; `blocks` is the row's own."""
+    mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
+
+    def visit(band: TileBand, mask: Mask | None, n: Scalar, state: T) -> T:
+        columns = tuple(element(blocks.column, n, run) for run in range(band.runs))
+        shape = (band.end - band.first, band.runs * tiling.width)
+        tile = tiling.tile(i * tiling.height + band.first, columns, shape, rule.offsets)
+        return step(TileVisit(band.first, tile), mask, state)
+
+    def visit_all(bands: tuple[TileBand, ...], mask: Mask | None, first: Any, end: Any, state: T) -> T:
+        visits = [functools.partial(visit, band, mask) for band in bands]
+        one = visits[0] if len(bands) == 1 else lambda n, state: lax.switch(element(blocks.band, n), visits, n, state)
+        return one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
+
+    if blocks.full_bands:
+        state = visit_all(blocks.full_bands, None, 0, blocks.num_full, state)
+    if blocks.partial_bands:
+        state = visit_all(blocks.partial_bands, mask, blocks.num_full, blocks.num_tiles, state)
+    return state
+
+
+def element(x: Any, *place: Scalar) -> Int[Array, ""]:
+    """One entry of an array, in place."""
+    first = [jnp.asarray(i, jnp.int32) for i in place]
+    return lax.dynamic_slice(x, first, (1,) * x.ndim, allow_negative_indices=False).reshape(())
+
+
+def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
+    """What belongs to each row of tiles: its number, its block mask, its part of the arrays [T, ...]."""
+    shape = (tiling.rows, tiling.height)
+    parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
+    return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

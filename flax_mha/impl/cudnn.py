@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha.call.operands import Call, Operands, Options
+from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.shared import kernel_mask, nonfinite, when_finite
 from flax_mha.impl.shared.kernel_mask import Bounds, Data, KernelMask
 from flax_mha.impl.shared.when_finite import Arrays
@@ -178,9 +179,9 @@ def _careful(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
     """The same, whatever the arrays hold: devices that may hold parts of them need not agree on anything for this."""
     query, key, value = arrays
     first, end = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
-    key, value, of_keys = nonfinite.finite_keys(key, value)
-    of_queries = nonfinite.magnitude_of(query * kernel.scale)
-    query = nonfinite.finite(query, of_queries)
+    key, value, of_keys = nonfinite.zero_keys(key, value)
+    of_queries = nonfinite.flag_rows(query * kernel.scale)
+    query = nonfinite.zero_rows(query, of_queries)
     query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
     [output] = _padded(kernel, (query, key, value), (first, end))
     sees_bad = kernel_mask.counted(of_keys == jnp.inf, first, end) > 0
@@ -207,6 +208,9 @@ def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: boo
     return [x[:, :queries] for x in (answer if residual else [answer])]
 
 
-def cudnn_attention(call: Call) -> tuple[Float[Array, "*B T N Hv"], None]:
+def attention(call: Call) -> tuple[Float[Array, "*B T N Hv"], None]:
     """The output of all heads; the log-sum-exp stays with cuDNN."""
     return _attention(*call), None
+
+
+CUDNN = Implementation("cudnn", attention, refusals)

@@ -22,76 +22,89 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha.call.operands import accumulation_dtype
+from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype
 from flax_mha.core.sharding import by_mapped_axis
 from flax_mha.core.target import platform
 from flax_mha.core.tile import Grid, Scalar, Tile
 from flax_mha.core.tracing import varying_alike, varying_as
-from flax_mha.impl.shared import block_diagonal, heads, layout, nonfinite, online_softmax
-from flax_mha.impl.shared.nonfinite import Magnitudes
-from flax_mha.impl.shared.scores import ScoreParams, Scores
+from flax_mha.impl import dense
+from flax_mha.impl.shared import block_diagonal, heads, nonfinite, online_softmax, schedule
+from flax_mha.impl.shared.head import head_of, scores_of, split_heads, to_caller, vectors_by_head
+from flax_mha.impl.shared.nonfinite import NonfiniteFlags
+from flax_mha.impl.shared.schedule import KeyBlocks
+from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
 
-class Blocks(NamedTuple):
-    """How the scores are cut.
-
-    Attributes:
-      height: Queries of a block.
-      width: Keys of a block.
-      sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
-      joint: Whether one matrix product serves all heads, as `products.py` describes.
-      whole: Where most of the keys are seen, and scores are few, all keys are one block, multiplied in this dtype; it
-        was chosen so that no scaled query is rounded. None: never.
-      most_scores: Few means so many, of all batch entries and heads.
-    """
-
-    height: int
-    width: int
-    sequential: bool
-    joint: bool = False
-    whole: jnp.dtype | None = None
-    most_scores: int = 0
-
-
-class Part(NamedTuple):
+class BatchSlice(NamedTuple):
     """Some of the batch entries: all, or one, whose axes have length 1 then.
 
     Attributes:
       first: The first of them, an index for each batch axis.
       query: Their queries, scaled, in the dtype of the products; like the rest with leading axes for batch and heads.
-      magnitudes: Of queries that are 0 where they were not finite (`nonfinite.py`); None: that was not looked for.
+      flags: Of queries that are 0 where they were not finite (`nonfinite.py`); None: that was not looked for.
       row: The first of these queries.
-      params: What is added to the scores.
-      scores: How products become scores.
+      inputs: What is added to the rule.
+      rule: How products become rule.
     """
 
     first: tuple[Scalar, ...]
     query: Float[Array, "*B K G t H"]
-    magnitudes: Float[Array, "*B K G t"] | None
+    flags: Float[Array, "*B K G t"] | None
     row: Scalar
-    params: ScoreParams
-    scores: Scores
+    inputs: ScoreInputs
+    rule: ScoreRule
+
+
+def attention(call: Call, blocks: KeyBlocks) -> OutputAndLse:
+    """Output and log-sum-exp of all heads; their derivatives are those of dense attention."""
+    return _all_heads(call.operands, call.options, blocks, schedule.plan_dense(call).looped_axes)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "blocks", "looped_axes"))
+def _all_heads(operands: Operands, options: Options, blocks: KeyBlocks, looped_axes: int) -> OutputAndLse:
+    inputs, rule = scores_of(operands, options)
+    scale = jnp.asarray(options.scale, accumulation_dtype(operands.query.dtype))
+    scale = scale if operands.scale is None else operands.scale
+    return _differentiable(blocks, looped_axes, operands.query, operands.key, operands.value, scale, inputs, rule)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _differentiable(blocks: KeyBlocks, looped_axes: int, *operands: Any) -> OutputAndLse:
+    return attend(blocks, *operands)
+
+
+@_differentiable.defjvp
+def _differentiable_jvp(
+    blocks: KeyBlocks, looped_axes: int, primals: tuple, tangents: tuple
+) -> tuple[OutputAndLse, OutputAndLse]:
+    *_, rule = primals  # what it holds has no gradient
+
+    def dense_of(query: Array, key: Array, value: Array, scale: Array, inputs: ScoreInputs) -> OutputAndLse:
+        head = head_of(query, key, value, scale, inputs, rule, True, accumulation_dtype(query.dtype))
+        return dense.map_dense_heads(head, query.dtype, looped_axes)
+
+    return jax.jvp(dense_of, primals[:5], tangents[:5])
 
 
 def attend(
-    blocks: Blocks,
+    blocks: KeyBlocks,
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
     scale: Float[Array, ""],
-    params: ScoreParams,
-    scores: Scores,
+    inputs: ScoreInputs,
+    rule: ScoreRule,
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Output and log-sum-exp, without gradients."""
-    query, key, value, scale, params, scores = varying_alike((query, key, value, scale, params, scores))
+    query, key, value, scale, inputs, rule = varying_alike((query, key, value, scale, inputs, rule))
     groups, dtype = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
-    queries = layout.split_heads(query.astype(dtype) * scale.astype(dtype), groups)
-    output, lse = _batched(blocks, (queries, key, value, params, scores))
-    return layout.to_caller(output, lse, query.dtype)
+    queries = split_heads(query.astype(dtype) * scale.astype(dtype), groups)
+    output, lse = _batched(blocks, (queries, key, value, inputs, rule))
+    return to_caller(output, lse, query.dtype)
 
 
-def _batched(blocks: Blocks, operands: tuple) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
+def _batched(blocks: KeyBlocks, operands: tuple) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
     """`_attend`, of which `jax.vmap` makes a call with one more batch axis.
 
     Else it would run every choice between two ways both ways, and as many blocks for all as one of them needs.
@@ -107,7 +120,7 @@ def _batched(blocks: Blocks, operands: tuple) -> tuple[Float[Array, "*B K G T Hv
             has_queries, *has_keys_and_values = is_batched[:3]
             if not (size and all(has_keys_and_values)):  # what all share would have to be copied for each
                 axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
-                in_blocks = functools.partial(_attend, blocks._replace(whole=None))
+                in_blocks = functools.partial(_attend, blocks._replace(whole_dtype=None))
                 return jax.vmap(in_blocks, axes)(*operands)
             queries, *others = jax.tree.map(lambda x, batched: x if batched else x[None], operands, tuple(is_batched))
             queries = queries if has_queries else jnp.broadcast_to(queries, (len(others[0]), *queries.shape[1:]))
@@ -119,53 +132,55 @@ def _batched(blocks: Blocks, operands: tuple) -> tuple[Float[Array, "*B K G T Hv
 
 
 def _attend(
-    blocks: Blocks,
+    blocks: KeyBlocks,
     queries: Float[Array, "*B K G T H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
-    params: ScoreParams,
-    scores: Scores,
+    inputs: ScoreInputs,
+    rule: ScoreRule,
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
     length = key.shape[-3]
-    everything = Part((0,) * (queries.ndim - 4), queries, None, 0, params, scores)
+    everything = BatchSlice((0,) * (queries.ndim - 4), queries, None, 0, inputs, rule)
 
-    def in_blocks(blocks: Blocks, part: Part) -> list[Array]:
+    def in_blocks(blocks: KeyBlocks, part: BatchSlice) -> list[Array]:
         run = _entries_in_turn if blocks.sequential else _blocks_of_rows
         return list(run(blocks, part, key, value))
 
     def in_one_block() -> list[Array]:
-        blocks_of_all = Blocks(blocks.height, length, sequential=False, joint=True)
-        return list(_blocks_of_rows(blocks_of_all, everything._replace(query=queries.astype(blocks.whole)), key, value))
+        blocks_of_all = KeyBlocks(blocks.height, length, sequential=False, block_diagonal=True)
+        return list(
+            _blocks_of_rows(blocks_of_all, everything._replace(query=queries.astype(blocks.whole_dtype)), key, value)
+        )
 
     def again() -> list[Array]:
         part = everything
-        if scores.masks_scores(params):  # else NaN and infinity propagate by themselves, if no product mixes heads
-            magnitudes = nonfinite.magnitude_of(queries)
-            part = part._replace(query=nonfinite.finite(queries, magnitudes), magnitudes=magnitudes)
-        return in_blocks(blocks._replace(joint=False), part)[:2]
+        if rule.masks_scores(inputs):  # else NaN and infinity propagate by themselves, if no product mixes heads
+            flags = nonfinite.flag_rows(queries)
+            part = part._replace(query=nonfinite.zero_rows(queries, flags), flags=flags)
+        return in_blocks(blocks._replace(block_diagonal=False), part)[:2]
 
-    may_be_whole = blocks.whole is not None and math.prod(queries.shape[:-1]) * length <= blocks.most_scores
+    may_be_whole = blocks.whole_dtype is not None and math.prod(queries.shape[:-1]) * length <= blocks.max_scores
     if may_be_whole:
         most_seen = _seen(blocks, everything, length).mean() > 0.5
         output, lse, flag = lax.cond(most_seen, in_one_block, lambda: in_blocks(blocks, everything))
     else:
         output, lse, flag = in_blocks(blocks, everything)
-    if scores.masks_scores(params) or blocks.joint or may_be_whole:
+    if rule.masks_scores(inputs) or blocks.block_diagonal or may_be_whole:
         finite = jnp.isfinite(output).all() & jnp.isfinite(flag).all()
         output, lse = lax.cond(finite, lambda: [output, lse], again)
     return output, lse
 
 
 def _entries_in_turn(
-    blocks: Blocks, part: Part, key: Array, value: Array
+    blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
     """As `_blocks_of_rows`, a batch entry after the other."""
     batch = part.query.shape[:-4]
 
     def one_entry(i: Int[Array, ""]) -> tuple[Array, Array, Array]:
         place = jnp.unravel_index(i, batch)
-        query, magnitudes, params, scores = _of_entry((part.query, part.magnitudes, part.params, part.scores), place)
-        return _blocks_of_rows(blocks, Part(place, query, magnitudes, part.row, params, scores), key, value)
+        query, flags, inputs, rule = _of_entry((part.query, part.flags, part.inputs, part.rule), place)
+        return _blocks_of_rows(blocks, BatchSlice(place, query, flags, part.row, inputs, rule), key, value)
 
     answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
     return tuple(x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in answers)
@@ -183,17 +198,17 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
 
 
 def _blocks_of_rows(
-    blocks: Blocks, part: Part, key: Array, value: Array
+    blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
     """Output and log-sum-exp, a block of queries after the other, and `_nonfinite_flag` of all block_diagonal."""
     length, axis = part.query.shape[-2], part.query.ndim - 2
     count = -(-length // blocks.height)
 
     def rows(row: Scalar) -> tuple[Array, Array, Array]:
-        query, magnitudes = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, row, blocks.height, axis), (part.query, part.magnitudes)
+        query, flags = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, row, blocks.height, axis), (part.query, part.flags)
         )
-        return _rows(blocks, part._replace(query=query, magnitudes=magnitudes, row=row), key, value)
+        return _rows(blocks, part._replace(query=query, flags=flags, row=row), key, value)
 
     if count == 1:
         return rows(0)
@@ -208,25 +223,25 @@ def _blocks_of_rows(
     return joined(output), joined(lse), flag.sum(0)  # a sum passes NaN on
 
 
-def _rows(blocks: Blocks, part: Part, key: Array, value: Array) -> tuple[Array, Array, Array]:
+def _rows(blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array) -> tuple[Array, Array, Array]:
     """The same of one block of queries."""
     axes, dtype = part.query.ndim - 2, accumulation_dtype(part.query.dtype)
 
-    def start(own: tuple[Array, ScoreParams]) -> tuple[online_softmax.State, Array]:
+    def start(own: tuple[Array, ScoreInputs]) -> tuple[online_softmax.State, Array]:
         return online_softmax.start(blocks.height, value.shape[-1], own[1].sink, dtype), jnp.zeros((), dtype)
 
-    nothing = varying_as(part.query, heads.over_heads(start, (part.query, part.params), axes))
-    with_keys = block_diagonal.with_keys(part.query, part.scores.dot, blocks.joint)
+    nothing = varying_as(part.query, heads.map_heads(start, (part.query, part.inputs), axes))
+    with_keys = block_diagonal.with_keys(part.query, part.rule.dot, blocks.block_diagonal)
     step = functools.partial(_step, blocks, part, with_keys, key, value)
     begin, end = _visited(blocks, part, key.shape[-3])
     # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
     state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
-    return *heads.over_heads(online_softmax.finish, state, axes), flag
+    return *heads.map_heads(online_softmax.finish, state, axes), flag
 
 
 def _step(
-    blocks: Blocks,
-    part: Part,
+    blocks: KeyBlocks,
+    part: BatchSlice,
     with_keys: Callable[[Array], Array],
     key: Array,
     value: Array,
@@ -237,30 +252,30 @@ def _step(
     length, axes = key.shape[-3], part.query.ndim - 2
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
     k, v = (_block(x, part, column, blocks.width) for x in (key, value))
-    magnitudes = None
-    if part.magnitudes is not None:
-        k, v, of_keys = nonfinite.finite_keys(k, v)
-        magnitudes = Magnitudes(part.magnitudes, layout.vectors_by_head(of_keys, (key.shape[-2], 1)))
+    flags = None
+    if part.flags is not None:
+        k, v, of_keys = nonfinite.zero_keys(k, v)
+        flags = NonfiniteFlags(part.flags, vectors_by_head(of_keys, (key.shape[-2], 1)))
 
     def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
-        product, params, scores, magnitudes, (state, flag) = own
-        tile = Tile(part.row, column, (blocks.height, blocks.width), scores.offsets, ring=scores.ring)
-        marks = None if magnitudes is None else magnitudes.marks_of_keys()
-        s = scores.tile(product, params.cut(tile), tile, scores.mask, marks)
+        product, inputs, rule, flags, (state, flag) = own
+        tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets, ring=rule.ring)
+        poison = None if flags is None else flags.key_poison()
+        s = rule.tile(product, inputs.cut(tile), tile, rule.mask, poison)
         if length % blocks.width:  # and begins with keys of the one before
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
-        row_marks = None if magnitudes is None else magnitudes.marks_of_rows(unmasked=False)
-        state, weights = online_softmax.weights(state, s, row_marks, part.query.dtype)
-        kept = scores.dropout_multiplier(tile, s.dtype)
-        return state, weights if kept is None else weights * kept, _nonfinite_flag(flag, product, scores)
+        row_poison = None if flags is None else flags.row_poison(unmasked=False)
+        state, weights = online_softmax.rescale(state, s, row_poison, part.query.dtype)
+        kept = rule.dropout_multiplier(tile, s.dtype)
+        return state, weights if kept is None else weights * kept, _nonfinite_flag(flag, product, rule)
 
-    operands = (with_keys(k), part.params, part.scores, magnitudes, carry)
-    state, weights, flag = heads.over_heads(one_head, operands, axes)
-    of_values = block_diagonal.with_values(weights, v, part.scores.dot, blocks.joint)
+    operands = (with_keys(k), part.inputs, part.rule, flags, carry)
+    state, weights, flag = heads.map_heads(one_head, operands, axes)
+    of_values = block_diagonal.with_values(weights, v, part.rule.dot, blocks.block_diagonal)
     return state._replace(output=state.output + of_values), flag
 
 
-def _block(x: Float[Array, "*B S K F"], part: Part, column: Scalar, width: int) -> Float[Array, "*B s K F"]:
+def _block(x: Float[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int) -> Float[Array, "*B s K F"]:
     """The keys or values of a part from this column on."""
     batch, (length, num_heads, size), dtype = part.query.shape[:-4], x.shape[-3:], part.query.dtype
     if width == length and batch == x.shape[:-3]:
@@ -280,18 +295,18 @@ def _block(x: Float[Array, "*B S K F"], part: Part, column: Scalar, width: int) 
     return lax.cond(always, read, lambda: nothing)
 
 
-def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], scores: Scores) -> Float[Array, ""]:
+def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], rule: ScoreRule) -> Float[Array, ""]:
     """A number that is not finite if a product is not, and if the output does not show that.
 
     NaN and infinity make the output NaN. Minus infinity leaves no trace in it: the weight is 0, although what is not
     finite in a query or a key should make the output NaN. A soft cap or a `score_mod` may hide all three.
     """
-    if scores.soft_cap is None and scores.score_mod is None:
+    if rule.soft_cap is None and rule.score_mod is None:
         return jnp.minimum(before, jnp.min(products))
     return before + jnp.sum(products * 0)
 
 
-def _visited(blocks: Blocks, part: Part, length: int) -> tuple[Scalar, Scalar]:
+def _visited(blocks: KeyBlocks, part: BatchSlice, length: int) -> tuple[Scalar, Scalar]:
     """The first block of keys in which some query may see one, and one past the last."""
     some = _seen(blocks, part, length)
     some = some.any(range(some.ndim - 1))
@@ -299,15 +314,15 @@ def _visited(blocks: Blocks, part: Part, length: int) -> tuple[Scalar, Scalar]:
     return before, jnp.where(some.any(), some.size - after, 0)
 
 
-def _seen(blocks: Blocks, part: Part, length: int) -> Bool[Array, "*#B #K #G count"]:
+def _seen(blocks: KeyBlocks, part: BatchSlice, length: int) -> Bool[Array, "*#B #K #G count"]:
     """In which blocks of keys some query may see one."""
-    scores, count = part.scores, -(-length // blocks.width)
-    if scores.ring is not None:  # all of it, or what has been written since it was empty
-        newest = jnp.asarray(scores.offsets.key)
+    rule, count = part.rule, -(-length // blocks.width)
+    if rule.ring is not None:  # all of it, or what has been written since it was empty
+        newest = jnp.asarray(rule.offsets.key)
         return jax.vmap(lambda first: first <= newest, out_axes=-1)(
             jnp.arange(count, dtype=newest.dtype) * blocks.width
         )
-    mask = _bounds(scores.mask)
+    mask = _bounds(rule.mask)
     if mask is None:
         return jnp.ones((count,), bool)
 
@@ -316,7 +331,7 @@ def _seen(blocks: Blocks, part: Part, length: int) -> Bool[Array, "*#B #K #G cou
         grid = Grid((1, count), (blocks.height, blocks.width), offsets.moved(part.row, 0))
         return jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
 
-    return heads.over_heads(one_head, (mask, scores.offsets), part.query.ndim - 2)
+    return heads.map_heads(one_head, (mask, rule.offsets), part.query.ndim - 2)
 
 
 def _bounds(mask: Mask | None) -> Mask | None:

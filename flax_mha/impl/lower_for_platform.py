@@ -21,7 +21,7 @@ Attend = Callable[[Operands], Array]
 Inputs = tuple[Array, Array, Array]
 
 
-def on_platform(platform: str, kernel: Attend, elsewhere: Attend, operands: Operands) -> Array:
+def lower_for_platform(platform: str, kernel: Attend, elsewhere: Attend, operands: Operands) -> Array:
     """`kernel(operands)` where the program is compiled for `platform` ("gpu" or "tpu"), else `elsewhere(operands)`.
 
     The kernel has gradients of queries, keys and values only.

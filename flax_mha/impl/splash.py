@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options
 from flax_mha.core.target import reasons_against_kernel
+from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.shared import kernel_mask, when_finite
 from flax_mha.impl.shared.kernel_mask import Bounds, Data, KernelMask
 from flax_mha.impl.shared.when_finite import Arrays
@@ -101,7 +102,7 @@ def refusals(call: Call) -> list[str]:
     return reasons + reasons_against_kernel(target)
 
 
-def splash_attention(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:
+def attention(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:
     """The output of all heads; the log-sum-exp stays with the kernel. `interpret`: on any machine, slowly."""
     return _attention(*call, interpret=interpret), None
 
@@ -204,3 +205,6 @@ def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
     numbers = jnp.arange(ids.shape[1] + 1, dtype=jnp.int32)
     taken = (ids[:, :, None] == numbers[None, None, :]).any(1)
     return jnp.argmin(taken, axis=1).astype(jnp.int32)
+
+
+SPLASH = Implementation("splash", attention, refusals)

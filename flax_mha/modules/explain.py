@@ -14,7 +14,7 @@ from flax_mha.call.operands import Call
 from flax_mha.context_parallel import ContextAttention
 from flax_mha.core import validation
 from flax_mha.distributed import dispatch
-from flax_mha.distributed.dispatch import Explanation, Implementation
+from flax_mha.impl.registry import Explanation, Implementation
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn
 

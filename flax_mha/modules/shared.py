@@ -15,8 +15,8 @@ from flax_mha.call.arguments import check_dropout_rate, check_scale, check_soft_
 from flax_mha.context_parallel import ContextAttention
 from flax_mha.core import validation
 from flax_mha.core.integers import int32
-from flax_mha.distributed.dispatch import Explanation, check_name
 from flax_mha.distributed.tensor_parallel import attention_sharding, check_head_axis
+from flax_mha.impl.registry import Explanation, check_name
 from flax_mha.masks import ArrayMask, Mask
 from flax_mha.modules.attention_fn import attention_fn as ours
 from flax_mha.modules.explain import ExplainedAttention

@@ -157,7 +157,7 @@ def apply_rope(
     """Rotates each pair of features by the angle of its position; apply it to queries and to keys, not to values.
 
     With c = a * cos(p * f[i]) and s = a * sin(p * f[i]), where a is the attention factor (1 for most models), pair
-    (u, v) becomes (u c - v s, v c + u s). Scores then depend on the difference of two positions only.
+    (u, v) becomes (u c - v s, v c + u s). ScoreRule then depend on the difference of two positions only.
 
     Angles and rotations are computed in float32, for float64 inputs in float64, and rounded to the dtype of `x` once.
     A float32 angle p * f[i] is off by up to `|p f[i]| * 1.2e-7` radians, as in PyTorch: 0.016 at position 131,072.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import compiled_for
+from cases import compiled_for, interpret
 from contexts import QKV, compare, mesh_of, moved, on_devices, on_one_device
 from jax import lax
 
@@ -29,7 +29,7 @@ def tpu(monkeypatch):
 @pytest.fixture
 def interpreted(monkeypatch):
     """The kernels run here, as XLA programs."""
-    monkeypatch.setattr(call, "pallas_attention", functools.partial(call.pallas_attention, interpret=True))
+    interpret(monkeypatch, "pallas")
 
 
 def parallel(devices, strategy="ring", layout="contiguous"):

@@ -37,7 +37,7 @@ import flax_mha
 import flax_mha.linen
 from flax_mha.context_parallel import to_zigzag, zigzag_positions
 from flax_mha.distributed import mesh
-from flax_mha.impl import xla
+from flax_mha.impl import blockwise
 from flax_mha.impl.shared import schedule
 from flax_mha.impl.shared.tiling import TileShape
 from flax_mha.rope import RoPE
@@ -138,14 +138,14 @@ def test_memory_does_not_grow_with_the_devices(layout):
 @pytest.mark.parametrize(("layout", "most"), [("zigzag", 1.05), ("contiguous", 2.0)])
 def test_zigzag_gives_all_devices_the_same_work(layout, most, monkeypatch):
     """Tiles that are visited, as the block masks of all hops say; contiguous, the last device does twice the mean."""
-    devices, visited, block_mask = 4, [], xla._block_mask
+    devices, visited, block_mask = 4, [], blockwise._block_mask
 
     def counting(*arguments):
         blocks = block_mask(*arguments)
         jax.debug.callback(lambda *x: visited.append(x), jax.lax.axis_index("context"), blocks.num_tiles.sum())
         return blocks
 
-    monkeypatch.setattr(xla, "_block_mask", counting)
+    monkeypatch.setattr(blockwise, "_block_mask", counting)
     monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(16, 16),))
     attention_fn = flax_mha.context_parallel("context", "ring", layout, mesh=mesh_of(context=devices))
     x = jnp.zeros((1, 32 * 2 * devices, 1, 8))

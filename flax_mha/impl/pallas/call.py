@@ -11,16 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options
 from flax_mha.core.target import reasons_against_kernel
+from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.pallas import derivatives
 from flax_mha.impl.pallas.cut import reason_against
 from flax_mha.impl.pallas.launch import Machine
 from flax_mha.impl.pallas.prepare import lengthened, prepared
 from flax_mha.impl.pallas.steps import MOST_TILES_OF_AXIS, MOST_WORDS
-from flax_mha.impl.shared import layout
+from flax_mha.impl.shared import head
 from flax_mha.impl.shared.tiling import CELL, Tiling
 from flax_mha.masks import CausalMask, Mask
 from flax_mha.masks.base import CallsFunction
@@ -39,7 +41,7 @@ MOST_EQUATIONS = 32
 MEMORY: int | None = None
 
 
-def pallas_attention(
+def attention(
     call: Call, result: OutputAndLse | None = None, dtype: jnp.dtype | None = None, interpret: Any = False
 ) -> OutputAndLse:
     """Output and log-sum-exp: `implementation="pallas"`.
@@ -63,7 +65,7 @@ def _tiling(call: Call) -> Tiling:
     lengths, largest = call.operands.lengths, _largest_tile(call)
     height, width = (_tile(length, largest) for length in lengths)
     rows, columns = -(-lengths[0] // height), -(-lengths[1] // width)
-    return Tiling(lengths, rows, height, width, 1, 1, columns, width)
+    return Tiling.make(lengths, rows, height, width, 1, 1, columns, width)
 
 
 def _tile(length: int, largest: int) -> int:
@@ -94,13 +96,13 @@ def _attention(
     call, rank = prepared(operands, options, machine.tiling, dtype), operands.query.ndim - 1
     known = None
     if result is not None:
-        output, lse = layout.from_caller(*result, operands.groups)
+        output, lse = head.from_caller(*result, operands.groups)
         padded_rows = machine.tiling.shape[0]
         output = lengthened(output.astype(operands.query.dtype), rank, padded_rows)
         known = output, lengthened(lse, rank, padded_rows, -jnp.inf)
     output, lse = derivatives.attention(call, machine, known)
     length = operands.lengths[0]
-    return layout.to_caller(output[..., :length, :], lse[..., :length], operands.query.dtype)
+    return head.to_caller(output[..., :length, :], lse[..., :length], operands.query.dtype)
 
 
 def refusals(call: Call) -> list[str]:
@@ -163,3 +165,11 @@ def _reason_against_tiles(call: Call) -> str | None:
         f"its table of tiles does not fit: scalar memory has room for {MOST_WORDS} words, and {tiling.rows} x "
         f"{tiling.cells} tiles of {max(lists)} heads take {words}"
     )
+
+
+def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike, interpret: Any = False) -> OutputAndLse:
+    """`attention` of some of the keys, which the kernels multiply in this dtype."""
+    return attention(call, result, jnp.dtype(dtype), interpret)
+
+
+PALLAS = Implementation("pallas", attention, refusals, hop)

@@ -15,6 +15,7 @@ from flax_mha.impl.pallas.launch import Machine
 from flax_mha.impl.pallas.operands import Inputs
 from flax_mha.impl.pallas.prepare import Prepared
 from flax_mha.impl.pallas.steps import Occupied
+from flax_mha.impl.shared import nonfinite
 
 OutputAndLse = tuple[Float[Array, "... T Hv"], Float[Array, "... T"]]
 
@@ -110,7 +111,11 @@ def _backward(
 ) -> Trainable:
     learned = () if call.rules.part is None else call.rules.part.from_learned
     learned = tuple(a and b for a, b in zip(learned, wanted.values, strict=True))
-    inputs = _with_rows(_rounded(call, inputs), results, cotangents)
+    inputs = _rounded(call, inputs)
+    query, d_output, lse, delta = nonfinite.backward_rows(
+        inputs.query, results, cotangents, keys_are_finite=inputs.key_marks is not None
+    )
+    inputs = inputs._replace(query=query, d_output=d_output, lse=lse, delta=delta)
 
     def run(arrays: tuple[Inputs, Occupied]) -> tuple:
         inputs, places = arrays[0], _occupied(call, arrays[1])
@@ -134,26 +139,6 @@ def _summed(x: Array, like: Array) -> Array:
     """The sum over the axes along which heads share an entry."""
     axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
     return x.sum(axes, keepdims=True)
-
-
-def _with_rows(inputs: Inputs, results: OutputAndLse, cotangents: OutputAndLse) -> Inputs:
-    """What the backward kernels need of every row; FlashAttention-2, algorithm 2, line 4.
-
-    The log-sum-exp's own gradient d enters through `weights * d`, so it is subtracted from delta. Rows whose
-    log-sum-exp is not finite, for they saw nothing or something that is not finite, have no gradient. Their products
-    may be infinite, though all of queries and keys is finite; so their queries count as 0.
-    """
-    (output, lse), (d_output, d_lse) = results, cotangents
-    finite = jnp.isfinite(lse)
-    d_output = jnp.where(finite[..., None], d_output, jnp.zeros_like(d_output)).astype(inputs.query.dtype)
-    output = jnp.where(finite[..., None], output, jnp.zeros_like(output))
-    delta = jnp.sum(d_output.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
-    delta = jnp.where(finite, delta - d_lse, jnp.zeros_like(delta))
-    lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))  # exp(score - inf) = 0, also where the score is -inf
-    query = inputs.query
-    if inputs.key_marks is not None:  # the keys are finite
-        query = jnp.where(finite[..., None], query, jnp.zeros_like(query))
-    return inputs._replace(query=query, d_output=d_output, lse=lse, delta=delta)
 
 
 def _over_mapped_axes(run: Callable[[Any], Any], arrays: Any, copies_floats: bool = False) -> Any:

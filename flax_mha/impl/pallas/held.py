@@ -13,7 +13,8 @@ from flax_mha.impl.pallas.launch import Visit
 from flax_mha.impl.pallas.operands import Inputs
 from flax_mha.impl.pallas.tile import HeldTile, TileAcross, TileScores
 from flax_mha.impl.pallas.tile_part import TilePart
-from flax_mha.impl.shared.scores import ScoreParams
+from flax_mha.impl.shared import nonfinite
+from flax_mha.impl.shared.scores import ScoreInputs
 from flax_mha.impl.shared.tiling import Tiling
 from flax_mha.masks import Mask
 
@@ -27,7 +28,7 @@ class Held(NamedTuple):
     inputs: Inputs
     tile: HeldTile
     scores: TileScores
-    params: ScoreParams
+    params: ScoreInputs
     mask: Mask | None
     upright: bool
 
@@ -52,10 +53,8 @@ class Held(NamedTuple):
 
     def weights(self, s: Float[Array, "..."], lse: Float[Array, "..."]) -> Float[Array, "..."]:
         """The softmax, from scores and log-sum-exp; 0 in rows where that is infinite."""
-        weights = jnp.exp(s - lse)
-        if self.params.bias is None and self.scores.score_mod is None:
-            return weights
-        return jnp.where(lse == jnp.inf, jnp.zeros_like(weights), weights)  # a bias or score_mod may be NaN itself
+        may_be_nan = self.params.bias is not None or self.scores.score_mod is not None
+        return nonfinite.backward_weights(s, lse, may_be_nan)
 
 
 class Rules(NamedTuple):
@@ -114,7 +113,7 @@ class Rules(NamedTuple):
           turned: References to what belongs to the rows of the tile, if it was turned before.
         """
         inputs, tiling = self._rows_turned(visit.load(), across, turned), self.tiling
-        lengths = tiling.lengths if tiling.has_padding else None
+        lengths = tiling.inside
         kind: Any = TileAcross if across else HeldTile
         tile = kind(visit.row, visit.column, (tiling.height, tiling.width), inputs.offsets, lengths)
         fields = {name: getattr(self.scores, name) for name in self.scores.__dataclass_fields__}
@@ -123,5 +122,5 @@ class Rules(NamedTuple):
         bias = None if inputs.bias is None else inputs.bias.astype(jnp.float32)
         if bias is not None and bias.ndim == 0:
             bias = lax.broadcast(bias, (1, 1))
-        params = ScoreParams(bias, None, list(inputs.values))
+        params = ScoreInputs(bias, None, list(inputs.values))
         return Held(inputs, tile, TileScores(**fields), params, inputs.mask if masked else None, self.upright)

@@ -1,6 +1,6 @@
 """What kernels are given: every array of a call as its blocks lie in memory, and how a kernel reads its own block.
 
-An array has leading axes for batch and heads, like all in the layout of one head (`layout.py`), and then the part of
+An array has leading axes for batch and heads, like all in the layout of one head (`head.py`), and then the part of
 one head, whose axes are named: "T" and "S" for queries and keys, "H" for features, "C" for columns of tiles, "L" for
 the entries of a table. Numbers go to scalar memory. All else is stored as [heads, rows, columns], because the memory of
 a TPU has rows of 128 numbers: an array [T, 1] would take 128 times its size. And [T, 64] would take twice its size, so

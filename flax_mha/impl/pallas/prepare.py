@@ -19,9 +19,9 @@ from flax_mha.impl.pallas.operands import LANES, Inputs
 from flax_mha.impl.pallas.steps import Occupied
 from flax_mha.impl.pallas.tile import TileMask, TileScores
 from flax_mha.impl.shared import heads, nonfinite
-from flax_mha.impl.shared.head_operands import of_heads
-from flax_mha.impl.shared.nonfinite import Magnitudes
-from flax_mha.impl.shared.scores import ScoreParams, Scores
+from flax_mha.impl.shared.head import heads_of
+from flax_mha.impl.shared.nonfinite import NonfiniteFlags
+from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.impl.shared.tiling import InsideMask, Tiling, padded_mask
 from flax_mha.masks import Mask
 from flax_mha.masks.base import CallsFunction
@@ -46,29 +46,30 @@ class Prepared(NamedTuple):
 def prepared(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype) -> Prepared:
     """Of a call, whose matrix products have operands of this dtype."""
     held = operands.query.dtype
-    query, key, value, params, scores, magnitudes = of_heads(operands, options, False, dtype, held)
+    head = heads_of(operands, options, row_scales=False, dtype=dtype, stored=held)
+    query, params, scores = head.query, head.inputs, head.rule
     axes = query.ndim - 2
     occupied = _occupied(scores, tiling, axes)
     mask = None if scores.mask is None else scores.mask.map_functions(functools.partial(_tile_mask, axes))
-    if tiling.has_padding:
+    if tiling.inside is not None:
         mask = InsideMask(*tiling.lengths) if mask is None else mask & InsideMask(*tiling.lengths)
     parts, values = _score_mod(options, params, scores, axes)
     seed = scores.dropout_seed
     inputs = Inputs(
         query=query,
-        key=key,
-        value=value,
+        key=head.key,
+        value=head.value,
         bias=params.bias,
         sink=params.sink,
         values=values,
         mask=mask,
         offsets=scores.offsets,
         seed=None if seed is None else (seed[..., 0], seed[..., 1]),
-        **_marks(magnitudes, tiling),
+        **_marks(head.nonfinite, tiling),
     )
     inputs = inputs.map_arrays(axes, functools.partial(_padded, tiling, axes))
     # Mosaic multiplies single features instead of contracting them, which it cannot do with bfloat16 lying along rows.
-    sizes = {query.shape[-1], value.shape[-1]}
+    sizes = {query.shape[-1], head.value.shape[-1]}
     rules = Rules(
         scores=_rules_of(scores),
         part=None if parts is None else parts.tile,
@@ -82,14 +83,14 @@ def prepared(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dt
     return Prepared(rules, inputs, occupied, dtype)
 
 
-def _rules_of(scores: Scores) -> TileScores:
+def _rules_of(scores: ScoreRule) -> TileScores:
     """The static part."""
     fields: dict[str, Any] = {field.name: getattr(scores, field.name) for field in dataclasses.fields(scores)}
     arrays = dict.fromkeys(("mask", "dropout_seed", "batch", "head"))
     return TileScores(**fields | arrays | {"offsets": Offsets(), "constants": []})
 
 
-def _score_mod(options: Options, params: ScoreParams, scores: Scores, axes: int) -> tuple[Cut | None, list[Array]]:
+def _score_mod(options: Options, params: ScoreInputs, scores: ScoreRule, axes: int) -> tuple[Cut | None, list[Array]]:
     if options.score_mod is None or scores.batch is None or scores.head is None:
         return None, []
     learned, constants = iter(params.captured), iter(scores.constants)
@@ -105,7 +106,7 @@ def _outer_values(
     """The values of the outer part, once for all heads that share them."""
     one = jnp.zeros((1,) * axes, jnp.int32)
     numbers = [jnp.asarray(x) if used else one for x, used in zip((batch, head), uses, strict=True)]
-    return heads.over_heads(lambda x: parts.outer(*x), (list(captured), *numbers), axes)
+    return heads.map_heads(lambda x: parts.outer(*x), (list(captured), *numbers), axes)
 
 
 def _tile_mask(axes: int, calls: CallsFunction) -> Mask:
@@ -117,7 +118,7 @@ def _tile_mask(axes: int, calls: CallsFunction) -> Mask:
     return TileMask(tuple(values[:count]), tuple(values[count:]), parts.tile)
 
 
-def _occupied(scores: Scores, tiling: Tiling, axes: int) -> Occupied:
+def _occupied(scores: ScoreRule, tiling: Tiling, axes: int) -> Occupied:
     """Which tiles are visible: in NumPy where that is known while tracing."""
     everything = np.ones((tiling.rows, tiling.cells), bool)
 
@@ -130,18 +131,18 @@ def _occupied(scores: Scores, tiling: Tiling, axes: int) -> Occupied:
         return some & everything, full & everything
 
     if scores.mask is not None and jax.tree.leaves((scores.mask, scores.offsets)):
-        return Occupied(*heads.over_heads(one_head, (scores.mask, scores.offsets), axes))
+        return Occupied(*heads.map_heads(one_head, (scores.mask, scores.offsets), axes))
     with jax.ensure_compile_time_eval():
         some, full = one_head((scores.mask, scores.offsets))
     lead = (1,) * axes
     return Occupied(np.asarray(some).reshape(*lead, *some.shape), np.asarray(full).reshape(*lead, *full.shape))
 
 
-def _marks(magnitudes: Magnitudes | None, tiling: Tiling) -> dict[str, Array | None]:
+def _marks(magnitudes: NonfiniteFlags | None, tiling: Tiling) -> dict[str, Array | None]:
     """Infinity where a key or a query is not finite, else 0, also for whole columns of tiles."""
     if magnitudes is None:
         return dict.fromkeys(("key_marks", "tile_marks", "query_marks"))
-    query, key = (nonfinite.marks(x) for x in magnitudes)
+    query, key = (nonfinite.poison(x) for x in magnitudes)
     wide = lengthened(key, -1, tiling.shape[1])
     tiles = wide.reshape(*key.shape[:-1], tiling.cells, tiling.cell_width).max(-1)
     return {"key_marks": key, "tile_marks": tiles, "query_marks": query}

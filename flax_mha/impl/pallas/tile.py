@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha.core.tile import Grid, Tile
 from flax_mha.impl.pallas.threefry import random_words
 from flax_mha.impl.pallas.tile_part import TilePart
-from flax_mha.impl.shared.scores import ScoreParams, Scores
+from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import Mask, Occupancy
 
 
@@ -78,8 +78,8 @@ class TileMask(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
-class TileScores(Scores):
-    """Scores of the tile that a kernel holds; `ScoreParams.captured` are the values of the outer part of `score_mod`.
+class TileScores(ScoreRule):
+    """The score rule of a kernel's tile; `ScoreInputs.captured` are the values of the outer part of `score_mod`.
 
     Attributes:
       part: The part of `score_mod` that is computed for whole tiles.
@@ -98,7 +98,7 @@ class TileScores(Scores):
     def guarded(self, products: Float[Array, "..."], visible: Bool[Array, "..."]) -> Float[Array, "..."]:
         return super().guarded(products, visible) if self.differentiated else products
 
-    def modified(self, scores: Float[Array, "..."], params: ScoreParams, tile: Tile) -> Float[Array, "..."]:
+    def modified(self, scores: Float[Array, "..."], params: ScoreInputs, tile: Tile) -> Float[Array, "..."]:
         arguments = (scores, tile.query_positions, tile.key_positions)
         block = tile.block  # type: ignore[attr-defined]
         result, entries = self.part(params.captured, arguments, block, self.added)  # type: ignore[misc]
@@ -106,7 +106,7 @@ class TileScores(Scores):
         return result
 
     def tile_vjp(  # type: ignore[override]
-        self, products: Float[Array, "..."], params: ScoreParams, tile: Tile, mask: Mask | None
+        self, products: Float[Array, "..."], params: ScoreInputs, tile: Tile, mask: Mask | None
     ) -> tuple[Float[Array, "..."], Callable[[Array], tuple[Array, Array | None, list[Array | None]]]]:
         """The scores of a tile, and what turns their gradients into those of products, bias and values.
 

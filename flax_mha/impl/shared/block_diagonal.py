@@ -14,18 +14,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_mha.impl.shared import heads, layout
+from flax_mha.impl.shared import heads
+from flax_mha.impl.shared.head import split_heads
 
 
 def with_keys(
-    query: Float[Array, "*B K G t H"], dot: Callable[..., Array], joint: bool
+    query: Float[Array, "*B K G t H"], dot: Callable[..., Array], block_diagonal: bool
 ) -> Callable[[Float[Array, "*B s K H"]], Float[Array, "*B K G t s"]]:
     """What multiplies these queries by keys.
 
     Args:
       query: Queries.
       dot: The matrix product of two matrices; with `transpose_b`, of the first and the transposed second.
-      joint: Whether one product serves all heads.
+      block_diagonal: Whether one product serves all heads.
     """
     *batch, num_heads, _, _, size = query.shape
 
@@ -34,21 +35,24 @@ def with_keys(
         return dot(key, query, transpose_b=True)  # in the other order XLA would transpose the keys
 
     def by_head(key: Float[Array, "*B s K H"]) -> Float[Array, "*B K G t s"]:
-        keys = layout.split_heads(key, (num_heads, 1))
-        return jnp.matrix_transpose(heads.over_heads(product, (query, keys), len(batch) + 2))
+        keys = split_heads(key, (num_heads, 1))
+        return jnp.matrix_transpose(heads.map_heads(product, (query, keys), len(batch) + 2))
 
     def of_all_heads(key: Float[Array, "*B s K H"]) -> Float[Array, "*B K G t s"]:
         own = jnp.where(_own(num_heads)[..., None], query[..., None, :], 0)
         rows = own.reshape(*batch, -1, num_heads * size)
-        products = heads.over_heads(product, (rows, key.reshape(*key.shape[:-2], -1)), len(batch))
+        products = heads.map_heads(product, (rows, key.reshape(*key.shape[:-2], -1)), len(batch))
         products = jnp.matrix_transpose(lax.optimization_barrier(products))  # else XLA would change the order
         return products.reshape(*query.shape[:-1], -1)
 
-    return of_all_heads if joint else by_head
+    return of_all_heads if block_diagonal else by_head
 
 
 def with_values(
-    weights: Float[Array, "*B K G t s"], value: Float[Array, "*B s K Hv"], dot: Callable[..., Array], joint: bool
+    weights: Float[Array, "*B K G t s"],
+    value: Float[Array, "*B s K Hv"],
+    dot: Callable[..., Array],
+    block_diagonal: bool,
 ) -> Float[Array, "*B K G t Hv"]:
     """The values multiplied by these weights; arguments as for `with_keys`."""
     *batch, num_heads, _, _, length = weights.shape
@@ -56,10 +60,10 @@ def with_values(
     def product(pair: tuple[Array, Array]) -> Array:
         return dot(*pair)
 
-    if not joint:
-        values = layout.split_heads(value, (num_heads, 1))
-        return heads.over_heads(product, (weights, values), len(batch) + 2)
-    of_all = heads.over_heads(
+    if not block_diagonal:
+        values = split_heads(value, (num_heads, 1))
+        return heads.map_heads(product, (weights, values), len(batch) + 2)
+    of_all = heads.map_heads(
         product, (weights.reshape(*batch, -1, length), value.reshape(*value.shape[:-2], -1)), len(batch)
     )
     of_all = of_all.reshape(*weights.shape[:-1], num_heads, -1)

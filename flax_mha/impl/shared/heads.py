@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array
 
 
-def over_heads(
+def map_heads(
     one_head: Callable[[Any], Any], operands: Any, axes: int, sequential: int = 0, together: int | None = None
 ) -> Any:
     """`one_head(operands)` for every batch entry and head: the first `axes` axes of every array.

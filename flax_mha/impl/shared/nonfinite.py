@@ -1,13 +1,14 @@
 """What becomes of NaN and infinity in queries, keys and values: the same in every implementation.
 
 Masked entries must not affect the output, but a weight of 0 times NaN is NaN. Keys and values that are not finite are
-therefore replaced by zeros before they are multiplied, and so are queries where their NaN could reach another row. What
-was replaced is known by its magnitude, which is infinite. To the visible scores of such a key, and of such a query,
-infinity is added, which makes the softmax of the row NaN. What concerns a whole row can instead be added, as NaN, to
-its largest score, if the row sees anything. Such rows get zero gradients, so the gradients of the other rows stay
-finite.
+therefore replaced by zeros before they are multiplied, and so are queries where their NaN could reach another row
+(`zero_keys`, `zero_rows`). Flags keep which ones these were. To the visible scores of such a key, and of such a query,
+infinity is added, the *poison*, which makes the softmax of the row NaN. What concerns a whole row can instead be added,
+as NaN, to its largest score, if the row sees anything (`poison_rows`). Such rows get zero gradients, so the gradients
+of the other rows stay finite (`backward_rows`).
 
-If nothing can be masked, none of this is needed, because NaN propagates by itself.
+If nothing can be masked, none of this is needed, because NaN propagates by itself. Fused kernels, whose arrays are not
+touched, are guarded by `when_finite.py`; `decode.py` looks for what is not finite only if its output is not.
 
 This is written in `lax`, whose operations are traced faster than those of `jax.numpy`.
 """
@@ -19,51 +20,51 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 
-class Magnitudes(NamedTuple):
-    """Per scaled query and per key of one head a number that is infinity where it held NaN or infinity.
+class NonfiniteFlags(NamedTuple):
+    """Per scaled query and per key of one head: infinity where it held NaN or infinity.
 
-    Else it is half the mean absolute entry, or 0 where nobody asked for that. The magnitude of a key is also infinity
-    if its value held NaN or infinity.
+    Else 0, or half the mean absolute entry where that was asked for. A key is also flagged if its value held NaN or
+    infinity.
     """
 
     query: Float[Array, "... T"]
     key: Float[Array, "... S"]
 
-    def marks_of_scores(self) -> Float[Array, "T S"]:
+    def score_poison(self) -> Float[Array, "T S"]:
         """What is added to the visible scores: 0, or infinity."""
         shape = (*self.query.shape, *self.key.shape)
-        query, key = marks(self.query), marks(self.key)
+        query, key = poison(self.query), poison(self.key)
         return lax.add(lax.broadcast_in_dim(query, shape, (0,)), lax.broadcast_in_dim(key, shape, (1,)))
 
-    def marks_of_keys(self) -> Float[Array, "1 S"]:
+    def key_poison(self) -> Float[Array, "1 S"]:
         """The part of it that concerns keys."""
-        return lax.expand_dims(marks(self.key), (0,))
+        return lax.expand_dims(poison(self.key), (0,))
 
-    def marks_of_rows(self, unmasked: bool) -> Float[Array, " T"]:
+    def row_poison(self, unmasked: bool) -> Float[Array, " T"]:
         """What is added to the largest score of a row that sees anything: 0, or NaN where the query is not finite.
 
         Args:
-          unmasked: Whether all rows see all keys. Then rows are also marked if a key is not finite.
+          unmasked: Whether all rows see all keys. Then rows are also poisoned if a key is not finite.
         """
-        magnitude = self.query
+        flags = self.query
         if unmasked:
             largest = lax.reduce_max(self.key, (0,))
-            magnitude = lax.max(magnitude, lax.broadcast(largest, magnitude.shape))
-        return lax.mul(marks(magnitude), lax.full_like(magnitude, 0))
+            flags = lax.max(flags, lax.broadcast(largest, flags.shape))
+        return lax.mul(poison(flags), lax.full_like(flags, 0))
 
 
-def finite_keys(
-    key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"], sizes: bool = False
+def zero_keys(
+    key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"], row_scales: bool = False
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Float[Array, "*B S K"]]:
-    """Keys and values, zero where one of the two is not finite, and the magnitudes of the keys."""
-    of_values = magnitude_of(value)
-    magnitude = lax.select(_is_infinite(of_values), of_values, magnitude_of(key, sizes))
-    return finite(key, magnitude), finite(value, magnitude), magnitude
+    """Keys and values, zero where one of the two is not finite, and the flags of the keys."""
+    of_values = flag_rows(value)
+    flags = lax.select(_is_infinite(of_values), of_values, flag_rows(key, row_scales))
+    return zero_rows(key, flags), zero_rows(value, flags), flags
 
 
-def magnitude_of(x: Float[Array, "*L F"], sizes: bool = False) -> Float[Array, "*L"]:
-    """What `Magnitudes` says of these vectors, half the mean absolute entry if `sizes`; without a gradient."""
-    if not sizes:
+def flag_rows(x: Float[Array, "*L F"], row_scales: bool = False) -> Float[Array, "*L"]:
+    """The flags of these vectors, with half the mean absolute entry of others if `row_scales`; without a gradient."""
+    if not row_scales:
         is_finite = lax.reduce_and(lax.is_finite(lax.stop_gradient(x)), (x.ndim - 1,))
         zeros = lax.full(is_finite.shape, 0, x.dtype)
         return lax.select(is_finite, zeros, lax.full_like(zeros, jnp.inf))
@@ -74,21 +75,56 @@ def magnitude_of(x: Float[Array, "*L F"], sizes: bool = False) -> Float[Array, "
     return lax.select(lax.ne(half_mean, half_mean), lax.full_like(half_mean, jnp.inf), half_mean)
 
 
-def finite(x: Float[Array, "*L F"], magnitude: Float[Array, "*L"]) -> Float[Array, "*L F"]:
-    """Zeros where the magnitude is infinite."""
-    infinite = lax.broadcast_in_dim(_is_infinite(magnitude), x.shape, tuple(range(magnitude.ndim)))
+def zero_rows(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
+    """Zeros where the flags are infinite."""
+    infinite = lax.broadcast_in_dim(_is_infinite(flags), x.shape, tuple(range(flags.ndim)))
     return lax.select(infinite, lax.full_like(x, 0), x)
 
 
-def marks(magnitude: Float[Array, "*L"]) -> Float[Array, "*L"]:
-    """Infinity where the magnitude is infinite, else 0."""
-    return lax.select(_is_infinite(magnitude), magnitude, lax.full_like(magnitude, 0))
+def poison(flags: Float[Array, "*L"]) -> Float[Array, "*L"]:
+    """Infinity where the flags are infinite, else 0."""
+    return lax.select(_is_infinite(flags), flags, lax.full_like(flags, 0))
 
 
-def _is_infinite(magnitude: Float[Array, "*L"]) -> Bool[Array, "*L"]:
-    return lax.eq(magnitude, lax.full_like(magnitude, jnp.inf))
+def _is_infinite(flags: Float[Array, "*L"]) -> Bool[Array, "*L"]:
+    return lax.eq(flags, lax.full_like(flags, jnp.inf))
 
 
-def mark_rows(largest: Float[Array, " t"], marks: Float[Array, " t"]) -> Float[Array, " t"]:
-    """The largest score of each row, with the mark of the row added if it sees anything."""
-    return lax.select(lax.gt(largest, lax.full_like(largest, -jnp.inf)), largest + marks, largest)
+def poison_rows(largest: Float[Array, " t"], poison: Float[Array, " t"]) -> Float[Array, " t"]:
+    """The largest score of each row, with the poison of the row added if it sees anything."""
+    return lax.select(lax.gt(largest, lax.full_like(largest, -jnp.inf)), largest + poison, largest)
+
+
+def backward_rows(
+    query: Float[Array, "*L T H"],
+    result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]],
+    cotangents: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]],
+    keys_are_finite: bool,
+) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Float[Array, "*L T"]]:
+    """Query, output cotangent, log-sum-exp and delta for the backward pass; FlashAttention-2, algorithm 2, line 4.
+
+    The log-sum-exp's own cotangent d enters through `weights * d`, so it is subtracted from delta. Rows whose
+    log-sum-exp is not finite, for they saw nothing or something that is not finite, have no gradient: their log-sum-exp
+    becomes infinity, which makes their weights 0. Their products may be infinite, though all of queries and keys is
+    finite; so their queries count as 0.
+    """
+    (output, lse), (d_output, d_lse) = result, cotangents
+    finite = jnp.isfinite(lse)
+    d_output = jnp.where(finite[..., None], d_output, jnp.zeros_like(d_output)).astype(lse.dtype)
+    output = jnp.where(finite[..., None], output, jnp.zeros_like(output)).astype(lse.dtype)
+    delta = jnp.where(finite, jnp.sum(d_output * output, axis=-1) - d_lse, jnp.zeros_like(lse))
+    query = jnp.where(finite[..., None], query, jnp.zeros_like(query)) if keys_are_finite else query
+    lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))  # exp(score - inf) = 0, also where the score is -inf
+    return query, d_output.astype(query.dtype), lse, delta
+
+
+def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool) -> Float[Array, "..."]:
+    """The softmax, from scores and the log-sum-exp of their rows; 0 in rows where that is infinite.
+
+    Args:
+      s: Scores.
+      lse: Of `backward_rows`, in a shape that broadcasts to the scores.
+      may_be_nan: Whether scores of rows without a gradient may be NaN, as with a bias or a `score_mod`.
+    """
+    weights = jnp.exp(s - lse)
+    return jnp.where(lse == jnp.inf, jnp.zeros_like(weights), weights) if may_be_nan else weights

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha.impl.shared.nonfinite import mark_rows
+from flax_mha.impl.shared.nonfinite import poison_rows
 
 
 class State(NamedTuple):
@@ -34,22 +34,22 @@ def start(rows: int, features: int, sink: Float[Array, ""] | None, dtype: DTypeL
     )
 
 
-def weights(
+def rescale(
     state: State,
     scores: Float[Array, "t s"],
-    row_marks: Float[Array, " t"] | None = None,
+    row_poison: Float[Array, " t"] | None = None,
     dtype: DTypeLike | None = None,
 ) -> tuple[State, Float[Array, "t s"]]:
-    """The state rescaled for the scores of more keys, whose values its output still lacks, and the values' weights.
+    """One online-softmax step without the value product: rescales the state, returns it and the new weights.
 
     Args:
       state: Before them.
       scores: Of the keys.
-      row_marks: NaN for rows that become NaN if they see any of these keys, else 0; None marks none.
+      row_poison: NaN for rows that become NaN if they see any of these keys, else 0; None poisons none.
       dtype: Of the weights, whose rounded values count in the sum; None: that of the scores.
     """
     largest = jnp.max(scores, axis=1)
-    largest = largest if row_marks is None else mark_rows(largest, row_marks)
+    largest = largest if row_poison is None else poison_rows(largest, row_poison)
     running_max = lax.max(state.running_max, largest)
     # What is subtracted is finite: a row that saw nothing has -inf, and -inf - -inf is NaN.
     shift = lax.max(running_max, lax.full_like(running_max, jnp.finfo(running_max.dtype).min))
@@ -64,10 +64,10 @@ def update(
     state: State,
     scores: Float[Array, "t s"],
     weigh: Callable[[Array], Array],
-    row_marks: Float[Array, " t"] | None = None,
+    row_poison: Float[Array, " t"] | None = None,
 ) -> State:
-    """Takes in more keys: `weights`, and `weigh`, which multiplies weights [t, s] by the keys' values -> [t, Hv]."""
-    state, of_values = weights(state, scores, row_marks)
+    """One online-softmax step: `rescale`, then `weigh`, the product of weights [t, s] and values -> [t, Hv]."""
+    state, of_values = rescale(state, scores, row_poison)
     return state._replace(output=state.output + weigh(of_values))
 
 

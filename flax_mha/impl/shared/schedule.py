@@ -8,6 +8,7 @@ import functools
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,9 @@ from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options, accumulatio
 from flax_mha.core.target import Target
 from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import being_traced, is_key, readable
-from flax_mha.impl.decode import Blocks
-from flax_mha.impl.shared import block_mask, heads
-from flax_mha.impl.shared.block_mask import BlockMask
-from flax_mha.impl.shared.layout import mask_by_head
-from flax_mha.impl.shared.tiling import TileShape, Tiling, tiling_of
+from flax_mha.impl.shared import heads
+from flax_mha.impl.shared.head import mask_by_head
+from flax_mha.impl.shared.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
 from flax_mha.masks import Mask
 
 # Where axes may be looped over, and where XLA makes one kernel of a product, a softmax and a product.
@@ -62,16 +61,96 @@ MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
 MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
-# One product serves all heads there (`products.py`) if K * T * N, which measures its work, is the first at most. All
-# keys may be one block if it is the second at most, and B * T * N * S, which measures its memory, the third.
+# One product serves all heads there (`block_diagonal.py`) if K * T * N, which measures its work, is the first at most.
+# All keys may be one block if it is the second at most, and B * T * N * S, which measures its memory, the third.
 MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
 # The same on accelerators, which compute all batch entries together.
 MAX_WIDTH_ACCELERATOR = 4096
 
 # What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL scores on XLA uses all cores for its
-# matrix products, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that must be masked cost more.
+# matrix products, and a tile costs n + STEP; a smaller one costs SERIAL * n. ScoreRule that must be masked cost more.
 PARALLEL, STEP, SERIAL = 128 * 1024, 24 * 1024, 2
 MASKED = 1.15
+
+
+class KeyBlocks(NamedTuple):
+    """How scores are cut where keys are read in place.
+
+    Attributes:
+      height: Queries of a block.
+      width: Keys of a block.
+      sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
+      block_diagonal: Whether one matrix product serves all heads, as `block_diagonal.py` describes.
+      whole_dtype: If more than half the cache is visible and there are at most `max_scores` scores, process the cache
+        as one block in this dtype, in which no scaled query is rounded; None disables it.
+      max_scores: Of all batch entries and heads.
+    """
+
+    height: int
+    width: int
+    sequential: bool
+    block_diagonal: bool = False
+    whole_dtype: jnp.dtype | None = None
+    max_scores: int = 0
+
+
+class DensePlan(NamedTuple):
+    """How "xla" maps the math of one head over all heads.
+
+    Attributes:
+      looped_axes: How many of the leading axes [B..., K, G] are looped over.
+      vmap_batch: How many heads run together at most; None: all that are not looped over.
+      dtype: Of the operands of matrix products.
+    """
+
+    looped_axes: int
+    vmap_batch: int | None
+    dtype: jnp.dtype
+
+
+class TilePlan(NamedTuple):
+    """How "blockwise" maps the math of one head over all heads.
+
+    Attributes:
+      tiling: How scores are cut.
+      looped_axes: How many of the leading axes [B..., K, G] are looped over at least; None: none, as arrays may be
+        split.
+      vmap_batch: How many heads run together at most; None: all that are not looped over.
+      dtype: Of the operands of matrix products.
+      fuses_rows: Whether XLA's CPU makes one fast kernel of `dense.fused_rows` of a tile.
+    """
+
+    tiling: Tiling
+    looped_axes: int | None
+    vmap_batch: int | None
+    dtype: jnp.dtype
+    fuses_rows: bool
+
+
+def plan_dense(call: Call) -> DensePlan:
+    """Plans a call of which all scores of a head are computed at once."""
+    scores = math.prod(call.operands.lengths)
+    looped = 0 if _fuses_rows(call, scores) else _looped_axes(call, scores)
+    return DensePlan(looped or 0, _vmap_batch(call, scores), product_dtype(call, tiles=False))
+
+
+def plan_tiles(call: Call) -> tuple[TilePlan, BlockMask | None]:
+    """Plans a call that is computed tile by tile, with its block mask if the mask holds arrays that are known."""
+    tiling, blocks = tiles(call)
+    scores = tiling.height * tiling.width
+    dtype = product_dtype(call, tiles=True)
+    return TilePlan(
+        tiling, _looped_axes(call, scores), _vmap_batch(call, scores), dtype, _fuses_rows(call, scores)
+    ), blocks
+
+
+def with_occupancy(call: Call) -> Call:
+    """The call with a mask that knows which squares of CELL rows and columns are empty, if that can be known now."""
+    operands = call.operands
+    if operands.mask is None or not operands.offsets.are_known:
+        return call
+    mask = operands.mask.with_occupancy(operands.lengths, operands.offsets, CELL)
+    return call._replace(operands=operands._replace(mask=mask))
 
 
 def prefers_dense(call: Call) -> bool:
@@ -79,7 +158,7 @@ def prefers_dense(call: Call) -> bool:
     return not call.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE
 
 
-def fuses_rows(call: Call, scores: int) -> bool:
+def _fuses_rows(call: Call, scores: int) -> bool:
     """Whether XLA's CPU makes one kernel of `dense.fused_rows`, that writes no score to memory, and a fast one.
 
     Args:
@@ -91,7 +170,7 @@ def fuses_rows(call: Call, scores: int) -> bool:
     return call.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target == ON_ONE_CPU
 
 
-def blocks_in_place(call: Call) -> Blocks | None:
+def blocks_in_place(call: Call) -> KeyBlocks | None:
     """How to read keys and values in place, or None where they are better put into the layout of one head."""
     operands, options = call
     if not call.has_known_sizes or not operands.query.size or not operands.value.size or not operands.key.size:
@@ -105,7 +184,7 @@ def blocks_in_place(call: Call) -> Blocks | None:
         return None
     height = min(queries, MAX_HEIGHT_IN_PLACE)
     if not on_cpu:
-        return Blocks(height, min(keys, MAX_WIDTH_ACCELERATOR), sequential=False)
+        return KeyBlocks(height, min(keys, MAX_WIDTH_ACCELERATOR), sequential=False)
     numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
     width = max(MIN_WIDTH_IN_PLACE, min(MAX_NUMBERS_IN_PLACE // numbers // 64 * 64, MAX_WIDTH_IN_PLACE))
     width = min(keys, width)
@@ -113,9 +192,9 @@ def blocks_in_place(call: Call) -> Blocks | None:
     if keys % width and not masked:
         return None  # the last block would have to mask some of its keys
     if options.target.may_be_split:
-        return Blocks(height, width, sequential=False)
+        return KeyBlocks(height, width, sequential=False)
     joint = num_heads * height * operands.query.shape[-2] <= MAX_JOINT_ROWS
-    return Blocks(height, width, True, joint, _dtype_of_one_block(call), MAX_SCORES_WHOLE)
+    return KeyBlocks(height, width, True, joint, _dtype_of_one_block(call), MAX_SCORES_WHOLE)
 
 
 def _dtype_of_one_block(call: Call) -> jnp.dtype | None:
@@ -177,7 +256,7 @@ def _cpu_features() -> frozenset[str]:
     return frozenset(info.read_text().split()) if info.exists() else frozenset()
 
 
-def sequential_axes(call: Call, scores: int) -> int | None:
+def _looped_axes(call: Call, scores: int) -> int | None:
     """How many of the leading axes [B..., K, G] to loop over, given the number of scores of one head in memory at once.
 
     On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. None on
@@ -192,7 +271,7 @@ def sequential_axes(call: Call, scores: int) -> int | None:
     return axes - 2 if together else axes
 
 
-def heads_together(call: Call, scores: int) -> int | None:
+def _vmap_batch(call: Call, scores: int) -> int | None:
     """How many heads run together at most, given the number of scores of one head in memory at once; None: all."""
     if call.options.target != ON_ONE_TPU or not call.has_known_sizes:
         return None
@@ -202,7 +281,7 @@ def heads_together(call: Call, scores: int) -> int | None:
 def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
     """The fastest tiling, and its block mask [B..., K | 1, G | 1] if the mask holds arrays and all are concrete.
 
-    Otherwise the block mask is None: the caller computes it (`xla._block_mask`), at trace time or in the program.
+    Otherwise the block mask is None: the caller computes it (`blockwise._block_mask`), at trace time or in the program.
     """
     operands, options = call
     lengths, axes = operands.lengths, operands.query.ndim - 1
@@ -219,7 +298,7 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
     masks = [heads.one_of(mask, place) for place in np.ndindex(head_axes)]
     examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
     tiling = cheapest(lengths, examples, operands.offsets, (*shapes, *gathering))
-    blocks = block_mask.static_block_mask(tiling, masks, operands.offsets)
+    blocks = static_block_mask(tiling, masks, operands.offsets)
     return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
 
 
@@ -235,7 +314,7 @@ def cheapest(
 
 
 def _cost(candidate: Tiling, mask: Mask | None, offsets: Offsets) -> float:
-    _, part, full, some = block_mask.tiles_of(candidate, mask, offsets)
+    _, part, full, some = tiles_of(candidate, mask, offsets)
     number = np.arange(part.shape[1])
     scores = (part[..., 1] - part[..., 0]) * part[..., 2] * candidate.width
     scores = np.where(number < full[:, None], scores, MASKED * scores)
@@ -254,4 +333,4 @@ def _cheapest_of_one(
 @functools.lru_cache(maxsize=256)
 def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: Offsets) -> BlockMask:
     """The block mask of a mask without arrays, the same for all heads."""
-    return block_mask.static_block_mask(tiling, (mask,), offsets)
+    return static_block_mask(tiling, (mask,), offsets)

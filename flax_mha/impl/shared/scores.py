@@ -18,42 +18,43 @@ from flax_mha.call.operands import accumulation_dtype
 from flax_mha.core.tile import Offsets, Tile
 from flax_mha.core.tracing import any_varies
 from flax_mha.core.user_function import TracedFunction
+from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.masks import Mask
 
 
-class ScoreParams(NamedTuple):
+class ScoreInputs(NamedTuple):
     """What a head adds to its scores and gets gradients for; None where there is none."""
 
     bias: Float[Array, "... T S"] | None
     sink: Float[Array, "..."] | None
     captured: list[Array]
 
-    def cut(self, tile: Tile) -> "ScoreParams":
+    def cut(self, tile: Tile) -> "ScoreInputs":
         """The tile's part, in float32 at least, so that the tiles' gradients add up in it too."""
         bias = self.bias
         if bias is not None:
             bias = tile.cut(bias).astype(accumulation_dtype(bias.dtype))
         return self._replace(bias=bias)
 
-    def zeros(self) -> "ScoreParams":
+    def zeros(self) -> "ScoreInputs":
         """Where gradients are summed up, in float32 at least."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), self)
 
-    def add(self, tile: Tile, part: "ScoreParams") -> "ScoreParams":
+    def add(self, tile: Tile, part: "ScoreInputs") -> "ScoreInputs":
         """A sum with the gradient of one tile's part added to it; the sink belongs to no tile."""
         bias = self.bias
         if bias is not None and part.bias is not None:
             bias = tile.add(bias, part.bias)
         captured = [x + y.astype(x.dtype) for x, y in zip(self.captured, part.captured, strict=True)]
-        return ScoreParams(bias, self.sink, captured)
+        return ScoreInputs(bias, self.sink, captured)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class ScoreRule:
     """What one head makes of the products of scaled queries and keys: soft cap, `score_mod`, bias, mask, dropout.
 
-    Its arrays, like those of masks, have leading axes for batch and heads until `heads.over_heads` has mapped them.
+    Its arrays, like those of masks, have leading axes for batch and heads until `heads.map_heads` has mapped them.
 
     Attributes:
       mask: What is visible; None shows everything.
@@ -85,13 +86,13 @@ class Scores:
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     ring: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def masks_scores(self, params: ScoreParams) -> bool:
+    def masks_scores(self, inputs: ScoreInputs) -> bool:
         """Whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
-        return self.masks_tile(params, self.mask)
+        return self.masks_tile(inputs, self.mask)
 
-    def masks_tile(self, params: ScoreParams, mask: Mask | None) -> bool:
+    def masks_tile(self, inputs: ScoreInputs, mask: Mask | None) -> bool:
         """Whether a score may be masked in a tile in which `mask` says what is visible."""
-        return mask is not None or params.bias is not None or self.score_mod is not None
+        return mask is not None or inputs.bias is not None or self.score_mod is not None
 
     def products(self, query: Float[Array, "t H"], key: Float[Array, "s H"]) -> Float[Array, "t s"]:
         """Scaled products of queries and keys."""
@@ -110,39 +111,61 @@ class Scores:
             preferred_element_type=accumulation_dtype(narrow),
         )
 
+    def tile_scores(
+        self,
+        query: Float[Array, "t H"],
+        key: Float[Array, "s H"],
+        inputs: ScoreInputs,
+        tile: Tile,
+        mask: Mask | None,
+        flags: NonfiniteFlags | None,
+    ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
+        """The scores of one tile from its queries and keys, and the poison of its rows; `inputs` are the head's."""
+        products, poison, row_poison = self.products(query, key), None, None
+        if flags is not None:
+            # Without poison of scores, XLA's CPU can fuse the product with the row maximum.
+            masks = self.masks_tile(inputs, mask)
+            poison, row_poison = flags.key_poison() if masks else None, flags.row_poison(not masks)
+        return self.tile(products, inputs.cut(tile), tile, mask, poison), row_poison
+
+    def weigh(self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile) -> Float[Array, "t Hv"]:
+        """The sum of the values, weighted after dropout."""
+        kept = self.dropout_multiplier(tile, weights.dtype)
+        return self.dot(weights if kept is None else weights * kept, value)
+
     def tile(
         self,
         products: Float[Array, "t s"],
-        params: ScoreParams,
+        inputs: ScoreInputs,
         tile: Tile,
         mask: Mask | None,
-        marks: Float[Array, "#t #s"] | None = None,
+        poison: Float[Array, "#t #s"] | None = None,
         fused: bool = False,
     ) -> Float[Array, "t s"]:
         """The scores of one tile, -inf where masked, from its products.
 
         Args:
           products: Of scaled queries and keys.
-          params: The tile's own part.
+          inputs: The tile's own part.
           tile: Which it is.
           mask: What is visible in it; None shows everything.
-          marks: Added to the visible scores: infinity where query, key or value is not finite, else 0.
+          poison: Added to the visible scores: infinity where query, key or value is not finite, else 0.
           fused: Whether to express the mask so that XLA's CPU backend can fuse it with the product before and the
             softmax after it. The caller must ensure that no masked product is NaN, and must not differentiate.
         """
-        visible = _visible(params, tile, mask)
+        visible = _visible(inputs, tile, mask)
         fused = fused and self.score_mod is None
         if visible is not None and not fused and (self.soft_cap is not None or self.score_mod is not None):
             products = self.guarded(products, visible)
         scores = self._capped(products)
         if self.score_mod is not None:
-            scores = self.modified(scores, params, tile)
+            scores = self.modified(scores, inputs, tile)
             visible = _both(visible, scores != -jnp.inf)
-        if params.bias is not None:
-            shown = jnp.where(visible, params.bias, jnp.zeros_like(params.bias))  # type: ignore[arg-type]  # with a bias
+        if inputs.bias is not None:
+            shown = jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias))  # type: ignore[arg-type]  # with a bias
             scores = scores + shown.astype(scores.dtype)
-        if marks is not None:
-            scores = scores + marks
+        if poison is not None:
+            scores = scores + poison
         if visible is None:
             return scores
         if fused:  # XLA's CPU fuses a minimum with the product before it, but not a selection
@@ -153,13 +176,13 @@ class Scores:
         """Products with 0 where they are masked: there they may be infinite, and a derivative of that NaN."""
         return jnp.where(visible, products, jnp.zeros_like(products))
 
-    def modified(self, scores: Float[Array, "t s"], params: ScoreParams, tile: Tile) -> Float[Array, "t s"]:
+    def modified(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
         """What `score_mod` makes of the scores of one tile."""
-        one = jax.vmap(jax.vmap(self._one_score(params.captured), (0, None, 0)), (0, 0, None))
+        one = jax.vmap(jax.vmap(self._one_score(inputs.captured), (0, None, 0)), (0, 0, None))
         return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
 
     def differentiable_tile(
-        self, products: Float[Array, "t s"], params: ScoreParams, tile: Tile, mask: Mask | None
+        self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile, mask: Mask | None
     ) -> Float[Array, "t s"]:
         """As `tile`, but derivatives are finite if they are finite at all visible places.
 
@@ -169,43 +192,43 @@ class Scores:
         """
         harmless = self.score_mod is None or (self.score_mod.derivative_is_finite and self.soft_cap is None)
         if harmless or not products.size:
-            return self.tile(products, params, tile, mask)
-        fixed_products, fixed_params = lax.stop_gradient((products, params))
-        visible = self.tile(fixed_products, fixed_params, tile, mask) != -jnp.inf
+            return self.tile(products, inputs, tile, mask)
+        fixed_products, fixed_inputs = lax.stop_gradient((products, inputs))
+        visible = self.tile(fixed_products, fixed_inputs, tile, mask) != -jnp.inf
         row, column = jnp.unravel_index(jnp.argmax(visible), visible.shape)
         rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
         columns = jnp.where(visible, tile.key_positions, tile.key_positions[0, column])
         products = jnp.where(visible, products, fixed_products[row, column])
         nothing = ~visible.any()
-        captured = [jnp.where(nothing, lax.stop_gradient(x), x) for x in params.captured]
+        captured = [jnp.where(nothing, lax.stop_gradient(x), x) for x in inputs.captured]
         one = jax.vmap(jax.vmap(self._one_score(captured)))
         scores = one(self._capped(products), rows, columns)
-        if params.bias is not None:
-            scores = scores + jnp.where(visible, params.bias, jnp.zeros_like(params.bias)).astype(scores.dtype)
+        if inputs.bias is not None:
+            scores = scores + jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias)).astype(scores.dtype)
         return jnp.where(visible, scores, -jnp.inf)
 
     def tile_vjp(
-        self, products: Float[Array, "t s"], params: ScoreParams, tile: Tile, mask: Mask | None
-    ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreParams]]]:
-        """The scores of a tile, and what turns their cotangents into those of products and `params`."""
-        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile, mask), products, params)
+        self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile, mask: Mask | None
+    ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
+        """The scores of a tile, and what turns their cotangents into those of products and `inputs`."""
+        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile, mask), products, inputs)
         if self.score_mod is None:
             return scores, pull
 
-        def pull_safely(d_scores: Float[Array, "t s"]) -> tuple[Array, ScoreParams]:
-            d_products, d_params = pull(d_scores)
+        def pull_safely(d_scores: Float[Array, "t s"]) -> tuple[Array, ScoreInputs]:
+            d_products, d_inputs = pull(d_scores)
             d_products = jnp.where(scores == -jnp.inf, jnp.zeros_like(d_products), d_products)
-            if not d_params.captured or self.score_mod.derivative_is_finite:  # type: ignore[union-attr]
-                return d_products, d_params
-            finite = functools.reduce(operator.and_, (jnp.isfinite(x).all() for x in d_params.captured))
+            if not d_inputs.captured or self.score_mod.derivative_is_finite:  # type: ignore[union-attr]
+                return d_products, d_inputs
+            finite = functools.reduce(operator.and_, (jnp.isfinite(x).all() for x in d_inputs.captured))
             if any_varies((finite,)):  # inside jax.shard_map, where jax cannot batch the other branch
-                captured = [jnp.where(finite, *pair) for pair in zip(d_params.captured, again(d_scores), strict=True)]
+                captured = [jnp.where(finite, *pair) for pair in zip(d_inputs.captured, again(d_scores), strict=True)]
             else:
-                captured = lax.cond(finite, lambda: d_params.captured, lambda: again(d_scores))
-            return d_products, d_params._replace(captured=captured)
+                captured = lax.cond(finite, lambda: d_inputs.captured, lambda: again(d_scores))
+            return d_products, d_inputs._replace(captured=captured)
 
         def again(d_scores: Float[Array, "t s"]) -> list[Array]:
-            _, pull = jax.vjp(lambda p: self.differentiable_tile(products, p, tile, mask), params)
+            _, pull = jax.vjp(lambda p: self.differentiable_tile(products, p, tile, mask), inputs)
             return pull(d_scores)[0].captured
 
         return scores, pull_safely
@@ -246,10 +269,10 @@ class Scores:
         return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
 
 
-def _visible(params: ScoreParams, tile: Tile, mask: Mask | None) -> Bool[Array, "#t #s"] | None:
+def _visible(inputs: ScoreInputs, tile: Tile, mask: Mask | None) -> Bool[Array, "#t #s"] | None:
     """What mask and bias show of a tile; None: everything."""
     shown = None if mask is None else mask.tile(tile)
-    return shown if params.bias is None else _both(shown, params.bias != -jnp.inf)
+    return shown if inputs.bias is None else _both(shown, inputs.bias != -jnp.inf)
 
 
 def _both(a: Bool[Array, "#t #s"] | None, b: Bool[Array, "#t #s"]) -> Bool[Array, "#t #s"]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 from flax_mha.call.operands import Call, Operands, Options
 from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import varying_alike
-from flax_mha.impl import xla
+from flax_mha.impl import blockwise
 from flax_mha.impl.shared.kernel_mask import Bounds, Data
 from flax_mha.masks import LengthMask, LocalMask
 
@@ -110,7 +110,7 @@ def _portable(fused: Fused, data: Data, arrays: Arrays) -> Float[Array, "1 T G H
     masks = [LocalMask(left, None), LocalMask(None, right), LengthMask(key_lengths, query_lengths), segments]
     mask = functools.reduce(operator.and_, (mask for mask in masks if mask is not None))
     operands = Operands(query, key, value, None, sinks[0] if sinks else None, mask, [], Offsets(), None, None)
-    return xla.blockwise_attention(Call(operands, fused.options))[0]
+    return blockwise.attention(Call(operands, fused.options))[0]
 
 
 def _gradients(fused: Fused, data: Data, arrays: Arrays, cotangent: Float[Array, "1 T G Hv"]) -> Arrays:

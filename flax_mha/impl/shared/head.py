@@ -1,0 +1,182 @@
+"""The operands of one head, and the layout in which the math of one head is mapped over all of them.
+
+In that layout every array of a call is [B..., K or 1, G or 1, the part of one head]. B are the batch axes, K the key
+and value heads, G = N / K the query heads that share one of them. An axis of length 1 is shared by all.
+"""
+
+import dataclasses
+import functools
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from flax_mha.call.operands import Operands, Options, accumulation_dtype, head_ids
+from flax_mha.impl.shared import nonfinite
+from flax_mha.impl.shared.nonfinite import NonfiniteFlags
+from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
+from flax_mha.masks import Mask
+
+AnyArray = TypeVar("AnyArray", Array, np.ndarray)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The operands of one head, or with leading axes [B..., K, G] those of all heads.
+
+    Attributes:
+      query: [T, H], scaled, or to be scaled by `rule.scale`; finite if anything may be masked, like keys and values.
+      key: [S, H].
+      value: [S, Hv].
+      inputs: Bias, sink and captured arrays: what else gets gradients.
+      rule: How products of queries and keys become scores.
+      nonfinite: Which queries and keys were not finite; None if nothing can be masked.
+    """
+
+    query: Float[Array, "... T H"]
+    key: Float[Array, "... S H"]
+    value: Float[Array, "... S Hv"]
+    inputs: ScoreInputs
+    rule: ScoreRule
+    nonfinite: NonfiniteFlags | None
+
+
+def heads_of(
+    operands: Operands, options: Options, row_scales: bool, dtype: DTypeLike, stored: DTypeLike | None = None
+) -> Head:
+    """Converts the operands of a call to the layout of one head.
+
+    Args:
+      operands: Of the call.
+      options: Of the call.
+      row_scales: Whether the nonfinite flags hold the scale of each row, as `dense.fused_rows` needs it.
+      dtype: Of query, key and value in the matrix products.
+      stored: Of query, key and value as they are returned, if they are rounded to `dtype` later.
+    """
+    inputs, rule = scores_of(operands, options)
+    scale = options.scale if operands.scale is None else operands.scale
+    return head_of(operands.query, operands.key, operands.value, scale, inputs, rule, row_scales, dtype, stored)
+
+
+def head_of(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    scale: Float[Array, ""] | float,
+    inputs: ScoreInputs,
+    rule: ScoreRule,
+    row_scales: bool,
+    dtype: DTypeLike,
+    stored: DTypeLike | None = None,
+) -> Head:
+    """The same, where `inputs` and `rule` have the layout of one head already."""
+    groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
+    stored = dtype if stored is None else stored
+    query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
+    scale = scale if isinstance(scale, float) else scale.astype(wide)
+    flags = None
+    if rule.masks_scores(inputs):
+        of_queries = nonfinite.flag_rows(query * scale, row_scales)
+        query = nonfinite.zero_rows(query, of_queries)
+        key, value, of_keys = nonfinite.zero_keys(key, value, row_scales)
+        flags = NonfiniteFlags(
+            vectors_by_head(of_queries, groups), vectors_by_head(of_keys, (groups[0], 1)).astype(wide)
+        )
+    if isinstance(scale, float) and dtype != wide:  # a scaled query would have to be rounded
+        rule = dataclasses.replace(rule, scale=scale)
+    else:
+        query = query * scale
+    queries = split_heads(query.astype(stored), groups)
+    keys, values = (split_heads(x, (groups[0], 1)) for x in (key, value))
+    return Head(queries, keys, values, inputs, rule, flags)
+
+
+def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
+    """What makes scores of products, in the layout of one head: what gets gradients, and all else."""
+    groups, rank = operands.groups, operands.query.ndim - 3
+    own = functools.partial(by_head, batch_rank=rank, groups=groups)
+    captured = [own(x, "") for x in operands.captured]
+    learned = [x for x, is_learned in zip(captured, options.captured_trainable, strict=True) if is_learned]
+    constants = [x for x, is_learned in zip(captured, options.captured_trainable, strict=True) if not is_learned]
+    dtype = accumulation_dtype(operands.query.dtype)
+    inputs = ScoreInputs(
+        bias=None if operands.bias is None else own(operands.bias, "B N T S"),
+        sink=None if operands.sinks is None else own(operands.sinks, "B N").astype(dtype),
+        captured=learned,
+    )
+    numbers = zip(head_ids(operands, options), ("B", "N", "B N words"), strict=True)
+    batch, head, seed = (None if x is None else own(x, axes) for x, axes in numbers)
+    rule = ScoreRule(
+        mask=None if operands.mask is None else operands.mask.map_arrays(own),
+        offsets=operands.offsets.map_arrays(lambda x: own(x, "B")),
+        dropout_seed=seed,
+        batch=batch,
+        head=head,
+        constants=constants,
+        soft_cap=options.soft_cap,
+        score_mod=options.score_mod,
+        captured_trainable=options.captured_trainable,
+        dropout_rate=options.dropout_rate,
+        precision=options.precision,
+        ring=operands.key.shape[-3] if options.ring else None,
+    )
+    return inputs, rule
+
+
+def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) -> AnyArray:
+    """An array with the axes [B..., N or 1, part], of which any may be missing, in the layout of one head.
+
+    Args:
+      x: The array.
+      axes: Names of its axes, as in the field metadata of masks (`masks/base.py`), for example "B N T S".
+      batch_rank: Number of batch axes of the call.
+      groups: K and G.
+    """
+    names = axes.split()
+    batch = batch_rank if "B" in names else 0
+    head = groups if "N" in names and x.shape[batch] != 1 else (1, 1)
+    part = x.shape[batch + ("N" in names) :]
+    return x.reshape(*(x.shape[:batch] if batch else (1,) * batch_rank), *head, *part)
+
+
+def mask_by_head(mask: Mask, batch_rank: int, groups: tuple[int, int]) -> Mask:
+    """A canonical mask in the layout of one head."""
+    return mask.map_arrays(functools.partial(by_head, batch_rank=batch_rank, groups=groups))
+
+
+def split_heads(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[Array, "*B K G L F"]:
+    """Queries, keys or values; keys and values have groups (K, 1)."""
+    x = jnp.moveaxis(x, -2, -3)
+    return x.reshape(*x.shape[:-3], *groups, *x.shape[-2:])
+
+
+def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float[Array, "*B K G L"]:
+    """One number for each query, or for each key."""
+    rank = x.ndim - 2
+    x = lax.transpose(x, (*range(rank), rank + 1, rank))
+    return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))
+
+
+def to_caller(
+    output: Float[Array, "*B K G T Hv"], lse: Float[Array, "*B K G T"], dtype: DTypeLike
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
+    """Output, in this dtype, and log-sum-exp in the caller's layout."""
+    return join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
+
+
+def from_caller(
+    output: Float[Array, "*B T N Hv"], lse: Float[Array, "*B T N"], groups: tuple[int, int]
+) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
+    """The inverse of `to_caller`, in the dtype of the log-sum-exp."""
+    return split_heads(output.astype(lse.dtype), groups), vectors_by_head(lse, groups)
+
+
+def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
+    """Back to the caller's layout."""
+    x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
+    return jnp.moveaxis(x, -3, -2)
