@@ -11,7 +11,7 @@ import oracle
 import pytest
 
 from flax_mha import dot_product_attention, masks, plot
-from flax_mha.core.tile import Grid, Offsets
+from flax_mha.core.tile import Grid
 from flax_mha.core.validation import Shape
 from flax_mha.impl import blockwise
 from flax_mha.impl.shared import head, heads
@@ -84,7 +84,7 @@ def test_tiles_and_their_occupancy(name, tile_shape):
     array = np.broadcast_to(array, (B, N, T, S))
     for b, n, one in list(heads_of(mask))[:: 1 if array.strides[1] else N]:
         offset = int(np.broadcast_to(offsets, B)[b])
-        grid = Grid((T // tile_shape[0], S // tile_shape[1]), tile_shape, Offsets(offset, 0))
+        grid = Grid((T // tile_shape[0], S // tile_shape[1]), tile_shape, (offset, 0))
         occupancy = [np.broadcast_to(x, grid.counts) for x in one.occupancy(grid)]
         for i, j in np.ndindex(grid.counts):
             tile = grid.tile(i, j)
@@ -97,7 +97,7 @@ def test_tiles_and_their_occupancy(name, tile_shape):
 @pytest.mark.parametrize("name", ["causal", "causal, offset", "local", "lengths", "function", "function of head"])
 def test_these_know_exactly_which_tiles_are_empty_and_full(name):
     mask, array, offset = MASKS[name]
-    grid = Grid((6, 8), (8, 8), Offsets(offset, 0))
+    grid = Grid((6, 8), (8, 8), (offset, 0))
     for b, n, one in heads_of(mask):
         tiles = np.broadcast_to(array, (B, N, T, S))[b, n].reshape(6, 8, 8, 8)
         some, full = (np.broadcast_to(x, grid.counts) for x in one.occupancy(grid))

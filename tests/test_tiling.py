@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention, recipes
 from flax_mha.core import target
-from flax_mha.core.tile import Offsets, Tile
+from flax_mha.core.tile import Tile
 from flax_mha.core.validation import Shape
 from flax_mha.impl import blockwise
 from flax_mha.impl.shared import tiling
@@ -47,10 +47,10 @@ def test_all_that_is_visible_is_visited_once(name, largest, fine, monkeypatch):
     monkeypatch.setattr(tiling, "CELL", 8)
     mask = MASKS[name]
     if mask is not None:
-        mask = mask.canonical(Shape((1,), T, S, 1, 1, 1, 1)).with_occupancy((T, S), Offsets(5, 0), 8)
+        mask = mask.canonical(Shape((1,), T, S, 1, 1, 1, 1)).with_occupancy((T, S), (5, 0), 8)
         assert not jax.tree.leaves(mask)
     layout = tiling.tiling_of((T, S), largest, fine)
-    plan = jax.tree.map(lambda x: x[0], tiling.static_block_mask(layout, [mask], Offsets(5, 0)))
+    plan = jax.tree.map(lambda x: x[0], tiling.static_block_mask(layout, [mask], (5, 0)))
     visits, unmasked = np.zeros(layout.shape, int), np.zeros(layout.shape, bool)
     for i in range(layout.rows):
         for n in range(int(plan.num_tiles[i])):
@@ -67,11 +67,11 @@ def test_all_that_is_visible_is_visited_once(name, largest, fine, monkeypatch):
                 visits[region] += 1
                 unmasked[region] |= n < plan.num_full[i]
     seen = np.zeros(layout.shape, bool)
-    seen[:T, :S] = True if mask is None else mask.tile(Tile(0, 0, (T, S), Offsets(5, 0)))
+    seen[:T, :S] = True if mask is None else mask.tile(Tile(0, 0, (T, S), (5, 0)))
     assert visits.max() <= 1
     assert (visits[seen] == 1).all()
     assert seen[unmasked].all()
-    assert bool(plan.full_parts) == (plan.num_full > 0).any()
+    assert bool(plan.full_bands) == (plan.num_full > 0).any()
     assert not plan.single or (plan.num_tiles == 1).all()
 
 
@@ -126,10 +126,10 @@ def test_masks_choose_their_tiles():
 def test_a_row_of_a_window_is_one_tile():
     layout = tiling.tiling_of((2048, 2048), TileShape(256, 512), fine=True)
     ids = np.zeros(2048, np.int32)
-    assert tiling.static_block_mask(layout, [LocalMask(255, 0)], Offsets()).single
-    assert tiling.static_block_mask(layout, [LocalMask(128, 128)], Offsets()).single
-    assert not tiling.static_block_mask(layout, [CausalMask()], Offsets()).single
-    assert not tiling.static_block_mask(layout, [LocalMask(255, 0), SegmentMask(ids, ids)], Offsets()).single
+    assert tiling.static_block_mask(layout, [LocalMask(255, 0)], (0, 0)).single
+    assert tiling.static_block_mask(layout, [LocalMask(128, 128)], (0, 0)).single
+    assert not tiling.static_block_mask(layout, [CausalMask()], (0, 0)).single
+    assert not tiling.static_block_mask(layout, [LocalMask(255, 0), SegmentMask(ids, ids)], (0, 0)).single
 
 
 def test_other_ids_compile_nothing_where_every_call_has_its_own():

@@ -103,7 +103,7 @@ def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) 
             "query_offset and key_value_offset must keep distances in the range of int32, but got queries at positions "
             f"{q_first} to {q_last} and keys at {k_first} to {k_last}."
         )
-    return Offsets(*offsets)
+    return Offsets.of(*offsets)
 
 
 def check_window(size: Any) -> tuple[int | None, int | None] | None:

@@ -162,7 +162,9 @@ def numbers_as_arrays(call: Call) -> Call:
     if being_traced():
         return call
     operands, options = call
-    offsets = Offsets(*(jnp.asarray(x, jnp.int32) if isinstance(x, int) and x else x for x in operands.offsets))
+    offsets = Offsets.of(
+        *(jnp.asarray(x, jnp.int32) if isinstance(x, int) and x else x for x in operands.offsets.values)
+    )
     scale = operands.scale
     if scale is None:
         scale = jnp.asarray(options.scale, accumulation_dtype(operands.query.dtype))

@@ -5,6 +5,7 @@ place in the sequence. Query i stands at position `offsets[0] + i` and key j at 
 holds both. Masks, `score_mod` and dropout are told positions; arrays are cut by rows and columns.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,35 +21,51 @@ BoolMatrix = Bool[Array, "rows columns"] | np.ndarray
 IntMatrix = Int[Array, "rows columns"] | np.ndarray
 
 
-@jax.tree_util.register_pytree_node_class
-class Offsets(NamedTuple):
-    """Positions of the first query and the first key: ints, which are static, or int32 arrays [B...]."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Offsets:
+    """Positions of the first query and the first key: each a number, which is static, or an int32 array [B...].
 
-    query: Any = 0
-    key: Any = 0
+    Attributes:
+      query_array: Of the first query, if it is an array.
+      key_array: Of the first key, if it is an array.
+      numbers: Of both; 0 where there is an array.
+    """
+
+    query_array: Any = None
+    key_array: Any = None
+    numbers: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})
+
+    @classmethod
+    def of(cls, query: Any, key: Any) -> "Offsets":
+        """From two ints or arrays."""
+        query_array, key_array = (None if isinstance(x, int) else x for x in (query, key))
+        numbers = query if query_array is None else 0, key if key_array is None else 0
+        return cls(query_array, key_array, numbers)
+
+    @property
+    def values(self) -> tuple[Any, Any]:
+        """Both, as ints or arrays."""
+        query, key = self.numbers
+        return (
+            query if self.query_array is None else self.query_array,
+            key if self.key_array is None else self.key_array,
+        )
 
     @property
     def are_known(self) -> bool:
-        """Whether both are ints."""
-        return isinstance(self.query, int) and isinstance(self.key, int)
+        """Whether both are numbers."""
+        return self.query_array is None and self.key_array is None
 
     def moved(self, query: Any, key: Any) -> "Offsets":
         """The offsets of a slice whose first query and first key are this much further on."""
-        return Offsets(self.query + query, self.key + key)
+        first_query, first_key = self.values
+        return Offsets.of(first_query + query, first_key + key)
 
     def map_arrays(self, change: Callable[[Any], Any]) -> "Offsets":
         """The offsets with `change(array)` in the place of every array."""
-        return Offsets(*(x if isinstance(x, int) else change(x) for x in self))
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """What `jax.tree` calls."""
-        query, key = (x if isinstance(x, int) else None for x in self)
-        return [None if isinstance(x, int) else x for x in self], (query, key)
-
-    @classmethod
-    def tree_unflatten(cls, numbers: Any, arrays: Any) -> "Offsets":
-        """What `jax.tree` calls."""
-        return cls(*(array if number is None else number for number, array in zip(numbers, arrays, strict=True)))
+        query, key = (None if x is None else change(x) for x in (self.query_array, self.key_array))
+        return Offsets(query, key, self.numbers)
 
 
 class Tile(NamedTuple):
@@ -69,7 +86,7 @@ class Tile(NamedTuple):
     row: Scalar
     column: Scalar | tuple[Scalar, ...]
     shape: tuple[int, int]
-    offsets: Offsets = Offsets()
+    offsets: tuple[Scalar, Scalar] = (0, 0)
     lengths: tuple[int, int] | None = None
     ring: int | None = None
 
@@ -154,7 +171,7 @@ class Grid(NamedTuple):
 
     counts: tuple[int, int]
     tile_shape: tuple[int, int]
-    offsets: Offsets = Offsets()
+    offsets: tuple[Scalar, Scalar] = (0, 0)
     lengths: tuple[int, int] | None = None
 
     @property

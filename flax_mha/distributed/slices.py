@@ -78,5 +78,5 @@ def at_positions(operands: Operands, query: Scalar, key: Scalar) -> Operands:
     """The call whose first query and key stand so many positions behind those of the whole call."""
     shape = (1,) * (operands.query.ndim - 3)
     offsets = operands.offsets.moved(query, key)
-    arrays = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) if jnp.ndim(x) == 0 else x for x in offsets)
-    return operands._replace(offsets=Offsets(*arrays))
+    arrays = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) if jnp.ndim(x) == 0 else x for x in offsets.values)
+    return operands._replace(offsets=Offsets.of(*arrays))

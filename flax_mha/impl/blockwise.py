@@ -85,9 +85,9 @@ def _one_head(tiling: Tiling, fuse_rows: bool, operands: tuple) -> tuple[Array, 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
     """Which tiles to visit, once for all heads that share it, and without any tracing where it is static."""
     if not jax.tree.leaves((rule.mask, rule.offsets)):
-        blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets)
+        blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
         return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
-    return heads.map_heads(lambda x: dynamic_block_mask(tiling, *x), (rule.mask, rule.offsets), axes)
+    return heads.map_heads(lambda x: dynamic_block_mask(tiling, x[0], x[1].values), (rule.mask, rule.offsets), axes)
 
 
 def blockwise_head(
@@ -175,7 +175,7 @@ def _output_of_single_tiles(
 
     def row(i: Array, blocks: BlockMask, q: Array, q_flags: Any) -> tuple[Array, Array]:
         tile = tiling.tile(
-            i * tiling.height, element(blocks.column, 0, 0), (tiling.height, tiling.width), head.rule.offsets
+            i * tiling.height, element(blocks.column, 0, 0), (tiling.height, tiling.width), head.rule.offsets.values
         )
         own = dataclasses.replace(
             head,
@@ -312,7 +312,7 @@ def over_keys(
     def visit(band: TileBand, mask: Mask | None, n: Scalar, state: T) -> T:
         columns = tuple(element(blocks.column, n, run) for run in range(band.runs))
         shape = (band.end - band.first, band.runs * tiling.width)
-        tile = tiling.tile(i * tiling.height + band.first, columns, shape, rule.offsets)
+        tile = tiling.tile(i * tiling.height + band.first, columns, shape, rule.offsets.values)
         return step(TileVisit(band.first, tile), mask, state)
 
     def visit_all(bands: tuple[TileBand, ...], mask: Mask | None, first: Any, end: Any, state: T) -> T:

@@ -259,7 +259,7 @@ def _step(
 
     def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
         product, inputs, rule, flags, (state, flag) = own
-        tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets, ring=rule.ring)
+        tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets.values, ring=rule.ring)
         poison = None if flags is None else flags.key_poison()
         s = rule.tile(product, inputs.cut(tile), tile, rule.mask, poison)
         if length % blocks.width:  # and begins with keys of the one before
@@ -318,7 +318,7 @@ def _seen(blocks: KeyBlocks, part: BatchSlice, length: int) -> Bool[Array, "*#B 
     """In which blocks of keys some query may see one."""
     rule, count = part.rule, -(-length // blocks.width)
     if rule.ring is not None:  # all of it, or what has been written since it was empty
-        newest = jnp.asarray(rule.offsets.key)
+        newest = jnp.asarray(rule.offsets.values[1])
         return jax.vmap(lambda first: first <= newest, out_axes=-1)(
             jnp.arange(count, dtype=newest.dtype) * blocks.width
         )
@@ -328,7 +328,7 @@ def _seen(blocks: KeyBlocks, part: BatchSlice, length: int) -> Bool[Array, "*#B 
 
     def one_head(own: tuple) -> Bool[Array, " count"]:
         mask, offsets = own
-        grid = Grid((1, count), (blocks.height, blocks.width), offsets.moved(part.row, 0))
+        grid = Grid((1, count), (blocks.height, blocks.width), offsets.moved(part.row, 0).values)
         return jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
 
     return heads.map_heads(one_head, (mask, rule.offsets), part.query.ndim - 2)

@@ -132,4 +132,4 @@ def _softmax(
 def _whole(head: Head) -> Tile:
     """The tile of all scores."""
     shape = (head.query.shape[0], head.key.shape[0])
-    return Tile(0, 0, shape, head.rule.offsets, ring=head.rule.ring)
+    return Tile(0, 0, shape, head.rule.offsets.values, ring=head.rule.ring)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from flax_mha.core.tile import BoolMatrix, Grid, Offsets, Tile
+from flax_mha.core.tile import BoolMatrix, Grid, Tile
 from flax_mha.core.tracing import readable
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.core.validation import Shape
@@ -90,7 +90,7 @@ class Mask:
         """
         return self
 
-    def with_occupancy(self, lengths: tuple[int, int], offsets: Offsets, cell: int) -> "Mask":
+    def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> "Mask":
         """A canonical mask that knows the occupancy of squares of `cell` rows and columns, if that can be known now."""
         return self
 
@@ -208,7 +208,7 @@ class _Combined(Mask):
     def canonical(self, shape: Shape) -> Mask:
         return self._map(lambda mask: mask.canonical(shape))
 
-    def with_occupancy(self, lengths: tuple[int, int], offsets: Offsets, cell: int) -> Mask:
+    def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask:
         return self._map(lambda mask: mask.with_occupancy(lengths, offsets, cell))
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> Mask:

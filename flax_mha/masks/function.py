@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from flax_mha.core import validation
-from flax_mha.core.tile import BoolMatrix, Grid, Offsets, Tile
+from flax_mha.core.tile import BoolMatrix, Grid, Scalar, Tile
 from flax_mha.core.tracing import readable
 from flax_mha.core.user_function import TracedFunction, trace
 from flax_mha.core.validation import Shape
@@ -89,7 +89,7 @@ class _TracedMask(Mask):
     def map_functions(self, change: Callable[[CallsFunction], Mask]) -> Mask:
         return change(CallsFunction(self.function, self.captured, self.batch, self.head))
 
-    def with_occupancy(self, lengths: tuple[int, int], offsets: Offsets, cell: int) -> Mask:
+    def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask:
         if self.function.has_callback or not all(map(readable, (*self.captured, self.batch))):
             return self
         counts = (max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell)))
@@ -149,12 +149,12 @@ def _static_mask(function: TracedFunction, grid: Grid) -> _StaticMask:
 def _evaluated(heads: _TracedMask, grid: Grid) -> Occupancy:
     """The occupancy [heads, rows, columns], computed now, also where the call is being traced."""
     with jax.ensure_compile_time_eval():
-        offsets = Offsets(*(jnp.asarray(x, jnp.int32) for x in grid.offsets))
-        return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=Offsets()))))
+        offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
+        return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))))
 
 
 @functools.partial(jax.jit, static_argnames="grid")
-def _occupancies(heads: _TracedMask, offsets: Offsets, grid: Grid) -> Occupancy:
+def _occupancies(heads: _TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
     """Of one head after the other; offsets are arrays, so that others compile nothing."""
 
     def one(head: tuple[Array, Array]) -> Occupancy:

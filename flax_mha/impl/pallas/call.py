@@ -55,7 +55,7 @@ def attention(
     """
     operands, options = call
     if operands.mask is not None and operands.offsets.are_known:
-        mask = operands.mask.with_occupancy(operands.lengths, operands.offsets, CELL)
+        mask = operands.mask.with_occupancy(operands.lengths, operands.offsets.numbers, CELL)
         operands = operands._replace(mask=mask)
     dtype = operands.query.dtype if dtype is None else dtype
     return _attention(operands, options, Machine(_tiling(call), MEMORY, interpret), dtype, result)

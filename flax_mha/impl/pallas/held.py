@@ -115,7 +115,7 @@ class Rules(NamedTuple):
         inputs, tiling = self._rows_turned(visit.load(), across, turned), self.tiling
         lengths = tiling.inside
         kind: Any = TileAcross if across else HeldTile
-        tile = kind(visit.row, visit.column, (tiling.height, tiling.width), inputs.offsets, lengths)
+        tile = kind(visit.row, visit.column, (tiling.height, tiling.width), inputs.offsets.values, lengths)
         fields = {name: getattr(self.scores, name) for name in self.scores.__dataclass_fields__}
         fields |= {"dropout_seed": inputs.seed, "part": self.part, "learned": self.learned, "entries": []}
         fields["differentiated"] = self.differentiated

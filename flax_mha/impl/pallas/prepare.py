@@ -127,7 +127,7 @@ def _occupied(scores: ScoreRule, tiling: Tiling, axes: int) -> Occupied:
         mask = padded_mask(mask, tiling)
         if mask is None:
             return everything, everything
-        some, full = mask.occupancy(tiling.grid(offsets))
+        some, full = mask.occupancy(tiling.grid(offsets.values))
         return some & everything, full & everything
 
     if scores.mask is not None and jax.tree.leaves((scores.mask, scores.offsets)):

@@ -87,7 +87,7 @@ def kernel_mask(call: Call) -> KernelMask:
             segments = part
         else:
             others.append(type(part).__name__.strip("_"))
-    (queries, keys), (query_offset, key_offset) = call.operands.lengths, call.operands.offsets
+    (queries, keys), (query_offset, key_offset) = call.operands.lengths, call.operands.offsets.values
     # Convert positions to rows and columns. A limit that masks nothing becomes None; one that masks everything is
     # clamped to the size of the arrays.
     shift: Any = query_offset - key_offset if call.operands.offsets.are_known else 0
@@ -136,8 +136,8 @@ def refusals(call: Call, mask: KernelMask, caps: bool = False, sinks: bool = Fal
         "score_mod": options.score_mod is not None and "is not supported by fused kernels",
         "dropout_rate": options.dropout_rate > 0 and "needs the random numbers of the key given",
         "return_residual": options.return_residual and "needs a log-sum-exp with a gradient, in float32",
-        "query_offset": has_band and not isinstance(operands.offsets.query, int) and fixed,
-        "key_value_offset": has_band and not isinstance(operands.offsets.key, int) and fixed,
+        "query_offset": has_band and operands.offsets.query_array is not None and fixed,
+        "key_value_offset": has_band and operands.offsets.key_array is not None and fixed,
         "scale": operands.scale is not None and "must be a number known while tracing",
         "precision": options.precision not in DEFAULT_PRECISION
         and f"must be the default, all that kernels have, and this asks for {options.precision}",

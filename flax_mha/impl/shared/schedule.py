@@ -16,7 +16,6 @@ import numpy as np
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options, accumulation_dtype
 from flax_mha.core.target import Target
-from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import being_traced, is_key, readable
 from flax_mha.impl.shared import heads
 from flax_mha.impl.shared.head import mask_by_head
@@ -149,7 +148,7 @@ def with_occupancy(call: Call) -> Call:
     operands = call.operands
     if operands.mask is None or not operands.offsets.are_known:
         return call
-    mask = operands.mask.with_occupancy(operands.lengths, operands.offsets, CELL)
+    mask = operands.mask.with_occupancy(operands.lengths, operands.offsets.numbers, CELL)
     return call._replace(operands=operands._replace(mask=mask))
 
 
@@ -291,19 +290,19 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
         return tiling_of(lengths, TILE_SHAPES[0]), None
     shapes, gathering = (TILE_SHAPES, GATHERING) if options.target.platform == "cpu" else (TILE_SHAPES[:1], ())
     if not arrays or operands.mask is None:
-        return _cheapest_of_one(lengths, operands.mask, operands.offsets, shapes), None
+        return _cheapest_of_one(lengths, operands.mask, operands.offsets.numbers, shapes), None
     concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
     mask = mask_by_head(concrete, axes - 2, operands.groups)
     head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
     masks = [heads.one_of(mask, place) for place in np.ndindex(head_axes)]
     examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
-    tiling = cheapest(lengths, examples, operands.offsets, (*shapes, *gathering))
-    blocks = static_block_mask(tiling, masks, operands.offsets)
+    tiling = cheapest(lengths, examples, operands.offsets.numbers, (*shapes, *gathering))
+    blocks = static_block_mask(tiling, masks, operands.offsets.numbers)
     return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
 
 
 def cheapest(
-    lengths: tuple[int, int], masks: Sequence[Mask | None], offsets: Offsets, shapes: Sequence[TileShape]
+    lengths: tuple[int, int], masks: Sequence[Mask | None], offsets: tuple[int, int], shapes: Sequence[TileShape]
 ) -> Tiling:
     """The tiling with the least to compute for the masks of some heads, which are known while tracing."""
     with jax.ensure_compile_time_eval():
@@ -313,7 +312,7 @@ def cheapest(
         )
 
 
-def _cost(candidate: Tiling, mask: Mask | None, offsets: Offsets) -> float:
+def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> float:
     _, part, full, some = tiles_of(candidate, mask, offsets)
     number = np.arange(part.shape[1])
     scores = (part[..., 1] - part[..., 0]) * part[..., 2] * candidate.width
@@ -325,12 +324,12 @@ def _cost(candidate: Tiling, mask: Mask | None, offsets: Offsets) -> float:
 # For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
 @functools.lru_cache(maxsize=256)
 def _cheapest_of_one(
-    lengths: tuple[int, int], mask: Mask | None, offsets: Offsets, shapes: Sequence[TileShape]
+    lengths: tuple[int, int], mask: Mask | None, offsets: tuple[int, int], shapes: Sequence[TileShape]
 ) -> Tiling:
     return cheapest(lengths, (mask,), offsets, shapes)
 
 
 @functools.lru_cache(maxsize=256)
-def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: Offsets) -> BlockMask:
+def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> BlockMask:
     """The block mask of a mask without arrays, the same for all heads."""
     return static_block_mask(tiling, (mask,), offsets)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from flax_mha.core.tile import BoolMatrix, Grid, IntMatrix, Offsets, Scalar, Tile
+from flax_mha.core.tile import BoolMatrix, Grid, IntMatrix, Scalar, Tile
 from flax_mha.masks import Mask, Occupancy
 
 # Rows and columns of the squares for which it is decided whether they are empty, where that is known while tracing.
@@ -74,12 +74,14 @@ class Tiling(NamedTuple):
             lengths, rows, height, width, bands, runs, cells, size, shape, height // bands, width // size, inside
         )
 
-    def grid(self, offsets: Offsets) -> Grid:
+    def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
         """The pieces for which it is decided whether they are empty: a band high, a cell wide."""
         counts, shape = (self.rows * self.bands, self.cells), (self.band_height, self.cell_width)
         return Grid(counts, shape, offsets, self.inside)
 
-    def tile(self, row: Scalar, column: Scalar | tuple[Scalar, ...], shape: tuple[int, int], offsets: Offsets) -> Tile:
+    def tile(
+        self, row: Scalar, column: Scalar | tuple[Scalar, ...], shape: tuple[int, int], offsets: tuple[Scalar, Scalar]
+    ) -> Tile:
         """The tile of this shape that begins there."""
         return Tile(row, column, shape, offsets, self.inside)
 
@@ -169,7 +171,7 @@ class _Runs(NamedTuple):
     end: IntMatrix
 
 
-def _runs(tiling: Tiling, mask: Mask | None, offsets: Offsets) -> _Runs:
+def _runs(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> _Runs:
     """Of one head; in numpy where the mask is known while tracing."""
     grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
@@ -238,7 +240,7 @@ class RowTiles(NamedTuple):
     num_tiles: np.ndarray
 
 
-def tiles_of(tiling: Tiling, mask: Mask | None, offsets: Offsets) -> RowTiles:
+def tiles_of(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> RowTiles:
     """The tiles of one head whose mask is known while tracing.
 
     The runs of each row, those that are full and those that are not, are gathered into tiles of about the same size.
@@ -294,7 +296,7 @@ class BlockMask:
     single: bool = dataclasses.field(metadata={"static": True})
 
 
-def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: Offsets) -> BlockMask:
+def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tuple[int, int]) -> BlockMask:
     """Of some heads, the first axis of its arrays, whose masks are known while tracing."""
     with jax.ensure_compile_time_eval():
         heads = [tiles_of(tiling, mask, offsets) for mask in masks]
@@ -321,7 +323,7 @@ def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: Off
     return BlockMask(column, chosen, full, some, full_bands, partial_bands, single=False)
 
 
-def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: Offsets) -> BlockMask:
+def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
     """Of one head, whose mask or offset is data: by numbers that bound the loops."""
     column, full, partial, *_ = _runs(tiling, mask, offsets)
     order = jnp.argsort(2 - 2 * full.astype(jnp.int32) - partial.astype(jnp.int32), axis=1, stable=True)
