@@ -1,5 +1,6 @@
 """The method `explain` of the modules: a call whose attention is explained instead of computed."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxtyping import Array
 from flax_mha import _check, _choose
 from flax_mha._call import Call
 from flax_mha._choose import Explanation, Implementation
+from flax_mha._presets import without_partials
 from flax_mha.adapter import attention_fn
 from flax_mha.attention import explain_implementation
 from flax_mha.cached_attention import Scoring, over_cache
@@ -25,6 +27,7 @@ class ExplainedAttention:
       given: The module's.
 
     Attributes:
+      attention_fn: Itself, with the keywords of the module's if that is a `functools.partial`.
       explanations: Of each call.
 
     Raises:
@@ -32,9 +35,11 @@ class ExplainedAttention:
     """
 
     def __init__(self, given: Callable[..., Array]):
-        self.context = given.context if isinstance(given, ContextAttention) else None
-        if given is not attention_fn and self.context is None:
+        function, keywords = without_partials(given)
+        self.context = function.context if isinstance(function, ContextAttention) else None
+        if function is not attention_fn and self.context is None:
             raise ValueError(f"attention_fn must be flax_mha.attention_fn to be explained, but got {given!r}.")
+        self.attention_fn = functools.partial(self, **keywords)
         self.explanations: list[Explanation] = []
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
@@ -47,7 +52,8 @@ class ExplainedAttention:
             core["mask"] = _check.mask_of_numbers(core["mask"])
         if self.context is not None:
             core["qkv_sharding"] = self.context.with_sharding(core.get("qkv_sharding"), query.ndim)
-        query, key, value = dtypes.promote_dtype((query, key, value), dtype=arguments.get("dtype"))
+        promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
+        query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
         self.explanations.append(explain_implementation(query, key, value, **core))
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
 

@@ -33,7 +33,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     Attributes:
       broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)
-      attention_fn: A function with the signature of Flax's `dot_product_attention`.
+      attention_fn: A function with the signature of Flax's `dot_product_attention`; `functools.partial` of
+        `flax_mha.attention_fn` sets arguments of the default one.
       num_kv_heads: Number of key and value heads, a divisor of `num_heads` (grouped-query attention); None means as
         many.
       implementation: Which implementation of the attention; None chooses. See `dot_product_attention`.
@@ -149,7 +150,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         query = self._query(inputs_q, dense)
         if keys == "stored":
             key, value, used = self._stored()
-            _module.check_stored(mask, score_mod, self.local_window_size)
+            _module.check_stored(self, mask, score_mod)
             mask = _module.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
         else:
             inputs_k, inputs_v = _module.given_or_same(inputs_q, inputs_k, inputs_v)
@@ -182,7 +183,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         else:
             is_causal = is_causal and keys in ("inputs", "cache")  # "cache": this call makes it
             extra = _module.without_none(sequences | extra | {"is_causal": is_causal or None})
-            x = self.attention_fn(query, key, value, **arguments, **extra)
+            x = _module.attended(self.attention_fn, query, key, value, keys, arguments | extra)
         out = self._out(x, inputs_q.shape[-1])
         if cache is not None:
             for variable, new in zip(variables, cache.arrays, strict=True):
@@ -197,7 +198,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         """Traces a call of a copy of this module: with its variables if it is bound to some, else with new ones."""
         variables = None if self.scope is None else self.variables  # not traced: what the cache holds is known
         explained = ExplainedAttention(self.attention_fn)
-        layer = self.clone(attention_fn=explained, parent=None)
+        layer = self.clone(attention_fn=explained.attention_fn, parent=None)
 
         def call(key: Array) -> Any:
             rngs = {"params": key, "dropout": key}
@@ -303,7 +304,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "force_fp32_for_softmax": self.force_fp32_for_softmax,
             **{name: einsum_cls() if einsum_cls else None for name, einsum_cls in classes.items()},
         }
-        known = inspect.signature(self.attention_fn).parameters
+        known = inspect.signature(_module.ours(self.attention_fn)[0]).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         needed = {"mask"} if mask is not None else set()  # a function that does not know these must fail
         needed |= set() if keeps_all else {"dropout_rng", "dropout_rate"}
