@@ -1,4 +1,4 @@
-"""`MultiHeadDotProductAttention` and `MultiHeadAttention` for `flax.linen`: Flax's modules around our attention."""
+"""Flax's modules of `flax.linen` around our attention: `MultiHeadDotProductAttention` and its two other names."""
 
 import functools
 import inspect
@@ -353,6 +353,76 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
     """The same module as `MultiHeadDotProductAttention`; as in Flax, it is auto-named `MultiHeadAttention_0`."""
+
+
+class SelfAttention(MultiHeadDotProductAttention):
+    """`MultiHeadDotProductAttention` of one input, a drop-in for `flax.linen.SelfAttention`.
+
+    As in Flax, it is auto-named `SelfAttention_0`, takes `mask`, `deterministic`, `dropout_rng` and `sow_weights` by
+    position, and has the parameters of `MultiHeadDotProductAttention`. Flax deprecates its own; this one does not warn.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax_mha import linen
+      >>> layer = linen.SelfAttention(num_heads=8)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)), is_causal=True)[0].shape
+      (2, 10, 64)
+    """
+
+    @nn.compact
+    def __call__(  # type: ignore[override]
+        self,
+        inputs_q: Float[Array, "*B T D"],
+        mask: Array | Mask | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
+        sow_weights: bool = False,
+        *,
+        is_causal: bool = False,
+        bias: Float[Array, "..."] | None = None,
+        segment_ids: Int[Array, "*B T"] | None = None,
+        lengths: Int[Array, "*B"] | None = None,
+        score_mod: ScoreMod | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+        qkv_sharding: Sharding | None = None,
+    ) -> Float[Array, "*B T Dout"]:
+        """Projects to heads, attends, and projects back.
+
+        Args:
+          inputs_q: Queries, keys and values.
+          mask: As in `MultiHeadDotProductAttention`, like all that follow.
+          deterministic: True switches dropout off.
+          dropout_rng: Key for dropout.
+          sow_weights: Sow the weights.
+          is_causal: Queries see keys up to their own position.
+          bias: Added to the scores.
+          segment_ids: [B..., T].
+          lengths: [B...].
+          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
+          positions: Of the tokens, for `rope`.
+          qkv_sharding: Sharding of query, key and value.
+
+        Returns:
+          The output.
+        """
+        return super().__call__(
+            inputs_q,
+            mask=mask,
+            deterministic=deterministic,
+            dropout_rng=dropout_rng,
+            sow_weights=sow_weights,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            qkv_sharding=qkv_sharding,
+        )
+
+    explain = nn.nowrap(
+        _module.explaining(__call__, MultiHeadDotProductAttention._explained)  # type: ignore[assignment]
+    )
 
 
 def _deprecated_inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array) -> Array:
