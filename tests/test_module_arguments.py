@@ -402,6 +402,19 @@ def test_names_of_the_package():
         flax_mha.linnen  # noqa: B018
 
 
+def test_a_star_import_brings_functions_and_classes_and_no_modules():
+    """Which would replace those of Flax that were imported before."""
+    names = {}
+    exec("from flax import linen, nnx\nfrom flax_mha import *", names)
+    assert names["nnx"] is nnx
+    assert names["linen"] is nn
+    brought = names.keys() - {"__builtins__", "linen", "nnx"}
+    assert {"CausalMask", "MultiHeadAttention", "context_parallel", "dot_product_attention"} <= brought
+    assert {name for name in brought if not callable(names[name])} == set()
+    public = {name for name, x in vars(flax_mha).items() if callable(x) and not name.startswith("_")} - {"Any"}
+    assert brought == public
+
+
 def test_attention_fn_takes_every_argument_of_flax():
     import inspect
 
