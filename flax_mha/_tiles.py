@@ -1,8 +1,13 @@
 """The geometry of tiles: rectangles of the scores of one head, and the grid that they form.
 
 Row i of the scores is query i, column j is key j. A row or column is a place in the arrays of a call; a *position* is a
-place in the sequence. Query i stands at position `offsets[0] + i` and key j at `offsets[1] + j`: this is the only file
-that adds the offsets. Masks, `score_mod` and dropout are told positions; arrays are cut by rows and columns.
+place in the sequence. Query i stands at position `offsets[0] + i` and key j at `offsets[1] + j`. Masks, `score_mod` and
+dropout are told positions; arrays are cut by rows and columns.
+
+Masks and `score_mod` get positions from `Tile` and `Grid`, which add the offsets. Others add or subtract offsets, too:
+`_impl/parts.py` and `_impl/decode.py` those of a part's or a block's first row, dropout (`_impl/scores.py`,
+`_impl/pallas/tile.py`) to count queries, `_impl/kernel_mask.py` to turn positions into rows and columns for fused
+kernels, and `cached_attention.py` to make them from the index of the cache.
 """
 
 import functools

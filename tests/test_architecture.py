@@ -248,7 +248,7 @@ BELOW = {
     "_cache_write": {"_mesh", "_platform"},
     "convert.__init__": {"convert.hf_config", "convert.layouts", "convert.load", "convert.weights"},
     "convert.hf_config": {"convert.layouts", "rope"},
-    "convert.load": {"convert.layouts", "convert.shapes", "convert.weights"},
+    "convert.load": {"convert.layouts", "convert.shapes", "convert.state_dict", "convert.weights"},
     "convert.weights": {"convert.layouts", "convert.shapes", "convert.state_dict"},
     "convert.state_dict": {"convert.layouts"},
     "convert.shapes": {"convert.layouts"},
