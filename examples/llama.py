@@ -4,7 +4,7 @@
     python examples/llama.py
 
 RMSNorm, rotary positions, grouped-query attention and SwiGLU. For training, all tokens of a text are computed at once.
-For generation, the prompt fills the cache, and each further token attends to what is in it.
+For generation, the prompts, of any lengths, fill the cache, and each further token attends to what is in it.
 """
 
 from pathlib import Path
@@ -35,14 +35,17 @@ class Block(nnx.Module):
         self.up = nnx.Linear(features, 3 * features, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(3 * features, features, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        x = x + self.attention(self.attention_norm(x), is_causal=True)
+    def __call__(self, x: Float[Array, "B T D"], lengths: Int[Array, " B"] | None = None) -> Float[Array, "B T D"]:
+        x = x + self.attention(self.attention_norm(x), is_causal=True, lengths=lengths)
         normed = self.mlp_norm(x)
         return x + self.down(nnx.silu(self.gate(normed)) * self.up(normed))
 
 
 class Llama(nnx.Module):
-    """A causal decoder: tokens to logits of the token that follows each of them."""
+    """A causal decoder: tokens to logits of the token that follows each of them.
+
+    Of tokens with padding on the right, `lengths` says how many each text has.
+    """
 
     def __init__(
         self, features: int = 64, num_heads: int = 4, num_kv_heads: int = 2, num_layers: int = 2, *, rngs: nnx.Rngs
@@ -52,18 +55,20 @@ class Llama(nnx.Module):
         self.norm = nnx.RMSNorm(features, rngs=rngs)
         self.head = nnx.Linear(features, VOCABULARY_SIZE, use_bias=False, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"] | None = None) -> Float[Array, "B T V"]:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, lengths)
         return self.head(self.norm(x))
 
 
 @nnx.jit(static_argnames="num_tokens")
-def generate(model: Llama, prompt: Int[Array, "B T"], num_tokens: int) -> Int[Array, "B L"]:
-    """Continues each prompt with the most probable tokens."""
-    model = nnx.view(model, decode=True, batch_size=len(prompt), max_length=prompt.shape[1] + num_tokens)
-    first = model(prompt)[:, -1].argmax(-1)  # the whole prompt at once
+def generate(model: Llama, prompts: Int[Array, "B T"], lengths: Int[Array, " B"], num_tokens: int) -> Int[Array, "B L"]:
+    """Continues each prompt, the first `lengths` tokens of its row, with the most probable tokens."""
+    batch_size, longest = prompts.shape
+    model = nnx.view(model, decode=True, batch_size=batch_size, max_length=longest + num_tokens, per_row=True)
+    logits = model(prompts, lengths)  # all prompts at once
+    first = logits[jnp.arange(batch_size), lengths - 1].argmax(-1)  # each after its own last token
     graph, cache, *params = nnx.split(model, nnx.Cache, ...)
 
     def step(carry: tuple[nnx.State, Array], _: None) -> tuple[tuple[nnx.State, Array], Array]:
@@ -95,6 +100,12 @@ def encode(text: str) -> Int[Array, " T"]:
     return jnp.asarray(np.frombuffer(text.encode("ascii"), np.uint8), jnp.int32)
 
 
+def encode_prompts(texts: list[str]) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    """The tokens of each text, padded on the right, and their numbers."""
+    lengths = jnp.array([len(text) for text in texts])
+    return jnp.stack([encode(text.ljust(max(map(len, texts)), "\0")) for text in texts]), lengths
+
+
 def decode(tokens: Int[Array, " T"]) -> str:
     """The characters of tokens."""
     return bytes(tokens.tolist()).decode("ascii")
@@ -115,6 +126,7 @@ def train(steps: int = 400) -> tuple[Llama, list[float]]:
 
 if __name__ == "__main__":
     model, _ = train()
-    prompt = "def train_step("
-    written = generate(model, encode(prompt)[None], num_tokens=CONTEXT_LENGTH - len(prompt))
-    print(prompt + decode(written[0]))
+    texts = ["def train_step(", "class Block("]
+    written = generate(model, *encode_prompts(texts), num_tokens=CONTEXT_LENGTH - max(map(len, texts)))
+    for text, tokens in zip(texts, written, strict=True):
+        print(text + decode(tokens), end="\n\n")

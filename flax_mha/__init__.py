@@ -16,6 +16,21 @@ from flax_mha.masks import SegmentMask as SegmentMask
 from flax_mha.modules.attention_fn import attention_fn as attention_fn
 from flax_mha.nnx import MultiHeadAttention as MultiHeadAttention
 
+# What `from flax_mha import *` brings. No modules: `linen`, `nnx`, `plot` are names of others, too.
+__all__ = [
+    "CausalMask",
+    "FunctionMask",
+    "LengthMask",
+    "LocalMask",
+    "Mask",
+    "MultiHeadAttention",
+    "SegmentMask",
+    "attention_fn",
+    "context_parallel",
+    "dot_product_attention",
+    "explain_implementation",
+]
+
 if TYPE_CHECKING:
     from flax_mha import cached_attention as cached_attention
     from flax_mha import convert as convert

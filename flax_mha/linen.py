@@ -1,4 +1,4 @@
-"""`MultiHeadDotProductAttention` and `MultiHeadAttention` for `flax.linen`: Flax's modules around our attention."""
+"""Flax's modules of `flax.linen` around our attention: `MultiHeadDotProductAttention` and its two other names."""
 
 import functools
 import inspect
@@ -34,7 +34,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     Attributes:
       broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)
-      attention_fn: A function with the signature of Flax's `dot_product_attention`.
+      attention_fn: A function with the signature of Flax's `dot_product_attention`; `functools.partial` of
+        `flax_mha.attention_fn` sets arguments of the default one.
       num_kv_heads: Number of key and value heads, a divisor of `num_heads` (grouped-query attention); None means as
         many.
       implementation: Which implementation of the attention; None chooses. See `dot_product_attention`.
@@ -150,7 +151,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         query = self._query(inputs_q, dense)
         if keys == "stored":
             key, value, used = self._stored()
-            shared.check_stored(mask, score_mod, self.local_window_size)
+            shared.check_stored(self, mask, score_mod)
             mask = shared.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
         else:
             inputs_k, inputs_v = shared.given_or_same(inputs_q, inputs_k, inputs_v)
@@ -183,7 +184,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         else:
             is_causal = is_causal and keys in ("inputs", "cache")  # "cache": this call makes it
             extra = shared.without_none(sequences | extra | {"is_causal": is_causal or None})
-            x = self.attention_fn(query, key, value, **arguments, **extra)
+            x = shared.attended(self.attention_fn, query, key, value, keys, arguments | extra)
         out = self._out(x, inputs_q.shape[-1])
         if cache is not None:
             for variable, new in zip(variables, cache.arrays, strict=True):
@@ -198,7 +199,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         """Traces a call of a copy of this module: with its variables if it is bound to some, else with new ones."""
         variables = None if self.scope is None else self.variables  # not traced: what the cache holds is known
         explained = ExplainedAttention(self.attention_fn)
-        layer = self.clone(attention_fn=explained, parent=None)
+        layer = self.clone(attention_fn=explained.attention_fn, parent=None)
 
         def call(key: Array) -> Any:
             rngs = {"params": key, "dropout": key}
@@ -304,7 +305,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "force_fp32_for_softmax": self.force_fp32_for_softmax,
             **{name: einsum_cls() if einsum_cls else None for name, einsum_cls in classes.items()},
         }
-        known = inspect.signature(self.attention_fn).parameters
+        known = inspect.signature(shared.ours(self.attention_fn)[0]).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         needed = {"mask"} if mask is not None else set()  # a function that does not know these must fail
         needed |= set() if keeps_all else {"dropout_rng", "dropout_rate"}
@@ -353,6 +354,76 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
     """The same module as `MultiHeadDotProductAttention`; as in Flax, it is auto-named `MultiHeadAttention_0`."""
+
+
+class SelfAttention(MultiHeadDotProductAttention):
+    """`MultiHeadDotProductAttention` of one input, a drop-in for `flax.linen.SelfAttention`.
+
+    As in Flax, it is auto-named `SelfAttention_0`, takes `mask`, `deterministic`, `dropout_rng` and `sow_weights` by
+    position, and has the parameters of `MultiHeadDotProductAttention`. Flax deprecates its own; this one does not warn.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax_mha import linen
+      >>> layer = linen.SelfAttention(num_heads=8)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)), is_causal=True)[0].shape
+      (2, 10, 64)
+    """
+
+    @nn.compact
+    def __call__(  # type: ignore[override]
+        self,
+        inputs_q: Float[Array, "*B T D"],
+        mask: Array | Mask | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
+        sow_weights: bool = False,
+        *,
+        is_causal: bool = False,
+        bias: Float[Array, "..."] | None = None,
+        segment_ids: Int[Array, "*B T"] | None = None,
+        lengths: Int[Array, "*B"] | None = None,
+        score_mod: ScoreMod | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+        qkv_sharding: Sharding | None = None,
+    ) -> Float[Array, "*B T Dout"]:
+        """Projects to heads, attends, and projects back.
+
+        Args:
+          inputs_q: Queries, keys and values.
+          mask: As in `MultiHeadDotProductAttention`, like all that follow.
+          deterministic: True switches dropout off.
+          dropout_rng: Key for dropout.
+          sow_weights: Sow the weights.
+          is_causal: Queries see keys up to their own position.
+          bias: Added to the scores.
+          segment_ids: [B..., T].
+          lengths: [B...].
+          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
+          positions: Of the tokens, for `rope`.
+          qkv_sharding: Sharding of query, key and value.
+
+        Returns:
+          The output.
+        """
+        return super().__call__(
+            inputs_q,
+            mask=mask,
+            deterministic=deterministic,
+            dropout_rng=dropout_rng,
+            sow_weights=sow_weights,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            qkv_sharding=qkv_sharding,
+        )
+
+    explain = nn.nowrap(
+        shared.explaining(__call__, MultiHeadDotProductAttention._explained)  # type: ignore[assignment]
+    )
 
 
 def _deprecated_inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array) -> Array:

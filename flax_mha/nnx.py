@@ -54,7 +54,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       bias_init: Initializer of the biases.
       out_bias_init: Initializer of the output's bias; None means `bias_init`.
       use_bias: Whether projections have biases.
-      attention_fn: A function with the signature of Flax's `dot_product_attention`.
+      attention_fn: A function with the signature of Flax's `dot_product_attention`; `functools.partial` of
+        `flax_mha.attention_fn` sets arguments of the default one.
       decode: Whether calls decode; None leaves it to the call.
       normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
         does, "rms_norm" without subtracting the mean, "rms_norm_all_heads" so, but over all heads of a token together,
@@ -290,7 +291,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if keys == "stored":
             shared.check_inputs(inputs_q, inputs_q, inputs_q)
             query, (key, value, used) = self._query(inputs_q, projected), self._stored()
-            shared.check_stored(mask, score_mod, self.local_window_size)
+            shared.check_stored(self, mask, score_mod)
             mask = shared.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
         else:
             inputs_k, inputs_v = self._check_inputs(inputs_q, inputs_k, inputs_v)
@@ -324,8 +325,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )
         else:
             is_causal = is_causal and not decode
-            extra = shared.without_none(sequences | extra)
-            x = self.attention_fn(query, key, value, mask=mask, is_causal=is_causal, **flax_arguments, **extra)
+            flax_arguments |= {"mask": mask, "is_causal": is_causal}
+            flax_arguments |= shared.without_none(sequences | extra)
+            x = shared.attended(self.attention_fn, query, key, value, keys, flax_arguments)
         out = self.out(x, out_sharding=out_sharding)
         if cache is not None:  # now that nothing has raised
             self._write_cache(cache)
@@ -343,7 +345,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         def call() -> Array:
             # New variables with the same arrays, which are not traced: what the cache holds is known.
             module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
-            module.attention_fn = explained
+            module.attention_fn = explained.attention_fn
             return module(*inputs, **arguments)
 
         jax.eval_shape(call)

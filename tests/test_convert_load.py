@@ -265,6 +265,34 @@ def test_modules_that_are_not_made_yet():
         jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(got, nnx.Param)), expected)
 
 
+@pytest.mark.parametrize("prefix", ["", "model.layers.0.self_attn"])
+def test_another_number_of_heads_is_refused_where_a_buffer_tells(prefix):
+    """Weights alone cannot: as many features are cut into other heads, and load."""
+    weights = state_dict(prefix=prefix and f"{prefix}.", rotary_emb__inv_freq=np.ones(H // 2, np.float32))
+    wrong = flax_mha.MultiHeadAttention(
+        2 * N, D, N * H, num_kv_heads=2 * K, use_bias=False, rope=RoPE(), rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(ValueError, match=r"num_heads is 8, and rope rotates 4 .* 4 features, .*inv_freq is of 8"):
+        convert.load_torch(wrong, weights, prefix)
+    convert.load_torch(wrong, weights, prefix, check_options=False)
+    convert.load_torch(make_module(), weights, prefix)
+    partial = make_module(rope=RoPE(fraction=0.5))
+    with pytest.raises(ValueError, match=r"rope rotates 4 of each head's 8 features, but rotary_emb.inv_freq is of 8"):
+        convert.load_torch(partial, weights, prefix)
+
+
+def test_another_number_of_heads_is_refused_where_the_table_of_t5_tells():
+    layer = "decoder.block.1.layer.0.SelfAttention."
+    weights = {f"{layer}{name}.weight": np.ones((D, D), np.float32) for name in "qkvo"}
+    weights["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] = np.ones((32, 3), np.float32)
+    right, wrong = (
+        flax_mha.MultiHeadAttention(n, D, use_bias=False, scale=1.0, decode=False, rngs=nnx.Rngs(0)) for n in (3, 4)
+    )
+    with pytest.raises(ValueError, match=r"num_heads must be 3, as in decoder\.block\.0\..*, but got 4"):
+        convert.load_torch(wrong, weights, layer)
+    convert.load_torch(right, weights, layer)
+
+
 def test_options_may_be_left_unchecked():
     module = make_module(rope=None)
     convert.load_torch(module, state_dict(), check_options=False)

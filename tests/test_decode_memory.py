@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import flax_mha
-from flax_mha import dot_product_attention
+from flax_mha import dot_product_attention, linen
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
 
@@ -19,11 +19,11 @@ FEATURES = 8  # few, since XLA's CPU converts bfloat16 kernels to float32
 WINDOW = 1000
 
 
-def compiled(number=1, steps=None, dtype=jnp.float32, num_kv_heads=N, per_row=False, window=None):
+def compiled(number=1, steps=None, dtype=jnp.float32, num_kv_heads=N, per_row=False, window=None, **options):
     """A donated step of the nnx module, or a scan of several, and the bytes of its cache."""
     module = flax_mha.MultiHeadAttention(
         N, FEATURES, N * H, num_kv_heads=num_kv_heads, decode=True, rngs=nnx.Rngs(0), local_window_size=window,
-        dtype=dtype, param_dtype=dtype, kernel_init=nnx.initializers.zeros_init(),
+        dtype=dtype, param_dtype=dtype, kernel_init=nnx.initializers.zeros_init(), **options,
     )  # fmt: skip
     shapes = jax.eval_shape(lambda: KVCache.create(B, SLOTS, num_kv_heads, H, dtype, window, per_row))
     module.cached_key, module.cached_value, module.cache_index = map(nnx.Cache, shapes.arrays)
@@ -63,6 +63,28 @@ def test_a_step_copies_no_cache(case):
     analysis = program.memory_analysis()
     assert analysis.temp_size_in_bytes <= 2 * 2**20 + size / 100
     assert analysis.alias_size_in_bytes >= size  # what is donated is written to
+
+
+def test_a_step_with_a_partial_copies_no_cache():
+    """Whether an attention function is ours does not depend on what is wrapped around it."""
+    program, size = compiled(num_kv_heads=2, attention_fn=functools.partial(flax_mha.attention_fn, scale=0.3))
+    assert program.memory_analysis().temp_size_in_bytes <= 2 * 2**20 + size / 100
+
+
+def test_a_step_of_a_linen_module_with_a_partial_copies_no_cache():
+    outer = functools.partial(functools.partial(flax_mha.attention_fn, implementation=None), logits_soft_cap=9.0)
+    layer = linen.MultiHeadDotProductAttention(N, qkv_features=N * H, num_kv_heads=2, attention_fn=outer, decode=True)
+    x = jax.ShapeDtypeStruct((B, 1, FEATURES), jnp.float32)
+    key, slots = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((B, SLOTS, FEATURES), jnp.float32)
+    variables = jax.eval_shape(layer.init, key, slots)
+
+    def step(cache, params, x):
+        output, changed = layer.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+        return changed["cache"], output
+
+    program = jax.jit(step, donate_argnums=0).lower(variables["cache"], variables["params"], x).compile()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables["cache"]))
+    assert program.memory_analysis().temp_size_in_bytes <= size / 8
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.nnx.nn import dtypes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -255,6 +256,35 @@ def test_sowing_changes_nothing_of_what_is_dropped(kind):
         ]
         outputs.append(np.concatenate(steps, 1))
     np.testing.assert_allclose(*outputs, rtol=0, atol=1e-5)
+
+
+PRESET = {"logits_soft_cap": 0.5, "local_window_size": (WINDOW, 0), "mask": FunctionMask(lambda b, h, q, k: q % 7 != k)}
+
+
+@APIS
+@pytest.mark.parametrize("promote", [{}, {"promote_dtype": dtypes.promote_dtype}], ids=["in place", "by the function"])
+def test_what_a_partial_sets_counts_as_in_the_call(api, promote):
+    """For a prompt and for a token, in place and where the function itself has to be called."""
+    options = {name: PRESET[name] for name in ("logits_soft_cap", "local_window_size")}
+    plain, preset = (
+        api(**options),
+        api(attention_fn=functools.partial(flax_mha.attention_fn, is_causal=True, **promote, **PRESET)),
+    )
+    for x in (X[:, :9], X[:, 9:10]):
+        for module in (plain, preset):
+            if x.shape[1] == 9:
+                module.start(LENGTH, per_row=True)
+        want = plain.step(x, mask=PRESET["mask"])
+        np.testing.assert_allclose(preset.step(x), want, rtol=0, atol=1e-5)
+
+
+@APIS
+@pytest.mark.parametrize("name", ["query_offset", "key_value_seq_lengths"])
+def test_a_partial_that_sets_positions_is_refused(api, name):
+    module = api(attention_fn=functools.partial(flax_mha.attention_fn, **{name: jnp.array([3, 4])}))
+    module.start(LENGTH, per_row=False)
+    with pytest.raises(ValueError, match=f"attention_fn must not set {name} while decoding"):
+        module.step(X[:, :3])
 
 
 def test_views():

@@ -66,13 +66,16 @@ def test_packed_lm():
 def test_llama():
     llama = example("llama")
     model = trained(llama, steps=25, below=3.25)  # the frequencies of characters alone cost 3.42
-    prompts = jnp.stack([llama.encode("def t"), llama.encode("class")])
-    written = llama.generate(model, prompts, num_tokens=11)
+    texts = ["def train", "class"]
+    prompts, lengths = llama.encode_prompts(texts)
+    written = llama.generate(model, prompts, lengths, num_tokens=11)
 
-    run, tokens = nnx.jit(model), jnp.pad(prompts, ((0, 0), (0, 11)))
-    for place in range(5, 16):  # without a cache: all tokens anew for each
-        tokens = tokens.at[:, place].set(run(tokens)[:, place - 1].argmax(-1))
-    np.testing.assert_array_equal(written, tokens[:, 5:])
+    run = nnx.jit(model)
+    for row, text in enumerate(texts):  # without a cache and without the others: all tokens anew for each
+        tokens = jnp.pad(llama.encode(text)[None], ((0, 0), (0, 20 - len(text))))
+        for place in range(len(text), len(text) + 11):
+            tokens = tokens.at[:, place].set(run(tokens)[:, place - 1].argmax(-1))
+        np.testing.assert_array_equal(written[row], tokens[0, len(text) : len(text) + 11])
     assert llama.decode(llama.encode("def train")) == "def train"
     assert model.blocks[0].attention.cached_key is None  # what generates has caches of its own
 

@@ -68,7 +68,12 @@ def outputs(inputs, arguments, **options):
 # Names, attributes and parameters -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["MultiHeadDotProductAttention", "MultiHeadAttention"])
+NAMES = pytest.mark.parametrize("name", ["MultiHeadDotProductAttention", "MultiHeadAttention", "SelfAttention"])
+FLAX_DEPRECATES = pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
+
+
+@NAMES
+@FLAX_DEPRECATES
 def test_parents_name_and_seed_it_as_flax_does(name):
     """The name decides the paths of the parameters, their initial values and the keys for dropout."""
     variables, calls = {}, {}
@@ -93,7 +98,47 @@ def test_parents_name_and_seed_it_as_flax_does(name):
     assert_same(calls[linen][0]["dropout_rng"], calls[nn][0]["dropout_rng"])
 
 
-@pytest.mark.parametrize("name", ["MultiHeadDotProductAttention", "MultiHeadAttention"])
+@NAMES
+@FLAX_DEPRECATES
+def test_a_checkpoint_of_a_whole_model_with_automatic_names_loads(name):
+    """Flax's variables as they are, and equal outputs; the mask of SelfAttention stands in the second place."""
+
+    class Model(nn.Module):
+        library: object
+
+        @nn.compact
+        def __call__(self, x, mask):
+            cls = getattr(self.library, name)
+            for _ in range(2):
+                x = nn.LayerNorm()(x)
+                x = x + (cls(HEADS)(x, mask) if name == "SelfAttention" else cls(HEADS)(x, mask=mask))
+            return x
+
+    theirs, ours, mask = Model(nn), Model(linen), jnp.asarray(CAUSAL)
+    checkpoint = theirs.init(KEY, X, mask)
+    assert {"LayerNorm_1", f"{name}_0", f"{name}_1"} < checkpoint["params"].keys()
+    assert_close(ours.apply(checkpoint, X, mask), theirs.apply(checkpoint, X, mask))
+
+
+def test_self_attention_takes_what_ours_takes_besides():
+    """All but other keys than the queries; and `explain` has the signature of the call."""
+    call = inspect.signature(linen.SelfAttention.__call__).parameters
+    keys = {"inputs_k", "inputs_v", "inputs_kv", "store_keys"}
+    assert call.keys() == inspect.signature(OURS.__call__).parameters.keys() - keys
+    assert [name for name, x in call.items() if x.kind is not x.KEYWORD_ONLY] == [
+        *inspect.signature(nn.SelfAttention.__call__).parameters
+    ]
+    layer, ids = linen.SelfAttention(HEADS), jnp.arange(QUERIES)[None] // 3
+    variables = layer.init(KEY, X)
+    arguments = {"is_causal": True, "segment_ids": jnp.broadcast_to(ids, X.shape[:2]), "lengths": jnp.array([7, 4])}
+    arguments |= {"bias": CAUSAL * 0.5, "score_mod": lambda score, b, h, q_idx, kv_idx: 0.5 * score}
+    assert_close(layer.apply(variables, X, **arguments), OURS(HEADS).apply(variables, X, **arguments))
+    assert layer.explain(X, None, True, is_causal=True).chosen == "xla"
+    with pytest.raises(TypeError, match="inputs_k"):
+        layer.apply(variables, X, inputs_k=Y)
+
+
+@NAMES
 def test_attributes_are_those_of_flax(name):
     """In their order, so that they can be given by position; new ones come after."""
     ours, theirs = (

@@ -1,5 +1,7 @@
 """What the modules take besides Flax's arguments, `flax.nnx` and `flax.linen` alike, and what they refuse."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -122,6 +124,84 @@ def test_explain_says_what_a_call_computes(api):
     assert any("sinks" in reason for reason in explanation.refusals["cudnn"])
     with pytest.raises(ValueError, match=r"attention_fn must be flax_mha\.attention_fn to be explained"):
         api.explain(api.make(attention_fn=nnx.dot_product_attention), X)
+
+
+@APIS
+def test_explain_heeds_what_a_partial_sets(api):
+    inner = functools.partial(flax_mha.attention_fn, implementation="xla", is_causal=True)
+    module = api.make(attention_fn=functools.partial(inner, implementation="blockwise"))
+    assert api.explain(module, X).chosen == "blockwise"
+
+
+@APIS
+@pytest.mark.parametrize(
+    ("preset", "options", "arguments"),
+    [
+        ({"scale": 0.3, "is_causal": True}, {"scale": 0.3}, {"is_causal": True}),
+        ({"local_window_size": (2, 0)}, {"local_window_size": (2, 0)}, {}),
+        ({"mask": CausalMask()}, {}, {"mask": CausalMask()}),
+        ({"bias": X[:, None, :, :T], "logits_soft_cap": 1.0}, {"logits_soft_cap": 1.0}, {"bias": X[:, None, :, :T]}),
+        ({"key_value_seq_lengths": jnp.array([3, 5])}, {}, {"lengths": (None, jnp.array([3, 5]))}),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_a_partial_sets_what_the_module_leaves_open(api, preset, options, arguments):
+    attention_fn = functools.partial(flax_mha.attention_fn, **preset)
+    kept = {name: x for name, x in options.items() if name not in preset}
+    got = api.call(api.make(**kept, attention_fn=attention_fn), X)
+    want = api.call(api.make(**options), X, **arguments)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    assert jnp.abs(got - api.call(api.make(), X)).max() > 1e-6
+    same_twice = api.make(**options, attention_fn=attention_fn)
+    np.testing.assert_allclose(api.call(same_twice, X), want, rtol=0, atol=1e-6)
+
+
+@APIS
+def test_a_partial_can_switch_dropout_off(api):
+    attention_fn = functools.partial(flax_mha.attention_fn, deterministic=True)
+    got = api.call(api.make(attention_fn=attention_fn, dropout_rate=0.5), X, deterministic=False)
+    np.testing.assert_allclose(got, api.call(api.make(), X), rtol=0, atol=1e-6)
+
+
+@APIS
+def test_partials_on_a_mesh(api):
+    """Around `context_parallel`; and with the sharding that a module with `head_axis` otherwise says itself."""
+    mesh = jax.make_mesh((1, 1), ("context", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = functools.partial(flax_mha.context_parallel("context"), logits_soft_cap=1.0)
+    heads = functools.partial(flax_mha.attention_fn, logits_soft_cap=1.0, qkv_sharding=jax.P(None, None, "model"))
+    want = api.call(api.make(logits_soft_cap=1.0), X)
+    with jax.set_mesh(mesh):
+        for options in ({"attention_fn": split}, {"attention_fn": heads, "head_axis": "model"}):
+            module = api.make(**options)
+            np.testing.assert_allclose(api.call(module, X), want, rtol=0, atol=1e-6)
+            assert api.explain(module, X).chosen in ("xla", "blockwise")
+    decoding = Nnx.make(attention_fn=split, decode=True)
+    decoding.init_cache((B, T, D))
+    with pytest.raises(ValueError, match="decode must be False with context_parallel"):
+        decoding(X)
+
+
+PRESETS = {
+    "another scale": ({"scale": 0.3}, {"scale": 0.4}, {}, r"scale must be given once"),
+    "another mask": ({"mask": CausalMask()}, {}, {"mask": jnp.ones((T, T), bool)}, r"mask must be given once"),
+    "dropout": ({"dropout_rate": 0.3}, {}, {}, r"attention_fn must not set dropout_rate"),
+    "a weight's place": ({"module": nnx.Module()}, {}, {}, r"attention_fn must not set module"),
+}
+
+
+@APIS
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_partial_that_contradicts_is_refused(api, name):
+    preset, options, arguments, message = PRESETS[name]
+    module = api.make(attention_fn=functools.partial(flax_mha.attention_fn, **preset), **options)
+    with pytest.raises(ValueError, match=message):
+        api.call(module, X, **arguments)
+
+
+@APIS
+def test_a_misspelt_keyword_of_a_partial_is_refused(api):
+    with pytest.raises(TypeError, match=r"attention_fn\(\) got an unexpected keyword argument 'scal'"):
+        api.call(api.make(attention_fn=functools.partial(flax_mha.attention_fn, scal=0.3)), X)
 
 
 @APIS
@@ -320,6 +400,19 @@ def test_names_of_the_package():
     assert flax_mha.__version__.count(".") >= 2
     with pytest.raises(AttributeError, match="module 'flax_mha' has no attribute 'linnen'"):
         flax_mha.linnen  # noqa: B018
+
+
+def test_a_star_import_brings_functions_and_classes_and_no_modules():
+    """Which would replace those of Flax that were imported before."""
+    names = {}
+    exec("from flax import linen, nnx\nfrom flax_mha import *", names)
+    assert names["nnx"] is nnx
+    assert names["linen"] is nn
+    brought = names.keys() - {"__builtins__", "linen", "nnx"}
+    assert {"CausalMask", "MultiHeadAttention", "context_parallel", "dot_product_attention"} <= brought
+    assert {name for name in brought if not callable(names[name])} == set()
+    public = {name for name, x in vars(flax_mha).items() if callable(x) and not name.startswith("_")} - {"Any"}
+    assert brought == public
 
 
 def test_attention_fn_takes_every_argument_of_flax():

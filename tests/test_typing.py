@@ -1,9 +1,17 @@
 """Type checkers find a misspelt or ill-typed argument of every public function, and nothing in right uses."""
 
+import os
 import subprocess
 import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
 
+import hatchling.build
 import pytest
+
+ROOT = Path(__file__).parent.parent
 
 RIGHT = """
 import jax
@@ -92,27 +100,40 @@ h3 = flax_mha.linnen
 """
 
 
-@pytest.fixture(scope="module")
-def reported(tmp_path_factory):
-    """For each of the two files the lines that mypy finds fault with."""
-    folder = tmp_path_factory.mktemp("typing")
+@pytest.fixture(scope="module", params=["editable", "wheel"])
+def reported(request, tmp_path_factory):
+    """For each of the two files the lines that mypy finds fault with, in an environment that has the package."""
+    folder = tmp_path_factory.getbasetemp() / "typing"  # one, so that the second run finds what mypy knows of jax
+    folder.mkdir(exist_ok=True)
     files = {name: folder / f"{name}.py" for name in ("right", "wrong")}
     files["right"].write_text(RIGHT)
     files["wrong"].write_text(WRONG)
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--config-file=",
-        "--no-error-summary",
-        "--follow-imports=silent",
+    command = [sys.executable, "-m", "mypy", f"--python-executable={installed(request.param, folder)}"]
+    command += ["--strict", "--config-file=", "--no-error-summary", "--follow-imports=silent", "--cache-dir=cache"]
+    command += [
+        "--disable-error-code=name-defined",
+        "--ignore-missing-imports",
+        *(path.name for path in files.values()),
     ]
-    command += ["--disable-error-code=name-defined", "--ignore-missing-imports", f"--cache-dir={folder / 'cache'}"]
-    run = subprocess.run([*command, *map(str, files.values())], capture_output=True, text=True, check=False)
+    environment = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
     assert run.returncode in (0, 1), run.stderr
     errors = [line for line in run.stdout.splitlines() if ": error: " in line]
-    return {name: [line for line in errors if line.startswith(str(path))] for name, path in files.items()}
+    return {name: [line for line in errors if line.startswith(f"{name}.py:")] for name in files}
+
+
+def installed(kind, folder):
+    """The interpreter of a new environment that has the package, and all that this one has."""
+    environment = folder / kind
+    venv.create(environment, with_pip=False, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": environment, "platbase": environment}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        build = hatchling.build.build_editable if kind == "editable" else hatchling.build.build_wheel
+        with zipfile.ZipFile(folder / build(str(folder))) as archive:
+            archive.extractall(site)
+    (site / "zzz_after_the_package.pth").write_text(sysconfig.get_path("purelib"))
+    return environment / "bin" / "python"
 
 
 def test_right_uses_are_right(reported):

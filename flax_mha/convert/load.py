@@ -1,5 +1,6 @@
 """`load_torch`: the weights of a PyTorch attention into an nnx module, after every check that they allow."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from flax import nnx
 
 from flax_mha.convert.layouts import ALL, LAYOUTS, MODEL_TYPE, NORMS, OTHER_SHAPES, PATHS, LayoutName
 from flax_mha.convert.shapes import Arrays
+from flax_mha.convert.state_dict import T5_TABLE, attention_entries
 from flax_mha.convert.weights import known_offset, read, with_all_biases
 
 SHOWN = 8  # parameters in an error
@@ -33,9 +35,14 @@ def load_torch(
 
     What the layer computes is more than its weights: a layer of Llama without rotary positions runs, and is wrong.
     A module made with `describe` has what its config says. Of another module, the options that its layout needs are
-    checked as far as keys can tell: `rope`, `scale`, `normalize_qk`, `sinks`. They cannot tell the size of heads,
-    windows, the epsilon of norms, or which features rotary positions pair; nor RoFormer from BERT, or nanoGPT from a
-    GPT-BigCode with `multi_query=False`, which stacks its weights in another order.
+    checked as far as keys can tell: `rope`, `scale`, `normalize_qk`, `sinks`. They cannot tell windows, the epsilon of
+    norms, or which features rotary positions pair; nor RoFormer from BERT, or nanoGPT from a GPT-BigCode with
+    `multi_query=False`, which stacks its weights in another order.
+
+    Nor can they tell `num_heads`: weights of 12 heads of 64 features fit 8 heads of 96, load, and give another output.
+    Only the ratio of `num_heads` to `num_kv_heads` is known, and the size of heads where the layer has norms of queries
+    and keys, sinks, the buffer `rotary_emb.inv_freq` of older files, or T5's table of biases. These are checked;
+    otherwise take both numbers from the model's config.
 
     Args:
         module: `flax_mha.MultiHeadAttention`, or Flax's.
@@ -74,7 +81,8 @@ def load_torch(
     problems = _mismatches(variables, arrays)
     if not problems and check_options and not model_type:
         caps = _is_gemma(state_dict, prefix) and NORMS[0] not in arrays
-        problems = _missing_options(module, layout, arrays, qk_norm_offset is not None, caps)
+        problems = _other_heads(module, layout, state_dict, prefix)
+        problems += _missing_options(module, layout, arrays, qk_norm_offset is not None, caps)
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
@@ -123,6 +131,26 @@ def _is_gemma(state_dict: Mapping[str, Any], prefix: str) -> bool:
     """Whether a norm stands beside this attention that only Gemma, from 2 on, has."""
     layer = prefix.rstrip(".").rpartition(".")[0]
     return f"{layer}.{GEMMA}" in state_dict
+
+
+def _other_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+    """Compares the module's heads with what buffers and tables beside the weights tell of them."""
+    problems, rope = [], getattr(module, "rope", None)
+    _, entries = attention_entries(state_dict, prefix)
+    frequencies = entries.get("rotary_emb.inv_freq")
+    if frequencies is not None and rope is not None:
+        expected, rotated = 2 * math.prod(np.shape(frequencies)), rope.rotated_size(module.head_dim)
+        if rotated != expected:
+            problems.append(
+                f"num_heads is {module.num_heads}, and rope rotates {rotated} of each head's {module.head_dim} "
+                f"features, but rotary_emb.inv_freq is of {expected}"
+            )
+    tables = [key for key in state_dict if key.endswith(T5_TABLE)] if layout == "hf_t5" else []
+    for key in tables[:1]:
+        *_, heads = np.shape(state_dict[key])  # [buckets, heads]
+        if heads != module.num_heads:
+            problems.append(f"num_heads must be {heads}, as in {key}, but got {module.num_heads}")
+    return problems
 
 
 def _missing_options(

@@ -53,7 +53,7 @@ def from_torch(
 
     Args:
         state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
-        num_heads: query heads N.
+        num_heads: query heads N. Most weights cannot tell a wrong number: take it from the model's config.
         num_kv_heads: key and value heads K, which divide `num_heads`; None means as many.
         prefix: what the keys of the attention start with in `state_dict`, such as `"model.layers.0.self_attn."`. The
             keys after it tell the layout.

@@ -1,5 +1,6 @@
 """The method `explain` of the modules: a call whose attention is explained instead of computed."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Explanation, Implementation
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn
+from flax_mha.modules.presets import without_partials
 
 
 class ExplainedAttention:
@@ -26,6 +28,7 @@ class ExplainedAttention:
       given: The module's.
 
     Attributes:
+      attention_fn: Itself, with the keywords of the module's if that is a `functools.partial`.
       explanations: Of each call.
 
     Raises:
@@ -33,9 +36,11 @@ class ExplainedAttention:
     """
 
     def __init__(self, given: Callable[..., Array]):
-        self.context = given.context if isinstance(given, ContextAttention) else None
-        if given is not attention_fn and self.context is None:
+        function, keywords = without_partials(given)
+        self.context = function.context if isinstance(function, ContextAttention) else None
+        if function is not attention_fn and self.context is None:
             raise ValueError(f"attention_fn must be flax_mha.attention_fn to be explained, but got {given!r}.")
+        self.attention_fn = functools.partial(self, **keywords)
         self.explanations: list[Explanation] = []
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
@@ -48,7 +53,8 @@ class ExplainedAttention:
             core["mask"] = validation.mask_of_numbers(core["mask"])
         if self.context is not None:
             core["qkv_sharding"] = self.context.with_sharding(core.get("qkv_sharding"), query.ndim)
-        query, key, value = dtypes.promote_dtype((query, key, value), dtype=arguments.get("dtype"))
+        promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
+        query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
         self.explanations.append(explain_implementation(query, key, value, **core))
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
 

@@ -18,8 +18,9 @@ from flax_mha.core.integers import int32
 from flax_mha.distributed.tensor_parallel import attention_sharding, check_head_axis
 from flax_mha.impl.registry import Explanation, check_name
 from flax_mha.masks import ArrayMask, Mask
-from flax_mha.modules.attention_fn import attention_fn as ours
+from flax_mha.modules.attention_fn import attention_fn as our_attention_fn
 from flax_mha.modules.explain import ExplainedAttention
+from flax_mha.modules.presets import combined, without_partials
 from flax_mha.rope import RoPE, apply_rope
 
 PerSequence = Int[Array, "*B"]
@@ -161,16 +162,19 @@ def stored_lengths(sequences: dict[str, Array | None], key: Float[Array, "*B S K
     return jnp.broadcast_to(lengths if key.ndim > 3 else lengths.reshape(()), key.shape[:-3])
 
 
-def check_stored(mask: Array | Mask | None, score_mod: Any, local_window_size: Any) -> None:
+def check_stored(module: Any, mask: Array | Mask | None, score_mod: Any) -> None:
     """Nothing that depends on the positions of queries: the cache does not count the calls that use stored keys.
 
     Raises:
-      ValueError: If there is such an argument.
+      ValueError: If there is such an argument, of the call, the module, or its attention function.
     """
+    _, preset = ours(module.attention_fn)
     given = {
-        "mask": isinstance(mask, Mask),
-        "score_mod": score_mod is not None,
-        "local_window_size": check_window(local_window_size) is not None,
+        "mask": isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask),
+        "score_mod": score_mod is not None or preset.get("score_mod") is not None,
+        "local_window_size": any(
+            check_window(window) is not None for window in (module.local_window_size, preset.get("local_window_size"))
+        ),
     }
     for name, is_given in given.items():
         if is_given:
@@ -189,7 +193,7 @@ def with_stored_lengths(
     key: Float[Array, "*B S K H"],
 ) -> Array | None:
     """The mask of stored keys; their lengths are put into `sequences` for our attention, into the mask for others."""
-    if _is_ours(attention_fn):
+    if _reads_caches(ours(attention_fn)[0]):
         sequences["key_value_seq_lengths"] = lengths
         return mask
     places = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
@@ -240,7 +244,9 @@ def extra_arguments(
 ) -> dict[str, Any]:
     """The arguments that only our attention knows, of a module of either kind and of its call; None where not given."""
     of_module = ("implementation", "scale", "local_window_size", "logits_soft_cap")
-    names_batch = isinstance(module.attention_fn, ContextAttention)
+    function, preset = ours(module.attention_fn)
+    names_batch = isinstance(function, ContextAttention)
+    qkv_sharding = preset.get("qkv_sharding") if qkv_sharding is None else qkv_sharding
     return {
         "bias": bias,
         "sinks": sinks,
@@ -253,6 +259,33 @@ def extra_arguments(
 def without_none(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments that are given; without the others, any function with Flax's signature will do."""
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def ours(attention_fn: Callable[..., Array]) -> tuple[Callable[..., Array], dict[str, Any]]:
+    """Returns our attention function and the keywords that `functools.partial`s around it set; others as they are."""
+    function, keywords = without_partials(attention_fn)
+    known = _reads_caches(function) or isinstance(function, ContextAttention)
+    return (function, keywords) if known else (attention_fn, {})
+
+
+def _reads_caches(function: Callable[..., Array]) -> bool:
+    """Whether this is the function of which `cached_attention` is the counterpart, without partials around it."""
+    return function is our_attention_fn or isinstance(function, ExplainedAttention)
+
+
+def attended(
+    attention_fn: Callable[..., Array],
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    keys: KeySource,
+    arguments: dict[str, Any],
+) -> Float[Array, "*B T N Hv"]:
+    """Calls the module's attention function, for a call that has no cache to add to."""
+    function, preset = ours(attention_fn)
+    if keys in ("stored", "to store"):  # the queries' positions are not known
+        preset = {name: x for name, x in preset.items() if name != "is_causal"}
+    return function(query, key, value, **combined(preset, arguments))
 
 
 def explaining(
@@ -339,8 +372,8 @@ def decoded(
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
     """Attention of new tokens over the cache and themselves, and the cache with them.
 
-    `attention_fn` itself is called only if it is not ours, or if it has to do what only it can: sow the weights,
-    explain, compute complex numbers or quantized products.
+    The function itself is called only if it is not ours (`functools.partial`s aside), or if it has to do what only it
+    can: sow the weights, explain, compute complex numbers or quantized products.
 
     Args:
       attention_fn: The module's.
@@ -353,6 +386,8 @@ def decoded(
       flax_arguments: Those that the module passes to any attention function.
       extra: Those that only ours knows, or None.
     """
+    attention_fn, preset = ours(attention_fn)
+    mask, flax_arguments, extra = _with_preset(preset, mask, flax_arguments, extra)
     explained = attention_fn if isinstance(attention_fn, ExplainedAttention) else None
     if isinstance(attention_fn, ContextAttention) or (explained and explained.context):
         raise ValueError(
@@ -362,8 +397,10 @@ def decoded(
     mask = mask if mask is None or isinstance(mask, Mask) else validation.mask_of_numbers(mask)
     key, value = _as_cached(key, cache.key, query), _as_cached(value, cache.value, query)
     given = {name for name, x in flax_arguments.items() if x is not None}
-    needs_function = bool(given & {"module", "input_positions"}) or any("einsum" in name for name in given)
-    if not _is_ours(attention_fn) or needs_function or jnp.iscomplexobj(query):
+    needs_function = bool(given & {"module", "input_positions", "promote_dtype"}) or any(
+        "einsum" in name for name in given
+    )
+    if not _reads_caches(attention_fn) or needs_function or jnp.iscomplexobj(query):
         return _decoded_by(attention_fn, query, key, value, cache, mask, lengths, flax_arguments, extra)
     (query,) = dtypes.promote_dtype((query,), dtype=flax_arguments["dtype"])
     dropout = () if flax_arguments["deterministic"] else ("dropout_rate", "dropout_rng", "broadcast_dropout")
@@ -372,8 +409,20 @@ def decoded(
     return attend(query, key, value, cache, mask=mask, lengths=lengths, **known, **extra)
 
 
-def _is_ours(attention_fn: Callable[..., Array]) -> bool:
-    return attention_fn is ours or isinstance(attention_fn, ExplainedAttention)
+def _with_preset(
+    preset: dict[str, Any], mask: Array | Mask | None, flax_arguments: dict[str, Any], extra: dict[str, Any]
+) -> tuple[Array | Mask | None, dict[str, Any], dict[str, Any]]:
+    """The arguments of a decoding call, with the keywords that partials set; the call is causal anyhow."""
+    arguments = combined(preset, {**flax_arguments, **extra, "mask": mask})
+    for name in arguments:
+        if name.startswith(("query_", "key_value_")):
+            raise ValueError(
+                f"attention_fn must not set {name} while decoding, where the cache counts positions, but got a "
+                "functools.partial that does; use lengths of the call."
+            )
+    arguments.pop("is_causal", None)
+    mask, extra = arguments.pop("mask"), {name: arguments.pop(name) for name in extra}
+    return mask, arguments, extra
 
 
 def _decoded_by(
@@ -406,7 +455,7 @@ def _decoded_by(
     # What is dropped belongs to positions too, if ours computes it; complex and quantized products Flax computes.
     flax_computes = jnp.iscomplexobj(query) or any("einsum" in name for name in without_none(flax_arguments))
     drops = flax_arguments["dropout_rng"] is not None and not flax_arguments["deterministic"]
-    ours_drops = drops and _is_ours(attention_fn) and not flax_computes
+    ours_drops = drops and _reads_caches(attention_fn) and not flax_computes
     by_position = isinstance(mask, Mask) or extra["score_mod"] is not None or ours_drops
     places = {"query_offset": index, "key_value_offset": first} if by_position else {}
     if isinstance(mask, Mask):
