@@ -4,59 +4,16 @@ Each device holds a part of the tokens. Between two attentions nothing else look
 needs no further change; see `docs/devices.md`.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, get_args
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.arguments import check_sharding
 from flax_mha.call.context import Axes, Context, Layout, Strategy, chunk_order, chunks_in_order
-from flax_mha.call.operands import Sharding
-from flax_mha.masks import Mask
-from flax_mha.modules.attention_fn import attention_fn
-
-
-@dataclasses.dataclass(frozen=True)
-class ContextAttention:
-    """An `attention_fn` for sequences that are split over devices: what `context_parallel` makes."""
-
-    context: Context
-
-    def __call__(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        bias: Array | None = None,
-        mask: Array | Mask | None = None,
-        *,
-        qkv_sharding: Sharding | None = None,
-        **arguments: Any,
-    ) -> Array:
-        """As `flax_mha.attention_fn`. `qkv_sharding`, which modules pass that split heads, adds to what is known."""
-        _check_computes(query, arguments)
-        sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
-        return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
-
-
-def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
-    """Nothing that needs whole sequences on a device.
-
-    Raises:
-      ValueError: If there is such an argument.
-    """
-    given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
-    if given or jnp.iscomplexobj(query):
-        got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
-        raise ValueError(
-            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}; these "
-            "need whole sequences on a device: use flax_mha.attention_fn."
-        )
+from flax_mha.modules.attention_fn import ContextAttention
 
 
 def context_parallel(

@@ -1,10 +1,12 @@
 """`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.linen.attention import dot_product_attention as linen_attention
 from flax.nnx.nn import dtypes
@@ -13,6 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
+from flax_mha.call.arguments import check_sharding
+from flax_mha.call.context import Context
 from flax_mha.call.operands import Sharding, accumulation_dtype
 from flax_mha.core import validation
 from flax_mha.masks import Mask
@@ -199,3 +203,41 @@ def attention_weights(
     weights, lse = jax.grad(total, has_aux=True)(jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3])))
     is_nan = jnp.isnan(jnp.swapaxes(lse, -1, -2))[..., None]  # such rows have no derivative
     return jnp.where(is_nan, jnp.full_like(weights, jnp.nan), weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextAttention:
+    """An `attention_fn` for sequences that are split over devices: what `context_parallel` makes."""
+
+    context: Context
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | Mask | None = None,
+        *,
+        qkv_sharding: Sharding | None = None,
+        **arguments: Any,
+    ) -> Array:
+        """As `flax_mha.attention_fn`. `qkv_sharding`, which modules pass that split heads, adds to what is known."""
+        _check_computes(query, arguments)
+        sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
+        return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
+
+
+def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
+    """Nothing that needs whole sequences on a device.
+
+    Raises:
+      ValueError: If there is such an argument.
+    """
+    given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
+    if given or jnp.iscomplexobj(query):
+        got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
+        raise ValueError(
+            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}; these "
+            "need whole sequences on a device: use flax_mha.attention_fn."
+        )

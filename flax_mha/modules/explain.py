@@ -12,12 +12,11 @@ from flax_mha.attention import explain_implementation
 from flax_mha.cache.cached_attention import Scoring, over_cache
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.call.operands import Call
-from flax_mha.context_parallel import ContextAttention
 from flax_mha.core import validation
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Explanation, Implementation
 from flax_mha.masks import Mask
-from flax_mha.modules.attention_fn import attention_fn
+from flax_mha.modules.attention_fn import ContextAttention, attention_fn
 from flax_mha.modules.presets import without_partials
 
 

@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Int
 from flax_mha.cache.cached_attention import cached_attention, check_cache, in_order
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
-from flax_mha.context_parallel import ContextAttention
 from flax_mha.core import validation
 from flax_mha.core.integers import int32
 from flax_mha.distributed.tensor_parallel import attention_sharding, check_head_axis
 from flax_mha.impl.registry import Explanation, check_name
 from flax_mha.masks import ArrayMask, Mask
+from flax_mha.modules.attention_fn import ContextAttention
 from flax_mha.modules.attention_fn import attention_fn as our_attention_fn
 from flax_mha.modules.explain import ExplainedAttention
 from flax_mha.modules.presets import combined, without_partials
