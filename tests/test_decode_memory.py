@@ -66,13 +66,14 @@ def test_a_step_copies_no_cache(case):
 
 
 def test_a_step_with_a_partial_copies_no_cache():
-    """Whether an attention function is ours does not depend on what is wrapped around it."""
-    program, size = compiled(num_kv_heads=2, attention_fn=functools.partial(flax_mha.attention_fn, scale=0.3))
+    """Of either kind, one around the other: whether an attention function is ours does not depend on them."""
+    inner = functools.partial(flax_mha.attention_fn, implementation=None)
+    program, size = compiled(num_kv_heads=2, attention_fn=jax.tree_util.Partial(inner, scale=0.3))
     assert program.memory_analysis().temp_size_in_bytes <= 2 * 2**20 + size / 100
 
 
 def test_a_step_of_a_linen_module_with_a_partial_copies_no_cache():
-    outer = functools.partial(functools.partial(flax_mha.attention_fn, implementation=None), logits_soft_cap=9.0)
+    outer = functools.partial(functools.partial(flax_mha.attention_fn, implementation=None), scale=0.3)
     layer = linen.MultiHeadDotProductAttention(N, qkv_features=N * H, num_kv_heads=2, attention_fn=outer, decode=True)
     x = jax.ShapeDtypeStruct((B, 1, FEATURES), jnp.float32)
     key, slots = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((B, SLOTS, FEATURES), jnp.float32)
@@ -84,7 +85,7 @@ def test_a_step_of_a_linen_module_with_a_partial_copies_no_cache():
 
     program = jax.jit(step, donate_argnums=0).lower(variables["cache"], variables["params"], x).compile()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables["cache"]))
-    assert program.memory_analysis().temp_size_in_bytes <= size / 8
+    assert program.memory_analysis().temp_size_in_bytes <= 2 * 2**20 + size / 100
 
 
 @pytest.mark.parametrize("mapped", [False, True])

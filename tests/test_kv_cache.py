@@ -330,7 +330,7 @@ def test_mapped_updates_of_what_is_shared():
         got = jax.vmap(KVCache.update, own)(given, *new)
         for i in range(2):
             each = new if own[1] is None else (keys[i], values[i])
-            same_bits(jax.tree.map(lambda x: x[i], got), cache.update(*each))  # noqa: B023
+            same_bits(jax.tree.map(lambda x, i=i: x[i], got), cache.update(*each))
     none = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), (cache, key, value))
     assert jax.vmap(KVCache.update)(*none).key.shape == (0, *cache.key.shape)
 

@@ -11,11 +11,10 @@ import jax
 import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha.core.sharding import by_mapped_axis
-from flax_mha.core.target import Target, target_of
+from flax_mha.core.target import target_of
 from flax_mha.core.tracing import varying_alike, varying_as
 from flax_mha.distributed.mesh import by_device
 
@@ -63,8 +62,9 @@ def written(
 def _written_here(kind: Kind, *arrays: Array) -> Array:
     arrays = varying_alike(arrays)
     is_known = all(isinstance(n, int) for x in arrays for n in x.shape)  # else symbols, as in jax.export
-    on_one_cpu = target_of(arrays) == Target("cpu", may_be_split=False)
-    return (_sliced if is_known and on_one_cpu else _scattered)(kind, *arrays)
+    target = target_of(arrays)
+    on_cpu = target.platform == "cpu" and (not target.may_be_split or _is_converted(arrays[0]))
+    return (_sliced if is_known and on_cpu else _scattered)(kind, *arrays)
 
 
 def _scattered(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
@@ -129,7 +129,7 @@ def _in_slices(kind: Kind, cached: Array, new: Array, index: Array, added: Array
     def write(i: Int[Array, ""], cached: Array) -> Array:
         i = jnp.asarray(i, jnp.int32)
         place = tuple(x.astype(jnp.int32) for x in jnp.unravel_index(i, batch))
-        own = lax.dynamic_slice(new, _start(place, 0, i), (1,) * len(batch) + new.shape[-3:])
+        own = lax.dynamic_slice(new, _start(place, jnp.zeros_like(i)), (1,) * len(batch) + new.shape[-3:])
         first, count = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (index, added))
         return _with_entries(kind, cached, own, place, first, count)
 
@@ -153,22 +153,23 @@ def _with_entries(
     length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
     first = index % length if kind.ring else index
     if _is_one_slice(kind, new):
-        return _with_slice(cached, new, _start(place, first, first), added > 0)
+        return _with_slice(cached, new, _start(place, first), added > 0)
     starts = [jnp.clip(first, 0, length - size), jnp.zeros_like(first)]
     for start in starts if kind.ring and size < length else starts[:1]:  # the rest of a ring's goes to the first slots
         entry_of_slot = start + jnp.arange(size, dtype=jnp.int32) - index
         if kind.ring:  # the last one that belongs there
             entry_of_slot = added - 1 - (added - 1 - entry_of_slot) % length
         in_use = (entry_of_slot >= 0) & (entry_of_slot < added)
+        in_use = in_use.reshape((1,) * (cached.ndim - 3) + (size, 1, 1))
         entries = new.at[..., entry_of_slot, :, :].get(mode="clip")
-        cached = _with_slice(cached, entries, _start(place, start, start), in_use[:, None, None])
+        cached = _with_slice(cached, entries, _start(place, start), in_use)
     return cached
 
 
-def _start(place: tuple[Array, ...], slot: ArrayLike, like: Array) -> tuple[Array, ...]:
-    """Where a slice of the cache begins; its numbers vary over a mesh as `like` does."""
-    zero = jnp.zeros_like(like)
-    return varying_alike((*place, zero + slot, zero, zero))
+def _start(place: tuple[Array, ...], slot: Int[Array, ""]) -> tuple[Array, ...]:
+    """Where a slice for all heads begins: at a sequence and a slot."""
+    zero = jnp.zeros_like(slot)
+    return varying_alike((*place, slot, zero, zero))
 
 
 def _with_slice(
@@ -177,10 +178,9 @@ def _with_slice(
     start: tuple[Array, ...],
     in_use: Bool[Array, "..."],
 ) -> Float[Array, "*B S K H"]:
-    """The cache with those of these entries, or of their bits, that are in use."""
+    """The cache with those of these entries, or of their bits, that are in use; that says one bool, or one a slot."""
     if not _is_converted(cached):
         before = lax.dynamic_slice(cached, start, entries.shape)
-        in_use = in_use.reshape((1,) * (cached.ndim - in_use.ndim) + in_use.shape)
         return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), start)
 
     # The bits of a cache are read, and written, in place if nothing else is done in that branch of a conditional.
@@ -194,7 +194,6 @@ def _with_slice(
     if in_use.ndim:
         nothing = varying_as(cached, jnp.zeros(entries.shape, jnp.uint16))
         before = lax.cond(any_in_use, read, lambda cached: nothing, cached)
-        in_use = in_use.reshape((1,) * (cached.ndim - in_use.ndim) + in_use.shape)
         entries = jnp.where(in_use, entries, before)
     return lax.cond(any_in_use, write, lambda cached: cached, cached)
 

@@ -22,6 +22,8 @@ def without_partials(attention_fn: Callable[..., Array]) -> tuple[Callable[..., 
     # Of exactly these types: a subclass may do more in its call.
     while type(function) in (functools.partial, jax.tree_util.Partial) and not function.args:
         function, keywords = function.func, function.keywords | keywords
+        inner = getattr(function, "fun", None)  # by which jax.tree_util.Partial keeps another partial
+        function = inner if type(inner) is functools.partial else function
     return function, keywords
 
 

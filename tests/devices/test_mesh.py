@@ -274,6 +274,20 @@ def test_steps_of_mapped_sequences_in_shard_map(dtype, kind):
         np.testing.assert_allclose(got[0].astype(jnp.float32), expected[0].astype(jnp.float32), rtol=0, atol=2**-7)
 
 
+@pytest.mark.parametrize("number", [1, 100])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_where_arrays_may_be_split_no_bfloat16_cache_is_copied(per_row, number):
+    """Several devices, and nothing that says how the cache is split."""
+    cache, new = jax.eval_shape(
+        lambda: (
+            KVCache.create(B, 4096, 2, H, jnp.bfloat16, per_row=per_row),
+            jnp.zeros((B, number, 2, H), jnp.bfloat16),
+        )
+    )
+    program = jax.jit(KVCache.update, donate_argnums=0).lower(cache, new, new).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= cache.key.size * 2 / 8
+
+
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_beams(kind, per_row):
