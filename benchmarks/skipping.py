@@ -27,7 +27,8 @@ from matplotlib.figure import Figure
 
 from flax_mha import attention, recipes
 from flax_mha.core.validation import Shape
-from flax_mha.impl.shared import head, heads, schedule, tiling
+from flax_mha.impl.shared import head, schedule, tiling
+from flax_mha.impl.shared.head import one_of
 from flax_mha.masks import CausalMask, LocalMask, Mask, SegmentMask
 
 COLUMNS = {
@@ -104,7 +105,7 @@ def share_of_tiles(mask: Mask | None, length: int) -> float | None:
     tiles = tiling.tiling_of(lengths, schedule.TILE_SHAPES[0])
     canonical = mask.canonical(Shape((1,), *lengths, HEADS, HEADS, HEAD_DIM, HEAD_DIM))
     by_head = head.mask_by_head(canonical.with_occupancy(lengths, (0, 0), tiling.CELL), 1, (HEADS, 1))
-    each = [heads.one_of(by_head, (0, n, 0)) for n in range(HEADS)]
+    each = [one_of(by_head, (0, n, 0)) for n in range(HEADS)]
     return float(np.mean(tiling.static_block_mask(tiles, each, (0, 0)).num_tiles)) / tiles.cells
 
 

@@ -27,7 +27,7 @@ from jaxtyping import install_import_hook
 
 # Before the package is imported: the shapes in the signatures of these files become checks. (Not in those with pytrees,
 # which jax also fills with placeholders.)
-CHECKED = ("impl.dense", "impl.blockwise", "impl.shared.online_softmax", "impl.shared.heads", "core.tile")
+CHECKED = ("impl.dense", "impl.blockwise", "impl.shared.online_softmax", "core.tile")
 install_import_hook([f"flax_mha.{name}" for name in CHECKED], "beartype.beartype")
 
 from flax_mha.impl.shared import schedule, tiling  # noqa: E402

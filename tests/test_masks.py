@@ -14,7 +14,8 @@ from flax_mha import dot_product_attention, masks, plot
 from flax_mha.core.tile import Grid
 from flax_mha.core.validation import Shape
 from flax_mha.impl import blockwise
-from flax_mha.impl.shared import head, heads
+from flax_mha.impl.shared import head
+from flax_mha.impl.shared.head import one_of
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
 B, N, T, S = 2, 6, 48, 64
@@ -73,7 +74,7 @@ def heads_of(mask):
     """The mask of every batch entry and head, as the attention cuts it: (b, n, mask)."""
     by_head = head.mask_by_head(mask.canonical(SHAPE), 1, GROUPS)
     for b, n in np.ndindex(B, N):
-        yield b, n, heads.one_of(by_head, (b, *divmod(n, GROUPS[1])))
+        yield b, n, one_of(by_head, (b, *divmod(n, GROUPS[1])))
 
 
 @each

@@ -280,6 +280,7 @@ def canonical(
         precision=check_precision(precision),
         target=target_of((query, key, value)),
         sharding=check_sharding(qkv_sharding, jnp.ndim(query)),
+        has_known_sizes=all(isinstance(n, int) for x in (query, key, value) for n in x.shape),
         cached=cached,
         ring=ring,
     )

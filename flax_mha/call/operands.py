@@ -103,6 +103,7 @@ class Options(NamedTuple):
       score_mod: The traced function.
       captured_trainable: Which of the arrays that it captures get gradients.
       target: What the call is compiled for.
+      has_known_sizes: Whether all sizes are numbers; `jax.export` knows sizes that are symbols.
       sharding: How the caller says that a mesh splits the query, or None.
     """
 
@@ -116,6 +117,7 @@ class Options(NamedTuple):
     precision: lax.PrecisionLike
     target: Target
     sharding: Sharding | None
+    has_known_sizes: bool
     cached: bool = False
     ring: bool = False
 
@@ -125,12 +127,6 @@ class Call(NamedTuple):
 
     operands: Operands
     options: Options
-
-    @property
-    def has_known_sizes(self) -> bool:
-        """Whether all sizes are numbers; `jax.export` knows sizes that are symbols."""
-        sizes = (*self.operands.query.shape, *self.operands.key.shape, *self.operands.value.shape)
-        return all(isinstance(size, int) for size in sizes)
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:

@@ -103,26 +103,28 @@ class Tile(NamedTuple):
     @property
     def columns(self) -> Int[Array, "1 s"]:
         """Column numbers."""
-        numbers = lax.broadcasted_iota(jnp.int32, (1, self.shape[1] // len(self.runs)), 1)
-        return _joined([first + numbers for first in self.runs], 1)
+        if not isinstance(self.column, tuple):
+            return self.column + lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
+        numbers = lax.broadcasted_iota(jnp.int32, (1, self.shape[1] // len(self.column)), 1)
+        return _joined([first + numbers for first in self.column], 1)
 
     @property
     def query_positions(self) -> Int[Array, "#t #s"]:
         """Positions of the queries, [t, 1] here."""
-        return self._inside(self.rows, 0) + self.offsets[0]
+        rows = self.rows
+        if self.lengths is not None:
+            rows = jnp.minimum(rows, jnp.int32(max(self.lengths[0] - 1, 0)))
+        return rows + self.offsets[0]
 
     @property
     def key_positions(self) -> Int[Array, "#t #s"]:
         """Positions of the keys, [1, s] here."""
-        columns = self._inside(self.columns, 1)
+        columns = self.columns
+        if self.lengths is not None:
+            columns = jnp.minimum(columns, jnp.int32(max(self.lengths[1] - 1, 0)))
         if self.ring is None:
             return columns + self.offsets[1]
         return self.offsets[1] - (self.offsets[1] - columns) % self.ring
-
-    def _inside(self, numbers: Int[Array, "#t #s"], axis: int) -> Int[Array, "#t #s"]:
-        if self.lengths is None:
-            return numbers
-        return jnp.minimum(numbers, jnp.int32(max(self.lengths[axis] - 1, 0)))
 
     def cut(self, x: Array | np.ndarray) -> Array:
         """The tile's part of `x` [T | 1, S | 1]; an axis of length 1 is broadcast and stays whole."""
@@ -140,6 +142,8 @@ class Tile(NamedTuple):
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
         """The tile's part of an axis that has an entry for every column."""
+        if not isinstance(self.column, tuple):
+            return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
         width = self.shape[1] // len(self.runs)
         cut = functools.partial(lax.dynamic_slice_in_dim, slice_size=width, axis=axis, allow_negative_indices=False)
         return _joined([cut(x, first) for first in self.runs], axis)
@@ -201,6 +205,11 @@ class Grid(NamedTuple):
         """First and last position of the tiles' queries (axis 0) or keys (axis 1), in the shapes of `bounds`."""
         first, last = self.bounds(axis)
         return first + self.offsets[axis], last + self.offsets[axis]
+
+    def distance_bounds(self) -> tuple[IntMatrix, IntMatrix]:
+        """Least and greatest distance by which a key of the tile stands ahead of a query."""
+        (q_first, q_last), (k_first, k_last) = self.position_bounds(0), self.position_bounds(1)
+        return k_first - q_last, k_last - q_first
 
 
 def pad(x: Array | np.ndarray, shape: tuple[int, int], mode: str = "constant") -> Array:

@@ -26,7 +26,7 @@ def run(call: Call, implementation: str | None) -> Output:
     split = split_of(call)
     if split is None:
         return registry.run(_whole(call), implementation)
-    if call.has_known_sizes and 0 in call.operands.query.shape[:-1]:
+    if call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
         explain(call, implementation)  # raises what computing it would raise
         return nothing(call, split)
     return on_mesh(call, split, _run_part(implementation, split.context))

@@ -7,7 +7,7 @@ which is query, key, value, output and log-sum-exp.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -16,13 +16,13 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype, numbers_as_arrays
+from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, numbers_as_arrays
 from flax_mha.core.tile import Scalar, Tile, pad
 from flax_mha.core.tracing import varying_alike, varying_as
 from flax_mha.impl import dense
 from flax_mha.impl.implementation import Implementation
-from flax_mha.impl.shared import heads, nonfinite, online_softmax, schedule
-from flax_mha.impl.shared.head import Head, from_caller, heads_of, to_caller
+from flax_mha.impl.shared import nonfinite, online_softmax, schedule
+from flax_mha.impl.shared.head import Head, from_caller, heads_of, map_heads, to_caller
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.schedule import TilePlan
 from flax_mha.impl.shared.scores import ScoreRule
@@ -72,14 +72,10 @@ def _all_heads(
     if looped_axes is not None and not blocks.single:
         looped_axes = max([looped_axes, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
     known = None if result is None else from_caller(*result, operands.groups)
-    one_head = functools.partial(_one_head, plan.tiling, blocks.single and plan.fuses_rows)
+    one_head = functools.partial(blockwise_head, plan.tiling, blocks.single and plan.fuses_rows)
     operands_of_heads = varying_alike((head, blocks, known))
-    output, lse = heads.map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.vmap_batch)
+    output, lse = map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.vmap_batch)
     return to_caller(output, lse, operands.query.dtype)
-
-
-def _one_head(tiling: Tiling, fuse_rows: bool, operands: tuple) -> tuple[Array, Array]:
-    return blockwise_head(tiling, fuse_rows, *operands)
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
@@ -87,26 +83,23 @@ def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
     if not jax.tree.leaves((rule.mask, rule.offsets)):
         blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
         return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
-    return heads.map_heads(lambda x: dynamic_block_mask(tiling, x[0], x[1].values), (rule.mask, rule.offsets), axes)
+    return map_heads(lambda x: dynamic_block_mask(tiling, x[0], x[1].values), (rule.mask, rule.offsets), axes)
 
 
 def blockwise_head(
     tiling: Tiling,
     fuse_rows: bool,
-    head: Head,
-    blocks: BlockMask,
-    result: tuple[Float[Array, "T Hv"], Float[Array, " T"]] | None = None,
+    operands: tuple[Head, BlockMask, tuple[Float[Array, "T Hv"], Float[Array, " T"]] | None],
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     """Output and log-sum-exp of one head.
 
     Args:
       tiling: How the scores are cut.
       fuse_rows: Whether to compute all rows of tiles at once, if there is no gradient; needs `blocks.single`.
-      head: Its operands.
-      blocks: Which tiles are visited.
-      result: Output and log-sum-exp over these and other keys, if they are known. Then they are returned, and nothing
-        is computed but gradients: those of what these keys contribute.
+      operands: The head; which tiles are visited; output and log-sum-exp over these and other keys, if they are known.
+        Then they are returned, and nothing is computed but gradients: those of what these keys contribute.
     """
+    head, blocks, result = operands
     head, (queries, features) = _pad(head, tiling), (tiling.lengths[0], head.value.shape[1])
     if result is None:
         output, lse = _attend(tiling, fuse_rows, head, blocks)
@@ -159,8 +152,7 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> tuple[Float[Array,
             after = online_softmax.update(before, s, lambda p: rule.weigh(p, values, visit.tile), row_poison)
             return online_softmax.State(*map(visit.put_rows, state, after))
 
-        dtype, features = accumulation_dtype(head.value.dtype), head.value.shape[1]
-        nothing = online_softmax.start(tiling.height, features, head.inputs.sink, dtype)
+        nothing = online_softmax.start(tiling.height, head.value.shape[1], head.inputs.sink, rule.dtype)
         return online_softmax.finish(over_keys(blocks, tiling, rule, i, visit_tile, varying_as(q, nothing)))
 
     output, lse = lax.map(row, by_row(tiling, blocks, head.query, None if flags is None else flags.query))
@@ -202,7 +194,7 @@ def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[A
     query, d_output, lse, delta = nonfinite.backward_rows(
         head.query, result, cotangents, keys_are_finite=head.nonfinite is not None
     )
-    zeros = functools.partial(jnp.zeros, dtype=accumulation_dtype(query.dtype))
+    zeros = functools.partial(jnp.zeros, dtype=rule.dtype)
     may_be_nan = head.inputs.bias is not None or rule.score_mod is not None
 
     def row(sums: tuple, own: tuple) -> tuple[tuple, Array]:
@@ -315,16 +307,21 @@ def over_keys(
         tile = tiling.tile(i * tiling.height + band.first, columns, shape, rule.offsets.values)
         return step(TileVisit(band.first, tile), mask, state)
 
-    def visit_all(bands: tuple[TileBand, ...], mask: Mask | None, first: Any, end: Any, state: T) -> T:
-        visits = [functools.partial(visit, band, mask) for band in bands]
-        one = visits[0] if len(bands) == 1 else lambda n, state: lax.switch(element(blocks.band, n), visits, n, state)
-        return one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
-
-    if blocks.full_bands:
-        state = visit_all(blocks.full_bands, None, 0, blocks.num_full, state)
-    if blocks.partial_bands:
-        state = visit_all(blocks.partial_bands, mask, blocks.num_full, blocks.num_tiles, state)
+    for bands, mask_of_tile, first, end in (
+        (blocks.full_bands, None, 0, blocks.num_full),
+        (blocks.partial_bands, mask, blocks.num_full, blocks.num_tiles),
+    ):
+        visits = [functools.partial(visit, band, mask_of_tile) for band in bands]
+        if not visits:
+            continue
+        one = visits[0] if len(visits) == 1 else functools.partial(_visit_band, blocks.band, visits)
+        state = one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
     return state
+
+
+def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar, state: T) -> T:
+    """Visits tile n by the function for its band."""
+    return lax.switch(element(band, n), visits, n, state)
 
 
 def element(x: Any, *place: Scalar) -> Int[Array, ""]:

@@ -28,8 +28,8 @@ from flax_mha.core.target import platform
 from flax_mha.core.tile import Grid, Scalar, Tile
 from flax_mha.core.tracing import varying_alike, varying_as
 from flax_mha.impl import dense
-from flax_mha.impl.shared import block_diagonal, heads, nonfinite, online_softmax, schedule
-from flax_mha.impl.shared.head import head_of, scores_of, split_heads, to_caller, vectors_by_head
+from flax_mha.impl.shared import block_diagonal, nonfinite, online_softmax, schedule
+from flax_mha.impl.shared.head import head_of, map_heads, scores_of, split_heads, to_caller, vectors_by_head
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.schedule import KeyBlocks
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
@@ -230,13 +230,13 @@ def _rows(blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array) -> tupl
     def start(own: tuple[Array, ScoreInputs]) -> tuple[online_softmax.State, Array]:
         return online_softmax.start(blocks.height, value.shape[-1], own[1].sink, dtype), jnp.zeros((), dtype)
 
-    nothing = varying_as(part.query, heads.map_heads(start, (part.query, part.inputs), axes))
+    nothing = varying_as(part.query, map_heads(start, (part.query, part.inputs), axes))
     with_keys = block_diagonal.with_keys(part.query, part.rule.dot, blocks.block_diagonal)
     step = functools.partial(_step, blocks, part, with_keys, key, value)
     begin, end = _visited(blocks, part, key.shape[-3])
     # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
     state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
-    return *heads.map_heads(online_softmax.finish, state, axes), flag
+    return *map_heads(online_softmax.finish, state, axes), flag
 
 
 def _step(
@@ -270,7 +270,7 @@ def _step(
         return state, weights if kept is None else weights * kept, _nonfinite_flag(flag, product, rule)
 
     operands = (with_keys(k), part.inputs, part.rule, flags, carry)
-    state, weights, flag = heads.map_heads(one_head, operands, axes)
+    state, weights, flag = map_heads(one_head, operands, axes)
     of_values = block_diagonal.with_values(weights, v, part.rule.dot, blocks.block_diagonal)
     return state._replace(output=state.output + of_values), flag
 
@@ -331,7 +331,7 @@ def _seen(blocks: KeyBlocks, part: BatchSlice, length: int) -> Bool[Array, "*#B 
         grid = Grid((1, count), (blocks.height, blocks.width), offsets.moved(part.row, 0).values)
         return jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
 
-    return heads.map_heads(one_head, (mask, rule.offsets), part.query.ndim - 2)
+    return map_heads(one_head, (mask, rule.offsets), part.query.ndim - 2)
 
 
 def _bounds(mask: Mask | None) -> Mask | None:

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 
 from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
 from flax_mha.core.tile import Tile
-from flax_mha.impl.shared import heads, schedule
-from flax_mha.impl.shared.head import Head, heads_of, to_caller
+from flax_mha.impl.shared import schedule
+from flax_mha.impl.shared.head import Head, heads_of, map_heads, to_caller
 from flax_mha.impl.shared.schedule import DensePlan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import Mask
@@ -37,7 +37,7 @@ def _all_heads(operands: Operands, options: Options, plan: DensePlan) -> OutputA
 
 def map_dense_heads(head: Head, dtype: DTypeLike, looped_axes: int, vmap_batch: int | None = None) -> OutputAndLse:
     """Output, in this dtype, and log-sum-exp of heads [B..., K, G]."""
-    output, lse = heads.map_heads(dense_head, head, head.query.ndim - 2, looped_axes, vmap_batch)
+    output, lse = map_heads(dense_head, head, head.query.ndim - 2, looped_axes, vmap_batch)
     return to_caller(output, lse, dtype)
 
 

@@ -69,9 +69,10 @@ class Explanation(NamedTuple):
 
 def refusals(name: str, call: Call) -> list[str]:
     """Why this implementation cannot compute the call; no reason if it can."""
-    if name != XLA.name and not call.has_known_sizes:
+    if name != XLA.name and not call.options.has_known_sizes:
         return ["its sizes must be numbers known while tracing, and some are symbols"]
-    return IMPLEMENTATIONS[name]().refusals(call)
+    ask = IMPLEMENTATIONS[name]().refusals
+    return [] if ask is None else ask(call)
 
 
 # Where fused kernels are chosen first by published speeds; nothing of ours has been timed on a GPU or a TPU.
@@ -80,7 +81,7 @@ PREFERRED_ON = {"gpu": [CUDNN.name], "tpu": ["splash"]}
 
 def chosen(call: Call) -> str:
     """The name of the implementation that `implementation=None` runs: the fastest that does not refuse the call."""
-    if schedule.blocks_in_place(call) is not None or (call.has_known_sizes and call.operands.lengths[0] == 1):
+    if schedule.blocks_in_place(call) is not None or (call.options.has_known_sizes and call.operands.lengths[0] == 1):
         return XLA.name  # a few vectors times a matrix: nothing to fuse
     portable = XLA.name if schedule.prefers_dense(call) else BLOCKWISE.name
     candidates = [*PREFERRED_ON.get(call.options.target.platform, []), portable]

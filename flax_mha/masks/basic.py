@@ -59,14 +59,14 @@ class LocalMask(Mask):
         return visible
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        (q_first, q_last), (k_first, k_last) = grid.position_bounds(0), grid.position_bounds(1)
+        least, greatest = grid.distance_bounds()
         some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
         if self.left is not None:
             left = _int32(-self.left)
-            some, full = some & (k_last - q_first >= left), full & (k_first - q_last >= left)
+            some, full = some & (greatest >= left), full & (least >= left)
         if self.right is not None:
             right = _int32(self.right)
-            some, full = some & (k_first - q_last <= right), full & (k_last - q_first <= right)
+            some, full = some & (least <= right), full & (greatest <= right)
         return Occupancy(some, full)
 
 
@@ -100,7 +100,7 @@ class CausalMask(Mask):
             )
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        return LocalMask(None, self.offset).tile(tile)
+        return tile.key_positions - tile.query_positions <= _int32(self.offset)
 
     def occupancy(self, grid: Grid) -> Occupancy:
         return LocalMask(None, self.offset).occupancy(grid)

@@ -18,8 +18,8 @@ from flax_mha.impl.pallas.held import Rules
 from flax_mha.impl.pallas.operands import LANES, Inputs
 from flax_mha.impl.pallas.steps import Occupied
 from flax_mha.impl.pallas.tile import TileMask, TileScores
-from flax_mha.impl.shared import heads, nonfinite
-from flax_mha.impl.shared.head import heads_of
+from flax_mha.impl.shared import nonfinite
+from flax_mha.impl.shared.head import heads_of, map_heads
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.impl.shared.tiling import InsideMask, Tiling, padded_mask
@@ -106,7 +106,7 @@ def _outer_values(
     """The values of the outer part, once for all heads that share them."""
     one = jnp.zeros((1,) * axes, jnp.int32)
     numbers = [jnp.asarray(x) if used else one for x, used in zip((batch, head), uses, strict=True)]
-    return heads.map_heads(lambda x: parts.outer(*x), (list(captured), *numbers), axes)
+    return map_heads(lambda x: parts.outer(*x), (list(captured), *numbers), axes)
 
 
 def _tile_mask(axes: int, calls: CallsFunction) -> Mask:
@@ -131,7 +131,7 @@ def _occupied(scores: ScoreRule, tiling: Tiling, axes: int) -> Occupied:
         return some & everything, full & everything
 
     if scores.mask is not None and jax.tree.leaves((scores.mask, scores.offsets)):
-        return Occupied(*heads.map_heads(one_head, (scores.mask, scores.offsets), axes))
+        return Occupied(*map_heads(one_head, (scores.mask, scores.offsets), axes))
     with jax.ensure_compile_time_eval():
         some, full = one_head((scores.mask, scores.offsets))
     lead = (1,) * axes

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_mha.impl.shared import heads
-from flax_mha.impl.shared.head import split_heads
+from flax_mha.impl.shared.head import map_heads, split_heads
 
 
 def with_keys(
@@ -36,12 +35,12 @@ def with_keys(
 
     def by_head(key: Float[Array, "*B s K H"]) -> Float[Array, "*B K G t s"]:
         keys = split_heads(key, (num_heads, 1))
-        return jnp.matrix_transpose(heads.map_heads(product, (query, keys), len(batch) + 2))
+        return jnp.matrix_transpose(map_heads(product, (query, keys), len(batch) + 2))
 
     def of_all_heads(key: Float[Array, "*B s K H"]) -> Float[Array, "*B K G t s"]:
         own = jnp.where(_own(num_heads)[..., None], query[..., None, :], 0)
         rows = own.reshape(*batch, -1, num_heads * size)
-        products = heads.map_heads(product, (rows, key.reshape(*key.shape[:-2], -1)), len(batch))
+        products = map_heads(product, (rows, key.reshape(*key.shape[:-2], -1)), len(batch))
         products = jnp.matrix_transpose(lax.optimization_barrier(products))  # else XLA would change the order
         return products.reshape(*query.shape[:-1], -1)
 
@@ -62,10 +61,8 @@ def with_values(
 
     if not block_diagonal:
         values = split_heads(value, (num_heads, 1))
-        return heads.map_heads(product, (weights, values), len(batch) + 2)
-    of_all = heads.map_heads(
-        product, (weights.reshape(*batch, -1, length), value.reshape(*value.shape[:-2], -1)), len(batch)
-    )
+        return map_heads(product, (weights, values), len(batch) + 2)
+    of_all = map_heads(product, (weights.reshape(*batch, -1, length), value.reshape(*value.shape[:-2], -1)), len(batch))
     of_all = of_all.reshape(*weights.shape[:-1], num_heads, -1)
     return jnp.where(_own(num_heads)[..., None], of_all, 0).sum(-2)
 

@@ -17,8 +17,7 @@ import numpy as np
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options, accumulation_dtype
 from flax_mha.core.target import Target
 from flax_mha.core.tracing import being_traced, is_key, readable
-from flax_mha.impl.shared import heads
-from flax_mha.impl.shared.head import mask_by_head
+from flax_mha.impl.shared.head import mask_by_head, one_of
 from flax_mha.impl.shared.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
 from flax_mha.masks import Mask
 
@@ -154,7 +153,7 @@ def with_occupancy(call: Call) -> Call:
 
 def prefers_dense(call: Call) -> bool:
     """Whether "xla" is the faster of the two that compute every call."""
-    return not call.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE
+    return not call.options.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE
 
 
 def _fuses_rows(call: Call, scores: int) -> bool:
@@ -166,13 +165,13 @@ def _fuses_rows(call: Call, scores: int) -> bool:
     """
     operands, options = call
     plain = options.score_mod is None and operands.dropout_rng is None and not options.return_residual
-    return call.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target == ON_ONE_CPU
+    return call.options.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target == ON_ONE_CPU
 
 
 def blocks_in_place(call: Call) -> KeyBlocks | None:
     """How to read keys and values in place, or None where they are better put into the layout of one head."""
     operands, options = call
-    if not call.has_known_sizes or not operands.query.size or not operands.value.size or not operands.key.size:
+    if not call.options.has_known_sizes or not operands.query.size or not operands.value.size or not operands.key.size:
         return None
     if options.score_mod is not None and options.score_mod.has_custom_vjp:
         return None  # the derivative of what is read in place is that of a dense attention, by a rule for jax.jvp
@@ -231,7 +230,7 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
         scales_first = not tiles or operands.scale is not None
         return wide if dtype == jnp.float16 and scales_first else dtype
     # XLA fails when such a program runs with odd sizes and one head: "DotThunk ... BF16 x BF16 = F32".
-    whole_tiles = call.has_known_sizes and not any(length % 128 for length in operands.lengths)
+    whole_tiles = call.options.has_known_sizes and not any(length % 128 for length in operands.lengths)
     several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
     plain = whole_tiles and several_heads and not options.target.may_be_split
     return dtype if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in _cpu_features() else wide
@@ -261,7 +260,7 @@ def _looped_axes(call: Call, scores: int) -> int | None:
     On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. None on
     accelerators, where arrays may be split, and for symbolic sizes: then no axis may be looped over.
     """
-    if call.options.target != ON_ONE_CPU or not call.has_known_sizes:
+    if call.options.target != ON_ONE_CPU or not call.options.has_known_sizes:
         return None  # an accelerator runs all heads together, and a mesh may split them
     axes, num_heads = call.operands.query.ndim - 1, call.operands.query.shape[-2]
     if scores <= MAX_SCORES_ALL_HEADS:
@@ -272,7 +271,7 @@ def _looped_axes(call: Call, scores: int) -> int | None:
 
 def _vmap_batch(call: Call, scores: int) -> int | None:
     """How many heads run together at most, given the number of scores of one head in memory at once; None: all."""
-    if call.options.target != ON_ONE_TPU or not call.has_known_sizes:
+    if call.options.target != ON_ONE_TPU or not call.options.has_known_sizes:
         return None
     return max(MAX_SCORES_TPU // max(scores, 1), 1)
 
@@ -294,7 +293,7 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
     concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
     mask = mask_by_head(concrete, axes - 2, operands.groups)
     head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
-    masks = [heads.one_of(mask, place) for place in np.ndindex(head_axes)]
+    masks = [one_of(mask, place) for place in np.ndindex(head_axes)]
     examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
     tiling = cheapest(lengths, examples, operands.offsets.numbers, (*shapes, *gathering))
     blocks = static_block_mask(tiling, masks, operands.offsets.numbers)

@@ -54,7 +54,7 @@ class ScoreInputs(NamedTuple):
 class ScoreRule:
     """What one head makes of the products of scaled queries and keys: soft cap, `score_mod`, bias, mask, dropout.
 
-    Its arrays, like those of masks, have leading axes for batch and heads until `heads.map_heads` has mapped them.
+    Its arrays, like those of masks, have leading axes for batch and heads until `map_heads` has mapped them.
 
     Attributes:
       mask: What is visible; None shows everything.
@@ -63,6 +63,7 @@ class ScoreRule:
       batch: Index of the batch entry (flattened), for `score_mod`.
       head: Index of the head, for `score_mod`.
       constants: The arrays that `score_mod` captures and that get no gradient.
+      dtype: Of scores and sums: float32, or float64 for such inputs.
       soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
       score_mod: The traced function, or None.
       captured_trainable: Which of the arrays that it captures get gradients, in order.
@@ -78,6 +79,7 @@ class ScoreRule:
     batch: Int[Array, "..."] | None
     head: Int[Array, "..."] | None
     constants: list[Array]
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
     captured_trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
@@ -108,7 +110,7 @@ class ScoreRule:
             b.astype(narrow),
             (contract, ((), ())),
             precision=self.precision,
-            preferred_element_type=accumulation_dtype(narrow),
+            preferred_element_type=self.dtype,
         )
 
     def tile_scores(
@@ -153,7 +155,9 @@ class ScoreRule:
           fused: Whether to express the mask so that XLA's CPU backend can fuse it with the product before and the
             softmax after it. The caller must ensure that no masked product is NaN, and must not differentiate.
         """
-        visible = _visible(inputs, tile, mask)
+        visible = None if mask is None else mask.tile(tile)
+        if inputs.bias is not None:
+            visible = _both(visible, inputs.bias != -jnp.inf)
         fused = fused and self.score_mod is None
         if visible is not None and not fused and (self.soft_cap is not None or self.score_mod is not None):
             products = self.guarded(products, visible)
@@ -267,12 +271,6 @@ class ScoreRule:
         words = words[:height] if is_even else lax.dynamic_slice_in_dim(words, first & 1, height, 0)
         dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
         return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
-
-
-def _visible(inputs: ScoreInputs, tile: Tile, mask: Mask | None) -> Bool[Array, "#t #s"] | None:
-    """What mask and bias show of a tile; None: everything."""
-    shown = None if mask is None else mask.tile(tile)
-    return shown if inputs.bias is None else _both(shown, inputs.bias != -jnp.inf)
 
 
 def _both(a: Bool[Array, "#t #s"] | None, b: Bool[Array, "#t #s"]) -> Bool[Array, "#t #s"]:
