@@ -5,6 +5,12 @@ blocks of keys [B..., S, K, H] in place, a block for all heads, and only from th
 query of the batch entry sees a key. A step of decoding costs what its sequence has written to the cache, not what the
 cache can hold. Where most of the cache has been written, all of it is one block, which spares even the copy of a block.
 
+A matrix product for each key head needs the keys of this head one after another: they are copied. Of few queries, one
+block-diagonal product for all heads is faster: every query is filled up with zeros to the features of all key heads, so
+that its products with the keys of other heads are 0, and of its outputs only those of its own head are used. That
+multiplies K times as much, but reads every key once, where it is. In such a product, a key that is not finite makes the
+products of other heads NaN, too.
+
 Looking for keys and values that are not finite would take as long as all the rest. So this is done only if an output is
 not finite, or a product that may have been lost in it: then everything is computed again, as `nonfinite.py` describes,
 and head by head.
@@ -12,7 +18,6 @@ and head by head.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +33,7 @@ from flax_mha.core.target import platform
 from flax_mha.core.tile import Grid, Scalar, Tile
 from flax_mha.core.tracing import varying_alike, varying_as
 from flax_mha.impl import dense
-from flax_mha.impl.shared import block_diagonal, nonfinite, online_softmax, schedule
+from flax_mha.impl.shared import nonfinite, online_softmax, schedule
 from flax_mha.impl.shared.head import head_of, map_heads, scores_of, split_heads, to_caller, vectors_by_head
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.schedule import KeyBlocks
@@ -231,8 +236,7 @@ def _rows(blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array) -> tupl
         return online_softmax.start(blocks.height, value.shape[-1], own[1].sink, dtype), jnp.zeros((), dtype)
 
     nothing = varying_as(part.query, map_heads(start, (part.query, part.inputs), axes))
-    with_keys = block_diagonal.with_keys(part.query, part.rule.dot, blocks.block_diagonal)
-    step = functools.partial(_step, blocks, part, with_keys, key, value)
+    step = functools.partial(_step, blocks, part, key, value)
     begin, end = _visited(blocks, part, key.shape[-3])
     # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
     state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
@@ -242,7 +246,6 @@ def _rows(blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array) -> tupl
 def _step(
     blocks: KeyBlocks,
     part: BatchSlice,
-    with_keys: Callable[[Array], Array],
     key: Array,
     value: Array,
     i: Scalar,
@@ -269,9 +272,10 @@ def _step(
         kept = rule.dropout_multiplier(tile, s.dtype)
         return state, weights if kept is None else weights * kept, _nonfinite_flag(flag, product, rule)
 
-    operands = (with_keys(k), part.inputs, part.rule, flags, carry)
+    products = _key_products(part.query, k, part.rule, blocks.block_diagonal)
+    operands = (products, part.inputs, part.rule, flags, carry)
     state, weights, flag = map_heads(one_head, operands, axes)
-    of_values = block_diagonal.with_values(weights, v, part.rule.dot, blocks.block_diagonal)
+    of_values = _value_products(weights, v, part.rule, blocks.block_diagonal)
     return state._replace(output=state.output + of_values), flag
 
 
@@ -340,3 +344,43 @@ def _bounds(mask: Mask | None) -> Mask | None:
         left, right = _bounds(mask.left), _bounds(mask.right)
         return left if right is None else right if left is None else And(left, right)
     return mask if isinstance(mask, CausalMask | LocalMask | LengthMask) else None
+
+
+def _key_products(
+    query: Float[Array, "*B K G t H"], key: Float[Array, "*B s K H"], rule: ScoreRule, block_diagonal: bool
+) -> Float[Array, "*B K G t s"]:
+    """Products of queries and keys, by one matrix product for all heads if `block_diagonal`."""
+    *batch, num_heads, _, _, size = query.shape
+
+    def product(pair: tuple[Array, Array]) -> Array:
+        query, key = pair
+        return rule.dot(key, query, transpose_b=True)  # in the other order XLA would transpose the keys
+
+    if not block_diagonal:
+        keys = split_heads(key, (num_heads, 1))
+        return jnp.matrix_transpose(map_heads(product, (query, keys), len(batch) + 2))
+    rows = jnp.where(_same_head(num_heads)[..., None], query[..., None, :], 0).reshape(*batch, -1, num_heads * size)
+    products = map_heads(product, (rows, key.reshape(*key.shape[:-2], -1)), len(batch))
+    products = jnp.matrix_transpose(lax.optimization_barrier(products))  # else XLA would change the order
+    return products.reshape(*query.shape[:-1], -1)
+
+
+def _value_products(
+    weights: Float[Array, "*B K G t s"], value: Float[Array, "*B s K Hv"], rule: ScoreRule, block_diagonal: bool
+) -> Float[Array, "*B K G t Hv"]:
+    """Sums of the weighted values, by one matrix product for all heads if `block_diagonal`."""
+    *batch, num_heads, _, _, length = weights.shape
+
+    def product(pair: tuple[Array, Array]) -> Array:
+        return rule.dot(*pair)
+
+    if not block_diagonal:
+        return map_heads(product, (weights, split_heads(value, (num_heads, 1))), len(batch) + 2)
+    of_all = map_heads(product, (weights.reshape(*batch, -1, length), value.reshape(*value.shape[:-2], -1)), len(batch))
+    of_all = of_all.reshape(*weights.shape[:-1], num_heads, -1)
+    return jnp.where(_same_head(num_heads)[..., None], of_all, 0).sum(-2)
+
+
+def _same_head(num_heads: int) -> Bool[Array, "K 1 1 K"]:
+    """Whether the key head on the last axis is the one on the first."""
+    return jnp.eye(num_heads, dtype=bool)[:, None, None, :]

@@ -59,7 +59,7 @@ MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
 MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
-# One product serves all heads there (`block_diagonal.py`) if K * T * N, which measures its work, is the first at most.
+# One product serves all heads there (`decode.py`) if K * T * N, which measures its work, is the first at most.
 # All keys may be one block if it is the second at most, and B * T * N * S, which measures its memory, the third.
 MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
 # The same on accelerators, which compute all batch entries together.
@@ -78,7 +78,7 @@ class KeyBlocks(NamedTuple):
       height: Queries of a block.
       width: Keys of a block.
       sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
-      block_diagonal: Whether one matrix product serves all heads, as `block_diagonal.py` describes.
+      block_diagonal: Whether one matrix product serves all heads, as `decode.py` describes.
       whole_dtype: If more than half the cache is visible and there are at most `max_scores` scores, process the cache
         as one block in this dtype, in which no scaled query is rounded; None disables it.
       max_scores: Of all batch entries and heads.
