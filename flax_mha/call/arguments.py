@@ -19,13 +19,15 @@ from jaxtyping import Array
 
 from flax_mha.call.context import Context
 from flax_mha.call.operands import Call, Operands, Options, ScoreMod, Sharding, accumulation_dtype
-from flax_mha.core import validation
+from flax_mha.core import lookups, validation
 from flax_mha.core.integers import LARGEST, SMALLEST, extremes, unwrapped
 from flax_mha.core.target import target_of
 from flax_mha.core.tile import Offsets
+from flax_mha.core.tracing import readable
 from flax_mha.core.user_function import Trace, trace
 from flax_mha.core.validation import DTYPES, Shape, _array, _broadcastable, _is_int, per_sequence
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
+from flax_mha.masks.base import CallsFunction
 
 LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
@@ -284,7 +286,36 @@ def canonical(
         cached=cached,
         ring=ring,
     )
+    _check_lookups(operands, options)
     return Call(operands, options)
+
+
+def _check_lookups(operands: Operands, options: Options) -> None:
+    """Refuses functions that look up entries that their arrays do not have, as far as positions are known."""
+    functions = [] if options.score_mod is None else [options.score_mod]
+
+    def find(part: CallsFunction) -> Mask:
+        functions.append(part.function)
+        return CausalMask()
+
+    if operands.mask is not None:
+        operands.mask.map_functions(find)
+    batch, num_heads = math.prod(operands.query.shape[:-3]), operands.query.shape[-2]
+    lengths = operands.lengths[0], 1 if options.ring else operands.lengths[1]
+    if not functions or 0 in (batch, *lengths):
+        return
+    queries, keys = (_span(*where) for where in zip(operands.offsets.values, lengths, strict=True))
+    ahead = None if operands.mask is None else operands.mask.ahead
+    for function in functions:
+        lookups.check(function, batch, num_heads, queries, keys, ahead)
+
+
+def _span(offset: int | Array, length: int) -> tuple[int, int] | None:
+    """The first and the last of so many positions from an offset, where they are known."""
+    if not isinstance(length, int) or not (isinstance(offset, int) or readable(offset)):
+        return None
+    first, last = (offset, offset) if isinstance(offset, int) else extremes(offset)
+    return first, last + length - 1
 
 
 def _length_mask(query_lengths: ArrayLike | None, key_lengths: ArrayLike | None, shape: Shape) -> Mask | None:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -232,10 +234,26 @@ def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[A
         rule=None,  # type: ignore[arg-type]  # nothing in it has a gradient
         nonfinite=None,
     )
-    return d_head, None
+    return jax.tree.map(_once.bind, d_head), None
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _refuse_second_order(*_: Any) -> Any:
+    raise TypeError(
+        'implementation must be "xla" for gradients of gradients, but got "blockwise", or None, which chose it; pass '
+        'implementation="xla".'
+    )
+
+
+# The identity. Its transpose is an error that says more than that of the loops before it.
+_once = Primitive("once_differentiated")
+_once.def_impl(lambda x: x)
+_once.def_abstract_eval(lambda x: x)
+ad.deflinear2(_once, _refuse_second_order)
+batching.defvectorized(_once)
+mlir.register_lowering(_once, lambda _, x: [x])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

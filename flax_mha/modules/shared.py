@@ -16,7 +16,7 @@ from flax_mha.core import validation
 from flax_mha.core.integers import int32
 from flax_mha.distributed.tensor_parallel import attention_sharding, check_head_axis
 from flax_mha.impl.registry import Explanation, check_name
-from flax_mha.masks import ArrayMask, Mask
+from flax_mha.masks import ArrayMask, CausalMask, Mask
 from flax_mha.modules.attention_fn import ContextAttention
 from flax_mha.modules.attention_fn import attention_fn as our_attention_fn
 from flax_mha.modules.explain import ExplainedAttention
@@ -395,7 +395,7 @@ def decoded(
             "True; decode with attention_fn=flax_mha.attention_fn."
         )
     mask = mask if mask is None or isinstance(mask, Mask) else validation.mask_of_numbers(mask)
-    key, value = _as_cached(key, cache.key, query), _as_cached(value, cache.value, query)
+    key, value = _as_cached("key", key, cache.key, query), _as_cached("value", value, cache.value, query)
     given = {name for name, x in flax_arguments.items() if x is not None}
     needs_function = bool(given & {"module", "input_positions", "promote_dtype"}) or any(
         "einsum" in name for name in given
@@ -465,16 +465,29 @@ def _decoded_by(
         sizes = (number, keys.shape[-3], query.shape[-2], num_kv_heads, size, value_size)
         shown = validation.mask(mask, validation.Shape(cache.batch, *sizes))
         mask = visible if shown is None else shown & visible
+    mask = visible if mask is None else mask
+    if isinstance(mask, Mask) or (extra["score_mod"] is not None and _reads_caches(attention_fn)):
+        # Of an array it is not known which positions are looked up.
+        mask = CausalMask() & (mask if isinstance(mask, Mask) else ArrayMask(mask))
     extra = without_none({**extra, **places, "local_window_size": None})
-    output = attention_fn(query, keys, values, mask=visible if mask is None else mask, **flax_arguments, **extra)
+    output = attention_fn(query, keys, values, mask=mask, **flax_arguments, **extra)
     return appended.checked(output), new
 
 
-def _as_cached(x: Array, cached: Array, query: Array) -> Array:
+def check_fits(name: str, new: Array, cached: Array, number: int) -> None:
+    """So many new keys or values fit to those in a cache.
+
+    Raises:
+      ValueError: If they do not.
+    """
+    expected = (*cached.shape[:-3], number, *cached.shape[-2:])
+    if new.shape != expected:
+        raise ValueError(f"Autoregressive cache shape error, expected {name} shape {expected} instead got {new.shape}.")
+
+
+def _as_cached(name: str, x: Array, cached: Array, query: Array) -> Array:
     """Keys or values in the dtype of the cache, which may be narrower than that of the computation."""
-    if x.shape[:-3] != cached.shape[:-3] or x.shape[-3] != query.shape[-3] or x.shape[-2:] != cached.shape[-2:]:
-        expected = (*cached.shape[:-3], query.shape[-3], *cached.shape[-2:])
-        raise ValueError(f"Autoregressive cache shape error, expected key shape {expected} instead got {x.shape}.")
+    check_fits(name, x, cached, query.shape[-3])
     if jnp.iscomplexobj(x) and not jnp.iscomplexobj(cached):
         raise ValueError(
             f"the cache must have a dtype that holds {x.dtype}, but has {cached.dtype}; make it with that."
