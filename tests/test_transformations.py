@@ -280,6 +280,21 @@ def test_forward_mode_and_second_derivatives_name_the_implementation_that_has_th
         assert name in dot_product_attention.__doc__
 
 
+def test_a_gradient_of_a_gradient_names_the_implementation_that_has_it():
+    def loss(query, implementation=None):
+        output = dot_product_attention(query, query, query, is_causal=True, implementation=implementation)
+        return jnp.sum(output**2)
+
+    def second(query, implementation):
+        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, implementation)))(query)
+
+    query = jnp.ones((600, 1, 2))
+    with pytest.raises(TypeError, match='implementation must be "xla" for gradients of gradients') as error:
+        jax.eval_shape(functools.partial(second, implementation=None), query)
+    assert "\n" not in str(error.value)
+    jax.eval_shape(functools.partial(second, implementation="xla"), query)
+
+
 def test_forward_over_reverse_through_tiles():
     """A Hessian-vector product differentiates the backward pass, which is plain JAX."""
 

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 from flax_mha._call import accumulation_dtype
@@ -181,10 +183,27 @@ def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[A
         d_params = d_params._replace(sink=-jnp.sum(jnp.exp(params.sink - lse_rows) * delta_rows))
     d_params = jax.tree.map(lambda d, x: d.astype(x.dtype), d_params, params)
     d_key, d_value = (d_key.T * scores.scale).astype(key.dtype), d_value.T.astype(value.dtype)
-    return d_query.reshape(query.shape), d_key, d_value, d_params, None, None, None
+    gradients = jax.tree.map(_once.bind, (d_query.reshape(query.shape), d_key, d_value, d_params))
+    return *gradients, None, None, None
 
 
 _head.defvjp(_forward, _backward)
+
+
+def _refuse_second_order(*_: Any) -> Any:
+    raise TypeError(
+        'implementation must be "xla" for gradients of gradients, but got "blockwise", or None, which chose it; pass '
+        'implementation="xla".'
+    )
+
+
+# The identity. Its transpose is an error that says more than that of the loops before it.
+_once = Primitive("once_differentiated")
+_once.def_impl(lambda x: x)
+_once.def_abstract_eval(lambda x: x)
+ad.deflinear2(_once, _refuse_second_order)
+batching.defvectorized(_once)
+mlir.register_lowering(_once, lambda _, x: [x])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
