@@ -228,6 +228,9 @@ class KVCache:
         Raises:
           ValueError: If there are fewer tokens, or if a ring has lost tokens that a query after them sees, and that is
             known; under `jit` such a sequence is marked by a negative index.
+
+        Slots of a ring whose tokens of one round before are lost hold NaN until they are written again, where
+        `jax_debug_nans` may stop.
         """
         new = int32("index", index)
         if new.shape not in ((), self.index.shape):
@@ -246,9 +249,11 @@ class KVCache:
             )
         key = self.key
         if self.window is not None:
-            # What the slots held before is lost. A query that would see it after taking back more gets NaN.
-            taken_back = self.positions() >= (new[..., None] if self.is_per_row else new)
-            key = jnp.where(taken_back[..., None, None], jnp.asarray(jnp.nan, key.dtype), key)
+            # What a slot held one round before is lost. A query that would see it after taking back more gets NaN.
+            first_lost = jnp.maximum(new, self.length)
+            lost = self.positions() >= (first_lost[..., None] if self.is_per_row else first_lost)
+            with jax.debug_nans(False):  # not an error
+                key = jnp.where(lost[..., None, None], jnp.asarray(jnp.nan, key.dtype), key)
         return dataclasses.replace(self, key=key, index=jnp.where(fine, new, jnp.int32(-1)))
 
     def take(self, rows: ArrayLike) -> "KVCache":

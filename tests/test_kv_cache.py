@@ -190,6 +190,20 @@ def test_truncate_of_a_ring():
     assert int(lost.index) == -1
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_truncate_of_a_ring_that_has_lost_nothing_makes_no_nan(jit):
+    truncate = jax.jit(KVCache.truncate) if jit else KVCache.truncate
+    cache = KVCache.create(B, 9 * RING, K, H, window=WINDOW).update(*tokens(0, 9))
+    with jax.debug_nans(True):
+        assert_holds(truncate(cache, 5).update(*tokens(5, 2)), 7)
+
+
+def test_debug_nans_lets_a_ring_be_truncated():
+    cache = KVCache.create(B, 9 * RING, K, H, window=WINDOW).update(*tokens(0, 3 * RING))
+    with jax.debug_nans(True):
+        assert int(cache.truncate(3 * RING - 2).index) == 3 * RING - 2
+
+
 def test_take():
     cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 7), lengths=[7, 3, 5])
     rows = jnp.array([2, 0, 0, 2])
