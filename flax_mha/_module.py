@@ -393,7 +393,7 @@ def decoded(
             "True; decode with attention_fn=flax_mha.attention_fn."
         )
     mask = mask if mask is None or isinstance(mask, Mask) else _check.mask_of_numbers(mask)
-    key, value = _as_cached(key, cache.key, query), _as_cached(value, cache.value, query)
+    key, value = _as_cached("key", key, cache.key, query), _as_cached("value", value, cache.value, query)
     given = {name for name, x in flax_arguments.items() if x is not None}
     needs_function = bool(given & {"module", "input_positions", "promote_dtype"}) or any(
         "einsum" in name for name in given
@@ -468,11 +468,20 @@ def _decoded_by(
     return appended.checked(output), new
 
 
-def _as_cached(x: Array, cached: Array, query: Array) -> Array:
+def check_fits(name: str, new: Array, cached: Array, number: int) -> None:
+    """So many new keys or values fit to those in a cache.
+
+    Raises:
+      ValueError: If they do not.
+    """
+    expected = (*cached.shape[:-3], number, *cached.shape[-2:])
+    if new.shape != expected:
+        raise ValueError(f"Autoregressive cache shape error, expected {name} shape {expected} instead got {new.shape}.")
+
+
+def _as_cached(name: str, x: Array, cached: Array, query: Array) -> Array:
     """Keys or values in the dtype of the cache, which may be narrower than that of the computation."""
-    if x.shape[:-3] != cached.shape[:-3] or x.shape[-3] != query.shape[-3] or x.shape[-2:] != cached.shape[-2:]:
-        expected = (*cached.shape[:-3], query.shape[-3], *cached.shape[-2:])
-        raise ValueError(f"Autoregressive cache shape error, expected key shape {expected} instead got {x.shape}.")
+    check_fits(name, x, cached, query.shape[-3])
     if jnp.iscomplexobj(x) and not jnp.iscomplexobj(cached):
         raise ValueError(
             f"the cache must have a dtype that holds {x.dtype}, but has {cached.dtype}; make it with that."

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -295,7 +295,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         else:
             inputs_k, inputs_v = self._check_inputs(inputs_q, inputs_k, inputs_v)
             query, (key, value) = self._query(inputs_q, projected), self._keys(inputs_k, inputs_v, projected)
-        cache = self._cache() if keys == "cache" else None
+        cache = self._cache(key) if keys == "cache" else None
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
         query, key = _module.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
         sinks = None if self.sinks is None else self.sinks[...]
@@ -373,13 +373,19 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             the heads as `head_axis` does.
 
         Raises:
-          ValueError: If there is no length, a size is negative, or the dtype is not floating point.
+          ValueError: If there is no length, D is not the module's, a size is negative, or the dtype is not floating
+            point.
         """
         if dtype is None:
             dtype = self.dtype if self.dtype is not None else self.param_dtype
         if len(input_shape) < 2:
             raise ValueError(f"input_shape must be (batch..., length, features), but got {tuple(input_shape)}.")
-        *batch, length, _ = input_shape
+        *batch, length, features = input_shape
+        if features not in (self.in_features, self.in_kv_features):
+            raise ValueError(
+                f"input_shape must be (batch..., length, {self.in_features}), the shape of the inputs, but got "
+                f"{tuple(input_shape)}; the cache's heads follow from the module."
+            )
         window = _module.reach(self.local_window_size)
         names: tuple[str | None, ...] | None = None
         if self.head_axis is not None and sharding is None:
@@ -420,6 +426,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             batch = (batch_size,) if isinstance(batch_size, int | np.integer) else batch_size
             self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
 
+    if not TYPE_CHECKING:  # a type checker would take any attribute for one of the module
+
+        def __getattr__(self, name: str) -> Any:
+            # Python's errors about the arguments of a call print all of an object that has no such name.
+            if name == "__qualname__":
+                return type(self).__qualname__
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     def _split_parameters(self, names: ParameterNames) -> None:
         """Gives parameters the metadata that says how they are split, and places them where there is a mesh."""
         layers = (self.query, names.query), (self.key, names.key), (self.value, names.key), (self.out, names.out)
@@ -449,11 +463,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         assert self.cached_lengths is not None
         return self.cached_key[...], self.cached_value[...], self.cached_lengths[...]
 
-    def _cache(self) -> KVCache:
-        """What the cache variables hold."""
+    def _cache(self, new: Float[Array, "*B T K H"]) -> KVCache:
+        """What the cache variables hold, if new keys fit to it."""
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
         key, value, index = (variable[...] for variable in (self.cached_key, self.cached_value, self.cache_index))
+        _module.check_fits("key", new, key, new.shape[-3])
         return KVCache.of_window(key, value, index, _module.reach(self.local_window_size))
 
     def _write_cache(self, cache: KVCache) -> None:

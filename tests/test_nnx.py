@@ -839,6 +839,27 @@ def test_decoding_refuses_another_shape(shape, expected):
         module(jnp.ones(shape))
 
 
+def test_another_batch_than_that_of_the_cache_is_not_blamed_on_positions():
+    module = make(OURS, qkv_features=4 * HEADS, decode=True, rope=flax_mha.rope.RoPE())
+    module.init_cache((BATCH, KEYS, FEATURES), per_row=True)
+    with pytest.raises(ValueError, match=r"cache shape error, expected key shape \(2, 1, 3, 4\) instead got \(3, 1,"):
+        module(jnp.ones((3, 1, FEATURES)))
+
+
+@pytest.mark.parametrize("shape", [(BATCH, KEYS, FEATURES - 1), (BATCH, KEYS, HEADS, 5)])
+def test_init_cache_refuses_what_is_no_shape_of_inputs(shape):
+    module = make_quickly(OURS, decode=True)
+    with pytest.raises(ValueError, match=rf"input_shape must be \(batch..., length, {FEATURES}\), .*the cache's heads"):
+        module.init_cache(shape)
+
+
+def test_an_argument_given_twice_does_not_print_the_module():
+    module, mask = make_quickly(OURS), {"mask": None}
+    with pytest.raises(TypeError, match="got multiple values for keyword argument 'mask'") as error:
+        module(jnp.ones((BATCH, QUERIES, FEATURES)), **mask, **mask)
+    assert len(str(error.value)) < 120
+
+
 def test_dropout_without_a_key_is_refused():
     query = jnp.ones((QUERIES, HEADS, 5))
     with pytest.raises(ValueError, match="dropout_rng must be a key"):
