@@ -23,7 +23,7 @@ def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
 
 def _changed(value: Any, changed: Callable[[Any], Any]) -> Any:
     if isinstance(value, np.ndarray):
-        return jnp.asarray(value)
+        return jnp.asarray(value.copy())  # JAX keeps what an array of 64 bits held when it was first a constant
     if isinstance(value, dict):
         return {name: changed(x) for name, x in value.items()}
     if type(value) in (list, tuple):

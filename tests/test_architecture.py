@@ -233,7 +233,7 @@ BELOW = {
     "_impl.__init__": set(),
     "_call": {"_check", "_context", "_platform", "_traced_function", "masks"},
     "masks.__init__": {"masks.base", "masks.basic", "masks.function"},
-    "masks.function": {"_check", "_platform", "_tiles", "_traced_function", "masks.base"},
+    "masks.function": {"_check", "_jaxprs", "_platform", "_tiles", "_traced_function", "masks.base"},
     "masks.basic": {"_check", "_integers", "_tiles", "masks.base"},
     "masks.base": {"_check", "_platform", "_tiles", "_traced_function"},
     "_tiles": set(),

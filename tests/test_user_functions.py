@@ -286,6 +286,32 @@ def test_a_mask_mod_that_calls_back_is_asked_in_every_call(implementation):
         close(got, dot_product_attention(*ARRAYS, mask=table[None, None, None]))
 
 
+def test_a_mask_made_anew_is_an_equal_argument_of_jit_until_what_it_captures_changes():
+    traces, window, table = 0, 3, np.arange(T)  # 64 bits, of which JAX keeps old values
+
+    @jax.jit
+    def call(mask):
+        nonlocal traces
+        traces += 1
+        return attend(None, mask=mask)
+
+    def check(count):
+        mask = FunctionMask(lambda b, h, q_idx, kv_idx: (abs(q_idx - kv_idx) < window) & (table[kv_idx] < 15))
+        distance = abs(np.arange(T)[:, None] - np.arange(T))
+        close(call(mask), dot_product_attention(*ARRAYS, mask=(distance < window) & (table < 15)))
+        assert traces == count
+        return mask
+
+    check(1)
+    before = check(1)
+    assert before == check(1)
+    assert hash(before) == hash(check(1))
+    window = 5
+    assert before == check(2)  # it is asked now
+    table[:] = table[::-1].copy()
+    check(3)
+
+
 def size():
     return xla._dense._cache_size() + xla._blockwise._cache_size()
 

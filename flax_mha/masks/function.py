@@ -12,13 +12,14 @@ from jaxtyping import Array, Bool, Int
 
 from flax_mha import _check
 from flax_mha._check import Shape
+from flax_mha._jaxprs import frozen
 from flax_mha._platform import readable
 from flax_mha._tiles import BoolMatrix, Grid, Tile
-from flax_mha._traced_function import TracedFunction, trace
+from flax_mha._traced_function import Trace, TracedFunction, trace
 from flax_mha.masks.base import CallsFunction, Mask, Occupancy
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionMask(Mask):
     """A mask given by a function of scalars, `mask_mod(b, h, q_idx, kv_idx) -> bool`, as in PyTorch's FlexAttention.
@@ -29,6 +30,9 @@ class FunctionMask(Mask):
 
     Where the captured arrays are known while tracing, and the offsets are numbers, the function is evaluated once for
     all positions, to find the tiles that can be skipped; else in every call.
+
+    Two of these masks are equal if their functions compute the same from equal captured values, so a mask that is made
+    anew does not make `jax.jit` trace again. A lookup that leaves its array is an error; see `dot_product_attention`.
 
     Example:
       >>> from flax_mha import CausalMask, FunctionMask
@@ -43,14 +47,38 @@ class FunctionMask(Mask):
       ·█··█··█
     """
 
-    mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(metadata={"static": True})
+    mask_mod: Callable[[Array, Array, Array, Array], Array]
 
     def canonical(self, shape: Shape) -> Mask:  # noqa: D102
-        _check.user_function("mask_mod", self.mask_mod)
-        signature = dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
-        function, captured, _ = trace("mask_mod", self.mask_mod, signature, "bool")
+        function, captured, _ = _traced(self.mask_mod)
         batch, head = shape.indices(function.uses(0), function.uses(1))
         return _TracedMask(captured, batch, head, function)
+
+    def tree_flatten(self) -> tuple[tuple, "_Comparable"]:
+        """No arrays: what the function captures becomes constants, as of all functions that `jax.jit` calls."""
+        try:
+            function, captured, _ = _traced(self.mask_mod)
+        except ValueError:  # the call that takes the mask raises it
+            return (), _Comparable(self.mask_mod, (self.mask_mod,))
+        return (), _Comparable(self.mask_mod, (function, *map(frozen, captured)))
+
+    @classmethod
+    def tree_unflatten(cls, comparable: "_Comparable", _: tuple) -> "FunctionMask":
+        """The mask of the function."""
+        return cls(comparable.mask_mod)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparable:
+    """A `mask_mod`, equal to another if both compute the same, as they were when their masks were flattened."""
+
+    mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(compare=False)
+    key: tuple = dataclasses.field(repr=False)
+
+
+def _traced(mask_mod: Callable[[Array, Array, Array, Array], Array]) -> Trace:
+    _check.user_function("mask_mod", mask_mod)
+    return trace("mask_mod", mask_mod, dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32), "bool")
 
 
 @jax.tree_util.register_dataclass
