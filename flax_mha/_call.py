@@ -13,11 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, UInt32
 
-from flax_mha import _check
+from flax_mha import _check, _lookups
 from flax_mha._context import Context
-from flax_mha._platform import Target, being_traced, target_of
+from flax_mha._integers import extremes
+from flax_mha._platform import Target, being_traced, readable, target_of
 from flax_mha._traced_function import Trace, TracedFunction, trace
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
+from flax_mha.masks.base import CallsFunction
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
@@ -218,7 +220,36 @@ def canonical(
         cached=cached,
         ring=ring,
     )
+    _check_lookups(operands, options)
     return Call(operands, options)
+
+
+def _check_lookups(operands: Operands, options: Options) -> None:
+    """Refuses functions that look up entries that their arrays do not have, as far as positions are known."""
+    functions = [] if options.score_mod is None else [options.score_mod]
+
+    def find(part: CallsFunction) -> Mask:
+        functions.append(part.function)
+        return CausalMask()
+
+    if operands.mask is not None:
+        operands.mask.map_functions(find)
+    batch, num_heads = math.prod(operands.query.shape[:-3]), operands.query.shape[-2]
+    lengths = operands.lengths[0], 1 if options.ring else operands.lengths[1]
+    if not functions or 0 in (batch, *lengths):
+        return
+    queries, keys = (_span(*where) for where in zip(options.offsets, operands.offsets, lengths, strict=True))
+    ahead = None if operands.mask is None else operands.mask.ahead
+    for function in functions:
+        _lookups.check(function, batch, num_heads, queries, keys, ahead)
+
+
+def _span(number: int, array: Array | None, length: int) -> tuple[int, int] | None:
+    """The first and the last of so many positions from an offset, where they are known."""
+    if not isinstance(length, int) or not (array is None or readable(array)):
+        return None
+    first, last = (number, number) if array is None else extremes(array)
+    return first, last + length - 1
 
 
 def _length_mask(query_lengths: ArrayLike | None, key_lengths: ArrayLike | None, shape: _check.Shape) -> Mask | None:

@@ -22,11 +22,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations, those of inner jaxprs too."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in _inner_jaxprs(equation):
+        for inner in inner_jaxprs(equation):
             yield from equations(inner)
 
 
-def _inner_jaxprs(equation: Any) -> Iterator[Any]:
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """The jaxprs that an equation holds: of branches, loops and custom derivatives."""
     for parameter in equation.params.values():
         for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
             if isinstance(inner, Jaxpr | ClosedJaxpr):
@@ -44,7 +45,7 @@ def evaluated_alike(jaxpr: Jaxpr, captured: Sequence[Array], arguments: Sequence
         return varying_alike([jnp.asarray(x.val) if isinstance(x, Literal) else values[x] for x in atoms])
 
     for equation in jaxpr.eqns:
-        if any(True for _ in _inner_jaxprs(equation)):
+        if any(True for _ in inner_jaxprs(equation)):
             raise NotImplementedError(
                 "score_mod and mask_mod must not use control flow or custom derivatives inside jax.shard_map, but "
                 f"got {equation.primitive.name}; use jnp.where, or jax.shard_map(..., check_vma=False)."

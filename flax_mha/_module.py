@@ -18,7 +18,7 @@ from flax_mha._tensor_parallel import attention_sharding, check_head_axis
 from flax_mha.cached_attention import cached_attention, check_cache, in_order
 from flax_mha.context_parallel import ContextAttention
 from flax_mha.kv_cache import KVCache
-from flax_mha.masks import ArrayMask, Mask
+from flax_mha.masks import ArrayMask, CausalMask, Mask
 from flax_mha.rope import RoPE, apply_rope
 
 PerSequence = Int[Array, "*B"]
@@ -463,8 +463,12 @@ def _decoded_by(
         sizes = (number, keys.shape[-3], query.shape[-2], num_kv_heads, size, value_size)
         shown = _check.mask(mask, _check.Shape(cache.batch, *sizes))
         mask = visible if shown is None else shown & visible
+    mask = visible if mask is None else mask
+    if isinstance(mask, Mask) or (extra["score_mod"] is not None and _reads_caches(attention_fn)):
+        # Of an array it is not known which positions are looked up.
+        mask = CausalMask() & (mask if isinstance(mask, Mask) else ArrayMask(mask))
     extra = without_none({**extra, **places, "local_window_size": None})
-    output = attention_fn(query, keys, values, mask=visible if mask is None else mask, **flax_arguments, **extra)
+    output = attention_fn(query, keys, values, mask=mask, **flax_arguments, **extra)
     return appended.checked(output), new
 
 

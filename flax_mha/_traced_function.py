@@ -11,6 +11,7 @@ captured array, 0.5. With `slope = 0.6` it is traced into an equal value with an
 compiled.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,13 +30,15 @@ class TracedFunction:
     """The jaxpr of a function of scalars. Two are equal if they compute the same from the same captured arrays.
 
     Args:
+      name: What errors call the function; it does not count when two are compared.
       jaxpr: The function's jaxpr. It takes the captured arrays, then the function's arguments.
       captured: How many arrays are captured.
       numbers: How many of these, the last ones, are finite numbers lifted out of the jaxpr.
       derivative: The jaxpr of its vector-Jacobian product if it calls functions with custom derivatives, else None.
     """
 
-    def __init__(self, jaxpr: Jaxpr, captured: int, numbers: int, derivative: ClosedJaxpr | None) -> None:
+    def __init__(self, name: str, jaxpr: Jaxpr, captured: int, numbers: int, derivative: ClosedJaxpr | None) -> None:
+        self.name = name
         self.jaxpr = jaxpr
         self._key = (key_of(jaxpr), None if derivative is None else key_of_derivative(derivative))
         self._hash = hash(self._key)
@@ -64,9 +67,14 @@ class TracedFunction:
         """Whether it calls Python while it runs, which may return something else next time."""
         return any("callback" in equation.primitive.name for equation in equations(self.jaxpr))
 
+    @property
+    def arguments(self) -> list[Any]:
+        """The variables of the function's arguments."""
+        return inputs(self.jaxpr)[self._captured :]
+
     def uses(self, argument: int) -> bool:
         """Whether the value may depend on this argument."""
-        variable = inputs(self.jaxpr)[self._captured + argument]
+        variable = self.arguments[argument]
         used = (*(v for equation in self.jaxpr.eqns for v in equation.invars), *self.jaxpr.outvars)
         return any(v is variable for v in used)
 
@@ -118,7 +126,15 @@ def trace(name: str, function: Callable, signature: dict[str, Any], result_dtype
         p.primitive.name in RULES for p in equations(jaxpr)
     ):
         derivative = _derivative(jaxpr, captured, trainable, result_dtype)
-    return Trace(TracedFunction(jaxpr, len(captured), len(floats), derivative), captured, trainable)
+    known_as = f"{name} {_qualified_name(function)}"
+    return Trace(TracedFunction(known_as, jaxpr, len(captured), len(floats), derivative), captured, trainable)
+
+
+def _qualified_name(function: Any) -> str:
+    """How Python names the function, or the function in a partial, or the class of another object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
 
 
 def _fix(error: Exception) -> str:

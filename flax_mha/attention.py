@@ -131,7 +131,9 @@ def dot_product_attention(
         It maps a scaled and capped score (float32, or float64 for float64 inputs), given the index of the batch entry
         (flattened if there are several batch axes), the index of the head, and the positions of query and key (int32).
         Captured arrays and numbers are read at every call; captured floating-point arrays get gradients. Returning
-        -inf masks the score.
+        -inf masks the score. Lookups in captured arrays must stay within them: `array[index]` with a b, h, q_idx or
+        kv_idx of this call that the array does not have is an error, where that can be known while tracing. An index
+        that is computed from other arrays or from both positions is not checked; JAX takes the last entry then.
       dropout_rate: Share of the softmax's weights set to 0, in [0, 1); the others grow by 1 / (1 - rate).
       dropout_rng: Key of `jax.random`; needed where `dropout_rate > 0`. What is dropped depends on the key and on
         batch entry, head and positions alone, so it is the same in every implementation.
@@ -156,10 +158,11 @@ def dot_product_attention(
       float64 for such inputs; -inf where all keys are masked), differentiable too.
 
     Raises:
-      ValueError: If arguments do not fit together; the message names the argument, what is expected and what was given.
+      ValueError: If arguments do not fit together, or if `score_mod` or a `mask_mod` leaves an array that it looks up;
+        the message names the argument, what is expected and what was given.
       NotImplementedError: If a named implementation cannot compute this call (the message lists every reason), or if
         `score_mod` or a `mask_mod` uses control flow or custom derivatives inside `jax.shard_map`.
-      TypeError: If "blockwise" is differentiated in forward mode.
+      TypeError: If "blockwise" is differentiated in forward mode, or twice in reverse mode.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -112,6 +112,11 @@ class Mask:
         """T and S of the mask's arrays; 0 where they do not say."""
         return 0, 0
 
+    @property
+    def ahead(self) -> int | None:
+        """How many positions after its own a query sees at most; None where the mask does not limit them."""
+        return None
+
     def picture(self, queries: int, keys: int) -> Bool[np.ndarray, "queries keys"]:
         """What the first queries and keys of the first batch entry's first head see: a row per query."""
         lengths = max(queries, self.lengths[0]), max(keys, self.lengths[1])
@@ -225,6 +230,10 @@ class _Combined(Mask):
 @dataclasses.dataclass(frozen=True, eq=False)
 class And(_Combined):
     """Visible where both are."""
+
+    @property
+    def ahead(self) -> int | None:  # noqa: D102
+        return min((part.ahead for part in self.parts if part.ahead is not None), default=None)
 
     left: Mask
     right: Mask

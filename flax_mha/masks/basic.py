@@ -50,6 +50,10 @@ class LocalMask(Mask):
                 "backwards, so it is positive for keys before the query."
             )
 
+    @property
+    def ahead(self) -> int | None:  # noqa: D102
+        return self.right
+
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
         ahead, visible = tile.key_positions - tile.query_positions, jnp.ones((1, 1), bool)
         if self.left is not None:
@@ -98,6 +102,10 @@ class CausalMask(Mask):
             raise ValueError(
                 f"CausalMask(offset) must hold an integer, but got {self.offset!r}; pass an array as query_offset=."
             )
+
+    @property
+    def ahead(self) -> int | None:  # noqa: D102
+        return self.offset
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:  # noqa: D102
         return LocalMask(None, self.offset).tile(tile)

@@ -1,0 +1,223 @@
+"""Checks that a user's function looks up only entries that its arrays have.
+
+JAX clamps an index that is too large, so a table with too few entries gives wrong numbers and no error. `check` finds
+such lookups while tracing: it evaluates the integers and booleans of the function at the last batch entry, head, query
+and key of a call. Example: `score - slopes[h] * (q_idx - kv_idx)` in a call with 8 heads looks up entry 7; slopes of
+shape (4,) are refused.
+
+A lookup is refused only if it is certain. So these are not checked: an index that is computed from captured arrays or
+from both positions, several indices at once, a `mode` of `jnp.take` or of `array.at[indices].get`, lookups inside
+`jax.vmap` and control flow, and a lookup that a condition on the same index may discard, such as
+`jnp.where(kv_idx < length, table[kv_idx], 0)`.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+
+from flax_mha._jaxprs import inner_jaxprs
+from flax_mha._traced_function import TracedFunction
+
+ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
+
+Span = tuple[int, int] | None
+"""The first and the last position of a call's queries or keys; None if they are not known while tracing."""
+
+
+class Lookup(NamedTuple):
+    """A lookup of an entry that an axis of its array does not have, because the arguments in `at` have these values."""
+
+    shape: tuple[int, ...]
+    axis: int
+    entry: int
+    needed: int
+    at: tuple[tuple[str, int | None], ...]
+
+
+class _Scalar(NamedTuple):
+    """What is known of a scalar: its value or None, and the arguments that it is computed from without a lookup."""
+
+    value: Any
+    sources: frozenset[str]
+
+
+_UNKNOWN = _Scalar(None, frozenset())
+
+
+def check(function: TracedFunction, batch: Any, heads: Any, queries: Span, keys: Span, ahead: int | None) -> None:
+    """Refuses a function of ([score,] b, h, q_idx, kv_idx) that looks up entries that its arrays do not have.
+
+    Args:
+      function: The traced function.
+      batch: The number of batch entries; a symbol in `jax.export`.
+      heads: The number of heads; a symbol in `jax.export`.
+      queries: The positions of the queries.
+      keys: The positions of the keys.
+      ahead: How many positions after its own a query sees at most; None means all.
+
+    Raises:
+      ValueError: If a lookup leaves its array, whatever the captured arrays hold.
+    """
+    last = tuple(size - 1 if isinstance(size, int) else None for size in (batch, heads))
+    for query, key in _corners(queries, keys, ahead):
+        found = _leaving(function, (*last, query, key))
+        if found is None:
+            continue
+        at = " and ".join(f"{name} = {value}" for name, value in found.at)
+        raise ValueError(
+            f"{function.name} must look up entries that its arrays have, but at {at} it looks up entry {found.entry} "
+            f"of axis {found.axis} of an array of shape {found.shape}; make that axis at least {found.needed} long, or "
+            f"limit the index, as jnp.minimum(index, {found.shape[found.axis] - found.needed + found.entry}) does."
+        )
+
+
+def _corners(queries: Span, keys: Span, ahead: int | None) -> list[tuple[int | None, int | None]]:
+    """Positions of a query and a key that it sees, which make indices large."""
+    (q_first, q_last), (k_first, k_last) = queries or (None, None), keys or (None, None)
+    if ahead is not None and k_last is not None:
+        k_last = None if q_last is None else min(k_last, q_last + ahead)
+    both = (q_last, k_last) if q_last is None or k_last is None else (q_last, min(q_last, k_last))
+    corners = [both, (q_last, k_last), (q_last, k_first if ahead is None or k_last is not None else None)]
+    return list(dict.fromkeys(corners if ahead is not None else [*corners, (q_first, k_last)]))
+
+
+@functools.lru_cache(maxsize=256)
+def _leaving(function: TracedFunction, arguments: tuple[int | None, ...]) -> Lookup | None:
+    """The first lookup that leaves its array if the function is called with these arguments."""
+    variables = function.arguments[-len(ARGUMENTS) :]
+    known = {
+        variable: _Scalar(None if value is None else np.int32(value), frozenset({name}))
+        for variable, name, value in zip(variables, ARGUMENTS, arguments, strict=True)
+    }
+    scalars = _evaluated(function.jaxpr, known)
+    conditions = _conditions(function.jaxpr, scalars)
+    for equation in function.jaxpr.eqns:
+        if equation.primitive.name != "dynamic_slice" or equation.outvars[0] not in conditions:
+            continue
+        shape: Any = equation.invars[0].aval.shape  # type: ignore[attr-defined]
+        sizes = equation.params["slice_sizes"]
+        for axis, (index, sources) in enumerate(_read(x, scalars) for x in equation.invars[1:]):
+            is_certain = index is not None and sources and not sources >= {"q_idx", "kv_idx"}
+            is_certain = is_certain and not sources & conditions[equation.outvars[0]]
+            if is_certain and index > shape[axis] - sizes[axis]:
+                at = tuple((name, value) for name, value in zip(ARGUMENTS, arguments, strict=True) if name in sources)
+                return Lookup(shape, axis, int(index), int(index) + sizes[axis], at)
+    return None
+
+
+def _trunc_divide(x: Any, y: Any) -> Any:
+    return np.sign(x) * np.sign(y) * (abs(x) // abs(y))
+
+
+# What is evaluated: integers and booleans, as XLA computes them.
+_FUNCTIONS: dict[str, Callable] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "div": _trunc_divide,
+    "rem": np.fmod,
+    "abs": np.abs,
+    "sign": np.sign,
+    "max": np.maximum,
+    "min": np.minimum,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "not": np.invert,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "shift_left": np.left_shift,
+    "shift_right_arithmetic": np.right_shift,
+    "convert_element_type": lambda x: x,
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+}
+
+
+def _read(atom: Any, scalars: dict[Any, _Scalar]) -> _Scalar:
+    if not isinstance(atom, Literal):
+        return scalars.get(atom, _UNKNOWN)
+    aval: Any = atom.aval
+    return _UNKNOWN if aval.shape else _Scalar(np.asarray(atom.val, aval.dtype)[()], frozenset())
+
+
+def _evaluated(jaxpr: Jaxpr, known: dict[Any, _Scalar]) -> dict[Any, _Scalar]:
+    """What is known of every scalar."""
+    scalars = dict(known)
+    for equation in jaxpr.eqns:
+        operands = [_read(x, scalars) for x in equation.invars]
+        if equation.primitive.name in ("dynamic_slice", "gather"):
+            operands = operands[:1]  # a condition on what was looked up is none on its index
+        sources = frozenset().union(*(x.sources for x in operands))
+        value = None if equation.primitive.multiple_results else _value(equation, operands)
+        scalars.update((variable, _Scalar(value, sources)) for variable in equation.outvars)
+    return scalars
+
+
+def _value(equation: Any, operands: list[_Scalar]) -> Any:
+    """The equation's value, if it is an integer or a boolean, also one as a float, that can be known."""
+    name, aval = equation.primitive.name, equation.outvars[0].aval
+    is_switch = name == "convert_element_type" and equation.invars[0].aval.dtype == bool
+    if aval.shape or not (is_switch or jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == bool):
+        return None
+    decided = _decided_by(equation, operands)
+    if decided is not None:
+        return operands[decided].value
+    values = [x.value for x in operands]
+    if name not in _FUNCTIONS or any(x is None for x in values) or (name in ("div", "rem") and not values[1]):
+        return None
+    with np.errstate(all="ignore"):  # XLA wraps around
+        return np.asarray(_FUNCTIONS[name](*values)).astype(aval.dtype)[()]
+
+
+def _decided_by(equation: Any, operands: list[_Scalar]) -> int | None:
+    """Which operand alone is the value: of select_n the selected one, of `and` a False, of `or` a True.
+
+    Of a product a False that is a float: that is what remains of `table[kv_idx] * (kv_idx < length)`.
+    """
+    name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
+    if name == "select_n":
+        return None if operands[0].value is None else 1 + int(operands[0].value)
+    is_logical = name in ("and", "or") and jnp.issubdtype(dtype, jnp.bool_)
+    if is_logical or (name == "mul" and not jnp.issubdtype(dtype, jnp.integer)):
+        return next((i for i, x in enumerate(operands) if x.value is not None and x.value == (name == "or")), None)
+    return None
+
+
+def _conditions(jaxpr: Jaxpr, scalars: dict[Any, _Scalar]) -> dict[Any, frozenset[str]]:
+    """The variables that the result may need, each with the arguments of unknown conditions that may discard it."""
+    conditions: dict[Any, frozenset[str]] = {v: frozenset() for v in jaxpr.outvars if not isinstance(v, Literal)}
+    for equation in reversed(jaxpr.eqns):
+        results = [conditions[v] for v in equation.outvars if v in conditions]
+        if not results:
+            continue
+        outer = frozenset.intersection(*results)
+        operands = [_read(x, scalars) for x in equation.invars]
+        for i, inner in _needed(equation, operands):
+            atom = equation.invars[i]
+            if not isinstance(atom, Literal):
+                conditions[atom] = conditions.get(atom, outer | inner) & (outer | inner)
+    return conditions
+
+
+def _needed(equation: Any, operands: list[_Scalar]) -> Iterator[tuple[int, frozenset[str]]]:
+    """The operands that the equation needs, each with the arguments of unknown conditions that may discard it."""
+    name, nothing = equation.primitive.name, frozenset[str]()
+    decided = _decided_by(equation, operands)
+    if decided is not None:
+        yield decided, nothing
+        return
+    is_logical = name in ("and", "or") and equation.outvars[0].aval.dtype == bool
+    has_branches = any(True for _ in inner_jaxprs(equation))
+    for i in range(len(operands)):
+        others = [x.sources for j, x in enumerate(operands) if j != i and x.value is None]
+        if name == "select_n":
+            yield i, nothing if i == 0 else operands[0].sources
+        elif is_logical or has_branches:
+            yield i, nothing.union(*others)
+        else:
+            yield i, nothing

@@ -1,0 +1,155 @@
+"""A lookup of `score_mod` or `mask_mod` that leaves its array is refused, if it is certain."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention, recipes
+from flax_mha.cached_attention import cached_attention
+from flax_mha.kv_cache import KVCache
+from flax_mha.masks import CausalMask, FunctionMask
+
+B, T, N = 2, 56, 8
+X = jax.ShapeDtypeStruct((B, T, N, 4), jnp.float32)
+TABLE = jnp.ones(40)
+HEADS = jnp.ones(4)
+LENGTH = jnp.int32(40)
+
+
+def call(arguments, query=X, key=X):
+    """Traces only."""
+    jax.eval_shape(lambda query, key: dot_product_attention(query, key, key, **arguments), query, key)
+
+
+def mod(of):
+    """A score_mod that adds a function of positions."""
+    return {"score_mod": lambda score, b, h, q_idx, kv_idx: score + of(b, h, q_idx, kv_idx)}
+
+
+def mask(of):
+    return {"mask": FunctionMask(of)}
+
+
+def partial(score, b, h, q_idx, kv_idx, table):
+    return score + table[h]
+
+
+REFUSED = {
+    "alibi": (
+        recipes.alibi(4),
+        r"score_mod alibi.score_mod must look up entries that its arrays have, but at h = 7 it looks up entry 7 of "
+        r"axis 0 of an array of shape \(4,\); make that axis at least 8 long, or limit the index, as jnp.minimum\(",
+    ),
+    "t5_bias": (recipes.t5_bias(jnp.zeros((32, 4))), r"score_mod t5_bias.score_mod .* h = 7 .*axis 1 .*\(32, 4\)"),
+    "block_sparse, heads": (
+        recipes.block_sparse(jnp.ones((4, 7, 7), bool), 8),
+        r"mask_mod block_sparse.<lambda> .* h = 7 .*axis 0 .*\(4, 7, 7\)",
+    ),
+    "block_sparse, blocks": (
+        recipes.block_sparse(jnp.ones((8, 7, 6), bool), 8),
+        r"kv_idx = 55 it looks up entry 6 of axis 2 of an array of shape \(8, 7, 6\); .*at least 7 long",
+    ),
+    "batch": (mod(lambda b, h, q, k: jnp.ones((1, 8))[b, h]), r"b = 1 .* axis 0 .*\(1, 8\)"),
+    "one by one": (mod(lambda b, h, q, k: jnp.ones((8, 40))[h][q]), r"q_idx = 55 .* axis 0 .*\(40,\)"),
+    "partial, NumPy": (
+        {"score_mod": functools.partial(partial, table=np.ones(4, np.float32))},
+        "score_mod partial .*h",
+    ),
+    "nested jit": (mod(jax.jit(lambda b, h, q, k: jax.jit(lambda i: HEADS[i])(h))), "h = 7"),
+    "dynamic_index": (mod(lambda b, h, q, k: jax.lax.dynamic_index_in_dim(HEADS, h, keepdims=False)), "h = 7"),
+    "flat": (mod(lambda b, h, q, k: jnp.ones(8 * 40)[h * 40 + k]), r"h = 7 and kv_idx = 55 .* entry 335"),
+    "a condition on others": (mod(lambda b, h, q, k: jnp.where(k < q, HEADS[h], 0.0)), "h = 7"),
+    "a condition beyond": (mod(lambda b, h, q, k: jnp.where(k < 57, TABLE[k], 0.0)), "kv_idx = 55"),
+    "causal inside": (mask(lambda b, h, q, k: (q >= k) & (TABLE[q] == TABLE[k])), "q_idx = 55"),
+    "in a part of a mask": ({"mask": CausalMask() & ~FunctionMask(lambda b, h, q, k: TABLE[k] > 0)}, "kv_idx = 55"),
+    "offset": (mod(lambda b, h, q, k: jnp.ones(T)[q]) | {"query_offset": 3}, r"q_idx = 58 .* at least 59"),
+    "bits": (
+        mask(lambda b, h, q, k: (jnp.zeros(1, int)[k >> 5] >> k % 32) & 1 == 0),
+        "kv_idx = 55 it looks up entry 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    arguments, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as error:
+        call(arguments)
+    assert "\n" not in str(error.value)
+
+
+KEPT = {
+    "in range": mod(lambda b, h, q, k: jnp.ones((2, 8))[b, h] + jnp.ones((T, T))[q, k]),
+    "blocks": recipes.block_sparse(jnp.ones((8, 7, 7), bool), 8),
+    "clip": mod(lambda b, h, q, k: TABLE[jnp.clip(k, 0, 39)] + HEADS[h % 4] + HEADS[h // 2]),
+    "negative": mod(lambda b, h, q, k: jnp.ones(8)[h - 8] + TABLE[-1]),
+    "condition": mod(lambda b, h, q, k: jnp.where((k < 40) & (q >= k), TABLE[k], 0.0)),
+    "condition of an array": mod(lambda b, h, q, k: jnp.where(k < LENGTH, TABLE[k], 0.0)),
+    "product": mod(lambda b, h, q, k: TABLE[k] * (k < 40).astype(jnp.float32)),
+    "and": mask(lambda b, h, q, k: (k < 40) & (TABLE[k] > 0)),
+    "or": mask(lambda b, h, q, k: (k >= LENGTH) | (TABLE[k] > 0)),
+    "branch": mod(lambda b, h, q, k: jax.lax.cond(k < LENGTH, lambda x: x, jnp.zeros_like, TABLE[k])),
+    "fill": mod(lambda b, h, q, k: TABLE.at[k].get(mode="fill", fill_value=0.0)),
+    "take": mod(lambda b, h, q, k: jnp.take(TABLE, k, mode="clip")),
+    "distance": mod(lambda b, h, q, k: jnp.ones(2 * T)[q - k + T]),
+    "vmap": mod(lambda b, h, q, k: jax.vmap(lambda row: row[h])(jnp.ones((3, 8))).sum()),
+    "of what was looked up": mod(lambda b, h, q, k: HEADS[jnp.zeros(T, int)[k]]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_not_refused(name):
+    call(KEPT[name])
+
+
+def test_keys_that_no_query_sees_are_not_looked_up():
+    arguments = mod(lambda b, h, q, k: TABLE[k])
+    short = jax.ShapeDtypeStruct((B, 40, N, 4), jnp.float32)
+    for causal in ({"is_causal": True}, {"mask": CausalMask()}, {"local_window_size": (None, 0)}):
+        call(arguments | causal, short)
+        with pytest.raises(ValueError, match="kv_idx = 40"):
+            call(arguments | causal | {"query_offset": 1}, short)
+    with pytest.raises(ValueError, match="kv_idx = 55"):
+        call(arguments, short)
+    empty = jax.ShapeDtypeStruct((B, 0, N, 4), jnp.float32)
+    call(arguments, empty, empty)
+
+
+def test_positions_that_are_not_known():
+    """Heads are checked all the same."""
+
+    def run(of, **arguments):
+        jax.eval_shape(
+            lambda x, offset: dot_product_attention(x, x, x, query_offset=offset, **mod(of), **arguments), X, LENGTH
+        )
+
+    run(lambda b, h, q, k: TABLE[q] + TABLE[k], is_causal=True)
+    with pytest.raises(ValueError, match="kv_idx = 55"):
+        run(lambda b, h, q, k: TABLE[k])
+    with pytest.raises(ValueError, match="h = 7"):
+        run(lambda b, h, q, k: jnp.where(q >= k, HEADS[h], 0.0), is_causal=True)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_cache_may_be_longer_than_a_table(window, jit):
+    """Slots that hold no token are never looked up; positions are checked where the index is known."""
+    x = jnp.ones((B, 1, N, 4))
+
+    def step(x, cache):
+        added = mod(lambda b, h, q, k: jnp.ones(3)[k] + jnp.ones(3)[q])
+        return cached_attention(x, x, x, cache, **added, local_window_size=window and (window, 0))[1]
+
+    cache = KVCache.create(B, 99, N, 4, window=window)
+    for _ in range(3):
+        cache = (jax.jit(step) if jit else step)(x, cache)
+    if not jit:
+        with pytest.raises(ValueError, match=r"idx = 3 .* at least 4 long"):
+            step(x, cache)
+
+
+def test_a_mask_with_a_short_table_is_still_drawn():
+    assert str(FunctionMask(lambda b, h, q_idx, kv_idx: jnp.ones(2, bool)[kv_idx]))
