@@ -1,5 +1,8 @@
 """Ten kinds of attention in plain Python: each function returns arguments for `dot_product_attention`.
 
+Recipes of a mask or a score function are arguments for the call of a module, too; `soft_cap` and `attention_sinks` say
+what a module's constructor takes instead. `combine` makes one of several recipes.
+
 They are as short as they look: copy one, change a line, and it is another attention, still in memory O(T + S).
 The names of the arguments follow PyTorch's FlexAttention, whose recipes can be ported line by line.
 
@@ -20,6 +23,8 @@ Example:
   ████████
 """
 
+import functools
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,13 +36,63 @@ from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 Arguments = dict[str, Any]
 
 
+def combine(*recipes: Arguments) -> Arguments:
+    """The arguments of several recipes as those of one.
+
+    A score is visible where all masks agree. Score functions are applied in the order of the recipes, each to the
+    result of the one before it. A soft cap comes before all score functions, wherever it stands.
+
+    Raises:
+      ValueError: If an argument that cannot be combined, such as `logits_soft_cap`, is in two recipes.
+
+    Example:
+      >>> from flax_mha import recipes
+      >>> print(recipes.combine(recipes.sliding_window(3), recipes.dilated(2))["mask"])
+      █·······
+      ·█······
+      █·█·····
+      ·█·█····
+      ··█·█···
+      ···█·█··
+      ····█·█·
+      ·····█·█
+    """
+    for recipe in recipes:
+        if not isinstance(recipe, dict):
+            raise ValueError(f'a recipe must be a dict of arguments, such as {{"mask": mask}}, but got {recipe!r}.')
+    given = {name: [recipe[name] for recipe in recipes if name in recipe] for recipe in recipes for name in recipe}
+    combined = {}
+    for name, values in given.items():
+        if name == "mask":
+            combined[name] = functools.reduce(operator.and_, values)
+        elif len(values) == 1:
+            combined[name] = values[0]
+        elif name == "score_mod":
+            combined[name] = _in_order(values)
+        else:
+            raise ValueError(f"{name} must be in one of the recipes only, but got it in {len(values)}.")
+    return combined
+
+
+def _in_order(score_mods: list[Any]) -> Any:
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        for one in score_mods:
+            score = one(score, b, h, q_idx, kv_idx)
+        return score
+
+    return score_mod
+
+
 def causal() -> Arguments:
     """Each token sees itself and what came before."""
     return {"mask": CausalMask()}
 
 
 def sliding_window(width: int) -> Arguments:
-    """Each token sees itself and the `width` before it. Beltagy et al., Longformer, arXiv:2004.05150."""
+    """Each token sees itself and the `width` before it. Beltagy et al., Longformer, arXiv:2004.05150.
+
+    A module that decodes takes `local_window_size=(width, 0)` in its constructor instead: its cache is a ring then.
+    """
     return {"mask": LocalMask(width, 0)}
 
 
@@ -91,12 +146,19 @@ def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128) -> Argume
 
 
 def soft_cap(cap: float = 50.0) -> Arguments:
-    """Causal; scores s become cap * tanh(s / cap). Gemma 2, arXiv:2408.00118, section 2."""
+    """Causal; scores s become cap * tanh(s / cap). Gemma 2, arXiv:2408.00118, section 2.
+
+    For `dot_product_attention`. A module takes `logits_soft_cap=cap` in its constructor, and `causal()` in its call.
+    """
     return {"mask": CausalMask(), "logits_soft_cap": cap}
 
 
 def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> Arguments:
-    """One learned logit per head that takes attention and has no value, with a window. gpt-oss, arXiv:2508.10925."""
+    """One learned logit per head that takes attention and has no value, with a window. gpt-oss, arXiv:2508.10925.
+
+    For `dot_product_attention`. A module takes `sinks=True` and `local_window_size=(width, 0)` in its constructor: the
+    sinks are its parameter.
+    """
     return {"mask": LocalMask(width, 0), "sinks": sinks}
 
 
@@ -106,6 +168,9 @@ def dilated(step: int) -> Arguments:
 
 
 def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> Arguments:
-    """Blocks of `block` x `block` scores as `table` says, for each head. Zaheer et al., BigBird, arXiv:2007.14062."""
+    """Blocks of `block` x `block` scores as `table` says, for each head. Zaheer et al., BigBird, arXiv:2007.14062.
+
+    The table must have a row for each block of queries and a column for each block of keys of the call.
+    """
     table = jnp.asarray(table)
     return {"mask": FunctionMask(lambda b, h, q_idx, kv_idx: table[h, q_idx // block, kv_idx // block])}

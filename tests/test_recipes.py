@@ -127,6 +127,35 @@ def test_equals_its_dense_formula(name, implementation, rate):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+def test_recipes_combine():
+    """Masks by &, score functions in order, all else as it is."""
+    mods = [
+        lambda score, b, h, q_idx, kv_idx: score * 2,
+        lambda score, b, h, q_idx, kv_idx: score + kv_idx.astype(score.dtype),
+    ]
+    parts = [{"score_mod": mods[0]}, recipes.sliding_window(9), recipes.alibi(N), recipes.soft_cap(1.5)]
+    parts += [recipes.documents(jnp.asarray(IDS)), {"score_mod": mods[1]}]
+    got = dot_product_attention(**inputs(), **recipes.combine(*parts))
+    mask = CAUSAL & (column >= row - 9) & (IDS[:, None, :, None] == IDS[:, None, None, :])
+    alibi = recipes.alibi(N)["score_mod"]
+    score_mod = lambda score, *place: mods[1](alibi(mods[0](score, *place), *place), *place)  # noqa: E731
+    want = dot_product_attention(**inputs(), mask=mask, logits_soft_cap=1.5, score_mod=score_mod)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    assert recipes.combine() == {}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([recipes.soft_cap(3.0), recipes.soft_cap(5.0)], "logits_soft_cap must be in one of the recipes only, .* in 2"),
+        ([recipes.causal(), recipes.causal()["mask"]], r'a recipe must be a dict of arguments, such as {"mask": mask}'),
+    ],
+)
+def test_what_does_not_combine(parts, message):
+    with pytest.raises(ValueError, match=message):
+        recipes.combine(*parts)
+
+
 @pytest.mark.parametrize(
     ("name", "implementation"), [(name, ("xla", "blockwise")[i % 2]) for i, name in enumerate(RECIPES)]
 )
