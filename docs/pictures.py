@@ -1,5 +1,7 @@
 """Draws the pictures of the pages, with `plot_mask`, while the pages are built."""
 
+import ast
+import graphlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ def draw(folder: Path) -> None:
         _save(folder / f"{name}.png", {"mask": mask})
     for name, arguments in RECIPES.items():
         _save(folder / f"{name}.png", arguments)
+    _draw_imports(folder / "architecture.png")
 
 
 def _save(path: Path, arguments: Mapping[str, Any]) -> None:
@@ -73,3 +76,47 @@ def _plot_cap(cap: float, axes: Axes) -> None:
     axes.plot(scores, cap * np.tanh(scores / cap), color="0.2", label="capped")
     axes.set(xlabel="scaled score", ylabel="score", title=f"logits_soft_cap={cap:g}", ylim=(-2 * cap, 2 * cap))
     axes.legend(frameon=False)
+
+
+PACKAGE = Path(__file__).parent.parent / "flax_mha"
+
+
+def _imports() -> dict[str, set[str]]:
+    """For each folder and file at the top of the package, those that it imports."""
+    graph: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        modules = [
+            node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+        ]
+        found = {module.split(".")[1] for module in modules if module.startswith("flax_mha.")}
+        graph.setdefault(name, set()).update(found - {name})
+    return {name: found for name, found in graph.items() if name != "__init__"}
+
+
+def _draw_imports(path: Path) -> None:
+    """Boxes for folders and files, each above all that it imports; an arrow for each import that no other implies."""
+    graph = _imports()
+    level: dict[str, int] = {}
+    for name in graphlib.TopologicalSorter(graph).static_order():
+        level[name] = 1 + max((level[x] for x in graph[name]), default=-1)
+    rows = [[name for name in sorted(graph) if level[name] == n] for n in range(max(level.values()) + 1)]
+    place = {name: ((i + 0.5) / len(row), level[name]) for row in rows for i, name in enumerate(row)}
+    figure = Figure(figsize=(7.2, 7.2), layout="constrained")
+    axes = figure.subplots()
+    for name, found in graph.items():
+        direct = {x for x in found if not any(x in graph[y] for y in found)}
+        for x in direct:
+            axes.annotate(
+                "", place[x], place[name], arrowprops={"arrowstyle": "->", "color": "0.6", "shrinkA": 18, "shrinkB": 22}
+            )
+    for name, (x, y) in place.items():
+        is_folder = (PACKAGE / name).is_dir()
+        color = "#dbe9f6" if is_folder else "white"
+        text = f"{name}/" if is_folder else f"{name}.py"
+        axes.text(
+            x, y, text, ha="center", va="center", bbox={"boxstyle": "round", "facecolor": color, "edgecolor": "0.4"}
+        )
+    axes.set(xlim=(0, 1), ylim=(-0.5, len(rows) - 0.5))
+    axes.axis("off")
+    figure.savefig(path, dpi=144)
