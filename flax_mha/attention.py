@@ -233,7 +233,7 @@ def explain_implementation(
     precision: lax.PrecisionLike = None,
     qkv_sharding: Sharding | None = None,
 ) -> Explanation:
-    """Which implementation computes a call, and why the others do not.
+    """Says which implementation computes a call, and why the others do not.
 
     The arguments are those of `dot_product_attention`. Only shapes, dtypes and what is known while tracing count, so
     this works under `jit` and on `jax.ShapeDtypeStruct` inside `jax.eval_shape`, too.

@@ -136,7 +136,7 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
 
 
 def check_precision(value: Any) -> Any:
-    """What `jax.lax.dot_general` takes."""
+    """Checks what `jax.lax.dot_general` takes as precision."""
     if value is not None:
         x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         try:
@@ -188,7 +188,7 @@ def check_dropout(rate: float, rng: Any) -> float:
 
 
 def check_sharding(value: Any, rank: int) -> Any:
-    """How a mesh splits the query."""
+    """Checks the sharding of the query."""
     if value is not None and not isinstance(value, NamedSharding | PartitionSpec | Context):
         raise ValueError(f"qkv_sharding must be a jax.P or a NamedSharding, of the query, but got {value!r}.")
     spec: Any = () if value is None or isinstance(value, Context) else getattr(value, "spec", value)

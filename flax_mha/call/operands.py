@@ -27,7 +27,7 @@ OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]
 
 
 class HeadIds(NamedTuple):
-    """What depends on the numbers of batch entries and heads; None where the call does not.
+    """Indices and random words by batch entry and head; None where the call does not use them.
 
     Attributes:
       batch: HeadIds of the batch entries, counted through all batch axes; for `score_mod`.
@@ -123,7 +123,7 @@ class Options(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What every implementation takes."""
+    """One call of attention: its operands and options."""
 
     operands: Operands
     options: Options

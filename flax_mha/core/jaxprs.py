@@ -73,7 +73,7 @@ def inputs(jaxpr: Jaxpr) -> list[Any]:
 
 
 def derivative_is_finite(jaxpr: Jaxpr, start: int, end: int) -> bool:
-    """Whether no derivative can be infinite or NaN, whatever floats the captured arrays and arguments hold.
+    """Returns whether no derivative can be infinite or NaN, whatever floats captured arrays and arguments hold.
 
     That is so if floats are only selected, added, and multiplied by finite numbers, as in
     score - slopes[h] * (q_idx - kv_idx). A False may be wrong, a True is not.
@@ -120,7 +120,7 @@ class _Itself:
 
 
 def frozen(value: Any, with_rules: bool = False) -> Any:
-    """Something hashable that is equal to another if the values are; an unknown object is equal to itself alone."""
+    """Converts a value to a hashable one, equal to another if the values are; unknown objects equal only themselves."""
     if isinstance(value, ClosedJaxpr) and not isinstance(value, Jaxpr):
         return "closed", frozen(value.jaxpr, with_rules), tuple(frozen(x, with_rules) for x in value.consts)
     if isinstance(value, Jaxpr):
@@ -145,7 +145,7 @@ def frozen(value: Any, with_rules: bool = False) -> Any:
 
 
 def key_of(jaxpr: Jaxpr, with_rules: bool = False) -> tuple:
-    """What two jaxprs that compute the same have in common.
+    """Returns a key that is equal for two jaxprs that compute the same.
 
     The functions in `RULES` are left out, or with `with_rules` equal to themselves alone.
     """
@@ -166,7 +166,7 @@ def key_of(jaxpr: Jaxpr, with_rules: bool = False) -> tuple:
 
 
 def key_of_derivative(derivative: ClosedJaxpr) -> tuple:
-    """What two derivatives that compute the same have in common, with the arrays that they hold.
+    """Returns a key that is equal for two derivatives that compute the same, with the arrays that they hold.
 
     Without what is computed for nothing: rules call their own function, though often only its derivative is wanted.
     """

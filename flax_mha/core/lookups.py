@@ -40,7 +40,7 @@ class Lookup(NamedTuple):
 
 
 class _Scalar(NamedTuple):
-    """What is known of a scalar: its value or None, and the arguments that it is computed from without a lookup."""
+    """A scalar while tracing: its value or None, and the arguments that it is computed from without a lookup."""
 
     value: Any
     sources: frozenset[str]
@@ -146,7 +146,7 @@ def _read(atom: Any, scalars: dict[Any, _Scalar]) -> _Scalar:
 
 
 def _evaluated(jaxpr: Jaxpr, known: dict[Any, _Scalar]) -> dict[Any, _Scalar]:
-    """What is known of every scalar."""
+    """Evaluates every scalar as far as it is known."""
     scalars = dict(known)
     for equation in jaxpr.eqns:
         operands = [_read(x, scalars) for x in equation.invars]
@@ -175,7 +175,7 @@ def _value(equation: Any, operands: list[_Scalar]) -> Any:
 
 
 def _decided_by(equation: Any, operands: list[_Scalar]) -> int | None:
-    """Which operand alone is the value: of select_n the selected one, of `and` a False, of `or` a True.
+    """Returns the operand that alone is the value: of select_n the selected one, of `and` a False, of `or` a True.
 
     Of a product a False that is a float: that is what remains of `table[kv_idx] * (kv_idx < length)`.
     """

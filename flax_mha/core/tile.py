@@ -54,7 +54,7 @@ class Offsets:
 
     @property
     def are_known(self) -> bool:
-        """Whether both are numbers."""
+        """True if both are numbers."""
         return self.query_array is None and self.key_array is None
 
     def moved(self, query: Any, key: Any) -> "Offsets":

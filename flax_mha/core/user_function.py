@@ -67,12 +67,12 @@ class TracedFunction:
 
     @property
     def has_custom_vjp(self) -> bool:
-        """Whether it calls a function with a custom_vjp, which jax cannot differentiate in forward mode."""
+        """True if it calls a function with a custom_vjp, which jax cannot differentiate in forward mode."""
         return any(equation.primitive.name == "custom_vjp_call" for equation in equations(self.jaxpr))
 
     @property
     def has_callback(self) -> bool:
-        """Whether it calls Python while it runs, which may return something else next time."""
+        """True if it calls Python while it runs, which may return something else next time."""
         return any("callback" in equation.primitive.name for equation in equations(self.jaxpr))
 
     @property
@@ -81,7 +81,7 @@ class TracedFunction:
         return inputs(self.jaxpr)[self._captured :]
 
     def uses(self, argument: int) -> bool:
-        """Whether the value may depend on this argument."""
+        """Returns whether the value may depend on this argument."""
         variable = self.arguments[argument]
         used = (*(v for equation in self.jaxpr.eqns for v in equation.invars), *self.jaxpr.outvars)
         return any(v is variable for v in used)
@@ -139,14 +139,14 @@ def trace(name: str, function: Callable, signature: dict[str, Any], result_dtype
 
 
 def _qualified_name(function: Any) -> str:
-    """How Python names the function, or the function in a partial, or the class of another object."""
+    """Returns Python's name of the function, or of the function in a partial, or of the class of another object."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
 
 
 def _fix(error: Exception) -> str:
-    """What to do about an error that a user's function raised, where that is known."""
+    """Returns advice about an error that a user's function raised, where there is some."""
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return "; use jnp.where in the place of `if`, and & | ~ in the place of `and`, `or`, `not`"
     if type(error).__name__ == "ShardingTypeError":

@@ -1,4 +1,4 @@
-"""What `dot_product_attention` accepts: each function checks one argument, before any compute, and returns it ready.
+"""Checks that masks and calls share: each function checks one argument and returns it ready, before any compute.
 
 Every message names the argument, what is expected, what was given and, where that is not plain, how to fix it. Values
 are looked at where they are known, so those of tracers are not.
@@ -70,7 +70,7 @@ def mask_of_numbers(value: Any) -> Array:
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
-    """How to give a mask of keys, or of queries and keys, its missing axes."""
+    """Returns advice how to give a mask of keys, or of queries and keys, its missing axes."""
     batch, keys = shape.batch, shape.key_length
     if not batch or array.shape[: len(batch)] != batch:
         return ""
@@ -148,7 +148,7 @@ def flag(name: str, value: bool) -> bool:
 
 
 def user_function(name: str, function: Any) -> None:
-    """Something to call."""
+    """Checks that a user's function can be called."""
     if not callable(function):
         raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
 

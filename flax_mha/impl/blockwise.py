@@ -81,7 +81,7 @@ def _all_heads(
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
-    """Which tiles to visit, once for all heads that share it, and without any tracing where it is static."""
+    """Makes the block mask, once for all heads that share it, and without any tracing where it is static."""
     if not jax.tree.leaves((rule.mask, rule.offsets)):
         blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
         return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
@@ -276,7 +276,7 @@ _known.defvjp(_known_forward, _known_backward)
 
 
 def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
-    """What the gradients of scores are multiplied with: these may be too large for float16, which has no wide range."""
+    """Widens an operand of products with gradients of scores, which may be too large for float16."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
@@ -291,16 +291,16 @@ class TileVisit(NamedTuple):
     tile: Tile
 
     def rows(self, x: Array, axis: int = 0) -> Array:
-        """The tile's part of what belongs to its row of tiles."""
+        """Cuts the tile's part out of an array of its row of tiles."""
         height = self.tile.shape[0]
         return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
 
     def put_rows(self, x: Array, part: Array) -> Array:
-        """What belongs to the row of tiles, with the tile's part replaced."""
+        """Replaces the tile's part of an array of its row of tiles."""
         return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, 0)
 
     def keys(self, x: Float[Array, "S ..."]) -> Float[Array, "s ..."]:
-        """The tile's part of what belongs to keys."""
+        """Cuts the tile's part out of keys or values."""
         return self.tile.cut_columns(x, 0)
 
     def add_keys(self, x: Float[Array, "F S"], part: Float[Array, "F s"]) -> Float[Array, "F S"]:
@@ -349,7 +349,7 @@ def element(x: Any, *place: Scalar) -> Int[Array, ""]:
 
 
 def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
-    """What belongs to each row of tiles: its number, its block mask, its part of the arrays [T, ...]."""
+    """Cuts by rows of tiles: their numbers, block masks, and parts of the arrays [T, ...]."""
     shape = (tiling.rows, tiling.height)
     parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
     return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

@@ -29,7 +29,7 @@ Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
 class Device(NamedTuple):
-    """What a kernel is to run on; `capability` is None where it is no NVIDIA GPU."""
+    """The device that a kernel is to run on; `capability` is None where it is no NVIDIA GPU."""
 
     name: str
     capability: tuple[int, int] | None
@@ -125,7 +125,7 @@ def refusals(call: Call) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def failure(kernel: Kernel) -> list[str]:
-    """What cuDNN says when it has no plan for this, forward and backward; some plans fail only when compiled."""
+    """Asks cuDNN for a plan, forward and backward, and returns why it has none; some plans fail only when compiled."""
     query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
     key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
     lengths = jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32) if kernel.padded else None
@@ -176,7 +176,7 @@ def _masked(kernel: Kernel, bounds: Bounds, arrays: Arrays, data: Data, differen
 
 
 def _careful(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
-    """The same, whatever the arrays hold: devices that may hold parts of them need not agree on anything for this."""
+    """As `_masked`, whatever the arrays hold: devices that hold parts of them need not agree on anything for this."""
     query, key, value = arrays
     first, end = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
     key, value, of_keys = nonfinite.zero_keys(key, value)

@@ -192,7 +192,7 @@ def _entries_in_turn(
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
-    """What belongs to the batch entry at `place`; its batch axes have length 1."""
+    """Takes the batch entry at `place` from every array; its batch axes have length 1."""
 
     def own(x: Array) -> Array:
         for axis, i in enumerate(place):
@@ -229,7 +229,7 @@ def _blocks_of_rows(
 
 
 def _rows(blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """The same of one block of queries."""
+    """As `_blocks_of_rows`, for one block of queries."""
     axes, dtype = part.query.ndim - 2, accumulation_dtype(part.query.dtype)
 
     def start(own: tuple[Array, ScoreInputs]) -> tuple[online_softmax.State, Array]:
@@ -382,5 +382,5 @@ def _value_products(
 
 
 def _same_head(num_heads: int) -> Bool[Array, "K 1 1 K"]:
-    """Whether the key head on the last axis is the one on the first."""
+    """True where the key head on the last axis is the one on the first."""
     return jnp.eye(num_heads, dtype=bool)[:, None, None, :]

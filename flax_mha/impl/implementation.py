@@ -1,4 +1,4 @@
-"""What an implementation is: one object, registered in `registry.py`."""
+"""The class of implementations: one object each, registered in `registry.py`."""
 
 import dataclasses
 from collections.abc import Callable

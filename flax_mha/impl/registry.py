@@ -41,7 +41,7 @@ assert tuple(IMPLEMENTATIONS) == get_args(Implementation)
 
 
 class Explanation(NamedTuple):
-    """What `explain_implementation` returns; `print` shows it as a table.
+    """The result of `explain_implementation`; `print` shows it as a table.
 
     Attributes:
       chosen: The implementation that computes the call.
@@ -126,7 +126,7 @@ def run(call: Call, implementation: str | None) -> Output:
 
 
 def explain(call: Call, implementation: str | None) -> Explanation:
-    """What `run` would do, and why."""
+    """Explains what `run` would do, and why."""
     table = {name: refusals(name, call) for name in IMPLEMENTATIONS}
     if implementation is not None:
         check_computes(implementation, table[implementation])
@@ -139,7 +139,7 @@ def explain(call: Call, implementation: str | None) -> Explanation:
 
 
 def _on_cpu(call: Call, name: str) -> Call | None:
-    """The same call on a CPU, if the traced program may be compiled for one and holds a kernel that does not run there.
+    """Returns the call on a CPU, if the traced program may be compiled for one and holds a kernel of another platform.
 
     See `lower_for_platform.py`.
     """

@@ -48,7 +48,7 @@ class Band(splash_masks.Mask):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the whole mask."""
+        """The shape of the whole mask."""
         return self.size
 
     @property
@@ -57,7 +57,7 @@ class Band(splash_masks.Mask):
         return np.arange(self.size[0], dtype=np.int32)
 
     def mask_function(self, rows: Any, columns: Any) -> Any:
-        """What is visible, inside the kernel."""
+        """Computes what is visible, inside the kernel."""
         visible = columns < self.keys
         if self.left is not None:
             visible = visible & (columns >= rows - self.left)
@@ -165,7 +165,7 @@ def _tile(length: int) -> int:
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """The same tiles in all kernels: what forward skips holds NaN, which backward must skip too.
+    """Sets the same tiles in all kernels: what forward skips holds NaN, which backward must skip too.
 
     Backward is two kernels; the one for all holds a gradient of the queries for every column of tiles, O(T * S).
     """

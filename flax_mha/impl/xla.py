@@ -17,7 +17,7 @@ def attention(call: Call) -> OutputAndLse:
 
 
 def variant(call: Call) -> str:
-    """Which of the two computes a call, in words."""
+    """Names the one of the two that computes a call."""
     return "all scores at once" if schedule.blocks_in_place(call) is None else "keys read in place"
 
 

@@ -1,4 +1,4 @@
-"""What every mask can do, and masks made of masks.
+"""The base class of masks, and masks made of masks.
 
 A mask answers two questions. `tile` says which scores of one rectangle are visible. `occupancy` says, for every
 rectangle of a grid at once and without looking inside, which may hold a visible score and which are visible throughout:
@@ -56,13 +56,13 @@ class CallsFunction(NamedTuple):
 
 
 def part_rank(axes: str) -> int:
-    """How many of the axes belong to one head."""
+    """Counts the axes that belong to one head."""
     return len([name for name in axes.split() if name not in "BN"])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """What every mask can do. `&`, `|` and `~` combine masks, and `print` draws one.
+    """The base class of masks. `&`, `|` and `~` combine masks, and `print` draws one.
 
     Masks compare by type and values; arrays that are not known while tracing are equal to themselves alone.
     """
@@ -75,11 +75,11 @@ class Mask:
                 object.__setattr__(self, field.name, jnp.asarray(value) if holds_traced else np.asarray(value))
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        """Which scores of the tile are visible."""
+        """Computes which scores of the tile are visible."""
         raise NotImplementedError
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Which tiles may hold a visible score and which are visible throughout; not knowing is an allowed answer."""
+        """Computes which tiles may hold a visible score and which are visible throughout; not knowing is allowed."""
         return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
 
     def canonical(self, shape: Shape) -> "Mask":
@@ -114,11 +114,11 @@ class Mask:
 
     @property
     def ahead(self) -> int | None:
-        """How many positions after its own a query sees at most; None where the mask does not limit them."""
+        """The number of positions after its own that a query sees at most; None where the mask does not limit them."""
         return None
 
     def picture(self, queries: int, keys: int) -> Bool[np.ndarray, "queries keys"]:
-        """What the first queries and keys of the first batch entry's first head see: a row per query."""
+        """Draws what the first queries and keys of the first batch entry's first head see: a row per query."""
         lengths = max(queries, self.lengths[0]), max(keys, self.lengths[1])
         first = self.map_arrays(_first).canonical(Shape((), *lengths, 1, 1, 1, 1)).map_arrays(_first)
         return np.broadcast_to(first.tile(Tile(0, 0, lengths)), lengths)[:queries, :keys]

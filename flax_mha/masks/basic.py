@@ -213,7 +213,7 @@ class SegmentMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayMask(Mask):
-    """What a boolean array says, True attends: for combining an array with other masks.
+    """A boolean array as a mask, True attends: for combining an array with other masks.
 
     The array broadcasts to [B..., N, T, S]; it is the one mask that holds T x S values, because its maker already did.
 

@@ -183,7 +183,7 @@ def _evaluated(heads: _TracedMask, grid: Grid) -> Occupancy:
 
 @functools.partial(jax.jit, static_argnames="grid")
 def _occupancies(heads: _TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
-    """Of one head after the other; offsets are arrays, so that others compile nothing."""
+    """Evaluates one head after the other; offsets are arrays, so that others compile nothing."""
 
     def one(head: tuple[Array, Array]) -> Occupancy:
         mask = dataclasses.replace(heads, batch=head[0], head=head[1])

@@ -1,1 +1,1 @@
-"""What several implementations share."""
+"""Code that several implementations share."""

@@ -76,7 +76,7 @@ def head_of(
     dtype: DTypeLike,
     stored: DTypeLike | None = None,
 ) -> Head:
-    """The same, where `inputs` and `rule` have the layout of one head already."""
+    """As `heads_of`, where `inputs` and `rule` have the layout of one head already."""
     groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
     stored = dtype if stored is None else stored
     query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
@@ -99,7 +99,7 @@ def head_of(
 
 
 def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
-    """What makes scores of products, in the layout of one head: what gets gradients, and all else."""
+    """Converts what makes scores of products to the layout of one head: inputs, which get gradients, and the rule."""
     groups, rank = operands.groups, operands.query.ndim - 3
     own = functools.partial(by_head, batch_rank=rank, groups=groups)
     captured = [own(x, "") for x in operands.captured]
@@ -239,7 +239,7 @@ def _largest_divisor(number: int, most: int) -> int:
 
 
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:
-    """What the head at `place` takes."""
+    """Takes the operands of the head at `place`."""
     return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)
 
 

@@ -46,21 +46,21 @@ class KernelMask(NamedTuple):
 
     @property
     def bounds(self) -> Bounds:
-        """What is static of it."""
+        """The static part."""
         return self.left, self.right
 
     @property
     def data(self) -> Data:
-        """What is not."""
+        """The arrays."""
         return self.query_lengths, self.key_lengths, self.segments
 
     @property
     def masks_scores(self) -> bool:
-        """Whether anything may be masked at all."""
+        """True if anything may be masked at all."""
         return any(x is not None for x in self[:-1])
 
     def flat(self, batch: tuple[int, ...]) -> "KernelMask":
-        """The same, with the batch axes of all arrays in full, as one."""
+        """Broadcasts all arrays over the batch axes, and makes these one axis."""
 
         def whole(x: Array) -> Array:
             rest = x.shape[len(batch) :]
@@ -185,14 +185,14 @@ def visible_range(
 
 
 def counted(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[Array, "B T"]) -> Int[Array, "B T K"]:
-    """How many flags are set from `first` up to, not including, `end`."""
+    """Counts the flags that are set from `first` up to, not including, `end`."""
     sums = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
     at_end, at_first = (jnp.take_along_axis(sums, i[:, :, None], axis=1) for i in (jnp.maximum(first, end), first))
     return at_end - at_first
 
 
 def shows_all_rows_something(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Whether every query sees a key, by positions alone."""
+    """Returns whether every query sees a key, by positions alone."""
     queries, keys = lengths
     if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
         return False
@@ -200,7 +200,7 @@ def shows_all_rows_something(mask: KernelMask, lengths: tuple[int, int]) -> bool
 
 
 def masked_rows(mask: KernelMask, batch: int, lengths: tuple[int, int]) -> Bool[Array, "B T"]:
-    """Which queries see no key, of `mask.flat`.
+    """Returns the queries that see no key, of `mask.flat`.
 
     With segments these are T * S comparisons, which compilers reduce while making them and never store.
     """

@@ -1,4 +1,4 @@
-"""What becomes of NaN and infinity in queries, keys and values: the same in every implementation.
+"""The rule for NaN and infinity in queries, keys and values, the same in every implementation.
 
 Masked entries must not affect the output, but a weight of 0 times NaN is NaN. Keys and values that are not finite are
 therefore replaced by zeros before they are multiplied, and so are queries where their NaN could reach another row
@@ -31,7 +31,7 @@ class NonfiniteFlags(NamedTuple):
     key: Float[Array, "... S"]
 
     def score_poison(self) -> Float[Array, "T S"]:
-        """What is added to the visible scores: 0, or infinity."""
+        """The poison of the visible scores: 0, or infinity."""
         shape = (*self.query.shape, *self.key.shape)
         query, key = poison(self.query), poison(self.key)
         return lax.add(lax.broadcast_in_dim(query, shape, (0,)), lax.broadcast_in_dim(key, shape, (1,)))
@@ -41,7 +41,7 @@ class NonfiniteFlags(NamedTuple):
         return lax.expand_dims(poison(self.key), (0,))
 
     def row_poison(self, unmasked: bool) -> Float[Array, " T"]:
-        """What is added to the largest score of a row that sees anything: 0, or NaN where the query is not finite.
+        """The poison of rows that see anything, for their largest score: 0, or NaN where the query is not finite.
 
         Args:
           unmasked: Whether all rows see all keys. Then rows are also poisoned if a key is not finite.

@@ -24,7 +24,7 @@ class State(NamedTuple):
 
 
 def start(rows: int, features: int, sink: Float[Array, ""] | None, dtype: DTypeLike) -> State:
-    """Nothing seen yet but the sink, a score that counts in the sum and has no value."""
+    """Makes the state before any key: only the sink, a score that counts in the sum and has no value."""
     output = jnp.zeros((rows, features), dtype)
     if sink is None:
         return State(jnp.full((rows,), -jnp.inf, dtype), jnp.zeros((rows,), dtype), output)

@@ -72,7 +72,7 @@ MASKED = 1.15
 
 
 class KeyBlocks(NamedTuple):
-    """How scores are cut where keys are read in place.
+    """Blocks of queries and keys, for attention that reads keys in place.
 
     Attributes:
       height: Queries of a block.
@@ -93,7 +93,7 @@ class KeyBlocks(NamedTuple):
 
 
 class DensePlan(NamedTuple):
-    """How "xla" maps the math of one head over all heads.
+    """The plan by which "xla" maps the math of one head over all heads.
 
     Attributes:
       looped_axes: How many of the leading axes [B..., K, G] are looped over.
@@ -107,7 +107,7 @@ class DensePlan(NamedTuple):
 
 
 class TilePlan(NamedTuple):
-    """How "blockwise" maps the math of one head over all heads.
+    """The plan by which "blockwise" cuts scores and maps the math of one head over all heads.
 
     Attributes:
       tiling: How scores are cut.
@@ -152,12 +152,12 @@ def with_occupancy(call: Call) -> Call:
 
 
 def prefers_dense(call: Call) -> bool:
-    """Whether "xla" is the faster of the two that compute every call."""
+    """Returns whether "xla" is the faster of the two that compute every call."""
     return not call.options.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE
 
 
 def _fuses_rows(call: Call, scores: int) -> bool:
-    """Whether XLA's CPU makes one kernel of `dense.fused_rows`, that writes no score to memory, and a fast one.
+    """Returns whether XLA's CPU makes one kernel of `dense.fused_rows` that writes no score to memory, and a fast one.
 
     Args:
       call: The call.
@@ -169,7 +169,7 @@ def _fuses_rows(call: Call, scores: int) -> bool:
 
 
 def blocks_in_place(call: Call) -> KeyBlocks | None:
-    """How to read keys and values in place, or None where they are better put into the layout of one head."""
+    """Plans to read keys and values in place; None where they are better put into the layout of one head."""
     operands, options = call
     if not call.options.has_known_sizes or not operands.query.size or not operands.value.size or not operands.key.size:
         return None
@@ -237,25 +237,25 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
 
 
 def _may_round(options: Options) -> bool:
-    """Whether operands of matrix products may be rounded to the dtype of query, key and value."""
+    """Returns whether operands of matrix products may be rounded to the dtype of query, key and value."""
     precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
     return all(precision in DEFAULT_PRECISION for precision in precisions)
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether this machine's CPU has instructions for products of bfloat16."""
+    """Returns whether this machine's CPU has instructions for products of bfloat16."""
     return bool({"amx_bf16", "avx512_bf16"} & _cpu_features())
 
 
 @functools.cache
 def _cpu_features() -> frozenset[str]:
-    """What Linux says of the CPU; nothing elsewhere."""
+    """Reads the CPU's features from Linux; none elsewhere."""
     info = pathlib.Path("/proc/cpuinfo")
     return frozenset(info.read_text().split()) if info.exists() else frozenset()
 
 
 def _looped_axes(call: Call, scores: int) -> int | None:
-    """How many of the leading axes [B..., K, G] to loop over, given the number of scores of one head in memory at once.
+    """Counts the leading axes [B..., K, G] to loop over, given the number of scores of one head in memory at once.
 
     On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. None on
     accelerators, where arrays may be split, and for symbolic sizes: then no axis may be looped over.
@@ -270,7 +270,7 @@ def _looped_axes(call: Call, scores: int) -> int | None:
 
 
 def _vmap_batch(call: Call, scores: int) -> int | None:
-    """How many heads run together at most, given the number of scores of one head in memory at once; None: all."""
+    """Limits the heads that run together, given the number of scores of one head in memory at once; None: all."""
     if call.options.target != ON_ONE_TPU or not call.options.has_known_sizes:
         return None
     return max(MAX_SCORES_TPU // max(scores, 1), 1)

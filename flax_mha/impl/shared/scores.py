@@ -23,7 +23,7 @@ from flax_mha.masks import Mask
 
 
 class ScoreInputs(NamedTuple):
-    """What a head adds to its scores and gets gradients for; None where there is none."""
+    """Arrays that enter the scores of a head and get gradients; None where there is none."""
 
     bias: Float[Array, "... T S"] | None
     sink: Float[Array, "..."] | None
@@ -37,7 +37,7 @@ class ScoreInputs(NamedTuple):
         return self._replace(bias=bias)
 
     def zeros(self) -> "ScoreInputs":
-        """Where gradients are summed up, in float32 at least."""
+        """Makes zeros to sum gradients up in, in float32 at least."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), self)
 
     def add(self, tile: Tile, part: "ScoreInputs") -> "ScoreInputs":
@@ -52,7 +52,7 @@ class ScoreInputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScoreRule:
-    """What one head makes of the products of scaled queries and keys: soft cap, `score_mod`, bias, mask, dropout.
+    """The rule of one head for scores from products of queries and keys: cap, `score_mod`, bias, mask, dropout.
 
     Its arrays, like those of masks, have leading axes for batch and heads until `map_heads` has mapped them.
 
@@ -89,11 +89,11 @@ class ScoreRule:
     ring: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def masks_scores(self, inputs: ScoreInputs) -> bool:
-        """Whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
+        """Returns whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
         return self.masks_tile(inputs, self.mask)
 
     def masks_tile(self, inputs: ScoreInputs, mask: Mask | None) -> bool:
-        """Whether a score may be masked in a tile in which `mask` says what is visible."""
+        """Returns whether a score may be masked in a tile in which `mask` says what is visible."""
         return mask is not None or inputs.bias is not None or self.score_mod is not None
 
     def products(self, query: Float[Array, "t H"], key: Float[Array, "s H"]) -> Float[Array, "t s"]:
@@ -181,7 +181,7 @@ class ScoreRule:
         return jnp.where(visible, products, jnp.zeros_like(products))
 
     def modified(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
-        """What `score_mod` makes of the scores of one tile."""
+        """Applies `score_mod` to the scores of one tile."""
         one = jax.vmap(jax.vmap(self._one_score(inputs.captured), (0, None, 0)), (0, 0, None))
         return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
 

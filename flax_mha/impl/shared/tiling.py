@@ -1,4 +1,4 @@
-"""How the scores of one head are cut into tiles, and the block mask: which of them are visited, in which order."""
+"""The cut of one head's scores into tiles, and the block mask: which of these are visited, in which order."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ CELL = 128
 
 
 class TileShape(NamedTuple):
-    """What a tile is at most.
+    """The largest shape of a tile.
 
     Attributes:
       height: Rows.
@@ -33,7 +33,7 @@ class TileShape(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How the scores of one head are cut into rows of tiles.
+    """A cut of the scores of one head into rows of tiles.
 
     Each row of tiles is divided into `bands` horizontally and into `cells` vertically. A tile has `height` rows and up
     to `runs` runs of `width` adjacent columns; a run may begin at any cell, and a tile may be cut to the bands that it
@@ -172,7 +172,7 @@ class _Runs(NamedTuple):
 
 
 def _runs(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> _Runs:
-    """Of one head; in numpy where the mask is known while tracing."""
+    """Finds the runs of one head; in numpy where the mask is known while tracing."""
     grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
     occupancy = Occupancy(everything, everything) if mask is None else mask.occupancy(grid)
@@ -224,7 +224,7 @@ def _starts(some: np.ndarray, width: int) -> np.ndarray:
 
 
 class TileBand(NamedTuple):
-    """What of a full-size tile is computed: rows `first` to `end` (exclusive), and the number of runs."""
+    """The computed part of a full-size tile: rows `first` to `end` (exclusive), and the number of runs."""
 
     first: int
     end: int
@@ -297,7 +297,7 @@ class BlockMask:
 
 
 def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tuple[int, int]) -> BlockMask:
-    """Of some heads, the first axis of its arrays, whose masks are known while tracing."""
+    """Makes the block mask of some heads, the first axis of its arrays, whose masks are known while tracing."""
     with jax.ensure_compile_time_eval():
         heads = [tiles_of(tiling, mask, offsets) for mask in masks]
     count = max(head.band.shape[1] for head in heads)
@@ -324,7 +324,7 @@ def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tup
 
 
 def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
-    """Of one head, whose mask or offset is data: by numbers that bound the loops."""
+    """Makes the block mask of one head whose mask or offset is data: numbers that bound the loops."""
     column, full, partial, *_ = _runs(tiling, mask, offsets)
     order = jnp.argsort(2 - 2 * full.astype(jnp.int32) - partial.astype(jnp.int32), axis=1, stable=True)
     counts = jnp.sum(full, 1, dtype=jnp.int32), jnp.sum(full | partial, 1, dtype=jnp.int32)

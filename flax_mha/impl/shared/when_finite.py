@@ -120,7 +120,7 @@ def _gradients(fused: Fused, data: Data, arrays: Arrays, cotangent: Float[Array,
 
 @jax.custom_batching.custom_vmap
 def all_moderate(*arrays: Float[Array, "B L *rest"]) -> Bool[Array, ""]:
-    """Whether all entries are finite and not large; under `vmap` of all calls, so that a conditional remains one."""
+    """Returns whether all entries are finite and not large; under `vmap` of all calls, so that a `cond` remains one."""
     # Arrays of one shape are read by one kernel, and what is left of each by another.
     entries = _joined([lax.abs(x) <= min(LARGEST, float(jnp.finfo(x.dtype).max)) for x in arrays])
     rows = _joined([x.all(range(2, x.ndim)) for x in entries])
