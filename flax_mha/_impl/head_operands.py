@@ -3,6 +3,8 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -15,7 +17,12 @@ OfHeads = tuple[Array, Array, Array, ScoreParams, Scores, Magnitudes | None]
 
 
 def of_heads(
-    operands: Operands, options: Options, sizes: bool, dtype: DTypeLike, held: DTypeLike | None = None
+    operands: Operands,
+    options: Options,
+    sizes: bool,
+    dtype: DTypeLike,
+    held: DTypeLike | None = None,
+    replaces: bool = True,
 ) -> OfHeads:
     """Query, key, value, params, scores and magnitudes, as `dense.dense_head` takes them.
 
@@ -25,10 +32,13 @@ def of_heads(
       sizes: Whether magnitudes tell the sizes of finite entries, as `dense.fused_rows` needs it.
       dtype: Of query, key and value in the matrix products.
       held: Of query, key and value as they are returned, if they are rounded to `dtype` later.
+      replaces: Whether what is not finite is replaced where scores may be masked. Else magnitudes are None.
     """
     params, scores = params_and_scores(operands, options)
     scale = options.scale if operands.scale is None else operands.scale
-    return with_scores(operands.query, operands.key, operands.value, scale, params, scores, sizes, dtype, held)
+    return with_scores(
+        operands.query, operands.key, operands.value, scale, params, scores, sizes, dtype, held, replaces
+    )
 
 
 def with_scores(
@@ -41,6 +51,7 @@ def with_scores(
     sizes: bool,
     dtype: DTypeLike,
     held: DTypeLike | None = None,
+    replaces: bool = True,
 ) -> OfHeads:
     """The same, where `params` and `scores` are of heads already."""
     groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
@@ -48,7 +59,7 @@ def with_scores(
     query, key, value = query.astype(wide), key.astype(held), value.astype(held)
     scale = scale if isinstance(scale, float) else scale.astype(wide)
     magnitudes = None
-    if scores.masks_scores(params):
+    if replaces and scores.masks_scores(params):
         of_queries = nonfinite.magnitude_of(query * scale, sizes)
         query = nonfinite.finite(query, of_queries)
         key, value, of_keys = nonfinite.finite_keys(key, value, sizes)
@@ -58,8 +69,11 @@ def with_scores(
         )
     if isinstance(scale, float) and dtype != wide:  # a scaled query would have to be rounded
         scores = dataclasses.replace(scores, scale=scale)
-    else:
+    elif replaces or isinstance(scale, float):
         query = query * scale
+    else:  # what is not finite must not reach the gradient of the scale
+        is_finite = lax.is_finite(query)
+        query = jnp.where(is_finite, jnp.where(is_finite, query, jnp.zeros_like(query)) * scale, jnp.nan)
     queries = layout.split_heads(query.astype(held), groups)
     keys, values = (layout.split_heads(x, (groups[0], 1)) for x in (key, value))
     return queries, keys, values, params, scores, magnitudes

@@ -1,7 +1,7 @@
 """Every measured number, and every choice made from one: which sizes run dense, tile shapes, loops over heads.
 
-None of these choices changes a result but by rounding. The numbers were measured on CPUs; accelerators run all heads
-together in tiles of one shape.
+None of these choices changes a result but by rounding. The numbers were measured on CPUs, those of GPUs counted in
+compiled programs (`benchmarks/compiled.py`); accelerators run all heads together in tiles of one shape.
 """
 
 import functools
@@ -27,6 +27,14 @@ ON_ONE_CPU, ON_ONE_TPU = Target("cpu", may_be_split=False), Target("tpu", may_be
 
 # Up to this many scores of a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
 MAX_SCORES_DENSE = 256 * 256
+
+# On a GPU this is the budget of "xla": so many scores of all heads, 1 GiB of float32, are computed at once at most.
+MAX_SCORES_GPU = 2**28
+# What a GPU moves in the forward and the backward pass, in bytes for each score: of all, "xla", and of those of the
+# tiles that are visited, "blockwise"; with inputs of 16 bits, and of more. A tile launches so many kernels, each of
+# which takes the time of so many bytes: 3 microseconds at 4 TB/s.
+GPU_BYTES_DENSE, GPU_BYTES_TILES = {True: 37, False: 56}, {True: 61, False: 77}
+GPU_LAUNCHES_OF_TILE, GPU_BYTES_OF_LAUNCH = 25, 12e6
 
 # Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks
 # that are not known while tracing, and accelerators.
@@ -74,7 +82,36 @@ MASKED = 1.15
 
 def prefers_dense(call: Call) -> bool:
     """Whether "xla" is the faster of the two that compute every call."""
-    return not call.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE
+    if not call.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE:
+        return True
+    return call.options.target.platform == "gpu" and _prefers_dense_on_gpu(call)
+
+
+def _prefers_dense_on_gpu(call: Call) -> bool:
+    """Whether all scores fit the budget, and are not many more than those of the tiles that a mask leaves to visit."""
+    operands, options = call
+    num_heads, scores = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2], math.prod(operands.lengths)
+    if num_heads * scores > MAX_SCORES_GPU:
+        return False
+    if operands.mask is None or not operands.has_known_offsets or jax.tree.leaves(operands.mask):
+        return True  # all tiles are visited, as far as is known
+    narrow, tile = operands.query.dtype.itemsize <= 2, TILE_SHAPES[0].height * TILE_SHAPES[0].width
+    of_tile = num_heads * tile * GPU_BYTES_TILES[narrow] + GPU_LAUNCHES_OF_TILE * GPU_BYTES_OF_LAUNCH
+    tiles = _visited_tiles(operands.lengths, operands.mask, options.offsets)
+    return num_heads * scores * GPU_BYTES_DENSE[narrow] <= tiles * of_tile
+
+
+@functools.lru_cache(maxsize=256)
+def _visited_tiles(lengths: tuple[int, int], mask: Mask, offsets: tuple[int, int]) -> int:
+    """How many tiles of one head are not masked as a whole, of a mask without arrays."""
+    with jax.ensure_compile_time_eval():
+        return int(block_mask.tiles_of(tiling_of(lengths, TILE_SHAPES[0]), mask, offsets)[-1].sum())
+
+
+def on_gpu(call: Call) -> bool:
+    """Whether "xla" computes the call by `dense_gpu.py`."""
+    known = call.has_known_sizes and all(x.size for x in call.operands[:3])
+    return known and call.options.target.platform == "gpu"
 
 
 def fuses_rows(call: Call, scores: int) -> bool:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha._call import Call, Operands, Options, accumulation_dtype, numbers_as_arrays
-from flax_mha._impl import block_mask, blockwise, decode, dense, heads, layout, schedule
+from flax_mha._impl import block_mask, blockwise, decode, dense, dense_gpu, heads, layout, schedule
 from flax_mha._impl.block_mask import BlockMask
 from flax_mha._impl.head_operands import OfHeads, of_heads, params_and_scores, with_scores
 from flax_mha._impl.scores import ScoreParams, Scores
@@ -33,6 +33,8 @@ def dense_attention(call: Call) -> OutputAndLse:
     if blocks is not None:
         return _in_place(call.operands, call.options, blocks, sequential or 0)
     dtype, together = schedule.product_dtype(call, tiles=False), schedule.heads_together(call, scores)
+    if schedule.on_gpu(call):
+        return _dense_on_gpu(call.operands, call.options, dtype)
     return _dense(call.operands, call.options, sequential or 0, together, dtype)
 
 
@@ -69,6 +71,17 @@ def _dense(
 ) -> OutputAndLse:
     arrays = of_heads(operands, options, sizes=True, dtype=dtype)
     return _all_heads(arrays, sequential, operands.query.dtype, together)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "dtype"))
+def _dense_on_gpu(operands: Operands, options: Options, dtype: jnp.dtype) -> OutputAndLse:
+    query, *others, _ = of_heads(operands, options, sizes=False, dtype=dtype, replaces=False)
+    output, lse = heads.over_heads(_dense_head_on_gpu, (query, *others), query.ndim - 2)
+    return layout.to_caller(output, lse, operands.query.dtype)
+
+
+def _dense_head_on_gpu(arrays: tuple) -> tuple[Array, Array]:
+    return dense_gpu.dense_head_on_gpu(*arrays)
 
 
 def _all_heads(arrays: OfHeads, sequential: int, dtype: DTypeLike, together: int | None = None) -> OutputAndLse:

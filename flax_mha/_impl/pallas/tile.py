@@ -11,9 +11,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha._impl.pallas.threefry import random_words
 from flax_mha._impl.pallas.tile_part import TilePart
 from flax_mha._impl.scores import ScoreParams, Scores
+from flax_mha._impl.threefry import random_words
 from flax_mha._tiles import Grid, Tile
 from flax_mha.masks import Mask, Occupancy
 
