@@ -76,7 +76,7 @@ def _dense(
 @functools.partial(jax.jit, static_argnames=("options", "dtype"))
 def _dense_on_gpu(operands: Operands, options: Options, dtype: jnp.dtype) -> OutputAndLse:
     query, *others, _ = of_heads(operands, options, sizes=False, dtype=dtype, replaces=False)
-    output, lse = heads.over_heads(_dense_head_on_gpu, (query, *others), query.ndim - 2)
+    output, lse = heads.over_heads(_dense_head_on_gpu, varying_alike((query, *others)), query.ndim - 2)
     return layout.to_caller(output, lse, operands.query.dtype)
 
 
