@@ -74,7 +74,7 @@ def blockwise_head(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _head(tiling: Tiling, fuse_rows: bool, *operands: Any) -> tuple[Array, Array]:
     if fuse_rows:
-        return _output_of_single_tiles(tiling, *operands)
+        return _output_of_single_tiles(tiling, True, *operands)
     # jax traces the forward rule under an explicit abstract mesh. Setting it here too makes the cache key of `_output`
     # the same, so that it is traced only once.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
@@ -92,6 +92,9 @@ def _output(
     magnitudes: Magnitudes | None,
     blocks: BlockMask,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
+    if blocks.single:
+        return _output_of_single_tiles(tiling, False, query, key, value, params, scores, magnitudes, blocks)
+
     def row(own: tuple) -> tuple[Array, Array]:
         i, blocks, q, q_magnitude = own
 
@@ -121,6 +124,7 @@ def _output(
 
 def _output_of_single_tiles(
     tiling: Tiling,
+    fuse_rows: bool,
     query: Array,
     key: Array,
     value: Array,
@@ -131,15 +135,19 @@ def _output_of_single_tiles(
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     mask = padded_mask(scores.mask, tiling) if blocks.partial_parts else None
 
-    def row(i: Array, blocks: BlockMask, q: Array, q_magnitude: Any) -> tuple[Array, Array]:
+    attend = dense.fused_rows if fuse_rows else dense.plain_rows
+
+    def row(own: tuple) -> tuple[Array, Array]:
+        i, blocks, q, q_magnitude = own
         column = element(blocks.column, 0, 0)
         tile = tiling.tile(i * tiling.height, column, (tiling.height, tiling.width), scores.offsets)
         of_tile = None if magnitudes is None else Magnitudes(q_magnitude, tile.cut_columns(magnitudes.key, 0))
         keys, values = tile.cut_columns(key, 0), tile.cut_columns(value, 0)
-        return dense.fused_rows(q, keys, values, params.cut(tile), scores, of_tile, tile, mask)
+        return attend(q, keys, values, params.cut(tile), scores, of_tile, tile, mask)
 
     of_queries = None if magnitudes is None else magnitudes.query
-    output, lse = jax.vmap(row)(*by_row(tiling, blocks, query, of_queries))
+    rows = by_row(tiling, blocks, query, of_queries)
+    output, lse = jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows)
     return output.reshape(tiling.shape[0], value.shape[1]), lse.reshape(-1)
 
 

@@ -80,6 +80,12 @@ def finite(x: Float[Array, "*L F"], magnitude: Float[Array, "*L"]) -> Float[Arra
     return lax.select(infinite, lax.full_like(x, 0), x)
 
 
+def restored(x: Float[Array, "n F"], magnitude: Float[Array, " n"]) -> Float[Array, "n F"]:
+    """NaN where the magnitude is infinite: the inverse of `finite`, but for what kind of number was replaced."""
+    infinite = lax.broadcast_in_dim(_is_infinite(magnitude), x.shape, (0,))
+    return lax.select(infinite, lax.full_like(x, jnp.nan), x)
+
+
 def marks(magnitude: Float[Array, "*L"]) -> Float[Array, "*L"]:
     """Infinity where the magnitude is infinite, else 0."""
     return lax.select(_is_infinite(magnitude), magnitude, lax.full_like(magnitude, 0))

@@ -51,6 +51,8 @@ GATHERING = (TileShape(512, 512, runs=6),)
 # The limits below count the scores of one head that are in memory at once: all of them, or those of one tile.
 # Up to this many, XLA's CPU backend compiles product, softmax and product into one fast kernel.
 MAX_SCORES_FUSED = 256 * 256
+# It does so if all heads together have at least this many, 2 MiB in float32.
+MIN_SCORES_FUSED_IN_ALL = 512 * 1024
 # Up to this many, all batch entries and heads are vmapped together on a CPU.
 MAX_SCORES_ALL_HEADS = 128 * 128
 # Up to this many, and this many for all heads of one batch entry, the heads of one entry are vmapped together.
@@ -74,9 +76,10 @@ MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
 # The same on accelerators, which compute all batch entries together.
 MAX_WIDTH_ACCELERATOR = 4096
 
-# What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL scores on XLA uses all cores for its
-# matrix products, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that must be masked cost more.
-PARALLEL, STEP, SERIAL = 128 * 1024, 24 * 1024, 2
+# What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL multiplications on, n times the head
+# size, XLA uses all cores for a matrix product, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that
+# must be masked cost more.
+PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
 MASKED = 1.15
 
 
@@ -114,16 +117,30 @@ def on_gpu(call: Call) -> bool:
     return known and call.options.target.platform == "gpu"
 
 
-def fuses_rows(call: Call, scores: int) -> bool:
+def fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
     """Whether XLA's CPU makes one kernel of `dense.fused_rows`, that writes no score to memory, and a fast one.
 
     Args:
       call: The call.
       scores: How many there are of one head or tile, many of which are computed together.
+      rows: How many tiles of a head are computed together.
     """
+    if not _may_fuse(call, scores):
+        return False
+    # Matrix products that use all cores are faster outside of that kernel.
+    in_all = math.prod(call.operands.query.shape[:-3]) * call.operands.query.shape[-2] * rows * scores
+    return in_all >= MIN_SCORES_FUSED_IN_ALL and scores * _product_size(call) < PARALLEL
+
+
+def _may_fuse(call: Call, scores: int) -> bool:
     operands, options = call
     plain = options.score_mod is None and operands.dropout_rng is None and not options.return_residual
     return call.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target == ON_ONE_CPU
+
+
+def _product_size(call: Call) -> int:
+    """The number of multiplications per score in a matrix product: the head size."""
+    return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
 
 
 def blocks_in_place(call: Call) -> Blocks | None:
@@ -227,6 +244,11 @@ def sequential_axes(call: Call, scores: int) -> int | None:
     return axes - 2 if together else axes
 
 
+def sequential_axes_dense(call: Call, scores: int) -> int | None:
+    """As `sequential_axes`, if all scores of a head are computed at once: few scores need no loop over heads."""
+    return 0 if _may_fuse(call, scores) else sequential_axes(call, scores)
+
+
 def heads_together(call: Call, scores: int) -> int | None:
     """How many heads run together at most, given the number of scores of one head in memory at once; None: all."""
     if call.options.target != ON_ONE_TPU or not call.has_known_sizes:
@@ -247,43 +269,51 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
         return tiling_of(lengths, TILE_SHAPES[0]), None
     shapes, gathering = (TILE_SHAPES, GATHERING) if options.target.platform == "cpu" else (TILE_SHAPES[:1], ())
     if not arrays or operands.mask is None:
-        return _cheapest_of_one(lengths, operands.mask, options.offsets, shapes), None
+        return _cheapest_of_one(lengths, operands.mask, options.offsets, shapes, _product_size(call)), None
     concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
     mask = mask_by_head(concrete, axes - 2, operands.groups)
     head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
     masks = [heads.one_of(mask, place) for place in np.ndindex(head_axes)]
     examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
-    tiling = cheapest(lengths, examples, options.offsets, (*shapes, *gathering))
+    tiling = cheapest(lengths, examples, options.offsets, (*shapes, *gathering), _product_size(call))
     blocks = block_mask.static_block_mask(tiling, masks, options.offsets)
     return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
 
 
 def cheapest(
-    lengths: tuple[int, int], masks: Sequence[Mask | None], offsets: tuple[int, int], shapes: Sequence[TileShape]
+    lengths: tuple[int, int],
+    masks: Sequence[Mask | None],
+    offsets: tuple[int, int],
+    shapes: Sequence[TileShape],
+    head_size: int,
 ) -> Tiling:
     """The tiling with the least to compute for the masks of some heads, which are known while tracing."""
     with jax.ensure_compile_time_eval():
         return min(
             (tiling_of(lengths, shape, fine=True) for shape in shapes),
-            key=lambda candidate: sum(_cost(candidate, mask, offsets) for mask in masks),
+            key=lambda candidate: sum(_cost(candidate, mask, offsets, head_size) for mask in masks),
         )
 
 
-def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> float:
+def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
     _, part, full, some = block_mask.tiles_of(candidate, mask, offsets)
     number = np.arange(part.shape[1])
     scores = (part[..., 1] - part[..., 0]) * part[..., 2] * candidate.width
     scores = np.where(number < full[:, None], scores, MASKED * scores)
-    each = np.where(scores < PARALLEL, SERIAL * scores, scores + STEP)
+    each = np.where(scores * head_size < PARALLEL, SERIAL * scores, scores + STEP)
     return float(each[number < some[:, None]].sum())
 
 
 # For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
 @functools.lru_cache(maxsize=256)
 def _cheapest_of_one(
-    lengths: tuple[int, int], mask: Mask | None, offsets: tuple[int, int], shapes: Sequence[TileShape]
+    lengths: tuple[int, int],
+    mask: Mask | None,
+    offsets: tuple[int, int],
+    shapes: Sequence[TileShape],
+    head_size: int,
 ) -> Tiling:
-    return cheapest(lengths, (mask,), offsets, shapes)
+    return cheapest(lengths, (mask,), offsets, shapes, head_size)
 
 
 @functools.lru_cache(maxsize=256)

@@ -28,14 +28,14 @@ def dense_attention(call: Call) -> OutputAndLse:
     """Output and log-sum-exp, from all scores of a head at once: `implementation="xla"`."""
     call = numbers_as_arrays(call)
     scores = math.prod(call.operands.lengths)
-    sequential = 0 if schedule.fuses_rows(call, scores) else schedule.sequential_axes(call, scores)
+    fuse_rows, sequential = schedule.fuses_rows(call, scores), schedule.sequential_axes_dense(call, scores)
     blocks = schedule.blocks_in_place(call)
     if blocks is not None:
         return _in_place(call.operands, call.options, blocks, sequential or 0)
     dtype, together = schedule.product_dtype(call, tiles=False), schedule.heads_together(call, scores)
     if schedule.on_gpu(call):
         return _dense_on_gpu(call.operands, call.options, dtype)
-    return _dense(call.operands, call.options, sequential or 0, together, dtype)
+    return _dense(call.operands, call.options, sequential or 0, together, dtype, fuse_rows)
 
 
 def blockwise_attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
@@ -52,7 +52,7 @@ def blockwise_attention(call: Call, result: OutputAndLse | None = None) -> Outpu
         call = Call(operands._replace(mask=mask), options)
     tiling, blocks = schedule.tiles(call)
     scores = tiling.height * tiling.width
-    sequential, fuse_rows = schedule.sequential_axes(call, scores), schedule.fuses_rows(call, scores)
+    sequential, fuse_rows = schedule.sequential_axes(call, scores), schedule.fuses_rows(call, scores, tiling.rows)
     together, dtype = schedule.heads_together(call, scores), schedule.product_dtype(call, tiles=True)
     try:
         return _blockwise(call.operands, call.options, tiling, blocks, sequential, together, fuse_rows, dtype, result)
@@ -65,12 +65,12 @@ def blockwise_attention(call: Call, result: OutputAndLse | None = None) -> Outpu
         ) from error
 
 
-@functools.partial(jax.jit, static_argnames=("options", "sequential", "together", "dtype"))
+@functools.partial(jax.jit, static_argnames=("options", "sequential", "together", "dtype", "fuse_rows"))
 def _dense(
-    operands: Operands, options: Options, sequential: int, together: int | None, dtype: jnp.dtype
+    operands: Operands, options: Options, sequential: int, together: int | None, dtype: jnp.dtype, fuse_rows: bool
 ) -> OutputAndLse:
     arrays = of_heads(operands, options, sizes=True, dtype=dtype)
-    return _all_heads(arrays, sequential, operands.query.dtype, together)
+    return _all_heads(arrays, sequential, operands.query.dtype, together, fuse_rows)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "dtype"))
@@ -84,13 +84,16 @@ def _dense_head_on_gpu(arrays: tuple) -> tuple[Array, Array]:
     return dense_gpu.dense_head_on_gpu(*arrays)
 
 
-def _all_heads(arrays: OfHeads, sequential: int, dtype: DTypeLike, together: int | None = None) -> OutputAndLse:
-    output, lse = heads.over_heads(_dense_head, arrays, arrays[0].ndim - 2, sequential, together)
+def _all_heads(
+    arrays: OfHeads, sequential: int, dtype: DTypeLike, together: int | None = None, fuse_rows: bool = False
+) -> OutputAndLse:
+    one_head = functools.partial(_dense_head, fuse_rows)
+    output, lse = heads.over_heads(one_head, arrays, arrays[0].ndim - 2, sequential, together)
     return layout.to_caller(output, lse, dtype)
 
 
-def _dense_head(arrays: OfHeads) -> tuple[Array, Array]:
-    return dense.dense_head(*arrays)
+def _dense_head(fuse_rows: bool, arrays: OfHeads) -> tuple[Array, Array]:
+    return dense.dense_head(*arrays, fuse_rows)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "blocks", "sequential"))
@@ -113,7 +116,7 @@ def _read_in_place_jvp(
     *_, scores = primals  # what it holds has no gradient
 
     def dense_of(query: Array, key: Array, value: Array, scale: Array, params: ScoreParams) -> OutputAndLse:
-        arrays = with_scores(query, key, value, scale, params, scores, True, accumulation_dtype(query.dtype))
+        arrays = with_scores(query, key, value, scale, params, scores, False, accumulation_dtype(query.dtype))
         return _all_heads(arrays, sequential, query.dtype)
 
     return jax.jvp(dense_of, primals[:5], tangents[:5])
