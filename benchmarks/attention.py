@@ -1,7 +1,7 @@
 """How fast is attention alone, beside jax.nn's and PyTorch's, and how much memory does it take?
 
     python benchmarks/attention.py [--lengths 128,512] [--dtypes float32] [--passes forward] [--masks causal]
-                                   [--head-dims 64] [--seconds S | --rounds N] [--out benchmarks/results/NAME]
+                                   [--head-dims 64] [--peers jax.nn] [--seconds S | --rounds N] [--out NAME]
 
 On a CPU the shapes (batch, length, heads, head size) are (8,128,8,64), (4,512,8,64), (1,2048,8,64), (1,8192,4,64) and
 (1,16384,4,64); on a GPU or TPU 16k tokens in 2048 features, as in FlashAttention's paper. `backward` is the value and
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--dtypes", type=measure.names, default=dtypes)
     parser.add_argument("--passes", type=measure.names, default=["forward", "backward"])
     parser.add_argument("--masks", type=measure.names, default=["full", "causal"])
+    parser.add_argument("--peers", type=measure.names, help="of those in the table, separated by commas (default: all)")
     options = parser.parse_args()
     cells = [
         Cell(length, head_dim, dtype, mask, direction)
@@ -167,6 +168,8 @@ def main() -> None:
         for cell in report.each(cells):
             facts = cell._asdict() | {"shape": ", ".join(map(str, cell.shape)), "pass": cell.direction}
             everyone = peers(cell, options.memory)
+            if options.peers is not None:
+                everyone = {name: everyone[name] for name in options.peers}
             results = measure.compare_speed(everyone, cell.gflop, cell.dtype, options, report.say)
             measure.ratios(results, "torch SDPA", "to_torch")
             measure.ratios(results, "jax.nn", "to_jax_nn")

@@ -1,6 +1,7 @@
 """What do compilers for accelerators make of it? Compiled ahead of time, on a machine without one; nothing runs.
 
-    python benchmarks/compiled.py --target v5e:2x2|v5e:4x4|h200|h200x4 [--only WORDS] [--skip WORDS] [--out FILE.md]
+    python benchmarks/compiled.py --target v5e:2x2|v5e:4x4|h200|h200x4 [--table fused|unfused] [--only WORDS]
+                                  [--skip WORDS] [--out FILE.md]
 
 Attention, causal unless said, forward and with its gradient, and one training step of the demo. For TPUs this needs
 `pip install libtpu`, for H200s `pip install 'jax[cuda13]'` (jax 0.12, 4.5 GB); neither a driver nor a device.
@@ -13,6 +14,14 @@ Columns:
   temporaries  MiB that the program needs besides its arguments and results
   collectives  what devices send one another
   chosen       the implementation that we choose
+
+`--table unfused` compares calls that fused kernels refuse with Flax (benchmarks/unfused.py), by a model of an H200: a
+program takes as long as it takes to move its bytes, at 4 TB/s, and to launch its kernels, 3 microseconds each. This is
+counted, not timed; arithmetic is taken to be free. `flax_mha/impl/shared/schedule.py` chooses between "xla" and "blockwise"
+by the same model. Columns besides:
+  ms           by the model
+  of Flax's    the same, as a multiple of Flax's program
+A loop over the tiles of a row counts as often as it runs on average there.
 
 All of it while everything is finite. A loop whose trips the compiler does not tell counts once: then numbers are marked
 with a +. Of several devices the numbers are those of each.
@@ -34,6 +43,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 import hlo
 import jax
 import jax.numpy as jnp
+import unfused
 from targets import Target, compiling_for, mesh_of, target_of
 
 from flax_mha import dot_product_attention, explain_implementation
@@ -56,6 +66,17 @@ DEMOS = {
     "demo, larger": {"context_length": 1024, "features": 512, "heads": 8, "layers": 4},
 }
 PLACEMENTS = {"batch": ("data",), "heads": (None, None, "model"), "batch and heads": ("data", None, "model")}
+BYTES_A_SECOND, SECONDS_A_LAUNCH = 4e12, 3e-6
+COLUMNS_OF_MODEL = {
+    "program": "---",
+    "implementation": "---",
+    "kernels": "---:",
+    "MiB moved": "---:",
+    "temporaries": "---:",
+    "ms": "---:",
+    "of Flax's": "---:",
+    "chosen": "---",
+}
 COLUMNS = {
     "program": "---",
     "implementation": "---",
@@ -144,11 +165,11 @@ def chosen_for(explain: Callable, arrays: list) -> str:
     return names[0]
 
 
-def with_gradient(f: Callable) -> Callable:
-    """`f`, and what its gradient makes of the output."""
+def with_gradient(f: Callable, count: int = 3) -> Callable:
+    """`f`, and what its gradient, with respect to so many arrays, makes of the output."""
 
     def both(*arrays: Any) -> Any:
-        floats, rest = arrays[:3], arrays[3:]
+        floats, rest = arrays[:count], arrays[count:]
         output, pull = jax.vjp(lambda *floats: f(*floats, *rest), *floats)
         return output, pull(output)
 
@@ -188,7 +209,36 @@ def row(cell: Cell) -> dict[str, str]:
     }
 
 
-def head(name: str) -> list[str]:
+def modelled(costs: hlo.Costs) -> float:
+    """Seconds that a program takes if bytes and launches are all that takes time."""
+    return costs.traffic / BYTES_A_SECOND + costs.others * SECONDS_A_LAUNCH
+
+
+def rows_of_model(target: Target, programs: dict[str, unfused.Program]) -> Iterator[dict[str, str]]:
+    """One call, as Flax computes it and as we do."""
+    alone = jax.sharding.NamedSharding(jax.sharding.Mesh(target.devices[:1], "x"), jax.P())
+    flax_takes = None
+    for who, program in programs.items():
+        arrays = [jax.ShapeDtypeStruct(*shape, sharding=alone) for shape in program.shapes]
+        function = with_gradient(program.function, program.floats) if "gradient" in program.name else program.function
+        compiled = jax.jit(function).lower(*arrays).compile()
+        costs = hlo.Program(compiled.as_text(), program.trips).costs()
+        takes = modelled(costs)
+        flax_takes = takes if flax_takes is None else flax_takes
+        explain = unfused.explain_with(program.function, explain_implementation)
+        yield {
+            "program": program.name,
+            "implementation": who,
+            "kernels": f"{costs.others:.0f}",
+            "MiB moved": f"{costs.traffic / 2**20:,.0f}",
+            "temporaries": f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:,.0f}",
+            "ms": f"{1e3 * takes:.3f}",
+            "of Flax's": f"{takes / flax_takes:.2f}",
+            "chosen": chosen_for(explain, arrays) if who == "flax_mha" else "",
+        }
+
+
+def head(name: str, columns: dict[str, str]) -> list[str]:
     """Of a table: target, versions, command."""
     packages = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax")
     installed = {package.name.lower() for package in importlib.metadata.distributions()}
@@ -201,8 +251,8 @@ def head(name: str) -> list[str]:
         "",
         f"{date}, Python {python}, {versions}; `{command}`. Nothing ran. The columns: see `benchmarks/compiled.py`.",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{'|'.join(COLUMNS.values())}|",
+        f"| {' | '.join(columns)} |",
+        f"|{'|'.join(columns.values())}|",
     ]
 
 
@@ -212,17 +262,30 @@ def main() -> None:
     parser.add_argument("--only", default="", help="programs that contain these words")
     parser.add_argument("--skip", default="no program", help="programs that contain these words")
     parser.add_argument("--out", type=Path, help="file for the table, besides the screen")
+    parser.add_argument("--table", choices=("fused", "unfused"), default="fused", help="which calls")
     options = parser.parse_args()
     target = target_of(options.target)
     jax.config.update("jax_enable_compilation_cache", False)  # it would want to load what is made for other devices
-    lines = head(options.target)
+    columns = COLUMNS if options.table == "fused" else COLUMNS_OF_MODEL
+    lines = head(options.target, columns)
     print("\n".join(lines), flush=True)
-    for cell in cells(target):
-        if options.only in cell.name and options.skip not in cell.name:
-            with compiling_for(target, len(target.devices) if "split" in cell.name else 1):
-                facts = row(cell)
-            lines.append(f"| {' | '.join(facts.get(column, '') for column in COLUMNS)} |")
-            print(lines[-1], flush=True)
+
+    def is_wanted(name: str) -> bool:
+        return options.only in name and options.skip not in name
+
+    def rows() -> Iterator[dict[str, str]]:
+        for cell in cells(target) if options.table == "fused" else ():
+            if is_wanted(cell.name):
+                with compiling_for(target, len(target.devices) if "split" in cell.name else 1):
+                    yield row(cell)
+        for programs in unfused.programs() if options.table == "unfused" else ():
+            if is_wanted(programs["Flax"].name):
+                with compiling_for(target, 1):
+                    yield from rows_of_model(target, programs)
+
+    for facts in rows():
+        lines.append(f"| {' | '.join(facts.get(column, '') for column in columns)} |")
+        print(lines[-1], flush=True)
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
 

@@ -88,9 +88,11 @@ class Program:
 
     Args:
       text: What `compiled.as_text()` says.
+      trips: How often loops run of which the compiler does not tell it; None counts them once, and says so.
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, trips: float | None = None):
+        self.trips = trips
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
         for line in text.splitlines():
@@ -119,7 +121,7 @@ class Program:
         if instruction.is_attention:
             return Costs(attention=1)
         if opcode == "while":
-            trips = _trips(instruction)
+            trips = _trips(instruction) or self.trips
             body = self.costs(instruction.called[0])
             body = body._replace(step=body.step or body.traffic, is_exact=body.is_exact and trips is not None)
             return Costs().plus(body, trips or 1)

@@ -27,7 +27,7 @@ from jaxtyping import install_import_hook
 
 # Before the package is imported: the shapes in the signatures of these files become checks. (Not in those with pytrees,
 # which jax also fills with placeholders.)
-CHECKED = ("impl.dense", "impl.blockwise", "impl.shared.online_softmax", "core.tile")
+CHECKED = ("impl.dense", "impl.dense_gpu", "impl.blockwise", "impl.shared.online_softmax", "core.tile")
 install_import_hook([f"flax_mha.{name}" for name in CHECKED], "beartype.beartype")
 
 from flax_mha.impl.shared import schedule, tiling  # noqa: E402
@@ -65,6 +65,13 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """Nothing that was imported is garbage."""
     gc.freeze()
+
+
+@pytest.fixture
+def xla_on_a_gpu(request, monkeypatch):
+    """In tests with a parameter "xla on a GPU", "xla" computes as on a GPU."""
+    if "xla on a GPU" in request.node.name:
+        monkeypatch.setattr(schedule, "on_gpu", lambda call: True)
 
 
 @pytest.fixture

@@ -13,14 +13,15 @@ from flax_mha import dot_product_attention
 from flax_mha.impl.shared import schedule
 
 IMPLEMENTATIONS = ("xla", "blockwise")
+ON_A_GPU = "xla on a GPU"
 KEY = jax.random.key(5)
 
 
-pytestmark = pytest.mark.usefixtures("small_tiles")
+pytestmark = pytest.mark.usefixtures("small_tiles", "xla_on_a_gpu")
 
 
 def call(case, implementation, arrays, traced, **more):
-    more = {"implementation": implementation, "return_residual": True, **more}
+    more = {"implementation": implementation.split()[0], "return_residual": True, **more}
     return dot_product_attention(**arrays, **traced, **case.static, **more)
 
 
@@ -52,7 +53,7 @@ def terms(case):
     return case.t + case.s
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, ON_A_GPU])
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_gradients_under_jit(name, implementation):
     case = CASES[name]
@@ -81,7 +82,7 @@ def test_vmap_is_a_loop(name, implementation):
             assert_close(got[i], want, terms(case))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, ON_A_GPU])
 @pytest.mark.parametrize("name", DROPOUT_CASES)
 def test_dropout_and_its_gradient(name, implementation):
     """The weights that are kept show in the output when the values are the identity matrix."""
@@ -89,7 +90,8 @@ def test_dropout_and_its_gradient(name, implementation):
     arrays, cotangents = case.arrays(), case.cotangents()
     keys = case.shapes["key"][-2]
     identity = np.broadcast_to(np.eye(case.s, dtype=np.float32)[:, None], (*case.batch, case.s, keys, case.s))
-    shown, _ = call(case, "xla", arrays | {"value": identity}, case.traced, dropout_rng=KEY)
+    other = "blockwise" if implementation == ON_A_GPU else "xla"
+    shown, _ = call(case, other, arrays | {"value": identity}, case.traced, dropout_rng=KEY)
     keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - case.static["dropout_rate"])
 
     run = jax.jit(lambda a, c: gradients(case, implementation, a, c, case.traced, dropout_rng=KEY))
@@ -100,7 +102,7 @@ def test_dropout_and_its_gradient(name, implementation):
         assert_close(got, want, terms(case) / (1 - case.static["dropout_rate"]))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, ON_A_GPU])
 def test_float64(implementation):
     with jax.enable_x64(True):
         case = CASES["everything"]
@@ -188,7 +190,7 @@ def test_narrow_products_are_what_xla_gets(implementation):
 
 @pytest.mark.parametrize("operands", ["float32", "narrow"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, ON_A_GPU])
 def test_low_precision_by_the_rule_of_flash_attention(implementation, dtype, operands, request):
     """At most twice the error of the naive computation in the same dtype, plus one rounding of the result."""
     if operands == "narrow":

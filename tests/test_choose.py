@@ -39,6 +39,14 @@ def inputs(t=T, s=T, *, batch=(B,), n=N, k=K, h=H, hv=None, dtype=jnp.bfloat16):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
+def bias_of(*shape, masked=False):
+    """Where `masked`, with a row of -inf, another with one number that is visible, and a key of -inf."""
+    bias = np.random.default_rng(4).standard_normal(shape, np.float32)
+    if masked:
+        bias[..., 7, :], bias[..., 9, 1:], bias[..., 30] = -np.inf, -np.inf, -np.inf
+    return jnp.asarray(bias, jnp.bfloat16)
+
+
 def lowered(arrays, gradient=False, **arguments):
     """What a GPU would be given."""
 
@@ -93,13 +101,26 @@ FUSED = {
     ),
     "head size 256": (inputs(h=256), {"scale": 0.5}),
     "as many heads": (inputs(k=N), {"is_causal": True}),
+    "bias": (inputs(), {"bias": bias_of(B, N, T, T)}),
+    "bias of all, causal": (inputs(), {"bias": bias_of(1, 1, T, T, masked=True), "is_causal": True}),
+    "bias that masks": (inputs(), {"bias": bias_of(B, 1, T, T, masked=True)}),
+    "bias, two batch axes, fewer keys": (
+        inputs(301, 170, batch=(1, 2)),
+        {"bias": bias_of(N, 301, 170, masked=True), "is_causal": True},
+    ),
+    "bias, lengths": (
+        inputs(),
+        {"bias": bias_of(N, T, T, masked=True), "key_value_seq_lengths": jnp.array([200, 0])},
+    ),
 }
 NOT_FUSED = {
     "float32": (inputs(dtype=jnp.float32), {}, "float16 and bfloat16"),
     "head size": (inputs(h=60), {}, "multiple of 8"),
     "large head size": (inputs(h=264), {}, "multiple of 8"),
     "value head size": (inputs(hv=32), {}, "value head size"),
-    "bias": (inputs(), {"bias": jnp.zeros((1, T, T))}, "bias"),
+    "bias, float32": (inputs(), {"bias": jnp.zeros((1, T, T))}, "a bias must be bfloat16"),
+    "bias of keys": (inputs(), {"bias": bias_of(N, 1, T)}, r"\(256, 256\) as its last axes"),
+    "bias of some batch axes": (inputs(batch=(2, 3)), {"bias": bias_of(3, 1, T, T)}, "batch axes of a bias"),
     "array mask": (inputs(), {"mask": jnp.ones((B, 1, 1, T), bool)}, "ArrayMask"),
     "segments": (inputs(), {"query_segment_ids": IDS}, "segments"),
     "dropout": (inputs(), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
@@ -123,8 +144,9 @@ NOT_FUSED = {
 def test_a_gpu_gets_the_fused_kernel(name):
     arrays, arguments = FUSED[name]
     text = lowered(arrays, gradient=True, **arguments)
-    assert text.count("@__cudnn$fmhaSoftmax(") == text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
-    assert "ScaleBias" not in text  # no mask or bias as an array
+    kind = "ScaleBias" if "bias" in arguments else ""  # no mask as an array
+    assert text.count(f"@__cudnn$fmha{kind}Softmax(") == text.count(f"@__cudnn$fmha{kind}SoftmaxBackward(") == 1
+    assert kind or "ScaleBias" not in text
 
 
 @pytest.mark.usefixtures("hopper")
@@ -151,12 +173,17 @@ def test_one_query_and_short_sequences():
 
 
 @pytest.mark.usefixtures("hopper")
-def test_vmap_over_some_of_the_inputs():
-    query, key, value = inputs()
+@pytest.mark.parametrize("name", ["plain", "bias of all, causal"])
+def test_vmap_over_some_of_the_inputs(name):
+    (query, key, value), arguments = FUSED[name]
     queries = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
-    attend = jax.vmap(lambda q, k, v: dot_product_attention(q, k, v, implementation="cudnn"), (0, None, None))
+
+    def loss(*arrays):
+        return dot_product_attention(*arrays, implementation="cudnn", **arguments).astype(jnp.float32).sum()
+
+    attend = jax.vmap(jax.grad(loss), (0, None, None))
     text = jax.jit(attend).trace(queries, key, value).lower(lowering_platforms=("cuda",)).as_text()
-    assert "__cudnn$fmhaSoftmax" in text
+    assert "SoftmaxBackward" in text
 
 
 @pytest.mark.usefixtures("hopper")
@@ -173,12 +200,13 @@ def test_what_fails_to_compile_has_no_plan():
     assert reason.startswith("cuDNN has no plan for it: ")
 
 
-def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False):
+def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
     """What cuDNN computes, by jax.nn's own dense way."""
     return jax.nn.dot_product_attention(
         query,
         key,
         value,
+        bias,
         scale=kernel.scale,
         is_causal=kernel.is_causal,
         query_seq_lengths=query_lengths,
@@ -192,7 +220,8 @@ def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [(name, 1) for name in FUSED if name != "head size 256"] + [(name, 2) for name in FUSED if "lengths" in name],
+    [(name, 1) for name in FUSED if name != "head size 256" and "bias" not in name]
+    + [(name, 2) for name in FUSED if "lengths" in name and "bias" not in name],
 )
 def test_around_the_kernel_our_meanings_are_kept(name, devices, monkeypatch):
     """With a dense computation in the kernel's place: rows that see nothing, NaN in hidden and in visible keys.
@@ -221,6 +250,60 @@ def test_around_the_kernel_our_meanings_are_kept(name, devices, monkeypatch):
         (got, got_grads), (want, want_grads) = run("cudnn", *arrays), run("xla", *arrays)
     for answer, expected in zip((got, *got_grads), (want, *want_grads), strict=True):
         np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-4)
+
+
+SPOILT = {
+    "finite": (),
+    "masked key and value": ("key", "value"),
+    "masked bias": ("masked bias",),
+    "visible bias": ("visible bias",),
+    "infinite bias": ("infinite bias",),
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("name", "spoilt"),
+    [(name, x) for name in FUSED if "bias" in name for x in SPOILT if x == "finite" or name == "bias of all, causal"],
+)
+def test_around_the_kernel_a_bias_keeps_our_meanings(name, spoilt, monkeypatch):
+    """With a dense computation in the kernel's place, under vmap: a bias of -inf masks, NaN is seen where visible."""
+    monkeypatch.setattr(cudnn.Kernel, "__call__", dense_kernel)
+    monkeypatch.setattr(cudnn, "DTYPES", (jnp.float32,))
+    monkeypatch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
+    shapes, arguments = FUSED[name]
+    others = {name: x for name, x in arguments.items() if name != "bias"}
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(x.shape).astype(np.float32) for x in shapes]
+    arrays.append(np.array(arguments["bias"], np.float32))
+    for place in SPOILT[spoilt]:
+        if place in ("key", "value"):
+            arrays[1 + (place == "value")][..., 30, 0, :] = np.nan  # masked by the bias for all queries
+        else:
+            row, filling = (60 if "masked" in place else 200), (np.inf if "infinite" in place else np.nan)
+            arrays[3][..., row, 100] = filling  # masked in row 60, which stands before
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, *arrays):
+        def attend(*arrays):
+            return dot_product_attention(*arrays, implementation=implementation, **others)
+
+        output, pull = jax.vjp(jax.vmap(attend, (0, 0, 0, None)), *arrays)
+        return output, pull(jnp.where(jnp.isfinite(output), jnp.cos(output), 0))
+
+    pairs = [*(np.stack([x, x[::-1]]) for x in arrays[:3]), arrays[3]]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        (got, got_grads), (want, want_grads) = run("cudnn", *pairs), run("xla", *pairs)
+    assert np.isnan(got).any() == (spoilt in ("visible bias", "infinite bias"))
+    for answer, expected in zip((got, *got_grads), (want, *want_grads), strict=True):
+        np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-4)
+
+
+def test_a_large_bias_is_not_copied(hopper, monkeypatch):
+    arrays, arguments = FUSED["bias"]
+    monkeypatch.setattr(cudnn, "MAX_SCORES_OF_BIAS", B * N * T * T - 1)
+    with pytest.raises(NotImplementedError, match="copied for every batch entry"):
+        lowered(arrays, implementation="cudnn", **arguments)
 
 
 def half(dtype=jnp.bfloat16):
@@ -299,6 +382,26 @@ def test_on_a_cpu():
     for name, words in (("cudnn", "runs on NVIDIA GPUs, and this runs on cpu"), ("splash", "runs on TPUs")):
         with pytest.raises(NotImplementedError, match=words):
             dot_product_attention(x, x, x, implementation=name)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("chosen", "arrays", "arguments"),
+    [
+        ("xla", inputs(1024, 1024, batch=(8,), n=16, dtype=jnp.float32), {}),
+        ("xla", inputs(2048, 2048, batch=(4,), n=16, dtype=jnp.float32), {"is_causal": True}),
+        ("xla", inputs(1024, 1024), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0), "is_causal": True}),
+        ("xla", inputs(1024, 1024), {"logits_soft_cap": 3.0, "key_value_seq_lengths": jnp.array([7, 9])}),
+        ("blockwise", inputs(2049, 2048, batch=(4,), n=16, dtype=jnp.float32), {}),  # beyond the budget
+        ("blockwise", inputs(4096, 4096, batch=(1,), n=16, dtype=jnp.float32), {"local_window_size": 100}),
+        ("xla", inputs(256, 256, batch=(8192,), n=16, dtype=jnp.float32), {}),
+    ],
+)
+def test_on_a_gpu_all_scores_at_once_while_they_fit_the_budget_and_tiles_skip_few(chosen, arrays, arguments):
+    names = []
+    explain = functools.partial(explain_implementation, **arguments)
+    jax.eval_shape(lambda *arrays: names.append(explain(*arrays).chosen), *arrays)
+    assert names == [chosen]
 
 
 @pytest.mark.parametrize("lengths", [None, jnp.array([200, 3])], ids=["all tokens", "padded"])

@@ -14,7 +14,8 @@ from flax_mha.masks import FunctionMask
 B, T, S, N, K, H = 2, 37, 45, 4, 2, 8
 FILLINGS = (np.nan, np.inf, -np.inf, 3e38, -3e38)
 BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-pytestmark = pytest.mark.usefixtures("small_tiles")
+ALL = pytest.mark.parametrize("implementation", ["xla", "xla on a GPU", "blockwise"])
+pytestmark = pytest.mark.usefixtures("small_tiles", "xla_on_a_gpu")
 # Rows from 30 on and keys from 33 on are masked, and here and there a score.
 MASK = np.ones((B, 1, T, S), bool)
 MASK[:, :, 30:], MASK[..., 33:], MASK[0, :, 10, 20:30], MASK[1, :, 25] = False, False, False, False
@@ -61,7 +62,7 @@ def program(score_mod, arguments, implementation, causal, mask):
         slopes = given.pop("slopes", None)
         mod = {} if slopes is None else {"score_mod": SCORE_MODS[score_mod](slopes)}
         outputs = dot_product_attention(
-            **given, **static, **mod, is_causal=causal, implementation=implementation, return_residual=True
+            **given, **static, **mod, is_causal=causal, implementation=implementation.split()[0], return_residual=True
         )
         return sum(jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in outputs), outputs
 
@@ -81,7 +82,7 @@ def given_arrays(score_mod, arguments):
 
 
 @pytest.mark.parametrize(("score_mod", "arguments"), list(itertools.product(SCORE_MODS, ARGUMENTS)))
-@BOTH
+@ALL
 def test_what_is_masked_reaches_nothing_and_what_is_visible_is_seen(score_mod, arguments, implementation):
     """The second where the `score_mod` masks nothing itself, and has a value and a derivative everywhere."""
     which = {
@@ -96,7 +97,7 @@ def test_what_is_masked_reaches_nothing_and_what_is_visible_is_seen(score_mod, a
 
 
 @pytest.mark.parametrize("arguments", ["plain", "soft cap, sinks"])
-@BOTH
+@ALL
 def test_what_is_visible_is_seen_without_a_mask(arguments, implementation):
     visible_is_seen(
         score_mod="no score_mod", arguments=arguments, implementation=implementation, causal=False, mask=False
@@ -194,19 +195,19 @@ def test_padding_is_never_asked_about(implementation):
     assert tuple(lowest[2:]) == (3, 5)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@ALL
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_infinity_is_seen_although_all_products_with_it_are_minus_infinity(implementation, which):
     query, key, value = arrays = [
         np.abs(np.random.default_rng(0).standard_normal((1, 70, 1, 8), np.float32)) for _ in range(3)
     ]
     arrays[which][0, 40, 0, 5] = -np.inf
-    output = dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+    output = dot_product_attention(query, key, value, is_causal=True, implementation=implementation.split()[0])
     sees = np.arange(70) == 40 if which == 0 else np.arange(70) >= 40
     np.testing.assert_array_equal(np.isnan(output[0, :, 0, 0]), sees)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("place", ["query", "key"])
 def test_a_product_that_overflows_reaches_only_the_gradients_of_those_who_read_its_row(place, implementation):
     """All that is given is finite; one row of causal scores is not."""
@@ -215,7 +216,7 @@ def test_a_product_that_overflows_reaches_only_the_gradients_of_those_who_read_i
     given["key"][0, 30 if place == "key" else 0, :, 0] = 1e20
 
     def loss(given, hidden):
-        output = dot_product_attention(**given, is_causal=True, implementation=implementation)
+        output = dot_product_attention(**given, is_causal=True, implementation=implementation.split()[0])
         return jnp.where(hidden, 0, output).sum()
 
     rows = np.zeros((B, T, N, H), bool)

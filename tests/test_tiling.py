@@ -89,25 +89,28 @@ def test_tiles_cover_what_they_must_and_no_more_than_aligned_ones(width, count, 
     assert len(used) <= some.reshape(count, width).any(1).sum()
 
 
-def layout_of(**arguments):
-    """What blockwise takes on a CPU for 2048 tokens; `arguments` may hold traced arrays."""
+def layout_of(length=2048, head_size=64, **arguments):
+    """What blockwise takes on a CPU for this length and head size; `arguments` may hold traced arrays."""
     layouts = []
 
     def spy(operands, options, plan, *rest, attend=blockwise._all_heads):
         layouts.append(plan.tiling)
         return attend(operands, options, plan, *rest)
 
-    x = jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, length, 2, head_size), jnp.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blockwise, "_all_heads", spy)
         static = {name: a for name, a in arguments.items() if not isinstance(a, jax.ShapeDtypeStruct)}
         traced = {name: a for name, a in arguments.items() if name not in static}
-        jax.eval_shape(lambda x, traced: dot_product_attention(x, x, x, **traced, **static), x, traced)
+        attend = functools.partial(dot_product_attention, implementation="blockwise", **static)
+        jax.eval_shape(lambda x, traced: attend(x, x, x, **traced), x, traced)
     return layouts[0]
 
 
 @pytest.mark.skipif(target.platform() != "cpu", reason="on an accelerator all tiles are alike")
 def test_masks_choose_their_tiles():
+    assert layout_of(257, 256, is_causal=True)[1:4] == (1, 257, 257)  # large heads: products that use all cores
+    assert layout_of(512, 16, is_causal=True)[1:4] == (4, 128, 128)  # small ones: as few products as possible
     ids = jnp.repeat(jnp.arange(16, dtype=jnp.int32), 128)[None]
     assert layout_of()[2:4] == (2048, 512)
     assert layout_of(is_causal=True)[2:4] == (1024, 512)

@@ -132,7 +132,7 @@ def _pad(head: Head, tiling: Tiling) -> Head:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> tuple[Array, Array]:
     if fuse_rows:
-        return _output_of_single_tiles(tiling, head, blocks)
+        return _output_of_single_tiles(tiling, True, head, blocks)
     # jax traces the forward rule under an explicit abstract mesh. Setting it here too makes the cache key of `_output`
     # the same, so that it is traced only once.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
@@ -141,6 +141,8 @@ def _attend(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> t
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
+    if blocks.single:
+        return _output_of_single_tiles(tiling, False, head, blocks)
     rule, flags = head.rule, head.nonfinite
 
     def row(own: tuple) -> tuple[Array, Array]:
@@ -162,16 +164,18 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> tuple[Float[Array,
 
 
 def _output_of_single_tiles(
-    tiling: Tiling, head: Head, blocks: BlockMask
+    tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
+    attend = dense.fused_rows if fuse_rows else dense.plain_rows
     mask = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None
     flags = head.nonfinite
 
-    def row(i: Array, blocks: BlockMask, q: Array, q_flags: Any) -> tuple[Array, Array]:
+    def row(own: tuple) -> tuple[Array, Array]:
+        i, blocks, q, q_flags = own
         tile = tiling.tile(
             i * tiling.height, element(blocks.column, 0, 0), (tiling.height, tiling.width), head.rule.offsets.values
         )
-        own = dataclasses.replace(
+        part = dataclasses.replace(
             head,
             query=q,
             key=tile.cut_columns(head.key, 0),
@@ -179,9 +183,10 @@ def _output_of_single_tiles(
             inputs=head.inputs.cut(tile),
             nonfinite=None if flags is None else NonfiniteFlags(q_flags, tile.cut_columns(flags.key, 0)),
         )
-        return dense.fused_rows(own, tile, mask)
+        return attend(part, tile, mask)
 
-    output, lse = jax.vmap(row)(*by_row(tiling, blocks, head.query, None if flags is None else flags.query))
+    rows = by_row(tiling, blocks, head.query, None if flags is None else flags.query)
+    output, lse = jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows)
     return output.reshape(tiling.shape[0], head.value.shape[1]), lse.reshape(-1)
 
 

@@ -1,7 +1,8 @@
 """NVIDIA's fused attention (cuDNN), through `jax.nn.dot_product_attention`, where it gives our result.
 
-The mask goes in as flags and lengths, never as an array. Rows whose keys are all masked return 0, as everywhere;
-`when_finite.py` ensures that what masked keys hold reaches nothing.
+The mask goes in as flags and lengths, never as an array; a bias goes in as it is, with a very negative number in the
+place of -inf. Rows whose keys are all masked return 0, as everywhere; `when_finite.py` ensures that what masked keys
+hold reaches nothing.
 """
 
 import functools
@@ -20,10 +21,14 @@ from flax_mha.impl.shared import kernel_mask, nonfinite, when_finite
 from flax_mha.impl.shared.kernel_mask import Bounds, Data, KernelMask
 from flax_mha.impl.shared.when_finite import Arrays
 
-DTYPES = (jnp.float16, jnp.bfloat16)
+DTYPES, DTYPES_OF_BIAS = (jnp.float16, jnp.bfloat16), (jnp.bfloat16,)
 # To a multiple of this lengths are padded: backward plans fail for odd ones, and answered NaN for odd multiples of 64
 # (pytorch/pytorch#196678).
 SIDE = 128
+
+# A bias is given to it for every batch entry and head, because under `jax.vmap` jax.nn knows no other; up to so many
+# scores, 512 MiB.
+MAX_SCORES_OF_BIAS = 2**28
 
 Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
@@ -54,6 +59,7 @@ class Kernel(NamedTuple):
     is_causal: bool
     window: tuple[int, int] | None
     padded: bool
+    has_bias: bool = False
 
     def __call__(
         self,
@@ -63,12 +69,14 @@ class Kernel(NamedTuple):
         query_lengths: Array | None,
         key_lengths: Array | None,
         residual: bool = False,
+        bias: Array | None = None,
     ) -> Any:
         """The fused attention itself; with `residual` the log-sum-exp too, which has no gradient."""
         return jax.nn.dot_product_attention(
             query,
             key,
             value,
+            bias,
             scale=self.scale,
             is_causal=self.is_causal,
             query_seq_lengths=query_lengths,
@@ -94,6 +102,7 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
         mask.right == 0,
         None if mask.left is None else (mask.left, 0),
         padded,
+        call.operands.bias is not None,
     )
 
 
@@ -102,7 +111,7 @@ def refusals(call: Call) -> list[str]:
     mask, here = kernel_mask.kernel_mask(call), device(call.options.target.platform)
     operands = call.operands
     head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
-    reasons = kernel_mask.refusals(call, mask)
+    reasons = kernel_mask.refusals(call, mask, bias=True) + _refusals_of_bias(call)
     if here.capability is None:
         reasons.append(f"it runs on NVIDIA GPUs, and this runs on {here.name}")
     elif here.capability < (8, 0):
@@ -123,19 +132,47 @@ def refusals(call: Call) -> list[str]:
     return reasons or failure(_kernel(call, mask))
 
 
+def _refusals_of_bias(call: Call) -> list[str]:
+    operands, options = call
+    bias, batch = operands.bias, operands.query.shape[:-3]
+    if bias is None:
+        return []
+    reasons = []
+    if bias.dtype not in DTYPES_OF_BIAS or bias.dtype != operands.query.dtype:
+        reasons.append(
+            f"a bias must be bfloat16, as query must be then, and is {bias.dtype} with {operands.query.dtype}: float32 "
+            "would be rounded, and float16 has no number that masks as -inf does"
+        )
+    if bias.shape[-2:] != operands.lengths:
+        reasons.append(f"a bias must have {operands.lengths} as its last axes, and has {bias.shape[-2:]}")
+    if bias.shape[:-3] not in (batch, (1,) * len(batch)):
+        reasons.append(f"the batch axes of a bias must be {batch} or all 1, and are {bias.shape[:-3]}")
+    scores = math.prod((*operands.query.shape[:-3], operands.query.shape[-2], *operands.lengths))
+    if scores > MAX_SCORES_OF_BIAS:
+        reasons.append(f"a bias is copied for every batch entry and head, at most {MAX_SCORES_OF_BIAS:,} numbers")
+    if options.target.may_be_split:
+        reasons.append("a bias may be split over devices, of which none knows what the others hold")
+    return reasons
+
+
 @functools.lru_cache(maxsize=1024)
 def failure(kernel: Kernel) -> list[str]:
     """Asks cuDNN for a plan, forward and backward, and returns why it has none; some plans fail only when compiled."""
     query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
     key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
     lengths = jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32) if kernel.padded else None
+    (batch, rows, num_heads, _), (_, columns, *_) = kernel.query, kernel.key
+    bias = jax.ShapeDtypeStruct((batch, num_heads, rows, columns), kernel.dtype) if kernel.has_bias else None
 
-    def both(query: Array, key: Array, value: Array, lengths: Array | None) -> tuple:
-        output, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, lengths, lengths), query, key, value)
+    def both(query: Array, key: Array, value: Array, bias: Array | None, lengths: Array | None) -> tuple:
+        def attend(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
+            return kernel(query, key, value, lengths, lengths, bias=bias)
+
+        output, pull = jax.vjp(attend, query, key, value, bias)
         return output, pull(output)
 
     try:
-        jax.jit(both).lower(query, key, key, lengths).compile()
+        jax.jit(both).lower(query, key, key, bias, lengths).compile()
     except Exception as error:  # whatever it is, it is the reason
         return [f"cuDNN has no plan for it: {str(error).strip().splitlines()[0]}"]
     return []
@@ -147,10 +184,14 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
     mask, axes = kernel_mask.kernel_mask(call), operands.query.ndim - 3
     kernel, mask = _kernel(call, mask), mask.flat(operands.query.shape[:axes])
     query, key, value = (kernel_mask.flat(x, axes) for x in (operands.query, operands.key, operands.value))
-    arrays, data = (query, key[:, : kernel.key[1]], value[:, : kernel.key[1]]), mask.data
-    if mask.masks_scores and options.target.may_be_split:
+    data = mask.data
+    arrays: Arrays = (query, key[:, : kernel.key[1]], value[:, : kernel.key[1]])
+    if operands.bias is not None:
+        arrays = (*arrays, _bias_of(operands)[..., : kernel.key[1]])
+    masked = mask.masks_scores or operands.bias is not None
+    if masked and options.target.may_be_split:
         output = _careful(kernel, mask, arrays)
-    elif mask.masks_scores:
+    elif masked:
         compute = functools.partial(_masked, kernel, mask.bounds)
         fused = when_finite.Fused(compute, mask.bounds, options, head_axis=2)
         output = when_finite.attention(fused, arrays, data)
@@ -159,20 +200,26 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
     return output.reshape(operands.query.shape)
 
 
+def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
+    """The bias of every batch entry and head, its axes in the order of a query's."""
+    *batch, queries, num_heads, _ = operands.query.shape
+    whole = jnp.broadcast_to(operands.bias, (*batch, num_heads, queries, operands.key.shape[-3]))  # type: ignore[arg-type]
+    return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
+
+
 def _masked(kernel: Kernel, bounds: Bounds, arrays: Arrays, data: Data, differentiated: bool) -> tuple[Array, Arrays]:
     """The output, 0 where a query sees nothing, and what has to be finite."""
-    query, key, value = arrays
+    query, key, value, *bias = arrays
     mask, lengths = KernelMask.of(bounds, data), (query.shape[1], key.shape[1])
-    if kernel_mask.shows_all_rows_something(mask, lengths):
-        output, lse = _padded(kernel, arrays, None, residual=True)
-    else:
-        first, end = kernel_mask.visible_range(mask, query.shape[0], lengths)
-        output, lse = _padded(kernel, arrays, (first, end), residual=True)
-        masked = (end <= first)[:, :, None]
+    first, end = kernel_mask.visible_range(mask, query.shape[0], lengths)
+    all_see_keys = kernel_mask.shows_all_rows_something(mask, lengths)
+    output, lse = _padded(kernel, arrays, None if all_see_keys else (first, end), residual=True)
+    if bias or not all_see_keys:
+        masked = kernel_mask.rows_that_see_nothing(bias[0], first, end) if bias else (end <= first)[:, :, None]
         output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
         lse = jnp.where(masked, jnp.zeros_like(lse), lse)
     # Without gradients a query concerns its own row alone, whose log-sum-exp is much less to read.
-    return output, (query if differentiated else lse, key, value)
+    return output, (query if differentiated else lse, key, value, *(_without_masks(x) for x in bias))
 
 
 def _careful(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
@@ -192,7 +239,7 @@ def _careful(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
     """Output and, with `residual`, log-sum-exp of the arrays, which are padded to the lengths that the kernel takes."""
-    query, key, value = kernel_mask.vmapped_together(*arrays, *jax.tree.leaves(visible))[:3]
+    query, key, value, *others = kernel_mask.vmapped_together(*arrays, *jax.tree.leaves(visible))
     batch, queries = query.shape[:2]
     used_queries = used_keys = None
     if kernel.padded:
@@ -204,8 +251,21 @@ def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: boo
         used_queries, used_keys = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
     query = kernel_mask.pad_to(query, 1, kernel.query[1])
     key, value = (kernel_mask.pad_to(x, 1, kernel.key[1]) for x in (key, value))
-    answer = kernel(query, key, value, used_queries, used_keys, residual)
-    return [x[:, :queries] for x in (answer if residual else [answer])]
+    bias = _finite_bias(kernel, others[0]) if kernel.has_bias else None
+    answer = kernel(query, key, value, used_queries, used_keys, residual, bias)
+    answers = answer if residual else [answer]
+    return [kernel_mask.vmapped_together(x, query)[0][:, :queries] for x in answers]  # and so are their cotangents
+
+
+def _without_masks(bias: Float[Array, "B T N S"]) -> Float[Array, "B T N S"]:
+    return jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias)
+
+
+def _finite_bias(kernel: Kernel, bias: Float[Array, "B T N S"]) -> Float[Array, "B N t s"]:
+    """In the kernel's layout and lengths, with a finite number in the place of -inf."""
+    lowest = jnp.asarray(0.7 * float(jnp.finfo(bias.dtype).min), bias.dtype)
+    bias = jnp.swapaxes(jnp.where(bias == -jnp.inf, lowest, bias), 1, 2)
+    return kernel_mask.pad_to(kernel_mask.pad_to(bias, 2, kernel.query[1]), 3, kernel.key[1])
 
 
 def attention(call: Call) -> tuple[Float[Array, "*B T N Hv"], None]:

@@ -17,6 +17,7 @@ from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
 from flax_mha.core.tile import Tile
 from flax_mha.impl.shared import schedule
 from flax_mha.impl.shared.head import Head, heads_of, map_heads, to_caller
+from flax_mha.impl.shared.nonfinite import restore_rows
 from flax_mha.impl.shared.schedule import DensePlan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import Mask
@@ -32,34 +33,43 @@ def attention(call: Call) -> OutputAndLse:
 @functools.partial(jax.jit, static_argnames=("options", "plan"))
 def _all_heads(operands: Operands, options: Options, plan: DensePlan) -> OutputAndLse:
     head = heads_of(operands, options, row_scales=True, dtype=plan.dtype)
-    return map_dense_heads(head, operands.query.dtype, plan.looped_axes, plan.vmap_batch)
+    return map_dense_heads(head, operands.query.dtype, plan.looped_axes, plan.vmap_batch, plan.fuses_rows)
 
 
-def map_dense_heads(head: Head, dtype: DTypeLike, looped_axes: int, vmap_batch: int | None = None) -> OutputAndLse:
+def map_dense_heads(
+    head: Head, dtype: DTypeLike, looped_axes: int, vmap_batch: int | None = None, fuse_rows: bool = False
+) -> OutputAndLse:
     """Output, in this dtype, and log-sum-exp of heads [B..., K, G]."""
-    output, lse = map_heads(dense_head, head, head.query.ndim - 2, looped_axes, vmap_batch)
+    one_head = functools.partial(dense_head, fuse_rows=fuse_rows)
+    output, lse = map_heads(one_head, head, head.query.ndim - 2, looped_axes, vmap_batch)
     return to_caller(output, lse, dtype)
 
 
-def dense_head(head: Head) -> OutputAndLseOfHead:
+def dense_head(head: Head, fuse_rows: bool = False) -> OutputAndLseOfHead:
     """Output and log-sum-exp of one head: 0 and -inf for a row whose keys are all masked.
 
     Differentiable any number of times, forward and reverse.
+
+    Args:
+      head: Its operands.
+      fuse_rows: Whether to compute `fused_rows` if there is no gradient; needs flags with row scales.
     """
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
     reverse_only = head.rule.score_mod is not None and head.rule.score_mod.has_custom_vjp
-    if head.nonfinite is None or reverse_only or not head.query.size:
-        return _differentiable(head)
-    return _head(head)
+    if head.nonfinite is None or reverse_only or not head.query.size or not head.key.size:
+        return _differentiable(head, fuse_rows)
+    return _head(fuse_rows, head)
 
 
-@jax.custom_jvp
-def _head(head: Head) -> OutputAndLseOfHead:
-    return fused_rows(head, _whole(head), head.rule.mask)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _head(fuse_rows: bool, head: Head) -> OutputAndLseOfHead:
+    return (fused_rows if fuse_rows else plain_rows)(head, _whole(head), head.rule.mask)
 
 
 @_head.defjvp
-def _head_jvp(primals: tuple[Head], tangents: tuple[Head]) -> tuple[OutputAndLseOfHead, OutputAndLseOfHead]:
+def _head_jvp(
+    fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]
+) -> tuple[OutputAndLseOfHead, OutputAndLseOfHead]:
     [head], [tangent] = primals, tangents  # what `rule` and `nonfinite` hold has no gradient
 
     def differentiable(query: Array, key: Array, value: Array, inputs: ScoreInputs) -> OutputAndLseOfHead:
@@ -69,22 +79,37 @@ def _head_jvp(primals: tuple[Head], tangents: tuple[Head]) -> tuple[OutputAndLse
     return jax.jvp(differentiable, primal, of_tangents)
 
 
-def fused_rows(head: Head, tile: Tile, mask: Mask | None) -> OutputAndLseOfHead:
+def plain_rows(head: Head, tile: Tile, mask: Mask | None) -> OutputAndLseOfHead:
     """Output and log-sum-exp of the rows of a tile that see this tile alone; without gradients.
 
+    All of `head` is the tile's own part. Keys and queries that are not finite become NaN again, and so do their scores.
+    A masked score is replaced, a visible one makes the sum of its row NaN: no poison has to be added.
+    """
+    rule, flags, query, key, poison = head.rule, head.nonfinite, head.query, head.key, None
+    if flags is not None and rule.score_mod is None:
+        query, key = restore_rows(query, flags.query), restore_rows(key, flags.key)
+    elif flags is not None:
+        poison = flags.score_poison()
+    s = rule.tile(rule.products(query, key), head.inputs, tile, mask, poison)
+    return _softmax(s, head.value, head.inputs, rule, tile)
+
+
+def fused_rows(head: Head, tile: Tile, mask: Mask | None) -> OutputAndLseOfHead:
+    """As `plain_rows`, from flags with row scales.
+
     Written so that XLA's CPU can compile it into one kernel: if nobody asks for the log-sum-exp, no score is written to
-    memory. All of `head` is the tile's own part.
+    memory.
     """
     rule, inputs, flags = head.rule, head.inputs, head.nonfinite
     if flags is None:
         s = rule.tile(rule.products(head.query, head.key), inputs, tile, mask)
-        return _softmax(s, head.value, inputs, rule, tile)
+        return _softmax(s, head.value, inputs, rule, tile, fused=True)
     # Rows of large numbers are scaled down before the product and up after it. A masked product may then overflow to
     # infinity, but it is never NaN (infinity minus infinity).
     (query, query_factor), (key, key_factor) = _shrunk(head.query, flags.query), _shrunk(head.key, flags.key)
     products = rule.products(query, key) * key_factor.T * query_factor
     s = rule.tile(products, inputs, tile, mask, flags.score_poison(), fused=True)
-    return _softmax(s, head.value, inputs, rule, tile)
+    return _softmax(s, head.value, inputs, rule, tile, fused=True)
 
 
 def _shrunk(x: Float[Array, "n H"], row_scale: Float[Array, " n"]) -> tuple[Float[Array, "n H"], Float[Array, "n 1"]]:
@@ -97,11 +122,11 @@ def _shrunk(x: Float[Array, "n H"], row_scale: Float[Array, " n"]) -> tuple[Floa
     return x * factor.astype(x.dtype), jnp.where(is_large, one * 2.0**exponent, one)
 
 
-def _differentiable(head: Head) -> OutputAndLseOfHead:
+def _differentiable(head: Head, fuse_rows: bool = False) -> OutputAndLseOfHead:
     rule, whole = head.rule, _whole(head)
     s = rule.differentiable_tile(rule.products(head.query, head.key), head.inputs, whole, rule.mask)
     if head.nonfinite is None:
-        return _softmax(s, head.value, head.inputs, rule, whole)
+        return _softmax(s, head.value, head.inputs, rule, whole, fuse_rows)
     # Rows that see something not finite return NaN, and have no gradient.
     sees_nonfinite = (s != -jnp.inf) & (head.nonfinite.score_poison() == jnp.inf)
     poisoned = jnp.any(sees_nonfinite | jnp.isnan(s) | (s == jnp.inf), axis=1)
@@ -114,19 +139,35 @@ def _differentiable(head: Head) -> OutputAndLseOfHead:
 
 
 def _softmax(
-    s: Float[Array, "t s"], value: Float[Array, "s Hv"], inputs: ScoreInputs, rule: ScoreRule, tile: Tile
+    s: Float[Array, "t s"],
+    value: Float[Array, "s Hv"],
+    inputs: ScoreInputs,
+    rule: ScoreRule,
+    tile: Tile,
+    fused: bool = False,
 ) -> OutputAndLseOfHead:
+    lowest = jnp.finfo(s.dtype).min
+    # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` gives it to visible ones.
+    replaced = s.size > 0 and not (fused or inputs.bias is not None or rule.score_mod is not None)
+    s = jnp.where(s == -jnp.inf, lowest, s) if replaced else s
     # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
-    largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=-jnp.inf))
+    largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=None if replaced else -jnp.inf))
     if inputs.sink is not None:
         largest = jnp.maximum(largest, lax.stop_gradient(inputs.sink))
-    shift = jnp.maximum(largest, jnp.finfo(s.dtype).min)
+    # XLA's CPU computes difference and exp faster if no other operation stands between them and the maximum.
+    shift = largest if replaced else jnp.maximum(largest, lowest)
     e = jnp.exp(s - shift)
     total = jnp.sum(e, axis=1, keepdims=True)
     if inputs.sink is not None:
         total = total + jnp.exp(inputs.sink - shift)
-    divisor = jnp.maximum(total, 0.5)  # it is 0, if nothing is visible, or at least 1
-    return rule.weigh(e, value, tile) / divisor, (jnp.log(divisor) + largest)[:, 0]
+    products = rule.weigh(e, value, tile)
+    if not replaced:
+        divisor = jnp.maximum(total, 0.5)  # it is 0, if nothing is visible, or at least 1
+        return products / divisor, (jnp.log(divisor) + largest)[:, 0]
+    # A row that sees nothing weighs all masked values alike. XLA's maximum of a row of NaN may be -inf, its sum is NaN.
+    sees_nothing = (largest <= lowest) & ~jnp.isnan(total)
+    output = jnp.where(sees_nothing, 0, products) / jnp.where(sees_nothing, 1, total)
+    return output, jnp.where(sees_nothing, -jnp.inf, jnp.log(total) + largest)[:, 0]
 
 
 def _whole(head: Head) -> Tile:

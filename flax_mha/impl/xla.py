@@ -1,10 +1,10 @@
 """`implementation="xla"`: all scores at once (`dense.py`), or keys read in place (`decode.py`).
 
-The latter is for few queries over many keys, as in decoding.
+The latter is for few queries over many keys, as in decoding. On GPUs `dense_gpu.py` makes fewer passes over the scores.
 """
 
 from flax_mha.call.operands import Call, OutputAndLse, numbers_as_arrays
-from flax_mha.impl import decode, dense
+from flax_mha.impl import decode, dense, dense_gpu
 from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.shared import schedule
 
@@ -13,7 +13,9 @@ def attention(call: Call) -> OutputAndLse:
     """Output and log-sum-exp of all heads."""
     call = numbers_as_arrays(call)
     blocks = schedule.blocks_in_place(call)
-    return dense.attention(call) if blocks is None else decode.attention(call, blocks)
+    if blocks is not None:
+        return decode.attention(call, blocks)
+    return dense_gpu.attention(call) if schedule.on_gpu(call) else dense.attention(call)
 
 
 def variant(call: Call) -> str:

@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha.core.tile import Grid, Tile
-from flax_mha.impl.pallas.threefry import random_words
 from flax_mha.impl.pallas.tile_part import TilePart
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
+from flax_mha.impl.shared.threefry import random_words
 from flax_mha.masks import Mask, Occupancy
 
 

@@ -49,7 +49,12 @@ class Head:
 
 
 def heads_of(
-    operands: Operands, options: Options, row_scales: bool, dtype: DTypeLike, stored: DTypeLike | None = None
+    operands: Operands,
+    options: Options,
+    row_scales: bool,
+    dtype: DTypeLike,
+    stored: DTypeLike | None = None,
+    zero_nonfinite: bool = True,
 ) -> Head:
     """Converts the operands of a call to the layout of one head.
 
@@ -59,10 +64,12 @@ def heads_of(
       row_scales: Whether the nonfinite flags hold the scale of each row, as `dense.fused_rows` needs it.
       dtype: Of query, key and value in the matrix products.
       stored: Of query, key and value as they are returned, if they are rounded to `dtype` later.
+      zero_nonfinite: Whether what is not finite is replaced where scores may be masked; else there are no flags.
     """
     inputs, rule = scores_of(operands, options)
     scale = options.scale if operands.scale is None else operands.scale
-    return head_of(operands.query, operands.key, operands.value, scale, inputs, rule, row_scales, dtype, stored)
+    arrays = operands.query, operands.key, operands.value
+    return head_of(*arrays, scale, inputs, rule, row_scales, dtype, stored, zero_nonfinite)
 
 
 def head_of(
@@ -75,6 +82,7 @@ def head_of(
     row_scales: bool,
     dtype: DTypeLike,
     stored: DTypeLike | None = None,
+    zero_nonfinite: bool = True,
 ) -> Head:
     """As `heads_of`, where `inputs` and `rule` have the layout of one head already."""
     groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
@@ -82,7 +90,7 @@ def head_of(
     query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
     scale = scale if isinstance(scale, float) else scale.astype(wide)
     flags = None
-    if rule.masks_scores(inputs):
+    if zero_nonfinite and rule.masks_scores(inputs):
         of_queries = nonfinite.flag_rows(query * scale, row_scales)
         query = nonfinite.zero_rows(query, of_queries)
         key, value, of_keys = nonfinite.zero_keys(key, value, row_scales)
@@ -91,8 +99,11 @@ def head_of(
         )
     if isinstance(scale, float) and dtype != wide:  # a scaled query would have to be rounded
         rule = dataclasses.replace(rule, scale=scale)
-    else:
+    elif zero_nonfinite or isinstance(scale, float):
         query = query * scale
+    else:  # what is not finite must not reach the gradient of the scale
+        is_finite = lax.is_finite(query)
+        query = jnp.where(is_finite, jnp.where(is_finite, query, jnp.zeros_like(query)) * scale, jnp.nan)
     queries = split_heads(query.astype(stored), groups)
     keys, values = (split_heads(x, (groups[0], 1)) for x in (key, value))
     return Head(queries, keys, values, inputs, rule, flags)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
@@ -117,7 +117,7 @@ def _smaller(a: Any, b: Any) -> Any:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
-def refusals(call: Call, mask: KernelMask, caps: bool = False, sinks: bool = False) -> list[str]:
+def refusals(call: Call, mask: KernelMask, caps: bool = False, sinks: bool = False, bias: bool = False) -> list[str]:
     """The reasons that hold for every fused kernel why it cannot compute this call.
 
     Args:
@@ -125,12 +125,15 @@ def refusals(call: Call, mask: KernelMask, caps: bool = False, sinks: bool = Fal
       mask: Its mask.
       caps: Whether this kernel supports a soft cap.
       sinks: Whether it supports sinks.
+      bias: Whether it supports a bias.
     """
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
     fixed = "must be a number known while tracing, because the kernel's causal masks and windows stand still"
     unknown = {
-        "bias": operands.bias is not None and "is not supported: it may mask whole rows, and holds T x S values",
+        "bias": operands.bias is not None
+        and not bias
+        and "is not supported: it may mask whole rows, and holds T x S values",
         "logits_soft_cap": options.soft_cap is not None and not caps and "is not computed by it",
         "sinks": operands.sinks is not None and not sinks and "are not supported by it",
         "score_mod": options.score_mod is not None and "is not supported by fused kernels",
@@ -197,6 +200,15 @@ def shows_all_rows_something(mask: KernelMask, lengths: tuple[int, int]) -> bool
     if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
         return False
     return (mask.right is None or mask.right >= 0) and (mask.left is None or queries <= keys + mask.left)
+
+
+def rows_that_see_nothing(
+    bias: Float[Array, "B T N S"], first: Int[Array, "B T"], end: Int[Array, "B T"]
+) -> Bool[Array, "B T N"]:
+    """Which queries have a bias of -inf for every key from `first` up to, not including, `end`."""
+    places = jnp.arange(bias.shape[-1], dtype=jnp.int32)[None, None, :]
+    inside = (first[..., None] <= places) & (places < end[..., None])
+    return ~(inside[:, :, None, :] & (bias != -jnp.inf)).any(-1)
 
 
 def masked_rows(mask: KernelMask, batch: int, lengths: tuple[int, int]) -> Bool[Array, "B T"]:

@@ -81,6 +81,12 @@ def zero_rows(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array
     return lax.select(infinite, lax.full_like(x, 0), x)
 
 
+def restore_rows(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Array, "n F"]:
+    """NaN where the flags are infinite: the inverse of `zero_rows`, but for the kind of number that was replaced."""
+    infinite = lax.broadcast_in_dim(_is_infinite(flags), x.shape, (0,))
+    return lax.select(infinite, lax.full_like(x, jnp.nan), x)
+
+
 def poison(flags: Float[Array, "*L"]) -> Float[Array, "*L"]:
     """Infinity where the flags are infinite, else 0."""
     return lax.select(_is_infinite(flags), flags, lax.full_like(flags, 0))

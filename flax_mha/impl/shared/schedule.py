@@ -1,7 +1,7 @@
 """Every measured number, and every choice made from one: which sizes run dense, tile shapes, loops over heads.
 
-None of these choices changes a result but by rounding. The numbers were measured on CPUs; accelerators run all heads
-together in tiles of one shape.
+None of these choices changes a result but by rounding. The numbers were measured on CPUs, those of GPUs counted in
+compiled programs (`benchmarks/compiled.py`); accelerators run all heads together in tiles of one shape.
 """
 
 import functools
@@ -27,6 +27,14 @@ ON_ONE_CPU, ON_ONE_TPU = Target("cpu", may_be_split=False), Target("tpu", may_be
 # Up to this many scores of a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
 MAX_SCORES_DENSE = 256 * 256
 
+# On a GPU this is the budget of "xla": so many scores of all heads, 1 GiB of float32, are computed at once at most.
+MAX_SCORES_GPU = 2**28
+# What a GPU moves in the forward and the backward pass, in bytes for each score: of all, "xla", and of those of the
+# tiles that are visited, "blockwise"; with inputs of 16 bits, and of more. A tile launches so many kernels, each of
+# which takes the time of so many bytes: 3 microseconds at 4 TB/s.
+GPU_BYTES_DENSE, GPU_BYTES_TILES = {True: 37, False: 56}, {True: 61, False: 77}
+GPU_LAUNCHES_OF_TILE, GPU_BYTES_OF_LAUNCH = 25, 12e6
+
 # Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks
 # that are not known while tracing, and accelerators.
 TILE_SHAPES = (
@@ -42,6 +50,8 @@ GATHERING = (TileShape(512, 512, runs=6),)
 # The limits below count the scores of one head that are in memory at once: all of them, or those of one tile.
 # Up to this many, XLA's CPU backend compiles product, softmax and product into one fast kernel.
 MAX_SCORES_FUSED = 256 * 256
+# It does so if all heads together have at least this many, 2 MiB in float32.
+MIN_SCORES_FUSED_IN_ALL = 512 * 1024
 # Up to this many, all batch entries and heads are vmapped together on a CPU.
 MAX_SCORES_ALL_HEADS = 128 * 128
 # Up to this many, and this many for all heads of one batch entry, the heads of one entry are vmapped together.
@@ -65,9 +75,10 @@ MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
 # The same on accelerators, which compute all batch entries together.
 MAX_WIDTH_ACCELERATOR = 4096
 
-# What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL scores on XLA uses all cores for its
-# matrix products, and a tile costs n + STEP; a smaller one costs SERIAL * n. ScoreRule that must be masked cost more.
-PARALLEL, STEP, SERIAL = 128 * 1024, 24 * 1024, 2
+# What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL multiplications on, n times the head
+# size, XLA uses all cores for a matrix product, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that
+# must be masked cost more.
+PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
 MASKED = 1.15
 
 
@@ -99,11 +110,13 @@ class DensePlan(NamedTuple):
       looped_axes: How many of the leading axes [B..., K, G] are looped over.
       vmap_batch: How many heads run together at most; None: all that are not looped over.
       dtype: Of the operands of matrix products.
+      fuses_rows: Whether XLA's CPU makes one fast kernel of `dense.fused_rows`.
     """
 
     looped_axes: int
     vmap_batch: int | None
     dtype: jnp.dtype
+    fuses_rows: bool
 
 
 class TilePlan(NamedTuple):
@@ -128,18 +141,17 @@ class TilePlan(NamedTuple):
 def plan_dense(call: Call) -> DensePlan:
     """Plans a call of which all scores of a head are computed at once."""
     scores = math.prod(call.operands.lengths)
-    looped = 0 if _fuses_rows(call, scores) else _looped_axes(call, scores)
-    return DensePlan(looped or 0, _vmap_batch(call, scores), product_dtype(call, tiles=False))
+    looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
+    dtype = product_dtype(call, tiles=False)
+    return DensePlan(looped or 0, _vmap_batch(call, scores), dtype, _fuses_rows(call, scores))
 
 
 def plan_tiles(call: Call) -> tuple[TilePlan, BlockMask | None]:
     """Plans a call that is computed tile by tile, with its block mask if the mask holds arrays that are known."""
     tiling, blocks = tiles(call)
     scores = tiling.height * tiling.width
-    dtype = product_dtype(call, tiles=True)
-    return TilePlan(
-        tiling, _looped_axes(call, scores), _vmap_batch(call, scores), dtype, _fuses_rows(call, scores)
-    ), blocks
+    looped, together, dtype = _looped_axes(call, scores), _vmap_batch(call, scores), product_dtype(call, tiles=True)
+    return TilePlan(tiling, looped, together, dtype, _fuses_rows(call, scores, tiling.rows)), blocks
 
 
 def with_occupancy(call: Call) -> Call:
@@ -153,19 +165,62 @@ def with_occupancy(call: Call) -> Call:
 
 def prefers_dense(call: Call) -> bool:
     """Returns whether "xla" is the faster of the two that compute every call."""
-    return not call.options.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE
+    if not call.options.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE:
+        return True
+    return call.options.target.platform == "gpu" and _prefers_dense_on_gpu(call)
 
 
-def _fuses_rows(call: Call, scores: int) -> bool:
+def _prefers_dense_on_gpu(call: Call) -> bool:
+    """Returns whether all scores fit the budget, and are not many more than those of the tiles that a mask leaves."""
+    operands, lengths = call.operands, call.operands.lengths
+    num_heads, scores = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2], math.prod(lengths)
+    if num_heads * scores > MAX_SCORES_GPU:
+        return False
+    if operands.mask is None or not operands.offsets.are_known or jax.tree.leaves(operands.mask):
+        return True  # all tiles are visited, as far as is known
+    narrow, tile = operands.query.dtype.itemsize <= 2, TILE_SHAPES[0].height * TILE_SHAPES[0].width
+    of_tile = num_heads * tile * GPU_BYTES_TILES[narrow] + GPU_LAUNCHES_OF_TILE * GPU_BYTES_OF_LAUNCH
+    tiles = _visited_tiles(lengths, operands.mask, operands.offsets.numbers)
+    return num_heads * scores * GPU_BYTES_DENSE[narrow] <= tiles * of_tile
+
+
+@functools.lru_cache(maxsize=256)
+def _visited_tiles(lengths: tuple[int, int], mask: Mask, offsets: tuple[int, int]) -> int:
+    """Counts the tiles of one head that are not masked as a whole, of a mask without arrays."""
+    with jax.ensure_compile_time_eval():
+        return int(tiles_of(tiling_of(lengths, TILE_SHAPES[0]), mask, offsets)[-1].sum())
+
+
+def on_gpu(call: Call) -> bool:
+    """Returns whether "xla" computes the call by `dense_gpu.py`."""
+    known = call.options.has_known_sizes and all(x.size for x in call.operands[:3])
+    return known and call.options.target.platform == "gpu"
+
+
+def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
     """Returns whether XLA's CPU makes one kernel of `dense.fused_rows` that writes no score to memory, and a fast one.
 
     Args:
       call: The call.
       scores: How many there are of one head or tile, many of which are computed together.
+      rows: How many tiles of a head are computed together.
     """
+    if not _may_fuse(call, scores):
+        return False
+    # Matrix products that use all cores are faster outside of that kernel.
+    in_all = math.prod(call.operands.query.shape[:-3]) * call.operands.query.shape[-2] * rows * scores
+    return in_all >= MIN_SCORES_FUSED_IN_ALL and scores * _product_size(call) < PARALLEL
+
+
+def _may_fuse(call: Call, scores: int) -> bool:
     operands, options = call
     plain = options.score_mod is None and operands.dropout_rng is None and not options.return_residual
     return call.options.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target == ON_ONE_CPU
+
+
+def _product_size(call: Call) -> int:
+    """The number of multiplications per score in a matrix product: the head size."""
+    return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
 
 
 def blocks_in_place(call: Call) -> KeyBlocks | None:
@@ -289,43 +344,52 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
         return tiling_of(lengths, TILE_SHAPES[0]), None
     shapes, gathering = (TILE_SHAPES, GATHERING) if options.target.platform == "cpu" else (TILE_SHAPES[:1], ())
     if not arrays or operands.mask is None:
-        return _cheapest_of_one(lengths, operands.mask, operands.offsets.numbers, shapes), None
+        numbers = operands.offsets.numbers
+        return _cheapest_of_one(lengths, operands.mask, numbers, shapes, _product_size(call)), None
     concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
     mask = mask_by_head(concrete, axes - 2, operands.groups)
     head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
     masks = [one_of(mask, place) for place in np.ndindex(head_axes)]
     examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
-    tiling = cheapest(lengths, examples, operands.offsets.numbers, (*shapes, *gathering))
+    tiling = cheapest(lengths, examples, operands.offsets.numbers, (*shapes, *gathering), _product_size(call))
     blocks = static_block_mask(tiling, masks, operands.offsets.numbers)
     return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
 
 
 def cheapest(
-    lengths: tuple[int, int], masks: Sequence[Mask | None], offsets: tuple[int, int], shapes: Sequence[TileShape]
+    lengths: tuple[int, int],
+    masks: Sequence[Mask | None],
+    offsets: tuple[int, int],
+    shapes: Sequence[TileShape],
+    head_size: int,
 ) -> Tiling:
     """The tiling with the least to compute for the masks of some heads, which are known while tracing."""
     with jax.ensure_compile_time_eval():
         return min(
             (tiling_of(lengths, shape, fine=True) for shape in shapes),
-            key=lambda candidate: sum(_cost(candidate, mask, offsets) for mask in masks),
+            key=lambda candidate: sum(_cost(candidate, mask, offsets, head_size) for mask in masks),
         )
 
 
-def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> float:
+def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
     _, part, full, some = tiles_of(candidate, mask, offsets)
     number = np.arange(part.shape[1])
     scores = (part[..., 1] - part[..., 0]) * part[..., 2] * candidate.width
     scores = np.where(number < full[:, None], scores, MASKED * scores)
-    each = np.where(scores < PARALLEL, SERIAL * scores, scores + STEP)
+    each = np.where(scores * head_size < PARALLEL, SERIAL * scores, scores + STEP)
     return float(each[number < some[:, None]].sum())
 
 
 # For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
 @functools.lru_cache(maxsize=256)
 def _cheapest_of_one(
-    lengths: tuple[int, int], mask: Mask | None, offsets: tuple[int, int], shapes: Sequence[TileShape]
+    lengths: tuple[int, int],
+    mask: Mask | None,
+    offsets: tuple[int, int],
+    shapes: Sequence[TileShape],
+    head_size: int,
 ) -> Tiling:
-    return cheapest(lengths, (mask,), offsets, shapes)
+    return cheapest(lengths, (mask,), offsets, shapes, head_size)
 
 
 @functools.lru_cache(maxsize=256)

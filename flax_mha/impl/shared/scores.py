@@ -19,6 +19,7 @@ from flax_mha.core.tile import Offsets, Tile
 from flax_mha.core.tracing import any_varies
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
+from flax_mha.impl.shared.threefry import random_words
 from flax_mha.masks import Mask
 
 
@@ -155,6 +156,26 @@ class ScoreRule:
           fused: Whether to express the mask so that XLA's CPU backend can fuse it with the product before and the
             softmax after it. The caller must ensure that no masked product is NaN, and must not differentiate.
         """
+        scores, visible = self.unmasked(products, inputs, tile, mask, poison, fused)
+        if visible is None:
+            return scores
+        if fused and self.score_mod is None:  # XLA's CPU fuses a minimum with the product before it, not a selection
+            return jnp.minimum(scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype))
+        return jnp.where(visible, scores, -jnp.inf)
+
+    def unmasked(
+        self,
+        products: Float[Array, "t s"],
+        inputs: ScoreInputs,
+        tile: Tile,
+        mask: Mask | None,
+        poison: Float[Array, "#t #s"] | None = None,
+        fused: bool = False,
+    ) -> tuple[Float[Array, "t s"], Bool[Array, "#t #s"] | None]:
+        """The scores of one tile, whatever they are where masked, and what is visible; None: everything.
+
+        Arguments are as for `tile`.
+        """
         visible = None if mask is None else mask.tile(tile)
         if inputs.bias is not None:
             visible = _both(visible, inputs.bias != -jnp.inf)
@@ -168,13 +189,7 @@ class ScoreRule:
         if inputs.bias is not None:
             shown = jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias))  # type: ignore[arg-type]  # with a bias
             scores = scores + shown.astype(scores.dtype)
-        if poison is not None:
-            scores = scores + poison
-        if visible is None:
-            return scores
-        if fused:  # XLA's CPU fuses a minimum with the product before it, but not a selection
-            return jnp.minimum(scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype))
-        return jnp.where(visible, scores, -jnp.inf)
+        return scores if poison is None else scores + poison, visible
 
     def guarded(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
         """Products with 0 where they are masked: there they may be infinite, and a derivative of that NaN."""
@@ -185,6 +200,11 @@ class ScoreRule:
         one = jax.vmap(jax.vmap(self._one_score(inputs.captured), (0, None, 0)), (0, 0, None))
         return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
 
+    @property
+    def is_harmless(self) -> bool:
+        """True if masked places may be differentiated like all others."""
+        return self.score_mod is None or (self.score_mod.derivative_is_finite and self.soft_cap is None)
+
     def differentiable_tile(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile, mask: Mask | None
     ) -> Float[Array, "t s"]:
@@ -194,11 +214,10 @@ class ScoreRule:
         of `score_mod`. That is NaN where the function has no derivative, say log1p(q_idx - kv_idx) where kv_idx is
         larger. So masked places are replaced by a visible place of the tile, whose derivative is in the sum anyway.
         """
-        harmless = self.score_mod is None or (self.score_mod.derivative_is_finite and self.soft_cap is None)
-        if harmless or not products.size:
+        if self.is_harmless or not products.size:
             return self.tile(products, inputs, tile, mask)
-        fixed_products, fixed_inputs = lax.stop_gradient((products, inputs))
-        visible = self.tile(fixed_products, fixed_inputs, tile, mask) != -jnp.inf
+        fixed_products, fixed_params = lax.stop_gradient((products, inputs))
+        visible = self.tile(fixed_products, fixed_params, tile, mask) != -jnp.inf
         row, column = jnp.unravel_index(jnp.argmax(visible), visible.shape)
         rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
         columns = jnp.where(visible, tile.key_positions, tile.key_positions[0, column])
@@ -256,8 +275,22 @@ class ScoreRule:
         Threefry turns each counter into two random words. The first is for a query at an even position, the second for
         the query at the next position.
         """
+        return None if self.dropout_seed is None else self._kept(self._words_by_pairs(tile), dtype)
+
+    def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
+        """The same factors. Each query computes both words and drops one, so that nothing goes through memory."""
         if self.dropout_seed is None:
             return None
+        rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))
+        first, second = lax.bitcast_convert_type(self.dropout_seed, jnp.int32)
+        even, odd = random_words((first, second), (lax.shift_right_arithmetic(rows, jnp.int32(1)), columns))
+        return self._kept(lax.bitcast_convert_type(jnp.where((rows & 1) == 1, odd, even), jnp.uint32), dtype)
+
+    def _kept(self, words: UInt32[Array, "t s"], dtype: DTypeLike) -> Float[Array, "t s"]:
+        dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
+        return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
+
+    def _words_by_pairs(self, tile: Tile) -> UInt32[Array, "t s"]:
         (height, width), (query_offset, _) = tile.shape, tile.offsets
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
         # Tiles begin at even rows, so only the offset can part the queries of a pair.
@@ -268,9 +301,7 @@ class ScoreRule:
         counters = jnp.concatenate([pair.ravel(), column.ravel()]).astype(jnp.uint32)
         words = jax.extend.random.threefry_2x32(self.dropout_seed, counters)
         words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1).reshape(2 * pairs, width)
-        words = words[:height] if is_even else lax.dynamic_slice_in_dim(words, first & 1, height, 0)
-        dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
-        return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
+        return words[:height] if is_even else lax.dynamic_slice_in_dim(words, first & 1, height, 0)
 
 
 def _both(a: Bool[Array, "#t #s"] | None, b: Bool[Array, "#t #s"]) -> Bool[Array, "#t #s"]:

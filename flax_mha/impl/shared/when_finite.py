@@ -26,7 +26,7 @@ from flax_mha.masks import LengthMask, LocalMask
 # Products of two numbers up to this size, summed over any head size, do not overflow in float32.
 LARGEST = 2.0**56
 
-Arrays = tuple[Array, ...]  # query, key, value and, if there are any, sinks [B, N]
+Arrays = tuple[Array, ...]  # query, key, value and, if there are any, sinks [B, N] and a bias [B, T, N, S]
 
 
 class Fused(NamedTuple):
@@ -81,7 +81,7 @@ def _by_head(fused: Fused, function: Callable, arrays: Arrays, data: Data, *more
     num_heads = arrays[1].shape[fused.head_axis]
 
     def split(x: Float[Array, "..."]) -> Float[Array, "K ..."]:
-        """One entry's [T, N, H] or [N, T, H], or its sinks [N], to [K, 1, T, G, H] or [K, 1, G]."""
+        """One entry's [T, N, H] or [N, T, H], or its sinks [N], to [K, 1, T, G, H] or [K, 1, G]; H is S of a bias."""
         x = jnp.swapaxes(x, 0, 1) if fused.head_axis == 1 and x.ndim == 3 else x
         axis = x.ndim // 2
         x = x.reshape(*x.shape[:axis], num_heads, -1, *x.shape[axis + 1 :])
@@ -105,11 +105,13 @@ def _by_head(fused: Fused, function: Callable, arrays: Arrays, data: Data, *more
 
 
 def _portable(fused: Fused, data: Data, arrays: Arrays) -> Float[Array, "1 T G Hv"]:
-    query, key, value, *sinks = arrays
+    query, key, value, *others = arrays
+    sinks = next((x for x in others if x.ndim == 2), None)
+    bias = next((jnp.swapaxes(x, 1, 2) for x in others if x.ndim == 4), None)
     (left, right), (query_lengths, key_lengths, segments) = fused.bounds, data
     masks = [LocalMask(left, None), LocalMask(None, right), LengthMask(key_lengths, query_lengths), segments]
     mask = functools.reduce(operator.and_, (mask for mask in masks if mask is not None))
-    operands = Operands(query, key, value, None, sinks[0] if sinks else None, mask, [], Offsets(), None, None)
+    operands = Operands(query, key, value, bias, sinks, mask, [], Offsets(), None, None)
     return blockwise.attention(Call(operands, fused.options))[0]
 
 
