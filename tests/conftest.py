@@ -46,20 +46,40 @@ gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run every test, not only those marked as the core")
     parser.addoption("--cases", type=int, help="of each parametrized test, run at most so many cases; all by default")
 
 
+def runs_core_alone(config):
+    """Whether this is plain `pytest`: neither `--all` nor a path or a node id is given."""
+    return not config.getoption("all") and config.args_source != pytest.Config.ArgsSource.ARGS
+
+
+def pytest_configure_node(node):
+    """Tells a worker, which gets the paths as arguments in any case."""
+    node.workerinput["core_alone"] = runs_core_alone(node.config)
+
+
+def pytest_itemcollected(item):
+    """Every example of a docstring is core."""
+    if isinstance(item, pytest.DoctestItem):
+        item.add_marker("core")
+
+
 def pytest_collection_modifyitems(config, items):
-    """With `--cases`, each test keeps that many of its cases, drawn by its name: the same in every run."""
-    count = config.getoption("cases")
-    if count is None:
-        return
-    tests = defaultdict(list)
-    for item in items:
-        tests[item.nodeid.split("[")[0]].append(item)
-    kept = {x for name, cases in tests.items() for x in random.Random(name).sample(cases, min(count, len(cases)))}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    """Keeps the core alone in plain `pytest`, and with `--cases` that many of each test, the same in every run."""
+    kept = items
+    worker = getattr(config, "workerinput", None)
+    if worker["core_alone"] if worker else runs_core_alone(config):
+        kept = [item for item in kept if item.get_closest_marker("core")]
+    if count := config.getoption("cases"):
+        tests = defaultdict(list)
+        for item in kept:
+            tests[item.nodeid.split("[")[0]].append(item)
+        drawn = {x for name, cases in tests.items() for x in random.Random(name).sample(cases, min(count, len(cases)))}
+        kept = [item for item in kept if item in drawn]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 def pytest_collection_finish():

@@ -56,10 +56,12 @@ CASES = {
 }
 
 
-def each(cases, *names):
-    """The cases of these names, by default all, one test each."""
+def each(cases, *names, core=()):
+    """The cases of these names, by default all, one test each; those in `core` are the core."""
     names = names or tuple(cases)
-    return pytest.mark.parametrize("case", [cases[name] for name in names], ids=names)
+    assert set(core) <= set(names)
+    marks = {name: pytest.mark.core if name in core else () for name in names}
+    return pytest.mark.parametrize("case", [pytest.param(cases[name], id=name, marks=marks[name]) for name in names])
 
 
 @contextlib.contextmanager

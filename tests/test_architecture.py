@@ -1,6 +1,7 @@
 """The house keeps its plan: imports point down only, the core needs jax and flax alone."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.core
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flax_mha"
 
@@ -35,28 +37,34 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_point_to_the_left(name):
-    inside = {n.split(".")[1] for n in imports(FILES[name]) if n.startswith("flax_mha.")}
-    assert inside <= set(ORDER[: ORDER.index(name.split(".")[0]) + 1])
+@functools.cache
+def every_import():
+    return {name: frozenset(imports(path)) for name, path in FILES.items()}
+
+
+def test_imports_point_to_the_left():
+    for name, imported in every_import().items():
+        inside = {n.split(".")[1] for n in imported if n.startswith("flax_mha.")}
+        assert inside <= set(ORDER[: ORDER.index(name.split(".")[0]) + 1]), name
 
 
 def test_no_private_file_and_no_cycle():
     assert not [name for name in FILES if re.search(r"(^|\.)_(?!_init__)", name)]
-    graph = {name: {n.removeprefix("flax_mha.") for n in imports(path)} & set(FILES) for name, path in FILES.items()}
+    graph = {
+        name: {n.removeprefix("flax_mha.") for n in imported} & set(FILES) for name, imported in every_import().items()
+    }
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_only_jax_and_flax_are_needed(name):
-    allowed = {"matplotlib"} if name == "plot" else set()
-    allowed |= {"flax", "flax_mha", "jax", "jaxtyping", "ml_dtypes", "numpy", *sys.stdlib_module_names}
-    assert {n.split(".")[0] for n in imports(FILES[name])} <= allowed
+def test_only_jax_and_flax_are_needed():
+    allowed = {"flax", "flax_mha", "jax", "jaxtyping", "ml_dtypes", "numpy", *sys.stdlib_module_names}
+    for name, imported in every_import().items():
+        assert {n.split(".")[0] for n in imported} <= allowed | ({"matplotlib"} if name == "plot" else set()), name
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_private_of_jax_or_flax(name):
-    assert not [n for n in imports(FILES[name]) if re.search(r"^(jax|flax)\..*\b_", n)]
+def test_nothing_private_of_jax_or_flax():
+    for name, imported in every_import().items():
+        assert not [n for n in imported if re.search(r"^(jax|flax)\..*\b_", n)], name
 
 
 def test_the_demo_uses_the_public_names():

@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import CASES, DROPOUT_CASES, Case
+from marks import with_core
 
 from flax_mha import dot_product_attention
 from flax_mha.impl.shared import schedule
@@ -15,7 +16,10 @@ from flax_mha.impl.shared import schedule
 IMPLEMENTATIONS = ("xla", "blockwise")
 ON_A_GPU = "xla on a GPU"
 KEY = jax.random.key(5)
-
+# One for each argument, with its edges, and the ways to multiply.
+CORE = ["no batch", "two batch axes", "grouped heads", "value size", "one query", "causal", "causal, more queries"]
+CORE += ["causal, negative offset", "causal, offset a sequence", "window", "window, one side", "window, nobody in it"]
+CORE += ["lengths", "segments", "mask", "bias of keys", "soft cap", "sinks", "everything"]
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "xla_on_a_gpu")
 
@@ -54,7 +58,7 @@ def terms(case):
 
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, ON_A_GPU])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_core(CASES, *CORE))
 def test_forward_and_gradients_under_jit(name, implementation):
     case = CASES[name]
     arrays, cotangents = case.arrays(), case.cotangents()
@@ -68,7 +72,12 @@ def test_forward_and_gradients_under_jit(name, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    "name", ["no batch", "grouped heads", "lengths", "segments", "mask", "bias of keys", "one query", "everything"]
+    "name",
+    with_core(
+        ["no batch", "grouped heads", "lengths", "segments", "mask", "bias of keys", "one query", "everything"],
+        "grouped heads",
+        "everything",
+    ),
 )
 def test_vmap_is_a_loop(name, implementation):
     """Each result is that of its arrays alone, by the equation."""
@@ -83,7 +92,7 @@ def test_vmap_is_a_loop(name, implementation):
 
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, ON_A_GPU])
-@pytest.mark.parametrize("name", DROPOUT_CASES)
+@pytest.mark.parametrize("name", with_core(DROPOUT_CASES, "dropout", "dropout, everything"))
 def test_dropout_and_its_gradient(name, implementation):
     """The weights that are kept show in the output when the values are the identity matrix."""
     case = DROPOUT_CASES[name]
@@ -102,6 +111,7 @@ def test_dropout_and_its_gradient(name, implementation):
         assert_close(got, want, terms(case) / (1 - case.static["dropout_rate"]))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, ON_A_GPU])
 def test_float64(implementation):
     with jax.enable_x64(True):
@@ -155,7 +165,7 @@ MULTIPLIED = (
 
 @pytest.mark.usefixtures("narrow_products")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", MULTIPLIED)
+@pytest.mark.parametrize("name", with_core(MULTIPLIED, "grouped heads", "everything"))
 def test_narrow_products(name, implementation):
     """Weights, and the gradients of scores, are rounded to bfloat16 before they are multiplied, once each."""
     case = CASES[name]
@@ -168,6 +178,7 @@ def test_narrow_products(name, implementation):
         assert_close(np.asarray(got, np.float64), want, 4, eps=float(jnp.finfo(jnp.bfloat16).eps))
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("narrow_products")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_narrow_products_are_what_xla_gets(implementation):
@@ -188,7 +199,7 @@ def test_narrow_products_are_what_xla_gets(implementation):
         assert all(types.count("bf16") == 2 and types.count("f32") == 1 for types in products)
 
 
-@pytest.mark.parametrize("operands", ["float32", "narrow"])
+@pytest.mark.parametrize("operands", with_core(["float32", "narrow"], "narrow"))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, ON_A_GPU])
 def test_low_precision_by_the_rule_of_flash_attention(implementation, dtype, operands, request):

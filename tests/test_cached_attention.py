@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import with_core
 
 from flax_mha import dot_product_attention
 from flax_mha.cache.kv_cache import SPARE, KVCache
@@ -54,6 +55,7 @@ def after(number, **given):
 # Without room ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_overflow_raises_where_the_index_is_known():
     cache = after(LENGTH).update(*tokens(S - LENGTH)[1:])
     with pytest.raises(ValueError, match=r"room for one more token, but all its 43 places are taken"):
@@ -62,6 +64,7 @@ def test_overflow_raises_where_the_index_is_known():
         cached_attention(*tokens(3), cache)
 
 
+@pytest.mark.core
 def test_a_chunk_longer_than_the_cache_never_fits():
     with pytest.raises(ValueError, match=r"but they are 44 and it has 43 places"):
         jax.eval_shape(lambda cache: cached_attention(*tokens(S + 1), cache)[0], empty())
@@ -83,6 +86,7 @@ def test_a_sequence_without_room_answers_nan_and_keeps_its_cache(number):
         assert np.asarray(old).tobytes() == np.asarray(now).tobytes()
 
 
+@pytest.mark.core
 def test_padding_needs_no_room():
     """A prompt that is padded beyond the cache, with a bias for each slot."""
     x, lengths = tokens(S + 9), jnp.array([S, 7])
@@ -103,6 +107,7 @@ def test_a_lost_sequence_answers_nan():
     assert np.isnan(output[1]).all()
 
 
+@pytest.mark.core
 def test_a_ring_that_took_back_too_much_answers_nan():
     """In two steps, each of which alone would have been fine: what the first took back is lost to the second."""
     attend = functools.partial(cached_attention, local_window_size=WINDOW)
@@ -138,7 +143,7 @@ def test_what_is_visible_is_seen(number):
 
 
 @pytest.mark.parametrize("number", [1, 18])
-@pytest.mark.parametrize("filling", [np.nan, np.inf, 3e38, -3e38])
+@pytest.mark.parametrize("filling", with_core([np.nan, np.inf, 3e38, -3e38], np.nan))
 def test_hidden_slots_reach_nothing(number, filling):
     """Never written, beyond the window, masked: not outputs, and not gradients."""
     at = LENGTH - number
@@ -247,6 +252,7 @@ def test_vmap_over_sequences_with_an_index_each(number):
     np.testing.assert_array_equal(caches.index, indices + number)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_scan(dtype):
     x = [x.astype(dtype) for x in X]
@@ -340,6 +346,7 @@ def test_across_devices():
 # Implementations -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_named_implementations(implementation, window):
@@ -449,6 +456,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     run, message = REFUSED[name]

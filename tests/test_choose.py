@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import compiled_for
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
+from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha.cached_attention import cached_attention
@@ -140,7 +141,7 @@ NOT_FUSED = {
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", with_core(FUSED, "plain", "causal window", "lengths"))
 def test_a_gpu_gets_the_fused_kernel(name):
     arrays, arguments = FUSED[name]
     text = lowered(arrays, gradient=True, **arguments)
@@ -158,6 +159,7 @@ def test_a_gpu_gets_the_portable_one_where_the_kernel_would_answer_something_els
         lowered(arrays, implementation="cudnn", **arguments)
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("hopper")
 def test_every_reason_is_named():
     with pytest.raises(NotImplementedError) as error:
@@ -166,6 +168,7 @@ def test_every_reason_is_named():
         assert reason in str(error.value)
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("hopper")
 def test_one_query_and_short_sequences():
     assert "__cudnn" not in lowered(inputs(t=1))
@@ -194,6 +197,7 @@ def test_a_plan_that_fails_is_a_reason(monkeypatch):
         lowered(inputs(), implementation="cudnn")
 
 
+@pytest.mark.core
 def test_what_fails_to_compile_has_no_plan():
     kernel = cudnn.Kernel((1, 128, 1, 64), (1, 128, 1, 64), jnp.dtype("bfloat16"), 1.0, True, None, False)
     [reason] = cudnn.failure(kernel)  # there is no cuDNN on a CPU, and on a GPU this has no reason
@@ -362,6 +366,7 @@ def test_exported_for_other_platforms(platforms):
             near(got.astype(jnp.float32) / scale, want / scale)
 
 
+@pytest.mark.core
 def test_on_this_machine():
     x = jnp.ones((1, 1000, 2, 64), jnp.bfloat16)
     explanation = explain_implementation(x, x, x, is_causal=True)
@@ -375,6 +380,7 @@ def test_on_this_machine():
         dot_product_attention(x, x, x, implementation="flash")
 
 
+@pytest.mark.core
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what a CPU is told")
 def test_on_a_cpu():
     x = jnp.ones((1, 8, 2, 64))
@@ -423,6 +429,7 @@ def test_a_prompt_that_meets_an_empty_cache_reaches_the_kernel(hopper, lengths, 
     assert "__cudnn" not in jax.jit(prompt).trace(*step, cache).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("platform", "amx", "arguments", "tiles", "dtype"),
     [

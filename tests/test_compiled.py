@@ -52,6 +52,7 @@ ENTRY %main (x: f32[1024], i: s32[], yes: pred[]) -> f32[1024] {
 """
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("known", "trips"), [('{"known_trip_count":{"n":"5"}}', 5), ("{}", None)])
 def test_costs_of_a_program(known, trips):
     costs = hlo.Program(TEXT.replace("{KNOWN}", known)).costs()

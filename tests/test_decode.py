@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import compiled_for
+from marks import with_core
 
 from flax_mha import dot_product_attention
 from flax_mha.cached_attention import cached_attention
@@ -180,7 +181,9 @@ def split(name, seed):
     np.testing.assert_allclose(got, expected, rtol=0, atol=structure.tolerance)
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize(
+    "name", with_core(STRUCTURES, "ring, lengths, logits", "positions, lengths", "bias and mask of slots", "bfloat16")
+)
 def test_any_split_equals_one_call(name):
     for seed in range(4):
         split(name, seed)
@@ -189,7 +192,7 @@ def test_any_split_equals_one_call(name):
 EAGER = {"ring, lengths, logits": [90, 1, 40], "bias and mask of slots": [40, 1, 40]}
 
 
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", with_core(EAGER, "ring, lengths, logits"))
 def test_where_the_index_is_known(name):
     """Without jit, prompts and rings take other ways through the same code."""
     structure = STRUCTURES[name]

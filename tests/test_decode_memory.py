@@ -65,6 +65,7 @@ def test_a_step_copies_no_cache(case):
     assert analysis.alias_size_in_bytes >= size  # what is donated is written to
 
 
+@pytest.mark.core
 def test_a_step_with_a_partial_copies_no_cache():
     """Of either kind, one around the other: whether an attention function is ours does not depend on them."""
     inner = functools.partial(flax_mha.attention_fn, implementation=None)
@@ -72,6 +73,7 @@ def test_a_step_with_a_partial_copies_no_cache():
     assert program.memory_analysis().temp_size_in_bytes <= 2 * 2**20 + size / 100
 
 
+@pytest.mark.core
 def test_a_step_of_a_linen_module_with_a_partial_copies_no_cache():
     outer = functools.partial(functools.partial(flax_mha.attention_fn, implementation=None), scale=0.3)
     layer = linen.MultiHeadDotProductAttention(N, qkv_features=N * H, num_kv_heads=2, attention_fn=outer, decode=True)

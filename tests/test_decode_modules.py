@@ -157,6 +157,7 @@ def test_positions(api):
     np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.core
 @APIS
 def test_masks_and_biases_of_the_call(api):
     """Arrays say something of each slot, objects of positions."""
@@ -278,6 +279,7 @@ def test_what_a_partial_sets_counts_as_in_the_call(api, promote):
         np.testing.assert_allclose(preset.step(x), want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.core
 @APIS
 @pytest.mark.parametrize("name", ["query_offset", "key_value_seq_lengths"])
 def test_a_partial_that_sets_positions_is_refused(api, name):
@@ -287,6 +289,7 @@ def test_a_partial_that_sets_positions_is_refused(api, name):
         module.step(X[:, :3])
 
 
+@pytest.mark.core
 def test_views():
     """A cache of its own for each view, with an index for each sequence if that is asked for."""
     module = Nnx(**EVERYTHING).module

@@ -1,4 +1,4 @@
-"""The tests in `devices/`, which need eight devices: each file in a process of its own, on a CPU divided into eight."""
+"""The tests in `devices/`, which need eight devices: in processes of their own, on a CPU divided into eight."""
 
 import os
 import subprocess
@@ -10,10 +10,10 @@ import pytest
 FOLDER = Path(__file__).parent / "devices"
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("test_*.py")))
-def test_on_eight_devices(name, pytestconfig):
+def run(pytestconfig, path, marked):
+    """Runs those tests of a file or a folder that are marked so."""
     cases = pytestconfig.getoption("cases")
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", f"{FOLDER / name}.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", marked, str(path)]
     command += [] if cases is None else [f"--cases={cases}"]
     done = subprocess.run(
         command,
@@ -24,3 +24,13 @@ def test_on_eight_devices(name, pytestconfig):
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "passed" in done.stdout
+
+
+@pytest.mark.core
+def test_core_on_eight_devices(pytestconfig):
+    run(pytestconfig, FOLDER, "core")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("test_*.py")))
+def test_on_eight_devices(name, pytestconfig):
+    run(pytestconfig, FOLDER / f"{name}.py", "not core")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from marks import with_core
 
 import flax_mha
 from flax_mha import recipes
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = ["README.md", "CHANGELOG.md", *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
 PAGES = [page for page in PAGES if "_generated" not in page]
+QUICKSTART = ("README.md", "docs/quickstart.md")
 OF_THE_DEMO = "docs/training.md"  # its blocks need runs of the demo, whose own tests make them
 
 
@@ -22,7 +24,9 @@ def blocks(page):
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page != OF_THE_DEMO])
+@pytest.mark.parametrize(
+    "page", with_core([page for page in PAGES if blocks(page) and page != OF_THE_DEMO], *QUICKSTART)
+)
 def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
     """One after the other, as in one session of a reader, with JAX as it comes."""
     monkeypatch.chdir(tmp_path)
@@ -32,6 +36,7 @@ def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
             exec(compile(block, page, "exec"), names)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("page", PAGES)
 def test_no_block_is_overlooked(page):
     """Only blocks that begin with ```python run, so there are no others of Python, such as indented ones of a list."""
@@ -40,6 +45,7 @@ def test_no_block_is_overlooked(page):
     assert ">>>" not in text
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("page", PAGES)
 def test_links_to_files_lead_somewhere(page):
     """Those between pages with their anchors are checked by Sphinx, the README's by nobody else."""
@@ -64,6 +70,7 @@ def public_names():
                 yield name, x
 
 
+@pytest.mark.core
 def test_the_reference_names_every_public_name():
     text = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
     documented = (
@@ -93,6 +100,7 @@ def test_the_tables_of_the_performance_page(monkeypatch, tmp_path):
     assert sorted(included) == sorted(path.stem for path in tmp_path.iterdir())
 
 
+@pytest.mark.core
 def test_the_gallery_shows_every_recipe(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     pictures, text = importlib.import_module("pictures"), (DOCS / "masks.md").read_text()

@@ -167,6 +167,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     arguments, message = REFUSED[name]
@@ -196,6 +197,7 @@ NO_MASKS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", NO_MASKS)
 def test_no_masks(name):
     make, message = NO_MASKS[name]
@@ -204,6 +206,7 @@ def test_no_masks(name):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -216,12 +219,14 @@ def test_what_is_not_there_yet_says_so(arguments):
         call(**arguments)
 
 
+@pytest.mark.core
 def test_an_error_comes_before_any_compute():
     """Tracing alone is enough to meet it: no value is looked at."""
     with pytest.raises(ValueError, match="depths must match"):
         jax.eval_shape(dot_product_attention, *(jax.ShapeDtypeStruct((1, 2, 1, n), jnp.float32) for n in (3, 4, 4)))
 
 
+@pytest.mark.core
 def test_a_traced_rate_is_refused_by_name():
     with pytest.raises(ValueError, match=r"dropout_rate must be a number .*known while tracing"):
         jax.jit(lambda rate: call(dropout_rate=rate, dropout_rng=RNG))(0.1)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import with_core
 
 from flax_mha import dot_product_attention
 from flax_mha.impl.shared import schedule
@@ -76,7 +77,7 @@ def assert_same(got, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("one_block", [False, True], ids=["blocks", "one block"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_core(CASES, "window", "lengths", "logits", "bias and mask"))
 def test_outputs(name, one_block, monkeypatch):
     """Also with NaN and infinities in keys, values and queries, wherever they are, and large numbers where hidden."""
     if one_block:  # where more than half of the keys are seen
@@ -132,13 +133,14 @@ def derivatives(name, second):
     return run, (*arrays(5), learned, SLOPES)
 
 
-@pytest.mark.parametrize("name", ["window", "logits", "score_mod", "bias and mask", "dropout"])
+@pytest.mark.parametrize("name", with_core(["window", "logits", "score_mod", "bias and mask", "dropout"], "score_mod"))
 def test_derivatives(name):
     run, x = derivatives(name, second=name == "logits")
     got, expected = both_ways(lambda: jax.jit(lambda x: run(x))(x))
     assert_same(got, expected)
 
 
+@pytest.mark.core
 def test_what_is_read_in_place():
     """On a CPU, up to 16 queries of at least so many keys."""
     calls = []

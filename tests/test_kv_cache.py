@@ -50,6 +50,7 @@ def updated(cache, key, value, lengths=None):
     return cache.update(key, value, lengths)
 
 
+@pytest.mark.core
 def test_an_empty_cache():
     cache = KVCache.create(B, S, K, H, jnp.bfloat16)
     assert cache.key.shape == cache.value.shape == (B, S, K, H)
@@ -61,6 +62,7 @@ def test_an_empty_cache():
     assert (cache.batch, cache.index.shape, cache.key.dtype) == ((2, 3), (2, 3), jnp.float32)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("batch", [0, (), (0, 2), np.int64(2), [2, 1]])
 def test_batch_axes(batch):
     cache = KVCache.create(batch, S, K, H, per_row=True)
@@ -69,6 +71,7 @@ def test_batch_axes(batch):
     assert_holds(grown, np.full(cache.batch, 2))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("length", "slots"), [(RING - 1, RING - 1), (RING, RING), (10 * RING, RING)])
 def test_a_ring_needs_a_window_and_some_spare_slots(length, slots):
     cache = KVCache.create(B, length, K, H, window=WINDOW)
@@ -92,6 +95,7 @@ def test_tokens_one_after_another(batch, dtype):
         np.testing.assert_array_equal(cache.value, np.where(held, value, 0))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_sequences_of_their_own_lengths(window):
     cache = KVCache.create(B, 4 * RING, K, H, window=window, per_row=True)
@@ -127,6 +131,7 @@ def test_one_length_for_all():
     assert_holds(KVCache.create((), S, K, H).update(*tokens(0, 7, ()), lengths=4), 4)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("chunk", [1, 13, 2 * RING + 3])
 def test_a_ring_keeps_the_last_tokens(chunk):
     cache = KVCache.create(B, 10 * RING, K, H, window=WINDOW)
@@ -135,6 +140,7 @@ def test_a_ring_keeps_the_last_tokens(chunk):
         assert_holds(cache, at + chunk)
 
 
+@pytest.mark.core
 def test_truncate():
     cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 9), lengths=[9, 5, 7])
     assert_holds(cache.truncate(5), [5, 5, 5])
@@ -174,6 +180,7 @@ def test_truncate_marks_what_it_cannot_take_back():
         marked.truncate(0)
 
 
+@pytest.mark.core
 def test_truncate_of_a_ring():
     """Back by as many tokens as there are spare slots, and one more; what was overwritten is gone."""
     cache = KVCache.create(B, 9 * RING, K, H, window=WINDOW).update(*tokens(0, 3 * RING))
@@ -204,6 +211,7 @@ def test_debug_nans_lets_a_ring_be_truncated():
         assert int(cache.truncate(3 * RING - 2).index) == 3 * RING - 2
 
 
+@pytest.mark.core
 def test_take():
     cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 7), lengths=[7, 3, 5])
     rows = jnp.array([2, 0, 0, 2])
@@ -215,6 +223,7 @@ def test_take():
     assert (shared.batch, int(shared.index)) == ((1,), 7)
 
 
+@pytest.mark.core
 def test_rows_that_do_not_exist_become_nan():
     cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 7))
     beams = jax.jit(KVCache.take)(cache, jnp.array([0, B, -1]))
@@ -223,6 +232,7 @@ def test_rows_that_do_not_exist_become_nan():
     assert np.isnan(beams.key[1:]).all()
 
 
+@pytest.mark.core
 def test_room_where_the_index_is_not_known():
     cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 9), lengths=[9, 5, 0])
     assert cache.has_room(2) is True
@@ -462,6 +472,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     call, message = REFUSED[name]

@@ -72,6 +72,7 @@ NAMES = pytest.mark.parametrize("name", ["MultiHeadDotProductAttention", "MultiH
 FLAX_DEPRECATES = pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
 
 
+@pytest.mark.core
 @NAMES
 @FLAX_DEPRECATES
 def test_parents_name_and_seed_it_as_flax_does(name):
@@ -98,6 +99,7 @@ def test_parents_name_and_seed_it_as_flax_does(name):
     assert_same(calls[linen][0]["dropout_rng"], calls[nn][0]["dropout_rng"])
 
 
+@pytest.mark.core
 @NAMES
 @FLAX_DEPRECATES
 def test_a_checkpoint_of_a_whole_model_with_automatic_names_loads(name):
@@ -120,6 +122,7 @@ def test_a_checkpoint_of_a_whole_model_with_automatic_names_loads(name):
     assert_close(ours.apply(checkpoint, X, mask), theirs.apply(checkpoint, X, mask))
 
 
+@pytest.mark.core
 def test_self_attention_takes_what_ours_takes_besides():
     """All but other keys than the queries; and `explain` has the signature of the call."""
     call = inspect.signature(linen.SelfAttention.__call__).parameters
@@ -138,6 +141,7 @@ def test_self_attention_takes_what_ours_takes_besides():
         layer.apply(variables, X, inputs_k=Y)
 
 
+@pytest.mark.core
 @NAMES
 def test_attributes_are_those_of_flax(name):
     """In their order, so that they can be given by position; new ones come after."""
@@ -217,17 +221,17 @@ def test_call_takes_what_flax_takes(name):
 # Outputs -------------------------------------------------------------------------------------------------------------
 
 
-@each(CASES, "self", "without bias", "normalized", "sizes")
+@each(CASES, "self", "without bias", "normalized", "sizes", core=["normalized", "sizes"])
 def test_same_parameters_from_the_same_key(case):
     assert_same(*(cls(HEADS, **case.options).init(KEY, *case.inputs()) for cls in BOTH))
 
 
-@each(CASES)
+@each(CASES, core=["self", "padding", "sizes", "normalized", "key and value features"])
 def test_checkpoints_give_the_same_outputs(case):
     assert_close(*outputs(case.inputs(), case.arguments, **case.options))
 
 
-@each(CASES, "two batch axes", "mask", "normalized")
+@each(CASES, "two batch axes", "mask", "normalized", core=["mask"])
 def test_same_gradients(case):
     inputs = case.inputs()
     cotangent = normal(5, *inputs[0].shape)
@@ -307,7 +311,7 @@ def test_dot_generals_are_used(name, used, by_class):
 # What is sown --------------------------------------------------------------------------------------------------------
 
 
-@each(CASES, "no batch", "two batch axes", "mask")
+@each(CASES, "no batch", "two batch axes", "mask", core=["mask"])
 def test_sown_weights_are_those_of_flax(case):
     inputs = case.inputs()
     checkpoint = make(FLAX).init(KEY, *inputs)
@@ -377,7 +381,7 @@ OUR_DECODING = DECODING | {
 }
 
 
-@each(OUR_DECODING)
+@each(OUR_DECODING, core=["mask", "window"])
 def test_decoding_equals_the_whole_forward(case):
     (x,) = case.inputs()
     module = make(OURS, **case.options, decode=True)
@@ -389,7 +393,7 @@ def test_decoding_equals_the_whole_forward(case):
 
 
 @IMPLEMENTATIONS
-@each(DECODING_ADDED)
+@each(DECODING_ADDED, core=["everything"])
 def test_decoding_with_what_flax_lacks(case, implementation):
     (x,) = case.inputs()
     module = make(OURS, **case.options)
@@ -400,7 +404,7 @@ def test_decoding_with_what_flax_lacks(case, implementation):
     assert_close(decode(module, variables, x, jax.jit, **case.arguments)[0], np.asarray(expected))
 
 
-@each(DECODING)
+@each(DECODING, core=["mask"])
 def test_decoding_equals_that_of_flax(case):
     (x,) = case.inputs()
     ours, theirs = (make(cls, **case.options, decode=True) for cls in BOTH)
@@ -424,6 +428,7 @@ def test_decoding_is_causal_with_or_without_the_flag(run):
     assert_close(expected, np.asarray(module.clone(decode=False).apply(variables, X, is_causal=True)))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_cache_has_the_dtype_of_the_computation(dtype):
     cache = make(OURS, decode=True, dtype=dtype, num_kv_heads=1).init(KEY, X)["cache"]
@@ -442,12 +447,14 @@ def full_cache():
     return module, decode(module, variables, X[:, :3], eager)[1]
 
 
+@pytest.mark.core
 def test_decoding_past_the_end_raises():
     module, variables = full_cache()
     with pytest.raises(ValueError, match=r"room for one more token, but all its 3 places are taken"):
         module.apply(variables, X[:, :1], mutable=["cache"])
 
 
+@pytest.mark.core
 def test_decoding_past_the_end_under_jit_answers_nan():
     module, variables = full_cache()
     step = jax.jit(functools.partial(module.apply, mutable=["cache"]))
@@ -462,6 +469,7 @@ def test_decoding_past_the_end_under_jit_answers_nan():
 # Dropout -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize(("attribute", "call"), [(True, None), (None, True), (False, None), (None, False)])
 def test_attention_fn_gets_the_arguments_of_flax(attribute, call, given):
@@ -489,6 +497,7 @@ def test_same_key_drops_the_same_and_another_key_other_weights():
     assert not np.allclose(one, make(OURS).apply(checkpoint, X))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("shared", [True, False])
 def test_broadcast_dropout_shares_what_is_dropped(shared):
     """Batch entries and heads are alike and the output layer is the identity: dropout alone tells them apart."""
@@ -510,7 +519,7 @@ def test_broadcast_dropout_shares_what_is_dropped(shared):
 # attention_fn --------------------------------------------------------------------------------------------------------
 
 
-@each(CASES, "two batch axes", "mask of numbers", "normalized")
+@each(CASES, "two batch axes", "mask of numbers", "normalized", core=["mask of numbers"])
 def test_attention_functions_can_be_exchanged(case):
     """Flax's own function inside our module, and ours inside Flax's."""
     inputs = case.inputs()
@@ -531,6 +540,7 @@ def no_keywords(query, key, value):
     return query + jnp.mean(value, axis=-3, keepdims=True)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("attention_fn", [flax_keywords, no_keywords])
 def test_any_function_that_flax_takes_will_do(attention_fn):
     """It gets all that Flax gives, as far as it knows it, and nothing else."""
@@ -540,6 +550,7 @@ def test_any_function_that_flax_takes_will_do(attention_fn):
 # inputs_kv, and a mask in the place of values ------------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_inputs_kv():
     with pytest.warns(DeprecationWarning, match="The inputs_kv arg will be deprecated soon") as warnings:
         assert_close(*outputs([X], {"inputs_kv": Y}))
@@ -549,6 +560,7 @@ def test_inputs_kv():
             make(OURS).init(KEY, X, inputs_kv=Y, **given)
 
 
+@pytest.mark.core
 def test_warns_of_a_mask_passed_as_values():
     square = jnp.ones((BATCH, QUERIES, QUERIES))
     for cls in BOTH:
@@ -559,6 +571,7 @@ def test_warns_of_a_mask_passed_as_values():
 # What Flax lacks -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_key_heads_stand_for_their_groups():
     grouped, plain = make(OURS, num_kv_heads=1), make(OURS)
     params = jax.tree.map(np.asarray, grouped.init(KEY, X)["params"])
@@ -573,6 +586,7 @@ def _repeated(layer):
     return {name: np.repeat(array, HEADS, axis=-2) for name, array in layer.items()}
 
 
+@pytest.mark.core
 @IMPLEMENTATIONS
 @pytest.mark.parametrize(
     ("options", "arguments", "same_as"),
@@ -594,6 +608,7 @@ def test_what_hides_equals_a_mask_in_flax(implementation, options, arguments, sa
         assert_close(got, make(FLAX).apply(checkpoint, X, **same_as))
 
 
+@pytest.mark.core
 def test_segments_across_inputs_and_bias():
     checkpoint = make(FLAX).init(KEY, X, Y)
     q_ids, k_ids = np.arange(QUERIES) % 3, np.arange(KEYS) // 4
@@ -606,6 +621,7 @@ def test_segments_across_inputs_and_bias():
         assert_close(got, theirs.apply(checkpoint, X, Y, mask=mask))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("mask", "array"), MASKS.values(), ids=MASKS)
 def test_mask_objects_equal_arrays(mask, array):
     checkpoint = make(FLAX).init(KEY, X)
@@ -614,6 +630,7 @@ def test_mask_objects_equal_arrays(mask, array):
     assert not np.allclose(expected, make(OURS).apply(checkpoint, X), atol=1e-3)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("options", "arguments"), ADDED.values(), ids=ADDED)
 def test_what_flax_lacks_equals_that_of_nnx(options, arguments):
     """And test_nnx.py compares nnx's with the core."""
@@ -627,6 +644,7 @@ def test_what_flax_lacks_equals_that_of_nnx(options, arguments):
     assert_close(module.apply({"params": params}, X, **arguments), peer(X, **arguments))
 
 
+@pytest.mark.core
 def test_sinks_are_learned():
     module = make(OURS, sinks=True)
     params = module.init(KEY, X)["params"]
@@ -650,6 +668,7 @@ ONES = jnp.ones((BATCH, QUERIES), int)
 COMPLEX = X.astype(jnp.complex64)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "inputs", "arguments", "error", "message"),
     [
@@ -706,6 +725,7 @@ def test_call_refuses(options, inputs, arguments, error, message):
         make(OURS, **options).init(KEY, *inputs, **arguments)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("inputs", [[X[..., :9]], [X, Y[..., :9]], [X, Y, Y[..., :9]]], ids=["q", "k", "v"])
 def test_other_features_than_the_parameters_get_the_error_of_flax(inputs):
     checkpoint = make(FLAX).init(KEY, X)
@@ -717,12 +737,14 @@ def test_other_features_than_the_parameters_get_the_error_of_flax(inputs):
     assert messages[0] == messages[1]
 
 
+@pytest.mark.core
 def test_dropout_without_a_key_is_refused():
     module = make(OURS, dropout_rate=0.5, deterministic=False)
     with pytest.raises(flax.errors.InvalidRngError, match="dropout"):
         module.apply(make(FLAX).init(KEY, X), X)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("x", [X[:1, :1], X[:1]], ids=["a token", "a prompt"])
 def test_decoding_refuses_another_shape(x):
     module = make(OURS, decode=True)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from marks import with_core
 
 from flax_mha import dot_product_attention, masks, plot
 from flax_mha.core.tile import Grid
@@ -67,7 +68,7 @@ MASKS = {
     ),
     "not of and": (~(CausalMask() & ArrayMask(ARRAY)), ~((column <= row) & ARRAY), 0),
 }
-each = pytest.mark.parametrize("name", MASKS)
+each = pytest.mark.parametrize("name", with_core(MASKS, "local", "function of head", "and, or, not"))
 
 
 def heads_of(mask):
@@ -173,6 +174,7 @@ def test_the_same_mod_made_anew_compiles_nothing_anew():
     assert blockwise._all_heads._cache_size() == size
 
 
+@pytest.mark.core
 def test_pictures():
     assert str(CausalMask() & LocalMask(2, 0)).splitlines()[:4] == ["█·······", "██······", "███·····", "·███····"]
     assert str(SegmentMask(np.array([0, 0, 1]), np.array([0, 1, 1, 1]))) == "█···\n█···\n·███"
@@ -182,6 +184,7 @@ def test_pictures():
     np.testing.assert_array_equal(axes.images[0].get_array(), ~np.tri(5, 7, dtype=bool))
 
 
+@pytest.mark.core
 def test_pictures_of_any_mask():
     """Batched, longer than the picture, of all heads, of functions: what the first queries of the first head see."""
     ids = np.arange(100)[None] // 3
@@ -201,6 +204,7 @@ def test_a_picture_for_a_terminal_without_these_characters():
     assert run.stdout.splitlines()[:2] == ["#.......", ".#......"]
 
 
+@pytest.mark.core
 def test_masks_compare_and_hash():
     """By what they hold; whatever it is, nothing raises."""
     same = [
@@ -221,6 +225,7 @@ def test_masks_compare_and_hash():
     assert jax.jit(lambda x: LengthMask(x) != LengthMask(x + 1))(jnp.array([3]))
 
 
+@pytest.mark.core
 def test_masks_are_pytrees_and_values():
     assert jax.tree.leaves(CausalMask() & LocalMask(1, 0)) == []
     assert CausalMask() == CausalMask(0)

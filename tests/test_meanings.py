@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import CASES, N, S, T
 from jax.test_util import check_grads
+from marks import with_core
 
 from flax_mha import dot_product_attention
 from flax_mha.impl.shared import schedule
@@ -45,6 +46,7 @@ def output_and_gradients(arrays, **arguments):
     return program(**arguments)(arrays)
 
 
+@pytest.mark.core
 @BOTH
 def test_a_query_that_sees_nothing_answers_zero_with_zero_gradients(implementation):
     arrays = inputs()
@@ -71,7 +73,7 @@ HIDERS = {
 
 
 @BOTH
-@pytest.mark.parametrize("hider", HIDERS)
+@pytest.mark.parametrize("hider", with_core(HIDERS, "lengths", "window"))
 def test_what_hidden_keys_and_values_hold_reaches_nothing(hider, implementation):
     run = program(**HIDERS[hider], implementation=implementation)
     query, key, value = inputs()
@@ -82,6 +84,7 @@ def test_what_hidden_keys_and_values_hold_reaches_nothing(hider, implementation)
         jax.tree.map(np.testing.assert_array_equal, run([query, key, value]), want)
 
 
+@pytest.mark.core
 @BOTH
 def test_the_future_changes_nothing_and_who_sees_nan_answers_nan(implementation):
     run = program(is_causal=True, implementation=implementation)
@@ -126,6 +129,7 @@ def test_the_same_for_so_many_scores_that_a_cpu_makes_one_kernel_of_them(size, i
         np.testing.assert_array_equal(output[~sees], want[~sees])
 
 
+@pytest.mark.core
 @BOTH
 def test_logits_of_ten_thousand(implementation):
     query, key, value = inputs()
@@ -137,6 +141,7 @@ def test_logits_of_ten_thousand(implementation):
     assert certain.mean() > 0.99  # few have two keys within rounding of each other
 
 
+@pytest.mark.core
 @BOTH
 def test_permuted_keys_change_nothing_but_the_order_of_sums(implementation):
     query, key, value = inputs()
@@ -162,7 +167,9 @@ def dropped_and_causal(implementation):
     return output_and_gradients(inputs(), is_causal=True, query_offset=20, implementation=implementation, **DROP)
 
 
-@pytest.mark.parametrize("tile", [(16, 16), (48, 16), (16, 64), (512, 512), (32, 16, 2), (64, 16, 4)])
+@pytest.mark.parametrize(
+    "tile", with_core([(16, 16), (48, 16), (16, 64), (512, 512), (32, 16, 2), (64, 16, 4)], (48, 16))
+)
 def test_tiles_change_nothing_but_the_order_of_sums(tile, monkeypatch):
     """Dropout included: which weights it drops is a matter of the key and their place alone."""
     monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(*tile),))
@@ -194,7 +201,7 @@ def dropped(shape, **arguments):
     return np.moveaxis(np.asarray(weights), -2, 1) * s
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("rate", with_core([0.1, 0.5, 0.9], 0.1))
 def test_dropout_keeps_as_many_as_it_says_and_scales_them(rate):
     weights = dropped((4, 256, 4, 256), dropout_rate=rate, dropout_rng=jax.random.key(0))
     kept = weights != 0
@@ -213,6 +220,7 @@ def test_dropout_is_independent_from_place_to_place():
         assert abs((first == second).mean() - 0.5) < 4 * np.sqrt(0.25 / first.size)
 
 
+@pytest.mark.core
 @BOTH
 def test_broadcast_dropout_is_shared_and_plain_dropout_is_not(implementation):
     shared = dropped((2, 19, 3, 23), **DROP, broadcast_dropout=True, implementation=implementation)
@@ -221,6 +229,7 @@ def test_broadcast_dropout_is_shared_and_plain_dropout_is_not(implementation):
     assert not any((own[i, j] == own[0, 0]).all() for i in range(2) for j in range(3) if (i, j) != (0, 0))
 
 
+@pytest.mark.core
 def test_dropout_takes_every_kind_of_key():
     new = jax.random.key(7)
     arguments = {"dropout_rate": 0.5}
@@ -229,6 +238,7 @@ def test_dropout_takes_every_kind_of_key():
     dropped((1, 5, 1, 7), dropout_rng=jax.random.key(7, impl="rbg"), **arguments)
 
 
+@pytest.mark.core
 def test_dropout_of_rate_zero_needs_no_key_and_ignores_one():
     arrays = inputs()
     np.testing.assert_array_equal(
@@ -259,6 +269,7 @@ def test_blockwise_gradient_in_float64():
         check_grads(attend, (*arrays, jnp.ones((2, 1, 37))), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.core
 @BOTH
 def test_a_traced_scale_has_a_gradient(implementation):
     arrays = inputs()
@@ -269,6 +280,7 @@ def test_a_traced_scale_has_a_gradient(implementation):
     np.testing.assert_allclose(gradient, (above - below) / (2 * step), rtol=1e-2)
 
 
+@pytest.mark.core
 def test_the_choice_is_by_size_and_both_give_the_same():
     """Short: dense; long: tiles. No array of T x S scores is left then."""
     short, long = inputs(t=64, s=64), inputs(batch=1, t=1031, s=1031, n=2)
@@ -280,6 +292,7 @@ def test_the_choice_is_by_size_and_both_give_the_same():
         )
 
 
+@pytest.mark.core
 def test_the_signature_is_a_superset_of_jax_nn():
     import inspect
 
@@ -290,7 +303,9 @@ def test_the_signature_is_a_superset_of_jax_nn():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped heads", "causal", "window", "bias", "mask"])
+@pytest.mark.parametrize(
+    "name", with_core(["plain", "grouped heads", "causal", "window", "bias", "mask"], "grouped heads", "window")
+)
 def test_same_as_jax_nn(name):
     case = CASES[name]
     arrays, arguments = case.arrays(), {**case.traced, **case.static}

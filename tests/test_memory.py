@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import with_core
 
 from flax_mha import dot_product_attention
 
@@ -50,14 +51,14 @@ def dense_temporaries(t, gradient):
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_core(CASES, "causal window, segments, lengths"))
 def test_four_times_the_length_takes_at_most_five_times_the_memory(name, gradient):
     short, long = (temporaries(t, gradient, CASES[name](t)) for t in (2048, 8192))
     assert long <= 5 * short
     assert long <= dense_temporaries(8192, gradient) / 10
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_core(CASES, "dropout"))
 def test_no_array_has_both_lengths(name):
     """Not even as a shape that XLA might fuse away."""
     text = compiled(8192, True, CASES[name](8192)).as_text()

@@ -56,6 +56,7 @@ class Linen:
 APIS = pytest.mark.parametrize("api", [Nnx, Linen])
 
 
+@pytest.mark.core
 @APIS
 def test_scale(api):
     default, same, other = (api.call(api.make(scale=scale), X) for scale in (None, 0.5, 1.5))
@@ -63,6 +64,7 @@ def test_scale(api):
     assert jnp.abs(other - default).max() > 1e-3
 
 
+@pytest.mark.core
 @APIS
 def test_lengths_are_a_mask_of_padding(api):
     lengths = jnp.array([9, 4])
@@ -114,6 +116,7 @@ def test_everything_together(api):
         assert jnp.abs(api.call(api.make(**fewer), X, **arguments) - whole).max() > 1e-6, name
 
 
+@pytest.mark.core
 @APIS
 def test_explain_says_what_a_call_computes(api):
     module = api.make(num_kv_heads=K, sinks=True)
@@ -133,6 +136,7 @@ def test_explain_heeds_what_a_partial_sets(api):
     assert api.explain(module, X).chosen == "blockwise"
 
 
+@pytest.mark.core
 @APIS
 @pytest.mark.parametrize(
     ("preset", "options", "arguments"),
@@ -189,6 +193,7 @@ PRESETS = {
 }
 
 
+@pytest.mark.core
 @APIS
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_partial_that_contradicts_is_refused(api, name):
@@ -198,6 +203,7 @@ def test_a_partial_that_contradicts_is_refused(api, name):
         api.call(module, X, **arguments)
 
 
+@pytest.mark.core
 @APIS
 def test_a_misspelt_keyword_of_a_partial_is_refused(api):
     with pytest.raises(TypeError, match=r"attention_fn\(\) got an unexpected keyword argument 'scal'"):
@@ -219,6 +225,7 @@ def test_explain_of_a_bound_linen_module():
     np.testing.assert_array_equal(bound.variables["cache"]["cache_index"], 0)
 
 
+@pytest.mark.core
 def test_explain_of_decoding_is_of_what_the_cache_holds():
     """A prompt that meets an empty cache may use any implementation; later calls read keys in the cache."""
     module = Nnx.make(decode=True)
@@ -247,6 +254,7 @@ def test_explain_of_stored_keys_is_not_of_a_mask_array():
     assert not any("mask" in reason for reason in module.explain(X[:1], X[:1], **arguments).refusals["cudnn"])
 
 
+@pytest.mark.core
 @APIS
 def test_explain_has_the_signature_of_the_call(api):
     import inspect
@@ -268,6 +276,7 @@ def test_explain_leaves_an_nnx_module_as_it_is():
     assert module.attention_fn is flax_mha.attention_fn
 
 
+@pytest.mark.core
 @APIS
 def test_a_custom_attention_function_gets_what_it_does_not_know_and_fails(api):
     def attention(query, key, value, mask=None, broadcast_dropout=True, dropout_rng=None, dropout_rate=0.0,
@@ -280,6 +289,7 @@ def test_a_custom_attention_function_gets_what_it_does_not_know_and_fails(api):
             api.call(api.make(attention_fn=attention, **options), X, **arguments)
 
 
+@pytest.mark.core
 def test_a_decoding_call_that_raises_leaves_the_cache():
     module, layer = Nnx.make(decode=True), Linen.make(decode=True)
     module.init_cache((B, T, D))
@@ -343,6 +353,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 @APIS
 def test_refused(name, api):
@@ -352,12 +363,14 @@ def test_refused(name, api):
     assert "\n" not in str(error.value).partition("\n---")[0]
 
 
+@pytest.mark.core
 @APIS
 def test_a_misspelt_argument_of_the_call_is_blamed_on_the_call(api):
     with pytest.raises(TypeError, match=r"__call__\(\) got an unexpected keyword argument 'maks'"):
         api.call(api.make(), X, maks=None)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["lengths", "segment_ids"])
 @APIS
 def test_three_arrays_for_queries_and_keys_are_refused(api, name):
@@ -365,12 +378,14 @@ def test_three_arrays_for_queries_and_keys_are_refused(api, name):
         api.call(api.make(), X, **{name: (jnp.ones(B, int),) * 3})
 
 
+@pytest.mark.core
 @APIS
 def test_one_array_of_lengths_for_other_keys_is_refused(api):
     with pytest.raises(ValueError, match=r"lengths must be a pair \(of queries, of keys\).*\(None, lengths\)"):
         api.call(api.make(), X, Y, lengths=jnp.array([3, 4]))
 
 
+@pytest.mark.core
 def test_a_key_of_jax_random_is_no_rngs():
     with pytest.raises(ValueError, match=r"rngs must be nnx.Rngs, but got PRNGKeyArray; a key becomes nnx.Rngs\(key\)"):
         Nnx.make(rngs=jax.random.key(0))
@@ -379,6 +394,7 @@ def test_a_key_of_jax_random_is_no_rngs():
         module(X, rngs=jax.random.key(0))
 
 
+@pytest.mark.core
 def test_while_decoding_lengths_need_an_index_for_each_sequence():
     expected = "lengths must be None where all sequences share one index.*per_row=True"
     module = Nnx.make(decode=True)
@@ -391,6 +407,7 @@ def test_while_decoding_lengths_need_an_index_for_each_sequence():
         layer.apply(variables, X[:, :1], lengths=jnp.array([1, 1]), mutable=["cache"])
 
 
+@pytest.mark.core
 def test_names_of_the_package():
     assert flax_mha.linen is linen
     assert flax_mha.convert is convert
@@ -402,6 +419,7 @@ def test_names_of_the_package():
         flax_mha.linnen  # noqa: B018
 
 
+@pytest.mark.core
 def test_a_star_import_brings_functions_and_classes_and_no_modules():
     """Which would replace those of Flax that were imported before."""
     names = {}

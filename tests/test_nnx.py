@@ -142,6 +142,7 @@ def test_constructor_takes_what_flax_takes(name):
         assert getattr(ours, name, absent) == getattr(flax, name, absent)
 
 
+@pytest.mark.core
 def test_positional_parameters_have_flax_order():
     for function in ("__init__", "__call__"):
         ours, flax = (
@@ -151,6 +152,7 @@ def test_positional_parameters_have_flax_order():
         assert ours == flax
 
 
+@pytest.mark.core
 def test_defaults_are_those_of_flax():
     ours, flax = parameters_of(OURS.__init__), parameters_of(FLAX.__init__)
     differ = {name for name in ours.keys() & flax.keys() if ours[name].default != flax[name].default}
@@ -197,17 +199,17 @@ def value_and_grad(module, inputs, arguments, cotangent):
     return result, nnx.to_pure_dict(weights), arrays
 
 
-@each(CASES, "self", "without bias", "normalized", "groups")
+@each(CASES, "self", "without bias", "normalized", "groups", core=["normalized", "groups"])
 def test_same_parameters_from_the_same_seed(case):
     assert_same(*(nnx.state(make(cls, **case.options)) for cls in (OURS, FLAX)))
 
 
-@each(CASES)
+@each(CASES, core=["self", "padding", "sizes", "normalized", "causal with mask", "groups"])
 def test_checkpoints_load_and_give_the_same_outputs(case):
     assert_same_outputs(*make_both(**case.options), *case.inputs(), **case.arguments)
 
 
-@each(CASES, "normalized", *SOME)
+@each(CASES, "normalized", *SOME, core=["groups"])
 def test_same_gradients(case):
     ours, flax = make_both(**case.options)
     inputs = case.inputs()
@@ -276,7 +278,7 @@ def capture(module, *inputs, **arguments):
     return result, nnx.to_pure_dict(sown)
 
 
-@each(CASES, "no batch", *SOME)
+@each(CASES, "no batch", *SOME, core=["groups"])
 def test_sown_weights_are_those_of_flax(case):
     ours, flax = make_both(**case.options)
     inputs = case.inputs()
@@ -314,6 +316,7 @@ def test_sown_weights_of_a_query_without_keys_are_zero():
     np.testing.assert_array_equal(result[1, 3], module.out.bias[...])
 
 
+@pytest.mark.core
 def test_sown_weights_of_a_row_that_is_nan_are_nan():
     inputs = np.array(normal(0, BATCH, QUERIES, FEATURES))
     inputs[1, 3, 0] = np.nan
@@ -362,7 +365,7 @@ OUR_DECODING = DECODING | {
 }
 
 
-@each(OUR_DECODING)
+@each(OUR_DECODING, core=["mask", "window with groups"])
 def test_decoding_equals_the_whole_forward(case):
     (x,) = case.inputs()
     module = make_quickly(OURS, **case.options)
@@ -374,7 +377,7 @@ def test_decoding_equals_the_whole_forward(case):
 
 
 @IMPLEMENTATIONS
-@each(DECODING_ADDED)
+@each(DECODING_ADDED, core=["everything"])
 def test_decoding_with_what_flax_lacks(case, implementation):
     (x,) = case.inputs()
     module = make_quickly(OURS, **case.options)
@@ -385,7 +388,7 @@ def test_decoding_with_what_flax_lacks(case, implementation):
     assert_close(decode(module, x, jitted_step, **case.arguments), expected)
 
 
-@each(DECODING, "no batch", "normalized", "groups", "mask")
+@each(DECODING, "no batch", "normalized", "groups", "mask", core=["groups"])
 def test_decoding_equals_that_of_flax(case):
     (x,) = case.inputs()
     modules = make_both(**case.options, decode=True)
@@ -435,6 +438,7 @@ def full_cache():
     return module, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Cache)))
 
 
+@pytest.mark.core
 def test_decoding_past_the_end_raises():
     module, before = full_cache()
     with pytest.raises(ValueError, match=r"room for one more token, but all its 3 places are taken"):
@@ -442,6 +446,7 @@ def test_decoding_past_the_end_raises():
     assert_same(nnx.to_pure_dict(nnx.state(module, nnx.Cache)), before)
 
 
+@pytest.mark.core
 def test_decoding_past_the_end_under_jit_answers_nan():
     module, before = full_cache()
     for _ in range(2):
@@ -451,6 +456,7 @@ def test_decoding_past_the_end_under_jit_answers_nan():
         assert_same(nnx.to_pure_dict(nnx.state(module, nnx.Cache)), before)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "given", "expected"),
     [
@@ -484,6 +490,7 @@ def test_cache_may_be_narrower_than_the_computation():
     np.testing.assert_allclose(got, expected, rtol=0, atol=8 * 2**-9 * np.abs(expected).max())
 
 
+@pytest.mark.core
 def test_view_makes_a_cache():
     module = make_quickly(OURS, num_kv_heads=1, dtype=jnp.float32, decode=None)
     view = nnx.view(module, decode=True, batch_size=BATCH, max_length=QUERIES)
@@ -498,6 +505,7 @@ def test_view_makes_a_cache():
     assert "max_length" in nnx.view_info(module)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("arguments", "missing"),
     [({"decode": True}, "batch_size"), ({"decode": True, "batch_size": 2}, "max_length"), ({"max_length": 5}, "batch")],
@@ -510,6 +518,7 @@ def test_view_wants_the_size_of_the_cache(arguments, missing):
 # Dropout -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("keep_rngs", "rngs"),
     [
@@ -534,6 +543,7 @@ def test_attention_fn_gets_the_arguments_of_flax(constructor, call, keep_rngs, r
     assert (calls[OURS][0]["dropout_rng"] is not None) == drops
 
 
+@pytest.mark.core
 def test_dropout_needs_to_know_whether_and_from_what():
     x = normal(0, BATCH, QUERIES, FEATURES)
     with pytest.raises(ValueError, match="No `deterministic` argument was provided"):
@@ -543,6 +553,7 @@ def test_dropout_needs_to_know_whether_and_from_what():
     make_quickly(OURS)(x)  # no dropout, no question
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("run", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_each_call_drops_others_and_the_same_rngs_the_same(run):
     x = normal(0, BATCH, QUERIES, FEATURES)
@@ -570,6 +581,7 @@ def heads_alike(broadcast_dropout):
     return module(x).reshape(BATCH, QUERIES, HEADS, -1)
 
 
+@pytest.mark.core
 def test_broadcast_dropout_shares_what_is_dropped():
     shared = heads_alike(broadcast_dropout=True)
     assert_close(shared, jnp.broadcast_to(shared[:1, :, :1], shared.shape))
@@ -581,7 +593,7 @@ def test_broadcast_dropout_shares_what_is_dropped():
 # attention_fn --------------------------------------------------------------------------------------------------------
 
 
-@each(CASES, *SOME)
+@each(CASES, *SOME, core=["groups"])
 def test_attention_functions_can_be_exchanged(case):
     """Flax's own function inside our module, and ours inside Flax's."""
     ours, flax = make_both(**case.options)
@@ -591,6 +603,7 @@ def test_attention_functions_can_be_exchanged(case):
         assert_close(capture(flax, *inputs, **case.arguments), capture(ours, *inputs, **case.arguments))
 
 
+@pytest.mark.core
 def test_any_function_that_flax_takes_will_do():
     """Nothing is passed that Flax does not pass."""
 
@@ -615,6 +628,7 @@ def test_any_function_that_flax_takes_will_do():
     assert_same_outputs(ours, flax, normal(0, BATCH, QUERIES, FEATURES))
 
 
+@pytest.mark.core
 def test_what_the_call_does_not_know_reaches_attention_fn():
     def attention(query, key, value, *, input_positions=None, **arguments):
         return query * input_positions[..., None, None]
@@ -646,6 +660,7 @@ def test_bias_of_the_call():
     assert np.abs(grad).max() > 1e-3
 
 
+@pytest.mark.core
 @IMPLEMENTATIONS
 def test_documents_do_not_see_each_other(implementation):
     x, other = normal(0, BATCH, QUERIES, FEATURES), normal(1, BATCH, QUERIES, FEATURES)
@@ -672,6 +687,7 @@ def test_documents_across_inputs(implementation):
     np.testing.assert_array_equal(changed[:, q_ids != 1], got[:, q_ids != 1])
 
 
+@pytest.mark.core
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("name", ["causal with mask", "groups"])
 def test_implementations_agree_with_flax(implementation, name):
@@ -680,6 +696,7 @@ def test_implementations_agree_with_flax(implementation, name):
     assert_same_outputs(ours, flax, *CASES[name].inputs(), **CASES[name].arguments)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("size", "left", "right"), [(2, 2, 2), ((2, 0), 2, 0), ((None, 1), QUERIES, 1), ((1, None), 1, QUERIES)]
 )
@@ -691,6 +708,7 @@ def test_local_window(size, left, right):
     assert_close(module(x), make_quickly(OURS)(x, mask=mask[None, None]))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("mask", "array"), MASKS.values(), ids=MASKS)
 def test_mask_objects_equal_arrays(mask, array):
     module, x = make_quickly(OURS), normal(0, BATCH, QUERIES, FEATURES)
@@ -699,6 +717,7 @@ def test_mask_objects_equal_arrays(mask, array):
     assert not np.allclose(expected, module(x), atol=1e-3)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("options", "arguments"), ADDED.values(), ids=ADDED)
 def test_what_flax_lacks_equals_the_core_between_the_projections(options, arguments):
     module, x = make_quickly(OURS, **options), normal(0, BATCH, QUERIES, FEATURES)
@@ -724,6 +743,7 @@ def test_what_flax_lacks_equals_the_core_between_the_projections(options, argume
     assert not np.allclose(expected, make_quickly(OURS)(x), atol=1e-3)
 
 
+@pytest.mark.core
 def test_sinks_are_learned():
     module = make_quickly(OURS, sinks=True, param_dtype=jnp.float32)
     grads = nnx.grad(lambda module, x: jnp.sum(module(x) ** 2))(module, normal(0, BATCH, QUERIES, FEATURES))
@@ -765,6 +785,7 @@ def test_sharded_projections():
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -797,6 +818,7 @@ def test_constructor_refuses(options, message):
 X, Y = jnp.ones((BATCH, QUERIES, FEATURES)), jnp.ones((BATCH, KEYS, FEATURES))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "inputs", "arguments", "error", "message"),
     [
@@ -825,6 +847,7 @@ def test_call_refuses(options, inputs, arguments, error, message):
         module(*inputs, **arguments)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
@@ -860,6 +883,7 @@ def test_an_argument_given_twice_does_not_print_the_module():
     assert len(str(error.value)) < 120
 
 
+@pytest.mark.core
 def test_dropout_without_a_key_is_refused():
     query = jnp.ones((QUERIES, HEADS, 5))
     with pytest.raises(ValueError, match="dropout_rng must be a key"):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import with_core
 
 from flax_mha import dot_product_attention
 from flax_mha.masks import FunctionMask
@@ -81,7 +82,8 @@ def given_arrays(score_mod, arguments):
     return arrays(**others)
 
 
-@pytest.mark.parametrize(("score_mod", "arguments"), list(itertools.product(SCORE_MODS, ARGUMENTS)))
+@pytest.mark.parametrize("score_mod", with_core(SCORE_MODS, "no score_mod", "logarithm"))
+@pytest.mark.parametrize("arguments", ARGUMENTS)
 @ALL
 def test_what_is_masked_reaches_nothing_and_what_is_visible_is_seen(score_mod, arguments, implementation):
     """The second where the `score_mod` masks nothing itself, and has a value and a derivative everywhere."""
@@ -167,6 +169,7 @@ def test_large_numbers_beside_ordinary_ones(implementation):
     np.testing.assert_allclose(got.ravel(), [weight, 1 - weight] * 2, rtol=1e-6)
 
 
+@pytest.mark.core
 @BOTH
 def test_padding_is_never_asked_about(implementation):
     """Neither by looking it up in a captured array, nor by calling back."""

@@ -90,6 +90,7 @@ def test_the_wheel_alone_runs(wheel, tmp_path):
     assert said == [*(str(wheel / name / "__init__.py") for name in PACKAGES), PROJECT["version"]]
 
 
+@pytest.mark.core
 def test_an_editable_install_is_a_path(tmp_path, monkeypatch):
     """Type checkers do not run the import hooks that other editable installs need. `tests/test_typing.py` runs one."""
     monkeypatch.chdir(ROOT)
@@ -124,6 +125,7 @@ def test_the_metadata(metadata):
     assert needed == {"jax", "flax", "jaxtyping"}
 
 
+@pytest.mark.core
 def test_the_versions_that_the_readme_states():
     """They are those of pyproject.toml, and the tests run with them."""
     text = (ROOT / "README.md").read_text()

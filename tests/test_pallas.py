@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import compiled_for, interpret
 from jax.experimental.pallas import tpu as pltpu
+from marks import with_core
 
 from flax_mha import dot_product_attention, masks, recipes
 from flax_mha.cached_attention import cached_attention
@@ -147,7 +148,7 @@ def assert_close(answers, expected):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_core(CASES, "causal window, soft cap", "lengths, segments, sinks", "dropout"))
 def test_output_residual_and_gradients(name):
     sizes, arguments, learned_sizes = CASES[name]
     arrays = normal(*sizes)
@@ -190,7 +191,7 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", with_core(LEARNED, "table of T5"))
 def test_gradients_of_captured_arrays(name):
     make, learned = LEARNED[name]
     with jax.numpy_dtype_promotion("standard"):
@@ -212,6 +213,7 @@ def _gradients_of_captured(make, implementation, learned):
     return jax.device_get(run(normal(*shapes(S, S, n=N, k=2, h=8)), learned))
 
 
+@pytest.mark.core
 def test_not_finite():
     """Where it is masked it reaches nothing, where it is seen the row is NaN; so do the largest finite numbers."""
     arguments = {"is_causal": True, "key_value_seq_lengths": ints(290, 140), "query_seq_lengths": ints(300, 290)}

@@ -10,6 +10,7 @@ import pytest
 from cases import compiled_for
 from jax import export, lax
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation, masks, recipes
 from flax_mha.impl.pallas import steps
@@ -109,6 +110,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name):
     arrays, arguments, reason = REFUSED[name]
@@ -118,12 +120,14 @@ def test_refused_with_the_reason(name):
         jax.eval_shape(functools.partial(dot_product_attention, implementation="pallas", **arguments), *arrays)
 
 
+@pytest.mark.core
 def test_off_tpu(monkeypatch):
     compiled_for(monkeypatch, "cpu")
     with pytest.raises(NotImplementedError, match="it runs on TPUs, and this runs on cpu"):
         dot_product_attention(*(jnp.ones((1, 5, 2, 8)) for _ in range(3)), implementation="pallas")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
@@ -142,6 +146,7 @@ def test_settings(setting, reason):
     assert reason in refusal
 
 
+@pytest.mark.core
 def test_float64():
     with jax.enable_x64(True):
         assert "it computes float32 and bfloat16, and this is float64" in refusals(abstract(dtype=jnp.float64))
@@ -179,7 +184,7 @@ LOWERED = {
 }
 
 
-@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.parametrize("name", with_core(LOWERED, "plain", "all primitives"))
 def test_a_tpu_gets_the_kernels(name):
     arrays, arguments, kernels = LOWERED[name]
     text = lowered(arrays, implementation="pallas", **arguments)
@@ -225,6 +230,7 @@ def test_inside_shard_map():
         lowered_with(True)
 
 
+@pytest.mark.core
 def test_lists_of_steps():
     """Every visible tile once, its group's tiles side by side, and groups that see nothing have a step that writes."""
     some = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from marks import with_core
 
 from flax_mha import dot_product_attention
 from flax_mha.masks import CausalMask, FunctionMask, LengthMask, LocalMask
@@ -59,7 +60,7 @@ def test_a_slice_of_the_queries_is_a_part_of_the_whole_call(name, implementation
                 np.testing.assert_allclose(got, want[:, start:stop], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", BY_POSITION)
+@pytest.mark.parametrize("name", with_core(BY_POSITION, "window", "functions", "dropout"))
 @BOTH
 def test_slices_of_queries_and_keys_merge_into_the_whole_call(name, implementation):
     """By their log-sum-exps, as ring attention does."""
@@ -96,6 +97,7 @@ def kept(query_offset, key_value_offset, t, s, implementation):
     return np.moveaxis(np.asarray(weights), -2, 1) != 0
 
 
+@pytest.mark.core
 @BOTH
 @pytest.mark.parametrize("as_array", [False, True])
 def test_dropout_of_a_slice_is_that_of_the_whole_bit_for_bit(as_array, implementation):
@@ -191,6 +193,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_where_known(name):
     arguments, message = REFUSED[name]

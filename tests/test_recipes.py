@@ -116,7 +116,7 @@ def kept(rate):
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("rate", [0.0, 0.25], ids=["", "dropout"])
+@pytest.mark.parametrize("rate", [pytest.param(0.0, id="", marks=pytest.mark.core), pytest.param(0.25, id="dropout")])
 def test_equals_its_dense_formula(name, implementation, rate):
     """To 1e-5 relative; with dropout too."""
     arrays, cotangent = inputs(), rng.standard_normal((B, S, N, H)).astype(np.float32)

@@ -9,6 +9,7 @@ import pytest
 from cases import compiled_for, interpret
 from jax import export
 from jax.sharding import AbstractMesh, use_abstract_mesh
+from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha.cached_attention import cached_attention
@@ -122,7 +123,7 @@ def assert_close(answers, expected):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", [*PLAIN, *HIDING])
+@pytest.mark.parametrize("name", with_core([*PLAIN, *HIDING], "no batch, causal window, soft cap", "lengths"))
 def test_output_and_gradients(name):
     """Then, where something is hidden, with NaN in a key and inf in a value: where that is seen, the row is NaN.
 
@@ -254,6 +255,7 @@ def test_gradients_under_vmap():
     assert_close(mapped("splash"), mapped("xla"))
 
 
+@pytest.mark.core
 def test_tiles_of_a_mask():
     """What splash is told of a tile is what its kernel computes there; of one value throughout, that value alone."""
     for left, right, keys in (
@@ -273,6 +275,7 @@ def test_tiles_of_a_mask():
             assert answer.size == 1 or not (want.all() or not want.any())
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("left", "right", "keys", "kind"),
     [
@@ -291,6 +294,7 @@ def test_a_mask_that_hides_all_is_none(left, right, keys, kind):
     assert type(splash._mask(words, (256, keys), (128, 128))).__name__ == kind
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("length", "tile"),
     [(1, 128), (128, 128), (200, 256), (300, 128), (512, 512), (640, 128), (1100, 256), (8200, 512), (32768, 512)],
@@ -361,7 +365,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", with_core(CHOSEN, "groups", "segments"))
 def test_a_tpu_gets_the_kernels(name):
     arrays, arguments = CHOSEN[name]
     text = lowered(arrays, **arguments)
@@ -370,6 +374,7 @@ def test_a_tpu_gets_the_kernels(name):
         assert f"splash_mha_{phase}" in text
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_tpu_gets_the_portable_one_where_the_kernels_would_answer_something_else(name):
     arrays, arguments, reason = REFUSED[name]
@@ -379,6 +384,7 @@ def test_a_tpu_gets_the_portable_one_where_the_kernels_would_answer_something_el
         jax.eval_shape(functools.partial(attend, implementation="splash"), *arrays)
 
 
+@pytest.mark.core
 def test_every_reason_is_named(monkeypatch):
     compiled_for(monkeypatch, "cpu")
     with pytest.raises(NotImplementedError) as error:
@@ -418,6 +424,7 @@ def test_settings_that_the_kernels_do_not_know(setting, reason):
         assert refusals() == []
 
 
+@pytest.mark.core
 def test_float64_is_refused():
     with jax.enable_x64(True):
         assert "it computes float32 and bfloat16, and this is float64" in refusals(jnp.float64)

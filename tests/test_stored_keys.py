@@ -55,6 +55,7 @@ def decoded(module, first, positions=None):
     return np.concatenate(outputs, 1)
 
 
+@pytest.mark.core
 @BOTH
 def test_stored_keys_equal_those_of_the_inputs(make):
     module = make()
@@ -101,6 +102,7 @@ def test_another_attention_function_gets_the_lengths_as_a_mask(make):
     np.testing.assert_allclose(module(X, mask=jnp.ones((2, 1, 7, 11), bool)), want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.core
 @BOTH
 def test_what_does_not_fit_is_refused(make):
     module = make()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import with_core
 
 from flax_mha import dot_product_attention, recipes
 from flax_mha.core import target
@@ -42,7 +43,7 @@ TILINGS = [
 
 @pytest.mark.parametrize("fine", [True, False])
 @pytest.mark.parametrize("largest", TILINGS)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", with_core(MASKS, "narrow window", "function"))
 def test_all_that_is_visible_is_visited_once(name, largest, fine, monkeypatch):
     monkeypatch.setattr(tiling, "CELL", 8)
     mask = MASKS[name]
@@ -107,6 +108,7 @@ def layout_of(length=2048, head_size=64, **arguments):
     return layouts[0]
 
 
+@pytest.mark.core
 @pytest.mark.skipif(target.platform() != "cpu", reason="on an accelerator all tiles are alike")
 def test_masks_choose_their_tiles():
     assert layout_of(257, 256, is_causal=True)[1:4] == (1, 257, 257)  # large heads: products that use all cores
@@ -126,6 +128,7 @@ def test_masks_choose_their_tiles():
     assert layout_of(mask=mod)[2:4] == (128, 128)
 
 
+@pytest.mark.core
 def test_a_row_of_a_window_is_one_tile():
     layout = tiling.tiling_of((2048, 2048), TileShape(256, 512), fine=True)
     ids = np.zeros(2048, np.int32)

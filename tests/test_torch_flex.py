@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from marks import with_core
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flax_mha import dot_product_attention, recipes
@@ -75,7 +76,7 @@ def by_torch(name):
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", with_core(RECIPES, "T5 bias"))
 def test_same_as_flex_attention(name, implementation):
     got = dot_product_attention(*map(jnp.asarray, ARRAYS), **RECIPES[name][0], implementation=implementation)
     want = by_torch(name)

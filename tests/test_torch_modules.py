@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 import torch_port
 from flax import nnx
+from marks import with_core
 from torch import nn
 from torch_port import (
     D2LMHA,
@@ -241,11 +242,11 @@ def check(case, run, implementation, module=None):
         assert_close(got, array)
 
 
-@pytest.mark.parametrize("case", EXAMPLES.values(), ids=EXAMPLES)
+@pytest.mark.parametrize("name", with_core(EXAMPLES, "masked_self_attention"))
 @each_run
 @each_implementation
-def test_examples(case, run, implementation):
-    check(case, run, implementation)
+def test_examples(name, run, implementation):
+    check(EXAMPLES[name], run, implementation)
 
 
 def paired():
@@ -306,6 +307,7 @@ def test_a_query_without_keys_answers_the_bias_where_torch_answers_nan(run, impl
     assert np.all(of_x[1] == 0)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("run", "implementation"), [(run_nnx, "xla"), (run_linen, "blockwise")])
 def test_cross_attention_where_note_mha_fails(run, implementation):
     """Variant 1 takes the length of the keys from the queries; torch.nn with its weights is the peer."""
@@ -370,6 +372,7 @@ def test_single_head_with_values_of_another_size(implementation):
     assert_functions_agree(one_head(implementation), DotProductAttention(0.0), *arrays)
 
 
+@pytest.mark.core
 @each_implementation
 def test_known_answer(implementation):
     """Keys that are all alike: the mean of the values, whatever the query."""

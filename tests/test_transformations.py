@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cases import compiled_for
 from jax import export
+from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.cached_attention import cached_attention
@@ -43,7 +44,7 @@ MAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", MAPPED)
+@pytest.mark.parametrize("name", with_core(MAPPED, "bias", "query_offset"))
 @BOTH
 def test_vmap_over_an_argument_equals_a_loop_over_it(name, implementation):
     """Alone and together with query, key and value."""
@@ -146,6 +147,7 @@ print("equal")
 """
 
 
+@pytest.mark.core
 def test_inside_shard_map_with_default_arguments():
     """Outputs and gradients, also of arrays that are the same on all devices: captured, a bias, sinks."""
     run = subprocess.run([sys.executable, "-c", SHARD_MAPPED], capture_output=True, text=True, check=False)
@@ -163,7 +165,7 @@ EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", with_core(EXPORTED, "plain"))
 def test_export_with_symbolic_sizes(name):
     """One program for every batch size and length; nobody has to name an implementation."""
     batch, queries, keys = export.symbolic_shape("batch, queries, keys")
@@ -202,6 +204,7 @@ def call_known(name, query, key, value, lengths, ids, key_ids):
     )
 
 
+@pytest.mark.core
 def test_blockwise_refuses_symbolic_sizes():
     batch, length = export.symbolic_shape("batch, length")
     x = jax.ShapeDtypeStruct((batch, length, N, H), jnp.float32)
@@ -269,6 +272,7 @@ def test_x64(implementation):
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.core
 def test_forward_mode_and_second_derivatives_name_the_implementation_that_has_them():
     attend = functools.partial(dot_product_attention, *ARRAYS[:2], is_causal=True)
     tangent = [jnp.ones_like(ARRAYS[2])]

@@ -79,6 +79,7 @@ def callback(table):
     )
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("make", [jitted_helper, custom_jvp, custom_vjp, callback])
 def test_functions_whose_code_reads_alike_are_told_apart(make):
     for table in (FIRST, SECOND, FIRST):
@@ -101,6 +102,7 @@ def test_rules_of_custom_derivatives_are_told_apart(make):
     close(gradient(FIRST), first)
 
 
+@pytest.mark.core
 @BOTH
 def test_what_a_function_closes_over_counts_as_it_is_now(implementation):
     """Rebound numbers, changed lists and NumPy arrays, a rebound array: always the same function object."""
@@ -177,6 +179,7 @@ def test_a_rebound_tracer_does_not_leak():
         close(call(values), added(2 * values))
 
 
+@pytest.mark.core
 @BOTH
 def test_arrays_captured_by_a_jitted_helper_get_gradients(implementation):
     loss = lambda table: jnp.sum(jnp.sin(attend(jitted_helper(table), implementation)))  # noqa: E731
@@ -229,6 +232,7 @@ def test_a_key_of_jax_random_may_be_captured():
         close(got, dot_product_attention(*ARRAYS, mask=bias > 0))
 
 
+@pytest.mark.core
 def test_lists_and_torch_tensors_are_refused_with_the_fix():
     values = [0.0] * T
     with pytest.raises(ValueError, match=r"score_mod\(.*TracerIntegerConversionError.*jnp.asarray\(...\)") as error:
@@ -316,6 +320,7 @@ def size():
     return dense._all_heads._cache_size() + blockwise._all_heads._cache_size()
 
 
+@pytest.mark.core
 @BOTH
 def test_equal_functions_and_other_numbers_compile_nothing(implementation):
     def call(slope, offset, scale):
@@ -345,6 +350,7 @@ def test_a_thousand_lambdas_leave_nothing_behind():
     assert len(gc.get_objects()) - objects < 1000
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("argument", range(5))
 def test_which_arguments_a_function_uses(argument):
     """Beside captured arrays and numbers, of which jax keeps count in different ways."""
@@ -378,6 +384,7 @@ def test_which_derivatives_are_finite_whatever_is_captured(function, expected):
     assert traced(function).derivative_is_finite == expected
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -399,6 +406,7 @@ def test_equal(one, other):
     assert hash(traced(one)) == hash(traced(other))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -11,6 +11,7 @@ import pytest
 from cases import compiled_for, interpret
 from contexts import QKV, compare, mesh_of, moved, on_devices, on_one_device
 from jax import lax
+from marks import with_core_tuples
 
 import flax_mha
 from flax_mha.impl.pallas import call
@@ -39,12 +40,15 @@ def parallel(devices, strategy="ring", layout="contiguous"):
 
 @pytest.mark.parametrize(
     ("strategy", "layout", "devices", "case"),
-    [
+    with_core_tuples(
+        [
+            ("ring", "contiguous", 2, "long"),
+            ("ring", "zigzag", 2, "everything"),
+            ("ring", "contiguous", 8, "windows"),
+            ("ulysses", "zigzag", 2, "long"),
+        ],
         ("ring", "contiguous", 2, "long"),
-        ("ring", "zigzag", 2, "everything"),
-        ("ring", "contiguous", 8, "windows"),
-        ("ulysses", "zigzag", 2, "long"),
-    ],
+    ),
 )
 def test_as_on_one_device(strategy, layout, devices, case, interpreted):
     """Output and gradients, of parts of several tiles, of parts that see nothing, and of all arguments."""
@@ -121,6 +125,7 @@ def test_a_tpu_gets_the_kernels():
     assert not re.search("all_gather|all_to_all|all_reduce|reduce_scatter", text)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "allgather"])
 def test_it_is_never_chosen(strategy):
     """It would run, and does if it is named."""
@@ -151,6 +156,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name, monkeypatch):
     """By the call and by its explanation alike; "blockwise" takes all of it."""

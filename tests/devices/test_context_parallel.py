@@ -32,6 +32,7 @@ from contexts import (
 )
 from flax import nnx
 from jax.sharding import AxisType
+from marks import with_core_tuples
 
 import flax_mha
 import flax_mha.linen
@@ -48,10 +49,18 @@ LAYOUTS = ("contiguous", "zigzag")
 SPLITS = [("plain", n) for n in SIZES] + [("windows", 2), ("everything", 4)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("strategy", "case", "devices"),
-    [(strategy, *split) for strategy in STRATEGIES for split in SPLITS] + [("ring", "everything", 8)],
+    ("strategy", "case", "devices", "layout"),
+    with_core_tuples(
+        [
+            *((strategy, *split, layout) for strategy in STRATEGIES for split in SPLITS for layout in LAYOUTS),
+            *(("ring", "everything", 8, layout) for layout in LAYOUTS),
+        ],
+        ("ring", "everything", 4, "zigzag"),
+        ("ring", "plain", 2, "contiguous"),
+        ("ulysses", "windows", 2, "contiguous"),
+        ("allgather", "plain", 2, "contiguous"),
+    ),
 )
 def test_as_on_one_device(strategy, case, devices, layout, small_tiles):
     mesh = mesh_of(context=devices)
@@ -245,6 +254,7 @@ def test_nnx_module_with_rotary_positions():
     meshes.compare((back(output), d_params, back(d_x)), expected)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_linen_module_on_an_explicit_mesh(strategy):
     mesh, x = mesh_of(AxisType.Explicit, data=2, context=2), floats(6, B, T, FEATURES)
@@ -261,6 +271,7 @@ def test_linen_module_on_an_explicit_mesh(strategy):
         meshes.compare(jax.jit(functools.partial(module_gradients, apply))(params, x), expected)
 
 
+@pytest.mark.core
 def test_explanations():
     mesh, x = mesh_of(context=2), jnp.ones((1, 1024, 2, 64))
     chosen = {}
@@ -319,6 +330,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refusals(reason):
     made, called, message = REFUSED[reason]
@@ -341,6 +353,7 @@ def test_one_axis_in_a_tuple_and_no_keys(strategy):
     assert not np.any(fn(X, X[:, :0], X[:, :0]))
 
 
+@pytest.mark.core
 def test_zigzag_helpers_refuse_what_is_no_number_of_devices_or_axis():
     for devices in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="devices must be an int >= 1, but got"):
@@ -349,6 +362,7 @@ def test_zigzag_helpers_refuse_what_is_no_number_of_devices_or_axis():
         to_zigzag(np.ones(8), 2)
 
 
+@pytest.mark.core
 def test_what_the_ring_refuses():
     fn = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
     with pytest.raises(NotImplementedError, match='strategy="ring", only "blockwise" and "pallas" compute'):
@@ -359,6 +373,7 @@ def test_what_the_ring_refuses():
         jax.jvp(lambda x: fn(x, x, x), (X,), (X,))
 
 
+@pytest.mark.core
 def test_decoding_is_refused():
     fn = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
     module = flax_mha.MultiHeadAttention(4, 32, attention_fn=fn, decode=True, rngs=nnx.Rngs(0))
@@ -387,6 +402,7 @@ def test_an_empty_batch(strategy, kind):
             fn(x, x, x, implementation="xla")
 
 
+@pytest.mark.core
 def test_rows_that_see_nothing_or_what_is_not_finite():
     """Masked rows are 0 with gradients 0, NaN in masked keys reaches nothing, visible NaN reaches its rows."""
     x = {name: array.at[1, 3].set(np.nan) if name == "key" else array for name, array in arrays(8).items()}

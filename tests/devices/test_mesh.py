@@ -1,6 +1,7 @@
 """What works on one device works on a mesh, split over batch, heads or both, wherever the split can be known from."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import compiled_for
+from marks import with_core_tuples
 from meshes import compare, context, mesh_of
 
 from flax_mha import dot_product_attention, explain_implementation
@@ -18,6 +20,7 @@ from flax_mha.masks import FunctionMask
 
 B, N, H = 4, 4, 8
 SPLITS = {"batch": ((4, 1), ("data", None)), "heads": ((1, 4), (None, "model")), "both": ((2, 4), ("data", "model"))}
+SIZES = {"dense": (40, N), "tiles, one key head": (600, 1)}
 # From where it is known: nothing, or a mesh in the context; the argument; types.
 KINDS = ("auto", "auto, set_mesh", "argument", "explicit", "explicit, set_mesh")
 
@@ -76,11 +79,16 @@ def placed(x, mesh, axes, num_kv_heads):
     return {name: jax.device_put(x[name], jax.NamedSharding(mesh, jax.P(*specs[name]))) for name in x}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(("length", "num_kv_heads"), [(40, N), (600, 1)], ids=["dense", "tiles, one key head"])
-def test_any_mesh(length, num_kv_heads, split, kind):
-    sizes, axes = SPLITS[split]
+@pytest.mark.parametrize(
+    ("computed", "split", "kind"),
+    with_core_tuples(
+        itertools.product(SIZES, SPLITS, KINDS),
+        ("dense", "heads", "explicit"),
+        ("tiles, one key head", "both", "auto, set_mesh"),
+    ),
+)
+def test_any_mesh(computed, split, kind):
+    (length, num_kv_heads), (sizes, axes) = SIZES[computed], SPLITS[split]
     mesh = mesh_of(kind, sizes)
     sharding = jax.NamedSharding(mesh, jax.P(axes[0], None, axes[1])) if kind == "argument" else None
     x = placed(arrays(length, num_kv_heads), mesh, axes, num_kv_heads)
@@ -99,6 +107,7 @@ def test_a_mesh_of_one_device(kind):
         compare(jax.jit(with_gradients)(x), on_one_device(40, N))
 
 
+@pytest.mark.core
 def test_arrays_outside_jit():
     """Their placement is known, also if that is a part of them alone."""
     x = arrays(40, 1)
@@ -120,6 +129,7 @@ def test_few_queries_of_many_keys():
             compare(jax.jit(attend)(split), expected)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -137,6 +147,7 @@ def test_sharding_that_does_not_fit(spec, words):
         attend(x, spec)
 
 
+@pytest.mark.core
 def test_key_heads_that_do_not_fit():
     query, key = jnp.zeros((1, 8, 12, H)), jnp.zeros((1, 8, 6, H))
     sharding = jax.NamedSharding(mesh_of("auto", (1, 4)), jax.P(None, None, "model"))
@@ -144,6 +155,7 @@ def test_key_heads_that_do_not_fit():
         dot_product_attention(query, key, key, qkv_sharding=sharding)
 
 
+@pytest.mark.core
 def test_a_mesh_must_be_there():
     x = arrays(40, N)
     with pytest.raises(ValueError, match="there is no mesh; use"):
@@ -151,6 +163,7 @@ def test_a_mesh_must_be_there():
     compare(attend(x, jax.P()), on_one_device(40, N)[0])
 
 
+@pytest.mark.core
 def test_sequences_that_are_split_are_refused():
     mesh = mesh_of("explicit", (2, 4))
     x = jax.device_put(jnp.zeros((4, 8, 4, H)), jax.NamedSharding(mesh, jax.P(None, "data")))
@@ -181,6 +194,7 @@ def test_kernels_run_in_every_part(monkeypatch):
         assert kernels(None, explicit, gradient=True) == 3
 
 
+@pytest.mark.core
 def test_explained(monkeypatch):
     compiled_for(monkeypatch, "tpu")
     x = jax.ShapeDtypeStruct((4, 256, N, 128), jnp.bfloat16)

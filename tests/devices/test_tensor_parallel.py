@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
+from marks import with_core, with_core_tuples
 from meshes import compare, context, mesh_of
 
 import flax_mha
@@ -69,7 +70,7 @@ def check(function, state, mesh, kind, expected):
     assert collectives(forward.as_text()) == {"all-reduce": 1}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_core(KINDS, "explicit, set_mesh"))
 @pytest.mark.parametrize("num_kv_heads", [N, 1])
 def test_nnx(num_kv_heads, kind):
     graph, state = nnx.split(nnx_layer(num_kv_heads, keep_rngs=False))
@@ -85,7 +86,7 @@ def test_nnx(num_kv_heads, kind):
     check(functools.partial(of_nnx, graph), state, mesh, kind, whole)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_core(KINDS, "explicit, set_mesh"))
 @pytest.mark.parametrize("num_kv_heads", [N, 1])
 def test_linen(num_kv_heads, kind):
     variables = linen_layer(num_kv_heads).init(jax.random.key(0), inputs())
@@ -126,6 +127,7 @@ def test_a_logical_axis_over_several_mesh_axes(kind):
     compare(answers, (plain.apply(variables, inputs()), nnx_layer(N)(inputs(), deterministic=True)))
 
 
+@pytest.mark.core
 def test_without_a_mesh_there_is_metadata_alone():
     layer = nnx_layer(N, head_axis="model")
     assert layer.query.kernel.get_metadata("out_sharding") == (None, "model", None)
@@ -136,7 +138,9 @@ def test_without_a_mesh_there_is_metadata_alone():
 
 
 @pytest.mark.parametrize("window", [None, (10, 0)], ids=["all positions", "a ring"])
-@pytest.mark.parametrize(("num_kv_heads", "kind"), [(N, "auto"), (N, "explicit"), (1, "explicit")])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "kind"), with_core_tuples([(N, "auto"), (N, "explicit"), (1, "explicit")], (N, "explicit"))
+)
 def test_decoding(num_kv_heads, kind, window):
     """The cache stays split as it was made: over batch and heads."""
     options = {"local_window_size": window, "decode": True, "dropout_rate": 0.0, "sinks": False}
@@ -163,6 +167,7 @@ def test_decoding(num_kv_heads, kind, window):
     assert key.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), key.ndim)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("make", "words"),
     [

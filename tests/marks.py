@@ -1,0 +1,16 @@
+"""Marks of the core, the tests that plain `pytest` runs."""
+
+import pytest
+
+
+def with_core(cases, *core):
+    """Cases as the parameters of a test; those that are named again are the core."""
+    cases = list(cases)
+    unknown = [case for case in core if case not in cases]
+    assert not unknown, f"the core must be cases of the test, but got {unknown}"
+    return [pytest.param(case, marks=pytest.mark.core if case in core else ()) for case in cases]
+
+
+def with_core_tuples(cases, *core):
+    """As `with_core`, for a test of several parameters, whose cases are tuples."""
+    return [pytest.param(*param.values[0], marks=param.marks) for param in with_core(map(tuple, cases), *core)]
