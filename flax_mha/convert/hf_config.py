@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from flax_mha.convert.layouts import MODEL_TYPE
+from flax_mha.core.integers import is_int
 from flax_mha.rope import RoPE
 
 
@@ -145,7 +146,7 @@ def _attention_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_layer(layer: Any, values: Mapping[str, Any]) -> None:
     names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers")
     layers = max((values[name] for name in names if name in values), default=None)
-    if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0 or (layers is not None and layer >= layers):
+    if not is_int(layer) or layer < 0 or (layers is not None and layer >= layers):
         counted = "" if layers is None else f" below {layers}"
         raise ValueError(f"layer must be an integer of 0 or more{counted}, but got {layer!r}.")
 
@@ -183,7 +184,7 @@ def _check_supported(model_type: str, values: Mapping[str, Any]) -> None:
 
 def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
     found = next((values[name] for name in names if name in values), None)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+    if not is_int(found) or found < 1:
         raise ValueError(f"config must hold {' or '.join(names)} as a positive integer, but got {found!r}.")
     return found
 

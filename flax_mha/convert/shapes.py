@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from flax_mha.convert.layouts import ALL, ALL_HEADS, KERNELS, NORMS, OTHER_SHAPES, PATHS, SIZES, Layout
+from flax_mha.core.integers import is_int
 
 Arrays = dict[str, np.ndarray]
 
@@ -101,8 +102,7 @@ def find_sizes(arrays: Arrays, shapes: Mapping[str, str]) -> dict[str, int]:
 
 def check_heads(heads: Any, kv_heads: Any) -> None:
     """Positive integers, of which the second divides the first."""
-    integers = all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in (heads, kv_heads))
-    if not integers or heads < 1 or kv_heads < 1 or heads % kv_heads:
+    if not (is_int(heads) and is_int(kv_heads)) or heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"num_heads must be a positive multiple of num_kv_heads, got {heads!r} and {kv_heads!r}.")
 
 

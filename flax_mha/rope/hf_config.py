@@ -9,8 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from flax_mha.core.integers import is_int
 from flax_mha.rope.scaling import check_number
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -191,7 +190,7 @@ def _fields(rope_type: str, given: dict[str, Any], config: dict[str, Any], max_l
     factor = given.get("factor") or longest / original
     if rope_type == "yarn":
         return {"factor": factor, "original_max_position": original} | {key: given[key] for key in YARN & set(given)}
-    if not isinstance(max_length, int | np.integer) or isinstance(max_length, bool) or max_length < 1:
+    if not is_int(max_length) or max_length < 1:
         raise ValueError(
             "max_length must be the longest sequence, prompt and generated tokens together, because LongRoPE has other "
             f"factors above {original} tokens, but got {max_length!r}."

@@ -2,17 +2,18 @@
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from flax_mha.core.integers import is_number
+
 
 def check_number(name: str, value: Any, *, above: float | None = None, at_least: float | None = None) -> None:
     """Raises a ValueError unless `value` is a finite number in the range."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_finite(value)
-    if is_number and (above is None or value > above) and (at_least is None or value >= at_least):
+    in_range = is_number(value) and (above is None or value > above) and (at_least is None or value >= at_least)
+    if in_range and _is_finite(value):
         return
     bounds = "" if above is None else f" above {above:g}"
     bounds += "" if at_least is None else f" of at least {at_least:g}"
