@@ -22,8 +22,6 @@ from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Scaling, YaRN, 
 
 __all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "RoPE", "YaRN", "apply_rope"]
 
-SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": YaRN, "longrope": LongRoPE}
-
 
 @dataclasses.dataclass(frozen=True)
 class RoPE:
@@ -146,9 +144,7 @@ class RoPE:
           >>> RoPE.from_config(gemma_3, layer_type="sliding_attention").base
           10000.0
         """
-        read = hf_config.read(config, layer_type, max_length)
-        scaling = None if read.rope_type == "default" else SCALINGS[read.rope_type](**read.fields)
-        return cls(read.base, read.fraction, read.interleaved, scaling)
+        return cls(**hf_config.read(config, layer_type, max_length))
 
 
 def apply_rope(
