@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha.call.context import Axes, Context, Layout, Strategy, chunk_order, chunks_in_order
+from flax_mha.core.integers import is_int
 from flax_mha.modules.attention_fn import ContextAttention
 
 
@@ -138,7 +139,7 @@ def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 
 def _with_chunks(x: ArrayLike, order: np.ndarray, axis: int) -> Any:
     array: Any = x if hasattr(x, "shape") else np.asarray(x)
-    if not isinstance(axis, int | np.integer) or not -array.ndim <= axis < array.ndim:
+    if not is_int(axis) or not -array.ndim <= axis < array.ndim:
         raise ValueError(f"axis must be an axis of x, but got {axis!r} for shape {array.shape}.")
     length = array.shape[axis]
     if length % len(order):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx.module import first_from
 from flax.nnx.nn import dtypes
@@ -424,7 +423,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             if size is None and (partner is not None or (decode and self.cached_key is None)):
                 raise TypeError(f"'{name}' must be provided when initializing cache.")
         if batch_size is not None and max_length is not None:
-            batch = (batch_size,) if isinstance(batch_size, int | np.integer) else batch_size
+            batch = batch_size if isinstance(batch_size, Sequence) else (batch_size,)
             self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
 
     if not TYPE_CHECKING:  # a type checker would take any attribute for one of the module

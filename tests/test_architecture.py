@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flax_mha"
 
 # Each folder or file imports what stands to its left, and a folder itself.
-ORDER = ["core", "masks", "call", "impl", "distributed", "attention", "cache", "rope", "modules", "context_parallel"]
-ORDER += ["nnx", "linen", "recipes", "plot", "convert", "kv_cache", "cached_attention", "__init__"]
+ORDER = ["core", "masks", "call", "impl", "distributed", "attention", "cache", "hf_config", "rope", "modules"]
+ORDER += ["context_parallel", "nnx", "linen", "recipes", "plot", "convert", "kv_cache", "cached_attention", "__init__"]
 
 
 def imports(path):

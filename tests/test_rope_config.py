@@ -134,6 +134,12 @@ CONFIGS = {
         {},
         RoPE(fraction=0.25, interleaved=True),
     ),
+    "gpt-oss that says nothing": (
+        {"model_type": "gpt_oss"},
+        {},
+        RoPE(150_000.0, scaling=YaRN(32.0, 4096, truncate=False)),
+    ),
+    "Falcon that says nothing": ({"model_type": "falcon"}, {}, RoPE()),
     "Cohere": ({"model_type": "cohere", "rope_theta": 8e6}, {}, RoPE(8e6, interleaved=True)),
     "GLM-4.5": ({"model_type": "glm4_moe", "rope_theta": 1e6}, {}, RoPE(1e6, 0.5)),
     "rotary_dim with head_dim": ({"rotary_dim": 64, "head_dim": 128, "rope_theta": 5e6}, {}, RoPE(5e6, 0.5)),

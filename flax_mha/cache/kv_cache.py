@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha.cache.write import Kind, written
 from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
-from flax_mha.core.integers import extremes, int32
+from flax_mha.core.integers import extremes, int32, is_int
 from flax_mha.core.tracing import readable
 from flax_mha.distributed.mesh import entries, placed
 
@@ -85,11 +85,11 @@ class KVCache:
         axes = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_size": head_size}
         for name, size in (*(("batch", size) for size in axes), *sizes.items()):
-            if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < (name != "batch"):
+            if not is_int(size) or size < (name != "batch"):
                 raise ValueError(f"{name} must be an int >= {int(name != 'batch')}, but got {size!r}.")
         _check_floating(dtype)
         validation.flag("per_row", per_row)
-        if window is not None and (not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 0):
+        if window is not None and (not is_int(window) or window < 0):
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
         slots = max_length if window is None else min(max_length, window + 1 + SPARE)
         shape = (*axes, slots, num_kv_heads, head_size)

@@ -20,12 +20,12 @@ from jaxtyping import Array
 from flax_mha.call.context import Context
 from flax_mha.call.operands import Call, Operands, Options, ScoreMod, Sharding, accumulation_dtype
 from flax_mha.core import lookups, validation
-from flax_mha.core.integers import LARGEST, SMALLEST, extremes, unwrapped
+from flax_mha.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, unwrapped
 from flax_mha.core.target import target_of
 from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import readable
 from flax_mha.core.user_function import Trace, trace
-from flax_mha.core.validation import DTYPES, Shape, _array, _broadcastable, _is_int, per_sequence
+from flax_mha.core.validation import DTYPES, Shape, _array, _broadcastable, per_sequence
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
 from flax_mha.masks.base import CallsFunction
 
@@ -92,7 +92,7 @@ def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) 
     ):
         if value is None:
             raise ValueError(f"{name} must be an integer or an array of integers, but got None; leave it out.")
-        offset: Any = int(value) if _is_int(value) else per_sequence(name, value, shape)  # type: ignore[arg-type]
+        offset: Any = int(value) if is_int(value) else per_sequence(name, value, shape)
         least, most = (offset, offset) if isinstance(offset, int) else extremes(offset)
         last = most + max(length, 1) - 1 if isinstance(length, int) else most
         if least < SMALLEST or last > LARGEST:
@@ -111,7 +111,7 @@ def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) 
 def check_window(size: Any) -> tuple[int | None, int | None] | None:
     """(left, right), each an int >= 0 or None."""
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
-    if len(pair) != 2 or not all(side is None or (_is_int(side) and side >= 0) for side in pair):
+    if len(pair) != 2 or not all(side is None or (is_int(side) and side >= 0) for side in pair):
         raise ValueError(
             f"local_window_size must be an int >= 0, or a pair (left, right) of int >= 0 or None, but got {size!r}."
         )
@@ -125,7 +125,7 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
     value = unwrapped(value)
     if not isinstance(value, jax.Array):
         number: Any = value[()] if isinstance(value, np.ndarray) and not value.ndim else value
-        if not _is_number(number) or not math.isfinite(number):
+        if not is_number(number) or not math.isfinite(number):
             raise ValueError(f"scale must be one finite number, but got {value!r}.")
         if abs(number) > float(np.finfo(np.float32).max):
             raise ValueError(f"scale must be a number that float32 can hold, but got {value!r}.")
@@ -162,7 +162,7 @@ def check_soft_cap(value: float | None) -> float | None:
     """A number > 0 at which float32 can cap."""
     if value is None:
         return None
-    if not _is_number(value) or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"logits_soft_cap must be a finite number > 0, known while tracing, but got {value!r}.")
     if value > LARGEST_CAP:
         raise ValueError(f"logits_soft_cap must be at most {LARGEST_CAP:g}, but got {value!r}; None does not cap.")
@@ -171,7 +171,7 @@ def check_soft_cap(value: float | None) -> float | None:
 
 def check_dropout_rate(rate: float) -> float:
     """A number in [0, 1)."""
-    if not _is_number(rate) or not 0 <= rate < 1:
+    if not is_number(rate) or not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be a number in [0, 1), known while tracing, but got {rate!r}.")
     return float(rate)
 
@@ -199,10 +199,6 @@ def check_sharding(value: Any, rank: int) -> Any:
     if len(spec) > rank:
         raise ValueError(f"qkv_sharding must have an entry for each axis of the query at most, {rank}, but got {spec}.")
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _is_key(rng: object) -> bool:

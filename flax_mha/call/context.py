@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from flax_mha.core.integers import is_int
 from flax_mha.core.sharding import of_every_axis
 
 Axes = str | tuple[str, ...] | None
@@ -67,7 +68,7 @@ def chunk_order(layout: Layout, parts: int) -> np.ndarray:
     Raises:
       ValueError: If `parts` is no number of devices.
     """
-    if not isinstance(parts, int | np.integer) or isinstance(parts, bool) or parts < 1:
+    if not is_int(parts) or parts < 1:
         raise ValueError(f"devices must be an int >= 1, but got {parts!r}.")
     devices = np.arange(parts, dtype=np.int32)
     if layout == "contiguous":

@@ -15,7 +15,7 @@ where `state_dict` is `model.state_dict()`, or what a safetensors file holds, wi
 `LAYOUTS` lists the names of weights that are known.
 """
 
-from flax_mha.convert.hf_config import describe as describe
+from flax_mha.convert.config import describe as describe
 from flax_mha.convert.layouts import ALL as ALL
 from flax_mha.convert.layouts import LAYOUTS as LAYOUTS
 from flax_mha.convert.layouts import LayoutName as LayoutName

@@ -1,7 +1,7 @@
-"""The table of layouts: how each PyTorch attention names, stacks and sizes its weights.
+"""The table of layouts: the names, stacks and sizes of the weights of each PyTorch attention.
 
 PyTorch keeps a linear layer as `weight (out, in)`, Flax as `kernel (in, heads, head size)`. One table, `LAYOUTS`,
-drives both directions; a new layout is one entry of it, and one in the table of tests/test_torch_families.py. Sources:
+drives both directions; a new layout is one row of it, and one in the table of tests/test_torch_families.py. Sources:
 the `state_dict` of `torch.nn.MultiheadAttention`, of timm's `Attention`, and of attentions in Transformers 4 and 5.
 """
 
@@ -20,36 +20,49 @@ LayoutName = (
     | Literal["hf_vit_unbiased", "hf_vit5_unbiased", "timm_unbiased"]  # no biases of queries, keys and values
     | Literal["hf_t5"]
 )
-ALL = ("query", "key", "value", "out")
-QKV = ALL[:3]
+QKV = ("query", "key", "value")
+ALL = (*QKV, "out")
 KERNELS = tuple(f"{name}/kernel" for name in ALL)
 PATHS = (*KERNELS, *(f"{name}/bias" for name in ALL))
 NORMS = ("query_ln/scale", "key_ln/scale")
-# N query heads and K key and value heads of H features; SIZES says the rest, where A = N * H and B = K * H.
-FLAX_SHAPES = dict(zip(PATHS, ("QNH", "SKH", "VKH", "NHO", "NH", "KH", "KH", "O"), strict=True))
-TORCH_SHAPES = dict(zip(PATHS, ("AQ", "BS", "BV", "OA", "A", "B", "B", "O"), strict=True))
-OTHER_SHAPES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N"}  # the same on both sides
-ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # norms over all heads together, in Flax; one axis of both in PyTorch
+# The axes of each parameter. N query heads, K key and value heads of H features; A = N * H and B = K * H.
+FLAX_AXES = dict(zip(PATHS, ("QNH", "SKH", "VKH", "NHO", "NH", "KH", "KH", "O"), strict=True))
+TORCH_AXES = dict(zip(PATHS, ("AQ", "BS", "BV", "OA", "A", "B", "B", "O"), strict=True))
+OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N"}  # on both sides
+NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # in Flax; one axis in PyTorch
 SIZES = {"Q": "query in", "S": "key in", "V": "value in", "A": "query out", "B": "key out", "O": "out"}
 
-MODEL_TYPE = "model_type"  # the metadata of a module's kernels by which `describe` says what model it is of
+MODEL_TYPE = "model_type"  # metadata of a module's kernels, by which `describe` tells `load_torch` the model
 ONE_PLUS_WEIGHT = ("gemma3_text",)  # models whose norms of queries and keys multiply by 1 + weight
 
 
 class Layout(NamedTuple):
-    """How one PyTorch module names, stacks and sizes its weights."""
+    """The names, stacks and sizes of one PyTorch module's weights.
 
-    stacks: dict[str, list[str]]  # for each key of the state_dict the Flax paths that it stacks, row upon row
-    equal: str  # the letters that are one and the same size
-    biased: tuple[tuple[str, ...], ...]  # the choices of projections with a bias
-    ignored: tuple[str, ...] = ()  # what keys start with that are no part of the attention
-    by_group: bool = (
-        False  # stacked rows: each key head with its query heads, [K, N / K + 2, H]; else all queries first
-    )
-    transposed: bool = False  # weights are [in, out]
-    optional: tuple[str, ...] = ()  # keys of `stacks` that are no projections and may be missing
-    rotary: str = ""  # which models with these keys need rotary positions
-    scale: float | None = None  # what every model with these keys multiplies query . key by, if not 1 / sqrt(H)
+    Attributes:
+      stacks: For each key of the state_dict the Flax paths that it stacks, row upon row.
+      equal: The letters of axes of one and the same size.
+      biased: The choices of projections with a bias.
+      ignored: Prefixes of keys that are no part of the attention.
+      by_group: Whether stacked rows are [K, N / K + 2, H], each key head after its query heads; else all queries first.
+      transposed: Whether weights are [in, out].
+      rotary: The models with these keys that need rotary positions.
+      scale: The factor of query . key of every model with these keys, if not 1 / sqrt(H).
+    """
+
+    stacks: dict[str, list[str]]
+    equal: str
+    biased: tuple[tuple[str, ...], ...]
+    ignored: tuple[str, ...] = ()
+    by_group: bool = False
+    transposed: bool = False
+    rotary: str = ""
+    scale: float | None = None
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether kernels of query, key and value are one array."""
+        return any(len(paths) > 1 and paths[0] in KERNELS for paths in self.stacks.values())
 
     def difference(self, keys: Collection[str]) -> tuple[list[str], list[str]]:
         """Names the keys that are too many and the weights that are missing."""
@@ -58,28 +71,19 @@ class Layout(NamedTuple):
         return sorted(extra), sorted(missing)
 
     def biases(self, keys: Collection[str]) -> tuple[str, ...]:
-        """The projections that have a bias among these keys."""
+        """Names the projections that have a bias among these keys."""
         paths = {path for key, paths in self.stacks.items() if key in keys for path in paths}
         return tuple(name for name in ALL if f"{name}/bias" in paths)
 
 
 def _layout(
-    keys: str,
-    equal: str,
-    *biased: tuple[str, ...],
-    biases: str = "",
-    ignored: str = "",
-    others: str = "",
-    **options: Any,
+    keys: str, equal: str, *biased: tuple[str, ...], biases: str = "", ignored: str = "", others: str = "", **rest: Any
 ) -> Layout:
-    """Makes an entry of the table from the keys of query, key, value and out; `*` is `weight` or `bias`.
-
-    `others` are the keys of `OTHER_SHAPES`.
-    """
+    """Makes a row from the keys of query, key, value and out, `*` being `weight` or `bias`, and of `OTHER_AXES`."""
     names = f"{keys.replace('*', 'weight')} {(biases or keys).replace('*', 'bias')}".split()
     stacks = {name: [path for path, other in zip(PATHS, names, strict=True) if other == name] for name in names}
-    stacks |= {name: [path] for name, path in zip(others.split(), OTHER_SHAPES, strict=False)}
-    return Layout(stacks, equal, biased, tuple(ignored.split()), optional=tuple(others.split()), **options)
+    stacks |= {name: [path] for name, path in zip(others.split(), OTHER_AXES, strict=False)}
+    return Layout(stacks, equal, biased, tuple(ignored.split()), **rest)
 
 
 PACKED = "in_proj_* in_proj_* in_proj_* out_proj.*"
@@ -89,7 +93,10 @@ LLAMA_OTHERS = "q_norm.weight k_norm.weight sinks"
 CLIP = "q_proj.* k_proj.* v_proj.* out_proj.*"
 GPT_2 = "c_attn.* c_attn.* c_attn.* c_proj.*"
 VIT = "attention.query.* attention.key.* attention.value.* output.dense.*"
+NEOX = "query_key_value.* query_key_value.* query_key_value.* dense.*"
 BUFFERS = "bias masked_bias rotary_emb."  # of older files
+LLAMA_KIN = "Llama, Mistral, Qwen, Gemma, gpt-oss, ... (not those of ViT and DINO in Transformers 5)"
+NEOX_KIN = "GPT-NeoX and Falcon (not those of Bloom, whose calls take recipes.alibi)"
 LAYOUTS: dict[LayoutName, Layout] = {
     "torch": _layout(PACKED, SQUARE, ALL, ()),
     "torch_separate": _layout("q_proj_* k_proj_* v_proj_* out_proj.*", "QABO", ALL, (), biases=PACKED),
@@ -99,30 +106,13 @@ LAYOUTS: dict[LayoutName, Layout] = {
     "masked_self_attention": _layout("q.* k.* v.* out_proj.*", SQUARE, ALL),
     "hf_bert": _layout("self.query.* self.key.* self.value.* output.dense.*", SQUARE, ALL, ignored="output.LayerNorm."),
     "hf_distilbert": _layout("q_lin.* k_lin.* v_lin.* out_lin.*", SQUARE, ALL),
-    "hf_llama": _layout(
-        LLAMA,
-        "QSVO",
-        ALL,
-        QKV,
-        (),
-        ignored="rotary_emb.",
-        others=LLAMA_OTHERS,
-        rotary="Llama, Mistral, Qwen, Gemma, gpt-oss, ... (not those of ViT and DINO in Transformers 5)",
-    ),
+    "hf_llama": _layout(LLAMA, "QSVO", ALL, QKV, (), ignored="rotary_emb.", others=LLAMA_OTHERS, rotary=LLAMA_KIN),
     "hf_qwen2": _layout(LLAMA, "QSVO", QKV, ignored="rotary_emb.", rotary="Qwen 2"),
     "hf_phi": _layout("q_proj.* k_proj.* v_proj.* dense.*", "QSVO", ALL, ignored="rotary_emb.", rotary="Phi"),
     "hf_phi3": _layout(
         "qkv_proj.* qkv_proj.* qkv_proj.* o_proj.*", "QSVO", (), ignored="rotary_emb.", rotary="Phi-3 and Phi-4"
     ),
-    "hf_neox": _layout(
-        "query_key_value.* query_key_value.* query_key_value.* dense.*",
-        "QSVO",
-        ALL,
-        (),
-        ignored=BUFFERS,
-        by_group=True,
-        rotary="GPT-NeoX and Falcon (not those of Bloom, whose calls take recipes.alibi)",
-    ),
+    "hf_neox": _layout(NEOX, "QSVO", ALL, (), ignored=BUFFERS, by_group=True, rotary=NEOX_KIN),
     "hf_clip": _layout(CLIP, "QABO", ALL),
     "hf_whisper": _layout(CLIP, "QABO", ("query", "value", "out")),
     "hf_gpt_neo": _layout(CLIP, SQUARE, ("out",), ignored="bias masked_bias", scale=1.0),

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flax_mha.convert.layouts import ALL, LAYOUTS, MODEL_TYPE, NORMS, OTHER_SHAPES, PATHS, LayoutName
+from flax_mha.convert.layouts import ALL, LAYOUTS, MODEL_TYPE, NORMS, OTHER_AXES, PATHS, LayoutName
 from flax_mha.convert.shapes import Arrays
 from flax_mha.convert.state_dict import T5_TABLE, attention_entries
-from flax_mha.convert.weights import known_offset, read, with_all_biases
+from flax_mha.convert.weights import fill_with_zeros, known_offset, read
 
 SHOWN = 8  # parameters in an error
+OPTIONS = {"bias": "use_bias", "scale": "normalize_qk", "sinks": "sinks"}  # of the module, by the ends of parameters
 # What stands beside the attention in the layers of Gemma, from 2 on. Gemma 2 and its kin have no norms of queries.
 GEMMA = "pre_feedforward_layernorm.weight"
 
@@ -30,114 +31,102 @@ def load_torch(
     """Loads the `state_dict` of a PyTorch attention into an nnx module; nothing changes unless all of it fits.
 
     Weights are rounded to the dtype of the module's parameters, and placed where those are. (Keep `param_dtype` at
-    float32 for Gemma 3, whose norms multiply by 1 + weight.) Where only some projections have biases (Qwen 2, Whisper),
+    float32 for Gemma 3, whose norms multiply by 1 + weight.) If only some projections have biases (Qwen 2, Whisper),
     the module's other biases become zeros.
 
-    What the layer computes is more than its weights: a layer of Llama without rotary positions runs, and is wrong.
-    A module made with `describe` has what its config says. Of another module, the options that its layout needs are
-    checked as far as keys can tell: `rope`, `scale`, `normalize_qk`, `sinks`. They cannot tell windows, the epsilon of
-    norms, or which features rotary positions pair; nor RoFormer from BERT, or nanoGPT from a GPT-BigCode with
-    `multi_query=False`, which stacks its weights in another order.
-
-    Nor can they tell `num_heads`: weights of 12 heads of 64 features fit 8 heads of 96, load, and give another output.
-    Only the ratio of `num_heads` to `num_kv_heads` is known, and the size of heads where the layer has norms of queries
-    and keys, sinks, the buffer `rotary_emb.inv_freq` of older files, or T5's table of biases. These are checked;
-    otherwise take both numbers from the model's config.
+    A layer is more than its weights: a layer of Llama without rotary positions runs, and is wrong. A module made with
+    `describe` has what its config says. Of another module, the options that its layout needs are checked as far as keys
+    can tell: `rope`, `scale`, `normalize_qk`, `sinks`. They cannot tell windows, the epsilon of norms, or which
+    features rotary positions pair; nor RoFormer from BERT, or nanoGPT from a GPT-BigCode with `multi_query=False`,
+    which stacks its weights in another order. Nor can they tell `num_heads`: weights of 12 heads of 64 features fit 8
+    heads of 96, load, and give another output. Take it from the model's config. It is checked only if the layer has
+    norms of queries and keys, sinks, the buffer `rotary_emb.inv_freq` of older files, or T5's table of biases.
 
     Args:
-        module: `flax_mha.MultiHeadAttention`, or Flax's.
-        state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
-        prefix: what the keys of the attention start with in `state_dict`, such as `"model.layers.0.self_attn."`.
-        qk_norm_offset: what the model adds to the weights of its query and key norms: 1.0 for Gemma 3, 0.0 for others.
-            None means what `describe` knows; without it, a layer with such norms is refused.
-        check_options: False loads into a module that lacks what the layout's models need, such as one without rotary
-            positions.
+      module: `flax_mha.MultiHeadAttention`, or Flax's.
+      state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
+      prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`.
+      qk_norm_offset: The number that the model adds to the weights of its query and key norms: 1.0 for Gemma 3, 0.0
+        for others. None means what `describe` knows; without it, a layer with such norms is refused.
+      check_options: Pass False to load into a module that lacks what the layout's models need, such as one without
+        rotary positions.
 
     Raises:
-        ValueError: if the keys fit no layout, if a shape, bias or dtype does not fit the module, if weights are
-            quantized or hold no values, or if the module lacks an option.
+      ValueError: If the keys fit no layout, if a shape, bias or dtype does not fit the module, if weights are
+        quantized or hold no values, or if the module lacks an option.
 
     Example:
-        >>> import numpy as np
-        >>> from flax import nnx
-        >>> import flax_mha
-        >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2}
-        >>> arguments = flax_mha.convert.describe(config)
-        >>> attention = flax_mha.MultiHeadAttention(**arguments, decode=False, rngs=nnx.Rngs(0))
-        >>> shapes = {"c_attn.weight": (8, 24), "c_attn.bias": 24, "c_proj.weight": (8, 8), "c_proj.bias": 8}
-        >>> layers = {f"h.0.attn.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
-        >>> flax_mha.convert.load_torch(attention, layers, prefix="h.0.attn.")
+      >>> import numpy as np
+      >>> from flax import nnx
+      >>> import flax_mha
+      >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2}
+      >>> arguments = flax_mha.convert.describe(config)
+      >>> attention = flax_mha.MultiHeadAttention(**arguments, decode=False, rngs=nnx.Rngs(0))
+      >>> shapes = {"c_attn.weight": (8, 24), "c_attn.bias": 24, "c_proj.weight": (8, 8), "c_proj.bias": 8}
+      >>> layers = {f"h.0.attn.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+      >>> flax_mha.convert.load_torch(attention, layers, prefix="h.0.attn.")
     """
     if not isinstance(module, nnx.MultiHeadAttention):
         raise ValueError(
             f"module must be an nnx.MultiHeadAttention, but got {type(module).__name__}; for linen, use from_torch."
         )
-    model_type = module.query.kernel.get_metadata().get(MODEL_TYPE)
     offset = known_offset(module.query.kernel) if qk_norm_offset is None else qk_norm_offset
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
     variables = _variables(module)
     if "query/bias" in variables:
-        arrays = with_all_biases(arrays)
+        arrays = fill_with_zeros(arrays)
     problems = _mismatches(variables, arrays)
-    if not problems and check_options and not model_type:
-        caps = _is_gemma(state_dict, prefix) and NORMS[0] not in arrays
+    if not problems and check_options and not module.query.kernel.get_metadata().get(MODEL_TYPE):
         problems = _other_heads(module, layout, state_dict, prefix)
-        problems += _missing_options(module, layout, arrays, qk_norm_offset is not None, caps)
+        problems += _missing_options(module, layout, arrays, state_dict, prefix)
+        if qk_norm_offset is None and NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1:
+            problems.append(
+                "qk_norm_offset is not known: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
+            )
+        if problems:
+            problems.append("convert.describe(config, layer) gives these arguments, for the models that it knows")
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
         raise ValueError(f"module must fit the layer, which has the keys of layout {layout!r}:{lines}{more}")
-    values = {path: _placed(path, arrays[path], variable) for path, variable in variables.items()}
+    values = {path: _place(path, arrays[path], variable) for path, variable in variables.items()}
     for path, variable in variables.items():
         variable.set_value(values[path])
 
 
 def _variables(module: Any) -> dict[str, nnx.Variable]:
-    """The module's parameters, by path."""
-    layers = {name: getattr(module, name) for name in ALL}
-    found = {f"{name}/kernel": layer.kernel for name, layer in layers.items()}
-    found |= {f"{name}/bias": layer.bias for name, layer in layers.items()}
+    """Returns the module's parameters, by path."""
+    found = {f"{name}/{leaf}": getattr(getattr(module, name), leaf) for name in ALL for leaf in ("kernel", "bias")}
     found |= {path: getattr(getattr(module, path.split("/")[0], None), "scale", None) for path in NORMS}
     found["sinks"] = getattr(module, "sinks", None)
     return {path: variable for path, variable in found.items() if variable is not None}
 
 
 def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[str]:
-    """What does not fit, a line for each parameter."""
-    fixes = {"bias": "use_bias", "scale": "normalize_qk", "sinks": "sinks"}
+    """Lists the parameters that do not fit, a line for each."""
     problems = []
-    for path in (*PATHS, *OTHER_SHAPES):
-        name, option = path.replace("/", "."), fixes.get(path.split("/")[-1], "")
-        if path in variables and path not in arrays:
-            problems.append(f"{name} is missing in state_dict; make the module with {option}=False")
-        elif path in arrays and path not in variables:
-            norm = "rms_norm" if arrays[path].ndim == 1 else "rms_norm_all_heads"
-            value = f'"{norm}"' if option == "normalize_qk" else True
+    for path in (*PATHS, *OTHER_AXES):
+        name, option = path.replace("/", "."), OPTIONS.get(path.split("/")[-1], "")
+        if path not in arrays:
+            if path in variables:
+                problems.append(f"{name} is missing in state_dict; make the module with {option}=False")
+            continue
+        array = arrays[path]
+        value = "True" if path not in NORMS else '"rms_norm"' if array.ndim == 1 else '"rms_norm_all_heads"'
+        if path not in variables:
             problems.append(f"{name} is missing in the module; make it with {option}={value}")
-        elif path in variables and variables[path].shape != arrays[path].shape:
-            kind = "rms_norm" if arrays[path].ndim == 1 else "rms_norm_all_heads"
-            fix = f'; use normalize_qk="{kind}"' if path in NORMS else ""
-            problems.append(f"{name} must have shape {variables[path].shape}, but got {arrays[path].shape}{fix}")
-        elif path in variables and np.iscomplexobj(arrays[path]) and not _is_complex(variables[path]):
-            problems.append(f"{name} must be {variables[path].dtype}, but got {arrays[path].dtype}")
+        elif variables[path].shape != array.shape:
+            fix = f"; use normalize_qk={value}" if path in NORMS else ""
+            problems.append(f"{name} must have shape {variables[path].shape}, but got {array.shape}{fix}")
+        elif np.iscomplexobj(array) and not jnp.issubdtype(variables[path].dtype, jnp.complexfloating):
+            problems.append(f"{name} must be {variables[path].dtype}, but got {array.dtype}")
     return problems
 
 
-def _is_complex(variable: nnx.Variable) -> bool:
-    return jnp.issubdtype(variable.dtype, jnp.complexfloating)
-
-
-def _is_gemma(state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Whether a norm stands beside this attention that only Gemma, from 2 on, has."""
-    layer = prefix.rstrip(".").rpartition(".")[0]
-    return f"{layer}.{GEMMA}" in state_dict
-
-
 def _other_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-    """Compares the module's heads with what buffers and tables beside the weights tell of them."""
+    """Compares the module's heads with those of buffers and tables beside the weights."""
     problems, rope = [], getattr(module, "rope", None)
-    _, entries = attention_entries(state_dict, prefix)
-    frequencies = entries.get("rotary_emb.inv_freq")
+    frequencies = attention_entries(state_dict, prefix)[1].get("rotary_emb.inv_freq")
     if frequencies is not None and rope is not None:
         expected, rotated = 2 * math.prod(np.shape(frequencies)), rope.rotated_size(module.head_dim)
         if rotated != expected:
@@ -145,43 +134,32 @@ def _other_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any],
                 f"num_heads is {module.num_heads}, and rope rotates {rotated} of each head's {module.head_dim} "
                 f"features, but rotary_emb.inv_freq is of {expected}"
             )
-    tables = [key for key in state_dict if key.endswith(T5_TABLE)] if layout == "hf_t5" else []
-    for key in tables[:1]:
-        *_, heads = np.shape(state_dict[key])  # [buckets, heads]
-        if heads != module.num_heads:
-            problems.append(f"num_heads must be {heads}, as in {key}, but got {module.num_heads}")
+    key = next((key for key in state_dict if key.endswith(T5_TABLE)), None) if layout == "hf_t5" else None
+    if key is not None and (heads := np.shape(state_dict[key])[-1]) != module.num_heads:  # [buckets, heads]
+        problems.append(f"num_heads must be {heads}, as in {key}, but got {module.num_heads}")
     return problems
 
 
 def _missing_options(
-    module: Any, layout: LayoutName, arrays: Arrays, is_offset_known: bool, has_soft_cap: bool
+    module: Any, name: LayoutName, arrays: Arrays, state_dict: Mapping[str, Any], prefix: str
 ) -> list[str]:
-    """What the layers of this layout compute and the module does not."""
-    problems, rest = [], "pass check_options=False if this layer has none"
-    if LAYOUTS[layout].rotary and getattr(module, "rope", None) is None:
-        models = LAYOUTS[layout].rotary
-        problems.append(f"rope is None: {models} rotate; use rope=RoPE.from_config(config), or {rest}")
-    scale = LAYOUTS[layout].scale
-    if scale is not None and getattr(module, "scale", None) != scale:
-        problems.append(f"scale must be {scale}, but got {getattr(module, 'scale', None)}: these models do not divide")
+    """Lists the computations of this layout's layers that the module lacks."""
+    problems, layout, rest = [], LAYOUTS[name], "pass check_options=False if this layer has none"
+    rope, scale, cap = (getattr(module, option, None) for option in ("rope", "scale", "logits_soft_cap"))
+    if layout.rotary and rope is None:
+        problems.append(f"rope is None: {layout.rotary} rotate; use rope=RoPE.from_config(config), or {rest}")
+    if layout.scale is not None and scale != layout.scale:
+        problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not divide")
     if NORMS[0] in arrays and not isinstance(module.query_ln, nnx.RMSNorm):
         problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
-    if NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1 and not is_offset_known:
-        problems.append(
-            "qk_norm_offset is not known: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
-        )
-    if has_soft_cap and getattr(module, "logits_soft_cap", None) is None:
+    beside = prefix.rstrip(".").rpartition(".")[0]
+    if f"{beside}.{GEMMA}" in state_dict and NORMS[0] not in arrays and cap is None:
         problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")
-    describe = "convert.describe(config, layer) gives these arguments, for the models that it knows"
-    return [*problems, describe] if problems else []
+    return problems
 
 
-def _placed(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
-    """The array as a JAX array of the variable's dtype, placed as its value is.
-
-    Raises:
-      ValueError: If finite numbers become infinite.
-    """
+def _place(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
+    """Returns the array in the variable's dtype, placed as its value is, if finite numbers stay finite."""
     with np.errstate(over="ignore"):
         cast = array.astype(variable.dtype)
     if not np.array_equal(np.isfinite(cast), np.isfinite(array)):

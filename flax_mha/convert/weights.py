@@ -4,35 +4,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 
 from flax_mha.convert.layouts import (
     ALL,
-    ALL_HEADS,
-    FLAX_SHAPES,
+    FLAX_AXES,
     KERNELS,
     LAYOUTS,
     MODEL_TYPE,
     NORMS,
+    NORMS_OF_ALL_HEADS,
     ONE_PLUS_WEIGHT,
-    OTHER_SHAPES,
+    OTHER_AXES,
     PATHS,
-    TORCH_SHAPES,
+    TORCH_AXES,
     Layout,
     LayoutName,
 )
-from flax_mha.convert.shapes import (
-    Arrays,
-    check_cut,
-    check_heads,
-    cut,
-    find_sizes,
-    head_sizes,
-    joined,
-    misfit,
-    shapes_of_others,
-)
-from flax_mha.convert.state_dict import attention_entries, recognized, to_numpy
+from flax_mha.convert.shapes import Arrays, check_heads, cut, find_sizes, head_sizes, join, misfit
+from flax_mha.convert.state_dict import attention_entries, recognize, to_numpy
 
 Params = dict[str, Any]
 
@@ -52,48 +42,40 @@ def from_torch(
     Weights do not tell all: rotary positions, windows, soft caps and scales stand in a config (see `describe`).
 
     Args:
-        state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
-        num_heads: query heads N. Most weights cannot tell a wrong number: take it from the model's config.
-        num_kv_heads: key and value heads K, which divide `num_heads`; None means as many.
-        prefix: what the keys of the attention start with in `state_dict`, such as `"model.layers.0.self_attn."`. The
-            keys after it tell the layout.
-        qk_norm_offset: what the model adds to the weights of its query and key norms: 1.0 for Gemma 3, which keeps
-            w and multiplies by 1 + w, and 0.0 for the others. The keys cannot tell.
-        fill_biases: where some projections have a bias (Qwen 2, Whisper), add biases of zeros to the others, which
-            modules with `use_bias` need.
+      state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
+      num_heads: The query heads N. Most weights cannot tell a wrong number: take it from the model's config.
+      num_kv_heads: The key and value heads K, which divide `num_heads`; None means as many.
+      prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`. The keys after
+        it tell the layout.
+      qk_norm_offset: The number that the model adds to the weights of its query and key norms: 1.0 for Gemma 3, which
+        keeps w and multiplies by 1 + w, and 0.0 for the others. The keys cannot tell.
+      fill_biases: If some projections have a bias (Qwen 2, Whisper), add biases of zeros to the others, which modules
+        with `use_bias` need.
 
     Returns:
-        A dict of dicts. `query`, `key` and `value` have a `kernel` (in, heads, head size) and a `bias` (heads, head
-        size); `out` has a `kernel` (heads, head size, out) and a `bias` (out,); `query_ln` and `key_ln` have a `scale`
-        (head size,), or (heads, head size) where a norm spans all heads (OLMo 2); `sinks` is an array (heads,). Biases,
-        norms and sinks are there if `state_dict` has them. Arrays are new and keep their dtypes, but for norms with an
-        offset, which become float32 at least, as the models compute them.
+      A dict of dicts. `query`, `key` and `value` have a `kernel` (in, heads, head size) and a `bias` (heads, head
+      size); `out` has a `kernel` (heads, head size, out) and a `bias` (out,); `query_ln` and `key_ln` have a `scale`
+      (head size,), or (heads, head size) if a norm spans all heads (OLMo 2); `sinks` is an array (heads,). Biases,
+      norms and sinks are there if `state_dict` has them. Arrays are new and keep their dtypes, but for norms with an
+      offset, which become float32 at least, as the models compute them.
 
     Raises:
-        ValueError: if the keys fit no layout (with the attention layers found, if there are any), if `bias_k` or
-            `bias_v` is there, if shapes and heads disagree, or if weights are quantized or hold no values.
+      ValueError: If the keys fit no layout (with the attention layers found, if there are any), if `bias_k` or
+        `bias_v` is there, if shapes and heads disagree, or if weights are quantized or hold no values.
 
     Example:
-        >>> import numpy as np
-        >>> from flax_mha import convert
-        >>> square = np.arange(36.0).reshape(6, 6)
-        >>> params = convert.from_torch({f"W_{name}.weight": square for name in "qkvo"}, num_heads=2)
-        >>> {name: param["kernel"].shape for name, param in params.items()}
-        {'query': (6, 2, 3), 'key': (6, 2, 3), 'value': (6, 2, 3), 'out': (2, 3, 6)}
-        >>> bool((convert.to_torch(params, "d2l_mha")["W_k.weight"] == square).all())
-        True
+      >>> import numpy as np
+      >>> from flax_mha import convert
+      >>> square = np.arange(36.0).reshape(6, 6)
+      >>> params = convert.from_torch({f"W_{name}.weight": square for name in "qkvo"}, num_heads=2)
+      >>> {name: param["kernel"].shape for name, param in params.items()}
+      {'query': (6, 2, 3), 'key': (6, 2, 3), 'value': (6, 2, 3), 'out': (2, 3, 6)}
+      >>> bool((convert.to_torch(params, "d2l_mha")["W_k.weight"] == square).all())
+      True
     """
     heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
     arrays = read(state_dict, *heads, prefix, qk_norm_offset)[1]
-    arrays = with_all_biases(arrays) if fill_biases else arrays
-    params: Params = {}
-    for path, array in arrays.items():
-        name, *leaf = path.split("/")
-        if leaf:
-            params.setdefault(name, {})[leaf[0]] = array
-        else:
-            params[name] = array
-    return params
+    return traverse_util.unflatten_dict(fill_with_zeros(arrays) if fill_biases else arrays, sep="/")
 
 
 def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float | None = None) -> Arrays:
@@ -103,47 +85,49 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     it, for `hf_bert` with `strict=False`. PyTorch takes no bfloat16 from numpy: pass `array.astype("float32")`, exact.
 
     Args:
-        params: an nnx module, its `nnx.state(module, nnx.Param)`, or nested dicts as `from_torch` returns them and
-            linen modules have them; leaves are numpy or JAX arrays.
-        layout: a `LayoutName`. Biases that it lacks may be there if they are zeros, and are left out.
-        qk_norm_offset: what was added to the weights of the norms. None means what the metadata in an `nnx.State` of a
-            module made with `describe` says, and otherwise 0.0. With 1.0, weights come back as rounded as 1 + w is in
-            float32: to 2^-24 for small ones.
+      params: An nnx module, its `nnx.state(module, nnx.Param)`, or nested dicts as `from_torch` returns them and linen
+        modules have them; leaves are numpy or JAX arrays.
+      layout: A `LayoutName`. Biases that it lacks may be there if they are zeros, and are left out.
+      qk_norm_offset: The number that was added to the weights of the norms. None means what the metadata in an
+        `nnx.State` of a module made with `describe` says, and otherwise 0.0. With 1.0, weights come back as rounded as
+        1 + w is in float32: to 2^-24 for small ones.
 
     Returns:
-        New arrays in C order, dtypes kept.
+      New arrays in C order, dtypes kept.
 
     Raises:
-        ValueError: if there is no such layout, if `params` is no attention's, or if the layout cannot hold it.
+      ValueError: If there is no such layout, if `params` is no attention's, or if the layout cannot hold it.
     """
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Param)
     given = _flatten(params)
-    all_heads = {path: letters for path, letters in ALL_HEADS.items() if path in given and given[path].ndim == 2}
-    sizes = find_sizes(given, FLAX_SHAPES | OTHER_SHAPES | all_heads)
+    axes = FLAX_AXES | OTHER_AXES
+    axes |= {path: letters for path, letters in NORMS_OF_ALL_HEADS.items() if path in given and given[path].ndim == 2}
+    sizes = find_sizes(given, axes)
     sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
-    arrays = _without_zeros(LAYOUTS[layout], given)
+    arrays = _drop_zeros(LAYOUTS[layout], given)
     if reason := misfit(LAYOUTS[layout], arrays, sizes):
-        others = {name: _without_zeros(other, given) for name, other in LAYOUTS.items()}
-        fit = ", ".join(name for name, arrays in others.items() if not misfit(LAYOUTS[name], arrays, sizes))
-        raise ValueError(f"layout {layout!r} cannot hold params: {reason}; layouts that can: {fit or 'none'}")
-    linears = {
-        path: array.reshape([sizes[c] for c in TORCH_SHAPES[path][::-1]]).T if path in PATHS else array.ravel()
-        for path, array in arrays.items()
-    }
-    if offset := known_offset(params["query"]["kernel"]) if qk_norm_offset is None else qk_norm_offset:
-        linears |= {path: array - array.dtype.type(offset) for path, array in linears.items() if path in NORMS}
+        fit = [name for name, other in LAYOUTS.items() if not misfit(other, _drop_zeros(other, given), sizes)]
+        raise ValueError(
+            f"layout {layout!r} cannot hold params: {reason}; layouts that can: {', '.join(fit) or 'none'}"
+        )
+    offset = known_offset(params["query"]["kernel"]) if qk_norm_offset is None else qk_norm_offset
+    for path, array in arrays.items():
+        arrays[path] = array.reshape([sizes[c] for c in TORCH_AXES[path][::-1]]).T if path in PATHS else array.ravel()
+        if offset and path in NORMS:
+            arrays[path] = arrays[path] - array.dtype.type(offset)
+    stacks = LAYOUTS[layout].stacks.items()
     return {
-        key: joined(LAYOUTS[layout], [linears[path] for path in paths], sizes)
-        for key, paths in LAYOUTS[layout].stacks.items()
-        if paths[0] in linears
+        key: join(LAYOUTS[layout], [arrays[path] for path in paths], sizes)
+        for key, paths in stacks
+        if paths[0] in arrays
     }
 
 
 def known_offset(kernel: Any) -> float:
-    """What `describe` knows of the model's norms, in the metadata of a parameter; 0 where there is none."""
+    """Returns the offset of the model's norms, from the metadata of a parameter; 0 where there is none."""
     metadata = kernel.get_metadata() if hasattr(kernel, "get_metadata") else {}  # an nnx.Variable
     return 1.0 if metadata.get(MODEL_TYPE) in ONE_PLUS_WEIGHT else 0.0
 
@@ -151,63 +135,72 @@ def known_offset(kernel: Any) -> float:
 def read(
     state_dict: Any, num_heads: int, num_kv_heads: int, prefix: str, qk_norm_offset: float
 ) -> tuple[LayoutName, Arrays]:
-    """The layout of a state_dict, and its arrays by the paths and in the shapes of Flax."""
+    """Returns the layout of a state_dict, and its arrays by the paths and in the shapes of Flax."""
     check_heads(num_heads, num_kv_heads)
     prefix, entries = attention_entries(state_dict, prefix)
-    layout = recognized(entries, prefix)
-    linears: Arrays = {}
-    for key, paths in LAYOUTS[layout].stacks.items():
+    name = recognize(entries, prefix)
+    layout, arrays = LAYOUTS[name], Arrays()
+    for key, paths in layout.stacks.items():
         if key in entries:
             array = np.atleast_1d(to_numpy(prefix + key, entries[key]))
-            linears |= zip(paths, cut(LAYOUTS[layout], key, array, num_heads, num_kv_heads, len(paths)), strict=True)
-    check_cut(LAYOUTS[layout], linears, num_heads, num_kv_heads)
-    sizes = find_sizes({path: array for path, array in linears.items() if path in PATHS}, TORCH_SHAPES)
-    if reason := misfit(LAYOUTS[layout], linears, sizes):
-        raise ValueError(f"state_dict has the keys of layout {layout!r}, but {reason}: is it whole and unchanged?")
-    sizes |= head_sizes(sizes["A"], sizes["B"], num_heads, num_kv_heads)
-    shapes: dict[str, tuple[int, ...]] = {path: tuple(sizes[c] for c in FLAX_SHAPES[path]) for path in PATHS}
-    shapes |= shapes_of_others(linears, sizes)
-    arrays = {path: array.T.reshape(shapes[path]).copy() for path, array in linears.items()}
-    if qk_norm_offset:
-        for path in arrays.keys() & NORMS:
-            wide = np.promote_types(arrays[path].dtype, np.float32)
-            arrays[path] = arrays[path].astype(wide) + wide.type(qk_norm_offset)
-    return layout, {path: arrays[path] for path in (*PATHS, *OTHER_SHAPES) if path in arrays}
+            arrays |= zip(paths, cut(layout, key, array, num_heads, num_kv_heads), strict=True)
+    queries, out = len(arrays["query/kernel"]), arrays["out/kernel"]
+    if layout.is_stacked and out.ndim == 2 and queries != out.shape[1]:  # these heads cut the model's into others
+        raise ValueError(
+            f"num_heads and num_kv_heads must cut the stacked weights into {out.shape[1]} query features, which the "
+            f"output takes, got {num_heads} and {num_kv_heads}, which make {queries}; pass those of the model's config."
+        )
+    sizes = find_sizes({path: arrays[path] for path in PATHS if path in arrays}, TORCH_AXES)
+    if reason := misfit(layout, arrays, sizes):
+        raise ValueError(f"state_dict has the keys of layout {name!r}, but {reason}: is it whole and unchanged?")
+    sizes |= head_sizes(sizes, num_heads, num_kv_heads)
+    return name, {path: _to_flax(path, array, arrays, sizes, qk_norm_offset) for path, array in arrays.items()}
 
 
-def with_all_biases(arrays: Arrays) -> Arrays:
-    """With biases of zeros beside those that there are, if there are any."""
-    if not any(path in PATHS and path not in KERNELS for path in arrays):
+def _to_flax(path: str, array: np.ndarray, arrays: Arrays, sizes: Mapping[str, int], offset: float) -> np.ndarray:
+    norm = arrays.get(NORMS[0])  # as many numbers as all heads have tell a norm over all of them
+    norms = NORMS_OF_ALL_HEADS if norm is not None and norm.shape == (sizes["A"],) != (sizes["H"],) else {}
+    shape = tuple(sizes[c] for c in (FLAX_AXES | OTHER_AXES | norms)[path])
+    if path in OTHER_AXES and array.shape != (np.prod(shape),):
+        raise ValueError(
+            f"{path} must have shape ({np.prod(shape)},) for {sizes['N']} and {sizes['K']} heads, got {array.shape}."
+        )
+    if offset and path in NORMS:
+        wide = np.promote_types(array.dtype, np.float32)
+        array = array.astype(wide) + wide.type(offset)
+    return array.T.reshape(shape).copy()
+
+
+def fill_with_zeros(arrays: Arrays) -> Arrays:
+    """Adds biases of zeros beside those that there are, if there are any."""
+    if not any(path.endswith("/bias") for path in arrays):
         return arrays
     kernels = {name: arrays[f"{name}/kernel"] for name in ALL}
     shapes = {name: kernel.shape[-1:] if name == "out" else kernel.shape[1:] for name, kernel in kernels.items()}
-    zeros = {f"{name}/bias": np.zeros(shapes[name], kernel.dtype) for name, kernel in kernels.items()}
-    return {path: (zeros | arrays)[path] for path in (*PATHS, *OTHER_SHAPES) if path in zeros or path in arrays}
+    return {f"{name}/bias": np.zeros(shapes[name], kernel.dtype) for name, kernel in kernels.items()} | arrays
 
 
-def _without_zeros(layout: Layout, arrays: Arrays) -> Arrays:
-    """Without biases that the layout lacks and that are zeros."""
+def _drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
+    """Drops biases that the layout lacks and that are zeros."""
     biased = {name for name in ALL if f"{name}/bias" in arrays}
     for choice in layout.biased:
         dropped = {f"{name}/bias" for name in biased - {*choice}}
         if biased.issuperset(choice) and not any(arrays[path].any() for path in dropped):
             return {path: array for path, array in arrays.items() if path not in dropped}
-    return arrays
+    return dict(arrays)
 
 
 def _flatten(params: Any) -> Arrays:
-    """Lists the leaves by path, after a check that they are those of one attention."""
+    """Returns the leaves by path, if they are those of one attention."""
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a module, its nnx.State or a dict of its parameters, but got {params!r:.80}")
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, Any] = {name: params[name] for name in params if name == "sinks"}
     for name in ("query_ln", "key_ln", *ALL):
         if name in params:
             if not isinstance(params[name], Mapping):
                 raise ValueError(f"params must hold a dict of arrays as {name}, but got {params[name]!r:.80}")
             leaves |= {f"{name}/{leaf}": value for leaf, value in params[name].items()}
-    if "sinks" in params:
-        leaves["sinks"] = params["sinks"]
-    known = (*PATHS, *OTHER_SHAPES)
+    known = (*PATHS, *OTHER_AXES)
     extra = sorted({*params, *leaves} - {*ALL, "query_ln", "key_ln", *known})
     missing = sorted({*KERNELS} - {*leaves})
     if extra or missing:

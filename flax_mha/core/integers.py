@@ -1,6 +1,7 @@
 """Integers of any width as int32: lengths, positions and ids, without a silent change of what they mean."""
 
-from typing import Any
+import numbers
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,16 @@ from flax_mha.core.tracing import readable
 
 # Positions and their differences are int32. A window or a length that is larger limits nothing.
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Returns whether `value` is an integer of Python or NumPy; bools are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Returns whether `value` is a real number of Python or NumPy, NaN and infinity included; bools are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def unwrapped(value: Any) -> Any:

@@ -153,10 +153,6 @@ def user_function(name: str, function: Any) -> None:
         raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def _array(name: str, value: Any, expected: str) -> Array:
     value = unwrapped(value)
     if value is None or isinstance(value, str) or callable(value):

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from flax_mha.core import validation
-from flax_mha.core.integers import LARGEST, SMALLEST
+from flax_mha.core.integers import LARGEST, SMALLEST, is_int
 from flax_mha.core.tile import Grid, Tile
 from flax_mha.core.validation import Shape
 from flax_mha.masks.base import Mask, Occupancy
@@ -40,9 +40,7 @@ class LocalMask(Mask):
 
     def __post_init__(self) -> None:
         sides = (self.left, self.right)
-        if not all(
-            side is None or (isinstance(side, int | np.integer) and not isinstance(side, bool)) for side in sides
-        ):
+        if not all(side is None or type(side) is int or is_int(side) for side in sides):
             raise ValueError(f"LocalMask(left, right) must hold integers or None, but got {sides}.")
         if self.left is not None and self.right is not None and self.left + self.right < 0:
             raise ValueError(
@@ -98,7 +96,7 @@ class CausalMask(Mask):
     offset: int = dataclasses.field(default=0, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.offset, int | np.integer) or isinstance(self.offset, bool):
+        if type(self.offset) is not int and not is_int(self.offset):
             raise ValueError(
                 f"CausalMask(offset) must hold an integer, but got {self.offset!r}; pass an array as query_offset=."
             )

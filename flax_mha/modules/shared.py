@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import jax.numpy as jnp
-import numpy as np
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float, Int
 
@@ -13,7 +12,7 @@ from flax_mha.cache.cached_attention import cached_attention, check_cache, in_or
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha.core import validation
-from flax_mha.core.integers import int32
+from flax_mha.core.integers import int32, is_int, is_number
 from flax_mha.distributed.tensor_parallel import attention_sharding, check_head_axis
 from flax_mha.impl.registry import Explanation, check_name
 from flax_mha.masks import ArrayMask, CausalMask, Mask
@@ -72,7 +71,7 @@ def check_options(
 def _heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
     """Heads that divide the features, and key/value heads that divide the heads."""
     for name, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("qkv_features", qkv_features)):
-        if not isinstance(number, int | np.integer) or isinstance(number, bool):
+        if not is_int(number):
             raise ValueError(f"{name} must be an int, but got {number!r}.")
     if num_heads < 1 or num_kv_heads < 1:
         raise ValueError(f"num_heads and num_kv_heads must be at least 1, but got {num_heads} and {num_kv_heads}.")
@@ -86,8 +85,7 @@ def _heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
 
 
 def _norm_epsilon(epsilon: float, normalize_qk: bool | str) -> None:
-    number = isinstance(epsilon, int | float | np.number) and not isinstance(epsilon, bool)
-    if not number or not 0 < epsilon < float("inf"):
+    if not is_number(epsilon) or not 0 < epsilon < float("inf"):
         raise ValueError(f"qk_norm_epsilon must be a finite number > 0, but got {epsilon!r}.")
     if not normalize_qk:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: `RoPE` says which angles, `apply_rope` rotates queries and keys by them.
+"""Rotary position embeddings: `RoPE` is their angles, `apply_rope` rotates queries and keys by them.
 
 Example:
   >>> import jax, jax.numpy as jnp
@@ -22,24 +22,22 @@ from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Scaling, YaRN, 
 
 __all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "RoPE", "YaRN", "apply_rope"]
 
-SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": YaRN, "longrope": LongRoPE}
-
 
 @dataclasses.dataclass(frozen=True)
 class RoPE:
-    """Which features are rotated, and how fast: a hashable value, equal to any other with the same fields.
+    """The rotated features and their frequencies: a hashable value, equal to any other with the same fields.
 
     The first R = fraction * H features of a head form R/2 pairs. At position p, pair i is rotated by the angle
     p * f[i], where f[i] = base^(-2i / R) radians per position, which `scaling` may change.
 
     Attributes:
       base: The base of the frequencies ("theta"), above 0.
-      fraction: How much of the head size is rotated, in (0, 1]; the remaining features are left as they are.
-      interleaved: Whether pair i consists of the features 2i and 2i + 1 (GPT-J, GLM, Cohere, Meta's Llama files), or of
+      fraction: The rotated part of a head, in (0, 1]; the remaining features are left as they are.
+      interleaved: True if pair i is the features 2i and 2i + 1 (GPT-J, GLM, Cohere, Meta's Llama files), False if it is
         i and i + R/2 (the Hugging Face files of Llama, Qwen, Gemma, Phi, GPT-NeoX). The wrong one gives wrong outputs
         without an error.
-      scaling: How the frequencies are changed for sequences longer than those of the pretraining: None, `Linear`,
-        `NTK`, `Llama3`, `YaRN` or `LongRoPE`.
+      scaling: The change of the frequencies for sequences longer than those of the pretraining: None, `Linear`, `NTK`,
+        `Llama3`, `YaRN` or `LongRoPE`.
 
     Raises:
       ValueError: If a field is out of its range. Methods that depend on the length of the current sequence, such as
@@ -82,11 +80,7 @@ class RoPE:
             )
 
     def rotated_size(self, head_size: int) -> int:
-        """How many features of a head are rotated.
-
-        Raises:
-          ValueError: If `fraction * head_size` is no even integer of at least 2.
-        """
+        """Returns R, the number of rotated features, if it is an even integer of at least 2."""
         size = self.fraction * head_size
         if round(size) < 2 or round(size) % 2 or abs(size - round(size)) > 1e-6 * head_size:
             even = max(2 * round(size / 2 - 0.25), 2)
@@ -98,16 +92,12 @@ class RoPE:
         return round(size)
 
     def frequencies(self, head_size: int) -> np.ndarray:
-        """The angle of each pair per position, in radians: float64 `[R / 2]`, computed in numpy.
-
-        Raises:
-          ValueError: If `fraction * head_size` is no even integer, or if `scaling` does not fit it.
-        """
+        """Returns the angle of each pair per position, in radians: float64 `[R / 2]`, computed in numpy."""
         return self._scaling.frequencies(float(self.base), self.rotated_size(head_size))
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by, 1 except with YaRN and LongRoPE."""
+        """The factor of cos and sin, 1 except with YaRN and LongRoPE."""
         return self._scaling.cos_sin_factor
 
     @property
@@ -146,9 +136,7 @@ class RoPE:
           >>> RoPE.from_config(gemma_3, layer_type="sliding_attention").base
           10000.0
         """
-        read = hf_config.read(config, layer_type, max_length)
-        scaling = None if read.rope_type == "default" else SCALINGS[read.rope_type](**read.fields)
-        return cls(read.base, read.fraction, read.interleaved, scaling)
+        return cls(**hf_config.read(config, layer_type, max_length))
 
 
 def apply_rope(
@@ -157,7 +145,7 @@ def apply_rope(
     """Rotates each pair of features by the angle of its position; apply it to queries and to keys, not to values.
 
     With c = a * cos(p * f[i]) and s = a * sin(p * f[i]), where a is the attention factor (1 for most models), pair
-    (u, v) becomes (u c - v s, v c + u s). ScoreRule then depend on the difference of two positions only.
+    (u, v) becomes (u c - v s, v c + u s). Scores then depend on the difference of two positions only.
 
     Angles and rotations are computed in float32, for float64 inputs in float64, and rounded to the dtype of `x` once.
     A float32 angle p * f[i] is off by up to `|p f[i]| * 1.2e-7` radians, as in PyTorch: 0.016 at position 131,072.
@@ -165,7 +153,7 @@ def apply_rope(
     Args:
       x: Queries or keys, floating point.
       positions: Integers, of each token or the same for every row of the batch; may be negative or traced.
-      rope: Which angles.
+      rope: The angles.
 
     Returns:
       The rotated array, in the shape and dtype of `x`.
@@ -183,10 +171,11 @@ def apply_rope(
 
     Source: Su et al., RoFormer, arXiv:2104.09864.
     """
-    x, positions = _checked(x, positions, rope)
+    x, positions = _check(x, positions, rope)
     size, dtype = rope.rotated_size(x.shape[-1]), jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     frequencies = rope.frequencies(x.shape[-1]).astype(dtype).reshape((1,) * (x.ndim - 1) + (size // 2,))
-    angles = _expand(positions, x.ndim).astype(dtype) * frequencies
+    positions = positions.reshape((1,) * (x.ndim - 2 - positions.ndim) + positions.shape + (1, 1))
+    angles = positions.astype(dtype) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.attention_factor != 1.0:
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
@@ -198,16 +187,18 @@ def apply_rope(
     return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
 
-def _expand(positions: Array, rank: int) -> Array:
-    """Positions [B..., T] or [T] with axes of size 1 where x has others: of rank `rank`."""
-    return positions.reshape((1,) * (rank - 2 - positions.ndim) + positions.shape + (1, 1))
-
-
-def _checked(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
-    """Arrays with shapes and dtypes that fit together."""
+def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
+    """Returns x and the positions as JAX arrays, which have 32 bits outside x64, if they fit together."""
     if not isinstance(rope, RoPE):
         raise ValueError(f"rope must be a RoPE, but got {rope!r}; use RoPE() or RoPE.from_config(config).")
-    x, positions = _array("x", x), _positions(positions)
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise ValueError(f"x must be an array, but got {type(x).__name__}.") from None
+    positions = integers("positions", positions)
+    smallest, largest = extremes(positions)
+    if not SMALLEST <= smallest <= largest <= LARGEST:
+        raise ValueError(f"positions must be in the range of int32, but got {smallest} to {largest}.")
     if x.ndim < 3:
         raise ValueError(f"x must be [batch..., length, heads, head size], so of rank 3 or more, but got {x.shape}.")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -219,21 +210,4 @@ def _checked(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
             f"positions must be [batch..., length] or [length], so {x.shape[:-2]} or {x.shape[-3:-2]} for x {x.shape}, "
             f"but got {positions.shape}; use jnp.broadcast_to for other batch axes."
         )
-    return x, positions
-
-
-def _positions(value: Any) -> Array:
-    """As a JAX array, which has 32 bits outside x64."""
-    positions = integers("positions", value)
-    smallest, largest = extremes(positions)
-    if not SMALLEST <= smallest <= largest <= LARGEST:
-        raise ValueError(f"positions must be in the range of int32, but got {smallest} to {largest}.")
-    return jnp.asarray(positions)
-
-
-def _array(name: str, value: Any) -> Array:
-    """The value as a JAX array."""
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be an array, but got {type(value).__name__}.") from None
+    return x, jnp.asarray(positions)

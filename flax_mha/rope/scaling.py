@@ -1,18 +1,19 @@
-"""How rotary frequencies are changed for sequences longer than those of the pretraining; computed in numpy float64."""
+"""Changes of rotary frequencies for sequences longer than those of the pretraining, computed in numpy float64."""
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from flax_mha.core.integers import is_number
+
 
 def check_number(name: str, value: Any, *, above: float | None = None, at_least: float | None = None) -> None:
     """Raises a ValueError unless `value` is a finite number in the range."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_finite(value)
-    if is_number and (above is None or value > above) and (at_least is None or value >= at_least):
+    in_range = is_number(value) and (above is None or value > above) and (at_least is None or value >= at_least)
+    if in_range and _is_finite(value):
         return
     bounds = "" if above is None else f" above {above:g}"
     bounds += "" if at_least is None else f" of at least {at_least:g}"
@@ -28,30 +29,32 @@ def _is_finite(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The frequencies as they are, and what all methods have in common."""
+    """The frequencies as they are, and the base of the methods that change them."""
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
-        """Radians per position of each pair: float64 `[size / 2]`."""
+        """Returns the radians per position of each pair: float64 `[size / 2]`."""
         return base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
 
     @property
     def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         return 1.0
+
+    def _check(self, name: str, **bounds: float) -> None:
+        """Raises a ValueError unless a field is in range, or None by default."""
+        value = getattr(self, name)
+        if value is not None or getattr(type(self), name, 0) is not None:
+            check_number(f"{type(self).__name__}({name})", value, **bounds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Linear(Scaling):
-    """Position interpolation: f / factor, as if all positions were closer together. Chen et al., arXiv:2306.15595.
-
-    Raises:
-      ValueError: If `factor` is below 1.
-    """
+    """Position interpolation: f / factor, as if all positions were closer together. Chen et al., arXiv:2306.15595."""
 
     factor: float
 
     def __post_init__(self) -> None:
-        check_number("Linear(factor)", self.factor, at_least=1.0)
+        self._check("factor", at_least=1.0)
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         return super().frequencies(base, size) / self.factor
@@ -71,7 +74,7 @@ class NTK(Scaling):
     factor: float
 
     def __post_init__(self) -> None:
-        check_number("NTK(factor)", self.factor, at_least=1.0)
+        self._check("factor", at_least=1.0)
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         if size < 4:
@@ -91,9 +94,6 @@ class Llama3(Scaling):
       low_freq_factor: Turns below which frequencies are divided by the factor; above 0.
       high_freq_factor: Turns above which frequencies are kept; above `low_freq_factor`.
       original_max_position: The length of the pretraining, in tokens.
-
-    Raises:
-      ValueError: If a field is out of its range.
     """
 
     factor: float
@@ -102,10 +102,10 @@ class Llama3(Scaling):
     original_max_position: int
 
     def __post_init__(self) -> None:
-        check_number("Llama3(factor)", self.factor, at_least=1.0)
-        check_number("Llama3(low_freq_factor)", self.low_freq_factor, above=0.0)
-        check_number("Llama3(high_freq_factor)", self.high_freq_factor, above=self.low_freq_factor)
-        check_number("Llama3(original_max_position)", self.original_max_position, at_least=1)
+        self._check("factor", at_least=1.0)
+        self._check("low_freq_factor", above=0.0)
+        self._check("high_freq_factor", above=self.low_freq_factor)
+        self._check("original_max_position", at_least=1)
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         kept = super().frequencies(base, size)
@@ -125,11 +125,11 @@ class YaRN(Scaling):
       original_max_position: The length of the pretraining, in tokens.
       beta_fast: A pair that turns more often than this in the original length is kept; above `beta_slow`.
       beta_slow: A pair that turns less often than this is slowed down by the factor; above 0.
-      attention_factor: What cos and sin are multiplied by, above 0. None means m(mscale) / m(mscale_all_dim) if both
+      attention_factor: The factor of cos and sin, above 0. None means m(mscale) / m(mscale_all_dim) if both
         are given and not 0, as for DeepSeek, else m(1), where m(s) = 0.1 s ln(factor) + 1.
       mscale: See `attention_factor`.
       mscale_all_dim: See `attention_factor`.
-      truncate: Whether the indices of these two pairs are rounded outwards; gpt-oss does not.
+      truncate: True rounds the indices of these two pairs outwards; gpt-oss does not.
 
     Raises:
       ValueError: If a field is out of its range, or, when applied, if the base is not above 1.
@@ -145,15 +145,13 @@ class YaRN(Scaling):
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        check_number("YaRN(factor)", self.factor, at_least=1.0)
-        check_number("YaRN(original_max_position)", self.original_max_position, at_least=1)
-        check_number("YaRN(beta_slow)", self.beta_slow, above=0.0)
-        check_number("YaRN(beta_fast)", self.beta_fast, above=self.beta_slow)
-        if self.attention_factor is not None:
-            check_number("YaRN(attention_factor)", self.attention_factor, above=0.0)
-        for name in ("mscale", "mscale_all_dim"):
-            if getattr(self, name) is not None:
-                check_number(f"YaRN({name})", getattr(self, name), at_least=0.0)
+        self._check("factor", at_least=1.0)
+        self._check("original_max_position", at_least=1)
+        self._check("beta_slow", above=0.0)
+        self._check("beta_fast", above=self.beta_slow)
+        self._check("attention_factor", above=0.0)
+        self._check("mscale", at_least=0.0)
+        self._check("mscale_all_dim", at_least=0.0)
         if not isinstance(self.truncate, bool):
             raise ValueError(f"YaRN(truncate) must be True or False, but got {self.truncate!r}.")
 
@@ -191,7 +189,7 @@ class LongRoPE(Scaling):
 
     Attributes:
       factors: One per rotated pair, above 0; any sequence, kept as a tuple.
-      attention_factor: What cos and sin are multiplied by, above 0; sqrt(1 + ln(s) / ln(original_max_position)) for
+      attention_factor: The factor of cos and sin, above 0; sqrt(1 + ln(s) / ln(original_max_position)) for
         Phi-3, where s is the ratio of the new length to the original one.
 
     Raises:
@@ -205,7 +203,7 @@ class LongRoPE(Scaling):
         factors = tuple(self.factors) if isinstance(self.factors, Iterable) else (self.factors,)
         for factor in factors:
             check_number("each of LongRoPE(factors)", factor, above=0.0)
-        check_number("LongRoPE(attention_factor)", self.attention_factor, above=0.0)
+        self._check("attention_factor", above=0.0)
         object.__setattr__(self, "factors", tuple(map(float, factors)))
 
     def frequencies(self, base: float, size: int) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""What the configs of Hugging Face mean."""
