@@ -147,7 +147,7 @@ def test_an_export_replaces_nothing_else(run, tmp_path, name):
 
 def test_an_export_does_not_replace_the_current_folder(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(train_demo.UserError, match="--to is the current folder"):
+    with pytest.raises(train_demo.UserError, match="to is the current folder"):
         export.write(Path(), run.model, run.config)
 
 

@@ -1,21 +1,26 @@
 """`python -m train_demo`: killed, interrupted and fed with nonsense, as a new user or a bad day would."""
 
+import contextlib
+import fcntl
 import itertools
 import json
 import math
 import os
+import pty
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from train_demo import checkpoint, data, metrics, run_folder, samples, settings, usage
+from train_demo import checkpoint, data, files, metrics, run_folder, samples, settings, usage
 from train_demo.__main__ import main
 from train_demo.errors import UserError
 
@@ -87,7 +92,7 @@ def here(capfd, *arguments):
 
 
 def struck(where, number, *arguments):
-    code = 128 + number if number == signal.SIGINT else -number
+    code = -number if number == signal.SIGKILL else 128 + number
     return demo(*arguments, code=code, start=("-c", SABOTAGED, str(where), str(int(number))))
 
 
@@ -118,6 +123,8 @@ def finished(tmp_path_factory, text):
     said = demo("--data", text, "--out", out, *TINY)
     assert f"step {STEPS:>6}  validation loss" in said
     assert f"python -m train_demo sample --out={out}" in said
+    assert "␣ is a space, ↵ the end of a line" in said
+    (out / "said.txt").write_text(said)
     return out
 
 
@@ -174,6 +181,30 @@ def test_a_finished_run_leaves_what_was_promised(finished):
     assert usage.read(finished)["devices"] == 1
 
 
+def test_the_terminal_and_the_report_say_the_same_numbers(finished):
+    said, measured = (finished / "said.txt").read_text(), metrics.read(finished)
+    page = (finished / "report.html").read_text()
+    shown = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    facts, tiles = (
+        {label: value for label, value, _ in shown["facts"]},
+        {label: value for value, label in shown["tiles"]},
+    )
+    first, speed, loss = (
+        re.search(pattern, said)[1]
+        for pattern in (
+            r"first step is done (.*?) s after the start of the training",
+            r"([\d,]+) tokens/s",
+            r"training loss ([\d.]+)",
+        )
+    )
+    assert facts["first step"] == f"{first} s" == f"{measured[0]['seconds']:.1f} s"
+    assert facts["characters per second"] == speed
+    assert tiles["training loss, nats per character, mean of the last 12 steps"] == loss
+    mean = np.mean([metric["loss"] for metric in measured if "loss" in metric])
+    assert float(loss) == pytest.approx(mean, abs=1e-4)
+    assert f"mean of the last {STEPS} steps" in said
+
+
 def test_a_run_killed_three_times_and_interrupted_ends_as_if_it_never_stopped(finished, text, tmp_path):
     out = tmp_path / "run"
     resume = ("--resume", "--out", out)
@@ -199,7 +230,8 @@ def test_a_run_killed_three_times_and_interrupted_ends_as_if_it_never_stopped(fi
 
     said = struck(9, signal.SIGINT, *resume)
     assert "Going on from the checkpoint of step 8" in said
-    assert f"Go on with: python -m train_demo --resume --out {out}" in said
+    assert "Stopping after this step, then saving (Ctrl-C again: stop at once)" in said
+    assert f"Go on with:\npython -m train_demo --resume --out {out}\n" in said
 
     said = demo(*resume)
     assert "Going on from the checkpoint of step 1" in said  # 10 or 11: where Ctrl-C came
@@ -216,7 +248,8 @@ def test_an_extended_run_stays_exact(finished, text, tmp_path):
     one, other = (Path(shutil.copytree(finished, tmp_path / name)) for name in ("one", "other"))
     longer = 2 * STEPS
     demo("--resume", "--steps", longer, "--out", one)
-    said = struck(STEPS + 2, signal.SIGINT, "--resume", "--steps", longer, "--out", other)
+    said = struck(STEPS + 2, signal.SIGTERM, "--resume", "--steps", longer, "--out", other)
+    assert "Terminated: stopping after this step, then saving" in said
     assert f"--resume --out {other}" in said
     assert f"plot --out {other}" in said
     for step in range(STEPS, longer):  # back to before the old end, where the learning rate was another
@@ -312,11 +345,18 @@ def test_bad_numbers(capsys, tmp_path, option, value):
         (b"short", ["holds 5 characters", "at least 90"]),
         (b"x" * 89, ["holds 89 characters", "at least 90"]),
         (b"abc\xff" * 50, ["not UTF-8", "byte 3"]),
+        ("pipe", ["cannot read --data", "a pipe, and nothing was written to it within 0.1 s"]),
+        ("device", ["cannot read --data", "it is a device or a socket"]),
     ],
 )
-def test_bad_text(capsys, tmp_path, content, words):
+def test_bad_text(capsys, monkeypatch, tmp_path, content, words):
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
     path = tmp_path / "text.txt"
-    if content is not None:
+    if content == "pipe":
+        os.mkfifo(path)
+    elif content == "device":
+        path.symlink_to("/dev/zero")
+    elif content is not None:
         path.write_bytes(content)
     said = refusal(capsys, "--data", path, "--out", tmp_path / "run", *TINY)
     assert all(word in said for word in [str(path), *words])
@@ -414,10 +454,30 @@ def test_errors_do_not_command_the_terminal(capsys, monkeypatch, tmp_path, argum
     assert "x1b[31m" in said
 
 
-def test_written_text_does_not_command_the_terminal(capfd, tmp_path):
+def on_terminal(*arguments):
+    """Runs the command on a terminal of 80 columns; returns the lines that it wrote, without escapes."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "train_demo", *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+    written = b""
+    with contextlib.suppress(OSError):  # the end
+        while piece := os.read(ours, 2**16):
+            written += piece
+    assert process.wait() == 0
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()))
+
+
+def test_written_text_does_not_command_the_terminal_and_fits_it(capfd, tmp_path):
     (tmp_path / "text").write_text(UNSAFE * 100)
-    said = demo("--data", tmp_path / "text", "--out", tmp_path / "run", *TINY, "--steps", 1)
-    said += here(capfd, "sample", "--out", tmp_path / "run", "--prompt", "\x1b[", "--max-new-tokens", 20)
+    lines = on_terminal("--data", tmp_path / "text", "--out", tmp_path / "run", *TINY, "--steps", 1)
+    # Only what was written in one word, or is to be copied, may be longer.
+    long = [line for line in lines if len(line) > 80 and "\\x" not in line and str(tmp_path) not in line]
+    assert not long
+    said = "".join(lines) + here(
+        capfd, "sample", "--out", tmp_path / "run", "--prompt", "\x1b[", "--max-new-tokens", 20
+    )
     assert not set(UNSAFE) - set("[31m") & set(said)
     assert "\\x1b[" in said
 
@@ -485,10 +545,14 @@ def test_a_run_of_another_model(capsys, copy, version):
         assert "train anew" in said
 
 
-def test_a_loss_that_is_not_finite(tmp_path):
-    with metrics.Log(tmp_path, 0) as log, pytest.raises(UserError, match="loss is nan at step 7"):
-        log.write("loss", 7, math.nan)
-    assert metrics.read(tmp_path) == []
+@pytest.mark.parametrize(("loss", "said"), [(math.nan, "nan"), (math.inf, "inf"), (7e31, "7e\\+31"), (461, "461")])
+def test_a_training_that_diverged(tmp_path, loss, said):
+    with metrics.Log(tmp_path, 0, math.log(100)) as log:
+        assert log.write("loss", 6, 460) == 460  # 100 times the loss of guessing one of 100 tokens
+        with pytest.raises(UserError, match=f"training diverged: the loss is {said} at step 7") as error:
+            log.write("loss", 7, loss)
+    assert error.value.for_command.endswith("take a lower --learning-rate and another --out")
+    assert [metric["step"] for metric in metrics.read(tmp_path)] == [6]
 
 
 @pytest.mark.skipif(run_folder.fcntl is None, reason="no flock here")
@@ -502,11 +566,11 @@ def test_two_runs_never_share_a_folder(tmp_path):
 
 
 def test_a_clock_that_goes_on(tmp_path):
-    with metrics.Log(tmp_path, 0) as log:
+    with metrics.Log(tmp_path, 0, 1.0) as log:
         log.write("loss", 1, 3.0)
     first = json.loads((tmp_path / metrics.FILE).read_text())
     (tmp_path / metrics.FILE).write_text(json.dumps({**first, "seconds": 100.0}) + "\n")
-    with metrics.Log(tmp_path, 1) as log:
+    with metrics.Log(tmp_path, 1, 1.0) as log:
         log.write("loss", 2, 2.0)
     assert 100 <= metrics.read(tmp_path)[1]["seconds"] < 110
 

@@ -92,18 +92,21 @@ def test_samples(run):
         ({"seed": -1}, ["seed", "got '-1'"]),
         ({"dtype": "float16"}, ["dtype", "float32, bfloat16"]),
         ({"dtype": jnp.float32}, ["dtype: expected a text"]),
-        ({"heads": 3, "out": "new"}, ["--heads 3"]),
+        ({"heads": 3, "out": "new"}, ["features 8 cannot be shared by heads 3"]),
         ({"data": "no-such-file", "out": "new"}, ["no-such-file"]),
-        ({"tokenizer": "words", "out": "new"}, ["--tokenizer words"]),
-        ({"resume": True, "seed": 3}, ["another configuration", "--seed 0 there, 3 here"]),
-        ({"resume": True, "steps": 2}, ["--steps 4 there, 2 here"]),
-        ({}, ["holds a run already"]),
+        ({"tokenizer": "words", "out": "new"}, ["cannot read tokenizer words"]),
+        (
+            {"resume": True, "seed": 3},
+            ["another configuration", "(seed 0 there, 3 here): drop these or choose another out"],
+        ),
+        ({"resume": True, "steps": 2}, ["(steps 4 there, 2 here)"]),
+        ({}, ["holds a run already: pass resume=True to go on with it, or another out"]),
         ({"layout": Layout(coordinator="a:1", num_processes=2, process_id=0)}, ["several processes"]),
-        ({"layout": Layout(fsdp=3), "out": "new"}, ["--fsdp 3"]),
+        ({"layout": Layout(fsdp=3), "out": "new"}, ["data_parallel -1 x fsdp 3 x tensor 1"]),
         ({"size": ["tiny"], "out": "new"}, ["size: expected one of", "got ['tiny']"]),
         ({"out": ""}, ["out is empty"]),
-        ({"data": "", "out": "new"}, ["--data is empty"]),
-        ({"tokenizer": "", "out": "new"}, ["--tokenizer is empty"]),
+        ({"data": "", "out": "new"}, ["data is empty"]),
+        ({"tokenizer": "", "out": "new"}, ["tokenizer is empty"]),
         ({"out": "new\udcff"}, ["is no UTF-8", "\\udcff"]),
     ],
 )
@@ -112,7 +115,28 @@ def test_what_the_command_refuses_is_an_exception(run, text, tmp_path, monkeypat
     with pytest.raises(train_demo.UserError) as refused:
         train_demo.train(**{"data": text, "out": run.out, "quiet": True, **TINY, **options})
     assert all(word in str(refused.value) for word in words), refused.value
+    assert "--" not in str(refused.value)
     assert not list(tmp_path.rglob("config.json"))
+
+
+def test_errors_name_the_functions_of_python(tmp_path):
+    with pytest.raises(train_demo.UserError) as refused:
+        train_demo.load(tmp_path)
+    assert str(refused.value) == f"{tmp_path} holds no run: start one with train_demo.train(out={str(tmp_path)!r})"
+    assert refused.value.for_command.endswith(f"start one with python -m train_demo --out {tmp_path}")
+
+
+def test_export(run, tmp_path):
+    assert run.export() == run.out / "export"
+    names = ["config.json", "model.safetensors", "torch_model.py"]
+    assert sorted(path.name for path in run.export(str(tmp_path / "mine")).iterdir()) == names
+    for to, words in (
+        ("", "to is empty"),
+        (run.out, "choose another folder with to"),
+        (run.out / "lock/x", "another to"),
+    ):
+        with pytest.raises(train_demo.UserError, match=words):
+            run.export(to)
 
 
 @pytest.mark.parametrize(

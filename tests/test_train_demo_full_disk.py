@@ -67,3 +67,13 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(monkeypatch, tmp_path):
     with pytest.raises(OSError, match="No space"):
         files.write_atomically(path, b"new")
     assert [(found.name, found.read_bytes()) for found in tmp_path.iterdir()] == [("file", b"old")]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_output_that_is_full_is_named(tmp_path):
+    command = [sys.executable, "-m", "train_demo", "--out", str(tmp_path / "run"), *TINY]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot write to standard output, /dev/full (No space left on device)" in done.stderr

@@ -1,4 +1,4 @@
-"""`python -m train_demo` and Ctrl-C: one line and exit code 130 at whatever moment it comes."""
+"""`python -m train_demo`, Ctrl-C and SIGTERM: one line and exit code 130 or 143 at whatever moment it comes."""
 
 import signal
 import subprocess
@@ -59,3 +59,44 @@ def test_ctrl_c_at_any_moment(tmp_path, delay):
         assert "train_demo" not in complaint
     assert took < 20  # a second or two; more where the machine is busy
     assert not list(out.glob("*.tmp"))
+
+
+# The main thread computes, and executes no Python, for minutes: as while XLA compiles.
+BUSY = """
+import hashlib, os, signal, threading, time
+from train_demo import stopping
+
+stopping.GRACE = 0.5
+with stopping.heeded(lambda line: print(line, flush=True), False):
+    threading.Timer(0.2, os.kill, (os.getpid(), int(signal.{}))).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", {})
+print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds", "code", "words"),
+    [
+        ("SIGTERM", 2**31 - 1, 143, ("Terminated: stopping after this step", "Terminated before a step ended")),
+        ("SIGINT", 3 * 10**6, 0, ("Stopping after this step, then saving (Ctrl-C again: stop at once)", "")),
+    ],
+)
+def test_a_signal_is_answered_at_once_and_sigterm_ends_in_time(name, rounds, code, words):
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY.format(name, rounds)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.startswith(words[0])
+    assert done.stderr.startswith(words[1])
+    assert done.stderr.count("\n") == (code != 0)
+
+
+def test_sigterm_before_the_training(tmp_path):
+    (tmp_path / "fox.txt").write_text(TEXT)
+    code = "import os, signal, train_demo.__main__ as m, train_demo.command_line as c\n"
+    code += "c.run = lambda _: os.kill(os.getpid(), signal.SIGTERM)\nm._start()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 143
+    assert (
+        done.stderr == "Terminated: python -m train_demo --resume continues a training run from its last checkpoint\n"
+    )

@@ -84,7 +84,8 @@ def test_what_the_report_says_is_what_the_run_measured(tmp_path):
         if step % 500 == 0:
             lines.append({"step": step, "val_loss": 4 - step / 1000, "seconds": 3 + step / 100})
     (tmp_path / metrics.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    usage.write(tmp_path, {"device": "cpu", "devices": 1, "memory_of_process": 512 * 2**20})
+    used = {"device": "cpu", "devices": 1, "memory_of_process": 512 * 2**20, "tokens_per_second": 1600}
+    usage.write(tmp_path, used)
     _, found = shown(tmp_path)
     assert found["validation"] == {
         "step": [500, 1000, 1500, 2000],
@@ -99,8 +100,8 @@ def test_what_the_report_says_is_what_the_run_measured(tmp_path):
     facts = {label: value for label, value, _ in found["facts"]}
     assert facts["training"] == "23.0 s"
     assert facts["memory"] == "512 MiB"
-    assert facts["characters per second"] == "1,600"  # 100 steps of 2 x 8
-    assert ["2.000", "validation loss, nats per character"] in found["tiles"]
+    assert facts["characters per second"] == "1,600"
+    assert ["2.0000", "validation loss, nats per character"] in found["tiles"]
     assert {name: value for name, value, _ in found["settings"]}["--features"] == "8"
 
 
@@ -158,7 +159,7 @@ def test_a_sample_on_a_full_disk(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(samples.os, "fsync", full)
-    with pytest.raises(samples.UserError, match=r"samples\.jsonl \(No space left on device\).*--resume"):
+    with pytest.raises(samples.UserError, match=r"samples\.jsonl \(No space left on device\).*resume"):
         samples._append(tmp_path, samples.Sample(1, "a", "b"))
 
 

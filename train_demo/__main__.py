@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those after `python -m train_demo`; None takes the process's.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C during the training.
+        The exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM during the training.
 
     Raises:
         SystemExit: with code 2 and one line on stderr, for whatever the user can fix.
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(sys.argv[1:] if arguments is None else arguments)
 
 
-def end_at_once(*_: object) -> None:
-    """Ends the process with one line and exit code 130; runs as a handler of SIGINT.
+def end_at_once(number: int = 2, *_: object) -> None:
+    """Ends the process with one line and exit code 128 + `number`; runs as a handler of SIGINT and SIGTERM.
 
     Nothing is unwound, because code that catches or ignores exceptions could keep the process alive. Files are
     written atomically, so that the run can be resumed.
@@ -41,12 +41,13 @@ def end_at_once(*_: object) -> None:
             os.write(1, SHOW_CURSOR)
         os.write(
             sys.stderr.fileno(),
-            b"Interrupted: python -m train_demo --resume continues a training run from its last checkpoint\n",
+            (b"Interrupted" if number == 2 else b"Terminated")
+            + b": python -m train_demo --resume continues a training run from its last checkpoint\n",
         )
     except (OSError, RuntimeError, ValueError, AttributeError):
         pass  # a closed stream, or one that was being written to when the signal came
     finally:
-        os._exit(130)
+        os._exit(128 + number)
 
 
 def _start() -> None:
@@ -55,6 +56,7 @@ def _start() -> None:
         from contextlib import suppress
 
         signal.signal(signal.SIGINT, end_at_once)
+        signal.signal(signal.SIGTERM, end_at_once)
     except KeyboardInterrupt:
         end_at_once()
     from train_demo.errors import MainThreadOnly

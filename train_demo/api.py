@@ -2,13 +2,15 @@
 
 import argparse
 import os
+import signal
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train_demo import metrics
 from train_demo.data import Say, Text
-from train_demo.errors import UserError, enough_memory, printable
+from train_demo.errors import UserError, enough_memory, fitted, printable
 from train_demo.layout import Layout
 from train_demo.run_folder import Config, prepare, read_config
 from train_demo.settings import SIZES, Settings, completed
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 # JAX is imported where it is used, so that refusals come at once.
 
 RUNS = Path("runs")
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 SETTINGS = {option.name: option for option in fields(Settings)}
 
@@ -109,6 +112,29 @@ class Run:
         )
         return "".join(piece for (piece,) in pieces)
 
+    def export(self, to: str | Path | None = None) -> Path:
+        """Writes the model as safetensors with PyTorch's names, its configuration, and the PyTorch code that runs it.
+
+        Args:
+            to: the folder, which takes the place of an earlier export there; None means `export` in the run's folder.
+
+        Returns:
+            The folder.
+
+        Raises:
+            UserError: the folder holds something else, or is the current one, or cannot be written.
+        """
+        from train_demo import export
+
+        if to == "":
+            raise UserError("to is empty: name a folder, or leave it out")
+        folder = self.out / "export" if to is None else Path(to)
+        try:
+            export.write(folder, self.model, self.config)
+        except OSError as error:
+            raise UserError(f"cannot write {error.filename or folder} ({error.strerror}): name another --to") from error
+        return folder
+
 
 def train(
     data: str | Path | None = None,
@@ -173,6 +199,7 @@ def train(
     Raises:
         UserError: an argument, the data or the folder is unfit; the message says why, and what to do.
         KeyboardInterrupt: Ctrl-C was pressed. The run was saved, and `resume` goes on with it.
+        SystemExit: the process got SIGTERM. The run was saved likewise.
 
     Example:
         ```python
@@ -192,7 +219,10 @@ def train(
         raise UserError("out is empty: name a folder, or leave it out")
     where = Path(out) if out is not None else default_folder(None if data is None else str(data))
     source, kind = (None if name is None else str(name) for name in (data, tokenizer))
-    if start(where, source, kind, given, resume=resume, layout=layout or Layout(), quiet=quiet, samples=samples):
+    code = start(where, source, kind, given, resume=resume, layout=layout or Layout(), quiet=quiet, samples=samples)
+    if code == TERMINATED:
+        raise SystemExit(code)
+    if code:
         raise KeyboardInterrupt(f"stopped and saved: train(out={str(where)!r}, resume=True) goes on")
     return load(where)
 
@@ -225,10 +255,9 @@ def start(
     layout: Layout,
     quiet: bool = False,
     samples: bool = True,
-    programs: Path | None = None,
     say: Say = lambda line: None,
 ) -> int:
-    """Trains; returns the exit code of the command: 0, or 130 where Ctrl-C was pressed.
+    """Trains; returns the exit code of the command: 0, 130 after Ctrl-C, or 143 after SIGTERM.
 
     Args:
         out: the run's folder.
@@ -239,7 +268,6 @@ def start(
         layout: how it is computed.
         quiet: print nothing.
         samples: write a short text at each validation.
-        programs: where compiled programs are kept for a later run; None keeps none.
         say: told how far the preparation of large data is.
 
     Raises:
@@ -247,7 +275,7 @@ def start(
     """
     config, text = prepare(out, data, given, resume, tokenizer, say)
     if layout.first and not quiet:  # before JAX is imported, which takes a second
-        print(printable(_described(config, text)), flush=True)
+        print(fitted(printable(_described(config, text)), sys.stdout), flush=True)
     # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
     flags = os.environ.get("XLA_FLAGS", "")
     if DETERMINISTIC not in flags.split():  # a program may train several times
@@ -256,7 +284,7 @@ def start(
     from train_demo.training import train as run_training
 
     with joined(layout), enough_memory("--batch-size, --context-length or --features"):
-        return run_training(config, text, out, resume, layout, quiet, samples, programs)
+        return run_training(config, text, out, resume, layout, quiet, samples)
 
 
 def _described(config: Config, text: Text) -> str:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from train_demo.api import RUNS, SETTINGS, default_folder, start
 from train_demo.data import SHARD, load
-from train_demo.errors import UserError, enough_memory, printable
+from train_demo.errors import UserError, enough_memory, fitted, printable
 from train_demo.layout import Layout
 from train_demo.run_folder import newest, read_config
 from train_demo.settings import (
@@ -59,7 +59,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
-        self.exit(2, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")
+        line = f"{self.prog}: error: {printable(' '.join(message.split()))}"
+        self.exit(2, fitted(line, sys.stderr) + "\n")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -70,11 +71,22 @@ def run(arguments: Sequence[str]) -> int:
     parser = _parser()
     chosen = parser.parse_args(arguments)
     try:
-        return chosen.command(chosen)
-    except (UserError, OSError) as error:  # an OSError, say a full disk, names its file
-        parser.error(str(error))
+        code = chosen.command(chosen)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        parser.error(error.for_command)
+    except OSError as error:  # say a full disk; what is written to stdout alone names no file
+        parser.error(str(error) if error.filename else f"cannot write to {_stdout()} ({error.strerror or error})")
     except ModuleNotFoundError as error:
         parser.error(f"{error.name} is not installed: run pip install 'flax-mha[demo]'")
+
+
+def _stdout() -> str:
+    try:
+        return f"standard output, {os.readlink('/proc/self/fd/1')}"
+    except OSError:
+        return "standard output"
 
 
 def _train(chosen: argparse.Namespace) -> int:
@@ -83,11 +95,11 @@ def _train(chosen: argparse.Namespace) -> int:
     layout = Layout(**{name: getattr(chosen, name) for name in LAYOUT})
     if chosen.size is not None:
         given = completed(chosen.size, given)
-    programs = _keep_compiled()
+    _keep_compiled()
 
     def say(line: str) -> None:
         if layout.first:
-            print(printable(line), flush=True)
+            print(fitted(printable(line), sys.stdout), flush=True)
 
     return start(
         out,
@@ -97,28 +109,21 @@ def _train(chosen: argparse.Namespace) -> int:
         resume=chosen.resume,
         layout=layout,
         samples=not chosen.no_samples,
-        programs=programs,
         say=say,
     )
 
 
-def _keep_compiled() -> Path | None:
+def _keep_compiled() -> None:
     """Has JAX keep what it compiles in the user's cache folder, for the next run, unless it was told where to.
 
     A cache that cannot be read or written is no error: the run compiles then.
-
-    Returns:
-        The folder; None where this is no process of its own, and JAX has been configured, or where the cache is no
-        folder but an address that JAX alone can write to, like "gs://bucket".
     """
-    if "jax" in sys.modules:
-        return None
+    if "jax" in sys.modules:  # this is no process of its own, and JAX has been configured
+        return
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "flax_mha")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry", UserWarning)
-    kept = os.environ["JAX_COMPILATION_CACHE_DIR"]
-    return None if "://" in kept else Path(kept)
 
 
 def _sample(chosen: argparse.Namespace) -> int:

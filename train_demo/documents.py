@@ -10,6 +10,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from train_demo.errors import UserError
+from train_demo.files import read_bytes
 from train_demo.vocabulary import codes_of
 
 LARGE = 2**26  # bytes; more text than this is not kept in memory, but read again whenever it is needed
@@ -119,7 +120,9 @@ def _hidden(path: Path) -> bool:
 
 
 def _document(path: Path, keep: bool) -> Document:
-    return Document(path, path.read_text(encoding="utf-8-sig") if keep else None)
+    if not keep:
+        return Document(path, None)
+    return Document(path, io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig").read())
 
 
 def survey(document: Document, count: Callable[[int], None]) -> Survey:

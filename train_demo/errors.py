@@ -1,6 +1,8 @@
 """The error that the command line shows as one line, and text that is safe to show."""
 
 import re
+import shutil
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +12,32 @@ from typing import Any, TextIO
 UNSAFE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\ud800-\\udfff\\u202a-\\u202e\\u2066-\\u2069]")
 
 
+# A command that a text ends with, and options: `--resume` takes no value.
+COMMAND = re.compile(r"python -m train_demo( --resume)? --out (.+)$")
+OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?![\w-])")
+
+
 class UserError(Exception):
-    """Something that the person at the command line can mend; its text is one line and says how."""
+    """Something that the user can mend; its text is one line and says how.
+
+    Args:
+        for_command: the text as the command line shows it, with its options. `str(error)` names the arguments of the
+            functions of `train_demo` instead.
+
+    Example:
+        >>> str(UserError("--batch-size 3 is odd: pass --resume, or run python -m train_demo --out here"))
+        "batch_size 3 is odd: pass resume=True, or run train_demo.train(out='here')"
+    """
+
+    def __init__(self, for_command: str):
+        super().__init__(for_command)
+        self.for_command = for_command
+
+    def __str__(self) -> str:
+        text = COMMAND.sub(
+            lambda found: f"train_demo.train({'resume=True, ' if found[1] else ''}out={found[2]!r})", self.for_command
+        )
+        return OPTION.sub(lambda found: found[1].replace("-", "_") + "=True" * (found[1] == "resume"), text)
 
 
 def printable(text: str) -> str:
@@ -22,6 +48,14 @@ def printable(text: str) -> str:
         red: \x1b[31m
     """
     return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """Breaks a line between words where the stream is a terminal that is narrower; otherwise returns it unchanged."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)) or text
 
 
 @contextmanager

@@ -1,7 +1,10 @@
-"""Files that appear whole or not at all, and JSON that may be damaged."""
+"""Files that appear whole or not at all, pipes that nobody writes to, and JSON that may be damaged."""
 
+import errno
 import json
 import os
+import select
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,27 @@ def write_atomically(path: Path, content: bytes) -> None:
             temporary.unlink(missing_ok=True)  # half a file is of no use, and the disk may be full
         error.filename = error.filename or str(path)
         raise
+
+
+PATIENCE = 10  # seconds in which something has to be written to a pipe
+
+
+def read_bytes(path: Path) -> bytes:
+    """Reads a file, or what is written to a pipe; from a device nothing, because that might never end.
+
+    Raises:
+        OSError: it cannot be read, is neither a file nor a pipe, or nothing was written to the pipe.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return path.read_bytes()
+    if not stat.S_ISFIFO(mode):
+        raise OSError(errno.EINVAL, "it is a device or a socket", str(path))
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
+        if not select.select([pipe], [], [], PATIENCE)[0]:
+            raise OSError(errno.EAGAIN, f"it is a pipe, and nothing was written to it within {PATIENCE:g} s", str(path))
+        os.set_blocking(pipe.fileno(), True)
+        return pipe.read()
 
 
 def read_json(path: Path) -> Any:

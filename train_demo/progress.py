@@ -1,6 +1,5 @@
 """The progress bar: steps, loss, speed, time left."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,54 +8,37 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
-    Task,
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.text import Text
 
-from train_demo import STARTED
 from train_demo.settings import Settings
 
 
-class TokensPerSecond(ProgressColumn):
-    """How many characters the training reads a second."""
-
-    def __init__(self, tokens_per_step: int):
-        super().__init__()
-        self.tokens_per_step = tokens_per_step
-
-    def render(self, task: Task) -> Text:
-        """Shows the speed over the last half minute."""
-        return Text(f"{(task.speed or 0) * self.tokens_per_step:,.0f} tokens/s")
-
-
 @contextmanager
-def bar(console: Console, start: int, settings: Settings) -> Iterator[Callable[[int, float], None]]:
-    """Shows a bar on the console while the context lasts; yields `show(step, loss)`.
+def bar(console: Console, start: int, settings: Settings) -> Iterator[Callable[[int, float, float], None]]:
+    """Shows a bar on the console while the context lasts; yields `show(step, loss, steps_per_second)`.
 
-    Until the first step is shown, the bar says that the step is being compiled; then a line says how long that took.
+    Until the first step is shown, the bar says that the step is being compiled.
     """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         MofNCompleteColumn(),
-        BarColumn(),
+        BarColumn(bar_width=None),
         TextColumn("loss {task.fields[loss]}"),
-        TokensPerSecond(settings.batch_size * settings.context_length),
+        TextColumn("{task.fields[speed]} tokens/s"),
         TimeRemainingColumn(),
         TextColumn("left"),
     )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("compiling", total=settings.steps, completed=start, loss="?")
+    tokens = settings.batch_size * settings.context_length
+    with Progress(*columns, console=console, expand=True) as progress:
+        task = progress.add_task("compiling", total=settings.steps, completed=start, loss="?", speed="?")
 
-        def show(step: int, loss: float) -> None:
-            if step == start + 1:
-                progress.reset(task, completed=start, description="step")
-                console.print(f"the first step is done {time.perf_counter() - STARTED:.1f} s after the start")
-            progress.update(task, completed=step, loss=f"{loss:.3f}")
+        def show(step: int, loss: float, steps_per_second: float) -> None:
+            speed = f"{tokens * steps_per_second:,.0f}" if steps_per_second else "?"
+            progress.update(task, description="step", completed=step, loss=f"{loss:.3f}", speed=speed)
 
         yield show
 

@@ -17,6 +17,7 @@ from train_demo.run_folder import Config
 
 FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html")
+SPEED = "tokens_per_second"
 POINTS = 400  # of a curve, at most: neighbouring steps share one
 
 
@@ -50,7 +51,7 @@ def gathered(out: Path, weights: np.ndarray, config: Config) -> dict[str, Any]:
         "title": printable(f"Training on {name}"),
         "subtitle": f"{last:,} of {config.settings.steps:,} steps; {len(config.vocabulary):,} different {unit}s",
         "unit": unit,
-        "tiles": _tiles(measured, config),
+        "tiles": _tiles(measured, used, config),
         "training": _curve(measured),
         "validation": _validation(measured),
         "samples": [
@@ -66,18 +67,17 @@ def gathered(out: Path, weights: np.ndarray, config: Config) -> dict[str, Any]:
     }
 
 
-def _tiles(measured: list[metrics.Metric], config: Config) -> list[tuple[str, str]]:
-    tiles = []
-    for name, label in (("val_loss", "validation"), ("loss", "training")):
-        found = [metric for metric in measured if name in metric]
-        if found:
-            # One batch says little: of the training the mean of the last steps.
-            value = found[-1][name] if name == "val_loss" else np.mean([metric[name] for metric in found[-100:]])
-            tiles.append((f"{value:.3f}", f"{label} loss, nats per {config.vocabulary.unit}"))
+def _tiles(measured: list[metrics.Metric], used: usage.Usage, config: Config) -> list[tuple[str, str]]:
+    tiles, unit = [], config.vocabulary.unit
+    if checks := [metric["val_loss"] for metric in measured if "val_loss" in metric]:
+        tiles.append((f"{checks[-1]:.4f}", f"validation loss, nats per {unit}"))
+    loss, number = metrics.mean_of_last(measured)
+    if number:
+        tiles.append((f"{loss:.4f}", f"training loss, nats per {unit}, mean of the last {number} steps"))
     if seconds := _seconds(measured):
         tiles.append((_time(seconds), "of training"))
-    if speed := _speed(measured, config):
-        tiles.append((f"{speed:,.0f}", f"{config.vocabulary.unit}s per second"))
+    if used.get(SPEED):
+        tiles.append((f"{used[SPEED]:,}", f"{unit}s per second"))
     return tiles
 
 
@@ -86,9 +86,10 @@ def _facts(measured: list[metrics.Metric], used: usage.Usage, config: Config) ->
     if seconds := _seconds(measured):
         facts.append(("training", _time(seconds), "with compiling, validation, samples and checkpoints"))
         first = next(metric["seconds"] for metric in measured if "seconds" in metric)
-        facts.append(("first step", _time(first), "from the start of the training; most of it is compiling"))
-    if speed := _speed(measured, config):
-        facts.append((f"{config.vocabulary.unit}s per second", f"{speed:,.0f}", "median of the steps"))
+        facts.append(("first step", _time(first), "after the start of the training; most of it is compiling"))
+    if used.get(SPEED):
+        note = "without compiling, validation, samples and checkpoints; since the run was started or resumed"
+        facts.append((f"{config.vocabulary.unit}s per second", f"{used[SPEED]:,}", note))
     names = {
         "memory_of_process": ("memory", "largest resident size of the process"),
         "memory_of_device": ("memory of a device", "largest size in use"),
@@ -109,16 +110,6 @@ def _facts(measured: list[metrics.Metric], used: usage.Usage, config: Config) ->
 
 def _seconds(measured: list[metrics.Metric]) -> float:
     return max((metric.get("seconds", 0.0) for metric in measured), default=0.0)
-
-
-def _speed(measured: list[metrics.Metric], config: Config) -> float:
-    """Tokens per second in half of the steps; 0 where nothing was timed."""
-    times = np.array([metric["seconds"] for metric in measured if "loss" in metric and "seconds" in metric])
-    # Losses are read a few steps late, several at a time: neighbours in the file may have the same time.
-    span = max(1, min(20, len(times) // 4))
-    took = (times[span:] - times[:-span]) / span if len(times) > span else np.zeros(0)
-    took = took[took > 0]
-    return config.settings.batch_size * config.settings.context_length / float(np.median(took)) if len(took) else 0.0
 
 
 def _time(seconds: float) -> str:

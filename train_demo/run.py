@@ -12,7 +12,6 @@ from train_demo import mesh
 from train_demo.data import Text
 from train_demo.layout import Layout
 from train_demo.model import Params, Transformer, blueprint, initial_params
-from train_demo.programs import Programs
 from train_demo.run_folder import Config
 from train_demo.update import State, make_optimizer
 
@@ -28,7 +27,6 @@ class Run:
     mesh: jax.sharding.Mesh | None  # None on one device
     console: Console
     write_samples: bool
-    programs: Programs
 
     @cached_property
     def structure(self) -> nnx.GraphDef[Transformer]:
@@ -62,4 +60,4 @@ class Run:
             params = initial_params(len(self.text.vocabulary), self.config.settings)
             return State(params, make_optimizer(self.config.settings).init(params))
 
-        return self.programs.get("first_state", lambda: jax.jit(draw, out_shardings=self.shardings))()
+        return jax.jit(draw, out_shardings=self.shardings)()

@@ -1,14 +1,14 @@
 """The training loop: it measures, saves, shows what it does, and can be stopped and resumed at any step."""
 
 import functools
+import math
 import shlex
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -18,18 +18,27 @@ from jax import P
 from jaxtyping import Array
 from rich.console import Console
 
-from train_demo import checkpoint, generate, mesh, metrics, processes, progress, samples, usage, utilization
+from train_demo import (
+    STARTED,
+    checkpoint,
+    generate,
+    mesh,
+    metrics,
+    processes,
+    progress,
+    samples,
+    stopping,
+    usage,
+    utilization,
+)
 from train_demo.data import WINDOWS, Text, shard_of_step, validation_windows
 from train_demo.errors import printable
 from train_demo.layout import Layout
 from train_demo.model import Params, Transformer, blueprint, chosen_dtype
 from train_demo.pace import Pace, next_stop
-from train_demo.programs import Programs
 from train_demo.run import Run
 from train_demo.run_folder import Config, sole_writer, write_config
 from train_demo.update import MOST_STEPS, State, Validate, make_updates, make_validate
-
-INTERRUPTED = 128 + signal.SIGINT
 
 
 class SafeConsole(Console):
@@ -48,9 +57,8 @@ def train(
     layout: Layout,
     quiet: bool = False,
     write_samples: bool = True,
-    programs: Path | None = None,
 ) -> int:
-    """Trains to the last step, or until Ctrl-C, and leaves checkpoints, metrics and pictures in the run's folder.
+    """Trains to the last step, or until Ctrl-C or SIGTERM; leaves checkpoints, metrics and pictures in the folder.
 
     Args:
         config: the run's configuration.
@@ -60,7 +68,6 @@ def train(
         layout: how it is computed. Of several processes each calls this; the first one prints and writes.
         quiet: print nothing.
         write_samples: write a short text at each validation.
-        programs: where compiled programs are kept for a later run on one device; None keeps none.
 
     Returns:
         The exit code of the process.
@@ -69,13 +76,12 @@ def train(
         UserError: another run writes into `out`, or the loss is no longer finite, or the layout does not fit the
             devices, or the processes were started with different options.
     """
-    console = SafeConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
+    # A terminal gets lines that end between words; a file or a pipe, lines as they are.
+    soft_wrap = not sys.stdout.isatty()
+    console = SafeConsole(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=quiet)
     config = replace(config, settings=replace(config.settings, dtype=chosen_dtype(config.settings)))
     devices = mesh.make(layout.sizes(jax.device_count(), config.settings))
-    sizes = len(text.vocabulary), len(text.training), len(text.validation)
-    decisive = config.settings, config.earlier_ends, layout, sizes, text.packed
-    kept = Programs(programs if devices is None else None, *decisive)
-    run = Run(config, text, out, layout, devices, console, write_samples, kept)
+    run = Run(config, text, out, layout, devices, console, write_samples)
     options = (config.settings, config.sha256, config.vocabulary.name, config.earlier_ends, layout.alone(), resume)
     processes.refuse_differences("the options", repr(options))  # and every process has looked at the folder
     with mesh.use(devices), sole_writer(out) if layout.first else nullcontext():
@@ -85,14 +91,12 @@ def train(
         _introduce(run, state)
         step, state, stopped = _loop(run, start, state)
         if stopped:
-            console.print(
-                f"Stopped and saved at step {step}. Go on with: python -m train_demo --resume --out {_shell(out)} "
-                f"(its pictures: python -m train_demo plot --out {_shell(out)})"
-            )
-            return INTERRUPTED
+            console.print(f"Stopped and saved at step {step}. Go on with:")
+            console.print(f"python -m train_demo --resume --out {_shell(out)}", soft_wrap=True)  # can be copied whole
+            console.print(f"Its pictures: python -m train_demo plot --out {_shell(out)}")
+            return 128 + stopped
         params = mesh.fetch(devices, state.params)
     if layout.first:
-        usage.write(out, usage.measure(devices))
         _finish(nnx.merge(run.alone, params), config, out, console)
     return 0
 
@@ -120,10 +124,12 @@ def _introduce(run: Run, state: State) -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     devices = "" if run.mesh is None else f"{run.mesh.size} x "
     run.console.print(f"{size:,} parameters on {devices}{jax.devices()[0].device_kind}; compiling a training step ...")
+    if run.write_samples:
+        run.console.print("in the samples ␣ is a space, ↵ the end of a line, ⇥ a tab", style="dim")
 
 
-def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
-    """Trains from after `start`; returns the last step, its state, and whether Ctrl-C was pressed."""
+def _loop(run: Run, start: int, state: State) -> tuple[int, State, int | None]:
+    """Trains from after `start`; returns the last step, its state, and the number of the signal that stopped it."""
     settings, ends = run.config.settings, {*run.config.earlier_ends, run.config.settings.steps}
     updates, validate = _programs(run)
     training, windows = _characters(run)
@@ -132,8 +138,8 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
         samples.drop_after(run.out, start)
     with (
         checkpoint.manager(run.out) as checkpoints,
-        metrics.Log(run.out, start) if run.layout.first else metrics.NoLog() as log,
-        _interruption(run.layout) as interrupted,
+        metrics.Log(run.out if run.layout.first else None, start, math.log(len(run.text.vocabulary))) as log,
+        stopping.heeded(run.console.print, run.layout.num_processes is not None) as stop_request,
         progress.bar(run.console, start, settings) as show,
     ):
         while step < settings.steps:
@@ -141,16 +147,21 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
             state, losses = updates(state, step + 1, end - step, training(step + 1))
             unread.append((range(step + 1, end + 1), losses))
             step = end
-            stop, last = interrupted.is_set(), step in ends
+            stop, last = stop_request.asked(), step in ends
             measure, keep = last or step % settings.eval_every == 0, last or stop or step % settings.save_every == 0
             # Reading losses waits for them: a dispatch late, when the device has the next one to do.
             while len(unread) > (0 if measure or keep else 1):
                 taken, losses = unread.pop(0)
                 for number, loss in zip(taken, np.asarray(losses), strict=False):  # there are fewer steps than places
-                    show(*log.write("loss", number, loss))
+                    last_loss = log.write("loss", number, loss)
+                if taken[0] == start + 1:
+                    since = time.perf_counter() - STARTED
+                    said = f"the first step is done {log.seconds:.1f} s after the start of the training"
+                    run.console.print(f"{said}, {since:.1f} s after that of the program")
                 pace.took(len(taken))
+                show(taken[-1], last_loss, pace.speed)
             if measure:
-                _, val_loss = log.write("val_loss", step, validate(state.params, windows))
+                val_loss = log.write("val_loss", step, validate(state.params, windows))
                 run.console.print(f"step {step:>6}  validation loss {val_loss:.4f}")
                 if run.write_samples:
                     _sample(run, step, state.params)
@@ -161,34 +172,34 @@ def _loop(run: Run, start: int, state: State) -> tuple[int, State, bool]:
                 pace.pause()
             if stop:
                 break
-    _say_speed(run, pace.speed)
-    return step, state, interrupted.is_set()
+    _conclude(run, pace.speed, step)
+    return step, state, stop_request.number
 
 
 def _programs(run: Run) -> tuple[Callable[..., Any], Validate]:
     """What takes steps, and what validates, both of which compile when they are called first."""
-    config, settings = run.config, run.config.settings
-    packed = run.text.packed
-
-    def updates() -> jax.stages.Wrapped:
-        return make_updates(run.structure, settings, config.earlier_ends, run.layout, run.shardings, packed)
-
-    def validate() -> jax.stages.Wrapped:  # the windows are not accumulated
-        structure, _ = blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))
-        return make_validate(structure, packed)
-
-    return run.programs.get("updates", updates), run.programs.get("validate", validate)
+    config, settings, packed = run.config, run.config.settings, run.text.packed
+    updates = make_updates(run.structure, settings, config.earlier_ends, run.layout, run.shardings, packed)
+    # The windows are not accumulated.
+    structure, _ = blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))
+    return updates, make_validate(structure, packed)
 
 
-def _say_speed(run: Run, steps_per_second: float) -> None:
-    settings = run.config.settings
+def _conclude(run: Run, steps_per_second: float, step: int) -> None:
+    """Says what the report says, too: the speed, and the losses at the end."""
+    settings, say = run.config.settings, run.console.print
     tokens = steps_per_second * settings.batch_size * settings.context_length
-    if tokens:
-        run.console.print(f"{1000 / steps_per_second:,.1f} ms a step: {tokens:,.0f} tokens/s")
     devices = 1 if run.mesh is None else run.mesh.size
-    line = utilization.report(settings, run.shapes.params, devices, tokens)
-    if tokens and line:
-        run.console.print(line)
+    if tokens:
+        speed = f"{1000 / steps_per_second:,.1f} ms a step: {tokens:,.0f} tokens/s"
+        say(f"{speed}, without compiling, validation and saving")
+        line = utilization.report(settings, run.shapes.params, devices, tokens)
+        if line:
+            say(line)
+    if run.layout.first:
+        loss, number = metrics.mean_of_last(metrics.read(run.out))
+        say(f"step {step:>6}  training loss {loss:.4f}, the mean of the last {number} steps")
+        usage.write(run.out, usage.measure(run.mesh) | {"tokens_per_second": round(tokens)})
 
 
 def _characters(run: Run) -> tuple[Callable[[int], Array], Array]:
@@ -232,31 +243,8 @@ def _finish(model: Transformer, config: Config, out: Path, console: Console) -> 
     console.rule(style="dim")
     console.print(f"{out} holds report.html, loss.png, attention.png, metrics.jsonl and the checkpoints. More text:")
     again = f" {_shell('--prompt=' + prompt)}" if printable(prompt) == prompt else ""  # else it could not be copied
-    console.print(f"python -m train_demo sample {_shell(f'--out={out}')}{again}")
+    console.print(f"python -m train_demo sample {_shell(f'--out={out}')}{again}", soft_wrap=True)
 
 
 def _shell(argument: Path | str) -> str:
     return shlex.quote(str(argument))
-
-
-@contextmanager
-def _interruption(layout: Layout) -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into an event, which the loop heeds at the end of its step; a second one interrupts.
-
-    Several processes would not all stop at the same step: there the first one interrupts.
-    """
-    event = threading.Event()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, before)
-
-    if layout.num_processes is not None or threading.current_thread() is not threading.main_thread():
-        yield event  # only a main thread may say what a signal does
-        return
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from train_demo.errors import UserError
+from train_demo.files import read_bytes
 
 FILE = "tokenizer.json"  # a run's own copy
 UNFINISHED = "\ufffd"  # what bytes that are no character become
@@ -201,7 +202,7 @@ def chosen(tokenizer: str) -> Vocabulary | None:
         return Bytes()
     fix = "give characters, bytes, or a JSON file of the package tokenizers"
     try:
-        found = Subwords(Path(tokenizer).read_bytes())
+        found = Subwords(read_bytes(Path(tokenizer)))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"cannot read --tokenizer {tokenizer} ({why}): {fix}") from error
