@@ -66,7 +66,10 @@ BLOCKWISE = Implementation("blockwise", attention, hop=hop)
 def _all_heads(
     operands: Operands, options: Options, plan: TilePlan, blocks: BlockMask | None, result: OutputAndLse | None
 ) -> OutputAndLse:
-    head, axes = heads_of(operands, options, row_scales=plan.fuses_rows, dtype=plan.dtype), operands.query.ndim - 1
+    head, axes = (
+        heads_of(operands, options, "flags and scales" if plan.fuses_rows else "flags", plan.dtype),
+        operands.query.ndim - 1,
+    )
     if blocks is None:
         blocks = _block_mask(head.rule, plan.tiling, axes)
     # Heads whose loops visit different numbers of tiles must not be vmapped together: each would run the longest loop.

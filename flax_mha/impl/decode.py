@@ -86,7 +86,7 @@ def _differentiable_jvp(
     *_, rule = primals  # what it holds has no gradient
 
     def dense_of(query: Array, key: Array, value: Array, scale: Array, inputs: ScoreInputs) -> OutputAndLse:
-        head = head_of(query, key, value, scale, inputs, rule, False, accumulation_dtype(query.dtype))
+        head = head_of(query, key, value, scale, inputs, rule, "flags", accumulation_dtype(query.dtype))
         return dense.map_dense_heads(head, query.dtype, looped_axes)
 
     return jax.jvp(dense_of, primals[:5], tangents[:5])

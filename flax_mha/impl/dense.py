@@ -15,9 +15,8 @@ from jaxtyping import Array, Float
 
 from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
 from flax_mha.core.tile import Tile
-from flax_mha.impl.shared import schedule
+from flax_mha.impl.shared import nonfinite, schedule
 from flax_mha.impl.shared.head import Head, heads_of, map_heads, to_caller
-from flax_mha.impl.shared.nonfinite import restore_rows
 from flax_mha.impl.shared.schedule import DensePlan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import Mask
@@ -32,7 +31,7 @@ def attention(call: Call) -> OutputAndLse:
 
 @functools.partial(jax.jit, static_argnames=("options", "plan"))
 def _all_heads(operands: Operands, options: Options, plan: DensePlan) -> OutputAndLse:
-    head = heads_of(operands, options, row_scales=True, dtype=plan.dtype)
+    head = heads_of(operands, options, "flags and scales" if plan.fuses_rows else "nan", plan.dtype)
     return map_dense_heads(head, operands.query.dtype, plan.looped_axes, plan.vmap_batch, plan.fuses_rows)
 
 
@@ -56,7 +55,7 @@ def dense_head(head: Head, fuse_rows: bool = False) -> OutputAndLseOfHead:
     """
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
     reverse_only = head.rule.score_mod is not None and head.rule.score_mod.has_custom_vjp
-    if head.nonfinite is None or reverse_only or not head.query.size or not head.key.size:
+    if not head.rule.masks_scores(head.inputs) or reverse_only or not head.query.size or not head.key.size:
         return _differentiable(head, fuse_rows)
     return _head(fuse_rows, head)
 
@@ -82,16 +81,27 @@ def _head_jvp(
 def plain_rows(head: Head, tile: Tile, mask: Mask | None) -> OutputAndLseOfHead:
     """Output and log-sum-exp of the rows of a tile that see this tile alone; without gradients.
 
-    All of `head` is the tile's own part. Keys and queries that are not finite become NaN again, and so do their scores.
-    A masked score is replaced, a visible one makes the sum of its row NaN: no poison has to be added.
+    All of `head` is the tile's own part. Keys and queries that are not finite are NaN, and so are their scores. A
+    masked score is replaced, a visible one makes the sum of its row NaN: no poison has to be added, unless a
+    `score_mod` may lose NaN.
     """
-    rule, flags, query, key, poison = head.rule, head.nonfinite, head.query, head.key, None
-    if flags is not None and rule.score_mod is None:
-        query, key = restore_rows(query, flags.query), restore_rows(key, flags.key)
-    elif flags is not None:
-        poison = flags.score_poison()
+    rule, poison = head.rule, None
+    if rule.score_mod is not None:
+        head = _with_flags(head)
+        poison = None if head.nonfinite is None else head.nonfinite.score_poison()
+    query, key, flags = head.query, head.key, head.nonfinite
+    if rule.score_mod is None and flags is not None:
+        query, key = nonfinite.restore_rows(query, flags.query), nonfinite.restore_rows(key, flags.key)
     s = rule.tile(rule.products(query, key), head.inputs, tile, mask, poison)
     return _softmax(s, head.value, head.inputs, rule, tile)
+
+
+def _with_flags(head: Head) -> Head:
+    """The head with finite queries and keys and their flags, if anything may be masked."""
+    if head.nonfinite is not None or not head.rule.masks_scores(head.inputs):
+        return head
+    query, key, flags = nonfinite.zero_nan(head.query, head.key)
+    return dataclasses.replace(head, query=query, key=key, nonfinite=flags)
 
 
 def fused_rows(head: Head, tile: Tile, mask: Mask | None) -> OutputAndLseOfHead:
@@ -123,6 +133,7 @@ def _shrunk(x: Float[Array, "n H"], row_scale: Float[Array, " n"]) -> tuple[Floa
 
 
 def _differentiable(head: Head, fuse_rows: bool = False) -> OutputAndLseOfHead:
+    head = _with_flags(head)
     rule, whole = head.rule, _whole(head)
     s = rule.differentiable_tile(rule.products(head.query, head.key), head.inputs, whole, rule.mask)
     if head.nonfinite is None:

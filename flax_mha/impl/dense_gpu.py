@@ -58,7 +58,7 @@ def attention(call: Call) -> OutputAndLse:
 
 @functools.partial(jax.jit, static_argnames=("options", "dtype"))
 def _all_heads(operands: Operands, options: Options, dtype: jnp.dtype) -> OutputAndLse:
-    head = varying_alike(heads_of(operands, options, row_scales=False, dtype=dtype, zero_nonfinite=False))
+    head = varying_alike(heads_of(operands, options, "unchanged", dtype))
     output, lse = map_heads(dense_head_on_gpu, head, head.query.ndim - 2)
     return to_caller(output, lse, operands.query.dtype)
 

@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
 def prepared(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype) -> Prepared:
     """Of a call, whose matrix products have operands of this dtype."""
     held = operands.query.dtype
-    head = heads_of(operands, options, row_scales=False, dtype=dtype, stored=held)
+    head = heads_of(operands, options, "flags", dtype, held)
     query, params, scores = head.query, head.inputs, head.rule
     axes = query.ndim - 2
     occupied = _occupied(scores, tiling, axes)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from flax_mha.call.operands import Operands, Options, accumulation_dtype, head_ids
 from flax_mha.impl.shared import nonfinite
-from flax_mha.impl.shared.nonfinite import NonfiniteFlags
+from flax_mha.impl.shared.nonfinite import Guard, NonfiniteFlags
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import Mask
 
@@ -37,7 +37,7 @@ class Head:
       value: [S, Hv].
       inputs: Bias, sink and captured arrays: what else gets gradients.
       rule: How products of queries and keys become scores.
-      nonfinite: Which queries and keys were not finite; None if nothing can be masked.
+      nonfinite: Which queries and keys were not finite; None if nothing can be masked, or if these are NaN.
     """
 
     query: Float[Array, "... T H"]
@@ -49,27 +49,20 @@ class Head:
 
 
 def heads_of(
-    operands: Operands,
-    options: Options,
-    row_scales: bool,
-    dtype: DTypeLike,
-    stored: DTypeLike | None = None,
-    zero_nonfinite: bool = True,
+    operands: Operands, options: Options, guard: Guard, dtype: DTypeLike, stored: DTypeLike | None = None
 ) -> Head:
     """Converts the operands of a call to the layout of one head.
 
     Args:
       operands: Of the call.
       options: Of the call.
-      row_scales: Whether the nonfinite flags hold the scale of each row, as `dense.fused_rows` needs it.
+      guard: What becomes of NaN and infinity where scores may be masked; see `nonfinite.Guard`.
       dtype: Of query, key and value in the matrix products.
       stored: Of query, key and value as they are returned, if they are rounded to `dtype` later.
-      zero_nonfinite: Whether what is not finite is replaced where scores may be masked; else there are no flags.
     """
     inputs, rule = scores_of(operands, options)
     scale = options.scale if operands.scale is None else operands.scale
-    arrays = operands.query, operands.key, operands.value
-    return head_of(*arrays, scale, inputs, rule, row_scales, dtype, stored, zero_nonfinite)
+    return head_of(operands.query, operands.key, operands.value, scale, inputs, rule, guard, dtype, stored)
 
 
 def head_of(
@@ -79,31 +72,36 @@ def head_of(
     scale: Float[Array, ""] | float,
     inputs: ScoreInputs,
     rule: ScoreRule,
-    row_scales: bool,
+    guard: Guard,
     dtype: DTypeLike,
     stored: DTypeLike | None = None,
-    zero_nonfinite: bool = True,
 ) -> Head:
     """As `heads_of`, where `inputs` and `rule` have the layout of one head already."""
     groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
     stored = dtype if stored is None else stored
     query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
     scale = scale if isinstance(scale, float) else scale.astype(wide)
-    flags = None
-    if zero_nonfinite and rule.masks_scores(inputs):
-        of_queries = nonfinite.flag_rows(query * scale, row_scales)
+    flags, is_known = None, isinstance(scale, float)
+    if guard == "nan" and not is_known:  # NaN would reach the gradient of the scale
+        guard = "flags"
+    if not rule.masks_scores(inputs):
+        guard = "unchanged"
+    elif guard == "nan":
+        query, key, value = nonfinite.mark_by_nan(query, scale, key, value)  # type: ignore[arg-type]  # a number
+    elif guard != "unchanged":
+        of_queries = nonfinite.flag_rows(query * scale, guard == "flags and scales")
         query = nonfinite.zero_rows(query, of_queries)
-        key, value, of_keys = nonfinite.zero_keys(key, value, row_scales)
+        key, value, of_keys = nonfinite.zero_keys(key, value, guard == "flags and scales")
         flags = NonfiniteFlags(
             vectors_by_head(of_queries, groups), vectors_by_head(of_keys, (groups[0], 1)).astype(wide)
         )
     if isinstance(scale, float) and dtype != wide:  # a scaled query would have to be rounded
         rule = dataclasses.replace(rule, scale=scale)
-    elif zero_nonfinite or isinstance(scale, float):
-        query = query * scale
-    else:  # what is not finite must not reach the gradient of the scale
+    elif guard == "unchanged" and rule.masks_scores(inputs) and not is_known:  # nor must it reach that gradient there
         is_finite = lax.is_finite(query)
         query = jnp.where(is_finite, jnp.where(is_finite, query, jnp.zeros_like(query)) * scale, jnp.nan)
+    else:
+        query = query * scale
     queries = split_heads(query.astype(stored), groups)
     keys, values = (split_heads(x, (groups[0], 1)) for x in (key, value))
     return Head(queries, keys, values, inputs, rule, flags)

@@ -13,11 +13,17 @@ touched, are guarded by `when_finite.py`; `decode.py` looks for what is not fini
 This is written in `lax`, whose operations are traced faster than those of `jax.numpy`.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
+
+# What becomes of queries, keys and values that are not finite, before they are multiplied where scores may be masked.
+# "flags": they are zeroed, and flagged. "flags and scales": the flags of the others hold row scales. "nan": queries and
+# keys become NaN, for masks that replace scores instead of adding to them (`dense.plain_rows`). "unchanged": nothing
+# (`dense_gpu.py`, which finds NaN in the products).
+Guard = Literal["flags", "flags and scales", "nan", "unchanged"]
 
 
 class NonfiniteFlags(NamedTuple):
@@ -81,9 +87,29 @@ def zero_rows(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array
     return lax.select(infinite, lax.full_like(x, 0), x)
 
 
-def restore_rows(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Array, "n F"]:
+def mark_by_nan(
+    query: Float[Array, "*B T N H"], scale: float, key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"]
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
+    """NaN in scaled queries and in keys for infinity, NaN in keys and zeros in values where a value is not finite.
+
+    Only values are looked through. For queries and keys, too, it would take as long as a pass over few scores.
+    """
+    of_values = flag_rows(value, row_scales=True)
+    key = restore_rows(key + lax.stop_gradient(key * 0), of_values)
+    return query + lax.stop_gradient(query * scale * 0), key, zero_rows(value, of_values)
+
+
+def zero_nan(
+    query: Float[Array, "T H"], key: Float[Array, "S H"]
+) -> tuple[Float[Array, "T H"], Float[Array, "S H"], NonfiniteFlags]:
+    """Queries and keys of one head, zero where they held NaN, and their flags."""
+    flags = NonfiniteFlags(flag_rows(query), flag_rows(key).astype(query.dtype))
+    return zero_rows(query, flags.query), zero_rows(key, flags.key), flags
+
+
+def restore_rows(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
     """NaN where the flags are infinite: the inverse of `zero_rows`, but for the kind of number that was replaced."""
-    infinite = lax.broadcast_in_dim(_is_infinite(flags), x.shape, (0,))
+    infinite = lax.broadcast_in_dim(_is_infinite(flags), x.shape, tuple(range(flags.ndim)))
     return lax.select(infinite, lax.full_like(x, jnp.nan), x)
 
 
