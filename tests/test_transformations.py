@@ -369,7 +369,7 @@ def test_groups_of_heads_change_nothing(together, implementation, monkeypatch):
 
     want = answers()
     monkeypatch.setattr(schedule, "_vmap_batch", lambda call, scores: together)
-    monkeypatch.setattr(schedule, "sequential_axes", lambda call, scores: None)
+    monkeypatch.setattr(schedule, "_looped_axes", lambda call, scores: None)
     for got, expected in zip(answers(), want, strict=True):
         atol = 20 * np.finfo(np.float32).eps * np.abs(expected).max()  # sums of 20 terms, in another order
         np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
