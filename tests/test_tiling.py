@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention, recipes
-from flax_mha.core import target
+from flax_mha.core import tracing
 from flax_mha.core.tile import Tile
 from flax_mha.core.validation import Shape
 from flax_mha.impl import blockwise
@@ -106,7 +106,7 @@ def layout_of(**arguments):
     return layouts[0]
 
 
-@pytest.mark.skipif(target.platform() != "cpu", reason="on an accelerator all tiles are alike")
+@pytest.mark.skipif(tracing.platform() != "cpu", reason="on an accelerator all tiles are alike")
 def test_masks_choose_their_tiles():
     ids = jnp.repeat(jnp.arange(16, dtype=jnp.int32), 128)[None]
     assert layout_of()[2:4] == (2048, 512)

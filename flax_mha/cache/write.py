@@ -14,8 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha.core.sharding import by_mapped_axis
-from flax_mha.core.target import target_of
-from flax_mha.core.tracing import varying_alike, varying_as
+from flax_mha.core.tracing import target_of, varying_alike, varying_as
 from flax_mha.distributed.mesh import by_device
 
 # Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it.

@@ -11,9 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from flax_mha.call.context import Context
-from flax_mha.core.target import Target
 from flax_mha.core.tile import Offsets
-from flax_mha.core.tracing import being_traced
+from flax_mha.core.tracing import Target, being_traced
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.masks import Mask
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from flax_mha.core.target import T
+from flax_mha.core.tracing import T
 
 
 def axes_of_type(mesh: Any, *kinds: jax.sharding.AxisType) -> list[str]:
