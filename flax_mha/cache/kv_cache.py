@@ -16,7 +16,7 @@ from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
 from flax_mha.core.integers import extremes, int32
 from flax_mha.core.tracing import readable
-from flax_mha.distributed.mesh import entries, placed
+from flax_mha.distributed.mesh import place, take_entries
 
 # How many places more than its window a ring has: so many tokens can be taken back.
 SPARE = 64
@@ -93,8 +93,8 @@ class KVCache:
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
         slots = max_length if window is None else min(max_length, window + 1 + SPARE)
         shape = (*axes, slots, num_kv_heads, head_size)
-        key, value = (placed(jnp.zeros(shape, dtype), sharding) for _ in range(2))
-        index = placed(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
+        key, value = (place(jnp.zeros(shape, dtype), sharding) for _ in range(2))
+        index = place(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
         return cls.of_window(key, value, index, window)
 
     @classmethod
@@ -276,8 +276,10 @@ class KVCache:
             raise ValueError(f"rows must be from 0 to {self.batch[0] - 1}, but got {least} to {most}.")
         rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
 
-        index = entries(self.index, rows, -1) if self.is_per_row else self.index
-        return KVCache(entries(self.key, rows, math.nan), entries(self.value, rows, math.nan), index, self.window)
+        index = take_entries(self.index, rows, -1) if self.is_per_row else self.index
+        return KVCache(
+            take_entries(self.key, rows, math.nan), take_entries(self.value, rows, math.nan), index, self.window
+        )
 
     def _check_complete(self) -> None:
         if np.any(np.asarray(self.index) < 0):

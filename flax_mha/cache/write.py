@@ -5,17 +5,19 @@ bfloat16 cache to float32 and back.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha.core.sharding import by_mapped_axis
-from flax_mha.core.tracing import target_of, varying_alike, varying_as
-from flax_mha.distributed.mesh import by_device
+from flax_mha.core.tracing import T, target_of, varying_alike, varying_as
+from flax_mha.distributed.split import Split, mesh_axes, pad_spec
 
 # Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it.
 _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
@@ -31,6 +33,25 @@ class Kind(NamedTuple):
 
     ring: bool
     all_or_none: bool
+
+
+def by_device(function: Callable[..., T], like: Array, axes: str, *others: tuple[Array, str]) -> T:
+    """Calls `function(like, *others)`, on each device with its parts if the type of `like` says how it is split.
+
+    Args:
+      function: Returns arrays that are split as `like` is.
+      like: [B..., length, K, size].
+      axes: Names of its axes, as in the field metadata of masks.
+      *others: Other arrays, with the names of their axes.
+    """
+    sharding = jax.typeof(like).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return function(like, *(x for x, _ in others))
+    *batch, _, heads, _ = pad_spec(sharding.spec, like.ndim)
+    manual = frozenset(mesh_axes(sharding.mesh, AxisType.Explicit))
+    split = Split(sharding.mesh, manual, tuple(batch), heads, heads)
+    arrays, names = zip((like, axes), *others, strict=True)
+    return split.map(function, arrays, names, split.spec(like, axes))
 
 
 def written(

@@ -17,8 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.context import Context
-from flax_mha.call.operands import Call, Operands, Options, ScoreMod, Sharding, accumulation_dtype
+from flax_mha.call.operands import Call, Context, Operands, Options, ScoreMod, Sharding, accumulation_dtype
 from flax_mha.core import lookups, validation
 from flax_mha.core.integers import LARGEST, SMALLEST, extremes, unwrapped
 from flax_mha.core.tile import Offsets

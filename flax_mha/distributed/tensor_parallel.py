@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from flax_mha.call.operands import Sharding
-from flax_mha.core.sharding import axes_of_key_heads, names_of, number_of_parts, of_every_axis
+from flax_mha.distributed.split import axes_of_key_heads, names_of, number_of_parts, pad_spec
 
 Names = tuple[str | None, ...]
 
@@ -155,7 +155,7 @@ def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any,
     """
     if options.get("out_sharding") is None and (explicit(lhs) or explicit(rhs)):
         (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
-        left, right = (of_every_axis(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
+        left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
         batch = [left[axis] for axis in lhs_batch]
         rows = [part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)]
         columns = [part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)]
