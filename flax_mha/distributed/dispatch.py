@@ -91,7 +91,8 @@ def run_on_mesh(operands: Operands, options: Options, split: Split, run: Callabl
         own = _shared_key_head(jax.tree.unflatten(structure, leaves), operands, split)
         return run(_unsplit(Call(own, options)))
 
-    return split.map(part, leaves, operands.axis_names(), split.output_spec)
+    mapped, leaves = split.shard_map(part, leaves, operands.axis_names(), split.output_spec)
+    return mapped(*leaves)
 
 
 _compiled_on_mesh = jax.jit(run_on_mesh, static_argnames=("options", "split", "run"))

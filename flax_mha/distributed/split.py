@@ -99,27 +99,28 @@ class Split(NamedTuple):
         """Moves an array to this split if the mesh has Explicit axes; XLA's partitioner does it on others."""
         return jax.reshard(x, NamedSharding(self.mesh, spec)) if AxisType.Explicit in self.mesh.axis_types else x
 
-    def map(
+    def shard_map(
         self, function: Callable[..., Any], arrays: Sequence[Any], axes: Sequence[str], out_spec: PartitionSpec
-    ) -> Any:
-        """Calls `function(*arrays)` on each device with its parts.
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Returns a function that calls `function` on each device with its parts, and the arrays to call it with.
 
         Args:
-          function: Returns arrays of which each is split by `out_spec`.
+          function: Takes as many arrays, and returns arrays of which each is split by `out_spec`.
           arrays: Whole arrays.
           axes: The names of their axes.
           out_spec: The split of the results.
         """
         specs = tuple(self.spec(x, names) for x, names in zip(arrays, axes, strict=True))
         everything = self.manual == frozenset(self.mesh.axis_names)
-        return jax.shard_map(
+        mapped = jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=specs,
             out_specs=out_spec,
             axis_names=frozenset() if everything else self.manual,  # no name: all axes that `jax.vmap` has not taken
             check_vma=False,  # kernels do not say over which axes their output varies
-        )(*(self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)))
+        )
+        return mapped, [self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
 
 
 def split_of(call: Call) -> Split | None:
