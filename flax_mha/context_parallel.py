@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.context import Axes, Context, Layout, Strategy, chunk_order, chunks_in_order
+from flax_mha.call.operands import Axes, Context, Layout, Strategy
 from flax_mha.core.integers import is_int
+from flax_mha.distributed.slices import chunk_order, reorder_chunks
 from flax_mha.modules.attention_fn import ContextAttention
 
 
@@ -147,4 +148,4 @@ def _with_chunks(x: ArrayLike, order: np.ndarray, axis: int) -> Any:
             f"the length of axis {axis} must be a multiple of {len(order)}, two chunks for each device, but got "
             f"{length}; pad it."
         )
-    return chunks_in_order(array, order, axis)
+    return reorder_chunks(array, order, axis)

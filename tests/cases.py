@@ -8,7 +8,7 @@ import functools
 
 import numpy as np
 
-from flax_mha.core import target
+from flax_mha.core import tracing
 from flax_mha.impl import registry
 
 T, S, N, H = 37, 53, 6, 8
@@ -136,4 +136,4 @@ def interpret(patch, name, how=True):
 
 def compiled_for(patch, platform):
     """As on a machine with this accelerator; arrays that exist are on a CPU. `patch` is a pytest.MonkeyPatch."""
-    patch.setattr(target, "platform", lambda: platform)
+    patch.setattr(tracing, "platform", lambda: platform)

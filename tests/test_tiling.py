@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from marks import with_core
 
 from flax_mha import dot_product_attention, recipes
-from flax_mha.core import target
+from flax_mha.core import tracing
 from flax_mha.core.tile import Tile
 from flax_mha.core.validation import Shape
 from flax_mha.impl import blockwise
@@ -109,7 +109,7 @@ def layout_of(length=2048, head_size=64, **arguments):
 
 
 @pytest.mark.core
-@pytest.mark.skipif(target.platform() != "cpu", reason="on an accelerator all tiles are alike")
+@pytest.mark.skipif(tracing.platform() != "cpu", reason="on an accelerator all tiles are alike")
 def test_masks_choose_their_tiles():
     assert layout_of(257, 256, is_causal=True)[1:4] == (1, 257, 257)  # large heads: products that use all cores
     assert layout_of(512, 16, is_causal=True)[1:4] == (4, 128, 128)  # small ones: as few products as possible

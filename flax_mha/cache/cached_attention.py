@@ -11,11 +11,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha.cache.kv_cache import KVCache
+from flax_mha.cache.write import by_device
 from flax_mha.call.arguments import canonical, check_inputs, check_window
 from flax_mha.call.operands import Call, ScoreMod, Sharding
 from flax_mha.core.tracing import readable, varying_alike
 from flax_mha.distributed import dispatch
-from flax_mha.distributed.mesh import by_device
 from flax_mha.impl.registry import Implementation
 from flax_mha.impl.shared.schedule import MAX_QUERIES_IN_PLACE
 from flax_mha.masks import ArrayMask, Mask, WrittenMask

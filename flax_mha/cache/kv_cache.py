@@ -1,4 +1,4 @@
-"""`KVCache`: the keys and values of the tokens so far, a value in and a value out."""
+"""`KVCache`: the keys and values of the tokens so far, as a value."""
 
 import dataclasses
 import math
@@ -11,14 +11,14 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha.cache.write import Kind, written
+from flax_mha.cache.write import Kind, write_entries
 from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
 from flax_mha.core.integers import extremes, int32, is_int
 from flax_mha.core.tracing import readable
-from flax_mha.distributed.mesh import entries, placed
+from flax_mha.distributed.mesh import place, take_entries
 
-# How many places more than its window a ring has: so many tokens can be taken back.
+# Slots of a ring beyond its window: so many tokens can be taken back.
 SPARE = 64
 
 
@@ -35,7 +35,7 @@ class KVCache:
       value: [B..., S, K, Hv].
       index: The number of tokens so far, int32: one for all sequences, or one for each, [B...]. A negative number marks
         a sequence that has lost tokens; its outputs are NaN.
-      window: None, or how many positions before its own a query sees.
+      window: Number of positions before its own that a query sees; None if the cache is no ring.
 
     Example:
       >>> import jax.numpy as jnp
@@ -66,7 +66,7 @@ class KVCache:
         per_row: bool = False,
         sharding: Sharding | None = None,
     ) -> "KVCache":
-        """An empty cache.
+        """Creates an empty cache.
 
         Args:
           batch: Batch axes.
@@ -74,10 +74,10 @@ class KVCache:
           num_kv_heads: K.
           head_size: H, of keys and of values.
           dtype: Of keys and values: floating point.
-          window: How many positions before its own a query sees, the `left` of `local_window_size`; None means all.
-            If `max_length` is at least window + 1 + 64, the cache is a ring of so many slots.
-          per_row: Whether each sequence has an index of its own.
-          sharding: How a mesh splits the batch axes and heads of keys and values [B..., S, K, H].
+          window: Number of positions before its own that a query sees, the `left` of `local_window_size`; None means
+            all. If `max_length` is at least window + 1 + 64, the cache is a ring of so many slots.
+          per_row: True gives each sequence an index of its own.
+          sharding: The split of the batch axes and heads of keys and values [B..., S, K, H] over a mesh.
 
         Raises:
           ValueError: If an argument is out of its range.
@@ -93,19 +93,19 @@ class KVCache:
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
         slots = max_length if window is None else min(max_length, window + 1 + SPARE)
         shape = (*axes, slots, num_kv_heads, head_size)
-        key, value = (placed(jnp.zeros(shape, dtype), sharding) for _ in range(2))
-        index = placed(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
+        key, value = (place(jnp.zeros(shape, dtype), sharding) for _ in range(2))
+        index = place(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
         return cls.of_window(key, value, index, window)
 
     @classmethod
     def of_window(cls, key: Array, value: Array, index: Array, window: int | None) -> "KVCache":
-        """The cache that these arrays hold, as `create` made it for the window: a ring if it has the slots of one."""
+        """Makes a cache of these arrays, as `create` does for the window: a ring if it has the slots of one."""
         is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
         return cls(key, value, index, window if is_ring else None)
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """Batch axes."""
+        """Sizes of the batch axes."""
         return self.key.shape[:-3]
 
     @property
@@ -115,7 +115,7 @@ class KVCache:
 
     @property
     def is_per_row(self) -> bool:
-        """Whether each sequence has an index of its own."""
+        """True if each sequence has an index of its own."""
         return self.index.ndim > 0
 
     @property
@@ -123,12 +123,8 @@ class KVCache:
         """Key, value and index."""
         return self.key, self.value, self.index
 
-    def tokens(self, number: int, lengths: ArrayLike | None) -> Int[Array, "..."]:
-        """How many of `number` new tokens are none of the padding, in the shape of the index.
-
-        Raises:
-          ValueError: If `lengths` are not what `update` takes.
-        """
+    def _tokens(self, number: int, lengths: ArrayLike | None) -> Int[Array, "..."]:
+        """Counts the tokens of each sequence that are not padding, in the shape of the index."""
         if lengths is None:
             return jnp.full(self.index.shape, number, jnp.int32)
         if not self.is_per_row and self.batch:
@@ -147,25 +143,29 @@ class KVCache:
         return jnp.broadcast_to(lengths, self.index.shape)
 
     def has_room(self, number: int = 1, lengths: ArrayLike | None = None) -> Bool[Array, "..."] | bool:
-        """Whether so many more tokens fit: True, or where the index is not known yet an array in its shape.
+        """Returns True if so many more tokens fit; if the index is not known yet, an array in its shape.
 
         Raises:
           ValueError: If they do not fit, whatever the index or because it is known, or if `lengths` are not what
             `update` takes.
         """
+        return self._fit(number, lengths)[0]
+
+    def _fit(self, number: int, lengths: ArrayLike | None) -> tuple[Bool[Array, "..."] | bool, Int[Array, "..."]]:
+        """Returns what `has_room` does, and how many of the new tokens of each sequence are not padding."""
         if self.window is None and lengths is None and isinstance(number, int) and number > self.length:
             raise ValueError(
                 f"the cache must have room for the new tokens, but they are {number} and it has {self.length} places; "
                 "start one with a greater length."
             )
-        tokens = self.tokens(number, lengths)
+        tokens = self._tokens(number, lengths)
         end = self.index + tokens
         fits = (self.index >= 0) & (tokens >= 0) & (tokens <= number)
         fits = fits & (end >= 0 if self.window is not None else end <= self.length)
         if not readable(fits):
-            return fits
+            return fits, tokens
         if np.all(fits):
-            return True
+            return True, tokens
         self._check_complete()
         raise ValueError(
             f"the cache must have room for one more token, but all its {self.length} places are taken; start one with "
@@ -178,13 +178,13 @@ class KVCache:
     def update(
         self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K Hv"], lengths: ArrayLike | None = None
     ) -> "KVCache":
-        """The cache with T more tokens.
+        """Adds T tokens.
 
         Args:
-          key: In the dtype of the cache.
-          value: Likewise.
-          lengths: int [B...]: how many of the T tokens are none of the padding, which stands at the end; None means
-            all. Needs an index for each sequence.
+          key: Keys in the dtype of the cache.
+          value: Values in the dtype of the cache.
+          lengths: int [B...]: number of tokens of each sequence before the padding, which stands at the end; None means
+            T. Needs an index for each sequence.
 
         Returns:
           A new cache. Under `jit`, a sequence that has no room for its tokens keeps what it has.
@@ -195,12 +195,11 @@ class KVCache:
         return self.append(key, value, lengths).cache
 
     def append(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> "Appended":
-        """What `update` returns, and which tokens were added."""
+        """Returns what `update` does, and which tokens were added."""
         key, value = jnp.asarray(key), jnp.asarray(value)
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
-            expected = (*cached.shape[:-3], "T", *cached.shape[-2:])
             if new.ndim != cached.ndim or new.shape[:-3] != cached.shape[:-3] or new.shape[-2:] != cached.shape[-2:]:
-                shape = f"({', '.join(map(str, expected))})"
+                shape = f"({', '.join(map(str, (*cached.shape[:-3], 'T', *cached.shape[-2:])))})"
                 raise ValueError(
                     f"Autoregressive cache shape error, expected {name} shape {shape} instead got {new.shape}."
                 )
@@ -211,16 +210,14 @@ class KVCache:
         number = key.shape[-3]
         if value.shape[-3] != number:
             raise ValueError(f"key and value must have one length, but got {number} and {value.shape[-3]}.")
-        room, tokens = self.has_room(number, lengths), self.tokens(number, lengths)
+        room, tokens = self._fit(number, lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind = Kind(self.window is not None, all_or_none=lengths is None)
-        keys, values = (
-            written(kind, cached, new, self.index, added) for cached, new in ((self.key, key), (self.value, value))
-        )
+        keys, values = write_entries(kind, (self.key, self.value), (key, value), self.index, added)
         return Appended(KVCache(keys, values, self.index + added, window=self.window), tokens, room)
 
     def truncate(self, index: ArrayLike) -> "KVCache":
-        """The cache after its first `index` tokens: later ones are taken back, as speculative decoding needs it.
+        """Takes back all tokens after the first `index`, as speculative decoding needs it.
 
         Args:
           index: int, or [B...] for a cache with an index for each sequence.
@@ -257,7 +254,7 @@ class KVCache:
         return dataclasses.replace(self, key=key, index=jnp.where(fine, new, jnp.int32(-1)))
 
     def take(self, rows: ArrayLike) -> "KVCache":
-        """The cache of these sequences: to reorder beams, or to continue one prompt in several ways.
+        """Selects sequences, to reorder beams or to continue one prompt in several ways.
 
         Args:
           rows: int [B']: entries of the first batch axis, each as often as wanted. One that is not known and does not
@@ -276,8 +273,10 @@ class KVCache:
             raise ValueError(f"rows must be from 0 to {self.batch[0] - 1}, but got {least} to {most}.")
         rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
 
-        index = entries(self.index, rows, -1) if self.is_per_row else self.index
-        return KVCache(entries(self.key, rows, math.nan), entries(self.value, rows, math.nan), index, self.window)
+        index = take_entries(self.index, rows, -1) if self.is_per_row else self.index
+        return KVCache(
+            take_entries(self.key, rows, math.nan), take_entries(self.value, rows, math.nan), index, self.window
+        )
 
     def _check_complete(self) -> None:
         if np.any(np.asarray(self.index) < 0):
@@ -287,7 +286,7 @@ class KVCache:
             )
 
     def positions(self) -> Int[Array, "*B S"]:
-        """The position of the token in each slot; -1 where there is none."""
+        """Returns the position of the token in each slot; -1 if there is none."""
         slots, index = self.counted(self.length), self.index[..., None]
         if self.window is not None:
             slots = index - 1 - (index - 1 - slots) % self.length
@@ -295,7 +294,7 @@ class KVCache:
         return jnp.broadcast_to(positions, (*self.batch, self.length))
 
     def counted(self, number: int) -> Int[Array, "... n"]:
-        """0, 1, 2, ... with an axis of length 1 for each axis of the index."""
+        """Counts 0, 1, 2, ... with an axis of length 1 for each axis of the index."""
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))
 
 
@@ -304,8 +303,8 @@ class Appended(NamedTuple):
 
     Attributes:
       cache: The cache.
-      tokens: How many of the new tokens of each sequence are none of the padding, in the shape of the index.
-      room: Whether they found room; see `KVCache.has_room`.
+      tokens: Number of new tokens of each sequence without padding, in the shape of the index.
+      room: True if they found room; see `KVCache.has_room`.
     """
 
     cache: KVCache
@@ -313,7 +312,7 @@ class Appended(NamedTuple):
     room: Bool[Array, "..."] | bool
 
     def checked(self, output: Float[Array, "*B T N Hv"]) -> Float[Array, "*B T N Hv"]:
-        """The output of the new tokens, NaN for a sequence whose tokens found no room: nothing is lost silently."""
+        """Sets the output of a sequence whose tokens found no room to NaN: nothing is lost silently."""
         if self.room is True:
             return output
         return jnp.where(jnp.asarray(self.room)[..., None, None, None], output, jnp.nan)

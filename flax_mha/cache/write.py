@@ -1,29 +1,30 @@
-"""How new keys and values are written into a cache: in place where the cache is donated, on every platform.
+"""Writes new keys and values into a cache, in place if the cache is donated, on every platform.
 
 On a CPU slices are written: XLA's scatter makes a copy of the new entries there, and up to jax 0.11 converts all of a
 bfloat16 cache to float32 and back.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha.core.sharding import by_mapped_axis
-from flax_mha.core.target import target_of
-from flax_mha.core.tracing import varying_alike, varying_as
-from flax_mha.distributed.mesh import by_device
+from flax_mha.core.tracing import T, target_of, varying_alike, varying_as
+from flax_mha.distributed.split import Split, mesh_axes, pad_spec
 
 # Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it.
 _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
 class Kind(NamedTuple):
-    """How entries are written, known while tracing.
+    """The static options of writing.
 
     Attributes:
       ring: After the last slot, writing goes on at the first. Of more entries than slots, the last ones are kept.
@@ -34,41 +35,68 @@ class Kind(NamedTuple):
     all_or_none: bool
 
 
-def written(
+def by_device(function: Callable[..., T], like: Array, axes: str, *others: tuple[Array, str]) -> T:
+    """Calls `function(like, *others)`, on each device with its parts if the type of `like` says how it is split.
+
+    Args:
+      function: Returns arrays that are split as `like` is.
+      like: [B..., length, K, size].
+      axes: Names of its axes, as in the field metadata of masks.
+      *others: Other arrays, with the names of their axes.
+    """
+    sharding = jax.typeof(like).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return function(like, *(x for x, _ in others))
+    *batch, _, heads, _ = pad_spec(sharding.spec, like.ndim)
+    manual = frozenset(mesh_axes(sharding.mesh, AxisType.Explicit))
+    split = Split(sharding.mesh, manual, tuple(batch), heads, heads)
+    arrays, names = zip((like, axes), *others, strict=True)
+    mapped, resharded = split.shard_map(function, arrays, names, split.spec(like, axes))
+    return mapped(*resharded)
+
+
+def write_entries(
     kind: Kind,
-    cached: Float[Array, "*B S K H"],
-    new: Float[Array, "*B T K H"],
+    cached: tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]],
+    new: tuple[Float[Array, "*B T K H"], Float[Array, "*B T K Hv"]],
     index: Int[Array, "..."],
     added: Int[Array, "..."],
-) -> Float[Array, "*B S K H"]:
-    """A cache with the first `added` of the new entries in the slots from `index` on.
+) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
+    """Writes the first `added` of new entries into the slots of a cache from `index` on.
 
     Args:
       kind: How they are written.
-      cached: Keys or values of a cache.
-      new: New ones, in the same dtype.
+      cached: Keys and values of the cache.
+      new: New keys and values, in the dtypes of the cache.
       index: [B...], or [] for all sequences: the slot of the first entry; in a ring, its position.
-      added: Likewise, from 0 to T. Where it is 0 nothing changes, whatever the index.
+      added: [B...] or [], from 0 to T. If it is 0 nothing changes, whatever the index.
     """
-    cached = jnp.asarray(cached)  # a checkpoint may have been read as NumPy's arrays
+    keys, values = map(jnp.asarray, cached)  # a checkpoint may have been read as NumPy's arrays
     index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
-    if not new.size:
-        return cached
     axes = "B" if index.ndim else ""
-    write = functools.partial(_written_here, kind)
-    return by_device(write, cached, "B S K H", (new, "B T K H"), (index, axes), (added, axes))
+    others = [(values, "B S K H"), *((x, "B T K H") for x in new), (index, axes), (added, axes)]
+    return by_device(functools.partial(_write_on_device, kind), keys, "B S K H", *others)
 
 
-def _written_here(kind: Kind, *arrays: Array) -> Array:
-    arrays = varying_alike(arrays)
+def _write_on_device(
+    kind: Kind, keys: Array, values: Array, new_keys: Array, new_values: Array, index: Array, added: Array
+) -> tuple[Array, Array]:
+    arrays = keys, values, new_keys, new_values, index, added
+    keys, values, new_keys, new_values, index, added = varying_alike(arrays)
     is_known = all(isinstance(n, int) for x in arrays for n in x.shape)  # else symbols, as in jax.export
     target = target_of(arrays)
-    on_cpu = target.platform == "cpu" and (not target.may_be_split or _is_converted(arrays[0]))
-    return (_sliced if is_known and on_cpu else _scattered)(kind, *arrays)
+
+    def write(cached: Array, new: Array) -> Array:
+        if not new.size:
+            return cached
+        on_cpu = target.platform == "cpu" and (not target.may_be_split or _is_converted(cached))
+        return (_write_slices if is_known and on_cpu else _scatter)(kind, cached, new, index, added)
+
+    return write(keys, new_keys), write(values, new_values)
 
 
-def _scattered(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """By a scatter, which accelerators and the compiler's partitioner do well."""
+def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
+    """Writes by a scatter, which accelerators and XLA's partitioner do well."""
     length, number = cached.shape[-3], new.shape[-3]
     index, added = index[..., None], added[..., None]
     steps = jnp.arange(number, dtype=jnp.int32).reshape((1,) * (index.ndim - 1) + (number,))
@@ -85,12 +113,12 @@ def _scattered(kind: Kind, cached: Array, new: Array, index: Array, added: Array
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _sliced(kind: Kind, *arrays: Array) -> Array:
-    """By slices, with the gradient of the scatter. `jax.vmap` makes a call with one more batch axis of it."""
+def _write_slices(kind: Kind, *arrays: Array) -> Array:
+    """Writes by slices, with the gradient of the scatter. `jax.vmap` makes it a call with one more batch axis."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
-        return _in_slices(kind, *arrays)
+        return _update_slices(kind, *arrays)
 
     @call.def_vmap
     def one_more_axis(size: int, is_batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
@@ -103,26 +131,26 @@ def _sliced(kind: Kind, *arrays: Array) -> Array:
             )
             batch = cached.shape[:-3]
             ends = (jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(batch) - x.ndim)), batch) for x in (index, added))
-            return _sliced(kind, cached, new, *ends) if number else cached
+            return _write_slices(kind, cached, new, *ends) if number else cached
 
         return by_mapped_axis(here, arrays, tuple(is_batched)), True
 
     return call(*arrays)
 
 
-@_sliced.defjvp
-def _sliced_jvp(kind: Kind, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+@_write_slices.defjvp
+def _write_slices_jvp(kind: Kind, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     cached, new, *ends = primals
-    _, tangent = jax.jvp(lambda *x: _scattered(kind, *x, *ends), (cached, new), tangents[:2])
-    return _sliced(kind, *primals), tangent
+    _, tangent = jax.jvp(lambda *x: _scatter(kind, *x, *ends), (cached, new), tangents[:2])
+    return _write_slices(kind, *primals), tangent
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _in_slices(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """All sequences at once if all of them write the same slots, else one after the other."""
+def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
+    """Writes all sequences at once if all write the same slots, else one after the other."""
     batch = cached.shape[:-3]  # its axes stay apart: if they became one, XLA would copy some caches into other layouts
-    if _is_one_slice(kind, new) and not index.ndim:
-        return _with_entries(kind, cached, new, (jnp.zeros_like(index),) * len(batch), index, added)
+    if _fills_one_slice(kind, new) and not index.ndim:
+        return _write_sequence(kind, cached, new, (jnp.zeros_like(index),) * len(batch), index, added)
     index, added = (jnp.broadcast_to(x, batch).reshape(-1) for x in (index, added))
     new = _bits(new) if _is_converted(cached) else new
 
@@ -131,17 +159,17 @@ def _in_slices(kind: Kind, cached: Array, new: Array, index: Array, added: Array
         place = tuple(x.astype(jnp.int32) for x in jnp.unravel_index(i, batch))
         own = lax.dynamic_slice(new, _start(place, jnp.zeros_like(i)), (1,) * len(batch) + new.shape[-3:])
         first, count = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (index, added))
-        return _with_entries(kind, cached, own, place, first, count)
+        return _write_sequence(kind, cached, own, place, first, count)
 
     return lax.fori_loop(0, index.size, write, cached)
 
 
-def _is_one_slice(kind: Kind, new: Array) -> bool:
-    """Whether the entries of a sequence, if any are added, fill consecutive slots."""
+def _fills_one_slice(kind: Kind, new: Array) -> bool:
+    """Returns True if the entries of a sequence, if any are added, fill consecutive slots."""
     return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 
-def _with_entries(
+def _write_sequence(
     kind: Kind,
     cached: Float[Array, "*B S K H"],
     new: Shaped[Array, "*b T K H"],
@@ -149,11 +177,11 @@ def _with_entries(
     index: Int[Array, ""],
     added: Int[Array, ""],
 ) -> Float[Array, "*B S K H"]:
-    """The cache with the new entries, or their bits, of the sequences from this place on."""
+    """Writes the new entries, or their bits, of the sequences from `place` on."""
     length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
     first = index % length if kind.ring else index
-    if _is_one_slice(kind, new):
-        return _with_slice(cached, new, _start(place, first), added > 0)
+    if _fills_one_slice(kind, new):
+        return _update_slice(cached, new, _start(place, first), added > 0)
     starts = [jnp.clip(first, 0, length - size), jnp.zeros_like(first)]
     for start in starts if kind.ring and size < length else starts[:1]:  # the rest of a ring's goes to the first slots
         entry_of_slot = start + jnp.arange(size, dtype=jnp.int32) - index
@@ -162,23 +190,23 @@ def _with_entries(
         in_use = (entry_of_slot >= 0) & (entry_of_slot < added)
         in_use = in_use.reshape((1,) * (cached.ndim - 3) + (size, 1, 1))
         entries = new.at[..., entry_of_slot, :, :].get(mode="clip")
-        cached = _with_slice(cached, entries, _start(place, start), in_use)
+        cached = _update_slice(cached, entries, _start(place, start), in_use)
     return cached
 
 
 def _start(place: tuple[Array, ...], slot: Int[Array, ""]) -> tuple[Array, ...]:
-    """Where a slice for all heads begins: at a sequence and a slot."""
+    """Returns the start of a slice of all heads, given its sequence and slot."""
     zero = jnp.zeros_like(slot)
     return varying_alike((*place, slot, zero, zero))
 
 
-def _with_slice(
+def _update_slice(
     cached: Float[Array, "*B S K H"],
     entries: Shaped[Array, "*b T K H"],
     start: tuple[Array, ...],
     in_use: Bool[Array, "..."],
 ) -> Float[Array, "*B S K H"]:
-    """The cache with those of these entries, or of their bits, that are in use; that says one bool, or one a slot."""
+    """Writes the entries, or their bits, that are in use: one bool, or one for each slot."""
     if not _is_converted(cached):
         before = lax.dynamic_slice(cached, start, entries.shape)
         return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), start)

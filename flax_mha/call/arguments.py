@@ -17,13 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.context import Context
-from flax_mha.call.operands import Call, Operands, Options, ScoreMod, Sharding, accumulation_dtype
+from flax_mha.call.operands import Call, Context, Operands, Options, ScoreMod, Sharding, accumulation_dtype
 from flax_mha.core import lookups, validation
 from flax_mha.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, unwrapped
-from flax_mha.core.target import target_of
 from flax_mha.core.tile import Offsets
-from flax_mha.core.tracing import readable
+from flax_mha.core.tracing import readable, target_of
 from flax_mha.core.user_function import Trace, trace
 from flax_mha.core.validation import DTYPES, Shape, _array, _broadcastable, per_sequence
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask

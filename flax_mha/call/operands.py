@@ -2,28 +2,66 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from flax_mha.call.context import Context
-from flax_mha.core.target import Target
 from flax_mha.core.tile import Offsets
-from flax_mha.core.tracing import being_traced
+from flax_mha.core.tracing import Target, being_traced
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.masks import Mask
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
-Sharding = PartitionSpec | NamedSharding | Context
 # Output, and log-sum-exp; None where a kernel keeps that to itself.
 Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None]
 OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]
+
+Axes = str | tuple[str, ...] | None  # the mesh axes that split one axis of an array
+Strategy = Literal["ring", "ulysses", "allgather"]
+Layout = Literal["contiguous", "zigzag"]
+
+
+class Context(NamedTuple):
+    """The arguments of `context_parallel`."""
+
+    axis: str
+    strategy: Strategy
+    layout: Layout
+    batch_axes: Axes
+    head_axis: Axes
+    mesh: Mesh | AbstractMesh | None
+
+    def with_sharding(self, sharding: Any, rank: int) -> "Context":
+        """Adds the batch axes, heads and mesh of a sharding of the query, which has this rank.
+
+        Raises:
+          ValueError: If the two contradict each other.
+        """
+        if sharding is None or rank < 3:  # such a query is refused later
+            return self
+        spec: PartitionSpec = getattr(sharding, "spec", sharding)
+        *batch, length, heads, size = tuple(spec) + (None,) * (rank - len(spec))
+        both = self._replace(
+            batch_axes=(batch[0] if batch else None) or self.batch_axes,
+            head_axis=heads or self.head_axis,
+            mesh=getattr(sharding, "mesh", None) or self.mesh,
+        )
+        agrees = all(new == old for new, old in zip(both, self, strict=True) if old is not None)
+        if not agrees or size or any(batch[1:]) or length not in (None, self.axis):
+            raise ValueError(
+                f"qkv_sharding and context_parallel must agree on the mesh axes of the first batch axis, the sequence "
+                f"and the heads, but got {spec} and {tuple(self)}; say it once."
+            )
+        return both
+
+
+Sharding = PartitionSpec | NamedSharding | Context
 
 
 class HeadIds(NamedTuple):
@@ -72,25 +110,27 @@ class Operands(NamedTuple):
         """K, and G = N / K."""
         return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
 
-    def map_arrays(self, change: Callable[[Array, str], Any]) -> "Operands":
-        """The operands with `change(array, axes)` in the place of every array, axes as in `masks/base.py`."""
+    def axis_names(self) -> list[str]:
+        """Lists the names of the axes of each array, as in `masks/base.py`, in the order of `jax.tree.leaves`."""
+        mask: Any = None if self.mask is None else self.mask.map_arrays(_axes)
+        named = [
+            (self.query, "B T N H"),
+            (self.key, "B S K H"),
+            (self.value, "B S K H"),
+            (self.bias, "B N T|1 S|1"),
+            (self.sinks, "B N"),
+            *((axes, axes) for axes in jax.tree.leaves(mask)),
+            (self.captured, ""),
+            (self.offsets, "B"),
+            (self.scale, ""),
+            (self.dropout_rng, ""),
+            *zip(self.head_ids or (), ("B", "N", "B N words"), strict=False),
+        ]
+        return [axes for tree, axes in named for _ in jax.tree.leaves(tree)]
 
-        def changed(x: Any, axes: str) -> Any:
-            return None if x is None else change(x, axes)
 
-        return Operands(
-            query=changed(self.query, "B T N H"),
-            key=changed(self.key, "B S K H"),
-            value=changed(self.value, "B S K H"),
-            bias=changed(self.bias, "B N T|1 S|1"),
-            sinks=changed(self.sinks, "B N"),
-            mask=None if self.mask is None else self.mask.map_arrays(change),
-            captured=[changed(x, "") for x in self.captured],
-            offsets=self.offsets.map_arrays(lambda x: change(x, "B")),
-            scale=changed(self.scale, ""),
-            dropout_rng=changed(self.dropout_rng, ""),
-            head_ids=self.head_ids and HeadIds(*map(changed, self.head_ids, ("B", "N", "B N words"))),
-        )
+def _axes(x: Any, axes: str) -> Any:
+    return axes
 
 
 class Options(NamedTuple):

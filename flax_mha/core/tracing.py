@@ -1,8 +1,9 @@
-"""What is known while tracing: whether values are known, and over which axes of a mesh they vary."""
+"""Facts known while tracing: the target platform, which values are known, and over which mesh axes arrays vary."""
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,55 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from flax_mha.core.target import T
+T = TypeVar("T")
+
+
+class Target(NamedTuple):
+    """The devices for which a call is compiled.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu".
+      may_be_split: True if XLA's partitioner may split arrays over several devices although their types do not say so.
+    """
+
+    platform: str
+    may_be_split: bool
+
+
+def platform() -> str:
+    """Returns the platform of JAX's default device: "cpu", "gpu" or "tpu"."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.default_backend() if device is None else getattr(device, "platform", device)
+
+
+def target_of(arrays: Sequence[Array]) -> Target:
+    """Returns the target of a call: the devices that hold its arrays, or the default ones while tracing."""
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        targets = {_target_of_sharding(x.sharding) for x in arrays}
+        return max(targets, key=lambda target: target.may_be_split)
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = mesh if mesh.axis_types else jax.typeof(arrays[0]).sharding.mesh
+    if mesh.axis_types:  # inside `jax.shard_map` nothing is split, nor on one device
+        free = any(kind is not jax.sharding.AxisType.Manual for kind in mesh.axis_types)
+        return Target(platform(), free and mesh.size > 1)
+    return Target(platform(), jax.device_count() > 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _target_of_sharding(sharding: jax.sharding.Sharding) -> Target:
+    device: Any = next(iter(sharding.device_set))
+    return Target(device.platform, len(sharding.device_set) > 1)
+
+
+def reasons_against_kernel(target: Target) -> list[str]:
+    """Lists why a Pallas kernel, which computes on one device and ignores meshes, cannot run where this is traced."""
+    reasons = []
+    if target.may_be_split:
+        reasons.append("on several devices it must know how its arrays are split; pass qkv_sharding")
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying:
+        reasons.append("inside jax.shard_map it needs check_vma=False")
+    return reasons
 
 
 def without_mesh() -> AbstractContextManager:
@@ -22,17 +71,17 @@ def without_mesh() -> AbstractContextManager:
 
 
 def readable(x: Array | np.ndarray) -> bool:
-    """Whether values are known while tracing, and to this process."""
+    """Tells whether values are known while tracing, and to this process."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def being_traced() -> bool:
-    """Whether operations are being staged out, as inside `jit`, instead of being executed one by one."""
+    """Tells whether operations are staged out, as inside `jit`, instead of being executed one by one."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def varying_alike(tree: T) -> T:
-    """The arrays, all varying over the same axes of a mesh, as loops and custom derivatives need it.
+    """Makes arrays vary over the same axes of a mesh, as loops and custom derivatives need it.
 
     Inside `jax.shard_map` the type of an array says over which axes of the mesh it varies. The gradient of an array
     that varied over fewer axes than the others is summed over those that are added here.
@@ -43,12 +92,12 @@ def varying_alike(tree: T) -> T:
 
 
 def any_varies(arrays: Sequence[Array]) -> bool:
-    """Whether one of them varies over an axis of a mesh, inside `jax.shard_map`."""
+    """Tells whether an array varies over an axis of a mesh, inside `jax.shard_map`."""
     return any(map(_varying_axes, arrays))
 
 
 def varying_as(like: Array, tree: T) -> T:
-    """The arrays, varying over the axes of a mesh that `like` varies over: what a loop starts from."""
+    """Makes the arrays from which a loop starts vary over the same axes of a mesh as `like`."""
     axes = _varying_axes(like)
     return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree
 
@@ -63,5 +112,5 @@ def _vary(x: Any, axes: frozenset) -> Any:
 
 
 def is_key(x: Any) -> bool:
-    """Whether this is a typed key of `jax.random`."""
+    """Tells whether this is a typed key of `jax.random`."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

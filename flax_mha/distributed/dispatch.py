@@ -1,22 +1,29 @@
-"""Where a call is computed: as it is, or on each device of a mesh its part, where it is known how that splits it."""
+"""Computes or explains a call: as a whole, or on each device of a mesh its part, if the split is known (`split.py`).
+
+The parts run inside `jax.shard_map`, each as a call of its own. They need no communication, unless the sequence is
+split, and every implementation can compute them, fused kernels too.
+"""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
 
-from flax_mha.call.context import Context
-from flax_mha.call.operands import Call, Output
-from flax_mha.distributed import exchange, ring
-from flax_mha.distributed.mesh import nothing, on_mesh, unsplit
-from flax_mha.distributed.split import split_of
+from flax_mha.call.operands import Call, Context, Operands, Options, Output, accumulation_dtype, head_ids
+from flax_mha.core.tracing import being_traced
+from flax_mha.distributed import ring
+from flax_mha.distributed.exchange import allgather, ulysses
+from flax_mha.distributed.split import Split, split_of
 from flax_mha.impl import registry
-from flax_mha.impl.registry import IMPLEMENTATIONS, Explanation
+from flax_mha.impl.registry import Explanation
 
 
 def run(call: Call, implementation: str | None) -> Output:
-    """Output and log-sum-exp of a call, by the implementation that is named or chosen.
+    """Computes output and log-sum-exp of a call by the implementation that is named or chosen.
 
     Raises:
       ValueError: If there is no such implementation.
@@ -25,57 +32,31 @@ def run(call: Call, implementation: str | None) -> Output:
     registry.check_name(implementation)
     split = split_of(call)
     if split is None:
-        return registry.run(_whole(call), implementation)
+        return registry.run(call if call.options.sharding is None else _unsplit(call), implementation)
     if call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
         explain(call, implementation)  # raises what computing it would raise
-        return nothing(call, split)
-    return on_mesh(call, split, _run_part(implementation, split.context))
+        return _empty_output(call.operands, split)
+    on_mesh = run_on_mesh if being_traced() else _compiled_on_mesh
+    return on_mesh(call.operands, call.options, split, _run_part(implementation, split.context))
 
 
-@functools.lru_cache(maxsize=64)  # equal ones are the same, so that nothing is compiled again
+@functools.lru_cache(maxsize=64)  # equal functions are the same, so that nothing is compiled again
 def _run_part(implementation: str | None, context: Context | None) -> Callable[[Call], Output]:
-    attend = functools.partial(registry.run, implementation=implementation)
+    if context is not None and context.strategy == "ring":
+        return functools.partial(ring.ring_attention, context=context, implementation=implementation)
+    return _exchanging(context, functools.partial(registry.run, implementation=implementation))
+
+
+def _exchanging(context: Context | None, attend: Callable[[Call], Output]) -> Callable[[Call], Output]:
+    """Puts the exchanges of "ulysses" or "allgather" around `attend`."""
     if context is None:
         return attend
-    if context.strategy == "ring":
-        return functools.partial(_run_ring, context=context, implementation=implementation)
-    return _exchanging(context, attend)
-
-
-def _exchanging(context: Context, attend: Callable[[Call], Output]) -> Callable[[Call], Output]:
-    strategy = exchange.ulysses if context.strategy == "ulysses" else exchange.all_gathered
+    strategy = ulysses if context.strategy == "ulysses" else allgather
     return functools.partial(strategy, context=context, attend=attend)
 
 
-def _run_ring(call: Call, context: Context, implementation: str | None) -> Output:
-    name = implementation or DEFAULT_HOP
-    if implementation is not None:
-        registry.check_computes(name, _hop_refusals(name, ring.first_part(call, context.axis, context.chunks)))
-    hop = IMPLEMENTATIONS[name]().hop
-    assert hop is not None
-    return ring.ring_attention(
-        call, context.axis, context.chunks, functools.partial(hop, dtype=call.operands.query.dtype)
-    )
-
-
-DEFAULT_HOP = "blockwise"
-
-
-def _hop_refusals(name: str, call: Call) -> list[str]:
-    """Why this implementation cannot compute the parts of a ring, of which this is one."""
-    if IMPLEMENTATIONS[name]().hop is None:
-        known = " and ".join(f'"{name}"' for name, get in IMPLEMENTATIONS.items() if get().hop is not None)
-        return [f'with strategy="ring", only {known} compute the gradient of a hop from the merged result']
-    return registry.refusals(name, call)
-
-
-def _whole(call: Call) -> Call:
-    """A call without a known split; the caller may have said that there is none."""
-    return call if call.options.sharding is None else unsplit(call)
-
-
 def explain(call: Call, implementation: str | None) -> Explanation:
-    """What `run` would do, of the part of the call that each device computes, and why.
+    """Explains which implementation `run` would use for the part of the call on each device, and why.
 
     Raises:
       ValueError: If there is no such implementation.
@@ -84,28 +65,59 @@ def explain(call: Call, implementation: str | None) -> Explanation:
     registry.check_name(implementation)
     split, explanations = split_of(call), []
     if split is None:
-        return registry.explain(_whole(call), implementation)
+        return registry.explain(call if call.options.sharding is None else _unsplit(call), implementation)
+    context = split.context
 
     def explain_part(call: Call) -> Output:
         explanations.append(registry.explain(call, implementation))
         return jnp.zeros((*call.operands.query.shape[:-1], call.operands.value.shape[-1])), None
 
-    def explain_ring(call: Call, context: Context) -> Output:
-        first = ring.first_part(call, context.axis, context.chunks)
-        explanations.append(_explain_hop(first, implementation))
-        return first.operands.query, None
+    def explain_ring(call: Call) -> Output:
+        assert context is not None
+        explanations.append(ring.explain(call, context, implementation))
+        return call.operands.query, None
 
-    part: Callable[[Call], Output] = explain_part
-    if split.context is not None and split.context.strategy == "ring":
-        part = functools.partial(explain_ring, context=split.context)
-    elif split.context is not None:
-        part = _exchanging(split.context, explain_part)
-    jax.eval_shape(lambda operands: on_mesh(call._replace(operands=operands), split, part), call.operands)
+    part = explain_ring if context and context.strategy == "ring" else _exchanging(context, explain_part)
+    jax.eval_shape(lambda operands: run_on_mesh(operands, call.options, split, part), call.operands)
     return explanations[0]
 
 
-def _explain_hop(call: Call, implementation: str | None) -> Explanation:
-    table = {name: _hop_refusals(name, call) for name in IMPLEMENTATIONS}
-    if implementation is not None:
-        registry.check_computes(implementation, table[implementation])
-    return Explanation(implementation or DEFAULT_HOP, table)
+def run_on_mesh(operands: Operands, options: Options, split: Split, run: Callable[[Call], Any]) -> Any:
+    """Computes `run(call)`, output and log-sum-exp or None, of the part of the call that each device holds."""
+    operands = operands._replace(head_ids=head_ids(operands, options))
+    leaves, structure = jax.tree.flatten(operands)
+
+    def part(*leaves: Array) -> Any:
+        own = _shared_key_head(jax.tree.unflatten(structure, leaves), operands, split)
+        return run(_unsplit(Call(own, options)))
+
+    mapped, leaves = split.shard_map(part, leaves, operands.axis_names(), split.output_spec)
+    return mapped(*leaves)
+
+
+_compiled_on_mesh = jax.jit(run_on_mesh, static_argnames=("options", "split", "run"))
+
+
+def _unsplit(call: Call) -> Call:
+    """Marks a call whose arrays are on one device."""
+    options = call.options
+    return call._replace(options=options._replace(sharding=None, target=options.target._replace(may_be_split=False)))
+
+
+def _shared_key_head(part: Operands, whole: Operands, split: Split) -> Operands:
+    """Selects the one key head that a part's queries share, if every device holds all key heads."""
+    if split.heads == split.key_heads:
+        return part
+    _, group_size = whole.groups
+    first = lax.axis_index(split.heads) * part.query.shape[-2] // group_size
+    key, value = (lax.dynamic_slice_in_dim(x, first, 1, axis=-2) for x in (part.key, part.value))
+    return part._replace(key=key, value=value)
+
+
+def _empty_output(operands: Operands, split: Split) -> tuple[Array, Array]:
+    """Returns output and log-sum-exp of no queries; XLA cannot always compile the gradients of empty parts."""
+    query = operands.query
+    lse = query.sum(-1)  # not a constant: devices that only the types of arguments name must see these
+    output = jnp.broadcast_to(lse[..., None], (*lse.shape, operands.value.shape[-1]))
+    output, lse = (split.reshard(x, split.output_spec) for x in (output, lse))
+    return output, lse.astype(accumulation_dtype(query.dtype))

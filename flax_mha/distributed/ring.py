@@ -1,77 +1,89 @@
-"""Attention over a sequence that is split over devices: queries stay, keys and values travel around a ring.
+"""Ring attention over a sequence that is split over devices: queries stay, keys and values travel around a ring.
 
 Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889. In each of N hops a
-device sends the keys that it holds to the next device, and meanwhile computes attention of its queries over them.
-Output and log-sum-exp are merged with those of the hops before. The backward pass goes around once more: given the
-merged output and log-sum-exp, the attention's own backward pass computes what each hop adds to the gradients. Those of
-keys and values travel with these, and are back home after N hops.
+device sends the keys that it holds to the next device, and meanwhile computes attention of its queries over them. The
+output and log-sum-exp of each hop are merged with those before. The backward pass goes around once more: given the
+merged output and log-sum-exp, the attention's own backward pass computes the share of each hop in the gradients. The
+gradients of keys and values travel with these, and are back home after N hops.
 
-Hops compute in float32 at least, so that nothing is rounded before it is merged or added up. That concerns what an
-attention returns: it may still multiply matrices in the dtype of the call, as a kernel does.
+Hops return float32 at least, so that nothing is rounded before it is merged or added up. They may still multiply
+matrices in the dtype of the call, as a kernel does.
 """
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from flax_mha.call.context import chunk_of
-from flax_mha.call.operands import Call, Operands, Options, accumulation_dtype
+from flax_mha.call.operands import Call, Context, Operands, Options, OutputAndLse, accumulation_dtype
 from flax_mha.core.tile import Scalar
+from flax_mha.core.tracing import T
 from flax_mha.distributed import slices
+from flax_mha.distributed.slices import SequenceAxes
+from flax_mha.impl import registry
+from flax_mha.impl.registry import IMPLEMENTATIONS, Explanation
 from flax_mha.impl.shared import online_softmax
 from flax_mha.impl.shared.online_softmax import State
 
-T = TypeVar("T")
-OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]
-# Of a part of the queries and a part of the keys. Given the results over all keys, it returns these, and its gradients
-# are what this part of the keys contributes.
-Attention = Callable[[Call, OutputAndLse | None], OutputAndLse]
+DEFAULT = "blockwise"
 
 
 class Ring(NamedTuple):
-    """The static part: the devices, and the options of the call.
+    """The static part of a ring.
 
     Attributes:
       axis: The mesh axis whose devices form the ring.
-      size: How many there are.
-      chunks: How many chunks of adjacent positions each holds: 1, or 2 for "zigzag".
+      size: Number of devices.
+      chunks: Number of chunks of adjacent positions that each holds: 1, or 2 for "zigzag".
+      axes: The axes of the operands along the sequences.
       options: Of the call.
+      hop: Computes output and log-sum-exp of a slice of the call, given those over all keys or None. If they are given
+        it returns them, and its gradients are the share of this slice.
     """
 
     axis: str
     size: int
     chunks: int
+    axes: tuple[SequenceAxes, ...]
     options: Options
+    hop: Callable[[Call, OutputAndLse | None], OutputAndLse]
 
-    def over_pairs(self, step: Callable[[Scalar, Scalar, T], T], state: T) -> T:
-        """Folds `step` over all pairs of a chunk of queries and a chunk of keys, one after another."""
+    def for_pairs(self, step: Callable[[Scalar, Scalar, T], T]) -> Callable[[T], T]:
+        """Folds `step(i, j, state)` over all pairs of a chunk of queries and a chunk of keys, one after another."""
         if self.chunks == 1:
-            return step(0, 0, state)
-        return lax.fori_loop(0, self.chunks**2, lambda n, state: step(n // self.chunks, n % self.chunks, state), state)
+            return functools.partial(step, 0, 0)
+        pairs, chunks = self.chunks**2, self.chunks
+        return lambda state: lax.fori_loop(0, pairs, lambda n, state: step(n // chunks, n % chunks, state), state)
 
-    def part(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
-        """The call of chunk `i` of a device's queries and chunk `j` of the keys that device `source` sent it."""
-        (queries, keys), rank = operands.lengths, lax.axis_index(self.axis)
+    def slice(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
+        """Cuts out chunk `i` of a device's queries and chunk `j` of the keys that device `source` sent it."""
+        queries, keys = operands.query.shape[-3], operands.key.shape[-3]
         height, width = queries // self.chunks, keys // self.chunks
-        part = slices.of_queries(operands, i * height, height)
-        part = slices.of_keys(part, j * width, source * keys + j * width, width)
-        positions = chunk_of(rank, i, self.size) * height, chunk_of(source, j, self.size) * width
-        return Call(slices.at_positions(part, *positions), self.options)
+        first_query = slices.chunk_of(lax.axis_index(self.axis), i, self.size) * height
+        first_key = slices.chunk_of(source, j, self.size) * width
+        of_keys = j * width, source * keys + j * width, width
+        part = slices.slice_call(operands, self.axes, (i * height, height), of_keys, (first_query, first_key))
+        return Call(part, self.options)
 
-    def next(self, tree: Any) -> Any:
-        """The arrays of the device before this one."""
+    def wide_slice(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
+        """As `slice`, with query, key and value in float32 at least."""
+        dtype = accumulation_dtype(operands.query.dtype)
+        part, options = self.slice(operands, source, i, j)
+        query, key, value = (x.astype(dtype) for x in part[:3])
+        return Call(part._replace(query=query, key=key, value=value), options)
+
+    def send(self, tree: T) -> T:
+        """Sends arrays to the next device, and returns those of the device before."""
         pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
 
 
 class Trainable(NamedTuple):
-    """What gets gradients."""
+    """The operands that have gradients."""
 
     query: Array
     key: Array
@@ -81,32 +93,65 @@ class Trainable(NamedTuple):
     scale: Array | None
 
 
-def ring_attention(call: Call, axis: str, chunks: int, attention: Attention) -> OutputAndLse:
-    """Output and log-sum-exp of a device's queries, in a `jax.shard_map` over the mesh.
+def ring_attention(call: Call, context: Context, implementation: str | None) -> OutputAndLse:
+    """Computes output and log-sum-exp of a device's queries, in a `jax.shard_map` over the mesh.
 
     Args:
-      call: With the device's own queries and keys, and numbers of its own batch entries and heads.
-      axis: The mesh axis that splits the sequence.
-      chunks: How many chunks a device holds.
-      attention: What computes the parts; queries, keys and values are float32 at least.
+      call: With the device's own queries and keys, and the numbers of its own batch entries and heads.
+      context: Of `context_parallel`.
+      implementation: The implementation that computes the hops; None chooses.
+
+    Raises:
+      NotImplementedError: If the named implementation cannot compute the hops.
     """
-    operands, options = call
-    ring = Ring(axis, lax.axis_size(axis), chunks, options._replace(return_residual=True))
-    output, lse = _ring(ring, attention, _trainable(operands, options), _without_ends(operands))
+    if implementation is not None:
+        registry.check_computes(implementation, _refusals(implementation, _first_slice(call, context)))
+    operands, (ring, inner) = call.operands, _ring_of(call, context, implementation or DEFAULT)
+    output, lse = _ring(ring, _trainable(inner, ring.options), inner)
     if operands.sinks is not None:
         output, lse = _with_sinks(output, lse, operands.sinks[..., None, :].astype(lse.dtype))
     return output.astype(operands.query.dtype), lse
 
 
-def first_part(call: Call, axis: str, chunks: int) -> Call:
-    """The first part of the call that a device computes, in the dtype of the call: to ask what can compute it."""
-    ring = Ring(axis, lax.axis_size(axis), chunks, call.options)
-    return ring.part(_without_ends(call.operands), lax.axis_index(axis), 0, 0)
+def explain(call: Call, context: Context, implementation: str | None) -> Explanation:
+    """Explains which implementation computes the hops, by the slice of the first one.
+
+    Raises:
+      NotImplementedError: If the named implementation cannot compute it.
+    """
+    first = _first_slice(call, context)
+    table = {name: _refusals(name, first) for name in IMPLEMENTATIONS}
+    if implementation is not None:
+        registry.check_computes(implementation, table[implementation])
+    return Explanation(implementation or DEFAULT, table)
 
 
-def _without_ends(operands: Operands) -> Operands:
-    """Without what is done before and after: random words made of the key, and sinks added to the merged result."""
-    return operands._replace(sinks=None, dropout_rng=None)
+def _first_slice(call: Call, context: Context) -> Call:
+    ring, operands = _ring_of(call, context, DEFAULT)
+    return ring.slice(operands, lax.axis_index(ring.axis), 0, 0)._replace(options=call.options)
+
+
+def _refusals(name: str, call: Call) -> list[str]:
+    """Lists why this implementation cannot compute the hops, of which this is one."""
+    if IMPLEMENTATIONS[name]().hop is None:
+        known = " and ".join(f'"{name}"' for name, get in IMPLEMENTATIONS.items() if get().hop is not None)
+        return [f'with strategy="ring", only {known} compute the gradient of a hop from the merged result']
+    return registry.refusals(name, call)
+
+
+def _ring_of(call: Call, context: Context, implementation: str) -> tuple[Ring, Operands]:
+    """Returns the ring, and the operands of its hops: random words are drawn before them, sinks are added after."""
+    operands, hop = call.operands._replace(sinks=None, dropout_rng=None), IMPLEMENTATIONS[implementation]().hop
+    assert hop is not None
+    ring = Ring(
+        axis=context.axis,
+        size=lax.axis_size(context.axis),
+        chunks=2 if context.layout == "zigzag" else 1,
+        axes=slices.sequence_axes(operands),
+        options=call.options._replace(return_residual=True),
+        hop=functools.partial(hop, dtype=operands.query.dtype),
+    )
+    return ring, operands
 
 
 def _trainable(operands: Operands, options: Options) -> Trainable:
@@ -114,7 +159,7 @@ def _trainable(operands: Operands, options: Options) -> Trainable:
     return Trainable(operands.query, operands.key, operands.value, operands.bias, captured, operands.scale)
 
 
-def _with_trainable(operands: Operands, options: Options, trainable: Trainable) -> Operands:
+def _replace_trainable(operands: Operands, options: Options, trainable: Trainable) -> Operands:
     learned = iter(trainable.captured)
     captured = [
         next(learned) if is_learned else x
@@ -124,7 +169,7 @@ def _with_trainable(operands: Operands, options: Options, trainable: Trainable) 
 
 
 def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> OutputAndLse:
-    """Output and log-sum-exp with one more score in the denominator, which has no value."""
+    """Adds to the softmax one more score, which has no value."""
     # Rows that saw NaN or infinity stay as they are, and have no gradient; so do those without any score.
     proper = (lse < jnp.inf) & ((lse > -jnp.inf) | (sinks > -jnp.inf))
     a, b = (jnp.where(proper, x, jnp.zeros_like(x)) for x in (lse, jnp.broadcast_to(sinks, lse.shape)))
@@ -132,100 +177,87 @@ def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> Out
     return output * share[..., None], jnp.where(proper, jnp.logaddexp(a, b), lse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(ring: Ring, attention: Attention, trainable: Trainable, operands: Operands) -> OutputAndLse:
-    operands = _with_trainable(operands, ring.options, trainable)
-    (*batch, length, num_heads, _), features = operands.query.shape, operands.value.shape[-1]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
+    operands = _replace_trainable(operands, ring.options, trainable)
+    (*rows, _), features = operands.query.shape, operands.value.shape[-1]
     dtype, rank = accumulation_dtype(operands.query.dtype), lax.axis_index(ring.axis)
 
     def hop(state: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
         merged, arrays = state
-        following, source = ring.next(arrays), (rank - number) % ring.size
-        held = slices.with_arrays_of_keys(operands, arrays)
+        following, source = ring.send(arrays), (rank - number) % ring.size
+        held = slices.replace_travelling(operands, ring.axes, arrays)
 
-        def pair(i: Scalar, j: Scalar, merged: State) -> State:
-            return _merge(ring, merged, i, attention(_wide_part(ring, held, source, i, j), None))
+        def merge(i: Scalar, j: Scalar, merged: State) -> State:
+            return _merge(merged, i, ring.hop(ring.wide_slice(held, source, i, j), None))
 
-        return (ring.over_pairs(pair, merged), following), None
+        return (ring.for_pairs(merge)(merged), following), None
 
-    of_rows = (*batch, length, num_heads)
-    largest, total, output = online_softmax.start(math.prod(of_rows), features, None, dtype)
-    nothing = State(largest.reshape(of_rows), total.reshape(of_rows), output.reshape(*of_rows, features))
-    state = nothing, slices.arrays_of_keys(operands)
+    nothing = State(jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, features), dtype))
+    state = nothing, slices.travelling_arrays(operands, ring.axes)
     (merged, _), _ = lax.scan(hop, state, jnp.arange(ring.size, dtype=jnp.int32))
-    output, lse = online_softmax.finish(_flat(merged))
-    return output.reshape(nothing.output.shape), lse.reshape(of_rows)
+    output, lse = online_softmax.finish(_flatten_rows(merged))
+    return output.reshape(nothing.output.shape), lse.reshape(rows)
 
 
-def _flat(state: State) -> State:
-    """With one axis for the rows of all heads."""
-    largest, total, output = state
-    return State(largest.reshape(total.size), total.reshape(total.size), output.reshape(total.size, output.shape[-1]))
+def _flatten_rows(state: State) -> State:
+    """Makes the rows of all heads one axis."""
+    rows = state.running_sum.size
+    return State(*(x.reshape(rows, *x.shape[state.running_sum.ndim :]) for x in state))
 
 
-def _merge(ring: Ring, merged: State, chunk: Scalar, result: OutputAndLse) -> State:
-    """What was merged so far, and into the rows of one chunk the result over more keys.
+def _merge(merged: State, chunk: Scalar, result: OutputAndLse) -> State:
+    """Merges the result over more keys into the rows of one chunk.
 
-    To the running softmax a result is one more key, whose score is the log-sum-exp and whose value is the output. What
-    is kept are a maximum and a sum. A merged log-sum-exp would be rounded in every hop, and where scores are large,
-    these errors add up.
+    To the running softmax a result is one more key, whose score is the log-sum-exp and whose value is the output. The
+    state is a maximum and a sum: a merged log-sum-exp would be rounded in every hop, and errors of large scores add up.
     """
     output, lse = result
-    axis, size = lse.ndim - 2, lse.shape[-2]
-    before = State(*(lax.dynamic_slice_in_dim(x, chunk * size, size, axis) for x in merged))
+    before = _rows(merged, chunk, lse.shape[-2], lse.ndim - 2)
     values = output.reshape(lse.size, output.shape[-1])
-    after = online_softmax.update(_flat(before), lse.reshape(lse.size, 1), lambda weights: weights * values)
-    rows = (x.reshape(old.shape) for x, old in zip(after, before, strict=True))
-    put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk * size, axis=axis)
-    return State(*(put(x, part) for x, part in zip(merged, rows, strict=True)))
+    after = online_softmax.update(_flatten_rows(before), lse.reshape(lse.size, 1), lambda weights: weights * values)
+    put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk * lse.shape[-2], axis=lse.ndim - 2)
+    return State(*(put(x, rows.reshape(old.shape)) for x, rows, old in zip(merged, after, before, strict=True)))
 
 
-def _rows(ring: Ring, results: OutputAndLse, chunk: Scalar) -> OutputAndLse:
-    """Of one chunk of the queries."""
-    axis = results[1].ndim - 2
-    size = results[1].shape[axis] // ring.chunks
-    output, lse = (lax.dynamic_slice_in_dim(x, chunk * size, size, axis) for x in results)
-    return output, lse
+def _rows(results: T, chunk: Scalar, size: int, axis: int) -> T:
+    """Cuts one chunk of `size` queries out of arrays that have an entry for each query along `axis`."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, chunk * size, size, axis), results)
 
 
-def _wide_part(ring: Ring, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
-    """`ring.part`, in float32 at least."""
-    dtype = accumulation_dtype(operands.query.dtype)
-    query, key, value = (x.astype(dtype) for x in operands[:3])
-    return ring.part(operands._replace(query=query, key=key, value=value), source, i, j)
-
-
-def _forward(ring: Ring, attention: Attention, trainable: Trainable, operands: Operands) -> tuple[OutputAndLse, tuple]:
-    results = _ring(ring, attention, trainable, operands)
+def _forward(ring: Ring, trainable: Trainable, operands: Operands) -> tuple[OutputAndLse, tuple]:
+    results = _ring(ring, trainable, operands)
     return results, (trainable, operands, results)
 
 
-def _backward(ring: Ring, attention: Attention, saved: tuple, cotangents: OutputAndLse) -> tuple[Trainable, None]:
+def _backward(ring: Ring, saved: tuple, cotangents: OutputAndLse) -> tuple[Trainable, None]:
     trainable, operands, known = saved
-    operands = _with_trainable(operands, ring.options, trainable)
+    operands = _replace_trainable(operands, ring.options, trainable)
     dtype, rank = accumulation_dtype(operands.query.dtype), lax.axis_index(ring.axis)
+    axis = operands.query.ndim - 3
+    rows = functools.partial(_rows, size=operands.query.shape[axis] // ring.chunks, axis=axis)
 
     def hop(state: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
         sums, arrays = state
-        following, source = ring.next(arrays), (rank - number) % ring.size
-        held = slices.with_arrays_of_keys(operands, arrays)
+        following, source = ring.send(arrays), (rank - number) % ring.size
+        held = slices.replace_travelling(operands, ring.axes, arrays)
         query, key, value = (x.astype(dtype) for x in held[:3])
         own = _trainable(held, ring.options)._replace(query=query, key=key, value=value)
 
-        def pair(i: Scalar, j: Scalar, sums: Trainable) -> Trainable:
+        def add(i: Scalar, j: Scalar, sums: Trainable) -> Trainable:
             def result(own: Trainable) -> OutputAndLse:
-                part = _wide_part(ring, _with_trainable(held, ring.options, own), source, i, j)
-                return attention(part, _rows(ring, known, i))
+                part = ring.wide_slice(_replace_trainable(held, ring.options, own), source, i, j)
+                return ring.hop(part, rows(known, i))
 
-            [gradients] = jax.vjp(result, own)[1](_rows(ring, cotangents, i))
+            [gradients] = jax.vjp(result, own)[1](rows(cotangents, i))
             return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, gradients)
 
-        sums = ring.over_pairs(pair, sums)
-        key, value = ring.next((sums.key, sums.value))
+        sums = ring.for_pairs(add)(sums)
+        key, value = ring.send((sums.key, sums.value))
         return (sums._replace(key=key, value=value), following), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), trainable)
-    state = zeros, slices.arrays_of_keys(operands)
+    state = zeros, slices.travelling_arrays(operands, ring.axes)
     (sums, _), _ = lax.scan(hop, state, jnp.arange(ring.size, dtype=jnp.int32))
     return jax.tree.map(lambda d, x: d.astype(x.dtype), sums, trainable), None
 

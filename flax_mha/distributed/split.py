@@ -1,31 +1,68 @@
-"""How a mesh splits a call: over batch axes and heads, and over the sequence if `context_parallel` says so.
+"""How a mesh splits a call: over batch axes and heads, and over the sequence in `context_parallel`.
 
-It is known in three cases: the caller says so (`qkv_sharding`), the types of the arrays do (a mesh with Explicit axes),
-or the arrays are not traced. In all other cases XLA's partitioner splits the call.
+A split is known in three cases: the caller gives it (`qkv_sharding`), the types of the arrays do (on a mesh with
+Explicit axes), or the arrays are not traced. In all other cases XLA's partitioner splits the call.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_mha.call.context import Axes, Context, belongs_to_keys
-from flax_mha.call.operands import Call
-from flax_mha.core.sharding import axes_of_key_heads, axes_of_type, names_of, number_of_parts, of_every_axis
+from flax_mha.call.operands import Axes, Call, Context
+from flax_mha.distributed.slices import travels_with_keys
+
+
+def mesh_axes(mesh: Any, *kinds: AxisType) -> list[str]:
+    """Lists the names of a mesh's axes of these types."""
+    return [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in kinds]
+
+
+def names_of(axes: Axes) -> tuple[str, ...]:
+    """Lists the mesh axes that split one axis of an array: one, several or none."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def number_of_parts(mesh: Any, axes: Axes) -> int:
+    """Counts the parts into which mesh axes split an axis of an array."""
+    return math.prod(mesh.shape[name] for name in names_of(axes))
+
+
+def pad_spec(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
+    """Lengthens a PartitionSpec, which may leave out the last axes of an array, to all of its axes."""
+    given = tuple(spec)
+    return given + (None,) * (rank - len(given))
+
+
+def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
+    """Returns the mesh axes that split the key heads if `axes` split the query heads into so many parts.
+
+    Returns:
+      The same; None if there are fewer key heads than parts: every device then holds all of them.
+
+    Raises:
+      ValueError: If a part's query heads belong to some of the key heads, but not to an equal share.
+    """
+    if num_kv_heads % parts and parts % num_kv_heads:
+        raise ValueError(
+            f"the key heads must divide the {parts} parts into which mesh axis {axes!r} splits heads, or be a "
+            f"multiple of them, but got {num_kv_heads}; use another mesh axis, or None."
+        )
+    return None if num_kv_heads % parts else axes
 
 
 class Split(NamedTuple):
-    """Which mesh axes split the batch axes, the heads and the sequence of a call.
+    """The mesh axes that split the batch axes, the heads and the sequence of a call.
 
     Attributes:
       mesh: The mesh.
       manual: The mesh axes over which each device computes on its own.
       batch: For each batch axis the mesh axes that split it.
       heads: The mesh axes that split the query heads.
-      key_heads: Those that split the key and value heads; None if there are fewer of them than devices, which then hold
-        all of them.
-      context: How sequences are split, too; None if they are not.
+      key_heads: The mesh axes that split the key and value heads; None if every device holds all of them.
+      context: The arguments of `context_parallel`; None if no sequence is split.
     """
 
     mesh: Mesh | AbstractMesh
@@ -35,73 +72,108 @@ class Split(NamedTuple):
     key_heads: Axes
     context: Context | None = None
 
-    def size(self, axes: Axes) -> int:
-        """In how many parts these mesh axes split an array."""
-        return number_of_parts(self.mesh, axes)
-
     def spec(self, x: Any, axes: str) -> PartitionSpec:
-        """How an array is split whose axes have these names, as in the field metadata of masks (`masks/base.py`)."""
-        by_name = {"B": self.batch, "N": (self.heads,), "K": (self.key_heads,), **self._sequences(axes)}
+        """Returns the split of an array, given the names of its axes as in the field metadata of `masks/base.py`."""
+        by_name = {"B": self.batch, "N": (self.heads,), "K": (self.key_heads,), **self._sequences(axes.split())}
         each = [part for name in axes.split() for part in by_name.get(name, (None,))]
         return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
 
-    def _sequences(self, axes: str) -> dict[str, tuple[Axes]]:
-        """What splits the axes of queries and of keys, in an array whose axes have these names."""
+    def _sequences(self, names: list[str]) -> dict[str, tuple[Axes]]:
+        """Returns the mesh axes that split the queries and the keys, in an array whose axes have these names."""
         if self.context is None:
             return {}
         axis, strategy = self.context.axis, self.context.strategy
-        if "H" in axes.split():  # query, key and value
+        if "H" in names:  # query, key and value
             return {"T": (axis,), "S": (axis,)}
-        if strategy == "ulysses":  # there, what belongs to heads goes where these are computed
+        if strategy == "ulysses":  # each device computes some of the heads, over all positions
             return {"N": ((*names_of(self.heads), axis),)}
         queries: dict[str, tuple[Axes]] = {"T": (axis,), "T|1": (axis,)}
-        return queries | ({"S": (axis,)} if strategy == "ring" and belongs_to_keys(axes) else {})
+        return queries | ({"S": (axis,)} if strategy == "ring" and travels_with_keys(names) else {})
 
     @property
     def output_spec(self) -> PartitionSpec:
-        """How output and log-sum-exp are split."""
+        """The split of output [B..., T, N, Hv] and log-sum-exp [B..., T, N]."""
         return PartitionSpec(*self.batch, None if self.context is None else self.context.axis, self.heads)
+
+    def reshard(self, x: Any, spec: PartitionSpec) -> Any:
+        """Moves an array to this split if the mesh has Explicit axes; XLA's partitioner does it on others."""
+        return jax.reshard(x, NamedSharding(self.mesh, spec)) if AxisType.Explicit in self.mesh.axis_types else x
+
+    def shard_map(
+        self, function: Callable[..., Any], arrays: Sequence[Any], axes: Sequence[str], out_spec: PartitionSpec
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Returns a function that calls `function` on each device with its parts, and the arrays to call it with.
+
+        Args:
+          function: Takes as many arrays, and returns arrays of which each is split by `out_spec`.
+          arrays: Whole arrays.
+          axes: The names of their axes.
+          out_spec: The split of the results.
+        """
+        specs = tuple(self.spec(x, names) for x, names in zip(arrays, axes, strict=True))
+        everything = self.manual == frozenset(self.mesh.axis_names)
+        mapped = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=out_spec,
+            axis_names=frozenset() if everything else self.manual,  # no name: all axes that `jax.vmap` has not taken
+            check_vma=False,  # kernels do not say over which axes their output varies
+        )
+        return mapped, [self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
 
 
 def split_of(call: Call) -> Split | None:
-    """How the call is split, if that is known and a mesh is there.
+    """Returns the split of the call, if it is known and there is a mesh.
 
     Raises:
-      ValueError: If what the caller or the types say cannot be computed.
+      ValueError: If the call cannot be computed in the split that the caller or the types give.
     """
-    if isinstance(call.options.sharding, Context):
-        return _of_context(call, call.options.sharding)
-    if call.options.sharding is not None:
-        return _given(call, call.options.sharding)
+    sharding = call.options.sharding
+    if isinstance(sharding, Context):
+        return _split_by_context(call, sharding)
+    if sharding is not None:
+        return _split_by_caller(call, sharding)
     types = [jax.typeof(x).sharding for x in call.operands[:3]]
-    explicit = {name for x in types for name in axes_of_type(x.mesh, AxisType.Explicit)}
-    if explicit:
-        mesh = next(x.mesh for x in types if axes_of_type(x.mesh, AxisType.Explicit))
-        return _split(mesh, explicit, [x.spec for x in types], call, "their types")
-    return _placed(call) if call.options.target.may_be_split else None
+    meshes = [x.mesh for x in types if AxisType.Explicit in x.mesh.axis_types]
+    if meshes:
+        return _split(meshes[0], mesh_axes(meshes[0], AxisType.Explicit), [x.spec for x in types], call, "their types")
+    return _split_by_placement(call) if call.options.target.may_be_split else None
 
 
-def _given(call: Call, sharding: Any) -> Split | None:
-    """What the caller says: a PartitionSpec, for the mesh of the context, or a NamedSharding."""
+def _split_by_caller(call: Call, sharding: Any) -> Split | None:
+    """Returns the split by `qkv_sharding`: a PartitionSpec, for the mesh of the context, or a NamedSharding."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
     named = {name for axes in spec for name in names_of(axes)}
-    known = axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
+    known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     if unknown := named - set(known):
         have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or a NamedSharding"
         raise ValueError(f"qkv_sharding must name axes of the mesh, but got {', '.join(sorted(unknown))}, and {have}.")
-    return _split(mesh, set(known), [spec], call, "qkv_sharding") if known else None
+    return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
 
 
-def _of_context(call: Call, context: Context) -> Split:
-    """What `context_parallel` says; where it does not name what splits batch and heads, arrays may say it."""
+def _split_by_placement(call: Call) -> Split | None:
+    """Returns the split of arrays that are not traced, if they need not be moved to compute in it."""
+    shardings: list[Any] = [x.sharding for x in call.operands[:3] if not isinstance(x, jax.core.Tracer)]
+    if len(shardings) < 3 or not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
+        return None
+    mesh = shardings[0].mesh
+    try:
+        return _split(mesh, mesh.axis_names, [x.spec for x in shardings], call, "they") if mesh.size > 1 else None
+    except ValueError:
+        return None
+
+
+def _split_by_context(call: Call, context: Context) -> Split:
+    """Returns the split by `context_parallel`; the query may say what splits batch and heads if this names nothing."""
     mesh, spec = _mesh_and_spec(call, context)
-    known = axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
+    known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
     heads = context.head_axis or spec[-2]
     named = [context.axis, *(name for axes in (*batch, heads) for name in names_of(axes))]
     if unknown := set(named) - set(known):
         have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or mesh="
-        if unknown & set(axes_of_type(mesh, AxisType.Manual)):
+        if unknown & set(mesh_axes(mesh, AxisType.Manual)):
             have = "that is manual already: call it outside jax.shard_map"
         got = ", ".join(map(repr, sorted(unknown)))
         raise ValueError(f"context_parallel must name axes of the mesh, but got {got}, and {have}.")
@@ -109,74 +181,64 @@ def _of_context(call: Call, context: Context) -> Split:
         raise ValueError(f"axis, batch_axes and head_axis must be different mesh axes, but got {tuple(named)}.")
     if context.batch_axes and not batch:
         raise ValueError(f"batch_axes must be None without a batch axis, but got {context.batch_axes!r}.")
-    split = _split(mesh, set(known), [PartitionSpec(*batch, None, heads)], call, "context_parallel")
+    split = _split(mesh, known, [PartitionSpec(*batch, None, heads)], call, "context_parallel")
     _check_sequences(call, context, split)
     return split._replace(context=context)
 
 
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
-    """The mesh, and what is known of how it splits the axes of the query: by its type, or if it is not traced."""
+    """Returns the mesh, and the split of the query's axes as far as its type says it, or the query if not traced."""
     query: Any = call.operands.query
     known: Any = jax.typeof(query).sharding
-    if not axes_of_type(known.mesh, AxisType.Explicit):
+    if AxisType.Explicit not in known.mesh.axis_types:
         known = None if isinstance(query, jax.core.Tracer) else query.sharding
     around, is_named = jax.sharding.get_abstract_mesh(), isinstance(known, NamedSharding)
     mesh: Any = context.mesh or (known.mesh if is_named and around.empty else around)
     spec = known.spec if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh else ()
-    return mesh, of_every_axis(spec, query.ndim)
+    return mesh, pad_spec(spec, query.ndim)
 
 
 def _check_sequences(call: Call, context: Context, split: Split) -> None:
-    """Lengths that can be split, and for "ulysses" heads."""
+    """Checks that lengths, and heads for "ulysses", can be split over the devices."""
     if call.options.cached:
         raise ValueError("context_parallel must not be used for decoding, but got a cache; decode without it.")
-    devices, name = split.size(context.axis), context.axis
-    for what, length in zip(("queries", "keys"), call.operands.lengths, strict=True):
-        if not isinstance(length, int) or length % (devices * context.chunks):
-            twice = ' twice each with layout="zigzag",' if context.chunks > 1 else ""
+    (query, key), axis = call.operands[:2], context.axis
+    devices, is_zigzag = number_of_parts(split.mesh, axis), context.layout == "zigzag"
+    parts = devices * (2 if is_zigzag else 1)
+    for name, length in (("queries", query.shape[-3]), ("keys", key.shape[-3])):
+        if not isinstance(length, int) or length % parts:
+            twice = ' twice each with layout="zigzag",' if is_zigzag else ""
             raise ValueError(
-                f"the number of {what} must be a multiple of {devices * context.chunks},{twice} for the {devices} "
-                f"devices of mesh axis {name!r}, but got {length}; pad them, and mask the padding by lengths."
+                f"the number of {name} must be a multiple of {parts},{twice} for the {devices} devices of mesh axis "
+                f"{axis!r}, but got {length}; pad them, and mask the padding by lengths."
             )
-    num_kv_heads = call.operands.groups[0] // split.size(split.key_heads)
+    num_kv_heads = key.shape[-2] // number_of_parts(split.mesh, split.key_heads)
     if context.strategy == "ulysses" and (num_kv_heads % devices or split.key_heads != split.heads):
         raise ValueError(
             f'strategy="ulysses" must have a multiple of {devices} key heads on each of the {devices} devices of mesh '
-            f'axis {name!r}, which exchange heads for positions, but got {num_kv_heads}; use "ring" or "allgather".'
+            f'axis {axis!r}, which exchange heads for positions, but got {num_kv_heads}; use "ring" or "allgather".'
         )
 
 
-def _placed(call: Call) -> Split | None:
-    """What arrays say that are not traced, where it can be computed without moving any."""
-    held: list[Any] = [x.sharding for x in call.operands[:3] if not isinstance(x, jax.core.Tracer)]
-    if len(held) < 3 or not all(isinstance(x, NamedSharding) and x.mesh == held[0].mesh for x in held):
-        return None
-    mesh = held[0].mesh
-    try:
-        return _split(mesh, set(mesh.axis_names), [x.spec for x in held], call, "they") if mesh.size > 1 else None
-    except ValueError:
-        return None
-
-
-def _split(mesh: Any, manual: set[str], specs: Sequence[Any], call: Call, source: str) -> Split:
-    """The split of a call, given what is known of query, key and value, or of all of them."""
-    rank, operands = call.operands.query.ndim, call.operands
-    dimensions = zip(*(of_every_axis(spec, rank) for spec in specs), strict=True)
-    said = [{axes for axes in dimension if axes not in (None, ())} for dimension in dimensions]
-    if any(len(x) > 1 for x in said) or said[-1] or said[-3]:
+def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, source: str) -> Split:
+    """Returns the split of a call, given that of query, key and value, or one of all three."""
+    query, key, *_ = call.operands
+    by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
+    given = [{axes for axes in each if axes not in (None, ())} for each in by_axis]
+    if any(len(x) > 1 for x in given) or given[-1] or given[-3]:
         got = ", ".join(map(str, specs))
         raise ValueError(
             f"query, key and value must be split alike, over batch axes and heads, but {source} say {got}; use "
             "jax.reshard, or context_parallel for sequences that are split."
         )
-    *batch, _, heads, _ = (next(iter(x), None) for x in said)
-    split = Split(mesh, frozenset(manual), tuple(batch), heads, None)
-    sizes = (*operands.query.shape[:-3], operands.query.shape[-2])
-    names = [f"batch axis {axis}" for axis in range(rank - 3)] + ["the query heads"]
-    for name, size, axes in zip(names, sizes, (*batch, heads), strict=True):
-        if isinstance(size, int) and size % split.size(axes):
+    *batch, _, heads, _ = (next(iter(x), None) for x in given)
+    names = [*(f"batch axis {axis}" for axis in range(len(batch))), "the query heads"]
+    for name, size, axes in zip(names, (*query.shape[:-3], query.shape[-2]), (*batch, heads), strict=True):
+        parts = number_of_parts(mesh, axes)
+        if isinstance(size, int) and size % parts:
             raise ValueError(
-                f"{name} must be a multiple of the {split.size(axes)} parts into which mesh axis {axes!r} splits it, "
-                f"but got {size}; use another mesh axis, or None."
+                f"{name} must be a multiple of the {parts} parts into which mesh axis {axes!r} splits it, but got "
+                f"{size}; use another mesh axis, or None."
             )
-    return split._replace(key_heads=axes_of_key_heads(heads, split.size(heads), operands.key.shape[-2]))
+    key_heads = axes_of_key_heads(heads, number_of_parts(mesh, heads), key.shape[-2])
+    return Split(mesh, frozenset(manual), tuple(batch), heads, key_heads)

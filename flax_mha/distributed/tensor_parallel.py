@@ -17,21 +17,21 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from flax_mha.call.operands import Sharding
-from flax_mha.core.sharding import axes_of_key_heads, names_of, number_of_parts, of_every_axis
+from flax_mha.distributed.split import axes_of_key_heads, names_of, number_of_parts, pad_spec
 
 Names = tuple[str | None, ...]
 
 
 class ParameterNames(NamedTuple):
-    """For each axis of a parameter the name of what splits it, for Flax's metadata.
+    """The name of what splits each axis of a parameter, for Flax's metadata.
 
     Attributes:
-      query: Of the kernel [features, N, H]; without the first, of its bias.
-      key: Of the kernels of keys and values; nothing splits them if there are fewer heads than devices.
-      out: Of the output's kernel [N, H, features].
-      out_bias: Of its bias [features].
-      sinks: Of the sinks [N].
-      cache: Of cached keys and values, without the batch axes: [S, K, H].
+      query: Names for the query's kernel [features, N, H]; without the first, for its bias.
+      key: Names for the kernels of keys and values [features, K, H]; all None if there are fewer heads than devices.
+      out: Names for the output's kernel [N, H, features].
+      out_bias: Names for its bias [features].
+      sinks: Names for the sinks [N].
+      cache: Names for cached keys and values, without the batch axes: [S, K, H].
     """
 
     query: Names
@@ -43,7 +43,7 @@ class ParameterNames(NamedTuple):
 
 
 def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> ParameterNames:
-    """How `head_axis` splits parameters, on the mesh of the context, if there is one.
+    """Names the axes of all parameters that `head_axis` splits, on the mesh of the context, if there is one.
 
     Raises:
       ValueError: If that mesh has no such axis, or if its size does not fit the heads.
@@ -66,23 +66,23 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> Parame
 
 
 def check_head_axis(head_axis: Any) -> None:
-    """A name, or None."""
+    """Checks that the axis is a name or None."""
     if head_axis is not None and not isinstance(head_axis, str):
         raise ValueError(f"head_axis must be the name of a mesh axis or of a logical axis, but got {head_axis!r}.")
 
 
 def has_mesh() -> bool:
-    """Whether there is a mesh in the context, on which parameters can be placed."""
+    """Returns True if there is a mesh in the context, on which parameters can be placed."""
     return not jax.sharding.get_abstract_mesh().empty
 
 
 def mesh_axis(head_axis: str) -> Any:
-    """The mesh axis, or axes, of a logical axis, by Flax's rules in the context; other names stand for themselves."""
+    """Returns the mesh axis, or axes, of a logical axis by Flax's rules in the context; other names unchanged."""
     return next((mesh for logical, mesh in spmd.get_logical_axis_rules() if logical == head_axis), head_axis)
 
 
 def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..., Any]:
-    """An initializer for Flax linen that boxes a parameter with the names of its axes."""
+    """Makes an initializer for Flax linen box its parameter with the names of its axes."""
     box = Box if mesh_axis(head_axis) == head_axis else LogicalBox
     return lambda *arguments: box(init(*arguments), names)
 
@@ -111,7 +111,7 @@ class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
 
 
 def _size(head_axis: str) -> int:
-    """The number of devices along the axis; 1 without a mesh."""
+    """Counts the devices along the axis; 1 without a mesh."""
     axes, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1
@@ -126,13 +126,13 @@ def _size(head_axis: str) -> int:
 def attention_sharding(
     qkv_sharding: Sharding | None, head_axis: str | None, rank: int, names_batch: bool
 ) -> Sharding | None:
-    """How the attention's query, of this rank, is split on a mesh with Auto axes, as far as it is known here.
+    """Returns the split of the attention's query on a mesh with Auto axes, as far as the module knows it.
 
     Args:
-      qkv_sharding: What the caller says.
-      head_axis: Of the module.
-      rank: Of the query.
-      names_batch: Whether the attention function knows by itself what splits the batch.
+      qkv_sharding: The split that the caller gives, which is returned as it is.
+      head_axis: The `head_axis` of the module.
+      rank: Rank of the query.
+      names_batch: True if the attention function knows by itself what splits the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if qkv_sharding is not None or head_axis is None or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
@@ -144,18 +144,18 @@ def attention_sharding(
 
 
 def explicit(x: Array) -> bool:
-    """Whether the type of an array says how it is split."""
+    """Returns True if the type of an array says how it is split."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
-    """`jax.lax.dot_general`, whose result is split as its operands are, where their types say how.
+    """Multiplies as `jax.lax.dot_general`; the result is split as its operands are, if their types say how.
 
-    jax does not decide by itself how to split a product that sums over axes which are split.
+    JAX does not choose a split for a product that sums over split axes.
     """
     if options.get("out_sharding") is None and (explicit(lhs) or explicit(rhs)):
         (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
-        left, right = (of_every_axis(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
+        left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
         batch = [left[axis] for axis in lhs_batch]
         rows = [part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)]
         columns = [part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)]

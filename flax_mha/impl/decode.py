@@ -29,9 +29,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype
 from flax_mha.core.sharding import by_mapped_axis
-from flax_mha.core.target import platform
 from flax_mha.core.tile import Grid, Scalar, Tile
-from flax_mha.core.tracing import varying_alike, varying_as
+from flax_mha.core.tracing import platform, varying_alike, varying_as
 from flax_mha.impl import dense
 from flax_mha.impl.shared import nonfinite, online_softmax, schedule
 from flax_mha.impl.shared.head import head_of, map_heads, scores_of, split_heads, to_caller, vectors_by_head

@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float, Int
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options
-from flax_mha.core.target import reasons_against_kernel
+from flax_mha.core.tracing import reasons_against_kernel
 from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.shared import kernel_mask, when_finite
 from flax_mha.impl.shared.kernel_mask import Bounds, Data, KernelMask

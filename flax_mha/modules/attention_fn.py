@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 
 from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
 from flax_mha.call.arguments import check_sharding
-from flax_mha.call.context import Context
-from flax_mha.call.operands import Sharding, accumulation_dtype
+from flax_mha.call.operands import Context, Sharding, accumulation_dtype
 from flax_mha.core import validation
 from flax_mha.masks import Mask
 

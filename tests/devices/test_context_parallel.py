@@ -37,7 +37,7 @@ from marks import with_core_tuples
 import flax_mha
 import flax_mha.linen
 from flax_mha.context_parallel import to_zigzag, zigzag_positions
-from flax_mha.distributed import mesh
+from flax_mha.distributed import dispatch
 from flax_mha.impl import blockwise
 from flax_mha.impl.shared import schedule
 from flax_mha.impl.shared.tiling import TileShape
@@ -120,9 +120,9 @@ def test_nothing_is_computed_again_outside_jit():
     functions = [flax_mha.context_parallel("context", "allgather") for _ in range(2)]
     assert functions[0] == functions[1]
     functions[0](**x)
-    before = mesh._compiled_on_mesh._cache_size()
+    before = dispatch._compiled_on_mesh._cache_size()
     functions[1](**x)
-    assert mesh._compiled_on_mesh._cache_size() == before
+    assert dispatch._compiled_on_mesh._cache_size() == before
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

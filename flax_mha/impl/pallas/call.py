@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options
-from flax_mha.core.target import reasons_against_kernel
+from flax_mha.core.tracing import reasons_against_kernel
 from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.pallas import derivatives
 from flax_mha.impl.pallas.cut import reason_against

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options, accumulation_dtype
-from flax_mha.core.target import Target
-from flax_mha.core.tracing import being_traced, is_key, readable
+from flax_mha.core.tracing import Target, being_traced, is_key, readable
 from flax_mha.impl.shared.head import mask_by_head, one_of
 from flax_mha.impl.shared.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
 from flax_mha.masks import Mask
