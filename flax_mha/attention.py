@@ -4,40 +4,18 @@
 `distributed.dispatch.run` selects an implementation, in `impl/`.
 """
 
-from typing import Literal, TypedDict, Unpack, overload
+import inspect
+from typing import Literal, Unpack, overload
 
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.arguments import canonical
+from flax_mha.call.arguments import Arguments, canonical
 from flax_mha.call.operands import ScoreMod, Sharding
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Explanation, Implementation
 from flax_mha.masks import Mask
-
-
-class _Arguments(TypedDict, total=False):
-    """The keyword arguments of `dot_product_attention`, for its overloads."""
-
-    scale: float | ArrayLike | None
-    is_causal: bool
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    local_window_size: int | tuple[int | None, int | None] | None
-    query_offset: int | ArrayLike
-    key_value_offset: int | ArrayLike
-    query_segment_ids: ArrayLike | None
-    key_value_segment_ids: ArrayLike | None
-    logits_soft_cap: float | None
-    sinks: ArrayLike | None
-    score_mod: ScoreMod | None
-    dropout_rate: float
-    dropout_rng: Array | None
-    broadcast_dropout: bool
-    implementation: Implementation | None
-    precision: lax.PrecisionLike
-    qkv_sharding: Sharding | None
 
 
 @overload
@@ -48,8 +26,9 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | Mask | None = ...,
     *,
+    implementation: Implementation | None = ...,
     return_residual: Literal[False] = ...,
-    **arguments: Unpack[_Arguments],
+    **arguments: Unpack[Arguments],
 ) -> Array: ...
 @overload
 def dot_product_attention(
@@ -59,8 +38,9 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | Mask | None = ...,
     *,
+    implementation: Implementation | None = ...,
     return_residual: Literal[True],
-    **arguments: Unpack[_Arguments],
+    **arguments: Unpack[Arguments],
 ) -> tuple[Array, Array]: ...
 def dot_product_attention(
     query: ArrayLike,
@@ -213,27 +193,11 @@ def explain_implementation(
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
-    scale: float | ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_offset: int | ArrayLike = 0,
-    key_value_offset: int | ArrayLike = 0,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    score_mod: ScoreMod | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: Array | None = None,
-    broadcast_dropout: bool = False,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    precision: lax.PrecisionLike = None,
-    qkv_sharding: Sharding | None = None,
+    **arguments: Unpack[Arguments],
 ) -> Explanation:
-    """Says which implementation computes a call, and why the others do not.
+    """Explains which implementation computes a call of `dot_product_attention`, and why the others do not.
 
     The arguments are those of `dot_product_attention`. Only shapes, dtypes and what is known while tracing count, so
     this works under `jit` and on `jax.ShapeDtypeStruct` inside `jax.eval_shape`, too.
@@ -251,29 +215,11 @@ def explain_implementation(
       >>> explanation.chosen, explanation.refusals["blockwise"]
       ('blockwise', [])
     """
-    call = canonical(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        query_offset=query_offset,
-        key_value_offset=key_value_offset,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        score_mod=score_mod,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        broadcast_dropout=broadcast_dropout,
-        return_residual=return_residual,
-        precision=precision,
-        qkv_sharding=qkv_sharding,
-    )
+    call = canonical(query, key, value, bias, mask, return_residual=return_residual, **arguments)
     return dispatch.explain(call, implementation)
+
+
+# For `help` and editors, which do not read what `Unpack` stands for.
+explain_implementation.__signature__ = inspect.signature(dot_product_attention).replace(  # type: ignore[attr-defined]
+    return_annotation=Explanation
+)

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.linen.module import merge_param
 from jaxtyping import Array, Float, Int
 
@@ -18,9 +17,11 @@ from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
 from flax_mha.distributed.tensor_parallel import boxed, dot_general, parameter_names
 from flax_mha.masks import Mask
-from flax_mha.modules import shared
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.explain import ExplainedAttention
+from flax_mha.modules.call import FlaxModule, call_module, reach
+from flax_mha.modules.core_attention import core_of
+from flax_mha.modules.explain import ExplainedAttention, explaining
+from flax_mha.modules.options import check_options
 from flax_mha.rope import RoPE
 
 STORED = ("cached_key", "cached_value", "cached_lengths")  # for cross-attention
@@ -101,33 +102,26 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
+        `flax_mha.MultiHeadAttention.__call__` describes the arguments in full that both modules have.
+
         Args:
           inputs_q: Queries.
           inputs_k: Keys; None means `inputs_q` (self-attention).
           inputs_v: Values; None means `inputs_k`.
           inputs_kv: Keys and values in one; Flax deprecates it.
           mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
-            While decoding, S counts the slots of the cache, like that of `bias`; mask objects speak of positions.
           deterministic: True switches dropout off; None means the attribute.
           dropout_rng: Key for dropout; None draws one from the collection `dropout`.
           sow_weights: Sow the weights [B..., N, T, S] as `attention_weights` in the collection `intermediates`.
           is_causal: Queries see keys up to their own position. A decoding call always does.
           bias: Broadcasts to [B..., N, T, S]; added to the scores.
-          segment_ids: Segment ids of documents packed into one sequence: [B..., T], or a pair for queries and keys.
-            Must be None while decoding.
-          lengths: Number of tokens before the padding in each sequence: [B...], or a pair for queries and keys, which
-            is required if keys are not the queries. Padded keys are masked; the attention output of padded queries is
-            0, before the output projection. While decoding, one array: how many of the T tokens are none of the
-            padding; this needs the attribute `per_row`.
+          segment_ids: [B..., T] of documents packed into one sequence, or a pair for queries and keys.
+          lengths: Tokens before the padding: [B...], or a pair for queries and keys. While decoding, one array; this
+            needs the attribute `per_row`.
           score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
-          positions: Of the tokens, for `rope`: [B..., T] or [T], or a pair for queries and keys, which is required if
-            keys are not the queries. None counts from 0, or from what the cache holds. Masks and windows do not heed
-            it: they go by the place in the sequence.
-          store_keys: Keep this call's keys, values and their `lengths` in the cache, for cross-attention: later calls
-            that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k`, and decoding. Those
-            calls take no mask object, `score_mod` or window, for which they would have to know their position.
-          qkv_sharding: Sharding of query, key and value [B..., T, N, H], for the attention; see
-            `dot_product_attention`.
+          positions: For `rope`: [B..., T] or [T], or a pair for queries and keys; None counts.
+          store_keys: Keep keys, values and their `lengths` in the cache, for cross-attention by later calls.
+          qkv_sharding: Sharding of query, key and value [B..., T, N, H]; see `dot_product_attention`.
 
         Returns:
           The output.
@@ -136,70 +130,79 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           ValueError: If inputs do not fit the module or each other, if the cache has another shape or, where its index
             is known, is full. Under `jit` a sequence that has no room returns NaN and leaves its cache as it was.
         """
-        self_attention = inputs_kv is None and (inputs_k is None or inputs_k is inputs_q)
         if inputs_kv is not None:
             inputs_k = inputs_v = _deprecated_inputs(inputs_k, inputs_v, inputs_kv)
         elif inputs_k is not None and inputs_v is not None:
             _warn_of_mask(inputs_v)
-        self._check_options(inputs_q.shape[-1])
-        has_stored = self.has_variable("cache", "cached_lengths")
-        keys = shared.source_of_keys(self.decode, store_keys, has_stored, inputs_k, inputs_v, lengths)
-        self_attention = keys == "cache" or (keys == "inputs" and self_attention)
-        sequences = shared.sequence_arguments(segment_ids, lengths, self_attention, self.decode, keys)
-        dense = self._dense(inputs_q.shape[-1])
-        # First the projections, so that features which do not fit the parameters get Flax's own error.
-        query = self._query(inputs_q, dense)
-        if keys == "stored":
-            key, value, used = self._stored()
-            shared.check_stored(self, mask, score_mod)
-            mask = shared.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
-        else:
-            inputs_k, inputs_v = shared.given_or_same(inputs_q, inputs_k, inputs_v)
-            key, value = self._keys(inputs_k, inputs_v, dense)
-            shared.check_inputs(inputs_q, inputs_k, inputs_v)
-        sinks = None
-        if self.sinks:
-            init = self._split(nn.initializers.zeros_init(), "sinks")
-            sinks = self.param("sinks", init, (self.num_heads,), self.param_dtype)
-        variables, cache = self._cache(query, key) if keys == "cache" else ((), None)
-        start = 0 if cache is None else jnp.maximum(cache.index, 0)
-        query, key = shared.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
-        extra = shared.extra_arguments(self, bias, sinks, score_mod, qkv_sharding, query)
-        arguments = self._flax_arguments(mask, deterministic, dropout_rng)
-        if sow_weights:
-            arguments["module"] = self
-        if cache is not None:
-            arguments.pop("mask", None)
-            x, cache = shared.decoded(
-                self.attention_fn,
-                query,
-                key,
-                value,
-                cache,
-                mask,
-                lengths,
-                arguments,
-                extra,
-            )
-        else:
-            is_causal = is_causal and keys in ("inputs", "cache")  # "cache": this call makes it
-            extra = shared.without_none(sequences | extra | {"is_causal": is_causal or None})
-            x = shared.attended(self.attention_fn, query, key, value, keys, arguments | extra)
-        out = self._out(x, inputs_q.shape[-1])
-        if cache is not None:
-            for variable, new in zip(variables, cache.arrays, strict=True):
-                variable.value = new  # now that nothing has raised
-        if keys == "to store":
-            for name, x in zip(STORED, (key, value, shared.stored_lengths(sequences, key)), strict=True):
-                self.put_variable("cache", name, x)
-        return out
+        variables: list[nn.Variable] = []
+        output, arrays = call_module(
+            self,
+            self._parts(inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights, variables),
+            inputs_q,
+            inputs_k,
+            inputs_v,
+            decode=self.decode,
+            mask=mask,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            store_keys=store_keys,
+            qkv_sharding=qkv_sharding,
+        )
+        if arrays is not None:  # now that nothing has raised
+            for variable, x in zip(variables, arrays, strict=False):
+                variable.value = x
+            if store_keys:
+                for name, x in zip(STORED, arrays, strict=True):
+                    self.put_variable("cache", name, x)
+        return output
+
+    def _parts(
+        self,
+        features: int,
+        mask: Array | Mask | None,
+        deterministic: bool | None,
+        dropout_rng: Array | None,
+        sow_weights: bool,
+        variables: list[nn.Variable],
+    ) -> FlaxModule:
+        """Makes the layers and variables of a call; those of the cache are added to `variables` once it is read."""
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        qkv_features = features if self.qkv_features is None else self.qkv_features
+        check_options(
+            self,
+            self.num_heads,
+            num_kv_heads,
+            qkv_features,
+            self.dropout_rate,
+            self.sinks,
+            self.normalize_qk,
+            self.qk_norm_epsilon,
+        )
+        validation.flag("per_row", self.per_row)
+        dense = functools.partial(self._dense, head_size=qkv_features // self.num_heads)
+        init = self._split(nn.initializers.zeros_init(), "sinks")
+        return FlaxModule(
+            query=dense("query", self.num_heads),
+            key=dense("key", num_kv_heads),
+            value=dense("value", num_kv_heads),
+            out=self._out(features),
+            norms=(self._norm("query_ln"), self._norm("key_ln")) if self.normalize_qk else None,
+            sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
+            cache=functools.partial(self._cache, variables),
+            stored=self._stored if self.has_variable("cache", "cached_lengths") else None,
+            arguments=self._flax_arguments(mask, deterministic, dropout_rng, sow_weights),
+        )
 
     @nn.nowrap
     def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
         """Traces a call of a copy of this module: with its variables if it is bound to some, else with new ones."""
         variables = None if self.scope is None else self.variables  # not traced: what the cache holds is known
         explained = ExplainedAttention(self.attention_fn)
-        layer = self.clone(attention_fn=explained.attention_fn, parent=None)
+        layer = self.clone(attention_fn=explained, parent=None)
 
         def call(key: Array) -> Any:
             rngs = {"params": key, "dropout": key}
@@ -210,48 +213,38 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         jax.eval_shape(call, jax.random.key(0))
         return explained.explanations[0]
 
-    explain = nn.nowrap(shared.explaining(__call__, _explained))
+    explain = nn.nowrap(explaining(__call__, _explained))
 
-    def _check_options(self, in_features: int) -> None:
-        shared.check_options(
-            self.num_heads,
-            self.num_kv_heads,
-            in_features if self.qkv_features is None else self.qkv_features,
-            self.dropout_rate,
-            self.implementation,
-            self.local_window_size,
-            self.logits_soft_cap,
-            self.sinks,
-            self.scale,
-            self.normalize_qk,
-            self.qk_norm_epsilon,
-            self.rope,
-            self.head_axis,
+    def _dense(self, name: str, num_heads: int, head_size: int) -> nn.DenseGeneral:
+        """Makes the projection to heads."""
+        axes = "query" if name == "query" else "key"
+        return nn.DenseGeneral(
+            features=(num_heads, head_size),
+            axis=-1,
+            kernel_init=self._split(self.kernel_init, axes),
+            bias_init=self._split(self.bias_init, axes, bias=True),
+            dot_general=self.qkv_dot_general or (None if self.qkv_dot_general_cls else dot_general),
+            dot_general_cls=self.qkv_dot_general_cls,
+            name=name,
+            **self._dense_options(),
         )
-        validation.flag("per_row", self.per_row)
 
-    def _dense(self, in_features: int) -> Callable[..., nn.DenseGeneral]:
-        """Makes the projection to some heads."""
-        features = in_features if self.qkv_features is None else self.qkv_features
-        head_size = features // self.num_heads
+    def _out(self, features: int) -> nn.DenseGeneral:
+        """Makes the projection back to features."""
+        return nn.DenseGeneral(
+            features=self.out_features or features,
+            axis=(-2, -1),
+            kernel_init=self._split(self.out_kernel_init or self.kernel_init, "out"),
+            bias_init=self._split(self.out_bias_init or self.bias_init, "out_bias"),
+            dot_general=self.out_dot_general or (None if self.out_dot_general_cls else dot_general),
+            dot_general_cls=self.out_dot_general_cls,
+            name="out",
+            **self._dense_options(),
+        )
 
-        def dense(num_heads: int, name: str) -> nn.DenseGeneral:
-            axes = "query" if name == "query" else "key"
-            return nn.DenseGeneral(
-                features=(num_heads, head_size),
-                axis=-1,
-                dtype=self.dtype,
-                param_dtype=self.param_dtype,
-                kernel_init=self._split(self.kernel_init, axes),
-                bias_init=self._split(self.bias_init, axes, bias=True),
-                use_bias=self.use_bias,
-                precision=self.precision,
-                dot_general=self.qkv_dot_general or (None if self.qkv_dot_general_cls else dot_general),
-                dot_general_cls=self.qkv_dot_general_cls,
-                name=name,
-            )
-
-        return dense
+    def _dense_options(self) -> dict[str, Any]:
+        names = ("dtype", "param_dtype", "use_bias", "precision")
+        return {name: getattr(self, name) for name in names}
 
     def _split(self, init: Callable[..., Any], parameter: str, bias: bool = False) -> Callable[..., Any]:
         """The initializer, which boxes the parameter with the names of its axes if `head_axis` splits it."""
@@ -261,32 +254,18 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         names = getattr(parameter_names(self.head_axis, self.num_heads, num_kv_heads), parameter)
         return boxed(init, self.head_axis, names[1:] if bias else names)
 
-    def _query(self, inputs_q: Array, dense: Callable[..., nn.DenseGeneral]) -> Float[Array, "*B T N H"]:
-        """Queries, normalized if asked."""
-        return self._normalized(dense(self.num_heads, "query")(inputs_q), "query_ln")
-
-    def _keys(
-        self, inputs_k: Array, inputs_v: Array, dense: Callable[..., nn.DenseGeneral]
-    ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K H"]]:
-        """Keys, normalized if asked, and values."""
-        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        key, value = dense(num_kv_heads, "key")(inputs_k), dense(num_kv_heads, "value")(inputs_v)
-        return self._normalized(key, "key_ln"), value
-
-    def _normalized(self, x: Float[Array, "*B L N H"], name: str) -> Float[Array, "*B L N H"]:
-        if not self.normalize_qk:
-            return x
+    def _norm(self, name: str) -> nn.Module:
         kind: Any = functools.partial(nn.LayerNorm, use_bias=False)
         if self.normalize_qk in ("rms_norm", "rms_norm_all_heads"):
             axes = (-2, -1) if self.normalize_qk == "rms_norm_all_heads" else -1
             kind = functools.partial(nn.RMSNorm, reduction_axes=axes, feature_axes=axes)
         epsilon = 1e-6 if self.qk_norm_epsilon is None else self.qk_norm_epsilon
-        return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name)(x)
+        return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name)
 
     def _flax_arguments(
-        self, mask: Array | Mask | None, deterministic: bool | None, dropout_rng: Array | None
+        self, mask: Array | Mask | None, deterministic: bool | None, dropout_rng: Array | None, sow_weights: bool
     ) -> dict[str, Any]:
-        """Flax's own arguments of the attention function: those that it has, as in Flax."""
+        """Collects Flax's own arguments of the attention function: those that it has, as in Flax."""
         keeps_all = self.dropout_rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
         if not keeps_all and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
@@ -303,53 +282,40 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "dtype": self.dtype,
             "precision": self.precision,
             "force_fp32_for_softmax": self.force_fp32_for_softmax,
+            **({"module": self} if sow_weights else {}),
             **{name: einsum_cls() if einsum_cls else None for name, einsum_cls in classes.items()},
         }
-        known = inspect.signature(shared.ours(self.attention_fn)[0]).parameters
+        if core_of(self.attention_fn) is not None:
+            return arguments
+        known = inspect.signature(self.attention_fn).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        needed = {"mask"} if mask is not None else set()  # a function that does not know these must fail
+        # A function that does not know these must fail.
+        needed = {"module"} | ({"mask"} if mask is not None else set())
         needed |= set() if keeps_all else {"dropout_rng", "dropout_rate"}
         return {name: x for name, x in arguments.items() if takes_all or name in known or name in needed}
 
-    def _stored(self) -> tuple[Array, Array, Array]:
-        """Keys, values and lengths that an earlier call stored."""
-        return tuple(self.get_variable("cache", name) for name in STORED)  # type: ignore[return-value]
+    def _stored(self) -> Any:
+        return tuple(self.get_variable("cache", name) for name in STORED)
 
-    def _cache(self, query: Array, key: Array) -> tuple[tuple[nn.Variable, ...], KVCache | None]:
-        """The cache variables and what they hold; None where this call makes them, from its shapes."""
-        starting, reach = not self.has_variable("cache", "cached_key"), shared.reach(self.local_window_size)
+    def _cache(self, variables: list[nn.Variable], query: Array, key: Array) -> KVCache | None:
+        """Reads the cache variables; None where this call makes them, from its shapes."""
+        starting, window = not self.has_variable("cache", "cached_key"), reach(self.local_window_size)
         *batch, length, num_heads, size = key.shape
 
         def empty(place: int) -> Array:
-            return KVCache.create(batch, length, num_heads, size, key.dtype, reach, self.per_row).arrays[place]
+            return KVCache.create(batch, length, num_heads, size, key.dtype, window, self.per_row).arrays[place]
 
         names = ("cached_key", "cached_value", "cache_index")
-        variables = tuple(self.variable("cache", name, empty, place) for place, name in enumerate(names))
+        variables += [self.variable("cache", name, empty, place) for place, name in enumerate(names)]
         if starting:
-            return variables, None
+            return None
         key, value, index = (variable.value for variable in variables)
         expected = (*key.shape[:-3], query.shape[-3], self.num_heads, key.shape[-1])
         if query.shape != expected:
             raise ValueError(
                 f"Autoregressive cache shape error, expected query shape {expected} instead got {query.shape}."
             )
-        return variables, KVCache.of_window(key, value, index, reach)
-
-    def _out(self, x: Float[Array, "*B T N Hv"], features: int) -> Float[Array, "*B T Dout"]:
-        """Back to features."""
-        return nn.DenseGeneral(
-            features=self.out_features or features,
-            axis=(-2, -1),
-            kernel_init=self._split(self.out_kernel_init or self.kernel_init, "out"),
-            bias_init=self._split(self.out_bias_init or self.bias_init, "out_bias"),
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            dot_general=self.out_dot_general or (None if self.out_dot_general_cls else dot_general),
-            dot_general_cls=self.out_dot_general_cls,
-            name="out",
-        )(x)
+        return KVCache.of_window(key, value, index, window)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
@@ -422,7 +388,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         )
 
     explain = nn.nowrap(
-        shared.explaining(__call__, MultiHeadDotProductAttention._explained)  # type: ignore[assignment]
+        explaining(__call__, MultiHeadDotProductAttention._explained)  # type: ignore[assignment]
     )
 
 

@@ -1,5 +1,6 @@
 """`MultiHeadAttention` for `flax.nnx`: Flax's parameters and arguments around the attention of this package."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,9 +21,10 @@ from flax_mha.call.operands import Sharding
 from flax_mha.distributed import tensor_parallel
 from flax_mha.distributed.tensor_parallel import ParameterNames
 from flax_mha.masks import Mask
-from flax_mha.modules import shared
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.explain import ExplainedAttention
+from flax_mha.modules.call import Arrays, FlaxModule, call_module, reach
+from flax_mha.modules.explain import ExplainedAttention, explaining
+from flax_mha.modules.options import check_options, check_rngs
 from flax_mha.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -145,22 +147,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rope: RoPE | None = None,
         head_axis: str | None = None,
     ) -> None:
-        shared.check_options(
-            num_heads,
-            num_kv_heads,
-            in_features if qkv_features is None else qkv_features,
-            dropout_rate,
-            implementation,
-            local_window_size,
-            logits_soft_cap,
-            sinks,
-            scale,
-            normalize_qk,
-            qk_norm_epsilon,
-            rope,
-            head_axis,
-        )
-        shared.check_rngs(rngs, nnx.Rngs)
+        self.implementation = implementation
+        self.scale = scale
+        self.local_window_size = local_window_size
+        self.logits_soft_cap = logits_soft_cap
+        self.rope = rope
+        self.head_axis = head_axis
+        features = in_features if qkv_features is None else qkv_features
+        check_options(self, num_heads, num_kv_heads, features, dropout_rate, sinks, normalize_qk, qk_norm_epsilon)
+        check_rngs(rngs, nnx.Rngs)
         super().__init__(
             num_heads,
             in_features,
@@ -206,14 +201,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )
         if qk_norm_epsilon is not None:
             self.query_ln.epsilon = self.key_ln.epsilon = float(qk_norm_epsilon)  # type: ignore[union-attr]
-        self.implementation = implementation
-        self.scale = scale
-        self.local_window_size = local_window_size
-        self.logits_soft_cap = logits_soft_cap
-        self.rope = rope
         self.cached_lengths: nnx.Cache[Array] | None = nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
-        self.head_axis = head_axis
         if head_axis is not None:
             self._split_parameters(tensor_parallel.parameter_names(head_axis, num_heads, self.num_kv_heads))
 
@@ -281,26 +270,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             its index is known, full. Under `jit` a sequence that has no room returns NaN and leaves its cache as it
             was.
         """
-        shared.check_rngs(rngs, nnx.Rngs, nnx.RngStream)
-        decode = self._first_given("decode", decode)
-        projected = qkv_sharding if tensor_parallel.explicit(inputs_q) else None
-        keys = shared.source_of_keys(decode, store_keys, self.cached_lengths is not None, inputs_k, inputs_v, lengths)
-        self_attention = keys == "cache" or (keys == "inputs" and (inputs_k is None or inputs_k is inputs_q))
-        sequences = shared.sequence_arguments(segment_ids, lengths, self_attention, decode, keys)
-        if keys == "stored":
-            shared.check_inputs(inputs_q, inputs_q, inputs_q)
-            query, (key, value, used) = self._query(inputs_q, projected), self._stored()
-            shared.check_stored(self, mask, score_mod)
-            mask = shared.with_stored_lengths(self.attention_fn, sequences, mask, used, key)  # type: ignore[arg-type]
-        else:
-            inputs_k, inputs_v = self._check_inputs(inputs_q, inputs_k, inputs_v)
-            query, (key, value) = self._query(inputs_q, projected), self._keys(inputs_k, inputs_v, projected)
-        cache = self._cache(key) if keys == "cache" else None
-        start = 0 if cache is None else jnp.maximum(cache.index, 0)
-        query, key = shared.rotated(query, key, self.rope, positions, self_attention, start, keys == "stored")
-        sinks = None if self.sinks is None else self.sinks[...]
-        extra = shared.extra_arguments(self, bias, sinks, score_mod, qkv_sharding, query)
+        if rngs is not None:
+            check_rngs(rngs, nnx.Rngs, nnx.RngStream)
+        query, key, value = layers = self.query, self.key, self.value
+        if qkv_sharding is not None and tensor_parallel.explicit(inputs_q):
+            query, key, value = (functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
         flax_arguments: dict[str, Any] = {
+            "mask": None,
+            "is_causal": False,
             "broadcast_dropout": self.broadcast_dropout,
             "dropout_rate": self.dropout_rate,
             "dtype": self.dtype,
@@ -310,31 +287,38 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         }
         if input_positions is not None:
             flax_arguments["input_positions"] = input_positions
-        if cache is not None:
-            x, cache = shared.decoded(
-                self.attention_fn,
-                query,
-                key,
-                value,
-                cache,
-                mask,
-                lengths,
-                flax_arguments,
-                extra,
-            )
-        else:
-            is_causal = is_causal and not decode
-            flax_arguments |= {"mask": mask, "is_causal": is_causal}
-            flax_arguments |= shared.without_none(sequences | extra)
-            x = shared.attended(self.attention_fn, query, key, value, keys, flax_arguments)
-        out = self.out(x, out_sharding=out_sharding)
-        if cache is not None:  # now that nothing has raised
-            self._write_cache(cache)
-        if keys == "to store":
-            stored = (key, value, shared.stored_lengths(sequences, key))
-            self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, stored)
-            self.cache_index = None
-        return out
+        parts = FlaxModule(
+            query=query,
+            key=key,
+            value=value,
+            out=self.out if out_sharding is None else functools.partial(self.out, out_sharding=out_sharding),
+            norms=None if self.query_ln is None or self.key_ln is None else (self.query_ln, self.key_ln),
+            sinks=None if self.sinks is None else self.sinks[...],
+            cache=self._cache,
+            stored=None if self.cached_lengths is None else self._stored,
+            arguments=flax_arguments,
+            features=(self.in_features, self.in_kv_features),
+        )
+        output, arrays = call_module(
+            self,
+            parts,
+            inputs_q,
+            inputs_k,
+            inputs_v,
+            decode=self._first_given("decode", decode),
+            mask=mask,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            store_keys=store_keys,
+            qkv_sharding=qkv_sharding,
+        )
+        if arrays is not None:  # now that nothing has raised
+            self._write(arrays, store_keys)
+        return output
 
     def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
         """Traces a call of a copy of this module whose attention is explained instead of computed."""
@@ -344,13 +328,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         def call() -> Array:
             # New variables with the same arrays, which are not traced: what the cache holds is known.
             module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
-            module.attention_fn = explained.attention_fn
+            module.attention_fn = explained
             return module(*inputs, **arguments)
 
         jax.eval_shape(call)
         return explained.explanations[0]
 
-    explain = shared.explaining(__call__, _explained)
+    explain = explaining(__call__, _explained)
 
     def init_cache(
         self,
@@ -386,7 +370,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 f"input_shape must be (batch..., length, {self.in_features}), the shape of the inputs, but got "
                 f"{tuple(input_shape)}; the cache's heads follow from the module."
             )
-        window = shared.reach(self.local_window_size)
+        window = reach(self.local_window_size)
         names: tuple[str | None, ...] | None = None
         if self.head_axis is not None and sharding is None:
             heads = tensor_parallel.parameter_names(self.head_axis, self.num_heads, self.num_kv_heads).cache
@@ -444,53 +428,25 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if self.sinks is not None:
             self.sinks = _split(self.sinks, names.sinks)
 
-    def _query(self, inputs_q: Array, sharding: Any) -> Float[Array, "*B T N H"]:
-        """Queries, normalized if asked."""
-        query = self.query(inputs_q, out_sharding=sharding)
-        return query if self.query_ln is None else self.query_ln(query)
+    def _stored(self) -> Any:
+        return _read(self.cached_key, self.cached_value, self.cached_lengths)
 
-    def _keys(
-        self, inputs_k: Array, inputs_v: Array, sharding: Any
-    ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K H"]]:
-        """Keys, normalized if asked, and values."""
-        key, value = self.key(inputs_k, out_sharding=sharding), self.value(inputs_v, out_sharding=sharding)
-        return key if self.key_ln is None else self.key_ln(key), value
-
-    def _stored(self) -> tuple[Array, Array, Array]:
-        """Keys, values and lengths that an earlier call stored."""
-        assert self.cached_key is not None
-        assert self.cached_value is not None
-        assert self.cached_lengths is not None
-        return self.cached_key[...], self.cached_value[...], self.cached_lengths[...]
-
-    def _cache(self, new: Float[Array, "*B T K H"]) -> KVCache:
-        """What the cache variables hold, if new keys fit to it."""
+    def _cache(self, *_: Array) -> KVCache:
+        """Reads the cache variables."""
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
-        key, value, index = (variable[...] for variable in (self.cached_key, self.cached_value, self.cache_index))
-        shared.check_fits("key", new, key, new.shape[-3])
-        return KVCache.of_window(key, value, index, shared.reach(self.local_window_size))
+        key, value, index = _read(self.cached_key, self.cached_value, self.cache_index)
+        return KVCache.of_window(key, value, index, reach(self.local_window_size))
 
-    def _write_cache(self, cache: KVCache) -> None:
-        assert self.cached_key is not None
-        assert self.cached_value is not None
-        assert self.cache_index is not None
-        self.cached_key[...], self.cached_value[...], self.cache_index[...] = cache.arrays
-
-    def _check_inputs(self, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None) -> tuple[Array, Array]:
-        """Keys and values, by default the queries, if all three fit the module and each other."""
-        inputs_k, inputs_v = shared.given_or_same(inputs_q, inputs_k, inputs_v)
-        shared.check_inputs(inputs_q, inputs_k, inputs_v)
-        for name, x, features in (
-            ("inputs_q", inputs_q, self.in_features),
-            ("inputs_k", inputs_k, self.in_kv_features),
-            ("inputs_v", inputs_v, self.in_kv_features),
-        ):
-            if x.shape[-1] != features:
-                raise ValueError(
-                    f"Incompatible input dimension, got {x.shape[-1]} but module expects {features} ({name} {x.shape})."
-                )
-        return inputs_k, inputs_v
+    def _write(self, arrays: Arrays, stored: bool) -> None:
+        """Writes keys, values, and their lengths if a call stored them, or else their index."""
+        if stored:
+            self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, arrays)
+            self.cache_index = None
+            return
+        variables = (self.cached_key, self.cached_value, self.cache_index)
+        for variable, array in zip(variables, arrays, strict=True):
+            variable[...] = array  # type: ignore[index]
 
     def _rms_norm(self, layer_norm: nnx.LayerNorm | None, heads: int | None, rngs: nnx.Rngs) -> nnx.RMSNorm:
         """The same parameter `scale`, another norm; over this many heads together, with a scale for each."""
@@ -529,6 +485,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 "keep_rngs=False."
             )
         return {"deterministic": False, "dropout_rng": (rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs)()}
+
+
+def _read(*variables: Any) -> Any:
+    return tuple(variable[...] for variable in variables)
 
 
 def _split(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:

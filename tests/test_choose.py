@@ -1,6 +1,7 @@
 """Who computes a call: what is chosen, what is refused and why, read out of the lowered text for devices not here."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -459,3 +460,10 @@ def test_where_products_have_16_bits(platform, amx, arguments, tiles, dtype, mon
     assert schedule.product_dtype(seen[0], tiles=tiles) == dtype
     with jax.default_matmul_precision("float32"):
         assert schedule.product_dtype(seen[0], tiles=tiles) == jnp.float32
+
+
+def test_explain_takes_the_arguments_of_the_attention():
+    parameters = inspect.signature(dot_product_attention).parameters
+    assert inspect.signature(explain_implementation).parameters == parameters
+    with pytest.raises(TypeError, match="unexpected keyword argument 'is_casual'"):
+        explain_implementation(*(jnp.ones((1, 3, 2, 4)),) * 3, is_casual=True)

@@ -289,6 +289,19 @@ def test_a_custom_attention_function_gets_what_it_does_not_know_and_fails(api):
             api.call(api.make(attention_fn=attention, **options), X, **arguments)
 
 
+@APIS
+def test_a_wrapper_of_the_attention_function_is_called(api):
+    """Also one by `functools.wraps`, which copies the attribute by which modules know our function."""
+
+    @functools.wraps(flax_mha.attention_fn)
+    def doubled(*arrays, **arguments):
+        return 2 * flax_mha.attention_fn(*arrays, **arguments)
+
+    got = api.call(api.make(use_bias=False, attention_fn=doubled), X, is_causal=True)
+    want = 2 * api.call(api.make(use_bias=False), X, is_causal=True)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
 @pytest.mark.core
 def test_a_decoding_call_that_raises_leaves_the_cache():
     module, layer = Nnx.make(decode=True), Linen.make(decode=True)

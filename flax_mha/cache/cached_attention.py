@@ -1,8 +1,7 @@
 """`cached_attention`: attention of new tokens over those in a cache and themselves."""
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,30 +11,15 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.write import by_device
-from flax_mha.call.arguments import canonical, check_inputs, check_window
-from flax_mha.call.operands import Call, ScoreMod, Sharding
-from flax_mha.core.tracing import readable, varying_alike
+from flax_mha.call.arguments import Arguments, check_inputs, check_scoring, check_window, with_keys
+from flax_mha.call.operands import Call, Output, ScoreMod, Sharding
+from flax_mha.core.tracing import readable, target_of, varying_alike
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Implementation
 from flax_mha.impl.shared.schedule import MAX_QUERIES_IN_PLACE
 from flax_mha.masks import ArrayMask, Mask, WrittenMask
 
-Compute = Callable[[Call, Implementation | None], Array]
-
-
-class Scoring(NamedTuple):
-    """The arguments of `cached_attention` that mean the same in every call."""
-
-    scale: float | ArrayLike | None = None
-    local_window_size: int | tuple[int | None, int | None] | None = None
-    logits_soft_cap: float | None = None
-    sinks: ArrayLike | None = None
-    score_mod: ScoreMod | None = None
-    dropout_rate: float = 0.0
-    dropout_rng: Array | None = None
-    broadcast_dropout: bool = False
-    precision: lax.PrecisionLike = None
-    qkv_sharding: Sharding | None = None
+Run = Callable[[Call, Implementation | None], Output]
 
 
 def cached_attention(
@@ -109,69 +93,87 @@ def cached_attention(
       >>> output.shape, int(cache.index)
       ((2, 1, 4, 16), 6)
     """
-    scoring = Scoring(
-        scale,
-        local_window_size,
-        logits_soft_cap,
-        sinks,
-        score_mod,
-        dropout_rate,
-        dropout_rng,
-        broadcast_dropout,
-        precision,
-        qkv_sharding,
+    return over_cache(
+        dispatch.run,
+        query,
+        key,
+        value,
+        cache,
+        bias,
+        mask,
+        lengths,
+        implementation,
+        scale=scale,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        score_mod=score_mod,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        qkv_sharding=qkv_sharding,
     )
-    return over_cache(_output, query, key, value, cache, bias, mask, lengths, implementation, scoring)
 
 
 def over_cache(
-    compute: Compute,
+    run: Run,
     query: Array,
     key: Array,
     value: Array,
     cache: KVCache,
-    bias: ArrayLike | None,
-    mask: ArrayLike | Mask | None,
-    lengths: ArrayLike | None,
-    implementation: Implementation | None,
-    scoring: Scoring,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    lengths: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+    **arguments: Unpack[Arguments],
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
-    """What `cached_attention` returns, with the outputs of calls from `compute`, which may explain them instead.
+    """Computes `cached_attention` by a function that runs calls, or that explains them instead.
 
-    If it is not known whether the cache is empty, the call of an empty one is computed first, then the other.
+    If it is not known whether the cache is empty, the call of an empty one is run first, then the other.
     """
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
-    query, key, value, _ = check_inputs(query, key, value, any_dtypes=True)
+    query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
     number = query.shape[-3]
     if key.shape[-3] != number:
         raise ValueError(
             f"query and key must have one length, that of the new tokens, but got {number} and {key.shape[-3]}."
         )
-    check_cache(cache, bias, mask, scoring.local_window_size)
+    check_cache(cache, bias, mask, arguments.get("local_window_size"))
     appended = cache.append(key, value, lengths)
     new, tokens = appended.cache, appended.tokens
-    attend = functools.partial(_attend, compute, scoring, query)
+    arguments["is_causal"] = True
+    scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value)))
     ends = None if lengths is None else tokens  # of each sequence, counted from its first new token
+
+    def attend(
+        key: Array, value: Array, bias: Any, mask: Any, positions: Arguments, cached: bool = False, ring: bool = False
+    ) -> Array:
+        if not cached:
+            key, value = key.astype(query.dtype), value.astype(query.dtype)
+        keys = shape._replace(key_length=key.shape[-3])
+        call = with_keys(scoring, key, value, keys, bias, mask, arguments | positions, cached, ring)
+        return run(call, implementation)[0]
 
     def prompt() -> Array:
         """The output if the cache was empty: that of an ordinary call."""
-        first_keys = (_of_first_slots(x, number) for x in (bias, mask))
-        return attend(key, value, *first_keys, query_seq_lengths=ends, implementation=implementation)
+        first_bias, first_mask = (_of_first_slots(x, number) for x in (bias, mask))
+        return attend(key, value, first_bias, first_mask, {"query_seq_lengths": ends})
 
     def general() -> Array:
         """The output whatever the cache holds."""
         index = jnp.maximum(cache.index, 0)
-        places: dict[str, Any] = {"query_offset": index, "query_seq_lengths": None if ends is None else index + ends}
+        positions: Arguments = {"query_offset": index, "query_seq_lengths": None if ends is None else index + ends}
         in_place = implementation is None
         if cache.window is None:
-            return attend(new.key, new.value, bias, mask, **places, cached=in_place, implementation=implementation)
+            return attend(new.key, new.value, bias, mask, positions, cached=in_place)
         if in_place and number == 1:
-            places["key_value_offset"] = index + tokens - 1
-            return attend(new.key, new.value, bias, mask, **places, cached=True, ring=True)
-        keys, values, first = in_order(cache, key, value)
+            positions["key_value_offset"] = index + tokens - 1
+            return attend(new.key, new.value, bias, mask, positions, cached=True, ring=True)
+        keys, values, positions["key_value_offset"] = in_order(cache, key, value)
         shown = WrittenMask() if mask is None else _as_mask(mask) & WrittenMask()
-        return attend(keys, values, bias, shown, **places, key_value_offset=first, implementation=implementation)
+        return attend(keys, values, bias, shown, positions)
 
     def alike(compute: Callable[[], Array]) -> Callable[[], Array]:
         """Inside `jax.shard_map`, both may vary over the same axes of a mesh."""
@@ -205,50 +207,6 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
         for cached, new in ((cache.key, key), (cache.value, value))
     )
     return keys, values, first
-
-
-def _output(call: Call, implementation: Implementation | None) -> Array:
-    return dispatch.run(call, implementation)[0]
-
-
-def _attend(
-    compute: Compute,
-    scoring: Scoring,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: ArrayLike | None,
-    mask: ArrayLike | Mask | None,
-    *,
-    query_offset: Any = 0,
-    key_value_offset: Any = 0,
-    query_seq_lengths: Array | None = None,
-    implementation: Implementation | None = None,
-    cached: bool = False,
-    ring: bool = False,
-) -> Array:
-    """The output of a causal call; if `cached`, its keys and values are read in place."""
-    if not cached:
-        key, value = key.astype(query.dtype), value.astype(query.dtype)
-    call = canonical(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        is_causal=True,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=None,
-        query_offset=query_offset,
-        key_value_offset=key_value_offset,
-        query_segment_ids=None,
-        key_value_segment_ids=None,
-        return_residual=False,
-        cached=cached,
-        ring=ring,
-        **scoring._asdict(),
-    )
-    return compute(call, implementation)
 
 
 def _prompt_or_general(prompt: Callable[[], Array], general: Callable[[], Array], cache: KVCache) -> Array:

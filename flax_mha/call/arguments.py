@@ -7,7 +7,7 @@ are looked at where they are known, so those of tracers are not.
 import functools
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from flax_mha.call.operands import Call, Context, Operands, Options, ScoreMod, S
 from flax_mha.core import lookups, validation
 from flax_mha.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, unwrapped
 from flax_mha.core.tile import Offsets
-from flax_mha.core.tracing import readable, target_of
+from flax_mha.core.tracing import Target, readable, target_of
 from flax_mha.core.user_function import Trace, trace
 from flax_mha.core.validation import DTYPES, Shape, _array, _broadcastable, per_sequence
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
@@ -30,13 +30,36 @@ from flax_mha.masks.base import CallsFunction
 LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
 
+class Arguments(TypedDict, total=False):
+    """The keyword arguments of `dot_product_attention` that describe the scores."""
+
+    scale: float | ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    query_offset: int | ArrayLike
+    key_value_offset: int | ArrayLike
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    score_mod: ScoreMod | None
+    dropout_rate: float
+    dropout_rng: Array | None
+    broadcast_dropout: bool
+    precision: lax.PrecisionLike
+    qkv_sharding: Sharding | None
+
+
 def check_inputs(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, any_dtypes: bool = False
 ) -> tuple[Array, Array, Array, Shape]:
     """Query, key and value as arrays, and their sizes, if they fit together."""
     meaning = "[batch..., length, heads, head size]"
     query, key, value = (
-        _array(name, x, f"an array {meaning}") for name, x in (("query", query), ("key", key), ("value", value))
+        x if isinstance(x, jax.Array) else _array(name, x, f"an array {meaning}")
+        for name, x in (("query", query), ("key", key), ("value", value))
     )
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim:
@@ -211,77 +234,102 @@ def canonical(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    return_residual: bool = False,
+    **arguments: Unpack[Arguments],
+) -> Call:
+    """Checks the arguments of `dot_product_attention` and combines all that masks scores into one mask."""
+    if unknown := arguments.keys() - Arguments.__optional_keys__:
+        raise TypeError(f"dot_product_attention() got an unexpected keyword argument {min(unknown)!r}")
+    query, key, value, shape = check_inputs(query, key, value)
+    scoring = check_scoring(query, shape, arguments, target_of((query, key, value)), return_residual)
+    return with_keys(scoring, key, value, shape, bias, mask, arguments)
+
+
+class Scoring(NamedTuple):
+    """The checked part of a call that does not depend on its keys; see `Operands` and `Options`."""
+
+    query: Array
+    sinks: Array | None
+    captured: list[Array]
+    scale: Array | None
+    dropout_rng: Array | None
+    options: Options
+
+
+def check_scoring(
+    query: Array, shape: Shape, arguments: Arguments, target: Target, return_residual: bool = False
+) -> Scoring:
+    """Checks the arguments that do not depend on keys."""
+    number, scale_array = check_scale(arguments.get("scale"), shape)
+    score_trace = _score_trace(arguments.get("score_mod"), accumulation_dtype(query.dtype))
+    dropout_rng = arguments.get("dropout_rng")
+    rate = check_dropout(arguments.get("dropout_rate", 0.0), dropout_rng)
+    options = Options(
+        scale=number,
+        soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
+        score_mod=None if score_trace is None else score_trace.function,
+        captured_trainable=() if score_trace is None else score_trace.trainable,
+        dropout_rate=rate,
+        broadcast_dropout=_flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
+        return_residual=_flag("return_residual", return_residual),
+        precision=check_precision(arguments.get("precision")),
+        target=target,
+        sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
+        has_known_sizes=False,  # set with the keys
+    )
+    sinks = check_sinks(arguments.get("sinks"), shape)
+    captured = [] if score_trace is None else score_trace.captured
+    return Scoring(query, sinks, captured, scale_array, dropout_rng if rate else None, options)
+
+
+def with_keys(
+    scoring: Scoring,
+    key: Array,
+    value: Array,
+    shape: Shape,
     bias: ArrayLike | None,
     mask: ArrayLike | Mask | None,
-    *,
-    scale: ArrayLike | None,
-    is_causal: bool,
-    query_seq_lengths: ArrayLike | None,
-    key_value_seq_lengths: ArrayLike | None,
-    local_window_size: int | tuple[int | None, int | None] | None,
-    query_offset: ArrayLike,
-    key_value_offset: ArrayLike,
-    query_segment_ids: ArrayLike | None,
-    key_value_segment_ids: ArrayLike | None,
-    logits_soft_cap: float | None,
-    sinks: ArrayLike | None,
-    score_mod: ScoreMod | None,
-    dropout_rate: float,
-    dropout_rng: Array | None,
-    broadcast_dropout: bool,
-    return_residual: bool,
-    precision: lax.PrecisionLike,
-    qkv_sharding: Sharding | None,
+    arguments: Arguments,
     cached: bool = False,
     ring: bool = False,
 ) -> Call:
-    """The arguments of `dot_product_attention`, if they fit together; all that masks scores becomes one mask.
-
-    Besides, `Options.cached`: keys and values may have another dtype than queries then; and `Options.ring`.
-    """
-    query, key, value, shape = check_inputs(query, key, value, cached)
-    number, scale_array = check_scale(scale, shape)
-    window = check_window(local_window_size)
+    """Checks the arguments that depend on keys, which fit the query, and returns the call; see `Options`."""
+    window = check_window(arguments.get("local_window_size"))
     masks = [
-        CausalMask() if validation.flag("is_causal", is_causal) else None,
+        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
         None if window is None else LocalMask(*window),
-        _length_mask(query_seq_lengths, key_value_seq_lengths, shape),
-        _segment_mask(query_segment_ids, key_value_segment_ids, shape),
+        _length_mask(arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths"), shape),
+        _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
         _given_mask(mask, shape),
         WrittenMask() if ring else None,
     ]
     present = [m for m in masks if m is not None]
-    score_trace = _score_trace(score_mod, accumulation_dtype(query.dtype))
-    rate = check_dropout(dropout_rate, dropout_rng)
     operands = Operands(
-        query=query,
+        query=scoring.query,
         key=key,
         value=value,
         bias=check_bias(bias, shape),
-        sinks=check_sinks(sinks, shape),
+        sinks=scoring.sinks,
         mask=functools.reduce(operator.and_, present) if present else None,
-        captured=[] if score_trace is None else score_trace.captured,
-        offsets=check_offsets(query_offset, key_value_offset, shape),
-        scale=scale_array,
-        dropout_rng=dropout_rng if rate else None,
+        captured=scoring.captured,
+        offsets=check_offsets(arguments.get("query_offset", 0), arguments.get("key_value_offset", 0), shape),
+        scale=scoring.scale,
+        dropout_rng=scoring.dropout_rng,
     )
-    options = Options(
-        scale=number,
-        soft_cap=check_soft_cap(logits_soft_cap),
-        score_mod=None if score_trace is None else score_trace.function,
-        captured_trainable=() if score_trace is None else score_trace.trainable,
-        dropout_rate=rate,
-        broadcast_dropout=validation.flag("broadcast_dropout", broadcast_dropout),
-        return_residual=validation.flag("return_residual", return_residual),
-        precision=check_precision(precision),
-        target=target_of((query, key, value)),
-        sharding=check_sharding(qkv_sharding, jnp.ndim(query)),
-        has_known_sizes=all(isinstance(n, int) for x in (query, key, value) for n in x.shape),
+    options = scoring.options._replace(
+        has_known_sizes=all(isinstance(n, int) for x in (scoring.query, key, value) for n in x.shape),
         cached=cached,
         ring=ring,
     )
     _check_lookups(operands, options)
     return Call(operands, options)
+
+
+def _flag(name: str, value: Any) -> bool:
+    return value if isinstance(value, bool) else validation.flag(name, value)
 
 
 def _check_lookups(operands: Operands, options: Options) -> None:
@@ -313,17 +361,23 @@ def _span(offset: int | Array, length: int) -> tuple[int, int] | None:
 
 
 def _length_mask(query_lengths: ArrayLike | None, key_lengths: ArrayLike | None, shape: Shape) -> Mask | None:
+    if query_lengths is None and key_lengths is None:
+        return None
     keys = validation.lengths("key_value_seq_lengths", key_lengths, shape)
     queries = validation.lengths("query_seq_lengths", query_lengths, shape)
-    return None if keys is None and queries is None else LengthMask(keys, queries)
+    return LengthMask(keys, queries)
 
 
 def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape) -> Mask | None:
+    if query_ids is None and key_ids is None:
+        return None
     queries, keys = validation.segment_ids(query_ids, key_ids, shape)
     return None if queries is None or keys is None else SegmentMask(queries, keys)
 
 
 def _given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
+    if mask is None:
+        return None
     if isinstance(mask, Mask):
         return mask.canonical(shape)
     visible = validation.mask(mask, shape)

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_mha.call.operands import Layout, Operands
+from flax_mha.core.integers import is_int
 from flax_mha.core.tile import Scalar
 
 
@@ -121,7 +122,7 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
     Raises:
       ValueError: If `devices` is not an int >= 1.
     """
-    if not not is_int(devices) or devices < 1:
+    if not is_int(devices) or devices < 1:
         raise ValueError(f"devices must be an int >= 1, but got {devices!r}.")
     ranks = np.arange(devices, dtype=np.int32)
     if layout == "contiguous":

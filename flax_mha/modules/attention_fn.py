@@ -1,6 +1,7 @@
 """`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from flax_mha.call.arguments import check_sharding
 from flax_mha.call.operands import Context, Sharding, accumulation_dtype
 from flax_mha.core import validation
 from flax_mha.masks import Mask
+from flax_mha.modules.core_attention import CoreAttention
 
 
 def attention_fn(
@@ -147,6 +149,11 @@ def attention_fn(
     return dot_product_attention(query, key, value, implementation=implementation, **scored, **dropout)
 
 
+_PARAMETERS = inspect.signature(attention_fn).parameters
+_CORE = CoreAttention(attention_fn, {name: parameter.default for name, parameter in _PARAMETERS.items()})
+attention_fn.core = _CORE  # type: ignore[attr-defined]
+
+
 def _check_flax_computes(**extra: Any) -> None:
     given = [name for name, value in extra.items() if value is not None and not (isinstance(value, int) and value == 0)]
     if given:
@@ -209,6 +216,11 @@ class ContextAttention:
     """An `attention_fn` for sequences that are split over devices: what `context_parallel` makes."""
 
     context: Context
+
+    @property
+    def core(self) -> CoreAttention:
+        """What modules call."""
+        return dataclasses.replace(_CORE, function=self, context=self.context)
 
     def __call__(
         self,

@@ -1,33 +1,30 @@
 """The method `explain` of the modules: a call whose attention is explained instead of computed."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax.numpy as jnp
-from flax.nnx.nn import dtypes
 from jaxtyping import Array
 
-from flax_mha.attention import explain_implementation
-from flax_mha.cache.cached_attention import Scoring, over_cache
-from flax_mha.cache.kv_cache import KVCache
-from flax_mha.call.operands import Call
-from flax_mha.core import validation
+from flax_mha.call.operands import Call, Output
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Explanation, Implementation
-from flax_mha.masks import Mask
-from flax_mha.modules.attention_fn import ContextAttention, attention_fn
-from flax_mha.modules.presets import without_partials
+from flax_mha.modules.core_attention import core_of
+
+P = ParamSpec("P")
+M = TypeVar("M")
 
 
 class ExplainedAttention:
-    """A stand-in for the `attention_fn` of a module that computes nothing.
+    """A stand-in for the `attention_fn` of a module, which explains calls instead of computing them.
 
     Args:
       given: The module's.
 
     Attributes:
-      attention_fn: Itself, with the keywords of the module's if that is a `functools.partial`.
+      core: The core of that function, which explains.
       explanations: Of each call.
 
     Raises:
@@ -35,45 +32,38 @@ class ExplainedAttention:
     """
 
     def __init__(self, given: Callable[..., Array]):
-        function, keywords = without_partials(given)
-        self.context = function.context if isinstance(function, ContextAttention) else None
-        if function is not attention_fn and self.context is None:
+        core = core_of(given)
+        if core is None:
             raise ValueError(f"attention_fn must be flax_mha.attention_fn to be explained, but got {given!r}.")
-        self.attention_fn = functools.partial(self, **keywords)
+        self.core = dataclasses.replace(core, function=self, run=self._explain)
         self.explanations: list[Explanation] = []
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
-        """Explains a call of `attention_fn`."""
-        not_core = ("deterministic", "dtype", "promote_dtype", "module", "force_fp32_for_softmax")
-        core = {name: x for name, x in arguments.items() if name not in not_core and "einsum" not in name}
-        if arguments.get("deterministic"):
-            core |= {"dropout_rate": 0.0, "dropout_rng": None}
-        if not isinstance(core.get("mask"), Mask | None):
-            core["mask"] = validation.mask_of_numbers(core["mask"])
-        if self.context is not None:
-            core["qkv_sharding"] = self.context.with_sharding(core.get("qkv_sharding"), query.ndim)
-        promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
-        query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
-        self.explanations.append(explain_implementation(query, key, value, **core))
-        return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
+        """Explains a call without the arguments that the core does not know, such as a module to sow weights in."""
+        return self.core.compute(query, key, value, **arguments)
 
-    def over_cache(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        cache: KVCache,
-        *,
-        bias: Any = None,
-        mask: Any = None,
-        lengths: Any = None,
-        implementation: Implementation | None = None,
-        **scoring: Any,
-    ) -> tuple[Array, KVCache]:
-        """Explains a call of `cached_attention`: of an empty cache first, if it is not known to hold something."""
+    def _explain(self, call: Call, implementation: Implementation | None) -> Output:
+        self.explanations.append(dispatch.explain(call, implementation))
+        query, value = call.operands.query, call.operands.value
+        return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), None
 
-        def explain(call: Call, implementation: Implementation | None) -> Array:
-            self.explanations.append(dispatch.explain(call, implementation))
-            return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
 
-        return over_cache(explain, query, key, value, cache, bias, mask, lengths, implementation, Scoring(**scoring))
+def explaining(
+    call: Callable[Concatenate[M, P], Array], explained: Callable[..., Explanation]
+) -> Callable[Concatenate[M, P], Explanation]:
+    """Makes the method `explain` of a module: `explained`, with the signature of its `call`."""
+
+    @functools.wraps(call, assigned=("__annotations__",))
+    def explain(self: M, *arguments: P.args, **keywords: P.kwargs) -> Explanation:
+        """Explains which implementation computes a call with these arguments, and why the others cannot.
+
+        The arguments are those of the call. Nothing is computed, and the module stays as it is. While decoding, the
+        call is explained that meets the cache as it is now, or an empty one where that is not known (under `jit`).
+
+        Raises:
+          ValueError, NotImplementedError: As the call under `jit`; ValueError also if `attention_fn` is not
+            `flax_mha.attention_fn`.
+        """
+        return explained(self, *arguments, **keywords)
+
+    return explain
