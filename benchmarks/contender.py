@@ -42,7 +42,7 @@ def tell(clock: Clock, step: int, evaluate) -> None:
 def by_torch(clock: Clock, text: data.Text, windows, options: argparse.Namespace) -> None:
     import nanogpt
 
-    model, step = nanogpt.trainer(text.training.stretch(0, len(text.training)), len(text.vocabulary), options.steps)
+    model, step = nanogpt.trainer(text.training, len(text.vocabulary), options.steps)
     for number in range(options.steps):
         step(number)
         if (number + 1) % options.every == 0 or number + 1 == options.steps:
@@ -68,7 +68,7 @@ def by_jax(clock: Clock, text: data.Text, windows, settings: Settings, options: 
     params = model.initial_params(len(text.vocabulary), settings)
     state = update.State(params, jax.jit(update.make_optimizer(settings).init)(params))
     updates, validate = update.make_updates(structure, settings), update.make_validate(structure)
-    characters = jnp.asarray(text.training.stretch(0, len(text.training)))
+    characters = jnp.asarray(text.training)
     for step in range(0, min(settings.steps, options.until), options.every):
         taken = min(options.every, settings.steps - step)
         state, losses = updates(state, step + 1, taken, characters)

@@ -84,7 +84,7 @@ class Cell(NamedTuple):
 def read(settings: Settings) -> Cell:
     """The demo's text, as the demo reads it."""
     text = data.load(None, settings.context_length)
-    return Cell(settings, text.training.stretch(0, len(text.training)), len(text.vocabulary))
+    return Cell(settings, text.training, len(text.vocabulary))
 
 
 class FusedAttention(nnx.Module):

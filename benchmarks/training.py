@@ -112,7 +112,7 @@ def step_of_jax(text: data.Text, settings: Settings, flax: bool = False) -> meas
             block.attention.attention_fn = nnx.dot_product_attention
             block.attention.local_window_size = None  # which no window of the training is longer than
         structure, _ = nnx.split(transformer, nnx.Param)
-    characters = jnp.asarray(text.training.stretch(0, len(text.training)))
+    characters = jnp.asarray(text.training)
     state = update.State(params, update.make_optimizer(settings).init(params))
     updates, starts = update.make_updates(structure, settings), itertools.count(1)
 
@@ -126,7 +126,7 @@ def step_of_jax(text: data.Text, settings: Settings, flax: bool = False) -> meas
 
 def step_of_torch(text: data.Text) -> measure.Ready:
     measure.torch_here()
-    _, step = nanogpt.trainer(text.training.stretch(0, len(text.training)), len(text.vocabulary))
+    _, step = nanogpt.trainer(text.training, len(text.vocabulary))
     numbers = itertools.count()
     return measure.Ready(lambda: step(next(numbers) % nanogpt.STEPS))
 

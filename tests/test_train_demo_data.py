@@ -1,13 +1,7 @@
 """The demo's data: folders, tokenizers, packed documents, texts larger than memory."""
 
 import itertools
-import json
-import os
-import re
-import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +10,14 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from train_demo import data, documents, packing, run_folder, token_files, vocabulary
+from train_demo import data, run_folder, vocabulary
 from train_demo.errors import UserError
-from train_demo.layout import Layout
 from train_demo.model import blueprint
-from train_demo.settings import Settings
+from train_demo.settings import Layout, Settings
 from train_demo.update import State, make_optimizer, make_update, make_validate
 from train_demo.vocabulary import Bytes, Characters, Subwords, Writer
 
-ROOT = Path(__file__).parent.parent
+TEXT = "The quick brown fox jumps over the lazy dog. " * 40 + "\n$_%"
 TEXTS = {f"{name}.txt": f"{name} says: " + word * 30 for name, word in zip("abcdefghijk", "äbcdefghijk", strict=True)}
 
 
@@ -58,9 +51,8 @@ def subwords():
 
 def texts_of(part, tokens):
     """The documents of a part, from the marks."""
-    numbers = part.stretch(0, len(part))
-    pieces = np.split(numbers, np.flatnonzero(numbers >= packing.FIRST))
-    return [tokens.decode((piece % packing.FIRST).tolist()) for piece in pieces if len(piece)]
+    pieces = np.split(part, np.flatnonzero(part >= data.FIRST))
+    return [tokens.decode((piece % data.FIRST).tolist()) for piece in pieces if len(piece)]
 
 
 # Folders
@@ -99,12 +91,9 @@ def test_equal_documents_stay_on_one_side(folder):
     ("sizes", "held"), [([100, 900], [100]), ([10, 20, 30], [10]), ([5] * 20, [5, 5]), ([1, 1, 98], [1, 1])]
 )
 def test_about_a_tenth_is_held_out(sizes, held):
-    surveys = [
-        documents.Survey(documents.Document(None, ""), size, f"{number:02}", np.zeros(0))
-        for number, size in enumerate(sizes)
-    ]
-    chosen = documents.held_out(surveys)
-    assert [each.size for each in surveys if each.sha256 in chosen] == held
+    documents = [data.Document("x" * size, f"{number:02}") for number, size in enumerate(sizes)]
+    chosen = data._held_out(documents)
+    assert [len(each.text) for each in documents if each.sha256 in chosen] == held
 
 
 @pytest.mark.parametrize(
@@ -132,7 +121,7 @@ def test_a_folder_with_one_text_is_that_text(tmp_path):
     one, other = (data.load(str(tmp_path / name), 8) for name in ("folder", "b.txt"))
     assert one.sha256 == other.sha256
     assert not one.packed
-    np.testing.assert_array_equal(one.training.numbers, other.training.numbers)
+    np.testing.assert_array_equal(one.training, other.training)
 
 
 # Tokenizers
@@ -212,135 +201,39 @@ def test_a_sentence_in_every_tokenizer(folder, subwords):
         assert len(sentence) == 1 or len(text.vocabulary.encode(sentence)) <= limit
 
 
-# Texts larger than memory
-
-
-@pytest.fixture
-def large(monkeypatch, tmp_path):
-    """Everything is large, and read in pieces of a few characters."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(documents, "LARGE", 10)
-    monkeypatch.setattr(documents, "PIECE", 7)
-    return tmp_path / "cache" / "flax_mha" / "tokens"
-
-
-@pytest.mark.parametrize("tokens", [None, Bytes()])
-def test_tokens_in_a_file_are_those_in_memory(monkeypatch, folder, large, tokens):
+def test_a_large_text_is_turned_into_tokens_piece_by_piece(monkeypatch, folder, subwords):
     (folder / "crlf.txt").write_bytes("\ufeffline\r\nanother\r\n".encode() * 9)
-    with monkeypatch.context() as patch:
-        patch.setattr(documents, "LARGE", 2**20)
-        expected = data.load(str(folder), 8, tokens)
-    assert not large.exists()
-    for _ in range(2):  # made, then found
-        found = data.load(str(folder), 8, tokens)
-        for name in ("training", "validation"):
-            part, other = getattr(found, name), getattr(expected, name)
-            assert isinstance(part.numbers, np.memmap)
-            assert part.numbers.dtype == other.numbers.dtype == np.uint8
-            np.testing.assert_array_equal(part.numbers, other.numbers)
-            np.testing.assert_array_equal(part.starts, other.starts)
-        assert (found.sha256, found.vocabulary) == (expected.sha256, expected.vocabulary)
-    assert len(list(large.glob("*.uint8"))) == 1
-    assert not list(large.glob("*.tmp"))
+    for tokens in (None, Bytes(), subwords):
+        whole = data.load(str(folder), 4, tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(data, "LARGE", 10)
+            patch.setattr(data, "PIECE", 7)
+            pieces = data.load(str(folder), 4, tokens)
+        assert texts_of(pieces.training, pieces.vocabulary) == texts_of(whole.training, whole.vocabulary)
+        assert pieces.sha256 == whole.sha256
 
 
-@pytest.mark.parametrize("harm", ["truncated", "changed", "no seal", "bad seal", "other seal"])
-def test_a_damaged_file_of_tokens_is_made_again(folder, large, harm):
-    expected = np.array(data.load(str(folder), 8).training.numbers)
-    (path,) = large.glob("*.uint8")
-    seal = path.with_name(path.name + ".json")
-    content = path.read_bytes()
-    if harm in ("truncated", "changed"):
-        path.unlink()  # the memory map keeps the old one
-        path.write_bytes(content[:-9] + (b"" if harm == "truncated" else bytes(9)))
-    elif harm == "no seal":
-        seal.unlink()
-    else:
-        seal.write_text("[" if harm == "bad seal" else json.dumps({**json.loads(seal.read_bytes()), "sizes": [1]}))
-    np.testing.assert_array_equal(data.load(str(folder), 8).training.numbers, expected)
-    assert path.read_bytes() == content
+def test_the_validation_windows_predict_every_character():
+    windows = data.validation_windows(np.arange(1003), 8)
+    assert windows.shape == (4, data.WINDOWS, 9)
+    assert set(windows[..., 1:].ravel()) == set(range(1, 1003))
+    assert (np.diff(windows) == 1).all()
 
 
-KILLED = """
-import os, signal, sys
-from train_demo import data, documents
-
-documents.LARGE = 10
-
-def strike(event, details):
-    if event == "os.rename" and str(details[1]).endswith(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(strike)
-data.load(sys.argv[1], 8)
-"""
+def test_the_parts_of_a_text(tmp_path):
+    (tmp_path / "text").write_text(TEXT)
+    loaded = data.load(str(tmp_path / "text"), 8)
+    parts = [loaded.vocabulary.decode(part) for part in (loaded.training, loaded.validation)]
+    assert "".join(parts) == TEXT
+    assert len(parts[1]) == len(TEXT) // 10
+    assert loaded.vocabulary.decode(loaded.vocabulary.encode(TEXT)) == TEXT
 
 
-@pytest.mark.parametrize("moment", [".uint8", ".uint8.json"])
-def test_a_killed_preparation_leaves_nothing_half_done(folder, large, moment):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), moment], cwd=ROOT, env=dict(os.environ))
-    assert done.returncode == -signal.SIGKILL
-    assert not list(large.glob("*.uint8.json"))
-    text = data.load(str(folder), 8)
-    assert sorted(texts_of(text.training, text.vocabulary) + texts_of(text.validation, text.vocabulary)) == sorted(
-        TEXTS.values()
-    )
-    assert not list(large.glob("*.tmp"))
-
-
-def test_tokens_on_a_full_disk(monkeypatch, folder, large):
-    def full(*_):
-        raise OSError(28, os.strerror(28))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(token_files.os, "fsync", full)
-        with pytest.raises(UserError, match=r"No space left.*XDG_CACHE_HOME"):
-            data.load(str(folder), 8)
-    assert [path.suffix for path in large.iterdir()] == [".lock"]
-    assert data.load(str(folder), 8).documents == 11
-
-
-def test_a_text_that_changes_while_it_is_read(monkeypatch, folder, large):
-    def survey(document, count, first=documents.survey):
-        found = first(document, count)
-        return found._replace(sha256="0" * 64) if document.path.name == "c.txt" else found
-
-    monkeypatch.setattr(documents, "survey", survey)
-    with pytest.raises(UserError, match=r"c\.txt changed while it was read"):
-        data.load(str(folder), 8)
-    assert not list(large.glob("*.uint8*[!k]"))
-
-
-def test_large_data_says_how_far_it_is(monkeypatch, folder, large):
-    monkeypatch.setattr(data, "SILENT_SECONDS", -(10**6))
-    said = []
-    data.load(str(folder), 8, say=said.append)
-    total = sum(map(len, TEXTS.values())) + 3  # with the text that is none
-    assert said[-1] == f"made tokens of {total - 3:,} characters"
-    assert any(re.fullmatch(r"looked through \d+ characters", line) for line in said)
-
-
-def test_shards_take_turns(monkeypatch):
-    monkeypatch.setattr(data, "SHARD", 100)
-    size, every = 730, 5
-    seen = [data.shard_of_step(step, size, seed=3, eval_every=every) for step in range(1, 16 * every + 1)]
-    turns = seen[::every]
-    assert seen == [shard for shard in turns for _ in range(every)]
-    assert set(turns[:8]) == set(turns[8:])
-    assert len(set(turns[:8])) == 8
-    assert turns[:8] != turns[8:] != sorted(turns[8:])
-    covered = {place for start, length in turns[:8] for place in range(start, start + length)}
-    assert covered == set(range(size))
-    assert data.shard_of_step(9, 100, 3, every) == (0, 100)
-
-
-def test_a_part_marks_the_starts_of_its_documents():
-    part = data.Part(np.arange(20, dtype=np.uint8), np.array([0, 7, 8, 19]))
-    for start, size in itertools.product(range(20), range(1, 21)):
-        stretch = part.stretch(start, size)
-        np.testing.assert_array_equal(stretch % packing.FIRST, np.arange(20)[start : start + size])
-        marked = np.flatnonzero(stretch >= packing.FIRST) + start
-        assert set(marked) == {0, 7, 8, 19} & set(range(start, start + size))
+def test_the_python_documentation_is_the_default():
+    config = Settings()
+    loaded = data.load(None, config.context_length)
+    assert len(loaded) > 400_000
+    assert len(loaded.sentence(config.context_length)) > 20
 
 
 # Packing
@@ -361,7 +254,7 @@ def windows():
     """Four windows of up to three documents, which start at different places."""
     numbers = np.random.default_rng(0).integers(0, 11, (4, 13)).astype(np.int32)
     for row, place in ((0, 0), (0, 5), (1, 1), (1, 12), (2, 6), (2, 7)):
-        numbers[row, place] |= packing.FIRST
+        numbers[row, place] |= data.FIRST
     return numbers
 
 
@@ -369,8 +262,8 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(model, windows):
     structure, params = model
     losses = []
     for window in windows:
-        for document in np.split(window, np.flatnonzero(window >= packing.FIRST)):
-            numbers = document % packing.FIRST
+        for document in np.split(window, np.flatnonzero(window >= data.FIRST)):
+            numbers = document % data.FIRST
             if len(numbers) > 1:
                 logits = jax.jit(lambda params, x: nnx.merge(structure, params)(x))(params, numbers[None, :-1])[0]
                 losses += [-jax.nn.log_softmax(row)[n] for row, n in zip(logits, numbers[1:].tolist(), strict=True)]

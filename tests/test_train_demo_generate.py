@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 
 from train_demo import generate
+from train_demo.generate import Sampling, draw, filtered
 from train_demo.model import blueprint
-from train_demo.sampler import Sampling, draw, filtered
 from train_demo.settings import Settings
 from train_demo.vocabulary import Characters
 

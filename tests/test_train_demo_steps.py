@@ -1,19 +1,18 @@
-"""The demo's steps: the same bits however they are dispatched, what Muon does to a matrix, sizes, pace, utilization."""
+"""The demo's steps: the same bits however they are dispatched, what Muon does, sizes, and what programs send."""
 
 import itertools
-import types
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from train_demo import pace, utilization
+from train_demo import collectives, model, training
 from train_demo.errors import UserError
-from train_demo.layout import Layout
 from train_demo.model import blueprint, initial_params
 from train_demo.run_folder import prepare
-from train_demo.settings import LEARNING_RATES, SIZES, Settings, completed
-from train_demo.update import MOST_STEPS, NEWTON_SCHULZ, WARM_UP, State, make_optimizer, make_updates
+from train_demo.settings import LEARNING_RATES, SIZES, Layout, Settings, completed
+from train_demo.update import NEWTON_SCHULZ, WARM_UP, State, make_optimizer, make_updates
 
 VOCABULARY = 11
 SMALL = Settings(steps=20, batch_size=2, context_length=8, layers=1, heads=2, features=8, dropout_rate=0.1)
@@ -95,10 +94,10 @@ def test_a_shift_beyond_the_window_is_refused():
         Settings(context_length=8, token_shift=8)
 
 
-def test_the_pace_follows_the_clock(monkeypatch):
+def test_dispatches_follow_the_clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
-    chosen = pace.Pace(MOST_STEPS, Layout())
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+    chosen = training.Dispatch(fixed=False)
     taken = []
     for _ in range(12):
         taken.append(chosen.steps)
@@ -110,27 +109,87 @@ def test_the_pace_follows_the_clock(monkeypatch):
     now[0] += 60
     chosen.pause()
     assert chosen.speed == pytest.approx(100)
-    several = pace.Pace(MOST_STEPS, Layout(coordinator="localhost:1", num_processes=2, process_id=0))
+    several = training.Dispatch(fixed=True)
     for seconds in (1, 2, 9):
         now[0] += seconds
         several.took(several.steps)
-        assert several.steps == pace.IN_STEP
+        assert several.steps == training.IN_STEP
 
 
 def test_dispatches_end_where_something_has_to_be_done():
-    stops = [pace.next_stop(step, {12, 30}, 5, 8) for step in (0, 5, 8, 10, 12, 29)]
+    stops = [training.next_stop(step, {12, 30}, 5, 8) for step in (0, 5, 8, 10, 12, 29)]
     assert stops == [5, 8, 10, 12, 15, 30]
 
 
-def test_utilization_of_known_and_unknown_devices(monkeypatch):
-    settings = Settings(layers=2, heads=2, features=8, context_length=4)
-    _, shapes = blueprint(VOCABULARY, settings)
-    assert utilization.report(settings, shapes, 1, 1e6) is None  # on a CPU
-    for kind, words in (("NVIDIA H200", "of 2 x 989 TFLOP/s"), ("TPU v9", "the peak of TPU v9 is not in the table")):
-        device = types.SimpleNamespace(platform="gpu", device_kind=kind)
-        monkeypatch.setattr(utilization.jax, "devices", lambda device=device: [device])
-        assert words in utilization.report(settings, shapes, 2, 1e9)
-    sizes = {name: sum(leaf.size for leaf in jax.tree.leaves(tree)) for name, tree in shapes.items()}
-    flops = 6 * (sum(sizes.values()) - sizes["embedding"]) + 12 * 2 * 8 * 4
-    monkeypatch.setitem(utilization.PEAKS, "TPU v9", flops * 1e9)
-    assert "50.0%" in utilization.report(settings, shapes, 2, 1e9)
+def test_the_model_is_built_once(monkeypatch):
+    built, build = [], model.Transformer.__init__
+
+    def noting(transformer, *args, **options):
+        built.append(args)
+        build(transformer, *args, **options)
+
+    monkeypatch.setattr(model.Transformer, "__init__", noting)
+    settings = replace(SMALL, seed=123)
+    structure, shapes = model.blueprint(11, settings, Layout())
+    params = model.initial_params(11, settings)
+    assert model.blueprint(11, settings)[0] is structure
+    assert len(built) == 1
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), params
+    )
+
+
+# Collectives
+
+HLO = """HloModule jit_step
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %add.1 = f32[] add(%x, %y)
+}
+
+%inner (carry: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %hop = bf16[4,8]{1,0} collective-permute(%part), channel_id=1, source_target_pairs={{0,1},{1,0}}
+}
+
+%outer (carry: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %gathered = f32[16,8]{1,0} all-gather(%part), replica_groups=[2,4]<=[8], dimensions={0}
+  %loop = (s32[], bf16[4,8]) while(%tuple), condition=%more, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+%more (carry: (s32[], bf16[4,8])) -> pred[] {
+  ROOT %compare = pred[] compare(%i, %n), direction=LT
+}
+
+%little (x: f32[]) -> f32[] {
+  ROOT %r = f32[] all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+}
+
+%much (x: f32[]) -> f32[] {
+  ROOT %r = (f32[], /*index=1*/f32[100]{0}) all-reduce(%x, %y), replica_groups={}, to_apply=%add
+}
+
+ENTRY %main (a: f32[]) -> f32[] {
+  %loop = (s32[], bf16[4,8]) while(%tuple), condition=%more, body=%outer, backend_config={"known_trip_count":{"n":"5"}}
+  %either = f32[] conditional(%p, %a, %a), branch_computations={%little, %much}
+  %start = (f32[4]{0}, f32[8]{0}) all-gather-start(%a), replica_groups=mesh['x'=4,'y'=2], device_ids=([8]) {'y'}
+  %done = f32[8]{0} all-gather-done(%start)
+  ROOT %scattered = f32[2]{0} reduce-scatter(%b), replica_groups=mesh['x'=4,'y'=2] {'x':(1)2,'y'}, dimensions={0}
+}
+"""
+
+
+def test_collectives_are_counted_with_the_trips_of_their_loops():
+    calls, size, sent = collectives.count(HLO, 8)
+    assert calls == {"all-gather": 5 + 1, "all-reduce": 1, "collective-permute": 5 * 3, "reduce-scatter": 1}
+    assert size["all-gather"], size["all-reduce"] == (5 * 16 * 8 * 4 + 8 * 4, 101 * 4)  # the branch that sends most
+    assert sent == {
+        "all-gather": 5 * 16 * 8 * 4 * 3 / 4 + 8 * 4 / 2,
+        "all-reduce": 2 * 101 * 4 * 7 / 8,
+        "collective-permute": 15 * 4 * 8 * 2,
+        "reduce-scatter": 2 * 4 * 3,
+    }
+
+
+def test_groups_in_a_form_that_nobody_knows_are_no_guess():
+    with pytest.raises(ValueError, match="unknown form"):
+        collectives.count(HLO.replace("[2,4]<=[8]", "<all>"), 8)

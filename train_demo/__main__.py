@@ -1,4 +1,4 @@
-"""Starts `python -m train_demo [train | sample | plot | plan]`, and ends it at once on Ctrl-C."""
+"""Starts `python -m train_demo [train | sample | plot | ...]`, and ends it at once on Ctrl-C and SIGTERM."""
 
 # Only light modules of the standard library stand here: whatever is imported before the handler is set can be
 # interrupted with a traceback, and a KeyboardInterrupt during the import of JAX may even be swallowed.
@@ -16,13 +16,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        arguments: those after `python -m train_demo`; None takes the process's.
+      arguments: Those after `python -m train_demo`; None takes the process's.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM during the training.
+      The exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM during the training.
 
     Raises:
-        SystemExit: with code 2 and one line on stderr, for whatever the user can fix.
+      SystemExit: With code 2 and one line on stderr, for whatever the user can fix.
     """
     from train_demo.command_line import run
 
@@ -39,11 +39,9 @@ def end_at_once(number: int = 2, *_: object) -> None:
         sys.stdout.flush()
         if sys.stdout.isatty():
             os.write(1, SHOW_CURSOR)
-        os.write(
-            sys.stderr.fileno(),
-            (b"Interrupted" if number == 2 else b"Terminated")
-            + b": python -m train_demo --resume continues a training run from its last checkpoint\n",
-        )
+        what = b"Interrupted" if number == 2 else b"Terminated"
+        fix = b": python -m train_demo --resume continues a training run from its last checkpoint\n"
+        os.write(sys.stderr.fileno(), what + fix)
     except (OSError, RuntimeError, ValueError, AttributeError):
         pass  # a closed stream, or one that was being written to when the signal came
     finally:
@@ -59,17 +57,13 @@ def _start() -> None:
         signal.signal(signal.SIGTERM, end_at_once)
     except KeyboardInterrupt:
         end_at_once()
-    from train_demo.errors import MainThreadOnly
-
-    if sys.stderr is not None:
-        sys.stderr = MainThreadOnly(sys.stderr)
     gc.set_threshold(SELDOM)
     try:
         code = main()
     except SystemExit as ended:
         if ended.code != 2:
             raise
-        # Without waiting for the threads of a failed save.
+        # What could not be written is not tried again, nor is a thread waited for.
         with suppress(OSError):
             print(end="", flush=True)
             print(end="", flush=True, file=sys.stderr)

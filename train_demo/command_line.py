@@ -1,57 +1,28 @@
-"""The commands `train`, `sample`, `plot`, `report`, `export` and `plan`, and their options."""
+"""The commands `train`, `sample`, `plot`, `report`, `export` and `plan`, and their options.
+
+The options are the fields of `Settings` and `Layout`. The standard library's argparse makes commands of them; what it
+lacks, an error in one line, is a method.
+"""
 
 import argparse
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from train_demo.api import RUNS, SETTINGS, default_folder, start
-from train_demo.data import SHARD, load
+from train_demo import data
+from train_demo.api import RUNS, SETTINGS, default_folder, load, start
 from train_demo.errors import UserError, enough_memory, fitted, printable
-from train_demo.layout import Layout
 from train_demo.run_folder import newest, read_config
-from train_demo.settings import (
-    SIZES,
-    Settings,
-    above_zero_to_one,
-    completed,
-    count,
-    number,
-    one_of,
-    seed,
-    several,
-    temperature,
-    zero_to_one,
-)
+from train_demo.settings import SAMPLING, SIZES, Layout, Settings, completed, count, one_of, option_of
 
 # JAX, Matplotlib and Orbax are imported where they are used, so that help and refusals come at once.
 
-
 LAYOUT = {option.name: option for option in fields(Layout)}
-ABSENT_TPU = {
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-}
-PLANNED = (
-    *("batch_size", "context_length", "layers", "heads", "features", "mlp", "head", "token_shift", "optimizer"),
-    *("dropout_rate", "dtype"),
-)
-PLANNED_LAYOUT = ("data_parallel", "fsdp", "tensor", "context", "accumulate", "remat")
-SAMPLING = (
-    ("max-new-tokens", count, 500, "tokens to write"),
-    ("temperature", temperature, 0.7, "lower is safer, 0 takes the likeliest"),
-    ("top-k", count, None, "choose among the N likeliest tokens"),
-    ("top-p", above_zero_to_one, None, "choose among the likeliest tokens that are this probable together"),
-    ("min-p", zero_to_one, None, "choose among tokens that are so many times as likely as the likeliest"),
-    ("num-samples", several, 1, "texts for each prompt"),
-    ("seed", seed, 0, "another seed writes another text"),
-)
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,8 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
-        line = f"{self.prog}: error: {printable(' '.join(message.split()))}"
-        self.exit(2, fitted(line, sys.stderr) + "\n")
+        self.exit(2, fitted(f"{self.prog}: error: {' '.join(message.split())}", sys.stderr) + "\n")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -90,27 +60,17 @@ def _stdout() -> str:
 
 
 def _train(chosen: argparse.Namespace) -> int:
-    given = {name: getattr(chosen, name) for name in SETTINGS if getattr(chosen, name) is not None}
-    out = chosen.out or default_folder(chosen.data)
-    layout = Layout(**{name: getattr(chosen, name) for name in LAYOUT})
+    given = _given(chosen, SETTINGS)
     if chosen.size is not None:
         given = completed(chosen.size, given)
+    out, layout = chosen.out or default_folder(chosen.data), Layout(**_given(chosen, LAYOUT))
     _keep_compiled()
+    options: dict[str, Any] = {"resume": chosen.resume, "layout": layout, "samples": not chosen.no_samples}
+    return start(out, chosen.data, chosen.tokenizer, given, **options)
 
-    def say(line: str) -> None:
-        if layout.first:
-            print(fitted(printable(line), sys.stdout), flush=True)
 
-    return start(
-        out,
-        chosen.data,
-        chosen.tokenizer,
-        given,
-        resume=chosen.resume,
-        layout=layout,
-        samples=not chosen.no_samples,
-        say=say,
-    )
+def _given(chosen: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(chosen, name) for name in names if getattr(chosen, name) is not None}
 
 
 def _keep_compiled() -> None:
@@ -126,133 +86,109 @@ def _keep_compiled() -> None:
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry", UserWarning)
 
 
-def _sample(chosen: argparse.Namespace) -> int:
-    _refuse_empty("--prompt", chosen.prompt)
-    _refuse_empty("--stop", [] if chosen.stop is None else [chosen.stop])
-    out = _chosen_run(chosen.out)
-    config = read_config(out)
-    config.vocabulary.encode("".join([*chosen.prompt, chosen.stop or ""]))  # before anything slow begins
-    _keep_compiled()
-    from train_demo import generate, sample
-    from train_demo.sampler import Sampling
-
-    model = sample.load_model(out, config)
-    sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
-
-    def start() -> Iterator[list[str]]:
-        return generate.generate(
-            model,
-            config.vocabulary,
-            chosen.prompt,
-            chosen.max_new_tokens,
-            sampling,
-            num_samples=chosen.num_samples,
-            stop=chosen.stop,
-            seed=chosen.seed,
-        )
-
-    with enough_memory("--num-samples, or give fewer prompts"):
-        sample.show(chosen.prompt, chosen.num_samples, start)
-    return 0
-
-
-def folder(text: str) -> Path:
-    """Reads a folder's name.
-
-    Raises:
-        argparse.ArgumentTypeError: it is empty, as a variable of the shell that is not set.
-    """
-    if not text:
-        raise argparse.ArgumentTypeError("expected a folder, got ''")
-    return Path(text)
-
-
-def _refuse_empty(option: str, texts: Sequence[str]) -> None:
-    if not all(texts):
-        raise UserError(f"{option} is empty: give at least one character")
-
-
-def _chosen_run(out: Path | None) -> Path:
-    if out is None:
-        out = newest(RUNS)
-        print(printable(f"The newest run: {out}"), file=sys.stderr)
+def _chosen_folder(chosen: argparse.Namespace) -> Path:
+    if chosen.out is not None:
+        return chosen.out
+    out = newest(RUNS)
+    print(fitted(f"The newest run: {out}", sys.stderr), file=sys.stderr)
     return out
 
 
-def _plot(chosen: argparse.Namespace) -> int:
-    out = _chosen_run(chosen.out)
+def _sample(chosen: argparse.Namespace) -> int:
+    for option, texts in (("--prompt", chosen.prompt), ("--stop", [] if chosen.stop is None else [chosen.stop])):
+        if not all(texts):
+            raise UserError(f"{option} is empty: give at least one character")
+    out = _chosen_folder(chosen)
     config = read_config(out)
-    from train_demo import plots
-    from train_demo.sample import load_model
+    config.vocabulary.encode("".join([*chosen.prompt, chosen.stop or ""]))  # before anything slow begins
+    _keep_compiled()
+    from train_demo import generate
 
-    plots.draw(out, plots.attention_weights(load_model(out, config), config), config)
-    print(printable(f"{out / 'loss.png'} and {out / 'attention.png'} are drawn"))
+    model = generate.load_model(out, config)
+    sampling = generate.Sampling(chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
+    options = {"num_samples": chosen.num_samples, "stop": chosen.stop, "seed": chosen.seed}
+
+    def pieces() -> Iterator[list[str]]:
+        return generate.generate(model, config.vocabulary, chosen.prompt, chosen.max_new_tokens, sampling, **options)
+
+    with enough_memory("--num-samples, or give fewer prompts"):
+        begin = time.perf_counter()
+        next(pieces())  # compiles; these characters are written again below
+        compiled = time.perf_counter()
+        size = _show(chosen.prompt, chosen.num_samples, pieces())
+    seconds = time.perf_counter() - compiled
+    speed = f"{size:,} characters in {seconds:.2f} s: {size / seconds:,.0f} characters/s"
+    print(f"{speed} (before that, compiling took {compiled - begin:.1f} s)", file=sys.stderr)
     return 0
+
+
+def _show(prompts: Sequence[str], num_samples: int, pieces: Iterator[list[str]]) -> int:
+    """Prints one text as it is written, several ones at the end; returns their characters, all together."""
+    if len(prompts) * num_samples == 1:
+        print(printable(prompts[0]), end="", flush=True)
+        size = 0
+        for (piece,) in pieces:
+            print(printable(piece), end="", flush=True)
+            size += len(piece)
+        print(flush=True)
+        return size
+    texts = ["".join(parts) for parts in zip(*pieces, strict=True)]
+    for number, text in enumerate(texts):
+        prompt, sample = divmod(number, num_samples)
+        print(f"--- prompt {prompt + 1} of {len(prompts)}, sample {sample + 1} of {num_samples} ---")
+        print(printable(prompts[prompt] + text), flush=True)
+    return sum(map(len, texts))
+
+
+def _plot(chosen: argparse.Namespace) -> int:
+    run = load(_chosen_folder(chosen))
+    from train_demo import plots
+
+    plots.draw(run.out, run.model, run.config)
+    return _done(f"{run.out / 'loss.png'} and {run.out / 'attention.png'} are drawn")
 
 
 def _report(chosen: argparse.Namespace) -> int:
-    out = _chosen_run(chosen.out)
-    config = read_config(out)
+    run = load(_chosen_folder(chosen))
     from train_demo import plots, report
-    from train_demo.sample import load_model
 
-    report.write(out, plots.attention_weights(load_model(out, config), config), config)
-    print(printable(f"{out / report.FILE} is written: open it in a browser"))
-    return 0
+    plots.draw(run.out, run.model, run.config)
+    report.write(run.out, run.config)
+    return _done(f"{run.out / report.FILE} is written: open it in a browser")
 
 
 def _export(chosen: argparse.Namespace) -> int:
-    out = _chosen_run(chosen.out)
-    config = read_config(out)
-    to = chosen.to or out / "export"
-    from train_demo import export
-    from train_demo.sample import load_model
+    to = load(_chosen_folder(chosen)).export(chosen.to)
+    return _done(f"{to} holds {', '.join(sorted(path.name for path in to.iterdir()))}")
 
-    export.write(to, load_model(out, config), config)
-    print(printable(f"{to} holds {', '.join(sorted(path.name for path in to.iterdir()))}"))
+
+def _done(line: str) -> int:
+    print(fitted(line, sys.stdout))
     return 0
 
 
 def _plan(chosen: argparse.Namespace) -> int:
-    layout = Layout(**{name: getattr(chosen, name) for name in PLANNED_LAYOUT})
-    given = {name: getattr(chosen, name) for name in PLANNED if getattr(chosen, name) is not None}
-    if chosen.params and {"layers", "heads", "features"} & given.keys():
-        raise UserError("--params chooses --layers, --heads and --features: give either it or them")
-    text = load(chosen.data, 1, say=print)
-    if chosen.topology:
-        given.setdefault("dtype", "bfloat16")  # what "auto" means there, which JAX, on this CPU, cannot know
-    _pretend(chosen)
-    from train_demo import plan
+    settings = Settings(**completed(chosen.size or "tiny", _given(chosen, SETTINGS)))
+    layout, number = Layout(**_given(chosen, LAYOUT)), chosen.devices or 1
+    text = data.load(chosen.data, settings.context_length)
+    # The older way to ask for virtual devices may not stand beside the newer one.
+    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    os.environ |= {"XLA_FLAGS": " ".join(kept), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(number)}
+    import jax
 
-    devices = plan.devices_of(chosen.topology) if chosen.topology else plan.virtual_devices(chosen.devices)
-    if chosen.devices not in (None, len(devices)):
-        raise UserError(f"--topology {chosen.topology} has {len(devices)} devices, not --devices {chosen.devices}")
-    context_length = given.setdefault("context_length", Settings().context_length)
-    layout = plan.fitting(layout, len(devices), context_length)
-    if chosen.params:
-        given |= plan.of_size(chosen.params, len(text.vocabulary))
-    parts = layout.accumulate * len(devices) // (layout.tensor * layout.context)
-    if chosen.batch_size is None and (chosen.params or Settings().batch_size % max(parts, 1)):
-        given["batch_size"] = max(parts, 1)
-    settings = Settings(**given)
-    characters = min(max(len(text.training), settings.context_length + 2), SHARD)
-    made = plan.make_plan(settings, layout, len(text.vocabulary), characters, devices)
-    print(plan.flags(settings, layout), plan.report(made), sep="\n")
+    from train_demo.memory_estimate import estimate, table
+
+    if jax.device_count() < number:
+        raise UserError(f"JAX runs on {jax.device_count()} devices already: plan in a process of its own")
+    print(table(estimate(settings, layout, len(text.vocabulary), len(text.training), jax.devices()[:number])))
     return 0
 
 
-def _pretend(chosen: argparse.Namespace) -> None:
-    """Makes JAX, which is not imported yet, run on the CPU."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    if chosen.topology:
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-        # libtpu looks for the TPU that is not here, and says so at length.
-        for name, value in ABSENT_TPU.items():
-            os.environ.setdefault(name, value)
-    else:
-        # The older way to ask for virtual devices may not stand beside the newer one.
-        kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-        os.environ["XLA_FLAGS"], os.environ["JAX_NUM_CPU_DEVICES"] = " ".join(kept), str(chosen.devices or 1)
+def folder(text: str) -> Path:
+    """Reads a folder's name, which is empty where a variable of the shell is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, got ''")
+    return Path(text)
 
 
 def _parser() -> Parser:
@@ -262,84 +198,50 @@ def _parser() -> Parser:
     )
     commands = parser.add_subparsers(metavar="command", required=True)
 
-    train = commands.add_parser("train", help="train, or go on training (the default)", allow_abbrev=False)
-    train.add_argument(
-        "--data", metavar="PATH", help="a UTF-8 text file, or a folder of them (default: Python's own documentation)"
-    )
-    train.add_argument(
-        "--tokenizer",
-        metavar="KIND",
-        help="characters, bytes, or a JSON file of the package tokenizers (default: characters)",
-    )
-    train.add_argument("--out", type=folder, metavar="DIR", help="the run's folder (default: runs/<the text's name>)")
-    train.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the folder's newest good checkpoint; a larger --steps extends the run",
-    )
+    def command(function: Any, explanation: str, where: str = "the newest of runs") -> Parser:
+        made = commands.add_parser(function.__name__[1:], help=explanation, allow_abbrev=False)
+        made.set_defaults(command=function)
+        if function is not _plan:
+            made.add_argument("--out", type=folder, metavar="DIR", help=f"the run's folder (default: {where})")
+        return made
+
+    train = command(_train, "train, or go on training (the default)", "runs/<the text's name>")
+    source = "a UTF-8 text file, or a folder of them (default: Python's own documentation)"
+    kinds = "characters, bytes, or a JSON file of the package tokenizers (default: characters)"
+    train.add_argument("--tokenizer", metavar="KIND", help=kinds)
+    again = "go on from the folder's newest good checkpoint; a larger --steps extends the run"
+    train.add_argument("--resume", action="store_true", help=again)
     train.add_argument("--no-samples", action="store_true", help="write no short text at each validation")
     size = f"model, batch and steps at once: {', '.join(SIZES)} (default: tiny); options below count more"
-    train.add_argument("--size", type=one_of(SIZES), metavar="NAME", help=size)
-    for name, option in SETTINGS.items():
-        parse, explanation = option.metadata["parse"], option.metadata["help"]
-        train.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: {option.default})")
-    _add_layout(train, LAYOUT)
-    train.set_defaults(command=_train)
 
-    sample = commands.add_parser("sample", help="write text with a trained model", allow_abbrev=False)
-    sample.add_argument("--out", type=folder, metavar="DIR", help="the run's folder (default: the newest of runs)")
-    sample.add_argument(
-        "--prompt",
-        required=True,
-        action="append",
-        metavar="TEXT",
-        help="what the model goes on writing; several prompts are continued at the same time",
-    )
-    for name, parse, default, explanation in SAMPLING:
+    sample = command(_sample, "write text with a trained model")
+    prompts = "what the model goes on writing; several prompts are continued at the same time"
+    sample.add_argument("--prompt", required=True, action="append", metavar="TEXT", help=prompts)
+    for name, (parse, default, explanation) in SAMPLING.items():
         ending = "" if default is None else f" (default: {default})"
-        sample.add_argument(f"--{name}", type=parse, default=default, help=explanation + ending)
+        sample.add_argument(option_of(name), type=parse, default=default, help=explanation + ending)
     sample.add_argument("--stop", metavar="TEXT", help="end a text before this")
-    sample.set_defaults(command=_sample)
 
-    pictures = "draw loss.png and attention.png, also while the training runs"
-    plot = commands.add_parser("plot", help=pictures, allow_abbrev=False)
-    plot.add_argument("--out", type=folder, metavar="DIR", help="the run's folder (default: the newest of runs)")
-    plot.set_defaults(command=_plot)
-
-    report = commands.add_parser(
-        "report", help="write report.html: curves, samples, attention, time and memory", allow_abbrev=False
-    )
-    report.add_argument("--out", type=folder, metavar="DIR", help="the run's folder (default: the newest of runs)")
-    report.set_defaults(command=_report)
-
-    export = commands.add_parser(
-        "export", help="write the model as safetensors, with a config and its PyTorch code", allow_abbrev=False
-    )
-    export.add_argument("--out", type=folder, metavar="DIR", help="the run's folder (default: the newest of runs)")
+    command(_plot, "draw loss.png and attention.png, also while the training runs")
+    command(_report, "write report.html: curves, samples, attention, time and memory")
+    export = command(_export, "write the model as safetensors, with a config and its PyTorch code")
     export.add_argument("--to", type=folder, metavar="DIR", help="where to write (default: export in the run's folder)")
-    export.set_defaults(command=_export)
 
-    plan = commands.add_parser("plan", help="memory and traffic of a training step on many devices, without them")
-    plan.add_argument(
-        "--params", type=number, metavar="N", help="parameters, say 7e9, instead of layers, heads, features"
-    )
-    plan.add_argument("--devices", type=count, metavar="N", help="devices (default: 1, or the topology's)")
-    plan.add_argument("--topology", metavar="NAME", help="compile for a TPU slice, say v5e:16x16; needs libtpu")
-    plan.add_argument("--data", metavar="PATH", help="the text to train on (default: Python's own documentation)")
-    for name in PLANNED:
-        parse, explanation = SETTINGS[name].metadata["parse"], SETTINGS[name].metadata["help"]
-        plan.add_argument(f"--{name.replace('_', '-')}", type=parse, help=f"{explanation} (default: as for train)")
-    _add_layout(plan, PLANNED_LAYOUT)
-    plan.set_defaults(command=_plan)
+    plan = command(_plan, "memory and traffic of a training step on many devices, without them")
+    plan.add_argument("--devices", type=count, metavar="N", help="devices (default: 1)")
+    for each in (train, plan):
+        each.add_argument("--data", metavar="PATH", help=source)
+        each.add_argument("--size", type=one_of(*SIZES), metavar="NAME", help=size)
+        _add(each, (*SETTINGS.values(), *LAYOUT.values()))
     return parser
 
 
-def _add_layout(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    for name in names:
-        option, flag = LAYOUT[name], f"--{name.replace('_', '-')}"
+def _add(parser: Parser, options: Iterable[Any]) -> None:
+    """Adds fields as options, which are None where they are not given."""
+    for option in options:
         parse, explanation = option.metadata["parse"], option.metadata["help"]
         if parse is None:
-            parser.add_argument(flag, action="store_true", help=explanation)
+            parser.add_argument(option_of(option.name), action="store_true", default=None, help=explanation)
         else:
             ending = "" if option.default is None else f" (default: {option.default})"
-            parser.add_argument(flag, type=parse, default=option.default, help=explanation + ending)
+            parser.add_argument(option_of(option.name), type=parse, help=explanation + ending)

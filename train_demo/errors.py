@@ -1,17 +1,14 @@
-"""The error that the command line shows as one line, and text that is safe to show."""
+"""The error that is shown as one line, and text that is safe to show."""
 
 import re
 import shutil
 import textwrap
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
 # Control characters except newline and tab, lone surrogates, and what reverses the direction of writing.
 UNSAFE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\ud800-\\udfff\\u202a-\\u202e\\u2066-\\u2069]")
-
-
 # A command that a text ends with, and options: `--resume` takes no value.
 COMMAND = re.compile(r"python -m train_demo( --resume)? --out (.+)$")
 OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?![\w-])")
@@ -21,12 +18,12 @@ class UserError(Exception):
     """Something that the user can mend; its text is one line and says how.
 
     Args:
-        for_command: the text as the command line shows it, with its options. `str(error)` names the arguments of the
-            functions of `train_demo` instead.
+      for_command: The text as the command line shows it, with its options. `str(error)` names the arguments of the
+        functions of `train_demo` instead.
 
     Example:
-        >>> str(UserError("--batch-size 3 is odd: pass --resume, or run python -m train_demo --out here"))
-        "batch_size 3 is odd: pass resume=True, or run train_demo.train(out='here')"
+      >>> str(UserError("--batch-size 3 is odd: pass --resume, or run python -m train_demo --out here"))
+      "batch_size 3 is odd: pass resume=True, or run train_demo.train(out='here')"
     """
 
     def __init__(self, for_command: str):
@@ -40,31 +37,34 @@ class UserError(Exception):
         return OPTION.sub(lambda found: found[1].replace("-", "_") + "=True" * (found[1] == "resume"), text)
 
 
+def reason(error: Exception) -> str:
+    """Puts an error of the system, or of a library, in a few words on one line."""
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(words.split())[:200]
+
+
 def printable(text: str) -> str:
     r"""Escapes what could command a terminal, or cannot be written to it.
 
     Example:
-        >>> print(printable("red: \x1b[31m"))
-        red: \x1b[31m
+      >>> print(printable("red: \x1b[31m"))
+      red: \x1b[31m
     """
     return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """Breaks a line between words where the stream is a terminal that is narrower; otherwise returns it unchanged."""
+    """Makes a line safe for a stream, and breaks it between words where that is a terminal that is narrower."""
+    text = printable(text)
     if not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns
-    return "\n".join(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)) or text
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 @contextmanager
 def enough_memory(options: str) -> Iterator[None]:
-    """Names the options to lower where the device has too little memory.
-
-    Raises:
-        UserError: it has.
-    """
+    """Names the options to lower where the device has too little memory."""
     from jax.errors import JaxRuntimeError
 
     try:
@@ -73,22 +73,3 @@ def enough_memory(options: str) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(f"the device has too little memory: lower {options}") from error
-
-
-class MainThreadOnly:
-    """A stream that drops what other threads write to it.
-
-    Threads of TensorStore, which writes the checkpoints, print long tracebacks of an error that the main thread says
-    in one line, and some come after that line.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Writes the text if the main thread asks for it."""
-        ours = threading.get_ident() == threading.main_thread().ident
-        return self._stream.write(text) if ours else len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -1,9 +1,6 @@
 """The exported model: `model.safetensors` with PyTorch's names and shapes, `config.json`, and the code that runs it."""
 
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +22,7 @@ NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 
 
 def write(to: Path, model: Transformer, config: Config) -> None:
-    """Writes a model into a folder of its own, which takes the place of an earlier export there.
-
-    Args:
-        to: the folder; it must not exist, or be empty, or hold an export and nothing else.
-        model: the trained model.
-        config: its run's.
-
-    Raises:
-        UserError: the folder holds something else, or is the current one, which cannot be replaced.
-    """
-    if to.resolve() == Path.cwd():
-        raise UserError("--to is the current folder, which cannot be replaced: name another one")
+    """Writes a model into a folder of its own, which takes the place of an earlier export there."""
     if to.exists() and not _is_export(to):
         raise UserError(f"{to} holds something else than an export: choose another folder with --to")
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -47,7 +33,9 @@ def write(to: Path, model: Transformer, config: Config) -> None:
     }
     if isinstance(config.vocabulary, Subwords):
         files[vocabulary.FILE] = config.vocabulary.content
-    _write_folder(to, files)
+    to.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_atomically(to / name, content)
 
 
 def _is_export(folder: Path) -> bool:
@@ -70,10 +58,8 @@ def described(config: Config) -> dict[str, Any]:
     file beside it.
     """
     settings = config.settings
-    sizes = {
-        name: getattr(settings, name)
-        for name in ("layers", "features", "heads", "context_length", "mlp", "head", "token_shift")
-    }
+    names = ("layers", "features", "heads", "context_length", "mlp", "head", "token_shift")
+    sizes = {name: getattr(settings, name) for name in names}
     return {
         "model": {"vocabulary_size": len(config.vocabulary), **sizes},
         "vocabulary": saved_vocabulary(config.vocabulary),
@@ -85,8 +71,8 @@ def torch_arrays(params: dict[Any, Any], prefix: str = "") -> dict[str, np.ndarr
     """The parameters by PyTorch's names: matrices `[out, in]`, heads beside each other.
 
     Example:
-        >>> torch_arrays({"head": {"kernel": np.ones((3, 5))}})["head.weight"].shape
-        (5, 3)
+      >>> torch_arrays({"head": {"kernel": np.ones((3, 5))}})["head.weight"].shape
+      (5, 3)
     """
     found: dict[str, np.ndarray] = {}
     for name, value in params.items():
@@ -100,23 +86,3 @@ def torch_arrays(params: dict[Any, Any], prefix: str = "") -> dict[str, np.ndarr
             array = np.ascontiguousarray(array.T)
         found[prefix + ("scale" if prefix == "shift." else NAMES[name])] = array
     return found
-
-
-def _write_folder(to: Path, files: dict[str, bytes]) -> None:
-    """Writes the files beside the folder first, so that it holds all of the old ones or all of the new ones."""
-    to = to.resolve()
-    to.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
-    try:
-        (beside / "new").mkdir()
-        for name, content in files.items():
-            write_atomically(beside / "new" / name, content)
-        if to.exists():
-            os.replace(to, beside / "old")
-        os.replace(beside / "new", to)
-    except BaseException:
-        if (beside / "old").exists() and not to.exists():
-            os.replace(beside / "old", to)
-        raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

@@ -1,21 +1,22 @@
-"""Files that appear whole or not at all, pipes that nobody writes to, and JSON that may be damaged."""
+"""Files that appear whole or not at all, lines of JSON that may be damaged, pipes to which nobody writes."""
 
 import errno
 import json
 import os
 import select
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from train_demo.errors import UserError, reason
+
+PATIENCE = 10  # seconds in which something has to be written to a pipe
+
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is, at every moment and after a power cut, either the old one or the new one.
-
-    Raises:
-        OSError: it cannot be written; the error names the file.
-    """
+    """Writes a file that is, at every moment and after a power cut, either the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -30,14 +31,69 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-PATIENCE = 10  # seconds in which something has to be written to a pipe
+def write_lines(path: Path, values: list[Any]) -> None:
+    """Writes a file of one JSON value per line, atomically."""
+    write_atomically(path, "".join(json.dumps(value) + "\n" for value in values).encode())
+
+
+class Lines:
+    """A file to which JSON values are added, one per line; each can be read as soon as it is written."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+
+    def add(self, value: Any) -> None:
+        """Adds a value."""
+        with self._writing():
+            line = json.dumps(value).encode() + b"\n"
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def sync(self) -> None:
+        """Brings all lines to the disk, which a checkpoint must find done: a resumed run never writes them again."""
+        with self._writing():
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            fix = "free some space, then go on with --resume"
+            raise UserError(f"cannot write {self._path} ({reason(error)}): {fix}") from error
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Reads a file of one JSON value per line; skips lines that are none, such as the half-written one of a killed run.
+
+    Returns:
+      The values; none where there is no file.
+    """
+    values = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        with suppress(ValueError, RecursionError):
+            values.append(json.loads(line))
+    return values
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file."""
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_bytes(path: Path) -> bytes:
     """Reads a file, or what is written to a pipe; from a device nothing, because that might never end.
 
     Raises:
-        OSError: it cannot be read, is neither a file nor a pipe, or nothing was written to the pipe.
+      OSError: It cannot be read, is neither a file nor a pipe, or nothing was written to the pipe.
     """
     mode = path.stat().st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
@@ -49,31 +105,3 @@ def read_bytes(path: Path) -> bytes:
             raise OSError(errno.EAGAIN, f"it is a pipe, and nothing was written to it within {PATIENCE:g} s", str(path))
         os.set_blocking(pipe.fileno(), True)
         return pipe.read()
-
-
-def read_json(path: Path) -> Any:
-    """Reads a JSON file.
-
-    Raises:
-        ValueError: it is not JSON.
-        OSError: it cannot be read.
-    """
-    try:
-        return json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def read_lines(path: Path) -> list[Any]:
-    """Reads a file of one JSON value per line; skips lines that are none, such as the half-written one of a killed run.
-
-    Returns:
-        The values; none where there is no file.
-    """
-    values = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:
-        try:
-            values.append(json.loads(line))
-        except (ValueError, RecursionError):
-            continue
-    return values

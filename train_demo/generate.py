@@ -1,7 +1,10 @@
-"""Text from a model: prompts fill its cache, then a compiled loop writes a chunk of characters at a time."""
+"""Text from a model: prompts fill its cache, then a compiled loop draws a chunk of tokens at a time."""
 
 import functools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +12,79 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from train_demo.errors import UserError
-from train_demo.model import Transformer
-from train_demo.sampler import Sampling, draw
+from train_demo import checkpoint
+from train_demo.errors import UserError, fitted
+from train_demo.model import Transformer, blueprint
+from train_demo.run_folder import Config
 from train_demo.vocabulary import Vocabulary, Writer
 
-CHUNK = 32  # characters that are written to each text between two looks at them
+CHUNK = 32  # tokens that are written to each text between two looks at them
 SHORTEST = 16  # places for a prompt; a longer one gets the next power of two, so that few lengths are compiled
-ENDLESS = 2**31 - 1  # characters that the cache is asked to hold; because of the model's window it is a small ring
+ENDLESS = 2**31 - 1  # tokens that the cache is asked to hold; because of the model's window it is a small ring
+Number = float | Float[Array, ""]
+
+
+class Sampling(NamedTuple):
+    """How to choose a token; None switches a filter off. Numbers may be traced, so that other ones compile nothing.
+
+    Attributes:
+      temperature: Divides the logits, 0 or above; 0 takes the likeliest token, the first one of equals.
+      top_k: Keeps the k likeliest tokens, and all that are as likely as the last of them.
+      top_p: Keeps the likeliest tokens whose probabilities add up to p, above 0 and at most 1.
+      min_p: Keeps the tokens that are at least p times as likely as the likeliest one, from 0 to 1.
+    """
+
+    temperature: Number = 0.7
+    top_k: int | Int[Array, ""] | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+
+    def in_32_bits(self) -> "Sampling":
+        """Makes the same choice with numbers that JAX can hold; none may be traced."""
+        temperature = min(self.temperature, float(np.finfo(np.float32).max))
+        top_k = self.top_k if self.top_k is None else min(self.top_k, np.iinfo(np.int32).max)
+        return self._replace(temperature=temperature, top_k=top_k)
+
+
+def filtered(logits: Float[Array, " V"], sampling: Sampling) -> Float[Array, " V"]:
+    """Divides logits by the temperature, with -inf for what the filters remove; the largest becomes 0.
+
+    Example:
+      >>> logits = jnp.log(jnp.array([0.1, 0.6, 0.3]))
+      >>> jnp.exp(filtered(logits, Sampling(temperature=1.0, top_k=2))).round(3).tolist()
+      [0.0, 1.0, 0.5]
+    """
+    # Without the largest logit, which changes no probability, a small temperature makes no infinity of it.
+    scores = (logits - logits.max()) / sampling.temperature
+    if sampling.top_k is not None:
+        scores = jnp.where(scores < jnp.sort(scores)[jnp.maximum(len(scores) - sampling.top_k, 0)], -jnp.inf, scores)
+    if sampling.top_p is not None:
+        ascending = jnp.argsort(scores)  # of equals, the last ones are kept
+        removed = jnp.cumsum(jax.nn.softmax(scores)[ascending]) <= 1 - sampling.top_p
+        scores = scores.at[ascending].set(jnp.where(removed.at[-1].set(False), -jnp.inf, scores[ascending]))
+    if sampling.min_p is not None:
+        scores = jnp.where(jnp.exp(scores) < sampling.min_p, -jnp.inf, scores)
+    return scores
+
+
+def draw(key: Key[Array, ""], logits: Float[Array, " V"], sampling: Sampling) -> Int[Array, ""]:
+    """Draws the number of a token, int32; the same key draws the same one. Use `jax.vmap` for several rows."""
+    greedy = jnp.asarray(sampling.temperature) <= 0
+    scores = filtered(logits, sampling._replace(temperature=jnp.where(greedy, 1.0, sampling.temperature)))
+    return jnp.where(greedy, logits.argmax(), jax.random.categorical(key, scores)).astype(jnp.int32)
+
+
+def load_model(out: Path, config: Config) -> Transformer:
+    """Loads the newest whole checkpoint of a run, finished or still running."""
+    structure, params = blueprint(len(config.vocabulary), config.settings)
+    passed_over: list[str] = []
+    restored = checkpoint.restore_newest(out, {"params": params}, passed_over.append)
+    if restored is None:
+        why = f" ({'; '.join(passed_over)})" if passed_over else ""
+        raise UserError(f"{out} holds no finished checkpoint{why}: run python -m train_demo --resume --out {out}")
+    for message in passed_over:
+        print(fitted(message, sys.stderr), file=sys.stderr)
+    return nnx.merge(structure, jax.device_put(restored.trees["params"]))
 
 
 def generate(
@@ -24,7 +92,7 @@ def generate(
     vocabulary: Vocabulary,
     prompts: Sequence[str],
     max_new_tokens: int = 500,
-    sampling: Sampling | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008
     *,
     num_samples: int = 1,
     stop: str | None = None,
@@ -35,21 +103,11 @@ def generate(
     A text depends on its prompt, the seed and its number among the samples of its prompt. Other prompts do not change
     it, except that sums may be rounded differently in a larger batch.
 
-    Args:
-        model: the trained model.
-        vocabulary: its tokens.
-        prompts: texts of one token or more, all in the vocabulary.
-        max_new_tokens: tokens to write in each text.
-        sampling: how to choose a character; None means `Sampling()`.
-        num_samples: texts for each prompt.
-        stop: ends a text before its first occurrence in what is written; None writes all characters.
-        seed: from 0 to 2**32 - 1.
-
     Yields:
-        For each text what was written since the last time, which may be nothing: all samples of the first prompt, then
-        those of the second, and so on.
+      For each text what was written since the last time, which may be nothing: all samples of the first prompt, then
+      those of the second, and so on.
     """
-    pieces = _chunks(model, vocabulary, prompts, max_new_tokens, sampling or Sampling(), num_samples, seed)
+    pieces = _chunks(model, vocabulary, prompts, max_new_tokens, sampling.in_32_bits(), num_samples, seed)
     return pieces if stop is None else until(stop, pieces)
 
 
@@ -64,37 +122,28 @@ def _chunks(
 ) -> Iterator[list[str]]:
     structure, params = nnx.split(model, nnx.Param)
     # No prediction depends on what comes before the model's reach.
-    numbers, lengths = padded([encoded(prompt, vocabulary)[-model.reach :] for prompt in prompts])
+    rows = [vocabulary.encode(prompt)[-model.reach :] for prompt in prompts]
+    for prompt, row in zip(prompts, rows, strict=True):
+        if not len(row):
+            raise UserError(f"the prompt {prompt!r} holds no {vocabulary.unit}: give a longer one")
+    numbers, lengths = padded(rows)
     cache, logits = prefill(structure, params, numbers, lengths, num_samples)
-    sampling = sampling.in_32_bits()
     key, samples = jax.random.key(seed), np.tile(np.arange(num_samples, dtype=np.int32), len(prompts))
     writers = [Writer(vocabulary) for _ in samples]
     for start in range(0, max_new_tokens, CHUNK):
         cache, logits, written = write(structure, params, cache, logits, key, samples, start, sampling)
-        rows = np.asarray(written)[:, : max_new_tokens - start]
         last = start + CHUNK >= max_new_tokens
-        yield [writer(row, last) for writer, row in zip(writers, rows.tolist(), strict=True)]
-
-
-def encoded(prompt: str, vocabulary: Vocabulary) -> Int[np.ndarray, " T"]:
-    """The tokens of a prompt.
-
-    Raises:
-        UserError: it holds none, or something that is no token.
-    """
-    numbers = vocabulary.encode(prompt)
-    if not len(numbers):
-        raise UserError(f"the prompt {prompt!r} holds no {vocabulary.unit}: give a longer one")
-    return numbers
+        texts = np.asarray(written)[:, : max_new_tokens - start].tolist()
+        yield [writer(text, last) for writer, text in zip(writers, texts, strict=True)]
 
 
 def padded(rows: Sequence[np.ndarray]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
     """Makes one array of rows of different lengths, with zeros at their ends; returns it and the lengths, int32.
 
     Example:
-        >>> numbers, lengths = padded([np.array([1, 2, 3]), np.array([4])])
-        >>> numbers.shape, lengths.tolist()
-        ((2, 16), [3, 1])
+      >>> numbers, lengths = padded([np.array([1, 2, 3]), np.array([4])])
+      >>> numbers.shape, lengths.tolist()
+      ((2, 16), [3, 1])
     """
     lengths = np.array([len(row) for row in rows], np.int32)
     numbers = np.zeros((len(rows), max(SHORTEST, 1 << int(lengths.max() - 1).bit_length())), np.int32)
@@ -112,7 +161,7 @@ def prefill(
     num_samples: int,
 ) -> tuple[nnx.State, Float[Array, "B V"]]:
     """Reads the prompts, padded at their ends; returns cache and next logits for B = P * num_samples texts."""
-    model = _cached(structure, params, len(numbers))
+    model = _decoding(structure, params, len(numbers))
     logits = model(numbers, lengths=lengths)
     logits = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), (nnx.state(model, nnx.Cache), logits))
@@ -129,27 +178,14 @@ def write(
     start: int | Int[Array, ""],
     sampling: Sampling,
 ) -> tuple[nnx.State, Float[Array, "B V"], Int[Array, "B CHUNK"]]:
-    """Writes `CHUNK` characters to each text.
-
-    Args:
-        structure: the model's, from `nnx.split`.
-        params: likewise.
-        cache: what the model remembers of each text; it is used up.
-        logits: of each text's next character.
-        key: with `samples`, the texts' numbers, and the place of a character in its text it decides every draw.
-        samples: equal numbers draw alike.
-        start: how many characters were written before.
-        sampling: how to choose a character.
-
-    Returns:
-        The next cache and logits, and the numbers of the characters.
-    """
+    """Writes `CHUNK` tokens to each text."""
 
     def step(carry: tuple[nnx.State, Array], place: Int[Array, ""]) -> tuple[tuple[nnx.State, Array], Array]:
         cache, logits = carry
         place_keys = jax.vmap(lambda sample: jax.random.fold_in(jax.random.fold_in(key, sample), place))(samples)
         numbers = jax.vmap(draw, (0, 0, None))(place_keys, logits, sampling)
-        model = _cached(structure, params, len(logits), cache)
+        model = _decoding(structure, params, len(logits))
+        nnx.update(model, cache)
         logits = model(numbers[:, None])[:, 0]
         return (nnx.state(model, nnx.Cache), logits), numbers
 
@@ -157,49 +193,26 @@ def write(
     return cache, logits, numbers.T
 
 
-def _cached(
-    structure: nnx.GraphDef[Transformer], params: nnx.State, batch: int, cache: nnx.State | None = None
-) -> Transformer:
-    """The model as it decodes, with an empty cache or a given one."""
-    model = nnx.view(nnx.merge(structure, params), decode=True, batch_size=batch, max_length=ENDLESS, per_row=True)
-    if cache is not None:
-        nnx.update(model, cache)
-    return model
+def _decoding(structure: nnx.GraphDef[Transformer], params: nnx.State, batch: int) -> Transformer:
+    """Makes the model as it decodes, with an empty cache."""
+    return nnx.view(nnx.merge(structure, params), decode=True, batch_size=batch, max_length=ENDLESS, per_row=True)
 
 
 def until(stop: str, pieces: Iterable[list[str]]) -> Iterator[list[str]]:
     """Ends each text before the first `stop` in it, and holds back what may be the beginning of one.
 
-    Args:
-        stop: one character or more.
-        pieces: what is added to each text.
-
-    Yields:
-        What is added to each text now; the last time, what was held back and began no `stop`.
-
     Example:
-        >>> list(until("stop", [["to s"], ["to"], ["rm, to stop"], ["ping"]]))
-        [['to '], [''], ['storm, to ']]
+      >>> list(until("stop", [["to s"], ["to"], ["rm, to stop"], ["ping"]]))
+      [['t'], ['o '], ['storm, to ']]
     """
-    held: list[str | None] | None = None  # None in the place of a text: it has ended
+    texts: list[str] = []
+    shown: list[int] = []
     for new in pieces:
-        before = [""] * len(new) if held is None else held
-        released = [_released(stop, *pair) for pair in zip(before, new, strict=True)]
-        yield [shown for shown, _ in released]
-        held = [rest for _, rest in released]
-        if all(rest is None for rest in held):
+        texts = [old + piece for old, piece in zip(texts or [""] * len(new), new, strict=True)]
+        shown = shown or [0] * len(new)
+        ends = [text.find(stop) if stop in text else max(len(text) - len(stop) + 1, 0) for text in texts]
+        yield [text[start:end] for text, start, end in zip(texts, shown, ends, strict=True)]
+        shown = ends
+        if all(stop in text for text in texts):
             return
-    if held is not None:
-        yield [rest or "" for rest in held]
-
-
-def _released(stop: str, held: str | None, piece: str) -> tuple[str, str | None]:
-    """What can be shown of a text, and what has to wait, or None where the text has ended."""
-    if held is None:
-        return "", None
-    text = held + piece
-    before, found, _ = text.partition(stop)
-    if found:
-        return before, None
-    waiting = next(n for n in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:n]))
-    return text[: len(text) - waiting], text[len(text) - waiting :]
+    yield ["" if stop in text else text[start:] for text, start in zip(texts, shown, strict=True)]

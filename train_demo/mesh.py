@@ -24,7 +24,7 @@ from jax import P
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
-from train_demo.layout import Sizes
+from train_demo.settings import Sizes
 
 BATCH = ("data", "fsdp")  # the axes that split the batch
 # By the name of the layer. What is not here, the scales of the norms, lies whole on each device.
@@ -119,11 +119,11 @@ def split_characters(numbers: Array) -> Array:
     return _constrain(numbers, lambda path, leaf: P(P.UNCONSTRAINED, "context"))
 
 
-def put(mesh: Mesh | None, array: np.ndarray, spec: P = P()) -> Array:  # noqa: B008
-    """Puts what every process has onto the devices of all of them."""
+def put(mesh: Mesh | None, array: np.ndarray, *axes: Any) -> Array:
+    """Puts what every process has onto the devices of all of them, split over the mesh's axes as of `P(*axes)`."""
     if mesh is None:
         return jax.device_put(array)
-    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda part: array[part])
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P(*axes)), lambda part: array[part])
 
 
 def fetch(mesh: Mesh | None, tree: Tree) -> Tree:

@@ -1,108 +1,134 @@
-"""`metrics.jsonl`: one JSON object per line, `step` with `loss` or `val_loss`, in nats per token, and `seconds`.
-
-Seconds count from the start of the training, with the time that compiling takes. A resumed run counts on from what it
-goes on from.
-"""
+"""What a run leaves to read: `metrics.jsonl`, `samples.jsonl` and `resources.json`."""
 
 import json
 import math
-import os
+import platform
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, SupportsFloat
+from typing import Any, SupportsFloat
+
+import jax
 
 from train_demo.errors import UserError
-from train_demo.files import read_lines, write_atomically
+from train_demo.files import Lines, read_json, read_lines, write_atomically, write_lines
 
-FILE = "metrics.jsonl"
-Metric = dict[str, float]
+METRICS, SAMPLES, RESOURCES = "metrics.jsonl", "samples.jsonl", "resources.json"
 DIVERGED = 100  # times the loss of guessing: no training comes back from there to anything of use
 
 
-def read(out: Path) -> list[Metric]:
-    """Reads a run's metrics and skips lines that are none, such as the half-written one of a killed run."""
-    return [metric for metric in read_lines(out / FILE) if _is_metric(metric)]
+def read(out: Path) -> list[dict[str, Any]]:
+    """Reads a run's metrics: `step` with `loss` or `val_loss`, in nats per token, and `seconds` since the start."""
+    return [line for line in read_lines(out / METRICS) if _is_metric(line)]
 
 
-def _is_metric(metric: Any) -> bool:
-    # Runs of before there were seconds have none.
-    if not isinstance(metric, dict) or metric.keys() - {"seconds"} not in ({"step", "loss"}, {"step", "val_loss"}):
+def _is_metric(line: Any) -> bool:
+    if not isinstance(line, dict) or line.keys() not in ({"step", "loss", "seconds"}, {"step", "val_loss", "seconds"}):
         return False
-    numbers = [value for name, value in metric.items() if name != "step"]
+    numbers = [value for name, value in line.items() if name != "step"]
     right = all(type(number) is float and math.isfinite(number) for number in numbers)
-    return right and metric.get("seconds", 0.0) >= 0 and type(metric["step"]) is int and 0 < metric["step"] < 2**31
+    return right and line["seconds"] >= 0 and _is_step(line["step"])
 
 
-def mean_of_last(measured: list[Metric]) -> tuple[float, int]:
-    """Averages the training losses of the last steps; one batch says little.
+def read_samples(out: Path) -> list[dict[str, Any]]:
+    """Reads what the model wrote while it was trained: `step`, `prompt` and `text`."""
+    return [line for line in read_lines(out / SAMPLES) if _is_sample(line)]
 
-    Returns:
-        The mean, and of how many steps it is: at most 100, 0 where there are none.
-    """
+
+def _is_sample(line: Any) -> bool:
+    if not isinstance(line, dict) or line.keys() != {"step", "prompt", "text"}:
+        return False
+    return isinstance(line["prompt"], str) and isinstance(line["text"], str) and _is_step(line["step"])
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def mean_of_last(measured: list[dict[str, Any]]) -> tuple[float, int]:
+    """Averages the training losses of the last steps; one batch says little."""
     losses = [metric["loss"] for metric in measured if "loss" in metric][-100:]
     return (sum(losses) / len(losses) if losses else 0.0), len(losses)
 
 
 class Log:
-    """Appends to a run's metrics; a context manager.
+    """Notes a run's losses and samples.
 
     Args:
-        out: the run's folder; None checks what is measured, and writes nothing.
-        start: the step that the run goes on from; what a killed run noted beyond it is dropped.
-        guess: the loss of a model that guesses: the logarithm of the number of tokens.
+      out: The run's folder; None checks the losses, and writes nothing.
+      start: The step that the run goes on from; what a killed run noted beyond it is dropped.
+      guess: The loss of a model that guesses: the logarithm of the number of tokens.
+      began: When the training began, of `time.perf_counter`; a resumed run counts on from what it goes on from.
     """
 
-    def __init__(self, out: Path | None, start: int, guess: float):
-        kept = [metric for metric in read(out) if metric["step"] <= start] if out else []
-        self._began = time.monotonic() - max((metric.get("seconds", 0.0) for metric in kept), default=0.0)
-        self._highest = DIVERGED * max(guess, 1.0)
-        self._path = out / FILE if out else None
-        self._file = None
-        if self._path:
-            write_atomically(self._path, "".join(json.dumps(metric) + "\n" for metric in kept).encode())
-            # Line by line, so that whoever looks at a running run sees all of it.
-            self._file = self._path.open("a", buffering=1)
+    def __init__(self, out: Path | None, start: int, guess: float, began: float):
+        self._highest, self._began = DIVERGED * max(guess, 1.0), began
+        self._metrics = self._samples = None
+        if out is not None:
+            kept = [metric for metric in read(out) if metric["step"] <= start]
+            self._began -= max((metric["seconds"] for metric in kept), default=0.0)
+            write_lines(out / METRICS, kept)
+            write_lines(out / SAMPLES, [sample for sample in read_samples(out) if sample["step"] <= start])
+            self._metrics, self._samples = Lines(out / METRICS), Lines(out / SAMPLES)
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far."""
-        return round(time.monotonic() - self._began, 3)
+        """Seconds of training so far, with the time that compiling takes."""
+        return round(time.perf_counter() - self._began, 3)
 
-    def write(self, name: str, step: int, value: SupportsFloat) -> float:
-        """Waits for a loss, notes it, and returns it.
-
-        Raises:
-            UserError: the loss is not finite, or that of a training that diverged; or the disk is full.
-        """
+    def loss(self, name: str, step: int, value: SupportsFloat) -> float:
+        """Waits for a loss, notes it, and returns it."""
         number = float(value)
         if not number <= self._highest:  # also where it is not a number
-            raise UserError(
-                f"training diverged: the {name} is {number:.4g} at step {step}: take a lower --learning-rate and "
-                "another --out"
-            )
-        try:
-            if self._file:
-                self._file.write(json.dumps({"step": step, name: number, "seconds": self.seconds}) + "\n")
-        except OSError as error:
-            fix = "free some space, then go on with --resume"
-            raise UserError(f"cannot write {self._path} ({error.strerror}): {fix}") from error
+            what = name.replace("val_loss", "validation loss")
+            fix = "take a lower --learning-rate and another --out"
+            raise UserError(f"training diverged: the {what} is {number:.4g} at step {step}: {fix}")
+        if self._metrics:
+            self._metrics.add({"step": step, name: number, "seconds": self.seconds})
         return number
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Notes what the model wrote after a prompt."""
+        if self._samples:
+            self._samples.add({"step": step, "prompt": prompt, "text": text})
 
     def sync(self) -> None:
         """Brings all lines to the disk, which a checkpoint must find done: a resumed run never writes them again."""
-        if self._file:
-            os.fsync(self._file.fileno())
+        for lines in (self._metrics, self._samples):
+            if lines:
+                lines.sync()
 
-    def __enter__(self) -> Self:
-        return self
+    def close(self) -> None:
+        """Closes the files."""
+        for lines in (self._metrics, self._samples):
+            if lines:
+                lines.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if self._file:
-                self._file.close()
-        except OSError:  # it may still hold the line that could not be written
-            if error is None:
-                raise
+
+def write_resources(out: Path, mesh: jax.sharding.Mesh | None, tokens_per_second: float) -> None:
+    """Notes what computed a run, how fast, and the largest size in memory so far, in bytes."""
+    devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
+    memory = [device.memory_stats() or {} for device in devices if device.process_index == jax.process_index()]
+    found = {
+        "device": f"{len(devices)} x {devices[0].device_kind}",
+        "processes": jax.process_count(),
+        "versions": f"JAX {jax.__version__}, Python {platform.python_version()}",
+        "tokens_per_second": round(tokens_per_second),
+        "memory_of_device": max((stats.get("peak_bytes_in_use", 0) for stats in memory), default=0),
+    }
+    with suppress(ImportError):  # Windows
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["memory_of_process"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    write_atomically(out / RESOURCES, json.dumps(found, indent=2).encode())
+
+
+def read_resources(out: Path) -> dict[str, Any]:
+    """Reads what a run noted; nothing where there is no such file, or it is damaged."""
+    try:
+        found = read_json(out / RESOURCES)
+    except (OSError, ValueError):
+        return {}
+    return {name: value for name, value in found.items() if type(value) in (str, int)} if type(found) is dict else {}

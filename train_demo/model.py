@@ -14,8 +14,7 @@ import flax_mha
 from flax_mha import MultiHeadAttention
 from flax_mha.rope import RoPE
 from train_demo import mesh
-from train_demo.layout import Layout
-from train_demo.settings import Settings
+from train_demo.settings import Layout, Settings
 
 Params = dict[Any, Any]
 # Blocks begin as the identity, and all characters as equally likely.
@@ -23,14 +22,10 @@ NOTHING = nnx.initializers.zeros_init()
 
 
 class TokenShift(nnx.Module):
-    """`x[t] + sum_i scale[i] * x[t - i]`: each embedding with those of a few characters before it.
+    """`x[t] + sum_i scale[i] * x[t - i]`: each embedding with those of the `distance` characters before it.
 
     So the first layer sees pairs of characters, without attention having to find the neighbor first. While the model
     decodes, the embeddings of the last characters are kept.
-
-    Args:
-        distance: how many characters back it reaches.
-        features: D.
     """
 
     def __init__(self, distance: int, features: int):
@@ -38,7 +33,7 @@ class TokenShift(nnx.Module):
         self.last: nnx.Cache | None = nnx.data(None)
 
     def set_view(self, decode: bool | None = None, batch_size: int | None = None) -> None:
-        """What `nnx.view` calls: starts to decode, before the first character, or ends it."""
+        """Starts to decode, before the first character, or ends it; `nnx.view` calls this."""
         if decode is False:
             self.last = nnx.data(None)
         if decode and batch_size is not None:
@@ -110,7 +105,7 @@ class Block(nnx.Module):
             decode=False,
             keep_rngs=False,
             rngs=rngs,
-            **_attention_over(layout),
+            attention_fn=flax_mha.attention_fn if layout.context == 1 else _over_devices(layout),
         )
         # Told how the heads are split, each device computes the attention of its own as if it were alone.
         self.qkv_sharding = P(batch_axes(layout), None, "model", None) if layout.context == 1 else None
@@ -149,13 +144,13 @@ class Transformer(nnx.Module):
     Positions are rotary, and each layer sees the last `context_length` of them: texts may be longer than in training.
 
     Args:
-        vocabulary_size: V, the distinct characters.
-        settings: layers, heads, features, dropout rate, and the context length.
-        layout: how it is computed, of which the attention over several devices' characters heeds something.
-        rngs: the stream `params` draws the weights.
+      vocabulary_size: V, the distinct characters.
+      settings: Layers, heads, features, dropout rate, and the context length.
+      layout: How it is computed, of which the attention over several devices' characters heeds something.
+      rngs: The stream `params` draws the weights.
 
     Attributes:
-        reach: the number of last characters on which a prediction depends, through all layers together.
+      reach: The number of last characters on which a prediction depends, through all layers together.
     """
 
     def __init__(self, vocabulary_size: int, settings: Settings, layout: Layout | None = None, *, rngs: nnx.Rngs):
@@ -184,12 +179,12 @@ class Transformer(nnx.Module):
         """Returns the logits of the next character, float32.
 
         Args:
-            characters: their numbers in the vocabulary.
-            lengths: the characters of each row before its padding; None means all.
-            segment_ids: the document of each character, which sees no other one; None means a single one.
-            rngs: the stream `dropout`; None means no dropout.
-            sow_weights: sow every block's `attention_weights`, `[B, N, T, T]`, for `nnx.capture`.
-            remat: for the gradient, compute each block again instead of keeping what it computed.
+          characters: Their numbers in the vocabulary.
+          lengths: The characters of each row before its padding; None means all.
+          segment_ids: The document of each character, which sees no other one; None means a single one.
+          rngs: The stream `dropout`; None means no dropout.
+          sow_weights: Sow every block's `attention_weights`, `[B, N, T, T]`, for `nnx.capture`.
+          remat: For the gradient, compute each block again instead of keeping what it computed.
         """
         embedding = mesh.gathered(self.embedding)
         x = embedding(characters)
@@ -247,7 +242,7 @@ def blueprint(
     """Returns the model's structure and its parameters' shapes, without computing anything.
 
     Returns:
-        The structure, which `nnx.merge` joins with parameters to a model, and a nested dict of `jax.ShapeDtypeStruct`.
+      The structure, which `nnx.merge` joins with parameters to a model, and a nested dict of `jax.ShapeDtypeStruct`.
     """
     _, structure, shapes = _drawing(vocabulary_size, settings, layout or Layout())
     return structure, shapes
@@ -279,12 +274,9 @@ def _drawing(
     return draw, structures[0], shapes
 
 
-def _attention_over(layout: Layout) -> dict[str, Any]:
-    """What the attention has to be told where several devices share the characters of a window."""
-    if layout.context == 1:
-        return {}
-    attention_fn = flax_mha.context_parallel("context", batch_axes=batch_axes(layout), head_axis="model")
-    return {"attention_fn": attention_fn}
+def _over_devices(layout: Layout) -> Callable[..., Any]:
+    """Makes the attention of devices that share the characters of a window."""
+    return flax_mha.context_parallel("context", batch_axes=batch_axes(layout), head_axis="model")
 
 
 def batch_axes(layout: Layout) -> tuple[str, ...] | None:

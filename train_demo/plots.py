@@ -4,13 +4,13 @@ import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
-from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -22,41 +22,54 @@ from train_demo.model import Transformer
 from train_demo.run_folder import Config
 from train_demo.vocabulary import visible
 
-
-def draw(out: Path, weights: np.ndarray, config: Config) -> None:
-    """Writes `loss.png` and `attention.png` into a run's folder; `weights` are those of `attention_weights`."""
-    _write(out / "loss.png", loss_figure(metrics.read(out), config.vocabulary.unit))
-    _write(out / "attention.png", attention_figure(weights, pieces(config)))
+PICTURES = ("loss.png", "attention.png")
 
 
-def loss_figure(measured: list[metrics.Metric], unit: str = "token") -> Figure:
+def draw(out: Path, model: Transformer, config: Config) -> None:
+    """Writes `loss.png` and `attention.png` into a run's folder."""
+    figures = (
+        loss_figure(metrics.read(out), config.vocabulary.unit),
+        attention_figure(attention_weights(model, config), pieces(config)),
+    )
+    for name, figure in zip(PICTURES, figures, strict=True):
+        picture = io.BytesIO()
+        with warnings.catch_warnings():
+            # Matplotlib's font lacks some scripts; it draws a box then, which is all that can be done.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")
+            figure.savefig(picture, format="png", dpi=110)
+        write_atomically(out / name, picture.getvalue())
+
+
+def loss_figure(measured: list[dict[str, Any]], unit: str = "token") -> Figure:
     """Draws the training loss, its running mean, and the validation loss, over the steps and over the seconds."""
-    timed = any("seconds" in metric for metric in measured)  # older runs took no time
-    figure = Figure(figsize=(12 if timed else 8, 5), layout="constrained")
+    figure = Figure(figsize=(12, 5), layout="constrained")
     figure.suptitle(f"How well the next {unit} is predicted")
-    grid = figure.subplots(1, 1 + timed, sharey=True, squeeze=False)[0]
-    for axes, over in zip(grid, ("step", "seconds"), strict=False):
-        _draw_losses(axes, [metric for metric in measured if over in metric], over)
+    grid = figure.subplots(1, 2, sharey=True)
+    for axes, over in zip(grid, ("step", "seconds"), strict=True):
+        places, losses = np.array([(m[over], m["loss"]) for m in measured if "loss" in m]).reshape(-1, 2).T
+        axes.plot(places, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each batch")
+        axes.plot(places, running_mean(losses), color="tab:blue", label="training, running mean")
+        checks = np.array([(m[over], m["val_loss"]) for m in measured if "val_loss" in m]).reshape(-1, 2)
+        ending = f": {checks[-1, 1]:.3f} at {over} {checks[-1, 0]:.0f}" if len(checks) else ""
+        axes.plot(*checks.T, "o-", color="tab:orange", markersize=4, label=f"validation{ending}")
+        axes.grid(alpha=0.3)
     grid[0].set(xlabel="step", ylabel=f"loss (nats per {unit})")
     grid[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[0].legend()
-    if timed:
-        grid[1].set(xlabel="seconds of training, with compiling")
+    grid[1].set(xlabel="seconds of training, with compiling")
     return figure
 
 
-def _draw_losses(axes: Axes, measured: list[metrics.Metric], over: str) -> None:
-    places, losses = np.array([(m[over], m["loss"]) for m in measured if "loss" in m]).reshape(-1, 2).T
-    axes.plot(places, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each batch")
-    axes.plot(places, running_mean(losses), color="tab:blue", label="training, running mean")
-    checks = np.array([(m[over], m["val_loss"]) for m in measured if "val_loss" in m]).reshape(-1, 2)
-    ending = f": {checks[-1, 1]:.3f} at {over} {checks[-1, 0]:.0f}" if len(checks) else ""
-    axes.plot(*checks.T, "o-", color="tab:orange", markersize=4, label=f"validation{ending}")
-    axes.grid(alpha=0.3)
+def running_mean(values: np.ndarray) -> np.ndarray:
+    """Averages each value with its neighbours, a hundredth of all on either side."""
+    reach, places = len(values) // 100, np.arange(len(values))
+    starts, ends = np.maximum(places - reach, 0), np.minimum(places + reach + 1, len(values))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[ends] - sums[starts]) / (ends - starts)
 
 
 def pieces(config: Config) -> list[str]:
-    """What each token of a run's sentence says, white space and control characters made visible."""
+    """Writes out each token of a run's sentence, white space and control characters made visible."""
     numbers = config.vocabulary.encode(config.sentence).tolist()
     return [printable(visible(config.vocabulary.decode([number]))) for number in numbers]
 
@@ -76,50 +89,24 @@ def attention_weights(model: Transformer, config: Config) -> np.ndarray:
 
 
 def attention_figure(weights: np.ndarray, tokens: Sequence[str]) -> Figure:
-    """Draws a grid of layers by heads: the row's token looks at the columns' tokens.
-
-    Args:
-        weights: `[layers, heads, T, T]`, each row adding up to 1.
-        tokens: what the T tokens say.
-    """
+    """Draws a grid of layers by heads: the row's token looks at the columns' tokens."""
     layers, heads, *_ = weights.shape
     figure = Figure(figsize=(4.4 * heads + 1, 4.4 * layers + 1), layout="constrained")
     grid = figure.subplots(layers, heads, squeeze=False)
     hidden = np.triu(np.ones(weights.shape[-2:], bool), k=1)
+    places, rotation = range(len(tokens)), 90 if max(map(len, tokens)) > 2 else 0
     for (layer, head), axes in np.ndenumerate(grid):
         # The square root spreads the many small weights over the scale.
         shown = axes.imshow(np.ma.array(weights[layer, head], mask=hidden), cmap="magma_r", norm=PowerNorm(0.5, 0, 1))
         axes.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=13)
-        _name_axes(axes, tokens)
+        axes.set_xticks(places, tokens, fontsize=8, family="monospace", parse_math=False, rotation=rotation)
+        axes.set_yticks(places, tokens, fontsize=8, family="monospace", parse_math=False)
+        axes.tick_params(length=0, pad=1)
+        axes.set_facecolor("0.93")
     figure.suptitle(f"What each head looks at in “{''.join(tokens)}”", fontsize=18, parse_math=False)
-    figure.supxlabel("token that is looked at", fontsize=15)
+    figure.supxlabel("token that is looked at (␣ is a space, ↵ the end of a line, ⇥ a tab)", fontsize=15)
     figure.supylabel("token that looks (it predicts the one after it)", fontsize=15)
     figure.colorbar(shown, ax=grid, shrink=0.6, pad=0.01).set_label(
         "attention weight (each row adds up to 1)", fontsize=15
     )
     return figure
-
-
-def _name_axes(axes: Axes, tokens: Sequence[str]) -> None:
-    places, rotation = range(len(tokens)), 90 if max(map(len, tokens)) > 2 else 0
-    axes.set_xticks(places, tokens, fontsize=8, family="monospace", parse_math=False, rotation=rotation)
-    axes.set_yticks(places, tokens, fontsize=8, family="monospace", parse_math=False)
-    axes.tick_params(length=0, pad=1)
-    axes.set_facecolor("0.93")
-
-
-def running_mean(values: np.ndarray) -> np.ndarray:
-    """Averages each value with its neighbours, a hundredth of all on either side."""
-    reach, places = len(values) // 100, np.arange(len(values))
-    starts, ends = np.maximum(places - reach, 0), np.minimum(places + reach + 1, len(values))
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    return (sums[ends] - sums[starts]) / (ends - starts)
-
-
-def _write(path: Path, figure: Figure) -> None:
-    picture = io.BytesIO()
-    with warnings.catch_warnings():
-        # Matplotlib's font lacks some scripts; it draws a box then, which is all that can be done.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure.savefig(picture, format="png", dpi=110)
-    write_atomically(path, picture.getvalue())

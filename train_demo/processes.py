@@ -15,9 +15,9 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
-from train_demo import last_words
-from train_demo.errors import MainThreadOnly, UserError, printable
-from train_demo.layout import Layout
+from train_demo import crash_log
+from train_demo.errors import UserError, printable, reason
+from train_demo.settings import Layout
 
 HEARTBEAT_SECONDS = 10  # without a sign of life a process counts as lost
 
@@ -27,7 +27,7 @@ def joined(layout: Layout) -> Iterator[None]:
     """Joins the other processes of the run for as long as the context lasts; does nothing for a single process.
 
     Raises:
-        UserError: another process was lost, or the coordinator's port is taken.
+      UserError: Another process was lost, or the coordinator's port is taken.
     """
     if layout.num_processes is None:
         yield
@@ -42,8 +42,7 @@ def joined(layout: Layout) -> Iterator[None]:
     except Exception as error:
         # The runtime may be about to end this process, and then says why.
         time.sleep(HEARTBEAT_SECONDS + 2)
-        what = " ".join(str(error).split())[:200]
-        raise UserError(f"another process was lost ({what}): {last_words.AGAIN}") from error
+        raise UserError(f"another process was lost ({reason(error)}): {crash_log.AGAIN}") from error
 
 
 def _connect(layout: Layout) -> None:
@@ -62,7 +61,7 @@ def _connect(layout: Layout) -> None:
     except (JaxRuntimeError, ValueError) as error:
         raise UserError(
             f"process {layout.process_id} cannot start at --coordinator {layout.coordinator} "
-            f"({' '.join(str(error).split())[:200]}): choose another port"
+            f"({reason(error)}): choose another port"
         ) from error
     wait("the start")
     timer.cancel()
@@ -70,15 +69,12 @@ def _connect(layout: Layout) -> None:
 
 def _not_found(layout: Layout) -> None:
     others = "not all other processes came to" if layout.first else "nothing answers at"
-    _say(
+    line = (
         f"python -m train_demo: error: {others} --coordinator {layout.coordinator} within {layout.start_timeout} s: "
         f"start {layout.num_processes} processes, with --process-id 0 to {(layout.num_processes or 1) - 1}\n"
     )
-    os._exit(2)
-
-
-def _say(line: str) -> None:
     os.write(sys.stderr.fileno(), printable(line).encode())
+    os._exit(2)
 
 
 def _hide_logs(layout: Layout) -> subprocess.Popen:
@@ -89,7 +85,7 @@ def _hide_logs(layout: Layout) -> subprocess.Popen:
     sys.stdout.flush()
     sys.stderr.flush()
     reader = subprocess.Popen(
-        [sys.executable, str(Path(last_words.__file__))], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, str(Path(crash_log.__file__))], stdin=subprocess.PIPE, start_new_session=True
     )
     assert reader.stdin is not None
     out, error = os.dup(1), os.dup(2)
@@ -97,7 +93,7 @@ def _hide_logs(layout: Layout) -> subprocess.Popen:
     os.dup2(reader.stdin.fileno(), 2)
     reader.stdin.close()
     sys.stdout = open(out if layout.first else os.devnull, "w", encoding=sys.stdout.encoding)  # noqa: SIM115
-    sys.stderr = MainThreadOnly(open(error, "w", buffering=1, encoding=sys.stderr.encoding))  # noqa: SIM115
+    sys.stderr = open(error, "w", buffering=1, encoding=sys.stderr.encoding)  # noqa: SIM115
     return reader
 
 
@@ -111,7 +107,7 @@ def refuse_differences(what: str, text: str) -> None:
     """Compares a text with that of process 0.
 
     Raises:
-        UserError: it is another one.
+      UserError: It is another one.
     """
     if jax.process_count() == 1:
         return

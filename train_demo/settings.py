@@ -1,22 +1,13 @@
-"""What decides a run besides its text: every setting, its default, and which values are sane."""
+"""What decides a run besides its text, and how it is computed: every option, its default, and which values are sane."""
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from train_demo.errors import UserError
 
-# The values of the settings that are names.
-CHOICES = {
-    "dtype": ("auto", "float32", "bfloat16"),
-    "optimizer": ("muon", "adamw"),
-    "mlp": ("relu2", "gelu", "swiglu"),
-    "head": ("untied", "tied"),
-}
-# Runs of before there was a setting have its default.
-ADDED_LATER = {"dtype"}
 # What `--size` stands for. Larger models read more tokens in a step; the learning rate that suits a matrix or an
 # embedding does not depend on their width under Muon and Adam, and that of the head is divided by it (update.py).
 SIZES: Mapping[str, Mapping[str, int]] = {
@@ -26,122 +17,82 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "gpt2": {"layers": 12, "heads": 12, "features": 768, "context_length": 1024, "batch_size": 64, "steps": 16000},
 }
 LEARNING_RATES = {"muon": 0.03, "adamw": 4e-3}
+Parse = Callable[[str], Any]
 
 
-def count(text: str) -> int:
-    """Reads a whole number from 1 to 2**31 - 1.
+def parser(kind: Callable[[str], Any], expected: str, is_sane: Callable[[Any], bool]) -> Parse:
+    """Makes a function that reads a text with `kind`, or says in an `argparse.ArgumentTypeError` what it expected."""
 
-    Raises:
-        argparse.ArgumentTypeError: `text` is anything else.
-    """
-    return checked(text, int, lambda number: 0 < number < 2**31, "a whole number from 1 to 2147483647")
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+            if (isinstance(value, str) or math.isfinite(value)) and is_sane(value):
+                return value
+        except (ValueError, OverflowError):  # not a number, or a whole one too large for math.isfinite
+            pass
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
-
-def seed(text: str) -> int:
-    """Reads a whole number from 0 to 2**32 - 1.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is anything else.
-    """
-    return checked(text, int, lambda number: 0 <= number < 2**32, "a whole number from 0 to 4294967295")
+    return parse
 
 
-def positive(text: str) -> float:
-    """Reads a finite number above 0.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is anything else.
-    """
-    return checked(text, float, lambda number: number > 0, "a finite number above 0")
+def one_of(*names: str) -> Parse:
+    """Makes a function that reads one of these names."""
+    return parser(str, f"one of {', '.join(names)}", lambda name: name in names)
 
 
-def temperature(text: str) -> float:
-    """Reads a finite number from 0.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is anything else.
-    """
-    return checked(text, float, lambda number: number >= 0, "a finite number, 0 or above")
-
-
-def rate(text: str) -> float:
-    """Reads a number from 0 up to, but not including, 1.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is anything else.
-    """
-    return checked(text, float, lambda number: 0 <= number < 1, "a number from 0 up to, but not including, 1")
-
-
-def above_zero_to_one(text: str) -> float:
-    """Reads a number above 0, up to and including 1.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is anything else.
-    """
-    return checked(text, float, lambda number: 0 < number <= 1, "a number above 0, up to and including 1")
-
-
-def zero_to_one(text: str) -> float:
-    """Reads a number from 0 to 1.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is anything else.
-    """
-    return checked(text, float, lambda number: 0 <= number <= 1, "a number from 0 to 1")
+count = parser(int, "a whole number from 1 to 2147483647", lambda number: 0 < number < 2**31)
+several = parser(int, "a whole number from 1 to 1024", lambda number: 0 < number <= 1024)
+seed = parser(int, "a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32)
+positive = parser(float, "a finite number above 0", lambda number: number > 0)
+rate = parser(float, "a number from 0 up to, but not including, 1", lambda number: 0 <= number < 1)
+shift = parser(int, "a whole number from 0 to 1024", lambda number: 0 <= number <= 1024)
+SAMPLING = {
+    "max_new_tokens": (count, 500, "tokens to write"),
+    "temperature": (
+        parser(float, "a finite number, 0 or above", lambda number: number >= 0),
+        0.7,
+        "lower is safer, 0 takes the likeliest",
+    ),
+    "top_k": (count, None, "choose among the N likeliest tokens"),
+    "top_p": (
+        parser(float, "a number above 0, up to and including 1", lambda number: 0 < number <= 1),
+        None,
+        "choose among the likeliest tokens that are this probable together",
+    ),
+    "min_p": (
+        parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1),
+        None,
+        "choose among tokens that are so many times as likely as the likeliest",
+    ),
+    "num_samples": (several, 1, "texts for each prompt"),
+    "seed": (seed, 0, "another seed writes another text"),
+}
 
 
-def number(text: str) -> int:
-    """Reads a whole number, which may be written as 7e9.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is anything else, or below 1, or above 1e15.
-    """
-    return int(checked(text, float, lambda number: 1 <= number <= 1e15, "a number of parameters, such as 7e9"))
-
-
-def several(text: str) -> int:
-    """Reads a whole number from 1 to 1024, of what is computed at the same time and has to fit in memory.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is anything else.
-    """
-    return checked(text, int, lambda number: 1 <= number <= 1024, "a whole number from 1 to 1024")
-
-
-def whole(text: str) -> int:
-    """Reads a whole number from 0 to 1024.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is anything else.
-    """
-    return checked(text, int, lambda number: 0 <= number <= 1024, "a whole number from 0 to 1024")
-
-
-def one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """Makes a function that reads one of these names, and raises `argparse.ArgumentTypeError` for any other text."""
-    names = tuple(names)
-    return lambda text: checked(text, str, lambda name: name in names, f"one of {', '.join(names)}")
-
-
-def checked(text: str, kind: Callable[[str], Any], is_sane: Callable[[Any], bool], expected: str) -> Any:
-    """Reads a value with `kind`, of which `is_sane` has to be true.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is anything else; the message says what was `expected`.
-    """
-    try:
-        number = kind(text)
-        if (kind is str or math.isfinite(number)) and is_sane(number):
-            return number
-    except (ValueError, OverflowError):  # not a number, or a whole one too large for math.isfinite
-        pass
-    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-
-
-def option(default: Any, parse: Callable[[str], Any] | None, explanation: str) -> Any:
+def option(default: Any, parse: Parse | None, explanation: str) -> Any:
     """A field of a dataclass that is also an option of the command line; without `parse` it is a flag."""
     return field(default=default, metadata={"parse": parse, "help": explanation})
+
+
+def checked(name: str, value: Any, kind: type, parse: Parse | None) -> Any:
+    """Reads an argument of Python as the command line reads its text."""
+    expected = {str: "a text", bool: "True or False"}.get(kind, "a number")
+    fits = isinstance(value, kind) if kind in (str, bool) else not isinstance(value, str | bool)
+    try:
+        if not fits:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {value!r}")
+        return value if parse is None else parse(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def _check_fields(options: Any) -> None:
+    """Replaces the values of a frozen dataclass of options by checked ones."""
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if value is not each.default:
+            kind = str if each.name == "coordinator" else type(each.default)
+            object.__setattr__(options, each.name, checked(each.name, value, kind, each.metadata["parse"]))
 
 
 @dataclass(frozen=True)
@@ -152,20 +103,21 @@ class Settings:
     steps: int = option(SIZES["tiny"]["steps"], count, "parameter updates")
     batch_size: int = option(SIZES["tiny"]["batch_size"], count, "windows of text an update")
     context_length: int = option(SIZES["tiny"]["context_length"], count, "characters a window")
-    optimizer: str = option("muon", one_of(CHOICES["optimizer"]), "of the matrices, muon or adamw; AdamW has the rest")
+    optimizer: str = option("muon", one_of("muon", "adamw"), "of the matrices, muon or adamw; AdamW has the rest")
     learning_rate: float = option(LEARNING_RATES["muon"], positive, "the highest, after the warm-up")
     layers: int = option(SIZES["tiny"]["layers"], count, "transformer blocks")
     heads: int = option(SIZES["tiny"]["heads"], count, "attention heads a block")
     features: int = option(SIZES["tiny"]["features"], count, "width of the model")
-    mlp: str = option("relu2", one_of(CHOICES["mlp"]), "the small networks: squared ReLU, GELU or SwiGLU")
-    head: str = option("untied", one_of(CHOICES["head"]), "whether the head shares the embedding's parameters: tied")
-    token_shift: int = option(2, whole, "earlier characters that are mixed into each character's embedding")
-    dtype: str = option("auto", one_of(CHOICES["dtype"]), "to compute in; auto: bfloat16 on GPUs and TPUs")
+    mlp: str = option("relu2", one_of("relu2", "gelu", "swiglu"), "the small networks: squared ReLU, GELU or SwiGLU")
+    head: str = option("untied", one_of("untied", "tied"), "whether the head shares the embedding's parameters: tied")
+    token_shift: int = option(2, shift, "earlier characters that are mixed into each character's embedding")
+    dtype: str = option("auto", one_of("auto", "float32", "bfloat16"), "to compute in; auto: bfloat16 on GPUs and TPUs")
     dropout_rate: float = option(0.0, rate, "share of the activations dropped while training")
     eval_every: int = option(250, count, "steps between two validation losses")
     save_every: int = option(250, count, "steps between two checkpoints")
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.features % (2 * self.heads):
             raise UserError(
                 f"--features {self.features} cannot be shared by --heads {self.heads}: choose a number of features "
@@ -181,31 +133,109 @@ class Settings:
 def completed(size: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Adds to the settings that were named those that `--size` and `--optimizer` stand for.
 
-    Args:
-        size: one of `SIZES`.
-        given: the settings that were named, which count more.
+    Example:
+      >>> completed("small", {"layers": 6, "optimizer": "adamw"})["learning_rate"]
+      0.004
+    """
+    return {**SIZES[size], "learning_rate": LEARNING_RATES[given.get("optimizer", "muon")], **given}
+
+
+class Sizes(NamedTuple):
+    """The sizes of the mesh's axes."""
+
+    data: int
+    fsdp: int
+    context: int
+    model: int
+
+
+def address(text: str) -> str:
+    """Reads HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    if not host or any(c.isspace() for c in host) or not port.isascii() or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
+    parser(int, "a port from 1 to 65535", lambda number: 0 < number < 2**16)(port)
+    return text
+
+
+PARTS = parser(int, "-1, or a whole number from 1", lambda number: number == -1 or 0 < number < 2**31)
+INDEX = parser(int, "a whole number from 0", lambda number: 0 <= number < 2**31)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is computed; each field is also an option of the command line, and may change when a run is resumed."""
+
+    data_parallel: int = option(-1, PARTS, "parts of the batch on devices of their own; -1: what is left of them")
+    fsdp: int = option(1, count, "devices that share parameters and optimizer state, and have parts of the batch")
+    tensor: int = option(1, count, "devices that share the attention heads and the width of the small networks")
+    context: int = option(1, count, "devices that share each window's characters")
+    accumulate: int = option(1, count, "parts of the batch that each device computes one after the other")
+    remat: bool = option(False, None, "compute each block again for its gradient: slower, but needs less memory")
+    coordinator: str | None = option(None, address, "HOST:PORT where process 0 is reached; for several processes")
+    num_processes: int | None = option(None, count, "processes of this run, all started with the same options")
+    process_id: int | None = option(None, INDEX, "this process, from 0; process 0 prints and writes")
+    start_timeout: int = option(60, count, "seconds in which all processes have to start")
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        together = ("coordinator", "num_processes", "process_id")
+        missing = [option_of(name) for name in together if getattr(self, name) is None]
+        if 0 < len(missing) < len(together):
+            raise UserError(f"{' and '.join(missing)} missing: {', '.join(map(option_of, together))} belong together")
+        if self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
+            raise UserError(
+                f"--process-id {self.process_id} is out of range: with --num-processes {self.num_processes} it is "
+                f"0 to {self.num_processes - 1}"
+            )
+
+    @property
+    def first(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.process_id in (None, 0)
+
+    def sizes(self, devices: int, settings: Settings) -> Sizes:
+        """Settles how many devices each axis of the mesh has.
+
+        Without any size given, as many devices as divide the batch are used; otherwise all of them, or none.
+        """
+        shared = self.fsdp * self.context * self.tensor
+        data = self.data_parallel
+        if data == -1:
+            data = devices // shared
+            if shared == 1 and self.accumulate == 1 and self.num_processes in (None, 1):
+                data = max(n for n in range(1, data + 1) if settings.batch_size % n == 0)
+                devices = data
+        if data * shared != devices:
+            raise UserError(
+                f"--data-parallel {self.data_parallel} x --fsdp {self.fsdp} x --tensor {self.tensor} x --context "
+                f"{self.context} does not make {devices} device{'s' * (devices != 1)}: their product must be the "
+                "number of devices (-1 for --data-parallel takes what is left)"
+            )
+        for name, by, divisor in (
+            ("batch_size", "--data-parallel x --fsdp x --accumulate", data * self.fsdp * self.accumulate),
+            ("features", "--fsdp", self.fsdp),
+            ("heads", "--tensor", self.tensor),
+            ("context_length", "--context", self.context),
+        ):
+            size = getattr(settings, name)
+            if size % divisor:
+                raise UserError(
+                    f"{option_of(name)} {size} cannot be split into {divisor} equal parts ({by}): choose a multiple of "
+                    f"{divisor}"
+                )
+        return Sizes(data, self.fsdp, self.context, self.tensor)
+
+    def alone(self) -> "Layout":
+        """The same, without other processes."""
+        return replace(self, coordinator=None, num_processes=None, process_id=None, start_timeout=60)
+
+
+def option_of(name: str) -> str:
+    """The option of the command line for a field.
 
     Example:
-        >>> completed("small", {"layers": 6, "optimizer": "adamw"})["learning_rate"]
-        0.004
+      >>> option_of("batch_size")
+      '--batch-size'
     """
-    rate = LEARNING_RATES[given.get("optimizer", "muon")]
-    return {**SIZES[size], "learning_rate": rate, **given}
-
-
-def restored(saved: Any) -> Settings:
-    """Rebuilds settings from what a JSON file holds of them.
-
-    Raises:
-        ValueError: `saved` is not an object that holds every setting, and nothing else, with a sane value.
-    """
-    options = {field.name: field for field in fields(Settings)}
-    if not isinstance(saved, dict) or saved.keys() | ADDED_LATER != options.keys():
-        raise ValueError("its settings are not the ones of this program")
-    for name, value in saved.items():
-        if not isinstance(value, str if name in CHOICES else int | float) or isinstance(value, bool):
-            raise ValueError(f"its {name} is not a {'name' if name in CHOICES else 'number'}")
-    try:
-        return Settings(**{name: options[name].metadata["parse"](str(value)) for name, value in saved.items()})
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"one of its settings is wrong: {error}") from None
+    return f"--{name.replace('_', '-')}"

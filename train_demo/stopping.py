@@ -29,7 +29,7 @@ class Stop:
     """Whether a run was asked to stop, and by which signal.
 
     Attributes:
-        number: the signal's; None as long as there was none.
+      number: The signal's; None as long as there was none.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,7 @@ class Stop:
 
 @contextmanager
 def heeded(say: Callable[[str], Any], several_processes: bool) -> Iterator[Stop]:
-    """Turns the first Ctrl-C or SIGTERM into a request; the second one does what it did before.
-
-    Args:
-        say: told at once that the signal came.
-        several_processes: they would not all stop at the same step on Ctrl-C, which ends each at once; SIGTERM is
-            JAX's own business there.
-    """
+    """Turns the first Ctrl-C or SIGTERM into a request; the second one does what it did before."""
     stop = Stop()
     if several_processes or threading.current_thread() is not threading.main_thread():
         yield stop  # only a main thread may say what a signal does

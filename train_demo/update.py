@@ -10,13 +10,13 @@ import optax
 import optax.contrib
 from flax import nnx
 from jax import P
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 from optax.contrib import MuonDimensionNumbers
 
-from train_demo import mesh, packing
-from train_demo.layout import Layout
+from train_demo import mesh
+from train_demo.data import FIRST
 from train_demo.model import Params, Transformer
-from train_demo.settings import Settings
+from train_demo.settings import Layout, Settings
 
 # By the name of the layer: the axes that Muon takes for the rows and for the columns of a matrix.
 _heads_out, _heads_in = MuonDimensionNumbers(0, (1, 2)), MuonDimensionNumbers((0, 1), 2)
@@ -48,9 +48,9 @@ def make_optimizer(settings: Settings, earlier_ends: Sequence[int] = ()) -> opta
     all directions learn at one speed; AdamW has what is no matrix between features: embedding, head, scales.
 
     Args:
-        settings: the run's numbers.
-        earlier_ends: the last steps that the run had before it was extended. Up to each of them the learning rate is
-            what it was then, so that a step which has to be repeated gives the same bits.
+      settings: The run's numbers.
+      earlier_ends: The last steps that the run had before it was extended. Up to each of them the learning rate is
+        what it was then, so that a step which has to be repeated gives the same bits.
     """
     schedules = [_schedule(settings.learning_rate, steps) for steps in (*earlier_ends, settings.steps)]
     schedule = schedules[0]
@@ -81,14 +81,6 @@ def make_update(
 
     The batch and the dropout are drawn from the seed and the step alone, so that a resumed run draws the same ones.
     (Dropout of an accumulated batch depends on how it is split, too.) The state that is given is used up.
-
-    Args:
-        structure: the model's, from `blueprint`.
-        settings: the run's numbers.
-        earlier_ends: see `make_optimizer`.
-        layout: how to compute a step; None means on one device, all at once.
-        shardings: where the arrays of the state lie; None means on one device.
-        packed: whether `characters` has the marks of several documents; see `packing`.
     """
     update = _step(structure, settings, earlier_ends, layout or Layout(), packed)
     return jax.jit(update, donate_argnums=0, out_shardings=None if shardings is None else (shardings, P()))
@@ -102,22 +94,10 @@ def make_updates(
     shardings: State | None = None,
     packed: bool = False,
 ) -> jax.stages.Wrapped:
-    """Makes `updates(state, first, steps, characters) -> (state, losses)`, compiled: several steps in one dispatch.
+    """Makes `updates(state, first, steps, characters) -> (state, losses)`, compiled: several steps of `make_update`.
 
     The number of steps, at most `MOST_STEPS`, is an argument of one and the same loop: however a run is cut into
-    dispatches, it computes the same bits.
-
-    Args:
-        structure: as for `make_update`, like what follows.
-        settings: likewise.
-        earlier_ends: likewise.
-        layout: likewise.
-        shardings: likewise.
-        packed: likewise.
-
-    Returns:
-        A function of the state, of the number of the first step, of how many steps to take, and of the characters. It
-        returns the state and `[MOST_STEPS]` losses, of which only those of the steps taken mean something.
+    dispatches, it computes the same bits. Of the `[MOST_STEPS]` losses only those of the steps taken mean something.
     """
     update = _step(structure, settings, earlier_ends, layout or Layout(), packed)
 
@@ -156,7 +136,7 @@ def _step(
         else:
             loss, gradients = _accumulated(loss_of, state.params, windows, dropout_key, layout.accumulate)
         if packed:  # of all windows together: parts of the batch may predict more or fewer tokens than others
-            share = packing.predicted_share(windows)
+            share = predicted_share(windows)
             loss, gradients = jax.tree.map(lambda x: x / share, (loss, gradients))
         updates, optimizer_state = optimizer.update(mesh.as_stored(gradients), state.optimizer, state.params)
         return State(optax.apply_updates(state.params, updates), optimizer_state), loss
@@ -171,7 +151,7 @@ def _accumulated(
     key: Key[Array, ""],
     rounds: int,
 ) -> tuple[Float[Array, ""], Params]:
-    """The loss and its gradients, computed in rounds, in each of which every part of the mesh computes a few windows.
+    """Computes the loss and its gradients in rounds, in each of which every part of the mesh has a few windows.
 
     Each part adds up its own gradients, which is why they have an axis for the parts: they are added up over the parts
     once, after the last round.
@@ -196,9 +176,34 @@ def make_validate(structure: nnx.GraphDef[Transformer], packed: bool = False) ->
     def validate(params: Params, windows: Int[Array, "C W T+1"]) -> Float[Array, ""]:
         model = functools.partial(nnx.merge, structure, params)
         loss = jax.lax.map(lambda some: _loss(model(), some, None, packed=packed), windows).mean()
-        return loss / packing.predicted_share(windows) if packed else loss
+        return loss / predicted_share(windows) if packed else loss
 
     return jax.jit(validate)
+
+
+class Packed(NamedTuple):
+    """Windows of several documents: the tokens, the document of each, and whether it is the first of its document."""
+
+    numbers: Int[Array, "*B T"]
+    segment_ids: Int[Array, "*B T"]
+    first: Bool[Array, "*B T"]
+
+
+def unpack(windows: Int[Array, "*B T"]) -> Packed:
+    """Takes the marks off the first tokens of documents.
+
+    Example:
+      >>> numbers, segment_ids, first = unpack(jnp.array([7, 8, 5 | FIRST, 6]))
+      >>> numbers.tolist(), segment_ids.tolist(), first.tolist()
+      ([7, 8, 5, 6], [0, 0, 1, 1], [False, False, True, False])
+    """
+    first = windows >= FIRST
+    return Packed(windows % FIRST, jnp.cumsum(first, axis=-1, dtype=jnp.int32), first)
+
+
+def predicted_share(windows: Int[Array, "*B T+1"]) -> Float[Array, ""]:
+    """Computes the share of the tokens after the first of each window that are predicted."""
+    return 1 - unpack(windows).first[..., 1:].mean()
 
 
 def _schedule(learning_rate: float, steps: int) -> optax.Schedule:
@@ -237,7 +242,7 @@ def _loss(
     """The mean over all places, of which those that are not predicted count as 0."""
     segment_ids = None
     if packed:
-        windows, segments, first = packing.unpack(windows)
+        windows, segments, first = unpack(windows)
         segment_ids = mesh.split_characters(segments[:, :-1])
     logits = model(mesh.split_characters(windows[:, :-1]), segment_ids=segment_ids, rngs=rngs, remat=remat)
     targets = mesh.split_characters(windows[:, 1:])

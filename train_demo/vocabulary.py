@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int
 
-from train_demo.errors import UserError
+from train_demo.errors import UserError, reason
 from train_demo.files import read_bytes
 
 FILE = "tokenizer.json"  # a run's own copy
@@ -18,55 +18,30 @@ UNFINISHED = "\ufffd"  # what bytes that are no character become
 LONGEST = 64  # numbers that may wait for the rest of a character
 
 
-class Vocabulary(Protocol):
-    """The tokens of a model."""
-
-    @property
-    def unit(self) -> str:
-        """What one token is called."""
-
-    @property
-    def name(self) -> str:
-        """The value of `--tokenizer`, or what tells one tokenizer file from another."""
-
-    def __len__(self) -> int: ...
-
-    def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """Turns a text into the numbers of its tokens, int32.
-
-        Raises:
-            UserError: it holds something that is no token.
-        """
-
-    def decode(self, numbers: Iterable[int]) -> str:
-        """Turns numbers into text; bytes that are no character become U+FFFD."""
-
-
 @dataclass(frozen=True)
 class Characters:
     """Every character is a token.
 
-    Args:
-        characters: the distinct ones in order; a character's number is its place here.
-
     Example:
-        >>> Characters("ab").encode("abba")
-        array([0, 1, 1, 0], dtype=int32)
+      >>> Characters("ab").encode("abba")
+      array([0, 1, 1, 0], dtype=int32)
     """
 
     characters: str
     unit: ClassVar[str] = "character"
     name: ClassVar[str] = "characters"
 
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> "Characters":
+        """The distinct characters of texts."""
+        codes = [np.flatnonzero(np.bincount(codes_of(text))) for text in texts]
+        return cls(np.unique(np.concatenate(codes)).astype("<u4").tobytes().decode("utf-32-le"))
+
     def __len__(self) -> int:
         return len(self.characters)
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """Turns characters into their numbers, int32.
-
-        Raises:
-            UserError: the text holds characters that are not in the vocabulary.
-        """
+        """Turns characters into their numbers, int32."""
         codes = codes_of(text)
         numbers = self._numbers[np.minimum(codes, len(self._numbers) - 1)]
         if (numbers < 0).any():
@@ -92,8 +67,8 @@ class Bytes:
     """Every byte of the text's UTF-8 is a token, so that any text can be written.
 
     Example:
-        >>> Bytes().encode("a√")
-        array([ 97, 226, 136, 154], dtype=int32)
+      >>> Bytes().encode("a√")
+      array([ 97, 226, 136, 154], dtype=int32)
     """
 
     unit: ClassVar[str] = "byte"
@@ -103,11 +78,7 @@ class Bytes:
         return 256
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """Turns a text into its bytes, int32.
-
-        Raises:
-            UserError: it holds something that is no character.
-        """
+        """Turns a text into its bytes, int32."""
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode(self, numbers: Iterable[int]) -> str:
@@ -117,11 +88,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Subwords:
-    """The tokens of a JSON file of Hugging Face's `tokenizers`.
-
-    Args:
-        content: the file's bytes.
-    """
+    """The tokens of a JSON file of Hugging Face's `tokenizers`, whose bytes are `content`."""
 
     content: bytes
     unit: ClassVar[str] = "token"
@@ -150,11 +117,7 @@ class Subwords:
         return self._size
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """Turns a text into the numbers of its tokens, int32; no special tokens are added.
-
-        Raises:
-            UserError: it holds something that is no character.
-        """
+        """Turns a text into the numbers of its tokens, int32; no special tokens are added."""
         utf8(text)
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
@@ -163,13 +126,17 @@ class Subwords:
         return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
 
 
+# Each has a `unit`, which is what one token is called, and a `name`, which tells it from others.
+Vocabulary = Characters | Bytes | Subwords
+
+
 class Writer:
     """Turns the numbers of one text into characters as they come, and holds back what may be a part of a character.
 
     Example:
-        >>> writer = Writer(Bytes())
-        >>> writer([97, 226, 136]), writer([154]), writer([226], last=True)
-        ('', 'a√', '�')
+      >>> writer = Writer(Bytes())
+      >>> writer([97, 226, 136]), writer([154]), writer([226], last=True)
+      ('', 'a√', '�')
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -191,49 +158,33 @@ class Writer:
 
 
 def chosen(tokenizer: str) -> Vocabulary | None:
-    """The vocabulary that a `--tokenizer` names; None for "characters", which the text decides.
-
-    Raises:
-        UserError: it names a file that cannot be read, or is no tokenizer's.
-    """
-    if tokenizer == Characters.name:
-        return None
-    if tokenizer == Bytes.name:
-        return Bytes()
+    """Returns the vocabulary that a `--tokenizer` names; None for "characters", which the text decides."""
+    if tokenizer in (Characters.name, Bytes.name):
+        return Bytes() if tokenizer == Bytes.name else None
     fix = "give characters, bytes, or a JSON file of the package tokenizers"
     try:
         found = Subwords(read_bytes(Path(tokenizer)))
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"cannot read --tokenizer {tokenizer} ({why}): {fix}") from error
+        raise UserError(f"cannot read --tokenizer {tokenizer} ({reason(error)}): {fix}") from error
     try:
         size = len(found)
     except UserError:
         raise
     except Exception as error:  # tokenizers raises nothing narrower
-        why = " ".join(str(error).split())[:200]
-        raise UserError(f"--tokenizer {tokenizer} is not a tokenizer ({why}): {fix}") from error
+        raise UserError(f"--tokenizer {tokenizer} is not a tokenizer ({reason(error)}): {fix}") from error
     if size < 2:
         raise UserError(f"--tokenizer {tokenizer} has {size} tokens, at least 2 are needed: {fix}")
     return found
 
 
 def codes_of(text: str) -> np.ndarray:
-    """The code points of a text, uint32.
-
-    Raises:
-        UserError: it holds something that is no character.
-    """
+    """The code points of a text, uint32."""
     utf8(text)
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
 def utf8(text: str) -> bytes:
-    """A text's bytes.
-
-    Raises:
-        UserError: it holds something that is no character, such as bytes of the command line that are not UTF-8.
-    """
+    """Encodes a text."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

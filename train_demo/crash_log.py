@@ -13,13 +13,13 @@ KEPT = 200  # lines at the end of the log
 AGAIN = "start all processes again with --resume"
 
 
-def last_words(log: str) -> str | None:
+def summary(log: str) -> str | None:
     r"""Puts a log in a line; None where it holds no fatal error.
 
     Example:
-        >>> last_words("W1122 17:01:34.9 12 a.cc:1] Something is odd")
-        >>> last_words("F1122 17:01:34.9 12 client.h:80] The tasks are unhealthy (stopped sending heartbeats):\n1\n")
-        'process 1 was lost: start all processes again with --resume'
+      >>> summary("W1122 17:01:34.9 12 a.cc:1] Something is odd")
+      >>> summary("F1122 17:01:34.9 12 client.h:80] The tasks are unhealthy (stopped sending heartbeats):\n1\n")
+      'process 1 was lost: start all processes again with --resume'
     """
     fatal = re.search(r"^(?:F\d{4} [^\]]*\] |terminate called |Fatal Python error: )(.*)", log, re.MULTILINE)
     if fatal is None:
@@ -34,20 +34,13 @@ def last_words(log: str) -> str | None:
     return f"JAX ended this process ({fatal[1].split('absl::Status: ')[-1][:200]}): {AGAIN}"
 
 
-def main() -> None:
-    """Reads the log from stdin, to where the process ends or begins to list its stack."""
+if __name__ == "__main__":  # reads to where the process ends, or begins to list its stack
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    log: deque[str] = deque(maxlen=KEPT)
+    last: deque[str] = deque(maxlen=KEPT)
     for line in sys.stdin.buffer:
-        log.append(line.decode(errors="replace"))
+        last.append(line.decode(errors="replace"))
         if line.startswith(b"*** Check failure"):
             break
-    words = last_words("".join(log))
-    if words:
+    if words := summary("".join(last)):
         print(f"python -m train_demo: error: {words}", file=sys.stderr, flush=True)
-    for _ in sys.stdin.buffer:
-        pass
-
-
-if __name__ == "__main__":
-    main()
+    sys.stdin.buffer.read()

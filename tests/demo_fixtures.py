@@ -1,0 +1,30 @@
+"""Fixtures of the demo's tests, for `pytest_plugins`: a tiny run, which is trained once by each worker."""
+
+import pytest
+from demo_runs import SETTINGS, TEXT, as_users_have_it
+
+import train_demo
+
+
+@pytest.fixture(scope="session")
+def text(processes, tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="session")
+def run(text, tmp_path_factory):
+    """A run from Python that nothing disturbed, with all that it leaves."""
+    with as_users_have_it():
+        return train_demo.train(text, out=tmp_path_factory.mktemp("runs") / "run", quiet=True, **SETTINGS)
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory):
+    """What the processes have in common: what they compile, and a GPU where there is one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        yield

@@ -1,0 +1,86 @@
+"""What the tests of the demo share: a tiny run, which is trained once, and ways to run the command."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from train_demo import checkpoint, metrics, run_folder
+from train_demo.__main__ import main
+from train_demo.model import blueprint
+from train_demo.update import State, make_optimizer
+
+ROOT = Path(__file__).parent.parent
+TEXT = "The quick brown fox jumps over the lazy dog. " * 40 + "\n$_%"
+STEPS = 12
+SETTINGS = {"steps": STEPS, "save_every": 4, "eval_every": 3, "batch_size": 2, "context_length": 8, "layers": 1}
+SETTINGS |= {"heads": 2, "features": 8, "dropout_rate": 0.1}
+TINY = tuple(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items())
+
+
+class as_users_have_it:  # noqa: N801, it is used like a function
+    """Promotion as JAX does it by default."""
+
+    def __enter__(self):
+        self.dtypes, self.ranks = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+        self.dtypes.__enter__()
+        self.ranks.__enter__()
+
+    def __exit__(self, *error):
+        self.ranks.__exit__(*error)
+        self.dtypes.__exit__(*error)
+
+
+def demo(*arguments, code=0, start=("-m", "train_demo")):
+    """Runs the command in a process of its own; returns what it said."""
+    done = subprocess.run([sys.executable, *start, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert not done.stderr or code == 2
+    return done.stdout
+
+
+def here(capfd, *arguments):
+    """Runs the command in this process, which spares the imports; returns what it said on stdout."""
+    capfd.readouterr()
+    with as_users_have_it():
+        assert main([str(argument) for argument in arguments]) == 0
+    return capfd.readouterr().out
+
+
+def refusal(capsys, *arguments):
+    """Runs the command in this process, where it has to refuse in one line that says what is wrong; returns that."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended, as_users_have_it():
+        main([str(argument) for argument in arguments])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("python -m train_demo")
+    assert said.count("\n") == 1
+    assert said.endswith("\n")
+    return said
+
+
+def trees(out):
+    """The newest checkpoint's step and all its arrays, the optimizer's too."""
+    config = run_folder.read_config(out)
+    _, shapes = blueprint(len(config.vocabulary), config.settings)
+    like = State(shapes, jax.eval_shape(make_optimizer(config.settings).init, shapes))._asdict()
+    step, found = checkpoint.restore_newest(out, like, pytest.fail)
+    return step, jax.tree.leaves(found)
+
+
+def untimed(out):
+    """The metrics without their seconds, which no two runs share."""
+    return [{name: value for name, value in metric.items() if name != "seconds"} for metric in metrics.read(out)]
+
+
+def assert_same_run(one, other, steps=STEPS):
+    (step, arrays), (other_step, other_arrays) = trees(one), trees(other)
+    assert step == other_step == steps
+    for array, other_array in zip(arrays, other_arrays, strict=True):
+        np.testing.assert_array_equal(array, other_array, strict=True)
+    assert untimed(one) == untimed(other)
+    assert metrics.read_samples(one) == metrics.read_samples(other) != []

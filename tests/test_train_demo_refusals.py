@@ -1,0 +1,377 @@
+"""What the command refuses in one line: arguments, texts, folders; with damaged runs it goes on or refuses."""
+
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from demo_runs import STEPS, TEXT, TINY, as_users_have_it, refusal
+
+from train_demo import files, generate, metrics, plots, report, run_folder, training
+from train_demo.__main__ import main
+from train_demo.errors import UserError
+
+pytest_plugins = ["demo_fixtures"]
+
+NO_COUNTS = ("0", "-3", "1.5", "x", "")
+NO_POSITIVES = ("0", "-0.1", "nan", "inf", "x")
+COUNTS = ("steps", "batch-size", "context-length", "eval-every", "save-every", "layers", "heads", "features")
+BAD_NUMBERS = [
+    *itertools.product(COUNTS, NO_COUNTS),
+    *itertools.product(["learning-rate"], NO_POSITIVES),
+    *itertools.product(["seed"], ("-1", "4294967296", "x")),
+    *itertools.product(["dropout-rate"], ("-0.1", "1", "nan")),
+]
+
+
+@pytest.mark.core
+def test_bad_numbers(capsys, tmp_path):
+    for option, value in BAD_NUMBERS:
+        said = refusal(capsys, "train", "--out", tmp_path / "run", f"--{option}={value}")
+        assert f"--{option}" in said
+        assert f"got {value!r}" in said
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["cannot read", "No such file"]),
+        (b"", ["is empty"]),
+        (b"short", ["holds 5 characters", "at least 90"]),
+        (b"x" * 89, ["holds 89 characters", "at least 90"]),
+        (b"abc\xff" * 50, ["not UTF-8", "byte 3"]),
+        ("pipe", ["cannot read --data", "a pipe, and nothing was written to it within 0.1 s"]),
+        ("device", ["cannot read --data", "it is a device or a socket"]),
+    ],
+)
+def test_bad_text(capsys, monkeypatch, tmp_path, content, words):
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    path = tmp_path / "text.txt"
+    if content == "pipe":
+        os.mkfifo(path)
+    elif content == "device":
+        path.symlink_to("/dev/zero")
+    elif content is not None:
+        path.write_bytes(content)
+    said = refusal(capsys, "--data", path, "--out", tmp_path / "run", *TINY)
+    assert all(word in said for word in [str(path), *words])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--heads", "3"], ["--features 128", "--heads 3"]),
+        (["--heads", "128"], ["--features 128", "--heads 128", "rotary"]),
+        (["--data", "."], ["--data .", "holds no UTF-8 text in its 0 files"]),
+        (["--tokenizer", "no-such-file"], ["cannot read --tokenizer no-such-file", "characters, bytes, or a JSON"]),
+        (["--tokenizer", __file__], ["is not a tokenizer", "characters, bytes, or a JSON"]),
+        (["--token-shift", "64"], ["--token-shift 64", "at most 63"]),
+        (["--size", "huge"], ["--size", "tiny, small, medium, gpt2", "'huge'"]),
+        (["--optimizer", "sgd"], ["--optimizer", "muon, adamw", "'sgd'"]),
+        (["--out", __file__], ["File exists"]),
+        (["--out", ""], ["--out: expected a folder, got ''"]),
+        (["--data", ""], ["--data is empty"]),
+        (["export", "--to", ""], ["--to: expected a folder"]),
+        (["--out", f"{__file__}/run"], ["Not a directory"]),
+        (["--step", "5"], ["--step"]),
+        (["sing"], ["sing"]),
+        (["sample", "--out", "x"], ["--prompt"]),
+        *(
+            (["sample", "--out", "x", "--prompt", "x", f"--temperature={bad}"], ["--temperature", f"got '{bad}'"])
+            for bad in ("-0.1", "nan", "inf", "-inf", "x")
+        ),
+        *(
+            (["sample", "--out", "x", "--prompt", "x", f"--{option}={bad}"], [f"--{option}", f"got '{bad}'"])
+            for option, bads in {
+                "max-new-tokens": NO_COUNTS,
+                "top-k": NO_COUNTS,
+                "top-p": ("0", "-0.1", "1.01", "nan", "inf", "x"),
+                "min-p": ("-0.1", "1.01", "nan", "x"),
+                "num-samples": (*NO_COUNTS, "1025"),
+                "seed": ("-1", "4294967296"),
+            }.items()
+            for bad in bads
+        ),
+        (["sample", "--out", "x", "--prompt", "x", "--stop", ""], ["--stop is empty"]),
+        (["sample", "--out", "x", "--prompt", "x", "--prompt", ""], ["--prompt is empty"]),
+        (["sample", "--out", "x", "--prompt", "x", "--length", "5"], ["--length"]),
+        (["sample", "--out", "no-such-folder", "--prompt", "x"], ["no-such-folder holds no run", "start one"]),
+        *(
+            ([command, "--out", "no-such-folder"], ["no-such-folder holds no run", "start one"])
+            for command in ("plot", "report", "export")
+        ),
+    ],
+)
+def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    said = refusal(capsys, *arguments)
+    assert all(word in said for word in words)
+
+
+@pytest.mark.parametrize("command", [["sample", "--prompt", "x"], ["plot"], ["report"], ["export"]])
+def test_no_run_at_all(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    assert "train one with python -m train_demo" in refusal(capsys, *command)
+
+
+UNSAFE = "\x1b[31m\a\r\x9b\u202e"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--data", UNSAFE],
+        [f"--steps={UNSAFE}"],
+        [UNSAFE],
+        ["plot", "--out", UNSAFE],
+        ["sample", "--out", UNSAFE, "--prompt", "x"],
+    ],
+)
+def test_errors_do_not_command_the_terminal(capsys, monkeypatch, tmp_path, arguments):
+    monkeypatch.chdir(tmp_path)
+    said = refusal(capsys, *arguments)
+    assert not set(UNSAFE) - set("[31m") & set(said)
+    assert "x1b[31m" in said
+
+
+# Runs
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return Path(shutil.copytree(run.out, tmp_path / "copy"))
+
+
+def test_a_folder_with_a_run(capsys, run, text):
+    said = refusal(capsys, "--data", text, "--out", run.out, *TINY)
+    assert "holds a run already: pass --resume" in said
+    assert "another --out" in said
+
+
+def test_a_run_of_another_configuration(capsys, run, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT + "!")
+    said = refusal(
+        capsys, "--resume", "--out", run.out, "--data", other, "--batch-size", 3, "--learning-rate", 0.5, "--seed", 0
+    )
+    assert "--batch-size 2 there, 3 here" in said
+    assert "--learning-rate 0.03 there, 0.5 here" in said
+    assert "--data" in said
+    assert "--seed" not in said
+
+
+def test_a_run_of_another_optimizer_or_size(capsys, run):
+    said = refusal(capsys, "--resume", "--out", run.out, "--optimizer", "adamw")
+    assert "--optimizer muon there, adamw here" in said
+    said = refusal(capsys, "--resume", "--out", run.out, "--size", "small", "--context-length", 8)
+    assert "--layers 1 there, 4 here" in said
+    assert "--context-length" not in said
+
+
+def test_the_same_text_elsewhere_is_the_same_configuration(run, tmp_path):
+    moved = tmp_path / "moved.txt"
+    moved.write_text(TEXT)
+    config, _ = run_folder.prepare(run.out, str(moved), {"steps": STEPS}, resume=True)
+    assert config.settings == run_folder.read_config(run.out).settings
+
+
+@pytest.mark.parametrize("arguments", [["--prompt", "Ünknown é"], ["--prompt", "fox", "--stop", "Üé"]])
+def test_characters_that_the_model_never_saw(capsys, run, arguments):
+    assert "'Ü' 'é'" in refusal(capsys, "sample", "--out", run.out, *arguments)
+
+
+@pytest.mark.parametrize("command", [["sample", "--prompt", "fox"], ["plot"], ["report"], ["export"]])
+def test_a_run_without_a_checkpoint(capsys, copy, command):
+    shutil.rmtree(copy / run_folder.CHECKPOINTS)
+    assert "holds no finished checkpoint" in refusal(capsys, *command, "--out", copy)
+
+
+@pytest.mark.parametrize("version", [None, 2])
+def test_a_run_of_another_model(capsys, copy, version):
+    config = json.loads((copy / run_folder.CONFIG).read_bytes())
+    del config["model_version"]
+    (copy / run_folder.CONFIG).write_text(
+        json.dumps(config if version is None else {**config, "model_version": version})
+    )
+    for arguments in (["--resume"], ["sample", "--prompt", "fox"], ["plot"]):
+        said = refusal(capsys, *arguments, "--out", copy)
+        assert f"holds a run of version {version or 1} of the demo's model" in said
+        assert "train anew" in said
+
+
+def test_the_newest_run_is_the_default(capsys, monkeypatch, run, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, time in (("old", 1), ("new", 3), ("middle", 2)):
+        shutil.copytree(run.out, tmp_path / "runs" / name)
+        os.utime(tmp_path / "runs" / name / run_folder.CONFIG, (time, time))
+    with as_users_have_it():
+        assert main(["sample", "--prompt", "fox", "--max-new-tokens", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("fox")
+    assert said.err.startswith(f"The newest run: {Path('runs', 'new')}\n")
+    assert "characters/s (before that, compiling took" in said.err
+
+
+# Damage
+
+COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--max-new-tokens", 2), ("plot",), ("report",), ("export",))
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Compiles nothing: it trains from a checkpoint that is there, does not draw, and writes no sample."""
+    monkeypatch.setattr(training, "_finish", lambda *_: None)
+    monkeypatch.setattr(training, "_programs", lambda run: (None, None))
+    monkeypatch.setattr(training, "_conclude", lambda *_: None)
+    monkeypatch.setattr(training.Run, "first_state", refuse)
+    monkeypatch.setattr(generate, "generate", lambda *_, **__: iter([["x"]] * 2))
+    monkeypatch.setattr(plots, "draw", lambda *_: None)
+    monkeypatch.setattr(report, "PICTURES", ())
+
+
+def refuse(run):
+    raise UserError("no checkpoint is left")
+
+
+def survives(capfd, out, *command):
+    """Runs a command: True where it succeeds, False where it refuses in one line; nothing else may happen."""
+    capfd.readouterr()
+    try:
+        with as_users_have_it():
+            code = main([*map(str, command), "--out", str(out)])
+    except SystemExit as ended:
+        code = ended.code
+    said = capfd.readouterr()
+    assert "Traceback" not in said.err + said.out
+    assert code in (0, 2), said.err
+    if code == 2:
+        assert said.err.endswith("\n")
+        assert said.err.count("\n") == 1
+    return code == 0
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def truncated(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def json_list(path):
+    path.write_text('["a", [1]]\n')
+
+
+def json_without_keys(path):
+    path.write_text("{}\n")
+
+
+def json_nested_deeply(path):
+    path.write_text("[" * 100_000)
+
+
+def folder_instead(path):
+    path.unlink()
+    path.mkdir()
+
+
+def file_instead(path):
+    shutil.rmtree(path)
+    path.write_bytes(b"x")
+
+
+def deleted(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+FILE_HARMS = (empty, truncated, json_list, json_without_keys, json_nested_deeply, folder_instead, deleted)
+DAMAGES = [
+    *(
+        (place, harm)
+        for place in ("config.json", "metrics.jsonl", "samples.jsonl", "resources.json")
+        for harm in FILE_HARMS
+    ),
+    *((place, harm) for place in ("checkpoints", "lock", "loss.png") for harm in (deleted,)),
+    ("checkpoints", file_instead),
+    ("lock", folder_instead),
+    ("report.html", folder_instead),
+]
+
+
+@pytest.mark.parametrize(("place", "harm"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
+    harm(copy / place)
+    lines = place in ("metrics.jsonl", "samples.jsonl")
+    for command in reversed(COMMANDS):
+        succeeded = survives(capfd, copy, *command)
+        assert succeeded or not lines or harm is folder_instead
+
+
+CONFIG_HARMS = {
+    "settings": [None, 3, {}, {"steps": 4}],
+    "data": [3, []],
+    "sha256": [None, 3],
+    "vocabulary": [
+        None,
+        3,
+        ["a"],
+        "",
+        "ba",
+        "ab",
+        "\ud800",
+        {},
+        {"bytes": 255},
+        {"bytes": 256},
+        {"tokenizer.json": "0"},
+    ],
+    "earlier_ends": [None, 3, [0], [4], [2, 1], ["1"], [True]],
+    "model_version": [None, "2", True, 2.0, 1, 3],
+    "sentence": [None, 3, "", "?", "The quick brown fox"],
+}
+SETTING_HARMS = {
+    "steps": [None, "4", True, 0, 4.5, [], 10**400],
+    "features": [8, -1],
+    "layers": [2],
+    "heads": [3],
+    "context_length": [16, 2],
+    "dropout_rate": [1.0, float("nan")],
+}
+
+
+# These are sane, and only do not fit the checkpoint or the text.
+FITTING = [("model_version", 3), ("vocabulary", {"bytes": 256}), ("earlier_ends", [4])]
+FITTING += [("layers", 2), ("context_length", 16), ("features", 8)]
+
+
+@pytest.mark.parametrize("where", ["", "settings"])
+def test_a_damaged_configuration(copy, where):
+    config = json.loads((copy / "config.json").read_bytes())
+    for name, values in (SETTING_HARMS if where else CONFIG_HARMS).items():
+        for value in [*values, deleted]:
+            harmed = json.loads(json.dumps(config))
+            place = harmed[where] if where else harmed
+            place[name] = value
+            if value is deleted:
+                del place[name]
+            (copy / "config.json").write_text(json.dumps(harmed))
+            if (name, value) in FITTING:
+                run_folder.read_config(copy)
+                continue
+            with pytest.raises(UserError, match=r"config\.json is damaged|holds a run of version"):
+                run_folder.read_config(copy)
+
+
+def test_damaged_lines_of_metrics(tmp_path):
+    for line in [
+        *("[]", "7", '"step"', "{}", '{"step": 1}', '{"loss": 1.5}', '{"step": "1", "loss": 1.5}'),
+        *('{"step": 1, "loss": "x"}', '{"step": 1, "loss": NaN}', '{"step": 1e400, "loss": 1.5}', "\\ud800"),
+        *('{"step": 1, "loss": [1.5]}', '{"step": true, "loss": 1.5}', '{"step": 1, "val_loss": null}'),
+    ]:
+        (tmp_path / metrics.METRICS).write_text(line + '\n{"step": 1, "loss": 1.5, "seconds": 1.0}\n')
+        assert metrics.read(tmp_path) == [{"step": 1, "loss": 1.5, "seconds": 1.0}]
