@@ -130,6 +130,7 @@ def test_an_extended_run_stays_exact_and_says_what_the_report_says(run, tmp_path
     assert_same_run(one, other, longer)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("harm", ["truncated", "changed", "folder"])
 def test_a_damaged_checkpoint_is_passed_over(copy, harm):
     (newest,) = copy.glob(f"checkpoints/{STEPS}-*")
@@ -312,6 +313,7 @@ def test_an_output_that_is_full_is_named(tmp_path):
 # The metrics
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("loss", "said"), [(math.nan, "nan"), (math.inf, "inf"), (7e31, "7e\\+31"), (461, "461")])
 def test_a_training_that_diverged(tmp_path, loss, said):
     with contextlib.closing(metrics.Log(tmp_path, 0, math.log(100), time.perf_counter())) as log:
@@ -322,6 +324,7 @@ def test_a_training_that_diverged(tmp_path, loss, said):
     assert [metric["step"] for metric in metrics.read(tmp_path)] == [6]
 
 
+@pytest.mark.core
 def test_a_clock_that_goes_on_and_what_is_dropped(tmp_path):
     lines = [{"step": 1, "loss": 3.0, "seconds": 100.0}, {"step": 2, "loss": 3.0, "seconds": 200.0}]
     (tmp_path / metrics.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -55,6 +55,7 @@ def test_samples(run):
     assert run.sample("fox", 5, temperature=0, top_k=3, top_p=0.9, min_p=0.1) == run.sample("fox", 5, temperature=0)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "words"),
     [

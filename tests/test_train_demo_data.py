@@ -58,6 +58,7 @@ def texts_of(part, tokens):
 # Folders
 
 
+@pytest.mark.core
 def test_a_folder_is_its_texts_and_some_of_them_validate(folder):
     text = data.load(str(folder), 8)
     training, validation = texts_of(text.training, text.vocabulary), texts_of(text.validation, text.vocabulary)
@@ -127,6 +128,7 @@ def test_a_folder_with_one_text_is_that_text(tmp_path):
 # Tokenizers
 
 
+@pytest.mark.core
 def test_every_tokenizer_gives_the_text_back(subwords):
     text = "a says: äää √2 “x”\r\n\t😀"
     for tokens in (Characters("".join(sorted(set(text)))), Bytes(), subwords):
@@ -220,6 +222,7 @@ def test_the_validation_windows_predict_every_character():
     assert (np.diff(windows) == 1).all()
 
 
+@pytest.mark.core
 def test_the_parts_of_a_text(tmp_path):
     (tmp_path / "text").write_text(TEXT)
     loaded = data.load(str(tmp_path / "text"), 8)

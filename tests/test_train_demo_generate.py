@@ -43,6 +43,7 @@ HUGE = np.float32([3e38, -3e38, 2.9e38, 0, 3e38])
 SMALL = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("logits", "options"),
     [
@@ -204,6 +205,7 @@ def test_texts_have_the_length_that_was_asked_for(model, number):
     assert texts(model, ["abc"], 70)[0].startswith(text)
 
 
+@pytest.mark.core
 def test_stop_ends_a_text_also_across_chunks(model):
     whole = texts(model, ["abc", "k"], 100, WILD)
     for stop in (whole[0][30:34], whole[0][:3], whole[1][62:66], whole[0][95:], whole[0][:40], whole[0][60:]):

@@ -147,12 +147,14 @@ def copy(run, tmp_path):
     return Path(shutil.copytree(run.out, tmp_path / "copy"))
 
 
+@pytest.mark.core
 def test_a_folder_with_a_run(capsys, run, text):
     said = refusal(capsys, "--data", text, "--out", run.out, *TINY)
     assert "holds a run already: pass --resume" in said
     assert "another --out" in said
 
 
+@pytest.mark.core
 def test_a_run_of_another_configuration(capsys, run, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(TEXT + "!")
@@ -349,6 +351,7 @@ FITTING = [("model_version", 3), ("vocabulary", {"bytes": 256}), ("earlier_ends"
 FITTING += [("layers", 2), ("context_length", 16), ("features", 8)]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("where", ["", "settings"])
 def test_a_damaged_configuration(copy, where):
     config = json.loads((copy / "config.json").read_bytes())

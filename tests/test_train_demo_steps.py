@@ -78,6 +78,7 @@ def test_muon_makes_the_gradients_of_matrices_orthogonal():
     np.testing.assert_allclose(np.abs(updates["head"]["kernel"]), first * 128 / 16, rtol=1e-3)
 
 
+@pytest.mark.core
 def test_sizes_and_optimizers_bring_their_numbers(tmp_path):
     assert Settings(**completed("tiny", {})) == Settings()
     large = Settings(**completed("gpt2", {"layers": 3}))
@@ -116,6 +117,7 @@ def test_dispatches_follow_the_clock(monkeypatch):
         assert several.steps == training.IN_STEP
 
 
+@pytest.mark.core
 def test_dispatches_end_where_something_has_to_be_done():
     stops = [training.next_stop(step, {12, 30}, 5, 8) for step in (0, 5, 8, 10, 12, 29)]
     assert stops == [5, 8, 10, 12, 15, 30]
@@ -178,6 +180,7 @@ ENTRY %main (a: f32[]) -> f32[] {
 """
 
 
+@pytest.mark.core
 def test_collectives_are_counted_with_the_trips_of_their_loops():
     calls, size, sent = collectives.count(HLO, 8)
     assert calls == {"all-gather": 5 + 1, "all-reduce": 1, "collective-permute": 5 * 3, "reduce-scatter": 1}
