@@ -5,13 +5,18 @@ A new feature adds lines here, and with them all the checks of test_attention.py
 
 import dataclasses
 import functools
+import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from flax_mha import dot_product_attention
 from flax_mha.core import tracing
 from flax_mha.impl import registry
 
 T, S, N, H = 37, 53, 6, 8
+JITTED = type(jax.jit(len))
 
 
 class Case:
@@ -126,6 +131,28 @@ DROPOUT_CASES = {
 }
 
 
+def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in ((batch, t, n, h), *[(batch, s, k, h)] * 2)]
+
+
+def gradients_program(**arguments):
+    """Jitted: every output and the gradients of a loss over those that are finite."""
+
+    def loss(arrays):
+        output, lse = dot_product_attention(*arrays, return_residual=True, **arguments)
+        terms = (jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in (output, lse))
+        return sum(terms), (output, lse)
+
+    run = jax.jit(jax.grad(loss, has_aux=True))
+
+    def numpy(arrays):
+        gradients, answer = jax.device_get(run(arrays))
+        return answer, gradients
+
+    return numpy
+
+
 def interpret(patch, name, how=True):
     """Runs the kernels of an implementation here, as XLA programs. `patch` is a pytest.MonkeyPatch."""
     real = registry.IMPLEMENTATIONS[name]()
@@ -137,3 +164,12 @@ def interpret(patch, name, how=True):
 def compiled_for(patch, platform):
     """As on a machine with this accelerator; arrays that exist are on a CPU. `patch` is a pytest.MonkeyPatch."""
     patch.setattr(tracing, "platform", lambda: platform)
+
+
+def forget_programs():
+    """Forgets what flax_mha has traced, for it may depend on what a test patches; `jax.clear_caches` forgets all."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "flax_mha":
+            for x in list(vars(module).values()):
+                if isinstance(x, JITTED):
+                    x.clear_cache()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for
+from cases import compiled_for, forget_programs
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 from marks import with_core
 
@@ -31,9 +31,9 @@ def hopper(monkeypatch):
     monkeypatch.setattr(cudnn, "failure", lambda kernel: [])
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
-    jax.clear_caches()
+    forget_programs()
     yield
-    jax.clear_caches()
+    forget_programs()
 
 
 def inputs(t=T, s=T, *, batch=(B,), n=N, k=K, h=H, hv=None, dtype=jnp.bfloat16):

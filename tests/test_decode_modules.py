@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import flax_mha
 from flax_mha import linen
-from flax_mha.masks import FunctionMask
+from flax_mha.masks import CausalMask, FunctionMask
 from flax_mha.rope import RoPE
 
 B, D, N, K, LENGTH, WINDOW = 2, 24, 4, 2, 97, 5
@@ -44,8 +44,8 @@ class Nnx:
         self.module = flax_mha.MultiHeadAttention(N, D, decode=True, rngs=nnx.Rngs(0, dropout=1), **options)
         nnx.update(self.module, grown(nnx.state(self.module, nnx.Param)))
 
-    def full(self, x, **arguments):
-        return self.module(x, decode=False, is_causal=True, **arguments)
+    def full(self, x, deterministic=None, **arguments):
+        return nnx_full(self.module, x, arguments, deterministic)
 
     def start(self, slots, per_row):
         self.module.init_cache((B, slots, D), per_row=per_row)
@@ -56,6 +56,11 @@ class Nnx:
     @property
     def index(self):
         return self.module.cache_index[...]
+
+
+@functools.partial(nnx.jit, static_argnums=3)
+def nnx_full(module, x, arguments, deterministic):
+    return module(x, decode=False, is_causal=True, deterministic=deterministic, **arguments)
 
 
 @nnx.jit
@@ -71,9 +76,8 @@ class Linen:
         layer = linen.MultiHeadDotProductAttention(**self.options)
         self.params = grown(layer.init(jax.random.key(0), X, deterministic=True)["params"])
 
-    def full(self, x, **arguments):
-        layer = linen.MultiHeadDotProductAttention(**self.options)
-        return layer.apply({"params": self.params}, x, is_causal=True, **arguments)
+    def full(self, x, deterministic=None, **arguments):
+        return linen_full(linen.MultiHeadDotProductAttention(**self.options), self.params, x, arguments, deterministic)
 
     def start(self, slots, per_row):
         self.layer = linen.MultiHeadDotProductAttention(**self.options, decode=True, per_row=per_row)
@@ -89,6 +93,11 @@ class Linen:
     @property
     def index(self):
         return self.cache["cache_index"]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def linen_full(layer, params, x, arguments, deterministic):
+    return layer.apply({"params": params}, x, is_causal=True, deterministic=deterministic, **arguments)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -201,18 +210,19 @@ def test_sown_weights(kind):
     """Of every slot; in a ring of the slots and then the new tokens, by position."""
     module = Linen(**EVERYTHING)
 
-    def sowing(layer, x, **variables):
+    @functools.partial(jax.jit, static_argnums=0)
+    def sowing(layer, x, variables):
         mutable = [*variables, "intermediates"]
         output, changed = layer.apply({"params": module.params, **variables}, x, sow_weights=True, mutable=mutable)
         return output, changed.get("cache"), changed["intermediates"]["attention_weights"][0]
 
     module.start(SLOTS[kind], per_row=False)
     causal = module.layer.clone(decode=False)
-    causal = functools.partial(causal.apply, is_causal=True, sow_weights=True, mutable=["intermediates"])
+    causal = jax.jit(functools.partial(causal.apply, is_causal=True, sow_weights=True, mutable=["intermediates"]))
     expected, sown = causal({"params": module.params}, X[:, :48])
     whole, outputs, cache = sown["intermediates"]["attention_weights"][0], [], module.cache
     for first, end in ((0, 40), (40, 47), (47, 48)):
-        output, cache, last = sowing(module.layer, X[:, first:end], cache=cache)
+        output, cache, last = sowing(module.layer, X[:, first:end], {"cache": cache})
         outputs.append(output)
     np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
     slots = cache["cached_key"].shape[1]
@@ -250,11 +260,12 @@ def test_sowing_changes_nothing_of_what_is_dropped(kind):
     outputs = []
     for sow_weights in (False, True):
         module.init_cache((B, SLOTS[kind], X.shape[-1]))
-        call = nnx.capture(module, nnx.Intermediate)
-        steps = [
-            call(X[:, a:b], sow_weights=sow_weights, rngs=nnx.Rngs(dropout=3))[0]
-            for a, b in ((0, 40), (40, 47), (47, 48))
-        ]
+
+        @nnx.jit
+        def step(module, x, sow_weights=sow_weights):
+            return nnx.capture(module, nnx.Intermediate)(x, sow_weights=sow_weights, rngs=nnx.Rngs(dropout=3))[0]
+
+        steps = [step(module, X[:, a:b]) for a, b in ((0, 40), (40, 47), (47, 48))]
         outputs.append(np.concatenate(steps, 1))
     np.testing.assert_allclose(*outputs, rtol=0, atol=1e-5)
 
@@ -325,3 +336,163 @@ def test_a_donated_step():
         assert all(x.is_deleted() for x in given)
         np.testing.assert_allclose(output, expected[:, t : t + 1], rtol=0, atol=1e-5)
     assert len(traced) == 1
+
+
+# Cross-attention: keys, values and lengths of the encoder are stored once, by `store_keys=True` -----------------------
+
+TARGET = jax.random.normal(jax.random.key(0), (2, 7, 12))
+ENCODED = jax.random.normal(jax.random.key(1), (2, 11, 10))
+LENGTHS = jnp.array([11, 4])
+SPLITS = (slice(0, 1), slice(1, 3), slice(3, 7))
+
+
+def nnx_cross(**options):
+    given = {"in_kv_features": 10, "num_kv_heads": 1, "decode": True, "rngs": nnx.Rngs(0)}
+    return flax_mha.MultiHeadAttention(2, 12, **(given | options))
+
+
+class LinenCross:
+    """A linen module for cross-attention with its variables, called like one of nnx."""
+
+    def __init__(self, **options):
+        given = {"num_heads": 2, "num_kv_heads": 1, "decode": True}
+        self.module = linen.MultiHeadDotProductAttention(**(given | options))
+        positions = (jnp.arange(1), jnp.arange(11)) if "rope" in options else None
+        self.variables = self.module.init(
+            jax.random.key(0), TARGET[:, :1], ENCODED, positions=positions, store_keys=True
+        )
+
+    def __call__(self, *inputs, decode=True, **arguments):
+        if not decode:
+            return self.module.clone(decode=False).apply(self.variables, *inputs, **arguments)
+        output, cache = self.module.apply(self.variables, *inputs, **arguments, mutable=["cache"])
+        self.variables = self.variables | cache
+        return output
+
+
+CROSS = pytest.mark.parametrize("make", [nnx_cross, LinenCross], ids=["nnx", "linen"])
+
+
+def decode_cross(module, first, positions=None):
+    """The outputs of a call that stores the keys, and of calls that use them."""
+    outputs = []
+    for number, part in enumerate(SPLITS):
+        given = {} if positions is None else {"positions": positions[part]}
+        if number == 0:
+            if positions is not None:
+                given = {"positions": (positions[part], jnp.arange(11))}
+            outputs.append(module(TARGET[:, part], ENCODED, store_keys=True, **first, **given))
+        else:
+            outputs.append(module(TARGET[:, part], **given))
+    return np.concatenate(outputs, 1)
+
+
+@pytest.mark.core
+@CROSS
+def test_stored_keys_equal_those_of_the_inputs(make):
+    module = make()
+    want = module(TARGET, ENCODED, decode=False, lengths=(None, LENGTHS))
+    for _ in range(2):  # stored keys can be stored anew
+        np.testing.assert_allclose(decode_cross(module, {"lengths": (None, LENGTHS)}), want, rtol=0, atol=1e-6)
+
+
+@CROSS
+def test_without_lengths_all_keys_are_used_and_no_call_adds_any(make):
+    module = make()
+    want = module(TARGET, ENCODED, decode=False)
+    np.testing.assert_allclose(decode_cross(module, {}), want, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(module(TARGET, is_causal=True), want, rtol=0, atol=1e-6)
+
+
+@CROSS
+def test_rotary_positions(make):
+    module, positions = make(rope=RoPE()), jnp.arange(100, 107)
+    want = module(TARGET, ENCODED, decode=False, positions=(positions, jnp.arange(11)))
+    np.testing.assert_allclose(decode_cross(module, {}, positions), want, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="positions must be one array, of the queries, where rope is used with stored"):
+        module(TARGET[:, :1])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nnx_cross(num_kv_heads=2, attention_fn=nnx.dot_product_attention),
+        lambda: LinenCross(num_kv_heads=2, attention_fn=nn.dot_product_attention),
+    ],
+    ids=["nnx", "linen"],
+)
+def test_another_attention_function_gets_the_lengths_as_a_mask(make):
+    module = make()
+    shown = (jnp.arange(11)[None] < LENGTHS[:, None])[:, None, None]
+    want = module(TARGET, ENCODED, decode=False, mask=shown)
+    module(TARGET[:, :1], ENCODED, store_keys=True)
+    if isinstance(module, LinenCross):
+        module.variables["cache"]["cached_lengths"] = LENGTHS
+    else:
+        module.cached_lengths[...] = LENGTHS
+    np.testing.assert_allclose(module(TARGET), want, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(module(TARGET, mask=jnp.ones((2, 1, 7, 11), bool)), want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.core
+@CROSS
+def test_what_does_not_fit_is_refused(make):
+    module = make()
+    if not isinstance(module, LinenCross):
+        module(TARGET, ENCODED, store_keys=True)
+    for inputs, arguments, expected in (
+        ([TARGET, ENCODED], {}, "inputs_k must be None where keys are stored already.*store_keys=True"),
+        ([TARGET], {"lengths": LENGTHS}, "lengths must be None where keys are stored already"),
+        ([TARGET], {"store_keys": True}, "inputs_k must be given with store_keys, but got None"),
+        (
+            [TARGET, ENCODED],
+            {"store_keys": True, "decode": False},
+            "store_keys must be False where nothing is decoded",
+        ),
+        ([TARGET, ENCODED], {"store_keys": 1}, "store_keys must be True or False"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            module(*inputs, **arguments)
+
+
+@CROSS
+@pytest.mark.parametrize("name", ["mask", "score_mod", "local_window_size"])
+def test_what_depends_on_positions_is_refused(make, name):
+    """A later call begins at an unknown position; counted from 0, its answer would be silently wrong."""
+    window = {"local_window_size": 2} if name == "local_window_size" else {}
+    options = {"mask": CausalMask(), "score_mod": lambda score, b, h, q_idx, kv_idx: score}
+    arguments = {} if window else {name: options[name]}
+    module = make(**window)
+    module(TARGET[:, :1], ENCODED, store_keys=True, **arguments)
+    with pytest.raises(ValueError, match=f"{name} must not depend on positions where keys are stored"):
+        module(TARGET[:, 1:2], **arguments)
+
+
+def test_making_a_cache_forgets_the_stored_keys():
+    module = nnx_cross(in_kv_features=12)
+    module(TARGET, TARGET + 1, store_keys=True)
+    module.init_cache(TARGET.shape)
+    assert module.cached_lengths is None
+    np.testing.assert_allclose(module(TARGET), module(TARGET, decode=False, is_causal=True), rtol=0, atol=1e-6)
+
+
+def test_steps_are_pure_under_jit():
+    module = nnx_cross()
+    module(TARGET[:, :1], ENCODED, store_keys=True)
+    graph, cache, rest = nnx.split(module, nnx.Cache, ...)
+    output = jax.jit(lambda cache, rest, x: nnx.merge(graph, cache, rest)(x))(cache, rest, TARGET)
+    np.testing.assert_allclose(output, module(TARGET), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [nnx_cross, LinenCross])
+def test_lengths_of_64_bits_are_kept(make):
+    module = make()
+    stored = module(TARGET[:, :1], ENCODED, lengths=(None, np.array([2**40, 4])), store_keys=True)
+    np.testing.assert_allclose(module(TARGET[:, :1]), stored, rtol=0, atol=1e-6)
+
+
+def test_one_length_without_a_batch_axis():
+    module = nnx_cross()
+    stored = module(TARGET[0, :1], ENCODED[0], lengths=(None, np.array([4])), store_keys=True)
+    np.testing.assert_allclose(module(TARGET[0, :1]), stored, rtol=0, atol=1e-6)
+    assert module.cached_lengths.shape == ()

@@ -73,6 +73,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     arguments, message = REFUSED[name]
@@ -105,6 +106,7 @@ def test_not_refused(name):
     call(KEPT[name])
 
 
+@pytest.mark.core
 def test_keys_that_no_query_sees_are_not_looked_up():
     arguments = mod(lambda b, h, q, k: TABLE[k])
     short = jax.ShapeDtypeStruct((B, 40, N, 4), jnp.float32)
@@ -118,6 +120,7 @@ def test_keys_that_no_query_sees_are_not_looked_up():
     call(arguments, empty, empty)
 
 
+@pytest.mark.core
 def test_positions_that_are_not_known():
     """Heads are checked all the same."""
 

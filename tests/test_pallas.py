@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for, interpret
+from cases import compiled_for, forget_programs, interpret
 from jax.experimental.pallas import tpu as pltpu
 from marks import with_core
 
@@ -25,9 +25,9 @@ def interpreted():
         compiled_for(patch, "tpu")
         patch.setattr(call, "TILES", (128,))
         interpret(patch, "pallas")
-        jax.clear_caches()
+        forget_programs()
         yield
-    jax.clear_caches()
+    forget_programs()
 
 
 def shapes(t, s, *, batch=(2,), n=2, k=1, h=64, hv=None):
@@ -345,7 +345,7 @@ def test_races(semantics, races, monkeypatch, capfd):
     params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "pallas", lambda: call.PALLAS)
     interpret(monkeypatch, "pallas", params)
-    jax.clear_caches()  # programs are kept whatever this is
+    forget_programs()  # programs are kept whatever this is
     arguments = {"is_causal": True, "score_mod": lambda score, b, h, q, k: score * SLOPES[h]}
     arrays, learned = normal(*shapes(256, 256, batch=(), n=2, k=1, h=8)), {"bias": normal((1, 1, 256))[0]}
     found = ""

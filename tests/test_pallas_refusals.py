@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for
+from cases import compiled_for, forget_programs
 from jax import export, lax
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from marks import with_core
@@ -22,9 +22,9 @@ B, T, N, H = 2, 256, 2, 32
 def tpu():
     with pytest.MonkeyPatch.context() as patch:
         compiled_for(patch, "tpu")
-        jax.clear_caches()
+        forget_programs()
         yield
-    jax.clear_caches()
+    forget_programs()
 
 
 def abstract(t=T, s=T, *, batch=(B,), n=N, k=N, h=H, dtype=jnp.bfloat16):

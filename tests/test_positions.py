@@ -60,7 +60,7 @@ def test_a_slice_of_the_queries_is_a_part_of_the_whole_call(name, implementation
                 np.testing.assert_allclose(got, want[:, start:stop], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", with_core(BY_POSITION, "window", "functions", "dropout"))
+@pytest.mark.parametrize("name", with_core(BY_POSITION, "window", "dropout"))
 @BOTH
 def test_slices_of_queries_and_keys_merge_into_the_whole_call(name, implementation):
     """By their log-sum-exps, as ring attention does."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for, interpret
+from cases import compiled_for, forget_programs, interpret
 from jax import export
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from marks import with_core
@@ -29,9 +29,9 @@ def tpu():
     with pytest.MonkeyPatch.context() as patch:
         compiled_for(patch, "tpu")
         patch.setattr(splash, "TILES", (128,))
-        jax.clear_caches()
+        forget_programs()
         yield
-    jax.clear_caches()
+    forget_programs()
 
 
 @pytest.fixture

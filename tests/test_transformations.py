@@ -147,7 +147,6 @@ print("equal")
 """
 
 
-@pytest.mark.core
 def test_inside_shard_map_with_default_arguments():
     """Outputs and gradients, also of arrays that are the same on all devices: captured, a bias, sinks."""
     run = subprocess.run([sys.executable, "-c", SHARD_MAPPED], capture_output=True, text=True, check=False)

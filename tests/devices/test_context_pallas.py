@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import compiled_for, interpret
+from cases import compiled_for, forget_programs, interpret
 from contexts import QKV, compare, mesh_of, moved, on_devices, on_one_device
 from jax import lax
 from marks import with_core_tuples
@@ -22,9 +22,9 @@ def tpu(monkeypatch):
     """As on a TPU, in small tiles."""
     compiled_for(monkeypatch, "tpu")
     monkeypatch.setattr(call, "TILES", (128,))
-    jax.clear_caches()
+    forget_programs()
     yield
-    jax.clear_caches()
+    forget_programs()
 
 
 @pytest.fixture
