@@ -42,6 +42,7 @@ def test_vit():
     assert vit.accuracy(nnx.view(model, deterministic=True), jax.random.key(10_000)) > 0.6  # a guess: 0.25
 
 
+@pytest.mark.core
 def test_packed_lm():
     packed_lm = example("packed_lm")
     # Tokens alone do not tell how far apart the tokens of a document are: log(15) = 2.71.

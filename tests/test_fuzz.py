@@ -201,19 +201,30 @@ def exact(structure, learned, fixed, cotangents, keep):
     return answer, named, sizes
 
 
-@pytest.mark.usefixtures("small_tiles")
-@settings(
-    max_examples=STRUCTURES,
-    deadline=None,
-    derandomize=STRUCTURES <= USUAL_STRUCTURES,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(structure=structures(), first_seed=st.integers(0, 2**31))
+GIVEN = given(structure=structures(), first_seed=st.integers(0, 2**31))
+usual = functools.partial(settings, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+
+@pytest.mark.core
+@usual(max_examples=3, derandomize=True)
+@GIVEN
+def test_few_combinations(structure, first_seed):
+    check(structure, first_seed, draws=4)
+
+
+@usual(max_examples=STRUCTURES, derandomize=STRUCTURES <= USUAL_STRUCTURES)
+@GIVEN
 def test_every_combination(structure, first_seed):
+    check(structure, first_seed, DRAWS)
+
+
+def check(structure, first_seed, draws):
+    """Compares outputs and gradients of all implementations with float64, for so many draws of the data."""
     batch, t, s, n, k, _, hv = structure["sizes"]
     run = {name: jax.jit(functools.partial(everything, structure, name)) for name in ("xla", "blockwise")}
     show = jax.jit(functools.partial(ours, structure, "xla"))
-    for seed in range(first_seed, first_seed + DRAWS):
+    for seed in range(first_seed, first_seed + draws):
         learned, fixed = data(structure, seed)
         rng = np.random.default_rng(seed + 1)
         clean, learned = with_fillings(structure, learned, fixed, rng) if seed % 2 else (learned, learned)

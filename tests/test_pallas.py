@@ -160,10 +160,8 @@ B, N, S = 2, 4, 300
 SLOPES = jnp.float32([0.5, 0.25])
 TABLE = np.random.default_rng(5).standard_normal((32, N)).astype(np.float32)
 RECIPES = {
-    "prefix-LM": recipes.prefix_lm(140),
     "documents": recipes.documents(jnp.asarray(IDS)),
     "attention sinks": recipes.attention_sinks(jnp.ones(N), 140),
-    "dilated": recipes.dilated(3),
     "block-sparse": recipes.block_sparse(jnp.asarray(masked_share(N, 10, 10, share=0.3)), 32),
     "captured ids": {
         "mask": masks.FunctionMask(lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k]),
@@ -173,7 +171,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes(name):
-    """Causal masks, windows and soft caps are among the cases above, score functions below."""
+    """Masks that look arrays up; causal masks, windows, functions and soft caps are among the cases above."""
     arrays = normal(*shapes(S, S, n=N, k=2, h=8))
     assert_close(results("pallas", RECIPES[name])(arrays, {}), results("xla", RECIPES[name])(arrays, {}))
 
