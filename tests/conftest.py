@@ -33,6 +33,8 @@ install_import_hook([f"flax_mha.{name}" for name in CHECKED], "beartype.beartype
 from flax_mha.impl.shared import schedule, tiling  # noqa: E402
 from flax_mha.impl.shared.tiling import TileShape  # noqa: E402
 
+# Files of the demo's tests name it as a plugin; the search for examples in docstrings may have imported it before.
+pytest.register_assert_rewrite("demo_fixtures")
 # It holds no tests; the tests that use it say that they are skipped.
 collect_ignore = [] if importlib.util.find_spec("transformers") else ["torch_transformers.py"]
 
