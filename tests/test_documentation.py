@@ -56,8 +56,7 @@ def test_links_to_files_lead_somewhere(page):
 
 MODULES = ("cached_attention", "context_parallel", "convert", "kv_cache", "linen", "masks", "plot", "recipes", "rope")
 # Public by their names alone: what combined masks are, and steps of what the reference does name.
-INTERNAL = ["And", "Or", "Not", "Occupancy", "WrittenMask", "ContextAttention", "Appended"]
-INTERNAL += ["check_cache", "in_order", "over_cache"]
+INTERNAL = ["And", "Or", "Not", "Occupancy", "WrittenMask"]
 
 
 def public_names():

@@ -100,7 +100,7 @@ def _with_flags(head: Head) -> Head:
     """The head with finite queries and keys and their flags, if anything may be masked."""
     if head.nonfinite is not None or not head.rule.masks_scores(head.inputs):
         return head
-    query, key, flags = nonfinite.zero_nan(head.query, head.key)
+    query, key, flags = nonfinite.zero_nan(head.query, head.key, head.rule.dtype)
     return dataclasses.replace(head, query=query, key=key, nonfinite=flags)
 
 

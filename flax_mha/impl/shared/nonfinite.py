@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 # What becomes of queries, keys and values that are not finite, before they are multiplied where scores may be masked.
@@ -100,10 +101,10 @@ def mark_by_nan(
 
 
 def zero_nan(
-    query: Float[Array, "T H"], key: Float[Array, "S H"]
+    query: Float[Array, "T H"], key: Float[Array, "S H"], dtype: DTypeLike
 ) -> tuple[Float[Array, "T H"], Float[Array, "S H"], NonfiniteFlags]:
-    """Queries and keys of one head, zero where they held NaN, and their flags."""
-    flags = NonfiniteFlags(flag_rows(query), flag_rows(key).astype(query.dtype))
+    """Queries and keys of one head, zero where they held NaN, and their flags in the dtype of scores."""
+    flags = NonfiniteFlags(flag_rows(query).astype(dtype), flag_rows(key).astype(dtype))
     return zero_rows(query, flags.query), zero_rows(key, flags.key), flags
 
 
