@@ -214,14 +214,24 @@ def test_padding_is_never_asked_about(implementation):
 
 @ALL
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_infinity_is_seen_although_all_products_with_it_are_minus_infinity(implementation, which):
-    query, key, value = arrays = [
-        np.abs(np.random.default_rng(0).standard_normal((1, 70, 1, 8), np.float32)) for _ in range(3)
-    ]
+@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q, k: jnp.where(score > 0, score, 0)])
+def test_infinity_is_seen_although_all_products_with_it_are_minus_infinity(implementation, which, score_mod):
+    """And although the `score_mod` loses it. Without jit the scale is an array, which takes another way."""
+    arrays = [np.abs(np.random.default_rng(0).standard_normal((1, 70, 1, 8), np.float32)) for _ in range(3)]
     arrays[which][0, 40, 0, 5] = -np.inf
-    output = dot_product_attention(query, key, value, is_causal=True, implementation=implementation.split()[0])
+    attend = functools.partial(
+        dot_product_attention, is_causal=True, score_mod=score_mod, implementation=implementation.split()[0]
+    )
     sees = np.arange(70) == 40 if which == 0 else np.arange(70) >= 40
-    np.testing.assert_array_equal(np.isnan(output[0, :, 0, 0]), sees)
+    for run in (attend, jax.jit(attend)):
+        np.testing.assert_array_equal(np.isnan(run(*arrays)[0, :, 0, 0]), sees)
+
+
+def test_of_short_sequences_only_values_are_looked_through():
+    """Whose sum of absolute entries is NaN if one of them is not finite."""
+    program = str(jax.make_jaxpr(functools.partial(dot_product_attention, is_causal=True))(*inputs()))
+    assert program.count(" = abs ") == 1
+    assert "is_finite" not in program
 
 
 @ALL

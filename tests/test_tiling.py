@@ -112,6 +112,7 @@ def layout_of(length=2048, head_size=64, **arguments):
 @pytest.mark.skipif(tracing.platform() != "cpu", reason="on an accelerator all tiles are alike")
 def test_masks_choose_their_tiles():
     assert layout_of(257, 256, is_causal=True)[1:4] == (1, 257, 257)  # large heads: products that use all cores
+    assert layout_of(600, 256)[1:4] == (1, 600, 600)  # and tiles of whole rows
     assert layout_of(512, 16, is_causal=True)[1:4] == (4, 128, 128)  # small ones: as few products as possible
     ids = jnp.repeat(jnp.arange(16, dtype=jnp.int32), 128)[None]
     assert layout_of()[2:4] == (2048, 512)

@@ -35,11 +35,12 @@ GPU_BYTES_DENSE, GPU_BYTES_TILES = {True: 37, False: 56}, {True: 61, False: 77}
 GPU_LAUNCHES_OF_TILE, GPU_BYTES_OF_LAUNCH = 25, 12e6
 
 # Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks
-# that are not known while tracing, and accelerators.
+# that are not known while tracing, and accelerators. Up to 704 keys, a tile of 2 MiB holds whole rows.
 TILE_SHAPES = (
     TileShape(512, 512),
     TileShape(1024, 512, 2),
     TileShape(2048, 512, 4),
+    TileShape(704, 704),
     TileShape(256, 512),
     TileShape(128, 128),
 )
