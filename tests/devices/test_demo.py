@@ -15,7 +15,7 @@ from train_demo.model import blueprint, initial_params
 from train_demo.settings import Layout, Settings
 from train_demo.update import State, make_optimizer, make_update
 
-STEPS, VOCABULARY = 100, 31
+STEPS, VOCABULARY = 20, 31
 SETTINGS = Settings(
     steps=STEPS, batch_size=32, context_length=16, layers=2, heads=4, features=32, optimizer="adamw", learning_rate=4e-3
 )
@@ -89,7 +89,7 @@ def reduced(hlo):
 )
 def test_the_losses_of_one_device_at_every_step(name, settings):
     np.testing.assert_allclose(seen(name, settings).losses, seen("alone", settings).losses, rtol=ROUNDING)
-    assert seen("alone", settings).losses[-1] < seen("alone", settings).losses[0] - 0.1  # it learns
+    assert seen("alone", settings).losses[-1] < seen("alone", settings).losses[0] - 0.05  # it learns
 
 
 def test_fsdp_holds_an_eighth_and_sends_no_activations():
@@ -158,25 +158,24 @@ def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(data_parallel=2, context=4), LAYOUTS["accumulate"]], ids=["context", "accumulate"]
-)
-def test_packed_documents_have_the_losses_of_one_device(layout):
-    """Each window holds parts of several documents."""
+@functools.cache
+def packed_losses(layout, devices):
     text = TEXT.copy()
     text[::7] |= FIRST
+    over = mesh.make(layout.sizes(devices, SETTINGS))
+    structure, _ = blueprint(VOCABULARY, SETTINGS, layout)
+    with mesh.use(over):
+        params = initial_params(VOCABULARY, SETTINGS)
+        params = params if over is None else jax.device_put(params, mesh.shardings(over, params))
+        state, found = State(params, make_optimizer(SETTINGS).init(params)), []
+        update = make_update(structure, SETTINGS, layout=layout, packed=True)
+        for step in range(1, 4):
+            state, loss = update(state, step, mesh.put(over, text))
+            found.append(float(loss))
+    return found
 
-    def losses(layout, devices):
-        over = mesh.make(layout.sizes(devices, SETTINGS))
-        structure, _ = blueprint(VOCABULARY, SETTINGS, layout)
-        with mesh.use(over):
-            params = initial_params(VOCABULARY, SETTINGS)
-            params = params if over is None else jax.device_put(params, mesh.shardings(over, params))
-            state, found = State(params, make_optimizer(SETTINGS).init(params)), []
-            update = make_update(structure, SETTINGS, layout=layout, packed=True)
-            for step in range(1, 4):
-                state, loss = update(state, step, mesh.put(over, text))
-                found.append(float(loss))
-        return found
 
-    np.testing.assert_allclose(losses(layout, 8), losses(LAYOUTS["alone"], 1), rtol=ROUNDING)
+@pytest.mark.parametrize("layout", [LAYOUTS["context"], LAYOUTS["accumulate"]], ids=["context", "accumulate"])
+def test_packed_documents_have_the_losses_of_one_device(layout):
+    """Each window holds parts of several documents."""
+    np.testing.assert_allclose(packed_losses(layout, 8), packed_losses(LAYOUTS["alone"], 1), rtol=ROUNDING)

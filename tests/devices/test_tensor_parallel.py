@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
-from marks import with_core, with_core_tuples
+from marks import with_core_tuples
 from meshes import compare, context, mesh_of
 
 import flax_mha
@@ -19,6 +19,12 @@ from flax_mha.rope import RoPE
 
 FEATURES, N = 16, 4
 KINDS = ("auto", "auto, set_mesh", "explicit", "explicit, set_mesh")
+LAYERS = with_core_tuples(
+    [*((N, kind) for kind in KINDS), (1, "auto"), (1, "explicit, set_mesh")],
+    (N, "explicit, set_mesh"),
+    (1, "explicit, set_mesh"),
+)
+RING = (10, 0)
 OPTIONS = {"rope": RoPE(), "normalize_qk": "rms_norm", "sinks": True, "dropout_rate": 0.1}
 
 
@@ -70,8 +76,7 @@ def check(function, state, mesh, kind, expected):
     assert collectives(forward.as_text()) == {"all-reduce": 1}
 
 
-@pytest.mark.parametrize("kind", with_core(KINDS, "explicit, set_mesh"))
-@pytest.mark.parametrize("num_kv_heads", [N, 1])
+@pytest.mark.parametrize(("num_kv_heads", "kind"), LAYERS)
 def test_nnx(num_kv_heads, kind):
     graph, state = nnx.split(nnx_layer(num_kv_heads, keep_rngs=False))
     whole = jax.device_get(jax.jit(functools.partial(of_nnx, graph))(state, inputs()))
@@ -86,8 +91,7 @@ def test_nnx(num_kv_heads, kind):
     check(functools.partial(of_nnx, graph), state, mesh, kind, whole)
 
 
-@pytest.mark.parametrize("kind", with_core(KINDS, "explicit, set_mesh"))
-@pytest.mark.parametrize("num_kv_heads", [N, 1])
+@pytest.mark.parametrize(("num_kv_heads", "kind"), LAYERS)
 def test_linen(num_kv_heads, kind):
     variables = linen_layer(num_kv_heads).init(jax.random.key(0), inputs())
     whole = jax.device_get(jax.jit(functools.partial(of_linen, linen_layer(num_kv_heads)))(variables, inputs()))
@@ -137,9 +141,13 @@ def test_without_a_mesh_there_is_metadata_alone():
         nnx_layer(N, head_axis="model", kernel_metadata={"out_sharding": ("model",), "eager_sharding": False})
 
 
-@pytest.mark.parametrize("window", [None, (10, 0)], ids=["all positions", "a ring"])
 @pytest.mark.parametrize(
-    ("num_kv_heads", "kind"), with_core_tuples([(N, "auto"), (N, "explicit"), (1, "explicit")], (N, "explicit"))
+    ("num_kv_heads", "kind", "window"),
+    with_core_tuples(
+        [(N, "auto", None), (N, "explicit", None), (N, "explicit", RING), (1, "explicit", RING)],
+        (N, "explicit", None),
+        (N, "explicit", RING),
+    ),
 )
 def test_decoding(num_kv_heads, kind, window):
     """The cache stays split as it was made: over batch and heads."""
