@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from flax_mha import dot_product_attention
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask
 
-USUAL_STRUCTURES = 6
+USUAL_STRUCTURES = 8
 STRUCTURES = int(os.environ.get("FUZZ_STRUCTURES", USUAL_STRUCTURES))
 DRAWS = int(os.environ.get("FUZZ_DRAWS", "40"))
 KEY = jax.random.key(11)
