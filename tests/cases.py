@@ -155,10 +155,10 @@ def gradients_program(**arguments):
 
 def interpret(patch, name, how=True):
     """Runs the kernels of an implementation here, as XLA programs. `patch` is a pytest.MonkeyPatch."""
-    real = registry.IMPLEMENTATIONS[name]()
+    real = registry.IMPLEMENTATIONS[name]
     hop = real.hop and functools.partial(real.hop, interpret=how)
     changed = dataclasses.replace(real, attention=functools.partial(real.attention, interpret=how), hop=hop)
-    patch.setitem(registry.IMPLEMENTATIONS, name, lambda: changed)
+    patch.setitem(registry.IMPLEMENTATIONS, name, changed)
 
 
 def compiled_for(patch, platform):

@@ -341,7 +341,7 @@ def test_races(semantics, races, monkeypatch, capfd):
     """Two cores share the work: none in what is there, and one if the steps of a sum were declared independent."""
     monkeypatch.setattr(launch, "SEMANTICS", semantics)
     params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-    monkeypatch.setitem(registry.IMPLEMENTATIONS, "pallas", lambda: call.PALLAS)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "pallas", call.PALLAS)
     interpret(monkeypatch, "pallas", params)
     forget_programs()  # programs are kept whatever this is
     arguments = {"is_causal": True, "score_mod": lambda score, b, h, q, k: score * SLOPES[h]}

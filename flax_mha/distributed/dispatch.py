@@ -1,4 +1,4 @@
-"""Computes or explains a call: as a whole, or on each device of a mesh its part, if the split is known (`split.py`).
+"""Chooses what computes a call, or explains it: as a whole, or on each device of a mesh its part (`split.py`).
 
 The parts run inside `jax.shard_map`, each as a call of its own. They need no communication, unless the sequence is
 split, and every implementation can compute them, fused kernels too.
@@ -11,15 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array
 
 from flax_mha.call.operands import Call, Context, Operands, Options, Output, accumulation_dtype, head_ids
 from flax_mha.core.tracing import being_traced
-from flax_mha.distributed import ring
+from flax_mha.distributed import ring, split
 from flax_mha.distributed.exchange import allgather, ulysses
-from flax_mha.distributed.split import Split, split_of
+from flax_mha.distributed.split import Split
 from flax_mha.impl import registry
-from flax_mha.impl.registry import Explanation
+from flax_mha.impl.lower_for_platform import lower_for_platform
+from flax_mha.impl.registry import IMPLEMENTATIONS, Explanation
+from flax_mha.impl.shared import schedule
+
+# Where fused kernels are chosen first by published speeds; nothing of ours has been timed on a GPU or a TPU.
+PREFERRED_ON = {"gpu": ["cudnn"], "tpu": ["splash"]}
 
 
 def run(call: Call, implementation: str | None) -> Output:
@@ -29,22 +35,126 @@ def run(call: Call, implementation: str | None) -> Output:
       ValueError: If there is no such implementation.
       NotImplementedError: If the named one cannot compute this call.
     """
-    registry.check_name(implementation)
-    split = split_of(call)
-    if split is None:
-        return registry.run(call if call.options.sharding is None else _unsplit(call), implementation)
+    if implementation is not None:
+        registry.check_name(implementation)
+    parts = split_of(call)
+    if parts is None:
+        return run_on_device(call if call.options.sharding is None else _unsplit(call), implementation)
     if call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
         explain(call, implementation)  # raises what computing it would raise
-        return _empty_output(call.operands, split)
+        return _empty_output(call.operands, parts)
     on_mesh = run_on_mesh if being_traced() else _compiled_on_mesh
-    return on_mesh(call.operands, call.options, split, _run_part(implementation, split.context))
+    return on_mesh(call.operands, call.options, parts, _run_part(implementation, parts.context))
+
+
+def explain(call: Call, implementation: str | None) -> Explanation:
+    """Explains which implementation `run` would use, for the part of the call on each device, and why.
+
+    Raises:
+      ValueError: If there is no such implementation.
+      NotImplementedError: If the named one cannot compute this call.
+    """
+    registry.check_name(implementation)
+    parts, explanations = split_of(call), []
+    if parts is None:
+        return _explain_on_device(call if call.options.sharding is None else _unsplit(call), implementation)
+    context = parts.context
+
+    def explain_part(call: Call) -> Output:
+        explanations.append(_explain_on_device(call, implementation))
+        return jnp.zeros((*call.operands.query.shape[:-1], call.operands.value.shape[-1])), None
+
+    def explain_ring(call: Call) -> Output:
+        assert context is not None
+        explanations.append(ring.explain(call, context, implementation))
+        return call.operands.query, None
+
+    part = explain_ring if context and context.strategy == "ring" else _exchanging(context, explain_part)
+    jax.eval_shape(lambda operands: run_on_mesh(operands, call.options, parts, part), call.operands)
+    return explanations[0]
+
+
+def run_on_device(call: Call, implementation: str | None) -> Output:
+    """Computes a call on one device by the implementation that is named or chosen."""
+    if implementation is not None:
+        registry.check_computes(implementation, registry.refusals(implementation, call))
+        name, elsewhere = implementation, None
+    else:
+        name = chosen(call)
+        elsewhere = _on_cpu(call, name)
+    if elsewhere is None:
+        return _attention_of(name, call)(call)
+
+    def kernel(operands: Operands) -> Array:
+        return _attention_of(name, call)(call._replace(operands=operands))[0]
+
+    def on_cpu(operands: Operands) -> Array:
+        return run_on_device(elsewhere._replace(operands=operands), None)[0]
+
+    return lower_for_platform(call.options.target.platform, kernel, on_cpu, call.operands), None
+
+
+def _attention_of(name: str, call: Call) -> Callable[[Call], Output]:
+    found = IMPLEMENTATIONS[name]
+    attention = found.attention if found.variant is None else found.variants[found.variant(call)]
+    assert attention is not None
+    return attention
+
+
+def _explain_on_device(call: Call, implementation: str | None) -> Explanation:
+    table = {name: registry.refusals(name, call) for name in registry.NAMES}
+    if implementation is not None:
+        registry.check_computes(implementation, table[implementation])
+    name = chosen(call) if implementation is None else implementation
+    elsewhere, variant = _on_cpu(call, name) if implementation is None else None, IMPLEMENTATIONS[name].variant
+    on_cpu = None if elsewhere is None else chosen(elsewhere)
+    return Explanation(name, table, on_cpu, None if variant is None else variant(call))
+
+
+def chosen(call: Call) -> str:
+    """The name of the implementation that `implementation=None` runs: the fastest that does not refuse the call."""
+    if schedule.blocks_in_place(call) is not None or (call.options.has_known_sizes and call.operands.lengths[0] == 1):
+        return "xla"  # a few vectors times a matrix: nothing to fuse
+    for name in PREFERRED_ON.get(call.options.target.platform, ()):
+        if not registry.refusals(name, call):
+            return name
+    return "xla" if schedule.prefers_dense(call) else "blockwise"
+
+
+def _on_cpu(call: Call, name: str) -> Call | None:
+    """Returns the call on a CPU, if the traced program may be compiled for one and holds a kernel of another platform.
+
+    See `lower_for_platform.py`.
+    """
+    if name in ("xla", "blockwise") or not being_traced():
+        return None
+    target = call.options.target._replace(platform="cpu")
+    return call._replace(options=call.options._replace(target=target))
+
+
+def split_of(call: Call) -> Split | None:
+    """Returns the split of the call over devices: as the caller, types or arrays that are not traced say it.
+
+    Raises:
+      ValueError: If the call cannot be computed in the split that the caller or the types give.
+    """
+    sharding, arrays = call.options.sharding, call.operands[:3]
+    if isinstance(sharding, Context):
+        return split.by_context(call, sharding)
+    if sharding is not None:
+        return split.by_caller(call, sharding)
+    if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in arrays):
+        return split.by_types(call)
+    if not call.options.target.may_be_split or any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return None  # XLA's partitioner may split what is traced
+    return split.by_placement(call)
 
 
 @functools.lru_cache(maxsize=64)  # equal functions are the same, so that nothing is compiled again
 def _run_part(implementation: str | None, context: Context | None) -> Callable[[Call], Output]:
     if context is not None and context.strategy == "ring":
         return functools.partial(ring.ring_attention, context=context, implementation=implementation)
-    return _exchanging(context, functools.partial(registry.run, implementation=implementation))
+    return _exchanging(context, functools.partial(run_on_device, implementation=implementation))
 
 
 def _exchanging(context: Context | None, attend: Callable[[Call], Output]) -> Callable[[Call], Output]:
@@ -55,47 +165,20 @@ def _exchanging(context: Context | None, attend: Callable[[Call], Output]) -> Ca
     return functools.partial(strategy, context=context, attend=attend)
 
 
-def explain(call: Call, implementation: str | None) -> Explanation:
-    """Explains which implementation `run` would use for the part of the call on each device, and why.
-
-    Raises:
-      ValueError: If there is no such implementation.
-      NotImplementedError: If the named one cannot compute this call.
-    """
-    registry.check_name(implementation)
-    split, explanations = split_of(call), []
-    if split is None:
-        return registry.explain(call if call.options.sharding is None else _unsplit(call), implementation)
-    context = split.context
-
-    def explain_part(call: Call) -> Output:
-        explanations.append(registry.explain(call, implementation))
-        return jnp.zeros((*call.operands.query.shape[:-1], call.operands.value.shape[-1])), None
-
-    def explain_ring(call: Call) -> Output:
-        assert context is not None
-        explanations.append(ring.explain(call, context, implementation))
-        return call.operands.query, None
-
-    part = explain_ring if context and context.strategy == "ring" else _exchanging(context, explain_part)
-    jax.eval_shape(lambda operands: run_on_mesh(operands, call.options, split, part), call.operands)
-    return explanations[0]
-
-
-def run_on_mesh(operands: Operands, options: Options, split: Split, run: Callable[[Call], Any]) -> Any:
+def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]) -> Any:
     """Computes `run(call)`, output and log-sum-exp or None, of the part of the call that each device holds."""
     operands = operands._replace(head_ids=head_ids(operands, options))
     leaves, structure = jax.tree.flatten(operands)
 
     def part(*leaves: Array) -> Any:
-        own = _shared_key_head(jax.tree.unflatten(structure, leaves), operands, split)
+        own = _shared_key_head(jax.tree.unflatten(structure, leaves), operands, parts)
         return run(_unsplit(Call(own, options)))
 
-    mapped, leaves = split.shard_map(part, leaves, operands.axis_names(), split.output_spec)
+    mapped, leaves = parts.shard_map(part, leaves, operands.axis_names(), parts.output_spec)
     return mapped(*leaves)
 
 
-_compiled_on_mesh = jax.jit(run_on_mesh, static_argnames=("options", "split", "run"))
+_compiled_on_mesh = jax.jit(run_on_mesh, static_argnames=("options", "parts", "run"))
 
 
 def _unsplit(call: Call) -> Call:
@@ -104,20 +187,20 @@ def _unsplit(call: Call) -> Call:
     return call._replace(options=options._replace(sharding=None, target=options.target._replace(may_be_split=False)))
 
 
-def _shared_key_head(part: Operands, whole: Operands, split: Split) -> Operands:
+def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
     """Selects the one key head that a part's queries share, if every device holds all key heads."""
-    if split.heads == split.key_heads:
+    if parts.heads == parts.key_heads:
         return part
     _, group_size = whole.groups
-    first = lax.axis_index(split.heads) * part.query.shape[-2] // group_size
+    first = lax.axis_index(parts.heads) * part.query.shape[-2] // group_size
     key, value = (lax.dynamic_slice_in_dim(x, first, 1, axis=-2) for x in (part.key, part.value))
     return part._replace(key=key, value=value)
 
 
-def _empty_output(operands: Operands, split: Split) -> tuple[Array, Array]:
+def _empty_output(operands: Operands, parts: Split) -> tuple[Array, Array]:
     """Returns output and log-sum-exp of no queries; XLA cannot always compile the gradients of empty parts."""
     query = operands.query
     lse = query.sum(-1)  # not a constant: devices that only the types of arguments name must see these
     output = jnp.broadcast_to(lse[..., None], (*lse.shape, operands.value.shape[-1]))
-    output, lse = (split.reshard(x, split.output_spec) for x in (output, lse))
+    output, lse = (parts.reshard(x, parts.output_spec) for x in (output, lse))
     return output, lse.astype(accumulation_dtype(query.dtype))

@@ -120,7 +120,7 @@ def explain(call: Call, context: Context, implementation: str | None) -> Explana
       NotImplementedError: If the named implementation cannot compute it.
     """
     first = _first_slice(call, context)
-    table = {name: _refusals(name, first) for name in IMPLEMENTATIONS}
+    table = {name: _refusals(name, first) for name in registry.NAMES}
     if implementation is not None:
         registry.check_computes(implementation, table[implementation])
     return Explanation(implementation or DEFAULT, table)
@@ -133,15 +133,15 @@ def _first_slice(call: Call, context: Context) -> Call:
 
 def _refusals(name: str, call: Call) -> list[str]:
     """Lists why this implementation cannot compute the hops, of which this is one."""
-    if IMPLEMENTATIONS[name]().hop is None:
-        known = " and ".join(f'"{name}"' for name, get in IMPLEMENTATIONS.items() if get().hop is not None)
+    if IMPLEMENTATIONS[name].hop is None:
+        known = " and ".join(f'"{name}"' for name in registry.NAMES if IMPLEMENTATIONS[name].hop is not None)
         return [f'with strategy="ring", only {known} compute the gradient of a hop from the merged result']
     return registry.refusals(name, call)
 
 
 def _ring_of(call: Call, context: Context, implementation: str) -> tuple[Ring, Operands]:
     """Returns the ring, and the operands of its hops: random words are drawn before them, sinks are added after."""
-    operands, hop = call.operands._replace(sinks=None, dropout_rng=None), IMPLEMENTATIONS[implementation]().hop
+    operands, hop = call.operands._replace(sinks=None, dropout_rng=None), IMPLEMENTATIONS[implementation].hop
     assert hop is not None
     ring = Ring(
         axis=context.axis,

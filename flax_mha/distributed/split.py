@@ -1,7 +1,8 @@
 """How a mesh splits a call: over batch axes and heads, and over the sequence in `context_parallel`.
 
 A split is known in three cases: the caller gives it (`qkv_sharding`), the types of the arrays do (on a mesh with
-Explicit axes), or the arrays are not traced. In all other cases XLA's partitioner splits the call.
+Explicit axes), or the arrays are not traced. In all other cases XLA's partitioner splits the call. `dispatch.split_of`
+finds out which case it is.
 """
 
 import math
@@ -123,25 +124,14 @@ class Split(NamedTuple):
         return mapped, [self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
 
 
-def split_of(call: Call) -> Split | None:
-    """Returns the split of the call, if it is known and there is a mesh.
-
-    Raises:
-      ValueError: If the call cannot be computed in the split that the caller or the types give.
-    """
-    sharding = call.options.sharding
-    if isinstance(sharding, Context):
-        return _split_by_context(call, sharding)
-    if sharding is not None:
-        return _split_by_caller(call, sharding)
+def by_types(call: Call) -> Split:
+    """Returns the split that the types of the arrays give, on a mesh with Explicit axes."""
     types = [jax.typeof(x).sharding for x in call.operands[:3]]
-    meshes = [x.mesh for x in types if AxisType.Explicit in x.mesh.axis_types]
-    if meshes:
-        return _split(meshes[0], mesh_axes(meshes[0], AxisType.Explicit), [x.spec for x in types], call, "their types")
-    return _split_by_placement(call) if call.options.target.may_be_split else None
+    mesh = next(x.mesh for x in types if AxisType.Explicit in x.mesh.axis_types)
+    return _split(mesh, mesh_axes(mesh, AxisType.Explicit), [x.spec for x in types], call, "their types")
 
 
-def _split_by_caller(call: Call, sharding: Any) -> Split | None:
+def by_caller(call: Call, sharding: Any) -> Split | None:
     """Returns the split by `qkv_sharding`: a PartitionSpec, for the mesh of the context, or a NamedSharding."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
     named = {name for axes in spec for name in names_of(axes)}
@@ -152,10 +142,10 @@ def _split_by_caller(call: Call, sharding: Any) -> Split | None:
     return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
 
 
-def _split_by_placement(call: Call) -> Split | None:
+def by_placement(call: Call) -> Split | None:
     """Returns the split of arrays that are not traced, if they need not be moved to compute in it."""
-    shardings: list[Any] = [x.sharding for x in call.operands[:3] if not isinstance(x, jax.core.Tracer)]
-    if len(shardings) < 3 or not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
+    shardings: list[Any] = [x.sharding for x in call.operands[:3]]
+    if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
         return None
     mesh = shardings[0].mesh
     try:
@@ -164,7 +154,7 @@ def _split_by_placement(call: Call) -> Split | None:
         return None
 
 
-def _split_by_context(call: Call, context: Context) -> Split:
+def by_context(call: Call, context: Context) -> Split:
     """Returns the split by `context_parallel`; the query may say what splits batch and heads if this names nothing."""
     mesh, spec = _mesh_and_spec(call, context)
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype
+from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype, numbers_as_arrays
 from flax_mha.core.sharding import by_mapped_axis
 from flax_mha.core.tile import Grid, Scalar, Tile
 from flax_mha.core.tracing import platform, varying_alike, varying_as
@@ -60,8 +60,11 @@ class BatchSlice(NamedTuple):
     rule: ScoreRule
 
 
-def attention(call: Call, blocks: KeyBlocks) -> OutputAndLse:
+def attention(call: Call) -> OutputAndLse:
     """Output and log-sum-exp of all heads; their derivatives are those of dense attention."""
+    call = numbers_as_arrays(call)
+    blocks = schedule.blocks_in_place(call)
+    assert blocks is not None
     return _all_heads(call.operands, call.options, blocks, schedule.plan_dense(call).looped_axes)
 
 

@@ -13,8 +13,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
+from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, numbers_as_arrays
 from flax_mha.core.tile import Tile
+from flax_mha.impl import dense_gpu
 from flax_mha.impl.shared import nonfinite, schedule
 from flax_mha.impl.shared.head import Head, heads_of, map_heads, to_caller
 from flax_mha.impl.shared.schedule import DensePlan
@@ -25,7 +26,10 @@ OutputAndLseOfHead = tuple[Float[Array, "t Hv"], Float[Array, " t"]]
 
 
 def attention(call: Call) -> OutputAndLse:
-    """Output and log-sum-exp of all heads, from all scores of a head at once."""
+    """Output and log-sum-exp of all heads, from all scores of a head at once; on GPUs by `dense_gpu.py`."""
+    call = numbers_as_arrays(call)
+    if schedule.on_gpu(call):
+        return dense_gpu.attention(call)
     return _all_heads(call.operands, call.options, schedule.plan_dense(call))
 
 

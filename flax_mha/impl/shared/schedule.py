@@ -64,6 +64,7 @@ MAX_SCORES_TPU = 64 * 512 * 512
 # If a mask differs between heads, the tile shape is chosen by looking at up to this many of them.
 EXAMPLES = 4
 
+ALL_AT_ONCE, IN_PLACE = "all scores at once", "keys read in place"  # the ways of "xla"
 # On a CPU keys are read in place for up to so many queries, from so many keys on, unless they are a cache: always then.
 MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
@@ -221,6 +222,11 @@ def _may_fuse(call: Call, scores: int) -> bool:
 def _product_size(call: Call) -> int:
     """The number of multiplications per score in a matrix product: the head size."""
     return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
+
+
+def variant_of_xla(call: Call) -> str:
+    """Names the way in which "xla" computes a call."""
+    return ALL_AT_ONCE if blocks_in_place(call) is None else IN_PLACE
 
 
 def blocks_in_place(call: Call) -> KeyBlocks | None:
