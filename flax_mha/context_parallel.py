@@ -4,18 +4,22 @@ Each device holds a part of the tokens. Between two attentions nothing else look
 needs no further change; see `docs/devices.md`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, get_args
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.operands import Axes, Context, Layout, Strategy
+from flax_mha.call.arguments import check_sharding
+from flax_mha.call.operands import Axes, Context, Layout, Sharding, Strategy
 from flax_mha.core.integers import is_int
 from flax_mha.distributed.slices import chunk_order, reorder_chunks
-from flax_mha.modules.attention_fn import ContextAttention
+from flax_mha.masks import Mask
+from flax_mha.modules.attention_fn import CoreAttention, attention_fn
 
 
 def context_parallel(
@@ -88,6 +92,50 @@ def _names(name: str, axes: Any) -> Axes:
     ):
         raise ValueError(f"{name} must be the name of a mesh axis, a tuple of names or None, but got {axes!r}.")
     return given[0] if isinstance(given, tuple) and len(given) == 1 else given or None
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextAttention:
+    """An `attention_fn` for sequences that are split over devices: what `context_parallel` makes."""
+
+    context: Context
+
+    core: CoreAttention = dataclasses.field(init=False, repr=False, compare=False)  # what modules call
+
+    def __post_init__(self) -> None:
+        core = dataclasses.replace(attention_fn.core, function=self, context=self.context)  # type: ignore[attr-defined]
+        object.__setattr__(self, "core", core)
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | Mask | None = None,
+        *,
+        qkv_sharding: Sharding | None = None,
+        **arguments: Any,
+    ) -> Array:
+        """As `flax_mha.attention_fn`. `qkv_sharding`, which modules pass that split heads, adds to what is known."""
+        _check_computes(query, arguments)
+        sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
+        return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
+
+
+def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
+    """Nothing that needs whole sequences on a device.
+
+    Raises:
+      ValueError: If there is such an argument.
+    """
+    given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
+    if given or jnp.iscomplexobj(query):
+        got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
+        raise ValueError(
+            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}; these "
+            "need whole sequences on a device: use flax_mha.attention_fn."
+        )
 
 
 def zigzag_positions(length: int, devices: int) -> np.ndarray:

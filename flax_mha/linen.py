@@ -15,11 +15,10 @@ from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
-from flax_mha.distributed.tensor_parallel import boxed, dot_general, parameter_names
+from flax_mha.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import FlaxModule, call_module, reach
-from flax_mha.modules.core_attention import core_of
+from flax_mha.modules.call import Arrays, FlaxModule, call_module, core_of, dot_general, reach
 from flax_mha.modules.explain import ExplainedAttention, explaining
 from flax_mha.modules.options import check_options
 from flax_mha.rope import RoPE
@@ -297,7 +296,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     def _stored(self) -> Any:
         return tuple(self.get_variable("cache", name) for name in STORED)
 
-    def _cache(self, variables: list[nn.Variable], query: Array, key: Array) -> KVCache | None:
+    def _cache(self, variables: list[nn.Variable], query: Array, key: Array) -> Arrays | None:
         """Reads the cache variables; None where this call makes them, from its shapes."""
         starting, window = not self.has_variable("cache", "cached_key"), reach(self.local_window_size)
         *batch, length, num_heads, size = key.shape
@@ -315,7 +314,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             raise ValueError(
                 f"Autoregressive cache shape error, expected query shape {expected} instead got {query.shape}."
             )
-        return KVCache.of_window(key, value, index, window)
+        return key, value, index
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

@@ -22,7 +22,7 @@ from flax_mha.distributed import tensor_parallel
 from flax_mha.distributed.tensor_parallel import ParameterNames
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import Arrays, FlaxModule, call_module, reach
+from flax_mha.modules.call import Arrays, FlaxModule, call_module, dot_general, reach
 from flax_mha.modules.explain import ExplainedAttention, explaining
 from flax_mha.modules.options import check_options, check_rngs
 from flax_mha.rope import RoPE
@@ -180,8 +180,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             qkv_promote_dtype=qkv_promote_dtype,
             out_promote_dtype=out_promote_dtype,
             ln_promote_dtype=ln_promote_dtype,
-            qkv_dot_general=qkv_dot_general or (None if qkv_dot_general_cls else tensor_parallel.dot_general),
-            out_dot_general=out_dot_general or (None if out_dot_general_cls else tensor_parallel.dot_general),
+            qkv_dot_general=qkv_dot_general or (None if qkv_dot_general_cls else dot_general),
+            out_dot_general=out_dot_general or (None if out_dot_general_cls else dot_general),
             qkv_dot_general_cls=qkv_dot_general_cls,
             out_dot_general_cls=out_dot_general_cls,
             rngs=rngs,
@@ -431,12 +431,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def _stored(self) -> Any:
         return _read(self.cached_key, self.cached_value, self.cached_lengths)
 
-    def _cache(self, *_: Array) -> KVCache:
+    def _cache(self, *_: Array) -> Arrays:
         """Reads the cache variables."""
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
-        key, value, index = _read(self.cached_key, self.cached_value, self.cache_index)
-        return KVCache.of_window(key, value, index, reach(self.local_window_size))
+        return _read(self.cached_key, self.cached_value, self.cache_index)
 
     def _write(self, arrays: Arrays, stored: bool) -> None:
         """Writes keys, values, and their lengths if a call stored them, or else their index."""

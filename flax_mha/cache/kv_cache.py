@@ -103,6 +103,23 @@ class KVCache:
         is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
         return cls(key, value, index, window if is_ring else None)
 
+    def check_fits(self, key: Array, value: Array, number: int) -> None:
+        """Checks that so many new keys and values can be added, once they have the dtypes of the cache.
+
+        Raises:
+          ValueError: If they cannot.
+        """
+        for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
+            expected = (*cached.shape[:-3], number, *cached.shape[-2:])
+            if new.shape != expected:
+                raise ValueError(
+                    f"Autoregressive cache shape error, expected {name} shape {expected} instead got {new.shape}."
+                )
+            if jnp.iscomplexobj(new) and not jnp.iscomplexobj(cached):
+                raise ValueError(
+                    f"the cache must have a dtype that holds {new.dtype}, but has {cached.dtype}; make it with that."
+                )
+
     @property
     def batch(self) -> tuple[int, ...]:
         """Sizes of the batch axes."""

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from flax import struct
 from flax.core import spmd
-from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -148,17 +147,15 @@ def explicit(x: Array) -> bool:
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
-def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
-    """Multiplies as `jax.lax.dot_general`; the result is split as its operands are, if their types say how.
+def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> NamedSharding:
+    """Returns how a matrix product is split, as its operands are, whose types say how.
 
     JAX does not choose a split for a product that sums over split axes.
     """
-    if options.get("out_sharding") is None and (explicit(lhs) or explicit(rhs)):
-        (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
-        left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
-        batch = [left[axis] for axis in lhs_batch]
-        rows = [part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)]
-        columns = [part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)]
-        mesh = jax.typeof(lhs if explicit(lhs) else rhs).sharding.mesh
-        options["out_sharding"] = NamedSharding(mesh, PartitionSpec(*batch, *rows, *columns))
-    return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
+    (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
+    left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
+    batch = [left[axis] for axis in lhs_batch]
+    rows = [part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)]
+    columns = [part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)]
+    mesh = jax.typeof(lhs if explicit(lhs) else rhs).sharding.mesh
+    return NamedSharding(mesh, PartitionSpec(*batch, *rows, *columns))

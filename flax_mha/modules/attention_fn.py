@@ -1,13 +1,15 @@
-"""`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike."""
+"""`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike.
+
+Modules of ours do not call it: they find its `CoreAttention`, and call the core themselves.
+"""
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.linen.attention import dot_product_attention as linen_attention
 from flax.nnx.nn import dtypes
@@ -16,11 +18,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
-from flax_mha.call.arguments import check_sharding
-from flax_mha.call.operands import Context, Sharding, accumulation_dtype
+from flax_mha.call.operands import Call, Context, Output, Sharding, accumulation_dtype
 from flax_mha.core import validation
+from flax_mha.distributed import dispatch
 from flax_mha.masks import Mask
-from flax_mha.modules.core_attention import CoreAttention
 
 
 def attention_fn(
@@ -149,9 +150,86 @@ def attention_fn(
     return dot_product_attention(query, key, value, implementation=implementation, **scored, **dropout)
 
 
-_PARAMETERS = inspect.signature(attention_fn).parameters
-_CORE = CoreAttention(attention_fn, {name: parameter.default for name, parameter in _PARAMETERS.items()})
-attention_fn.core = _CORE  # type: ignore[attr-defined]
+FROM_MODULE = ("query", "key", "value", "dropout_rng", "dropout_rate", "module")
+STATIC = (bool, int, float, str, tuple)
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreAttention:
+    """An attention function that computes with this package's core: its attribute `core`.
+
+    Attributes:
+      function: The function itself. A wrapper that copies attributes, such as `functools.wraps`, is another function.
+      defaults: Its keyword arguments and their defaults.
+      context: How its sequences are split over devices; None if they are not.
+      run: Computes a call, or explains it.
+      preset: Keyword arguments that `functools.partial`s around the function set.
+    """
+
+    function: Callable[..., Array]
+    defaults: Mapping[str, Any]
+    context: Context | None = None
+    run: Callable[[Call, Implementation | None], Output] = dispatch.run
+    preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def combine(
+        self, arguments: Mapping[str, Any], without: Sequence[str] = (), decoding: bool = False
+    ) -> dict[str, Any]:
+        """Combines the arguments of a module's call with those that partials set, but for these names.
+
+        A default, such as None, leaves an argument to the other side.
+
+        Raises:
+          TypeError: If the function has no such keyword.
+          ValueError: If a keyword is one that modules set, or if the call gives another value; while decoding, also if
+            sequences are split over devices, or if a keyword tells positions.
+        """
+        if decoding and self.context is not None:
+            raise ValueError(
+                "decode must be False with context_parallel, which has no cache that is split along the sequence, but "
+                "got True; decode with attention_fn=flax_mha.attention_fn."
+            )
+        result = dict(arguments)
+        for name, preset in self.preset.items():
+            if name not in self.defaults:
+                raise TypeError(
+                    f"flax_mha.attention_fn() got an unexpected keyword argument {name!r} of functools.partial"
+                )
+            if name not in without and not self._is_default(name, preset):
+                result[name] = self._given_once(name, preset, result.get(name))
+        for name in self.preset:
+            if decoding and name.startswith(("query_", "key_value_")) and name in result:
+                raise ValueError(
+                    f"attention_fn must not set {name} while decoding, where the cache counts positions, but got a "
+                    "functools.partial that does; use lengths of the call."
+                )
+        return result
+
+    def _given_once(self, name: str, preset: Any, given: Any) -> Any:
+        if name in FROM_MODULE:
+            raise ValueError(
+                f"attention_fn must not set {name}, which the module sets in every call, but got a functools.partial "
+                "that does; use the arguments of the module."
+            )
+        if not self._is_default(name, given) and not _is_same(preset, given):
+            raise ValueError(
+                f"{name} must be given once, but got one by the functools.partial of attention_fn and another by the "
+                "module or its call; leave one of them out."
+            )
+        return preset
+
+    def _is_default(self, name: str, x: Any) -> bool:
+        return x is None or _is_same(x, self.defaults[name])
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    """Compares two arguments: one object, or equal static values; arrays are not read."""
+    return x is y or (isinstance(x, STATIC) and isinstance(y, STATIC) and x == y)
+
+
+attention_fn.core = CoreAttention(  # type: ignore[attr-defined]
+    attention_fn, {name: parameter.default for name, parameter in inspect.signature(attention_fn).parameters.items()}
+)
 
 
 def _check_flax_computes(**extra: Any) -> None:
@@ -209,46 +287,3 @@ def attention_weights(
     weights, lse = jax.grad(total, has_aux=True)(jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3])))
     is_nan = jnp.isnan(jnp.swapaxes(lse, -1, -2))[..., None]  # such rows have no derivative
     return jnp.where(is_nan, jnp.full_like(weights, jnp.nan), weights)
-
-
-@dataclasses.dataclass(frozen=True)
-class ContextAttention:
-    """An `attention_fn` for sequences that are split over devices: what `context_parallel` makes."""
-
-    context: Context
-
-    @property
-    def core(self) -> CoreAttention:
-        """What modules call."""
-        return dataclasses.replace(_CORE, function=self, context=self.context)
-
-    def __call__(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        bias: Array | None = None,
-        mask: Array | Mask | None = None,
-        *,
-        qkv_sharding: Sharding | None = None,
-        **arguments: Any,
-    ) -> Array:
-        """As `flax_mha.attention_fn`. `qkv_sharding`, which modules pass that split heads, adds to what is known."""
-        _check_computes(query, arguments)
-        sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
-        return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
-
-
-def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
-    """Nothing that needs whole sequences on a device.
-
-    Raises:
-      ValueError: If there is such an argument.
-    """
-    given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
-    if given or jnp.iscomplexobj(query):
-        got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
-        raise ValueError(
-            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}; these "
-            "need whole sequences on a device: use flax_mha.attention_fn."
-        )

@@ -4,26 +4,34 @@ What Flax's two APIs do differently, the modules pass in a `FlaxModule`.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from flax.nnx.nn import dtypes
+from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
+from flax_mha.cache.cached_attention import over_cache
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.call.arguments import check_window
+from flax_mha.call.arguments import Arguments, canonical, check_sharding, check_window
 from flax_mha.core import validation
-from flax_mha.distributed.tensor_parallel import attention_sharding
+from flax_mha.distributed import tensor_parallel
 from flax_mha.masks import Mask
-from flax_mha.modules import stored_keys
-from flax_mha.modules.core_attention import CoreAttention, core_of
-from flax_mha.modules.decode import check_fits, decode_tokens
-from flax_mha.modules.rotate import rotate
+from flax_mha.modules import sequences
+from flax_mha.modules.attention_fn import CoreAttention
+from flax_mha.modules.decode import decode_by
 
 KeySource = Literal["inputs", "cache", "stored", "to store"]
 Layer = Callable[[Array], Array]
 Arrays = tuple[Array, Array, Array]
 OPTIONS = ("implementation", "scale", "local_window_size", "logits_soft_cap")
+# Arguments of `attention_fn` that the core knows. Of a call with others the function itself takes care.
+CORE = Arguments.__optional_keys__ | {"bias", "mask", "implementation"}
+DIRECT = CORE | {"deterministic", "dtype", "force_fp32_for_softmax"}
 
 
 class FlaxModule(NamedTuple):
@@ -36,7 +44,7 @@ class FlaxModule(NamedTuple):
       out: Projects heads back to features.
       norms: Normalize the heads of queries and keys; None if there are none.
       sinks: The learned sinks [N].
-      cache: Reads the cache, given query and key; None where this call makes it.
+      cache: Reads cached keys, values and index, given query and key; None where this call makes them.
       stored: Reads keys, values and lengths that an earlier call stored; None if none did.
       arguments: Flax's own arguments of the attention function.
       features: Of queries, and of keys and values; None where the projections check them.
@@ -48,7 +56,7 @@ class FlaxModule(NamedTuple):
     out: Layer
     norms: tuple[Layer, Layer] | None
     sinks: Array | None
-    cache: Callable[[Array, Array], KVCache | None]
+    cache: Callable[[Array, Array], Arrays | None]
     stored: Callable[[], Arrays] | None
     arguments: dict[str, Any]
     features: tuple[int, int] | None = None
@@ -78,62 +86,140 @@ def call_module(
     """
     keys = source_of_keys(decode, store_keys, flax.stored is not None, inputs_k, inputs_v, lengths)
     self_attention = keys == "cache" or (keys == "inputs" and (inputs_k is None or inputs_k is inputs_q))
-    sequences = sequence_arguments(segment_ids, lengths, self_attention, decode, keys)
+    by_sequence: dict[str, Array | None] = {}
+    if segment_ids is not None or lengths is not None:
+        by_sequence = sequences.arguments_of(segment_ids, lengths, self_attention, decode, keys == "cache")
     core = core_of(module.attention_fn)
     if keys == "stored":
-        stored_keys.check(module, core, mask, score_mod)
+        sequences.check_stored(module, {} if core is None else core.preset, mask, score_mod)
+    query, key, value, used = _project(flax, keys, inputs_q, inputs_k, inputs_v)
+    if used is not None:  # by the keys that are stored, not by the padding after them
+        takes_lengths = core is not None and core.context is None
+        mask = sequences.mask_of_stored(by_sequence, mask, used, key, takes_lengths)
+    cache = _cache_of(module, flax, query, key, value) if keys == "cache" else None
+    if module.rope is not None or positions is not None:
+        start = 0 if cache is None else jnp.maximum(cache.index, 0)
+        query, key = sequences.rotate(query, key, module.rope, positions, self_attention, start, keys == "stored")
+    ours = by_sequence | {"mask": mask, "bias": bias, "sinks": flax.sinks, "score_mod": score_mod}
+    ours |= {name: getattr(module, name) for name in OPTIONS}
+    ours["is_causal"] = is_causal if is_causal is not False and keys in ("inputs", "cache") else None
+    ours["qkv_sharding"] = _attention_sharding(module, core, qkv_sharding, query)
+    # Without those that are not given, any function with Flax's signature will do.
+    arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None}
+    if cache is not None:
+        x, new = _decode(module.attention_fn, core, query, key, value, cache, lengths, arguments)
+        return flax.out(x), (new.key, new.value, new.index)
+    if core is not None and core.preset:
+        # Of queries that use stored keys the positions are not known.
+        arguments = core.combine(arguments, without=("is_causal",) if keys in ("stored", "to store") else ())
+    attend = module.attention_fn if core is None else core.function
+    if core is not None and knows_all((query, key, value), arguments):
+        attend = functools.partial(compute, core)
+    x, stored = attend(query, key, value, **arguments), None
+    if keys == "to store":
+        stored = key, value, sequences.lengths_of(by_sequence.get("key_value_seq_lengths"), key)
+    return flax.out(x), stored
+
+
+def _project(
+    flax: FlaxModule, keys: KeySource, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Array | None]:
+    """Returns query, key and value, normalized, and the lengths of keys that an earlier call stored."""
+    used = None
+    if keys == "stored":
         check_inputs(inputs_q, inputs_q, inputs_q, None)
         query = flax.query(inputs_q)
         key, value, used = flax.stored()  # type: ignore[misc]
-        mask = stored_keys.mask_of(core, sequences, mask, used, key)  # type: ignore[arg-type]
     else:
         inputs_k, inputs_v = check_inputs(inputs_q, inputs_k, inputs_v, flax.features)
         query, key, value = flax.query(inputs_q), flax.key(inputs_k), flax.value(inputs_v)
     if flax.norms is not None:
         query, key = flax.norms[0](query), key if keys == "stored" else flax.norms[1](key)
-    cache = flax.cache(query, key) if keys == "cache" else None
-    if cache is not None:
-        check_fits("key", key, cache.key, query.shape[-3])
-        check_fits("value", value, cache.value, query.shape[-3])
-    if module.rope is not None or positions is not None:
-        start = 0 if cache is None else jnp.maximum(cache.index, 0)
-        query, key = rotate(query, key, module.rope, positions, self_attention, start, keys == "stored")
-    ours = sequences | {
-        "mask": mask,
-        "is_causal": is_causal if is_causal is not False and keys in ("inputs", "cache") else None,
-        "bias": bias,
-        "sinks": flax.sinks,
-        "score_mod": score_mod,
-        "qkv_sharding": _attention_sharding(module, core, qkv_sharding, query),
-        **{name: getattr(module, name) for name in OPTIONS},
-    }
-    # Without those that are not given, any function with Flax's signature will do.
-    arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None}
-    if cache is not None:
-        x, new = decode_tokens(module.attention_fn, core, query, key, value, cache, lengths, arguments)
-        return flax.out(x), new.arrays
-    x = _attend(module.attention_fn, core, query, key, value, keys, arguments)
-    stored = (key, value, stored_keys.lengths_of(sequences, key)) if keys == "to store" else None
-    return flax.out(x), stored
+    return query, key, value, used
 
 
-def _attend(
+def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
+    """Multiplies as `jax.lax.dot_general`; the result is split as its operands are, if their types say how."""
+    by_types = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs))
+    if by_types and options.get("out_sharding") is None:
+        options["out_sharding"] = tensor_parallel.sharding_of_product(lhs, rhs, dimension_numbers)
+    return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
+
+
+def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Array) -> KVCache | None:
+    arrays = flax.cache(query, key)
+    if arrays is None:
+        return None
+    cache = KVCache.of_window(*arrays, reach(module.local_window_size))
+    cache.check_fits(key, value, query.shape[-3])
+    return cache
+
+
+def core_of(attention_fn: Callable[..., Array]) -> CoreAttention | None:
+    """Returns the core of an attention function, through `functools.partial`s that set keywords; None of another's."""
+    function: Any = attention_fn
+    preset: dict[str, Any] = {}
+    # Of exactly these types: a subclass may do more in its call.
+    while type(function) in (functools.partial, jax.tree_util.Partial) and not function.args:
+        function, preset = function.func, function.keywords | preset
+        inner = getattr(function, "fun", None)  # by which jax.tree_util.Partial keeps another partial
+        function = inner if type(inner) is functools.partial else function
+    core = getattr(function, "core", None)
+    if not isinstance(core, CoreAttention) or core.function is not function:
+        return None
+    return dataclasses.replace(core, preset={**core.preset, **preset}) if preset else core
+
+
+def knows_all(arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the core knows all arguments: no weights to sow, no einsums of Flax, no complex numbers."""
+    given = {name for name, x in arguments.items() if x is not None}
+    return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
+
+
+def compute(core: CoreAttention, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
+    """Computes a call with arguments of `attention_fn` by the core, without what that does not know."""
+    promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
+    query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
+    known = _core_arguments(arguments)
+    implementation = known.pop("implementation", None)
+    if core.context is not None:
+        sharding = check_sharding(known.get("qkv_sharding"), query.ndim)
+        known["qkv_sharding"] = core.context.with_sharding(sharding, query.ndim)
+    return core.run(canonical(query, key, value, **known), implementation)[0]
+
+
+def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Selects the arguments of `dot_product_attention` among those of `attention_fn`."""
+    dropout = ("dropout_rate", "dropout_rng") if arguments.get("deterministic") else ()
+    known = {name: x for name, x in arguments.items() if name in CORE and name not in dropout and x is not None}
+    if not isinstance(known.get("mask"), Mask | None):
+        known["mask"] = validation.mask_of_numbers(known["mask"])
+    return known
+
+
+def _decode(
     attention_fn: Callable[..., Array],
     core: CoreAttention | None,
     query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    keys: KeySource,
+    key: Float[Array, "*B T K H"],
+    value: Float[Array, "*B T K Hv"],
+    cache: KVCache,
+    lengths: Any,
     arguments: dict[str, Any],
-) -> Float[Array, "*B T N Hv"]:
-    """Computes the attention of a call that has no cache to add to."""
-    if core is None:
-        return attention_fn(query, key, value, **arguments)
-    if core.preset:
-        if keys in ("stored", "to store"):  # the queries' positions are not known
-            core = dataclasses.replace(core, preset={n: x for n, x in core.preset.items() if n != "is_causal"})
-        arguments = core.combine(arguments)
-    return core.attend(query, key, value, arguments)
+) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
+    """Computes the attention of new tokens over the cache and themselves, and adds them to the cache.
+
+    The function itself is called only if it is not ours (`functools.partial`s aside), or if it has to do what only it
+    can: sow the weights, compute complex numbers or quantized products.
+    """
+    if core is not None:
+        attention_fn, arguments = core.function, core.combine(arguments, decoding=True)
+    arguments.pop("is_causal", None)  # the call is causal anyhow
+    key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
+    if core is None or not knows_all((query,), arguments):
+        return decode_by(attention_fn, core is not None, query, key, value, cache, lengths, arguments)
+    (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
+    return over_cache(core.run, query, key, value, cache, lengths=lengths, **_core_arguments(arguments))
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
@@ -143,7 +229,7 @@ def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: A
     preset = None if core is None else core.preset.get("qkv_sharding")
     names_batch = core is not None and core.context is not None
     qkv_sharding = preset if qkv_sharding is None else qkv_sharding
-    return attention_sharding(qkv_sharding, module.head_axis, query.ndim, names_batch)
+    return tensor_parallel.attention_sharding(qkv_sharding, module.head_axis, query.ndim, names_batch)
 
 
 def check_inputs(
@@ -205,38 +291,6 @@ def source_of_keys(
             "to store others."
         )
     return "stored"
-
-
-def sequence_arguments(
-    segment_ids: Array | tuple[Array, Array] | None,
-    lengths: Array | tuple[Array | None, Array | None] | None,
-    self_attention: bool,
-    decode: bool,
-    keys: KeySource,
-) -> dict[str, Array | None]:
-    """Splits segment ids and lengths into arguments of the attention: one of each for queries and for keys."""
-    if decode and segment_ids is not None:
-        raise ValueError("segment_ids must be None while decoding, but got an array; a cache holds one document.")
-    if keys == "cache" and isinstance(lengths, tuple):
-        raise ValueError("lengths must be one array while decoding, the new tokens of each sequence, but got a pair.")
-    if keys == "cache":
-        return {}
-    if lengths is not None and not isinstance(lengths, tuple) and not self_attention:
-        raise ValueError(
-            "lengths must be a pair (of queries, of keys) where keys are not the queries, but got one array; use "
-            "(None, lengths) for the keys alone."
-        )
-    for name, given in (("segment_ids", segment_ids), ("lengths", lengths)):
-        if isinstance(given, tuple) and len(given) != 2:
-            raise ValueError(f"{name} must be one array or a pair (of queries, of keys), but got {len(given)} arrays.")
-    query_ids, key_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    query_lengths, key_lengths = lengths if isinstance(lengths, tuple) else (lengths, lengths)
-    return {
-        "query_segment_ids": query_ids,
-        "key_value_segment_ids": key_ids,
-        "query_seq_lengths": query_lengths,
-        "key_value_seq_lengths": key_lengths,
-    }
 
 
 def reach(local_window_size: Any) -> int | None:
