@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from flax_mha.core.integers import is_int
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 
 Arguments = dict[str, Any]
@@ -107,7 +108,7 @@ def documents(ids: Int[Array, "*B S"]) -> Arguments:
 
 
 def alibi(num_heads: int) -> Arguments:
-    """ScoreRule fall with the distance, at another rate in each head. Press et al., ALiBi, arXiv:2108.12409, section 3.
+    """Scores fall with the distance, at another rate in each head. Press et al., ALiBi, arXiv:2108.12409, section 3.
 
     The slopes are those of the authors' code, as Bloom has them: of n heads, n a power of two, 2^(-8/n), 2^(-16/n), up
     to 2^-8. Another number of heads takes the slopes of the power of two below it, and then every second one of the
@@ -116,9 +117,9 @@ def alibi(num_heads: int) -> Arguments:
     Raises:
       ValueError: If `num_heads` is no integer of 1 or more.
     """
-    if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
+    if not is_int(num_heads) or num_heads < 1:
         raise ValueError(f"num_heads must be an int >= 1, but got {num_heads!r}.")
-    below = 2 ** (num_heads.bit_length() - 1)
+    below = 2 ** (int(num_heads).bit_length() - 1)
     exponents = [*(8 * np.arange(1, below + 1) / below), *(4 * np.arange(1, 2 * (num_heads - below), 2) / below)]
     slopes = jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
 

@@ -187,6 +187,7 @@ def test_refuses_before_anything_changes(entries, options, arguments, message):
     assert all(one.tobytes() == other.tobytes() for one, other in zip(leaves(module), before, strict=True))
 
 
+@pytest.mark.core
 def test_an_error_about_a_large_model_is_short():
     layers = {
         f"{part}.{i}.attn.": state_dict(prefix=f"{part}.{i}.attn.") for part in "abcdefghijkl" for i in range(100)
@@ -197,6 +198,7 @@ def test_an_error_about_a_large_model_is_short():
     assert len(str(error.value)) < 1000
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("options", [{}, {"normalize_qk": "rms_norm"}, {"sinks": True}], ids=str)
 def test_loads_what_from_torch_makes(options):
     entries = state_dict(norms="normalize_qk" in options, sinks="sinks" in options)
@@ -316,6 +318,7 @@ def test_a_module_of_flax_is_loaded():
     assert float(module.query.kernel.get_value().sum()) == 36.0
 
 
+@pytest.mark.core
 def test_gemma_norms_are_one_plus_weight():
     """Known from `describe`, or from the argument; the keys beside are those of Gemma 4, too, which adds no 1."""
     entries = state_dict(norms=True, prefix="layers.0.self_attn.")
@@ -334,6 +337,7 @@ def test_gemma_norms_are_one_plus_weight():
         np.testing.assert_allclose(back["q_norm.weight"], weight, rtol=0, atol=2.0**-23)
 
 
+@pytest.mark.core
 def test_offsets_are_added_in_float32():
     """In bfloat16, 1 + 2^-9 would be 1."""
     entries = state_dict(ml_dtypes.bfloat16, norms=True, q_norm__weight=np.full(H, 2.0**-9, ml_dtypes.bfloat16))
@@ -407,6 +411,7 @@ DESCRIBED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("config", "layer", "expected"), DESCRIBED.values(), ids=DESCRIBED)
 def test_describe(config, layer, expected):
     got = convert.describe(config, layer)

@@ -39,7 +39,7 @@ RECIPES = {
         {"mask": CAUSAL & (IDS[:, None, :, None] == IDS[:, None, None, :])},
     ),
     "ALiBi": (
-        lambda: recipes.alibi(N),
+        lambda: recipes.alibi(np.int64(N)),
         None,
         {"mask": CAUSAL, "added": -SLOPES[:, None, None] * (row - column)},
     ),

@@ -67,6 +67,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_one_line(case):
     call, message = REFUSED[case]
@@ -188,6 +189,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", CONFIGS)
 def test_from_config(name):
     config, arguments, want = CONFIGS[name]
@@ -266,6 +268,7 @@ REFUSED_CONFIGS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("case", REFUSED_CONFIGS)
 def test_refused_configs(case):
     config, arguments, message = REFUSED_CONFIGS[case]

@@ -114,6 +114,7 @@ def test_every_layout_is_tried():
     assert {layout for layout, *_ in MODULES.values()} <= {*convert.LAYOUTS}
 
 
+@pytest.mark.core
 def test_outputs_agree(case):
     _, module, features, kv_heads = case
     module.double()
@@ -173,6 +174,7 @@ def numpy_dtype(dtype):
     return np.dtype(ml_dtypes.bfloat16 if dtype == torch.bfloat16 else str(dtype).removeprefix("torch."))
 
 
+@pytest.mark.core
 def test_every_bfloat16_is_exact():
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).reshape(256, 256)
     state_dict = {f"{name}_proj.weight": numbers for name in "qkvo"}
@@ -209,6 +211,7 @@ def test_refuses_heads_that_do_not_fit(heads, message):
         convert.from_torch(torch_mha().state_dict(), *heads)
 
 
+@pytest.mark.core
 def test_refuses_a_prefix():
     module = nn.ModuleDict({"attention": torch_mha()})
     with pytest.raises(ValueError, match=r"prefix must lead to .* as prefixes:\n  'attention\.'$"):

@@ -20,6 +20,7 @@ def torch_mha(**options):
     return nn.MultiheadAttention(8, 2, batch_first=True, **options)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes(dtype):
     """float32 holds the first two exactly; float64 is rounded to the module's dtype."""
@@ -70,6 +71,7 @@ WRONG = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
 def test_refuses_before_anything_changes(make, message):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch_rope
+from marks import with_core
 
 from flax_mha.rope import Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
 
@@ -109,7 +110,7 @@ def by_torch(name):
     return x, output.detach().numpy(), slope, tensor.grad.numpy()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", with_core(MODELS, "llama_3_1", "gpt_j", "gpt_oss", "phi_3_long"))
 def test_same_as_torch(name):
     """Angles have the same bits on both sides. cos and sin are off by 2^-22 in each library at most (4 units in the
     last place), and two products and a sum add 2^-23: for |u|, |v| <= m, in all 2 * 2m * (2^-22 + 2^-23) < m * 2^-19.
@@ -129,6 +130,7 @@ def test_same_as_torch(name):
     np.testing.assert_allclose(apply_rope(jnp.asarray(x), POSITIONS, rope), got, rtol=0, atol=tolerance)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", MODELS)
 def test_configs_give_the_same(name):
     rope, config, arguments, _ = MODELS[name]

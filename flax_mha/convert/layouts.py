@@ -37,27 +37,16 @@ ONE_PLUS_WEIGHT = ("gemma3_text",)  # models whose norms of queries and keys mul
 
 
 class Layout(NamedTuple):
-    """The names, stacks and sizes of one PyTorch module's weights.
+    """The names, stacks and sizes of one PyTorch module's weights."""
 
-    Attributes:
-      stacks: For each key of the state_dict the Flax paths that it stacks, row upon row.
-      equal: The letters of axes of one and the same size.
-      biased: The choices of projections with a bias.
-      ignored: Prefixes of keys that are no part of the attention.
-      by_group: Whether stacked rows are [K, N / K + 2, H], each key head after its query heads; else all queries first.
-      transposed: Whether weights are [in, out].
-      rotary: The models with these keys that need rotary positions.
-      scale: The factor of query . key of every model with these keys, if not 1 / sqrt(H).
-    """
-
-    stacks: dict[str, list[str]]
-    equal: str
-    biased: tuple[tuple[str, ...], ...]
-    ignored: tuple[str, ...] = ()
-    by_group: bool = False
-    transposed: bool = False
-    rotary: str = ""
-    scale: float | None = None
+    stacks: dict[str, list[str]]  # for each key of the state_dict the Flax paths that it stacks, row upon row
+    equal: str  # the letters of axes of one and the same size
+    biased: tuple[tuple[str, ...], ...]  # the choices of projections with a bias
+    ignored: tuple[str, ...] = ()  # prefixes of keys that are no part of the attention
+    by_group: bool = False  # stacked rows are [K, N / K + 2, H], key heads after their query heads; else queries first
+    transposed: bool = False  # weights are [in, out]
+    rotary: str = ""  # the models with these keys that need rotary positions
+    scale: float | None = None  # the factor of query . key of every model with these keys, if not 1 / sqrt(H)
 
     @property
     def is_stacked(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from flax_mha.convert.layouts import KERNELS, LAYOUTS, LayoutName
+from flax_mha.convert.layouts import KERNELS, LAYOUTS, Layout, LayoutName
 
 # The ends of quantized weights' keys: bitsandbytes, GPTQ and AWQ, compressed-tensors and FP8, PyTorch's own.
 QUANTIZED: tuple[str, ...] = ("SCB", "absmax", "quant_map", "weight_format", "qweight", "qzeros", "g_idx")
@@ -56,7 +56,7 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
     differences = {name: layout.difference(entries) for name, layout in LAYOUTS.items()}
     fits = [name for name, difference in differences.items() if difference == ([], [])]
     if fits:  # a layout of the right orientation first, then one of the right biases
-        return max(fits, key=lambda name: (_fits_orientation(name, entries), _fits_biases(name, entries)))
+        return max(fits, key=lambda name: _fit(LAYOUTS[name], entries))
     if T5_TABLE in entries and differences["hf_t5"] == ([T5_TABLE], []):
         raise ValueError(
             f"state_dict must hold the attention alone, but got {T5_TABLE}, which T5 adds to the scores of every "
@@ -75,17 +75,12 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
     )
 
 
-def _fits_orientation(name: LayoutName, entries: Mapping[str, Any]) -> bool:
-    """Returns whether the stacked rows of the first kernel, its longer axis, are where this layout has them."""
-    layout = LAYOUTS[name]
+def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Returns whether stacked rows, the longer axis, are where this layout has them, and whether biases are."""
     key = next(key for key, paths in layout.stacks.items() if paths[0] in KERNELS)
     shape = tuple(getattr(entries[key], "shape", ()))
-    is_square = len(shape) != 2 or shape[0] == shape[1]
-    return not layout.is_stacked or is_square or (shape[1] > shape[0]) == layout.transposed
-
-
-def _fits_biases(name: LayoutName, entries: Mapping[str, Any]) -> bool:
-    return LAYOUTS[name].biases(entries) in LAYOUTS[name].biased
+    is_square = not layout.is_stacked or len(shape) != 2 or shape[0] == shape[1]
+    return is_square or (shape[1] > shape[0]) == layout.transposed, layout.biases(entries) in layout.biased
 
 
 def attention_layers(keys: Iterable[str]) -> list[str]:
