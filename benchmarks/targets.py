@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from flax_mha.core import tracing
 from flax_mha.impl import cudnn
 
 # What XLA has to know of an NVIDIA H200, as a text proto (GpuTargetConfigProto).
@@ -52,7 +53,7 @@ def target_of(name: str) -> Target:
 def compiling_for(target: Target, count: int = 1) -> Iterator[None]:
     """Has our choice of implementation, and jax's checks of cuDNN, take `count` of these devices for those here."""
     ours = [module for name, module in sys.modules.items() if name.startswith("flax_mha.")]
-    asked = [module for module in ours if getattr(module, "platform", None) is target.platform]
+    asked = [module for module in ours if getattr(module, "platform", None) is tracing.platform]
     theirs = "jax._src.cudnn.fused_attention_stablehlo"
     with contextlib.ExitStack() as stack:
         patches = [mock.patch("jax.device_count", return_value=count)]

@@ -1,4 +1,4 @@
-"""What `benchmarks/hlo.py` reads out of a program: kernels, traffic, trips, the cheaper branch."""
+"""What `benchmarks/hlo.py` reads out of a program, and for what device `benchmarks/targets.py` has us choose."""
 
 import importlib.util
 import re
@@ -9,9 +9,17 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-SPEC = importlib.util.spec_from_file_location("hlo", Path(__file__).parent.parent / "benchmarks" / "hlo.py")
-hlo = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(hlo)
+from flax_mha import explain_implementation
+
+
+def benchmark(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hlo, targets = benchmark("hlo"), benchmark("targets")
 
 TEXT = """HloModule f
 
@@ -77,3 +85,11 @@ def test_of_a_program_compiled_here():
     assert costs.others >= 7
     assert costs.traffic >= 7 * 2 * 64 * 64 * 4
     assert len(re.findall("ENTRY", text)) == 1
+
+
+@pytest.mark.parametrize(("dtype", "chosen"), [(jnp.bfloat16, "cudnn"), (jnp.float32, "xla")])
+def test_choices_are_made_for_the_device_that_is_compiled_for(dtype, chosen):
+    names, x = [], jax.ShapeDtypeStruct((1, 1024, 4, 64), dtype)
+    with targets.compiling_for(targets.Target("gpu", [])):
+        jax.eval_shape(lambda x: names.append(explain_implementation(x, x, x, is_causal=True).chosen), x)
+    assert names == [chosen]
