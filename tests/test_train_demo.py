@@ -24,14 +24,14 @@ from demo_runs import ROOT, SETTINGS, STEPS, TINY, assert_same_run, demo, here
 from train_demo import checkpoint, metrics, run_folder, training
 from train_demo.errors import UserError
 
+pytest_plugins = ["demo_fixtures"]
+
 # Runs the command line in a process that sends itself a signal at a moment that the test chooses: when a file whose
 # path holds some words gets its name, or when the loss of a step is noted.
 SABOTAGED = """
 import os, signal, sys
 from train_demo import metrics
 from train_demo.__main__ import main
-
-pytest_plugins = ["demo_fixtures"]
 
 where, number, *arguments = sys.argv[1:]
 

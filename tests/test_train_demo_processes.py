@@ -20,6 +20,8 @@ from train_demo.crash_log import summary
 from train_demo.errors import UserError
 from train_demo.settings import Layout, Settings
 
+pytest_plugins = ["demo_fixtures"]
+
 STEPS = 6
 SIZES = (
     *("--steps", STEPS, "--save-every", 2, "--eval-every", 3, "--batch-size", 8),
@@ -49,7 +51,6 @@ elif moment:
     sys.addaudithook(strike)
 from train_demo.__main__ import _start
 
-pytest_plugins = ["demo_fixtures"]
 _start()
 """
 
