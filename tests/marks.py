@@ -1,4 +1,6 @@
-"""Marks of the core, the tests that plain `pytest` runs."""
+"""Marks of the core, the tests that plain `pytest` runs, and fewer cases than all combinations."""
+
+import itertools
 
 import pytest
 
@@ -14,3 +16,14 @@ def with_core(cases, *core):
 def with_core_tuples(cases, *core):
     """As `with_core`, for a test of several parameters, whose cases are tuples."""
     return [pytest.param(*param.values[0], marks=param.marks) for param in with_core(map(tuple, cases), *core)]
+
+
+def pairwise(*axes):
+    """Tuples of one value of each axis, few, among which any two values of two axes meet."""
+    cases = list(itertools.product(*map(range, map(len, axes))))
+    pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
+    unmet, chosen = set().union(*pairs.values()), []
+    while unmet:
+        chosen.append(max(cases, key=lambda case: len(pairs[case] & unmet)))
+        unmet -= pairs[chosen[-1]]
+    return [tuple(axis[i] for axis, i in zip(axes, case, strict=True)) for case in chosen]

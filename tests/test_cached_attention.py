@@ -1,9 +1,6 @@
 """`cached_attention`: full caches, NaN in slots, transformations, implementations, refusals, any split into calls."""
 
 import functools
-import subprocess
-import sys
-import textwrap
 from typing import NamedTuple
 
 import jax
@@ -307,44 +304,6 @@ def test_64_bit_types():
             if window is None:
                 np.testing.assert_allclose(output[0], expected[0], rtol=0, atol=1e-12)
                 np.testing.assert_allclose(last, expected[:, 17:18], rtol=0, atol=1e-12)
-
-
-def test_across_devices():
-    """Batch entries, or query heads over one cache, on eight devices; in a process of its own, which has so many."""
-    program = f"""
-    import jax, jax.numpy as jnp, numpy as np
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    from flax_mha.cached_attention import cached_attention
-    from flax_mha.kv_cache import KVCache
-    P, window = jax.P, {WINDOW}
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    rng = np.random.default_rng(0)
-
-    def check(number, dtype, per_row, window, by_head):
-        new, old = ([jnp.asarray(rng.standard_normal((8, t, n, 6)), dtype) for n in (8, 1, 1)] for t in (number, 9))
-        def attend(query, key, value, cache):
-            return cached_attention(query, key, value, cache, local_window_size=window)
-        cache = KVCache.create(8, 99, 1, 6, dtype, window=window, per_row=per_row).update(*old[1:])
-        specs = (P(None, None, "x"), P(), P()) if by_head else (P("x"),) * 3
-        of_index = P("x") if per_row and not by_head else P()
-        of_cache = jax.tree.unflatten(jax.tree.structure(cache), (specs[1], specs[2], of_index))
-        both = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(*specs, of_cache), out_specs=(specs[0], of_cache)))
-        for start in (cache, KVCache.create(8, 99, 1, 6, dtype, window=window, per_row=per_row)):
-            (got, after), (expected, alone) = both(*new, start), jax.jit(attend)(*new, start)
-            atol = 2e-2 if dtype == jnp.bfloat16 else 1e-5
-            np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, expected)), rtol=0, atol=atol)
-            for x, y in zip(after.arrays, alone.arrays):
-                assert np.array_equal(x, y)
-
-    check(1, jnp.bfloat16, True, None, False)
-    check(1, jnp.float32, False, window, False)
-    check(18, jnp.float32, True, None, False)
-    check(18, jnp.float32, False, window, True)
-    print("all equal")
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
-    assert done.stdout == "all equal\n", done.stderr
 
 
 # Implementations -----------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """A step of decoding copies no cache: XLA's own account of its temporaries is exact."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from marks import pairwise
 
 import flax_mha
 from flax_mha import linen
@@ -42,7 +42,7 @@ def compiled(number=1, steps=None, dtype=jnp.float32, num_kv_heads=N, per_row=Fa
 
 CASES = [
     dict(zip(("dtype", "num_kv_heads", "per_row", "steps"), case, strict=True))
-    for case in itertools.product((jnp.float32, jnp.bfloat16), (8, 2, 1), (False, True), (None, 5))
+    for case in pairwise((jnp.float32, jnp.bfloat16), (8, 2, 1), (False, True), (None, 5))
 ]
 RINGS = [
     {"window": WINDOW, "dtype": dtype, "num_kv_heads": 2, "per_row": True, "steps": 5}
@@ -88,9 +88,10 @@ def test_a_step_of_a_linen_module_with_a_partial_copies_no_cache():
     assert program.memory_analysis().temp_size_in_bytes <= 2 * 2**20 + size / 100
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("kind", ["one index", "an index each", "lengths", "ring"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "mapped"),
+    pairwise((jnp.float32, jnp.bfloat16), ("one index", "an index each", "lengths", "ring"), (False, True)),
+)
 def test_a_prompt_copies_no_cache(dtype, kind, mapped):
     """It is written where it belongs, by mapped calls too; some of it may be converted."""
     number, window = 100, SLOTS if kind == "ring" else None
@@ -115,12 +116,13 @@ def test_a_prompt_copies_no_cache(dtype, kind, mapped):
     assert analysis.alias_size_in_bytes >= size  # what is donated is written to
 
 
-@pytest.mark.parametrize("mapped", [0, 1, 2])
-@pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("batch", "heads", "size"), [((2, 2), 1, 8), ((2, 1), 2, 8), ((2, 2), 3, 1)], ids=str)
-def test_several_batch_axes_copy_no_cache(batch, heads, size, dtype, per_row, mapped):
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "per_row", "mapped"),
+    pairwise([((2, 2), 1, 8), ((2, 1), 2, 8), ((2, 2), 3, 1)], (jnp.float32, jnp.bfloat16), (False, True), (0, 1, 2)),
+)
+def test_several_batch_axes_copy_no_cache(sizes, dtype, per_row, mapped):
     """Also if some axes have length 1, for which the compiler likes other layouts."""
+    batch, heads, size = sizes
     shape = (*batch, *[2] * mapped)
     cache, new = jax.eval_shape(
         lambda: (

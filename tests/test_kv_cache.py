@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import pairwise
 
 from flax_mha import dot_product_attention
 from flax_mha.cache.kv_cache import SPARE, KVCache
@@ -79,8 +80,9 @@ def test_a_ring_needs_a_window_and_some_spare_slots(length, slots):
     assert cache.window == (WINDOW if slots == RING else None)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("batch", [(B,), (), (2, 2)])
+@pytest.mark.parametrize(
+    ("batch", "dtype"), [((B,), jnp.float32), ((B,), jnp.bfloat16), ((), jnp.float16), ((2, 2), jnp.bfloat16)]
+)
 def test_tokens_one_after_another(batch, dtype):
     """Eight bits of significand hold entry and position up to here."""
     cache = KVCache.create(batch, S, K, H, dtype)
@@ -250,9 +252,7 @@ def test_a_ring_is_full_where_positions_end():
         ring.has_room(3)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("number", [1, 65])
+@pytest.mark.parametrize(("number", "per_row", "dtype"), pairwise((1, 65), (False, True), (jnp.float32, jnp.bfloat16)))
 def test_without_room_nothing_is_written(number, per_row, dtype):
     """Under jit, and in the sequences alone that have none."""
     length = number + 4
@@ -267,9 +267,7 @@ def test_without_room_nothing_is_written(number, per_row, dtype):
     same_bits(after.key[1, 4:], tokens(0, number, dtype=dtype)[0][1])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("number", [2, 65])
+@pytest.mark.parametrize(("number", "per_row", "dtype"), pairwise((2, 65), (False, True), (jnp.float32, jnp.bfloat16)))
 def test_what_is_written_has_a_gradient(number, per_row, dtype):
     """And what it replaces has none."""
     cache = KVCache.create(B, SLOTS, K, H, dtype, per_row=per_row).update(*tokens(0, 3, dtype=dtype))
@@ -297,10 +295,10 @@ def after_update(old, new, index, added, ring):
     return held
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("kind", ["one index", "an index each", "lengths"])
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(
+    ("ring", "kind", "mapped", "dtype"),
+    pairwise((False, True), ("one index", "an index each", "lengths"), (False, True), (jnp.float32, jnp.bfloat16)),
+)
 def test_every_slot_after_updates_of_any_size(ring, kind, mapped, dtype):
     """Those that are not written keep their bits, also where there is no room, or a ring goes on at its first slot."""
     rng, outer = np.random.default_rng(0), 2 if mapped else 1

@@ -72,17 +72,6 @@ def test_tiles_change_nothing_but_the_order_of_sums(tile, monkeypatch):
     jax.tree.map(close, got, dropped_and_causal("xla"))
 
 
-@pytest.mark.parametrize("empty", ["t", "s", "batch"])
-@BOTH
-def test_empty_axes(empty, implementation):
-    arrays = inputs(**{empty: 0})
-    (output, lse), grads = output_and_gradients(arrays, is_causal=True, implementation=implementation)
-    assert output.shape == arrays[0].shape
-    assert (output == 0).all()
-    assert (lse == -jnp.inf).all()
-    assert all((g == 0).all() and g.shape == x.shape for g, x in zip(grads, arrays, strict=True))
-
-
 DROP = {"dropout_rate": 0.2, "dropout_rng": jax.random.key(3)}
 
 

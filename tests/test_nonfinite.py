@@ -88,8 +88,10 @@ def given_arrays(score_mod, arguments):
     ("score_mod", "arguments"),
     with_core_tuples(
         [
-            *itertools.product(("no score_mod", "slopes"), ARGUMENTS),
-            *itertools.product(("logarithm", "root", "masks itself"), ("plain", "all")),
+            *(("no score_mod", arguments) for arguments in ("plain", "soft cap, sinks", "all")),
+            *(("slopes", arguments) for arguments in ("bias, window", "all")),
+            *((score_mod, "all") for score_mod in ("logarithm", "root", "masks itself")),
+            *((score_mod, "plain") for score_mod in ("root", "masks itself")),
         ],
         ("no score_mod", "plain"),
         ("no score_mod", "all"),

@@ -2,8 +2,6 @@
 
 import functools
 import math
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 from cases import compiled_for
 from jax import export
-from marks import with_core
+from marks import pairwise, with_core
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.cached_attention import cached_attention
@@ -79,80 +77,6 @@ def lengths3():
     return jnp.array([1.0, 2.0, 3.0])
 
 
-SHARD_MAPPED = """
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-import jax.numpy as jnp
-import numpy as np
-from flax_mha import dot_product_attention
-from flax_mha.masks import CausalMask, FunctionMask
-
-P, rng = jax.P, np.random.default_rng(0)
-mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-arrays = [jnp.asarray(rng.standard_normal((4, 24, n, 8)), jnp.float32) for n in (4, 2, 2)]
-table, ids = jnp.linspace(-1, 1, 24), jnp.asarray(np.sort(rng.integers(0, 3, (4, 24))), jnp.int32)
-data = {"table": (table, P()), "lengths": (jnp.array([24, 11, 3, 0]), P("x")), "ids": (ids, P("x"))}
-data |= {"offsets": (jnp.array([0, 5, 9, 11]), P("x")), "bias": (jnp.ones((4, 24, 24)), P())}
-
-
-def attend(implementation, q, k, v, table, lengths, ids, offsets, bias):
-    first = dot_product_attention(
-        q, k, v, bias, score_mod=lambda s, b, h, i, j: s + table[i % 24] * table[j], query_offset=offsets,
-        key_value_seq_lengths=lengths, query_segment_ids=ids, is_causal=True, implementation=implementation,
-    )
-    mask = CausalMask() & FunctionMask(lambda b, h, i, j: table[j] <= 0.5)
-    second = dot_product_attention(q, k, v, mask=mask, logits_soft_cap=3.0, implementation=implementation,
-                                   sinks=table[:4], dropout_rate=0.0)
-    return first + second
-
-
-H = P(None, None, "x")
-slopes = jnp.arange(1.0, 5.0)
-lengths = jnp.array([3, 9, 17, 24])
-
-
-def by_head(implementation, q, slopes, lengths):
-    mask = FunctionMask(lambda b, h, i, j: j < lengths[h])
-    mod = lambda s, b, h, i, j: s - slopes[h] * jnp.abs(i - j)
-    return dot_product_attention(q, q, q, mask=mask, score_mod=mod, implementation=implementation)
-
-
-for implementation in ("xla", "blockwise"):
-    split = jax.shard_map(lambda *x: by_head(implementation, *x), mesh=mesh, in_specs=(H, P("x"), P("x")), out_specs=H)
-    grads = [jax.grad(lambda q, s, f=f: jnp.sin(f(q, s, lengths)).sum(), (0, 1))(arrays[0], slopes)
-             for f in (split, lambda *x: by_head("xla", *x))]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), *grads)
-
-for implementation in ("xla", "blockwise", None):
-    def loss(operands, arrays):
-        names = sorted(arrays)
-        def inner(q, k, v, *rest):
-            out = attend(implementation, q, k, v, **dict(zip(names, rest)))
-            return jax.lax.psum(jnp.sin(out).sum(), "x"), out
-        specs = (P("x"),) * 3 + tuple(data[name][1] for name in names)
-        run = jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=(P(), P("x")))
-        return run(*operands, *(arrays[name] for name in names))
-    def plain(operands, arrays):
-        out = attend("xla", *operands, **arrays)
-        return jnp.sin(out).sum(), out
-    floats = {n: x for n, (x, _) in data.items() if x.dtype == jnp.float32}
-    others = {n: x for n, (x, _) in data.items() if n not in floats}
-    results = []
-    for function in (loss, plain):
-        graded = jax.value_and_grad(lambda operands, floats: function(operands, floats | others), (0, 1), has_aux=True)
-        results.append(jax.jit(graded)(arrays, floats))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), *results)
-print("equal")
-"""
-
-
-def test_inside_shard_map_with_default_arguments():
-    """Outputs and gradients, also of arrays that are the same on all devices: captured, a bias, sinks."""
-    run = subprocess.run([sys.executable, "-c", SHARD_MAPPED], capture_output=True, text=True, check=False)
-    assert run.stdout == "equal\n", run.stderr
-
-
 EXPORTED = {
     "plain": {},
     "causal window, soft cap": {"is_causal": True, "local_window_size": (9, 0), "logits_soft_cap": 3.0},
@@ -212,9 +136,9 @@ def test_blockwise_refuses_symbolic_sizes():
         export.export(jax.jit(attend))(x, x, x)
 
 
-@pytest.mark.parametrize("empty", ["B", "T", "S", "Hv"])
-@pytest.mark.parametrize("name", ["nothing", "all"])
-@BOTH
+@pytest.mark.parametrize(
+    ("empty", "name", "implementation"), pairwise(("B", "T", "S", "Hv"), ("nothing", "all"), ("xla", "blockwise"))
+)
 def test_empty_axes(empty, name, implementation):
     sizes = {"B": B, "T": T, "S": T, "Hv": H} | {empty: 0}
     shapes = [(sizes["B"], sizes["T"], N, H), (sizes["B"], sizes["S"], K, H), (sizes["B"], sizes["S"], K, sizes["Hv"])]
@@ -236,12 +160,14 @@ def test_empty_axes(empty, name, implementation):
 
     def loss(arrays):
         output, lse = dot_product_attention(*arrays, return_residual=True, implementation=implementation, **arguments)
-        return output.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), output
+        return output.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (output, lse)
 
-    gradients, output = jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(arrays))
+    gradients, (output, lse) = jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(arrays))
     assert output.shape == (sizes["B"], sizes["T"], N, sizes["Hv"])
     assert np.isfinite(output).all()
+    assert empty != "S" or ((output == 0) & (lse == arguments.get("sinks", -np.inf))[..., None]).all()
     assert all(np.isfinite(x).all() and x.shape == y.shape for x, y in zip(gradients, arrays, strict=True))
+    assert empty != "S" or not gradients[0].any()
 
 
 @BOTH
@@ -346,7 +272,7 @@ def test_second_derivatives_as_on_a_gpu(arguments, monkeypatch):
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-4 * max(1, np.abs(expected).max()))
 
 
-@pytest.mark.parametrize("together", [1, 2, 3, 4, 6, 100])
+@pytest.mark.parametrize("together", [1, 2, 6, 100])
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_groups_of_heads_change_nothing(together, implementation, monkeypatch):
     """As on a TPU: loops over groups of batch entries or heads, which may share keys and lengths."""

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import compiled_for
+from jax.sharding import AxisType
 from marks import with_core_tuples
 from meshes import compare, context, mesh_of
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
-from flax_mha.masks import FunctionMask
+from flax_mha.masks import CausalMask, FunctionMask
 
 B, N, H = 4, 4, 8
 SPLITS = {"batch": ((4, 1), ("data", None)), "heads": ((1, 4), (None, "model")), "both": ((2, 4), ("data", "model"))}
@@ -291,6 +292,104 @@ def test_steps_of_mapped_sequences_in_shard_map(dtype, kind):
         compare(got[0], expected[0])
     else:  # a rounded weight, and a rounded output
         np.testing.assert_allclose(got[0].astype(jnp.float32), expected[0].astype(jnp.float32), rtol=0, atol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "per_row", "window", "by_head"),
+    [
+        (1, jnp.bfloat16, True, None, False),
+        (1, jnp.float32, False, 5, False),
+        (18, jnp.float32, True, None, False),
+        (18, jnp.float32, False, 5, True),
+    ],
+)
+def test_decoding_in_shard_map(number, dtype, per_row, window, by_head):
+    """Batch entries, or query heads over one cache; after other tokens, and in an empty cache."""
+    rng, mesh = np.random.default_rng(0), jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    new, old = ([jnp.asarray(rng.standard_normal((8, t, n, 6)), dtype) for n in (8, 1, 1)] for t in (number, 9))
+    empty = KVCache.create(8, 99, 1, 6, dtype, window=window, per_row=per_row)
+    attend = functools.partial(cached_attention, local_window_size=window)
+    of_query, of_key = (jax.P(None, None, "x"), jax.P()) if by_head else (jax.P("x"),) * 2
+    of_index = jax.P("x") if per_row and not by_head else jax.P()
+    of_cache = jax.tree.unflatten(jax.tree.structure(empty), (of_key, of_key, of_index))
+    specs = {"in_specs": (of_query, of_key, of_key, of_cache), "out_specs": (of_query, of_cache)}
+    both, alone = jax.jit(jax.shard_map(attend, mesh=mesh, **specs)), jax.jit(attend)
+    for cache in (empty.update(*old[1:]), empty):
+        (got, after), (expected, wanted) = both(*new, cache), alone(*new, cache)
+        atol = 2e-2 if dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, expected)), rtol=0, atol=atol)
+        jax.tree.map(np.testing.assert_array_equal, after.arrays, wanted.arrays)
+
+
+def two_calls(implementation, operands, floats, integers):
+    """One with a `score_mod`, positions and a bias, and one with a mask function, a soft cap and sinks."""
+    table = floats["table"]
+    first = dot_product_attention(
+        *operands,
+        floats["bias"],
+        score_mod=lambda s, b, h, i, j: s + table[i % 24] * table[j],
+        query_offset=integers["offsets"],
+        key_value_seq_lengths=integers["lengths"],
+        query_segment_ids=integers["ids"],
+        is_causal=True,
+        implementation=implementation,
+    )
+    mask = CausalMask() & FunctionMask(lambda b, h, i, j: table[j] <= 0.5)
+    more = {"logits_soft_cap": 3.0, "sinks": table[:4]}
+    return first + dot_product_attention(*operands, mask=mask, implementation=implementation, **more)
+
+
+def by_head(implementation, query, slopes, lengths):
+    mask = FunctionMask(lambda b, h, i, j: j < lengths[h])
+    mod = {"score_mod": lambda s, b, h, i, j: s - slopes[h] * jnp.abs(i - j).astype(s.dtype)}
+    return dot_product_attention(query, query, query, mask=mask, implementation=implementation, **mod)
+
+
+def test_inside_shard_map_with_its_default_arguments():
+    """Outputs and gradients, also of arrays that are the same on all devices: captured, a bias, sinks."""
+    rng, mesh = (
+        np.random.default_rng(0),
+        jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]),
+    )
+    operands = [jnp.asarray(rng.standard_normal((4, 24, n, H)), jnp.float32) for n in (4, 2, 2)]
+    floats = {"table": jnp.linspace(-1, 1, 24), "bias": jnp.ones((1, 24, 24))}
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (4, 24))), jnp.int32)
+    integers = {"lengths": jnp.array([24, 11, 3, 0]), "ids": ids, "offsets": jnp.array([0, 5, 9, 11])}
+
+    def loss(implementation, operands, floats):
+        output = two_calls(implementation, operands, floats, integers)
+        return jnp.sin(output).sum(), output
+
+    def split_loss(implementation, operands, floats):
+        def inner(operands, floats, integers):
+            output = two_calls(implementation, operands, floats, integers)
+            return jax.lax.psum(jnp.sin(output).sum(), "x"), output
+
+        specs = {"in_specs": (jax.P("x"), jax.P(), jax.P("x")), "out_specs": (jax.P(), jax.P("x"))}
+        return jax.shard_map(inner, mesh=mesh, **specs)(operands, floats, integers)
+
+    def run(loss, implementation):
+        graded = jax.value_and_grad(functools.partial(loss, implementation), (0, 1), has_aux=True)
+        return jax.device_get(jax.jit(graded)(operands, floats))
+
+    expected = run(loss, "xla")
+    for implementation in (None, "blockwise"):
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5)
+        jax.tree.map(close, run(split_loss, implementation), expected)
+
+    heads, slopes, lengths = jax.P(None, None, "x"), jnp.arange(1.0, 5.0), jnp.array([3, 9, 17, 24])
+
+    def head_gradients(attend):
+        return jax.device_get(
+            jax.jit(jax.grad(lambda *x: jnp.sin(attend(*x, lengths)).sum(), (0, 1)))(operands[0], slopes)
+        )
+
+    expected = head_gradients(functools.partial(by_head, "xla"))
+    for implementation in (None, "blockwise"):
+        specs = {"in_specs": (heads, jax.P("x"), jax.P("x")), "out_specs": heads}
+        split = jax.shard_map(functools.partial(by_head, implementation), mesh=mesh, **specs)
+        close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
+        jax.tree.map(close, head_gradients(split), expected)
 
 
 @pytest.mark.parametrize("number", [1, 100])
