@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import compiled_for, forget_programs
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
-from marks import with_core
+from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha.cached_attention import cached_attention
@@ -225,8 +225,12 @@ def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [(name, 1) for name in FUSED if name != "head size 256" and "bias" not in name]
-    + [(name, 2) for name in FUSED if "lengths" in name and "bias" not in name],
+    with_core_tuples(
+        [(name, 1) for name in FUSED if name not in ("float16", "head size 256") and "bias" not in name]
+        + [(name, 2) for name in ("causal, more queries, lengths", "offsets of each sequence, lengths")],
+        ("causal, more queries, lengths", 1),
+        ("causal window, more queries, some see nothing", 1),
+    ),
 )
 def test_around_the_kernel_our_meanings_are_kept(name, devices, monkeypatch):
     """With a dense computation in the kernel's place: rows that see nothing, NaN in hidden and in visible keys.
@@ -269,7 +273,16 @@ SPOILT = {
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("name", "spoilt"),
-    [(name, x) for name in FUSED if "bias" in name for x in SPOILT if x == "finite" or name == "bias of all, causal"],
+    with_core_tuples(
+        [
+            (name, x)
+            for name in FUSED
+            if "bias" in name
+            for x in SPOILT
+            if x == "finite" or name == "bias of all, causal"
+        ],
+        ("bias of all, causal", "masked bias"),
+    ),
 )
 def test_around_the_kernel_a_bias_keeps_our_meanings(name, spoilt, monkeypatch):
     """With a dense computation in the kernel's place, under vmap: a bias of -inf masks, NaN is seen where visible."""

@@ -115,8 +115,7 @@ def made(api):
     return module, np.asarray(module.full(X))
 
 
-@APIS
-@pytest.mark.parametrize("kind", SLOTS)
+@pytest.mark.parametrize(("api", "kind"), [(Nnx, "ring"), (Linen, "slots")])
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_split(api, kind, data):
@@ -132,8 +131,7 @@ def test_any_split(api, kind, data):
         assert int(module.index) == at
 
 
-@APIS
-@pytest.mark.parametrize("kind", SLOTS)
+@pytest.mark.parametrize(("api", "kind"), [(Nnx, "slots"), (Linen, "ring")])
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_split_of_each_sequence(api, kind, data):
@@ -186,8 +184,7 @@ def test_masks_and_biases_of_the_call(api):
 FLAX = {Nnx: nnx.dot_product_attention, Linen: nn.dot_product_attention}
 
 
-@APIS
-@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize(("api", "window"), [(Nnx, None), (Nnx, WINDOW), (Linen, WINDOW)])
 def test_attention_functions_of_flax(api, window):
     """They get all keys, in a ring in the order of their positions, and a mask of what is visible."""
     module = api(rope=RoPE(), local_window_size=window)
@@ -253,13 +250,12 @@ def test_dropout_drops_what_the_whole_forward_drops(api):
     assert np.abs(kept - expected).max() > 0.01
 
 
-@pytest.mark.parametrize("kind", SLOTS)
-def test_sowing_changes_nothing_of_what_is_dropped(kind):
+def test_sowing_changes_nothing_of_what_is_dropped():
     module = Nnx(num_kv_heads=K, dropout_rate=0.4, local_window_size=EVERYTHING["local_window_size"]).module
     module.deterministic = False
     outputs = []
     for sow_weights in (False, True):
-        module.init_cache((B, SLOTS[kind], X.shape[-1]))
+        module.init_cache((B, SLOTS["ring"], X.shape[-1]))
 
         @nnx.jit
         def step(module, x, sow_weights=sow_weights):
@@ -273,8 +269,10 @@ def test_sowing_changes_nothing_of_what_is_dropped(kind):
 PRESET = {"logits_soft_cap": 0.5, "local_window_size": (WINDOW, 0), "mask": FunctionMask(lambda b, h, q, k: q % 7 != k)}
 
 
-@APIS
-@pytest.mark.parametrize("promote", [{}, {"promote_dtype": dtypes.promote_dtype}], ids=["in place", "by the function"])
+PROMOTING = {"promote_dtype": dtypes.promote_dtype}
+
+
+@pytest.mark.parametrize(("api", "promote"), [(Nnx, {}), (Nnx, PROMOTING), (Linen, {})])
 def test_what_a_partial_sets_counts_as_in_the_call(api, promote):
     """For a prompt and for a token, in place and where the function itself has to be called."""
     options = {name: PRESET[name] for name in ("logits_soft_cap", "local_window_size")}

@@ -161,7 +161,6 @@ SLOPES = jnp.float32([0.5, 0.25])
 TABLE = np.random.default_rng(5).standard_normal((32, N)).astype(np.float32)
 RECIPES = {
     "documents": recipes.documents(jnp.asarray(IDS)),
-    "attention sinks": recipes.attention_sinks(jnp.ones(N), 140),
     "block-sparse": recipes.block_sparse(jnp.asarray(masked_share(N, 10, 10, share=0.3)), 32),
     "captured ids": {
         "mask": masks.FunctionMask(lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k]),
@@ -230,18 +229,16 @@ def test_not_finite():
     assert_close(ours(arrays, {}), expected)
 
 
-@pytest.mark.parametrize("place", ["query", "key"])
-def test_a_product_that_overflows_gives_nobody_a_gradient_that_is_not_finite(place):
+def test_a_product_that_overflows_gives_nobody_a_gradient_that_is_not_finite():
     """All that is given is finite; one row of scores is not, and nothing reads it."""
-    arguments = {"is_causal": True}
-    query, key, _ = arrays = normal(*shapes(S, S, n=2, k=2, h=8))
-    query[0, 30], key[0, 30 if place == "key" else 0, :, 0] = 1e20, 1e20
-    expected = results("xla", arguments)(arrays, {})
-    assert np.isfinite(expected[0]).all(-1).sum() == 2 * S * 2 - 2
-    assert all(np.isfinite(x).all() for x in expected[2:])
-    got = results("pallas", arguments)(arrays, {})
-    np.testing.assert_array_equal(np.isnan(got[0]), np.isnan(expected[0]))
-    assert all(np.isfinite(x).all() for x in got[2:])
+    ours, dense = (results(implementation, {"is_causal": True}) for implementation in ("pallas", "xla"))
+    for place in (0, 30):  # the first key, which all see, or the query's own
+        query, key, _ = arrays = normal(*shapes(S, S, n=2, k=2, h=8))
+        query[0, 30], key[0, place, :, 0] = 1e20, 1e20
+        expected, got = dense(arrays, {}), ours(arrays, {})
+        assert np.isfinite(expected[0]).all(-1).sum() == 2 * S * 2 - 2
+        np.testing.assert_array_equal(np.isnan(got[0]), np.isnan(expected[0]))
+        assert all(np.isfinite(x).all() for x in (*expected[2:], *got[2:]))
 
 
 def test_bfloat16_by_the_rule_of_flash_attention():
@@ -345,7 +342,7 @@ def test_races(semantics, races, monkeypatch, capfd):
     interpret(monkeypatch, "pallas", params)
     forget_programs()  # programs are kept whatever this is
     arguments = {"is_causal": True, "score_mod": lambda score, b, h, q, k: score * SLOPES[h]}
-    arrays, learned = normal(*shapes(256, 256, batch=(), n=2, k=1, h=8)), {"bias": normal((1, 1, 256))[0]}
+    arrays, learned = normal(*shapes(256, 256, batch=(), n=1, k=1, h=8)), {"bias": normal((1, 1, 256))[0]}
     found = ""
     try:
         answers = results("pallas", arguments)(arrays, learned)

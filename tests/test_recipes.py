@@ -1,6 +1,7 @@
 """The gallery: each recipe equals its dense formula, in output and every gradient, those of captured arrays too."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -114,9 +115,19 @@ def kept(rate):
     return (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - rate)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("rate", [pytest.param(0.0, id="", marks=pytest.mark.core), pytest.param(0.25, id="dropout")])
+IN_TURNS = [(name, ("xla", "blockwise")[i % 2]) for i, name in enumerate(RECIPES)]
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "rate"),
+    [
+        *(
+            pytest.param(name, implementation, 0.0, marks=pytest.mark.core)
+            for name, implementation in itertools.product(RECIPES, ("xla", "blockwise"))
+        ),
+        *((name, implementation, 0.25) for name, implementation in IN_TURNS),
+    ],
+)
 def test_equals_its_dense_formula(name, implementation, rate):
     """To 1e-5 relative; with dropout too."""
     arrays, cotangent = inputs(), rng.standard_normal((B, S, N, H)).astype(np.float32)
@@ -156,9 +167,7 @@ def test_what_does_not_combine(parts, message):
         recipes.combine(*parts)
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"), [(name, ("xla", "blockwise")[i % 2]) for i, name in enumerate(RECIPES)]
-)
+@pytest.mark.parametrize(("name", "implementation"), IN_TURNS)
 def test_bfloat16_by_the_rule_of_flash_attention(name, implementation):
     """At most twice the error of the dense formula with its scores and weights in bfloat16, plus one rounding."""
     arrays = inputs(jnp.bfloat16)
@@ -203,10 +212,9 @@ def test_under_jit_vmap_and_remat(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), gradient, again)
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_memory_at_16k(name, gradient, monkeypatch):
-    """At most 1/20 of the dense computation's temporaries, and no array that has both lengths."""
+def test_memory_at_16k(name, monkeypatch):
+    """Of the gradient: at most 1/20 of the dense computation's temporaries, and no array that has both lengths."""
     monkeypatch.undo()
     length, heads = 16384, 4
     x = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32)
@@ -222,8 +230,7 @@ def test_memory_at_16k(name, gradient, monkeypatch):
     def loss(query, key, value):
         return dot_product_attention(query, key, value, **make()).sum()
 
-    lowered = jax.jit(jax.grad(loss, (0, 1, 2)) if gradient else loss).lower(x, x, x)
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x)
     assert "16384x16384" not in lowered.as_text()
-    # The scores alone of the dense computation; its gradient holds the weights' cotangent too.
-    dense_bytes = heads * length**2 * 4 * (2 if gradient else 1)
+    dense_bytes = heads * length**2 * 4 * 2  # scores, and the weights' cotangent
     assert lowered.compile().memory_analysis().temp_size_in_bytes <= dense_bytes / 20
