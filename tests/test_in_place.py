@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from marks import with_core
 
-from flax_mha import dot_product_attention
+from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.impl.shared import schedule
 from flax_mha.masks import FunctionMask
 
@@ -141,22 +141,13 @@ def test_derivatives(name):
 @pytest.mark.core
 def test_what_is_read_in_place():
     """On a CPU, up to 16 queries of at least so many keys."""
-    calls = []
 
-    def blocks(call):
-        calls.append(original(call))
-        return calls[-1]
+    def variant(queries, keys):
+        query, key, value = arrays(queries, ())
+        return explain_implementation(query, key[:keys], value[:keys], is_causal=True, implementation="xla").variant
 
-    original = schedule.blocks_in_place
-    schedule.blocks_in_place = blocks
-    try:
-        for t in (1, 16, 17):
-            attend(*arrays(t, ()), is_causal=True)
-        query, key, value = arrays(1, ())
-        attend(query, key[:99], value[:99], is_causal=True)
-    finally:
-        schedule.blocks_in_place = original
-    assert [any(x is not None for x in calls[i : i + 1]) for i in range(len(calls))] == [True, True, False, False]
+    assert [variant(queries, None) for queries in (1, 16, 17)] == [schedule.IN_PLACE] * 2 + [schedule.ALL_AT_ONCE]
+    assert variant(1, 99) == schedule.ALL_AT_ONCE
 
 
 def test_batch_axes_and_halves():

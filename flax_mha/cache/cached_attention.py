@@ -1,7 +1,7 @@
 """`cached_attention`: attention of new tokens over those in a cache and themselves."""
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,15 +9,17 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha.cache.kv_cache import KVCache
+from flax_mha.cache.kv_cache import Appended, KVCache
 from flax_mha.cache.write import by_device
-from flax_mha.call.arguments import Arguments, check_inputs, check_scoring, check_window, with_keys
+from flax_mha.call.arguments import Arguments, Scoring, check_inputs, check_scoring, check_window, given_mask, with_keys
 from flax_mha.call.operands import Call, Output, ScoreMod, Sharding
+from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import readable, target_of, varying_alike
+from flax_mha.core.validation import Shape
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Implementation
 from flax_mha.impl.shared.schedule import MAX_QUERIES_IN_PLACE
-from flax_mha.masks import ArrayMask, Mask, WrittenMask
+from flax_mha.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
 
 Run = Callable[[Call, Implementation | None], Output]
 
@@ -93,6 +95,9 @@ def cached_attention(
       >>> output.shape, int(cache.index)
       ((2, 1, 4, 16), 6)
     """
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
+    cache.check_entries(key, value)
     return over_cache(
         dispatch.run,
         query,
@@ -130,63 +135,111 @@ def over_cache(
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
     """Computes `cached_attention` by a function that runs calls, or that explains them instead.
 
-    If it is not known whether the cache is empty, the call of an empty one is run first, then the other.
+    If it is not known whether the cache is empty, the call of an empty one is run first, then the other. The caller has
+    checked that keys and values fit the cache.
     """
-    if not isinstance(cache, KVCache):
-        raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
     query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
     number = query.shape[-3]
     if key.shape[-3] != number:
         raise ValueError(
             f"query and key must have one length, that of the new tokens, but got {number} and {key.shape[-3]}."
         )
-    check_cache(cache, bias, mask, arguments.get("local_window_size"))
+    window = check_cache(cache, bias, mask, arguments.get("local_window_size"))
     appended = cache.append(key, value, lengths)
-    new, tokens = appended.cache, appended.tokens
-    arguments["is_causal"] = True
+    new = appended.cache
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value)))
-    ends = None if lengths is None else tokens  # of each sequence, counted from its first new token
-
-    def attend(
-        key: Array, value: Array, bias: Any, mask: Any, positions: Arguments, cached: bool = False, ring: bool = False
-    ) -> Array:
-        if not cached:
-            key, value = key.astype(query.dtype), value.astype(query.dtype)
-        keys = shape._replace(key_length=key.shape[-3])
-        call = with_keys(scoring, key, value, keys, bias, mask, arguments | positions, cached, ring)
-        return run(call, implementation)[0]
-
-    def prompt() -> Array:
-        """The output if the cache was empty: that of an ordinary call."""
-        first_bias, first_mask = (_of_first_slots(x, number) for x in (bias, mask))
-        return attend(key, value, first_bias, first_mask, {"query_seq_lengths": ends})
-
-    def general() -> Array:
-        """The output whatever the cache holds."""
-        index = jnp.maximum(cache.index, 0)
-        positions: Arguments = {"query_offset": index, "query_seq_lengths": None if ends is None else index + ends}
-        in_place = implementation is None
-        if cache.window is None:
-            return attend(new.key, new.value, bias, mask, positions, cached=in_place)
-        if in_place and number == 1:
-            positions["key_value_offset"] = index + tokens - 1
-            return attend(new.key, new.value, bias, mask, positions, cached=True, ring=True)
-        keys, values, positions["key_value_offset"] = in_order(cache, key, value)
-        shown = WrittenMask() if mask is None else _as_mask(mask) & WrittenMask()
-        return attend(keys, values, bias, shown, positions)
-
-    def alike(compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Inside `jax.shard_map`, both may vary over the same axes of a mesh."""
-        return lambda: varying_alike((compute(), new.arrays))[0]
+    step = Step(scoring, shape, key, value, cache, appended, bias, mask, window, lengths is not None)
 
     is_known = isinstance(number, int) and isinstance(cache.length, int)  # else symbols, as in jax.export
     by_slot = not (is_known and number <= cache.length) and any(map(_differs_by_slot, (bias, mask)))
-    few = is_known and number <= MAX_QUERIES_IN_PLACE
-    if few or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
-        output = general()
+    if (is_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
+        output = run(step.call(in_place=implementation is None), implementation)[0]
     else:
-        output = _prompt_or_general(alike(prompt), alike(general), cache)
+
+        def compute(empty: bool) -> Array:
+            call = step.call_of_prompt() if empty else step.call(in_place=implementation is None)
+            # Inside `jax.shard_map`, both may vary over the same axes of a mesh.
+            return varying_alike((run(call, implementation)[0], new.key, new.value, new.index))[0]
+
+        output = _by_emptiness(compute, cache)
     return appended.checked(output), new
+
+
+class Step(NamedTuple):
+    """New tokens that are added to a cache.
+
+    Attributes:
+      scoring: The checked query and options.
+      shape: Of the new tokens alone.
+      key: Of the new tokens.
+      value: Of the new tokens.
+      cache: Without them.
+      appended: The cache with them.
+      bias: Of the slots.
+      mask: Of the slots, or an object.
+      window: (left, right), checked.
+      padded: Whether there may be padding among the new tokens.
+    """
+
+    scoring: Scoring
+    shape: Shape
+    key: Array
+    value: Array
+    cache: KVCache
+    appended: Appended
+    bias: ArrayLike | None
+    mask: ArrayLike | Mask | None
+    window: tuple[int | None, int | None] | None
+    padded: bool
+
+    def call_of_prompt(self) -> Call:
+        """Makes the call for an empty cache, an ordinary one."""
+        bias, mask = (_of_first_slots(x, self.shape.query_length) for x in (self.bias, self.mask))
+        return self._call(self.key, self.value, bias, mask, None, None)
+
+    def call(self, in_place: bool) -> Call:
+        """Makes the call that is right whatever the cache holds."""
+        cache, tokens = self.cache, self.appended.tokens
+        key, value, index = self.appended.cache.key, self.appended.cache.value, jnp.maximum(cache.index, 0)
+        if cache.window is None:
+            return self._call(key, value, self.bias, self.mask, index, None, cached=in_place)
+        if in_place and self.shape.query_length == 1:
+            return self._call(key, value, self.bias, self.mask, index, index + tokens - 1, cached=True, ring=True)
+        keys, values, first = in_order(cache, self.key, self.value)
+        return self._call(keys, values, self.bias, self.mask, index, first)
+
+    def _call(
+        self,
+        key: Array,
+        value: Array,
+        bias: ArrayLike | None,
+        mask: ArrayLike | Mask | None,
+        index: Int[Array, "..."] | None,
+        first: Int[Array, "..."] | None,
+        cached: bool = False,
+        ring: bool = False,
+    ) -> Call:
+        """Makes the call over these keys, given the positions of the first token, None for 0, and of the first key."""
+        scoring, rank = self.scoring, len(self.shape.batch)
+        if not cached:
+            key, value = key.astype(scoring.query.dtype), value.astype(scoring.query.dtype)
+        shape = self.shape._replace(key_length=key.shape[-3])
+        tokens = self.appended.tokens
+        masks = [
+            CausalMask(),
+            None if self.window is None else LocalMask(*self.window),
+            LengthMask(None, _by_batch(tokens if index is None else index + tokens, rank)) if self.padded else None,
+            given_mask(mask, shape),
+            None if first is None else WrittenMask(),
+        ]
+        query_offset, key_offset = (None if x is None else _by_batch(x, rank) for x in (index, first))
+        offsets = Offsets(query_offset, key_offset)
+        return with_keys(scoring, key, value, shape, bias, masks, offsets, cached, ring)
+
+
+def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:
+    """Gives one number, or one for each sequence, the rank of the batch axes, in int32."""
+    return jnp.asarray(x, jnp.int32).reshape((1,) * (rank - x.ndim) + x.shape)
 
 
 def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, Int[Array, "..."]]:
@@ -209,15 +262,15 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
     return keys, values, first
 
 
-def _prompt_or_general(prompt: Callable[[], Array], general: Callable[[], Array], cache: KVCache) -> Array:
-    """What computes a prompt, if the cache is empty."""
+def _by_emptiness(compute: Callable[[bool], Array], cache: KVCache) -> Array:
+    """Calls `compute(empty)`, with both if it is not known whether the cache is empty."""
     if not readable(cache.index):
-        return lax.cond(jnp.all(cache.index == 0), prompt, general)
-    return general() if np.any(np.asarray(cache.index)) else prompt()
+        return lax.cond(jnp.all(cache.index == 0), lambda: compute(True), lambda: compute(False))
+    return compute(not np.any(np.asarray(cache.index)))
 
 
-def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> None:
-    """A ring holds all that the window shows, and nothing is said of its slots; what is said of others is of all.
+def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> tuple[int | None, int | None] | None:
+    """Returns the window: that of a ring is no larger than the ring's, and no bias or mask tells its slots apart.
 
     Raises:
       ValueError: If that is not so.
@@ -230,7 +283,7 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
                     f"{name} must have an entry for each of the {cache.length} slots of the cache, or 1 for all, but "
                     f"got shape {np.shape(x)}; slots that hold no token are masked already."
                 )
-        return
+        return window
     if window is None or window[0] is None or window[0] > cache.window:
         raise ValueError(
             f"local_window_size must reach back {cache.window} positions at most, because the cache is a ring that "
@@ -245,6 +298,7 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
                 else f"{name} must hold no array with an entry per key where the cache is a ring, which uses slots "
                 "again; use FunctionMask, which speaks of positions."
             )
+    return window
 
 
 def _differs_by_slot(x: Any) -> bool:
@@ -262,7 +316,3 @@ def _of_first_slots(x: Any, number: int) -> Any:
     if isinstance(x, Mask) or not _differs_by_slot(x):
         return x
     return (x if isinstance(x, np.ndarray) else jnp.asarray(x))[..., :number]
-
-
-def _as_mask(mask: Any) -> Mask:
-    return mask if isinstance(mask, Mask) else ArrayMask(mask)

@@ -120,6 +120,27 @@ class KVCache:
                     f"the cache must have a dtype that holds {new.dtype}, but has {cached.dtype}; make it with that."
                 )
 
+    def check_entries(self, key: ArrayLike, value: ArrayLike) -> None:
+        """Checks that keys and values of any number of tokens can be added.
+
+        Raises:
+          ValueError: If they cannot.
+        """
+        new_key, new_value = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (key, value))
+        for name, new, cached in (("key", new_key, self.key), ("value", new_value, self.value)):
+            if new.ndim != cached.ndim or new.shape[:-3] != cached.shape[:-3] or new.shape[-2:] != cached.shape[-2:]:
+                shape = f"({', '.join(map(str, (*cached.shape[:-3], 'T', *cached.shape[-2:])))})"
+                raise ValueError(
+                    f"Autoregressive cache shape error, expected {name} shape {shape} instead got {new.shape}."
+                )
+            if new.dtype != cached.dtype:
+                raise ValueError(
+                    f"{name} must have the dtype of the cache, {cached.dtype}, but got {new.dtype}; use .astype."
+                )
+        if new_key.shape[-3] != new_value.shape[-3]:
+            number, other = new_key.shape[-3], new_value.shape[-3]
+            raise ValueError(f"key and value must have one length, but got {number} and {other}.")
+
     @property
     def batch(self) -> tuple[int, ...]:
         """Sizes of the batch axes."""
@@ -209,25 +230,13 @@ class KVCache:
         Raises:
           ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is known.
         """
+        key, value = jnp.asarray(key), jnp.asarray(value)
+        self.check_entries(key, value)
         return self.append(key, value, lengths).cache
 
     def append(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> "Appended":
-        """Returns what `update` does, and which tokens were added."""
-        key, value = jnp.asarray(key), jnp.asarray(value)
-        for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
-            if new.ndim != cached.ndim or new.shape[:-3] != cached.shape[:-3] or new.shape[-2:] != cached.shape[-2:]:
-                shape = f"({', '.join(map(str, (*cached.shape[:-3], 'T', *cached.shape[-2:])))})"
-                raise ValueError(
-                    f"Autoregressive cache shape error, expected {name} shape {shape} instead got {new.shape}."
-                )
-            if new.dtype != cached.dtype:
-                raise ValueError(
-                    f"{name} must have the dtype of the cache, {cached.dtype}, but got {new.dtype}; use .astype."
-                )
-        number = key.shape[-3]
-        if value.shape[-3] != number:
-            raise ValueError(f"key and value must have one length, but got {number} and {value.shape[-3]}.")
-        room, tokens = self._fit(number, lengths)
+        """Returns what `update` does with keys and values that fit, and which tokens were added."""
+        room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind = Kind(self.window is not None, all_or_none=lengths is None)
         keys, values = write_entries(kind, (self.key, self.value), (key, value), self.index, added)

@@ -7,6 +7,7 @@ are looked at where they are known, so those of tracers are not.
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
@@ -17,14 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.operands import Call, Context, Operands, Options, ScoreMod, Sharding, accumulation_dtype
+from flax_mha.call.operands import Call, Context, Operands, Options, ScoreMod, Sharding
 from flax_mha.core import lookups, validation
 from flax_mha.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, unwrapped
 from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import Target, readable, target_of
 from flax_mha.core.user_function import Trace, trace
 from flax_mha.core.validation import DTYPES, Shape, _array, _broadcastable, per_sequence
-from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask, WrittenMask
+from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
 from flax_mha.masks.base import CallsFunction
 
 LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
@@ -158,15 +159,21 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
 
 def check_precision(value: Any) -> Any:
     """Checks what `jax.lax.dot_general` takes as precision."""
+    value = tuple(value) if isinstance(value, list) else value  # it becomes part of a key
     if value is not None:
-        x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         try:
-            jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=value), x)
+            _dot_with(value)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f'precision must be None, "default", "high", "highest" or a jax.lax.Precision, but got {value!r}.'
             ) from error
-    return tuple(value) if isinstance(value, list) else value  # it becomes part of a key
+    return value
+
+
+@functools.cache
+def _dot_with(precision: Any) -> None:
+    x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), x)
 
 
 def check_sinks(value: ArrayLike | None, shape: Shape) -> Array | None:
@@ -245,7 +252,18 @@ def canonical(
         raise TypeError(f"dot_product_attention() got an unexpected keyword argument {min(unknown)!r}")
     query, key, value, shape = check_inputs(query, key, value)
     scoring = check_scoring(query, shape, arguments, target_of((query, key, value)), return_residual)
-    return with_keys(scoring, key, value, shape, bias, mask, arguments)
+    window = check_window(arguments.get("local_window_size"))
+    masks = [
+        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
+        None if window is None else LocalMask(*window),
+        _length_mask(arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths"), shape),
+        _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
+        given_mask(mask, shape),
+    ]
+    offsets = Offsets()
+    if "query_offset" in arguments or "key_value_offset" in arguments:
+        offsets = check_offsets(arguments.get("query_offset", 0), arguments.get("key_value_offset", 0), shape)
+    return with_keys(scoring, key, value, shape, bias, masks, offsets)
 
 
 class Scoring(NamedTuple):
@@ -264,9 +282,10 @@ def check_scoring(
 ) -> Scoring:
     """Checks the arguments that do not depend on keys."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
-    score_trace = _score_trace(arguments.get("score_mod"), accumulation_dtype(query.dtype))
+    dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
+    score_trace = _score_trace(arguments.get("score_mod"), dtype)
     dropout_rng = arguments.get("dropout_rng")
-    rate = check_dropout(arguments.get("dropout_rate", 0.0), dropout_rng)
+    rate = check_dropout(arguments["dropout_rate"], dropout_rng) if "dropout_rate" in arguments else 0.0
     options = Options(
         scale=number,
         soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
@@ -279,6 +298,7 @@ def check_scoring(
         target=target,
         sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
         has_known_sizes=False,  # set with the keys
+        dtype=dtype,
     )
     sinks = check_sinks(arguments.get("sinks"), shape)
     captured = [] if score_trace is None else score_trace.captured
@@ -291,31 +311,22 @@ def with_keys(
     value: Array,
     shape: Shape,
     bias: ArrayLike | None,
-    mask: ArrayLike | Mask | None,
-    arguments: Arguments,
+    masks: Sequence[Mask | None],
+    offsets: Offsets,
     cached: bool = False,
     ring: bool = False,
 ) -> Call:
-    """Checks the arguments that depend on keys, which fit the query, and returns the call; see `Options`."""
-    window = check_window(arguments.get("local_window_size"))
-    masks = [
-        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
-        None if window is None else LocalMask(*window),
-        _length_mask(arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths"), shape),
-        _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
-        _given_mask(mask, shape),
-        WrittenMask() if ring else None,
-    ]
-    present = [m for m in masks if m is not None]
+    """Makes the call of keys that fit the query, and of masks that have been checked; see `Operands` and `Options`."""
+    present = [mask for mask in masks if mask is not None]
     operands = Operands(
         query=scoring.query,
         key=key,
         value=value,
-        bias=check_bias(bias, shape),
+        bias=None if bias is None else check_bias(bias, shape),
         sinks=scoring.sinks,
         mask=functools.reduce(operator.and_, present) if present else None,
         captured=scoring.captured,
-        offsets=check_offsets(arguments.get("query_offset", 0), arguments.get("key_value_offset", 0), shape),
+        offsets=offsets,
         scale=scoring.scale,
         dropout_rng=scoring.dropout_rng,
     )
@@ -324,7 +335,8 @@ def with_keys(
         cached=cached,
         ring=ring,
     )
-    _check_lookups(operands, options)
+    if options.score_mod is not None or jax.tree.leaves(operands.mask):  # masks without arrays call no function
+        _check_lookups(operands, options)
     return Call(operands, options)
 
 
@@ -343,7 +355,7 @@ def _check_lookups(operands: Operands, options: Options) -> None:
     if operands.mask is not None:
         operands.mask.map_functions(find)
     batch, num_heads = math.prod(operands.query.shape[:-3]), operands.query.shape[-2]
-    lengths = operands.lengths[0], 1 if options.ring else operands.lengths[1]
+    lengths = operands.query.shape[-3], 1 if options.ring else operands.key.shape[-3]
     if not functions or 0 in (batch, *lengths):
         return
     queries, keys = (_span(*where) for where in zip(operands.offsets.values, lengths, strict=True))
@@ -375,7 +387,8 @@ def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape:
     return None if queries is None or keys is None else SegmentMask(queries, keys)
 
 
-def _given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
+def given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
+    """The mask argument, array or object, checked."""
     if mask is None:
         return None
     if isinstance(mask, Mask):

@@ -1,6 +1,5 @@
 """One call: its arguments checked once, and put into the form that every implementation takes."""
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from flax_mha.core.tile import Offsets
-from flax_mha.core.tracing import Target, being_traced
+from flax_mha.core.tracing import Target
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.masks import Mask
 
@@ -139,6 +138,7 @@ class Options(NamedTuple):
     Attributes:
       scale: What multiplies query . key, where that is a number; else 1.
       cached: Whether keys and values are a cache, which is read in place.
+      dtype: Of softmax and sums: float32, or float64 for such inputs.
       ring: Whether the keys form a ring (`_tiles.Tile`); the key's offset is then the position of the newest one.
       score_mod: The traced function.
       captured_trainable: Which of the arrays that it captures get gradients.
@@ -158,6 +158,7 @@ class Options(NamedTuple):
     target: Target
     sharding: Sharding | None
     has_known_sizes: bool
+    dtype: jnp.dtype
     cached: bool = False
     ring: bool = False
 
@@ -172,41 +173,3 @@ class Call(NamedTuple):
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """In what softmax and sums are computed: float32, or float64 for such inputs."""
     return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
-
-
-def head_ids(operands: Operands, options: Options) -> HeadIds:
-    """The numbers of batch entries and heads, and the random words of each, from which dropout follows."""
-    if operands.head_ids is not None:
-        return operands.head_ids
-    batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
-    entry = head = seed = None
-    if options.score_mod is not None:
-        entry = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
-        head = jnp.arange(num_heads, dtype=jnp.int32)
-    if operands.dropout_rng is not None:
-        own = (1,) * (len(batch) + 1) if options.broadcast_dropout else (*batch, num_heads)
-        seed = jax.random.bits(operands.dropout_rng, (*own, 2), jnp.uint32)
-    return HeadIds(entry, head, seed)
-
-
-def numbers_as_arrays(call: Call) -> Call:
-    """Converts the scale and nonzero offsets to arrays, so that new values of them do not cause recompilation.
-
-    While an outer `jit` is tracing, they stay Python numbers: that program is compiled anyway, and constants make it
-    faster. Offsets of 0 always stay numbers, so that the tiles to visit can be computed at trace time.
-    """
-    if being_traced():
-        return call
-    operands, options = call
-    offsets = Offsets.of(
-        *(jnp.asarray(x, jnp.int32) if isinstance(x, int) and x else x for x in operands.offsets.values)
-    )
-    scale = operands.scale
-    if scale is None:
-        scale = jnp.asarray(options.scale, accumulation_dtype(operands.query.dtype))
-    rank = operands.query.ndim - 3
-    offsets = offsets.map_arrays(lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape))
-    return Call(
-        operands._replace(offsets=offsets, scale=scale),
-        options._replace(scale=1.0),
-    )

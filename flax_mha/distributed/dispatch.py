@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jaxtyping import Array
 
-from flax_mha.call.operands import Call, Context, Operands, Options, Output, accumulation_dtype, head_ids
+from flax_mha.call.operands import Call, Context, Operands, Options, Output
 from flax_mha.core.tracing import being_traced
 from flax_mha.distributed import ring, split
 from flax_mha.distributed.exchange import allgather, ulysses
@@ -23,6 +23,7 @@ from flax_mha.impl import registry
 from flax_mha.impl.lower_for_platform import lower_for_platform
 from flax_mha.impl.registry import IMPLEMENTATIONS, Explanation
 from flax_mha.impl.shared import schedule
+from flax_mha.impl.shared.head import head_ids
 
 # Where fused kernels are chosen first by published speeds; nothing of ours has been timed on a GPU or a TPU.
 PREFERRED_ON = {"gpu": ["cudnn"], "tpu": ["splash"]}
@@ -42,7 +43,7 @@ def run(call: Call, implementation: str | None) -> Output:
         return run_on_device(call if call.options.sharding is None else _unsplit(call), implementation)
     if call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
         explain(call, implementation)  # raises what computing it would raise
-        return _empty_output(call.operands, parts)
+        return _empty_output(call, parts)
     on_mesh = run_on_mesh if being_traced() else _compiled_on_mesh
     return on_mesh(call.operands, call.options, parts, _run_part(implementation, parts.context))
 
@@ -113,7 +114,9 @@ def _explain_on_device(call: Call, implementation: str | None) -> Explanation:
 
 def chosen(call: Call) -> str:
     """The name of the implementation that `implementation=None` runs: the fastest that does not refuse the call."""
-    if schedule.blocks_in_place(call) is not None or (call.options.has_known_sizes and call.operands.lengths[0] == 1):
+    if schedule.blocks_in_place(call) is not None or (
+        call.options.has_known_sizes and call.operands.query.shape[-3] == 1
+    ):
         return "xla"  # a few vectors times a matrix: nothing to fuse
     for name in PREFERRED_ON.get(call.options.target.platform, ()):
         if not registry.refusals(name, call):
@@ -191,16 +194,16 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
     """Selects the one key head that a part's queries share, if every device holds all key heads."""
     if parts.heads == parts.key_heads:
         return part
-    _, group_size = whole.groups
+    group_size = whole.query.shape[-2] // whole.key.shape[-2]
     first = lax.axis_index(parts.heads) * part.query.shape[-2] // group_size
     key, value = (lax.dynamic_slice_in_dim(x, first, 1, axis=-2) for x in (part.key, part.value))
     return part._replace(key=key, value=value)
 
 
-def _empty_output(operands: Operands, parts: Split) -> tuple[Array, Array]:
+def _empty_output(call: Call, parts: Split) -> tuple[Array, Array]:
     """Returns output and log-sum-exp of no queries; XLA cannot always compile the gradients of empty parts."""
-    query = operands.query
+    query, value = call.operands.query, call.operands.value
     lse = query.sum(-1)  # not a constant: devices that only the types of arguments name must see these
-    output = jnp.broadcast_to(lse[..., None], (*lse.shape, operands.value.shape[-1]))
+    output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
     output, lse = (parts.reshard(x, parts.output_spec) for x in (output, lse))
-    return output, lse.astype(accumulation_dtype(query.dtype))
+    return output, lse.astype(call.options.dtype)

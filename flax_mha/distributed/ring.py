@@ -71,9 +71,8 @@ class Ring(NamedTuple):
 
     def wide_slice(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
         """As `slice`, with query, key and value in float32 at least."""
-        dtype = accumulation_dtype(operands.query.dtype)
         part, options = self.slice(operands, source, i, j)
-        query, key, value = (x.astype(dtype) for x in part[:3])
+        query, key, value = (x.astype(options.dtype) for x in part[:3])
         return Call(part._replace(query=query, key=key, value=value), options)
 
     def send(self, tree: T) -> T:
@@ -181,7 +180,7 @@ def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> Out
 def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
     operands = _replace_trainable(operands, ring.options, trainable)
     (*rows, _), features = operands.query.shape, operands.value.shape[-1]
-    dtype, rank = accumulation_dtype(operands.query.dtype), lax.axis_index(ring.axis)
+    dtype, rank = ring.options.dtype, lax.axis_index(ring.axis)
 
     def hop(state: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
         merged, arrays = state
@@ -233,7 +232,7 @@ def _forward(ring: Ring, trainable: Trainable, operands: Operands) -> tuple[Outp
 def _backward(ring: Ring, saved: tuple, cotangents: OutputAndLse) -> tuple[Trainable, None]:
     trainable, operands, known = saved
     operands = _replace_trainable(operands, ring.options, trainable)
-    dtype, rank = accumulation_dtype(operands.query.dtype), lax.axis_index(ring.axis)
+    dtype, rank = ring.options.dtype, lax.axis_index(ring.axis)
     axis = operands.query.ndim - 3
     rows = functools.partial(_rows, size=operands.query.shape[axis] // ring.chunks, axis=axis)
 

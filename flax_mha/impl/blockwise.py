@@ -18,13 +18,13 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, numbers_as_arrays
+from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
 from flax_mha.core.tile import Scalar, Tile, pad
 from flax_mha.core.tracing import varying_alike, varying_as
 from flax_mha.impl import dense
 from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.shared import nonfinite, online_softmax, schedule
-from flax_mha.impl.shared.head import Head, from_caller, heads_of, map_heads, to_caller
+from flax_mha.impl.shared.head import Head, from_caller, heads_of, map_heads, numbers_as_arrays, to_caller
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.schedule import TilePlan
 from flax_mha.impl.shared.scores import ScoreRule

@@ -27,13 +27,21 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype, numbers_as_arrays
+from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
 from flax_mha.core.sharding import by_mapped_axis
 from flax_mha.core.tile import Grid, Scalar, Tile
 from flax_mha.core.tracing import platform, varying_alike, varying_as
 from flax_mha.impl import dense
 from flax_mha.impl.shared import nonfinite, online_softmax, schedule
-from flax_mha.impl.shared.head import head_of, map_heads, scores_of, split_heads, to_caller, vectors_by_head
+from flax_mha.impl.shared.head import (
+    head_of,
+    map_heads,
+    numbers_as_arrays,
+    scores_of,
+    split_heads,
+    to_caller,
+    vectors_by_head,
+)
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.schedule import KeyBlocks
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
@@ -71,7 +79,7 @@ def attention(call: Call) -> OutputAndLse:
 @functools.partial(jax.jit, static_argnames=("options", "blocks", "looped_axes"))
 def _all_heads(operands: Operands, options: Options, blocks: KeyBlocks, looped_axes: int) -> OutputAndLse:
     inputs, rule = scores_of(operands, options)
-    scale = jnp.asarray(options.scale, accumulation_dtype(operands.query.dtype))
+    scale = jnp.asarray(options.scale, options.dtype)
     scale = scale if operands.scale is None else operands.scale
     return _differentiable(blocks, looped_axes, operands.query, operands.key, operands.value, scale, inputs, rule)
 
@@ -88,7 +96,7 @@ def _differentiable_jvp(
     *_, rule = primals  # what it holds has no gradient
 
     def dense_of(query: Array, key: Array, value: Array, scale: Array, inputs: ScoreInputs) -> OutputAndLse:
-        head = head_of(query, key, value, scale, inputs, rule, "flags", accumulation_dtype(query.dtype))
+        head = head_of(query, key, value, scale, inputs, rule, "flags", rule.dtype)
         return dense.map_dense_heads(head, query.dtype, looped_axes)
 
     return jax.jvp(dense_of, primals[:5], tangents[:5])
@@ -105,7 +113,7 @@ def attend(
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Output and log-sum-exp, without gradients."""
     query, key, value, scale, inputs, rule = varying_alike((query, key, value, scale, inputs, rule))
-    groups, dtype = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
+    groups, dtype = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
     queries = split_heads(query.astype(dtype) * scale.astype(dtype), groups)
     output, lse = _batched(blocks, (queries, key, value, inputs, rule))
     return to_caller(output, lse, query.dtype)
@@ -232,7 +240,7 @@ def _blocks_of_rows(
 
 def _rows(blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array) -> tuple[Array, Array, Array]:
     """As `_blocks_of_rows`, for one block of queries."""
-    axes, dtype = part.query.ndim - 2, accumulation_dtype(part.query.dtype)
+    axes, dtype = part.query.ndim - 2, part.rule.dtype
 
     def start(own: tuple[Array, ScoreInputs]) -> tuple[online_softmax.State, Array]:
         return online_softmax.start(blocks.height, value.shape[-1], own[1].sink, dtype), jnp.zeros((), dtype)

@@ -13,11 +13,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, numbers_as_arrays
+from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
 from flax_mha.core.tile import Tile
 from flax_mha.impl import dense_gpu
 from flax_mha.impl.shared import nonfinite, schedule
-from flax_mha.impl.shared.head import Head, heads_of, map_heads, to_caller
+from flax_mha.impl.shared.head import Head, heads_of, map_heads, numbers_as_arrays, to_caller
 from flax_mha.impl.shared.schedule import DensePlan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import Mask

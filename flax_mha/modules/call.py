@@ -213,7 +213,8 @@ def _decode(
     can: sow the weights, compute complex numbers or quantized products.
     """
     if core is not None:
-        attention_fn, arguments = core.function, core.combine(arguments, decoding=True)
+        attention_fn = core.function
+        arguments = core.combine(arguments, decoding=True) if core.preset or core.context else arguments
     arguments.pop("is_causal", None)  # the call is causal anyhow
     key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
     if core is None or not knows_all((query,), arguments):
@@ -273,7 +274,8 @@ def source_of_keys(
     "inputs": its own inputs. "cache": its own inputs and those of earlier calls. "stored": an earlier call stored them,
     for cross-attention. "to store": its own inputs, which later calls use.
     """
-    validation.flag("store_keys", store_keys)
+    if store_keys is not False:
+        validation.flag("store_keys", store_keys)
     if store_keys and not decode:
         raise ValueError("store_keys must be False where nothing is decoded, but got True; pass decode=True.")
     if store_keys and inputs_k is None:

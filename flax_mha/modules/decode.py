@@ -8,7 +8,6 @@ from jaxtyping import Array
 
 from flax_mha.cache.cached_attention import check_cache, in_order
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.call.arguments import check_window
 from flax_mha.core import validation
 from flax_mha.masks import ArrayMask, CausalMask, Mask
 
@@ -36,9 +35,9 @@ def decode_by(
       arguments: Of the function.
     """
     arguments = dict(arguments)
-    window, mask = check_window(arguments.pop("local_window_size", None)), arguments.pop("mask", None)
+    window_size, mask = arguments.pop("local_window_size", None), arguments.pop("mask", None)
     mask = mask if mask is None or isinstance(mask, Mask) else validation.mask_of_numbers(mask)
-    check_cache(cache, arguments.get("bias"), mask, window)
+    window = check_cache(cache, arguments.get("bias"), mask, window_size)
     appended = cache.append(key, value, lengths)
     index = jnp.maximum(cache.index, 0)
     keys, values, first = appended.cache.key, appended.cache.value, jnp.zeros_like(index)

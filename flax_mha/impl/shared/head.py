@@ -17,7 +17,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha.call.operands import Operands, Options, accumulation_dtype, head_ids
+from flax_mha.call.operands import Call, HeadIds, Operands, Options
+from flax_mha.core.tile import Offsets
+from flax_mha.core.tracing import being_traced
 from flax_mha.impl.shared import nonfinite
 from flax_mha.impl.shared.nonfinite import Guard, NonfiniteFlags
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
@@ -77,7 +79,7 @@ def head_of(
     stored: DTypeLike | None = None,
 ) -> Head:
     """As `heads_of`, where `inputs` and `rule` have the layout of one head already."""
-    groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), accumulation_dtype(query.dtype)
+    groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
     stored = dtype if stored is None else stored
     query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
     scale = scale if isinstance(scale, float) else scale.astype(wide)
@@ -109,27 +111,28 @@ def head_of(
 
 def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
     """Converts what makes scores of products to the layout of one head: inputs, which get gradients, and the rule."""
-    groups, rank = operands.groups, operands.query.ndim - 3
+    num_heads, num_kv_heads = operands.query.shape[-2], operands.key.shape[-2]
+    groups, rank = (num_kv_heads, num_heads // num_kv_heads), operands.query.ndim - 3
     own = functools.partial(by_head, batch_rank=rank, groups=groups)
     captured = [own(x, "") for x in operands.captured]
     learned = [x for x, is_learned in zip(captured, options.captured_trainable, strict=True) if is_learned]
     constants = [x for x, is_learned in zip(captured, options.captured_trainable, strict=True) if not is_learned]
-    dtype = accumulation_dtype(operands.query.dtype)
+    mask = operands.mask
     inputs = ScoreInputs(
         bias=None if operands.bias is None else own(operands.bias, "B N T S"),
-        sink=None if operands.sinks is None else own(operands.sinks, "B N").astype(dtype),
+        sink=None if operands.sinks is None else own(operands.sinks, "B N").astype(options.dtype),
         captured=learned,
     )
     numbers = zip(head_ids(operands, options), ("B", "N", "B N words"), strict=True)
     batch, head, seed = (None if x is None else own(x, axes) for x, axes in numbers)
     rule = ScoreRule(
-        mask=None if operands.mask is None else operands.mask.map_arrays(own),
+        mask=mask.map_arrays(own) if mask is not None and jax.tree.leaves(mask) else mask,
         offsets=operands.offsets.map_arrays(lambda x: own(x, "B")),
         dropout_seed=seed,
         batch=batch,
         head=head,
         constants=constants,
-        dtype=dtype,
+        dtype=options.dtype,
         soft_cap=options.soft_cap,
         score_mod=options.score_mod,
         captured_trainable=options.captured_trainable,
@@ -138,6 +141,21 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
         ring=operands.key.shape[-3] if options.ring else None,
     )
     return inputs, rule
+
+
+def head_ids(operands: Operands, options: Options) -> HeadIds:
+    """The numbers of batch entries and heads, and the random words of each, from which dropout follows."""
+    if operands.head_ids is not None:
+        return operands.head_ids
+    batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
+    entry = head = seed = None
+    if options.score_mod is not None:
+        entry = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
+        head = jnp.arange(num_heads, dtype=jnp.int32)
+    if operands.dropout_rng is not None:
+        own = (1,) * (len(batch) + 1) if options.broadcast_dropout else (*batch, num_heads)
+        seed = jax.random.bits(operands.dropout_rng, (*own, 2), jnp.uint32)
+    return HeadIds(entry, head, seed)
 
 
 def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) -> AnyArray:
@@ -255,3 +273,26 @@ def one_of(operands: Any, place: tuple[int, ...]) -> Any:
 def _squeezed(x: Array | np.ndarray, axes: tuple[int, ...]) -> Array | np.ndarray:
     """`x` without these axes, of length 1."""
     return np.squeeze(x, axes) if isinstance(x, np.ndarray) else lax.squeeze(x, axes)
+
+
+def numbers_as_arrays(call: Call) -> Call:
+    """Converts the scale and nonzero offsets to arrays, so that new values of them do not cause recompilation.
+
+    While an outer `jit` is tracing, they stay Python numbers: that program is compiled anyway, and constants make it
+    faster. Offsets of 0 always stay numbers, so that the tiles to visit can be computed at trace time.
+    """
+    if being_traced():
+        return call
+    operands, options = call
+    offsets = Offsets.of(
+        *(jnp.asarray(x, jnp.int32) if isinstance(x, int) and x else x for x in operands.offsets.values)
+    )
+    scale = operands.scale
+    if scale is None:
+        scale = jnp.asarray(options.scale, options.dtype)
+    rank = operands.query.ndim - 3
+    offsets = offsets.map_arrays(lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape))
+    return Call(
+        operands._replace(offsets=offsets, scale=scale),
+        options._replace(scale=1.0),
+    )

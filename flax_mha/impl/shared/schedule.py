@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options, accumulation_dtype
+from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options
 from flax_mha.core.tracing import Target, being_traced, is_key, readable
 from flax_mha.impl.shared.head import mask_by_head, one_of
 from flax_mha.impl.shared.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
@@ -141,7 +141,7 @@ class TilePlan(NamedTuple):
 
 def plan_dense(call: Call) -> DensePlan:
     """Plans a call of which all scores of a head are computed at once."""
-    scores = math.prod(call.operands.lengths)
+    scores = call.operands.query.shape[-3] * call.operands.key.shape[-3]
     looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
     dtype = product_dtype(call, tiles=False)
     return DensePlan(looped or 0, _vmap_batch(call, scores), dtype, _fuses_rows(call, scores))
@@ -158,22 +158,24 @@ def plan_tiles(call: Call) -> tuple[TilePlan, BlockMask | None]:
 def with_occupancy(call: Call) -> Call:
     """The call with a mask that knows which squares of CELL rows and columns are empty, if that can be known now."""
     operands = call.operands
-    if operands.mask is None or not operands.offsets.are_known:
-        return call
-    mask = operands.mask.with_occupancy(operands.lengths, operands.offsets.numbers, CELL)
+    if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
+        return call  # without arrays it knows
+    lengths = operands.query.shape[-3], operands.key.shape[-3]
+    mask = operands.mask.with_occupancy(lengths, operands.offsets.numbers, CELL)
     return call._replace(operands=operands._replace(mask=mask))
 
 
 def prefers_dense(call: Call) -> bool:
     """Returns whether "xla" is the faster of the two that compute every call."""
-    if not call.options.has_known_sizes or math.prod(call.operands.lengths) <= MAX_SCORES_DENSE:
+    lengths = call.operands.query.shape[-3], call.operands.key.shape[-3]
+    if not call.options.has_known_sizes or math.prod(lengths) <= MAX_SCORES_DENSE:
         return True
-    return call.options.target.platform == "gpu" and _prefers_dense_on_gpu(call)
+    return call.options.target.platform == "gpu" and _prefers_dense_on_gpu(call, lengths)
 
 
-def _prefers_dense_on_gpu(call: Call) -> bool:
+def _prefers_dense_on_gpu(call: Call, lengths: tuple[int, int]) -> bool:
     """Returns whether all scores fit the budget, and are not many more than those of the tiles that a mask leaves."""
-    operands, lengths = call.operands, call.operands.lengths
+    operands = call.operands
     num_heads, scores = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2], math.prod(lengths)
     if num_heads * scores > MAX_SCORES_GPU:
         return False
@@ -236,7 +238,7 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
         return None
     if options.score_mod is not None and options.score_mod.has_custom_vjp:
         return None  # the derivative of what is read in place is that of a dense attention, by a rule for jax.jvp
-    (queries, keys), (num_heads, _) = operands.lengths, operands.groups
+    queries, (keys, num_heads) = operands.query.shape[-3], operands.key.shape[-3:-1]
     on_cpu = options.target.platform == "cpu"
     few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and on_cpu
     if not few and not options.cached:
@@ -259,11 +261,11 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
 def _dtype_of_one_block(call: Call) -> jnp.dtype | None:
     """In what dtype keys that are read in place are multiplied if all of them are one block; None: in blocks only."""
     operands, options = call
-    (queries, _), (num_heads, _) = operands.lengths, operands.groups
+    queries, num_heads = operands.query.shape[-3], operands.key.shape[-2]
     if queries > MAX_HEIGHT_IN_PLACE or queries * operands.query.shape[-2] * num_heads > MAX_JOINT_ROWS_WHOLE:
         return None
     dtypes = {x.dtype for x in (operands.query, operands.key, operands.value)}
-    if dtypes == {accumulation_dtype(operands.query.dtype)}:
+    if dtypes == {options.dtype}:
         return operands.query.dtype
     # Others would have to be converted, all of them at once. Queries that are scaled by a power of two are not rounded;
     # that the scale is a number is so under jit. Weights are rounded, which makes the log-sum-exp less exact.
@@ -276,14 +278,14 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     """In what dtype query, key, value and weights enter matrix products, whose sums are float32 at least.
 
     In their own, 16 bits wide, where that is faster: on accelerators, and in large tiles on CPUs with a matrix unit for
-    bfloat16 (AMX). Other CPUs, and whoever asks for more precision than the default, get `accumulation_dtype`.
+    bfloat16 (AMX). Other CPUs, and whoever asks for more precision than the default, get `options.dtype`.
 
     Args:
       call: The call.
       tiles: Whether it is computed tile by tile.
     """
     operands, options = call
-    dtype, wide = operands.query.dtype, accumulation_dtype(operands.query.dtype)
+    dtype, wide = operands.query.dtype, options.dtype
     if dtype.itemsize > 2 or not _may_round(options):
         return wide
     if options.target.platform != "cpu":
@@ -291,7 +293,7 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
         scales_first = not tiles or operands.scale is not None
         return wide if dtype == jnp.float16 and scales_first else dtype
     # XLA fails when such a program runs with odd sizes and one head: "DotThunk ... BF16 x BF16 = F32".
-    whole_tiles = call.options.has_known_sizes and not any(length % 128 for length in operands.lengths)
+    whole_tiles = call.options.has_known_sizes and not any(x.shape[-3] % 128 for x in (operands.query, operands.key))
     several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
     plain = whole_tiles and several_heads and not options.target.may_be_split
     return dtype if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in _cpu_features() else wide
@@ -343,7 +345,7 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
     Otherwise the block mask is None: the caller computes it (`blockwise._block_mask`), at trace time or in the program.
     """
     operands, options = call
-    lengths, axes = operands.lengths, operands.query.ndim - 1
+    lengths, axes = (operands.query.shape[-3], operands.key.shape[-3]), operands.query.ndim - 1
     arrays = jax.tree.leaves(operands.mask)
     known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
     if not operands.offsets.are_known or not known:
