@@ -333,10 +333,10 @@ def test_gradients_of_a_part_of_the_keys(monkeypatch):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize(("semantics", "races"), [(("parallel", "arbitrary"), False), (("parallel", "parallel"), True)])
-def test_races(semantics, races, monkeypatch, capfd):
+@pytest.mark.parametrize(("order", "races"), [("arbitrary", False), ("parallel", True)])
+def test_races(order, races, monkeypatch, capfd):
     """Two cores share the work: none in what is there, and one if the steps of a sum were declared independent."""
-    monkeypatch.setattr(launch, "SEMANTICS", semantics)
+    monkeypatch.setattr(launch, "ORDER_OF_STEPS", order)
     params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "pallas", call.PALLAS)
     interpret(monkeypatch, "pallas", params)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation, masks, recipes
-from flax_mha.impl.pallas import steps
+from flax_mha.impl.pallas import grid
 
 B, T, N, H = 2, 256, 2, 32
 
@@ -58,7 +58,7 @@ REFUSED = {
     "tiles": (
         abstract(2**17, 2**17, batch=(64,)),
         {"key_value_seq_lengths": jnp.ones(64, jnp.int32)},
-        f"table of tiles does not fit: .* room for {steps.MOST_WORDS} words, and 256 x 256 tiles of 128 heads take ",
+        f"table of tiles does not fit: .* room for {grid.MOST_WORDS} words, and 256 x 256 tiles of 128 heads take ",
     ),
     "tiles of heads that share a bias": (
         abstract(8192, 8192, batch=(512,)),
@@ -198,7 +198,7 @@ def test_no_row_of_memory_is_filled_up(h, part):
     """Rows have 128 numbers. Where features are fewer, tokens lie along them, as XLA lays out the caller's arrays."""
     text = lowered(abstract(h=h), implementation="pallas", is_causal=True)
     kernels = [line.rpartition(" : ")[2] for line in text.splitlines() if "tpu_custom_call" in line]
-    arrays = re.findall(rf"tensor<{B * N}x(\d+x\d+)xbf16>", "".join(kernels))
+    arrays = re.findall(rf"tensor<{B}x{N}x1x(\d+x\d+)xbf16>", "".join(kernels))
     assert arrays == [part] * (4 + 5 + 6)
 
 
@@ -235,16 +235,16 @@ def test_lists_of_steps():
     """Every visible tile once, its group's tiles side by side, and groups that see nothing have a step that writes."""
     some = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
     full = np.array([[1, 0, 0], [0, 0, 0], [0, 1, 0]], bool)
-    occupied = steps.Occupied(some[None], full[None])
-    for known in (occupied, steps.Occupied(*map(jnp.asarray, occupied))):
-        what, where = (np.asarray(x)[0] for x in steps.listed(known, (1,), (1,), steps.BY_ROW))
-        begin, end, both = steps.FIRST, steps.LAST, steps.COMPUTE | steps.MASKED
-        flags = [begin | steps.COMPUTE, end | both, begin | end, begin | steps.COMPUTE, end | both]
+    occupancy = masks.Occupancy(some[None], full[None])
+    for known in (occupancy, masks.Occupancy(*map(jnp.asarray, occupancy))):
+        what, where = (np.asarray(x)[0] for x in grid.list_steps(known, (1,), (1,), "T"))
+        begin, end, both = grid.FIRST, grid.LAST, grid.COMPUTE | grid.MASKED
+        flags = [begin | grid.COMPUTE, end | both, begin | end, begin | grid.COMPUTE, end | both]
         assert list(what[:5]) == flags
         assert list(zip(where[:5] >> 16, where[:5] & 0xFFFF, strict=True)) == [(0, 0), (0, 2), (1, 0), (2, 1), (2, 2)]
         assert not (what[5:] % 16).any()
         assert (where[5:] == where[4]).all()
-    assert len(steps.listed(occupied, (1,), (1,), steps.BY_ROW).what[0]) == 5
-    what, where = (np.asarray(x)[0] for x in steps.listed(occupied, (3,), (1,), steps.BY_COLUMN))
-    assert list(what >> steps.FLAG_BITS) == [0, 1, 2, 0, 1, 2, 0, 0, 1, 1, 2, 2]
+    assert len(grid.list_steps(occupancy, (1,), (1,), "T").what[0]) == 5
+    what, where = (np.asarray(x)[0] for x in grid.list_steps(occupancy, (3,), (1,), "S"))
+    assert list(what >> grid.FLAG_BITS) == [0, 1, 2, 0, 1, 2, 0, 0, 1, 1, 2, 2]
     assert list(where & 0xFFFF) == [0] * 3 + [1] * 3 + [2] * 6

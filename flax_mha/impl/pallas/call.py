@@ -16,12 +16,11 @@ from jaxtyping import Array, Float
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options
 from flax_mha.core.tracing import reasons_against_kernel
+from flax_mha.core.user_function import TracedFunction
 from flax_mha.impl.implementation import Implementation
-from flax_mha.impl.pallas import derivatives
-from flax_mha.impl.pallas.cut import reason_against
-from flax_mha.impl.pallas.launch import Machine
-from flax_mha.impl.pallas.prepare import lengthened, prepared
-from flax_mha.impl.pallas.steps import MOST_TILES_OF_AXIS, MOST_WORDS
+from flax_mha.impl.pallas import attention as kernels
+from flax_mha.impl.pallas.grid import MOST_TILES_OF_AXIS, MOST_WORDS
+from flax_mha.impl.pallas.split_function import RefusedError, split
 from flax_mha.impl.shared import head
 from flax_mha.impl.shared.tiling import CELL, Tiling
 from flax_mha.masks import CausalMask, Mask
@@ -37,8 +36,6 @@ TILES = (512, 256, 128)
 # The compiler keeps about one tile in fast memory for each equation of a user's function and its derivative. With more
 # equations than this, the tiles of 512 x 512 no longer fit, and with four times as many, those of 256 x 256.
 MOST_EQUATIONS = 32
-# Bytes of fast memory that a kernel may take; None: what the compiler allows.
-MEMORY: int | None = None
 
 
 def attention(
@@ -58,7 +55,7 @@ def attention(
         mask = operands.mask.with_occupancy(operands.lengths, operands.offsets.numbers, CELL)
         operands = operands._replace(mask=mask)
     dtype = operands.query.dtype if dtype is None else dtype
-    return _attention(operands, options, Machine(_tiling(call), MEMORY, interpret), dtype, result)
+    return _attention(operands, options, _tiling(call), dtype, interpret, result)
 
 
 def _tiling(call: Call) -> Tiling:
@@ -77,32 +74,34 @@ def _tile(length: int, largest: int) -> int:
 
 def _largest_tile(call: Call) -> int:
     """How large a tile may be next to what the call's functions compute of it."""
-    functions = [] if call.options.score_mod is None else [call.options.score_mod]
-
-    def find(calls: CallsFunction) -> Mask:
-        functions.append(calls.function)
-        return CausalMask()
-
-    if call.operands.mask is not None:
-        call.operands.mask.map_functions(find)
-    count = sum(len(function.jaxpr.eqns) for function in functions)
+    count = sum(len(function.jaxpr.eqns) for _, function, _ in _functions(call))
     return 512 if count <= MOST_EQUATIONS else 256 if count <= 4 * MOST_EQUATIONS else 128
 
 
-@functools.partial(jax.jit, static_argnames=("options", "machine", "dtype"))
+def _functions(call: Call) -> list[tuple[str, TracedFunction, int]]:
+    """The user's functions: what arguments call them, what they compute, and how many arrays they capture."""
+    operands, score_mod = call.operands, call.options.score_mod
+    functions = [] if score_mod is None else [("score_mod", score_mod, len(operands.captured))]
+
+    def find(calls: CallsFunction) -> Mask:
+        functions.append(("mask_mod", calls.function, len(calls.captured)))
+        return CausalMask()
+
+    if operands.mask is not None:
+        operands.mask.map_functions(find)
+    return functions
+
+
+@functools.partial(jax.jit, static_argnames=("options", "tiling", "dtype", "interpret"))
 def _attention(
-    operands: Operands, options: Options, machine: Machine, dtype: jnp.dtype, result: OutputAndLse | None
+    operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype, interpret: Any, result: OutputAndLse | None
 ) -> OutputAndLse:
-    call, rank = prepared(operands, options, machine.tiling, dtype), operands.query.ndim - 1
     known = None
     if result is not None:
         output, lse = head.from_caller(*result, operands.groups)
-        padded_rows = machine.tiling.shape[0]
-        output = lengthened(output.astype(operands.query.dtype), rank, padded_rows)
-        known = output, lengthened(lse, rank, padded_rows, -jnp.inf)
-    output, lse = derivatives.attention(call, machine, known)
-    length = operands.lengths[0]
-    return head.to_caller(output[..., :length, :], lse[..., :length], operands.query.dtype)
+        known = output.astype(operands.query.dtype), lse
+    output, lse = kernels.attention(kernels.prepare(operands, options, tiling, dtype, interpret), known)
+    return head.to_caller(output, lse, operands.query.dtype)
 
 
 def refusals(call: Call) -> list[str]:
@@ -135,17 +134,12 @@ def _reasons_against_machine(call: Call) -> list[str]:
 
 
 def _reasons_against_functions(call: Call) -> list[str]:
-    operands, options = call
     reasons = []
-    if options.score_mod is not None:
-        reasons += reason_against("score_mod", options.score_mod, len(operands.captured))
-
-    def ask(calls: CallsFunction) -> Mask:
-        reasons.extend(reason_against("mask_mod", calls.function, len(calls.captured)))
-        return CausalMask()
-
-    if operands.mask is not None:
-        operands.mask.map_functions(ask)
+    for name, function, num_captured in _functions(call):
+        try:
+            split(function, num_captured)
+        except RefusedError as refused:
+            reasons.append(f"{name} {refused}")
     return reasons
 
 

@@ -1,8 +1,8 @@
-"""One tile inside a kernel: its positions, and its scores, by the rules of `scores.py` on the blocks that lie there."""
+"""One tile inside a kernel: its positions, its arrays, and its scores by the rules of `shared/scores.py`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha.core.tile import Grid, Tile
-from flax_mha.impl.pallas.tile_part import TilePart
+from flax_mha.impl.pallas.launch import Inputs, Plan, Step
+from flax_mha.impl.pallas.split_function import TileFunction
+from flax_mha.impl.shared import nonfinite
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.impl.shared.threefry import random_words
 from flax_mha.masks import Mask, Occupancy
 
 
-class HeldTile(Tile):
-    """A tile whose parts of all arrays are given, so that nothing is left to cut."""
+class KernelTile(Tile):
+    """A tile whose arrays are blocks that hold its part alone, so that nothing is left to cut."""
 
     @property
-    def rows(self) -> Int[Array, "t 1"]:
-        return lax.broadcasted_iota(jnp.int32, (self.shape[0], 1), 0) + self.row
-
-    @property
-    def columns(self) -> Int[Array, "1 s"]:
-        return lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1) + self.runs[0]
-
-    @property
-    def block(self) -> tuple[int, int]:
+    def score_shape(self) -> tuple[int, int]:
         """The shape of its scores."""
         return self.shape
 
@@ -44,20 +38,20 @@ class HeldTile(Tile):
         return x
 
 
-class TileAcross(HeldTile):
+class TransposedTile(KernelTile):
     """The same with queries along columns."""
 
     @property
+    def score_shape(self) -> tuple[int, int]:
+        return self.shape[::-1]
+
+    @property
     def rows(self) -> Int[Array, "1 t"]:
-        return lax.broadcasted_iota(jnp.int32, (1, self.shape[0]), 1) + self.row
+        return self.row + lax.broadcasted_iota(jnp.int32, (1, self.shape[0]), 1)
 
     @property
     def columns(self) -> Int[Array, "s 1"]:
-        return lax.broadcasted_iota(jnp.int32, (self.shape[1], 1), 0) + self.runs[0]
-
-    @property
-    def block(self) -> tuple[int, int]:
-        return self.shape[::-1]
+        return self.runs[0] + lax.broadcasted_iota(jnp.int32, (self.shape[1], 1), 0)
 
 
 @jax.tree_util.register_dataclass
@@ -67,67 +61,58 @@ class TileMask(Mask):
 
     numbers: tuple[Array, ...] = dataclasses.field(metadata={"axes": "B N"})
     tables: tuple[Array, ...] = dataclasses.field(metadata={"axes": "B N L"})
-    part: TilePart = dataclasses.field(metadata={"static": True})
+    function: TileFunction = dataclasses.field(metadata={"static": True})
 
     def tile(self, tile: Tile) -> Bool[Array, "t s"]:
-        arguments = (tile.query_positions, tile.key_positions)
-        return self.part([*self.numbers, *self.tables], arguments, tile.block)[0]  # type: ignore[attr-defined]
+        positions = tile.query_positions, tile.key_positions
+        values, _ = self.function.look_up(positions, [*self.numbers, *self.tables])
+        return self.function(positions, values, tile.score_shape)  # type: ignore[attr-defined]
 
     def occupancy(self, grid: Grid) -> Occupancy:
         raise NotImplementedError("occupancy is that of the mask that this was made of.")
 
 
 @dataclasses.dataclass(frozen=True)
-class TileScores(ScoreRule):
-    """The score rule of a kernel's tile; `ScoreInputs.captured` are the values of the outer part of `score_mod`.
+class TileRule(ScoreRule):
+    """The score rule of a kernel's tile.
 
     Attributes:
-      part: The part of `score_mod` that is computed for whole tiles.
+      function: The part of `score_mod` that is computed for whole tiles.
+      values: What that takes, except what gets gradients; this stands in `ScoreInputs.captured`, and None elsewhere.
       differentiated: Whether derivatives are taken.
-      learned: Which of its values get gradients.
-      added: For each value None, or what is added to it, for its gradient.
-      entries: Where the entries are put that its lookups find.
     """
 
-    part: TilePart | None = None
+    function: TileFunction | None = None
+    values: Sequence[Array] = ()
     differentiated: bool = True
-    learned: tuple[bool, ...] = ()
-    added: Sequence[Any] = ()
-    entries: list[Array] = dataclasses.field(default_factory=list)
 
     def guarded(self, products: Float[Array, "..."], visible: Bool[Array, "..."]) -> Float[Array, "..."]:
         return super().guarded(products, visible) if self.differentiated else products
 
-    def modified(self, scores: Float[Array, "..."], params: ScoreInputs, tile: Tile) -> Float[Array, "..."]:
-        arguments = (scores, tile.query_positions, tile.key_positions)
-        block = tile.block  # type: ignore[attr-defined]
-        result, entries = self.part(params.captured, arguments, block, self.added)  # type: ignore[misc]
-        self.entries[:] = entries
-        return result
+    def modified(self, scores: Float[Array, "..."], inputs: ScoreInputs, tile: Tile) -> Float[Array, "..."]:
+        values = [x if y is None else y for x, y in zip(self.values, inputs.captured, strict=True)]
+        arguments = scores, tile.query_positions, tile.key_positions
+        return self.function(arguments, values, tile.score_shape)  # type: ignore[misc, attr-defined]
 
-    def tile_vjp(  # type: ignore[override]
-        self, products: Float[Array, "..."], params: ScoreInputs, tile: Tile, mask: Mask | None
-    ) -> tuple[Float[Array, "..."], Callable[[Array], tuple[Array, Array | None, list[Array | None]]]]:
-        """The scores of a tile, and what turns their gradients into those of products, bias and values.
+    def tile_vjp(
+        self, products: Float[Array, "..."], inputs: ScoreInputs, tile: Tile, mask: Mask | None
+    ) -> tuple[Float[Array, "..."], Callable[[Array], tuple[Array, ScoreInputs]]]:
+        """The scores of a tile, and what turns their gradients into those of products and `inputs`.
 
-        The gradient of a value is a sum over all scores. It is returned score by score, 0 where masked, so that what a
-        function's derivative is at masked places reaches nothing.
+        The gradient of a captured value is a sum over all scores. It is returned score by score, 0 where masked, so
+        that what a function's derivative is at masked places reaches nothing.
         """
-        zeros = [jnp.zeros_like(products) if learned else None for learned in self.learned]
-
-        def run(products: Array, bias: Array | None, added: list[Array | None]) -> Array:
-            scores = dataclasses.replace(self, added=added)
-            return scores.tile(products, params._replace(bias=bias), tile, mask)
-
-        scores, pull = jax.vjp(run, products, params.bias, zeros)
+        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile, mask), products, inputs)
         if self.score_mod is None:
             return scores, pull  # of masked scores it is 0 already
-        visible = scores != -jnp.inf
 
-        def pull_visible(d_scores: Array) -> tuple[Array, Array | None, list[Array | None]]:
-            d_products, d_bias, d_values = pull(jnp.where(visible, d_scores, jnp.zeros_like(d_scores)))
-            shown = [None if x is None else jnp.where(visible, x, jnp.zeros_like(x)) for x in d_values]
-            return jnp.where(visible, d_products, jnp.zeros_like(d_products)), d_bias, shown
+        def pull_visible(d_scores: Array) -> tuple[Array, ScoreInputs]:
+            visible = scores != -jnp.inf
+            d_products, d_inputs = pull(jnp.where(visible, d_scores, jnp.zeros_like(d_scores)))
+            d_products, captured = jax.tree.map(
+                lambda x: jnp.where(visible, x, jnp.zeros_like(x)), (d_products, d_inputs.captured)
+            )
+            return d_products, d_inputs._replace(captured=captured)
 
         return scores, pull_visible
 
@@ -135,11 +120,103 @@ class TileScores(ScoreRule):
         """As in all implementations: of the seed and positions alone."""
         if self.dropout_seed is None:
             return None
-        position = tile.rows + tile.offsets[0]
-        shape = tile.block  # type: ignore[attr-defined]
-        pair, key = (jnp.broadcast_to(x, shape) for x in (position >> 1, tile.key_positions))
-        first, second = random_words(self.dropout_seed, (pair, key))  # type: ignore[arg-type]
-        words = jnp.where(jnp.broadcast_to((position & 1) == 0, shape), first, second)
+        shape = tile.score_shape  # type: ignore[attr-defined]
+        position, key = (jnp.broadcast_to(x, shape) for x in (tile.rows + tile.offsets[0], tile.key_positions))
+        even, odd = random_words(self.dropout_seed, (position >> 1, key))  # type: ignore[arg-type]
+        words = jnp.where((position & 1) == 0, even, odd)
         most = min(round(self.dropout_rate * 2**32), 2**32 - 1) - 2**31
         dropped = (words ^ np.int32(-(2**31))) < np.int32(most)  # compares them without sign
         return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
+
+
+class LoadedTile(NamedTuple):
+    """The arrays of one step.
+
+    Arrays of the rows of the tile have features last, arrays of its columns are as they are stored.
+
+    Attributes:
+      inputs: What the step is given.
+      tile: Its positions.
+      rule: How products become scores.
+      params: What gets gradients besides products.
+      mask: What is visible; None if everything is.
+      entries: For each value of `score_mod` None, or the entry of its table that was looked up.
+      features_last: How arrays of columns are stored.
+    """
+
+    inputs: Inputs
+    tile: KernelTile
+    rule: TileRule
+    params: ScoreInputs
+    mask: Mask | None
+    entries: list[Array | None]
+    features_last: bool
+
+    def over_features(self, rows: Float[Array, "m F"], columns: Array) -> Float[Array, "m n"]:
+        """The products, summed over features, of what belongs to rows and what belongs to columns."""
+        return self.rule.dot(rows, columns, transpose_b=self.features_last)
+
+    def over_columns(self, tile: Float[Array, "m n"], columns: Array) -> Float[Array, "m F"]:
+        """For each row the sum, weighted by the tile, of what belongs to columns."""
+        return self.rule.dot(tile, columns, transpose_b=not self.features_last)
+
+    def products(self) -> Float[Array, "..."]:
+        """Scaled products of queries and keys."""
+        query, key = self.inputs.query, self.inputs.key
+        pair = (key, query) if isinstance(self.tile, TransposedTile) else (query, key)
+        products = self.over_features(*pair)
+        return products if self.rule.scale == 1.0 else products * self.rule.scale
+
+    def gradients(
+        self, lse: Float[Array, "..."], delta: Float[Array, "..."]
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."], ScoreInputs]:
+        """The weights after dropout, and the gradients of the products before scaling and of `params`."""
+        s, pull = self.rule.tile_vjp(self.products(), self.params, self.tile, self.mask)
+        may_be_nan = self.params.bias is not None or self.rule.score_mod is not None
+        weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), self.rule.dropout_multiplier(self.tile)
+        pair = self.inputs.d_output, self.inputs.value
+        d_weights = self.over_features(*(pair[::-1] if isinstance(self.tile, TransposedTile) else pair))
+        if kept is not None:
+            d_weights = d_weights * kept
+        d_products, d_params = pull(weights * (d_weights - delta))
+        return weights if kept is None else weights * kept, d_products, d_params
+
+
+def load_tile(
+    plan: Plan,
+    step: Step,
+    masked: bool,
+    transposed: bool = False,
+    rows: Sequence[Any] = (),
+    learned: Sequence[bool] = (),
+) -> LoadedTile:
+    """Reads the arrays of one step.
+
+    Args:
+      plan: What is static.
+      step: The step.
+      masked: Whether the tile must be masked; else it is visible throughout.
+      transposed: Whether queries lie along columns.
+      rows: References to query and d_output, or in a transposed tile key and value, if they were loaded before.
+      learned: Which values of `score_mod` get gradients.
+    """
+    inputs, tiling = step.load(), plan.tiling
+    names = ("key", "value") if transposed else ("query", "d_output")
+    blocks = [getattr(inputs, name) for name in names]
+    loaded = [x[...] for x in rows] or [None if x is None else plan.to_rows(x) for x in blocks]
+    inputs = inputs._replace(**dict(zip(names, loaded, strict=False)))
+    kind: Any = TransposedTile if transposed else KernelTile
+    tile = kind(step.row, step.column, (tiling.height, tiling.width), inputs.offsets.values, tiling.inside)
+    bias = None if inputs.bias is None else inputs.bias.astype(jnp.float32)
+    if bias is not None and bias.ndim == 0:
+        bias = lax.broadcast(bias, (1, 1))
+    captured: list[Any] = []
+    entries: list[Array | None] = []
+    values = [*inputs.numbers, *inputs.tables]
+    if plan.rule.function is not None:
+        values, entries = plan.rule.function.look_up((tile.query_positions, tile.key_positions), values)
+        pairs = zip(values, learned or [False] * len(values), strict=True)
+        captured = [jnp.broadcast_to(x, tile.score_shape) if is_learned else None for x, is_learned in pairs]
+    rule = dataclasses.replace(plan.rule, dropout_seed=inputs.seed, values=values)
+    params = ScoreInputs(bias, None, captured)
+    return LoadedTile(inputs, tile, rule, params, inputs.mask if masked else None, entries, plan.features_last)

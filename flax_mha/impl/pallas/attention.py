@@ -1,0 +1,185 @@
+"""The attention of a call by the kernels: their inputs in the layout of one head, and first-order derivatives."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float
+
+from flax_mha.call.operands import Operands, Options
+from flax_mha.core.tile import Offsets
+from flax_mha.impl.pallas import backward
+from flax_mha.impl.pallas.forward import forward
+from flax_mha.impl.pallas.launch import LANES, Inputs, KernelCall, Plan
+from flax_mha.impl.pallas.split_function import Outer, TileFunction, split
+from flax_mha.impl.pallas.tile import TileMask, TileRule
+from flax_mha.impl.shared import nonfinite
+from flax_mha.impl.shared.head import heads_of, map_heads
+from flax_mha.impl.shared.scores import ScoreRule
+from flax_mha.impl.shared.tiling import InsideMask, Tiling, padded_mask
+from flax_mha.masks import Mask, Occupancy
+from flax_mha.masks.base import CallsFunction
+
+OutputAndLse = tuple[Float[Array, "... T Hv"], Float[Array, "... T"]]
+
+
+def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype, interpret: Any) -> KernelCall:
+    """Converts a call, whose matrix products have operands of this dtype, to what its kernels take."""
+    head = heads_of(operands, options, "flags", dtype, operands.query.dtype)
+    rule, rank = head.rule, head.query.ndim - 2
+    mask = None if rule.mask is None else rule.mask.map_functions(functools.partial(_tile_mask, rank))
+    if tiling.inside is not None:
+        mask = InsideMask(*tiling.lengths) if mask is None else mask & InsideMask(*tiling.lengths)
+    function: TileFunction | None = None
+    numbers: tuple[Array, ...] = ()
+    tables: tuple[Array, ...] = ()
+    if options.score_mod is not None:
+        queues = {True: iter(head.inputs.captured), False: iter(rule.constants)}
+        captured = [next(queues[is_learned]) for is_learned in options.captured_trainable]
+        outer, function = split(options.score_mod, len(captured))
+        uses = options.score_mod.uses(1), options.score_mod.uses(2)
+        numbers, tables = _outer_values(outer, function, captured, (rule.batch, rule.head), uses, rank)
+    seed, flags = rule.dropout_seed, head.nonfinite
+    inputs = Inputs(
+        query=head.query,
+        key=head.key,
+        value=head.value,
+        bias=head.inputs.bias,
+        sink=head.inputs.sink,
+        numbers=numbers,
+        tables=tables,
+        mask=mask,
+        offsets=rule.offsets,
+        seed=None if seed is None else (seed[..., 0], seed[..., 1]),
+        key_poison=None if flags is None else nonfinite.poison(flags.key),
+        query_poison=None if flags is None else nonfinite.poison(flags.query),
+    )
+    # Mosaic multiplies single features instead of contracting them, which it cannot do with bfloat16 lying along rows.
+    sizes = {head.query.shape[-1], head.value.shape[-1]}
+    features_last = 1 in sizes or all(size % LANES == 0 for size in sizes)
+    fields: dict[str, Any] = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    fields |= dict.fromkeys(("mask", "dropout_seed", "batch", "head")) | {"offsets": Offsets(), "constants": []}
+    tile_rule = TileRule(**fields, function=function)
+    plan = Plan(tile_rule, tiling, features_last, dtype, operands.query.dtype, interpret)
+    return KernelCall(plan, inputs, _occupancy(rule, tiling, rank))
+
+
+def _outer_values(
+    outer: Outer, tile: TileFunction, captured: Sequence[Any], ids: tuple[Any, Any], uses: tuple[bool, bool], rank: int
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The numbers and tables of the outer part of a function, once for all heads that share them."""
+    one = jnp.zeros((1,) * rank, jnp.int32)
+    batch_and_head = [jnp.asarray(x) if used else one for x, used in zip(ids, uses, strict=True)]
+    values = tuple(map_heads(lambda x: outer(*x), (list(captured), *batch_and_head), rank))
+    return values[: len(tile.numbers)], values[len(tile.numbers) :]
+
+
+def _tile_mask(rank: int, calls: CallsFunction) -> Mask:
+    """The mask of a user's function, of which only the part for tiles is left to compute."""
+    outer, tile = split(calls.function, len(calls.captured))
+    uses = calls.function.uses(0), calls.function.uses(1)
+    return TileMask(*_outer_values(outer, tile, calls.captured, (calls.batch, calls.head), uses, rank), tile)
+
+
+def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
+    """Which tiles are visible, [*heads, rows, columns]: in NumPy where that is known while tracing."""
+    everything = np.ones((tiling.rows, tiling.cells), bool)
+
+    def of_head(arrays: tuple[Mask | None, Offsets]) -> Occupancy:
+        mask = padded_mask(arrays[0], tiling)
+        if mask is None:
+            return Occupancy(everything, everything)
+        some, full = mask.occupancy(tiling.grid(arrays[1].values))
+        return Occupancy(some & everything, full & everything)
+
+    if rule.mask is not None and jax.tree.leaves((rule.mask, rule.offsets)):
+        return map_heads(of_head, (rule.mask, rule.offsets), rank)
+    with jax.ensure_compile_time_eval():
+        known = of_head((rule.mask, rule.offsets))
+    return Occupancy(*(np.asarray(x).reshape((1,) * rank + x.shape) for x in known))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Which gradients are asked for, of those that cost something: of the bias, and of the values of `score_mod`."""
+
+    bias: bool
+    values: tuple[bool, ...]
+
+
+def attention(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
+    """Output and log-sum-exp.
+
+    Args:
+      call: What is computed.
+      known: Output and log-sum-exp over these and other keys. Then they are returned, and nothing is computed but
+        gradients: those of what these keys contribute.
+    """
+    is_known = isinstance(call.occupancy.any_visible, np.ndarray)
+
+    def call_of(inputs: Inputs, occupancy: Occupancy | None) -> KernelCall:
+        return KernelCall(call.plan, inputs, call.occupancy if occupancy is None else occupancy)
+
+    @jax.custom_vjp
+    def attend(inputs: Inputs, occupancy: Occupancy | None, known: OutputAndLse | None) -> OutputAndLse:
+        return _forward(call_of(inputs, occupancy)) if known is None else known
+
+    def attend_forward(*arguments: Any) -> tuple[OutputAndLse, tuple]:
+        inputs, (*values, known) = arguments[0], jax.tree.map(lambda x: x.value, arguments)
+        values_perturbed = tuple(x.perturbed for x in (*inputs.numbers, *inputs.tables))
+        wanted = _Wanted(inputs.bias is not None and inputs.bias.perturbed, values_perturbed)
+        results = attend(*values, known)
+        return results, (wanted, values, results)
+
+    def attend_backward(saved: tuple, cotangents: tuple) -> tuple:
+        wanted, values, results = saved
+        output, lse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
+        return _backward(call_of(*values), wanted, results, (output, lse)), None, None
+
+    attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
+    return attend(call.inputs, None if is_known else call.occupancy, known)
+
+
+def _round_operands(plan: Plan, inputs: Inputs) -> Inputs:
+    """Rounds what the matrix products multiply; inside of the derivative, so that gradients are not rounded."""
+    query, key, value = (x.astype(plan.product_dtype) for x in inputs[:3])
+    return inputs._replace(query=query, key=key, value=value)
+
+
+def _forward(call: KernelCall) -> OutputAndLse:
+    plan = call.plan._replace(rule=dataclasses.replace(call.plan.rule, differentiated=False))
+    return forward(KernelCall(plan, _round_operands(plan, call.inputs), call.occupancy))
+
+
+def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangents: OutputAndLse) -> Inputs:
+    """The gradients of the inputs; None where there is none."""
+    inputs = _round_operands(call.plan, call.inputs)
+    query, d_output, lse, delta = nonfinite.backward_rows(
+        inputs.query, results, cotangents, keys_are_finite=inputs.key_poison is not None
+    )
+    inputs = inputs._replace(query=query, d_output=d_output, lse=lse, delta=delta, key_poison=None, query_poison=None)
+    call = call._replace(inputs=inputs)
+    d_query, d_values = backward.query_gradients(call, wanted.values)
+    d_key, d_value = backward.key_value_gradients(call)
+    d_bias = backward.bias_gradient(call) if wanted.bias else None
+    d_sink = None
+    if inputs.sink is not None:
+        share = jnp.exp(inputs.sink[..., None] - lse)  # 0 in rows without a gradient
+        d_sink = _sum_to(-jnp.sum(share * delta, axis=-1), inputs.sink)
+    pairs, count = zip(d_values, (*inputs.numbers, *inputs.tables), strict=True), len(inputs.numbers)
+    captured = tuple(None if d is None else _sum_to(d, x) for d, x in pairs)
+    gradients: dict[str, Any] = dict.fromkeys(Inputs._fields)
+    gradients |= {"query": d_query, "key": d_key, "value": d_value, "bias": d_bias, "sink": d_sink}
+    return Inputs(**gradients | {"numbers": captured[:count], "tables": captured[count:]})
+
+
+def _sum_to(x: Array, like: Array) -> Array:
+    """The sum over the axes along which heads share an entry."""
+    axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
+    return x.sum(axes, keepdims=True)

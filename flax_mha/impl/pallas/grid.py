@@ -1,0 +1,154 @@
+"""The grid of a kernel: the axes of batch and heads, and then the tiles that it visits, in order, as lists of steps.
+
+Lists of steps are data, read before each step. A kernel has one result for every group of tiles: forward for each row
+of tiles, the gradients of keys and values for each column. The tiles of a group follow one another. Empty tiles are not
+in the lists, so they are neither computed nor fetched, but a group of empty tiles keeps one, which is not computed: its
+result has to be written. Where the mask is data, a list is as long as if no tile were empty, and at its end repeats its
+last tile, which fetches nothing.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Int
+
+from flax_mha.impl.shared.tiling import Tiling
+from flax_mha.masks import Occupancy
+
+Sizes = tuple[int, ...]
+
+# What is done in a step: begin a result, compute the tile, mask it, write the result.
+FIRST, LAST, COMPUTE, MASKED = 1, 2, 4, 8
+FLAG_BITS = 4
+
+# Scalar memory has 1 MiB, and holds other numbers too. A list takes two words of four bytes for each step.
+MOST_WORDS = 2 * 65536 + 4096
+# Numbers of rows and columns of tiles share a word.
+MOST_TILES_OF_AXIS = 2**15
+
+
+class Grid(NamedTuple):
+    """The grid of a kernel, and its lists of steps.
+
+    Attributes:
+      sizes: Of the axes of batch and heads.
+      results: The same of results: 1 where heads share one.
+      lists: The same of lists of steps.
+      length: Steps of each list.
+    """
+
+    sizes: Sizes
+    results: Sizes
+    lists: Sizes
+    length: int
+
+    def place(self, *indices: Any) -> tuple[Any, list[Any], Any, Any]:
+        """The flags of a step, its head along every axis, and the row and the column of its tile.
+
+        Args:
+          *indices: Indices of the grid, and references to the two words of all steps.
+        """
+        *head, step, what_ref, where_ref = indices
+        at = flat_index(head, self.lists) * self.length + step
+        what, where = what_ref[at], where_ref[at]
+        shared = [axis for axis, size in enumerate(self.sizes) if self.results[axis] < size]
+        number = what >> FLAG_BITS
+        for axis in shared[:0:-1]:
+            head[axis], number = lax.rem(number, self.sizes[axis]), lax.div(number, self.sizes[axis])
+        if shared:
+            head[shared[0]] = number
+        return what, head, where >> 16, where & 0xFFFF
+
+    def spec(self, axes: str, heads: Sizes, stored: Sizes, tiling: Tiling) -> pl.BlockSpec:
+        """Which block of a stored array a step is given; all of it if it holds numbers."""
+        if not axes:
+            return pl.BlockSpec(memory_space=pltpu.SMEM)
+        sizes, row = {"T": tiling.height, "S": tiling.width}, (0,) * (len(axes) == 1)
+        block = [sizes.get(name, n) for name, n in zip(axes, stored[-len(axes) :], strict=True)]
+
+        def index(*indices: Any) -> tuple:
+            _, head, i, j = self.place(*indices)
+            own = [0 if size == 1 else n for n, size in zip(head, heads, strict=True)]
+            numbers = {"T": i, "S": j}
+            return *own, *row, *(numbers.get(name, 0) for name in axes)
+
+        return pl.BlockSpec((*(None for _ in heads), *(1 for _ in row), *block), index)
+
+
+def flat_index(head: Sequence[Any], heads: Sizes) -> Any:
+    """The index of a head's number in a flat array of numbers; axes of size 1 are shared by all heads."""
+    number: Any = 0
+    for i, size in zip(head, heads, strict=True):
+        number = number if size == 1 else number * size + i
+    return number
+
+
+class Steps(NamedTuple):
+    """Lists of steps [*heads, steps], where axes of `heads` have length 1 if all heads along them share a list.
+
+    Attributes:
+      what: Flags, and 16 times the number of the head among those that share a result.
+      where: Row of the tile times 2^16, and its column.
+    """
+
+    what: Int[Array, "*heads n"] | np.ndarray
+    where: Int[Array, "*heads n"] | np.ndarray
+
+
+def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> Steps:
+    """Lists the steps of a kernel, in NumPy if the occupancy is known while tracing.
+
+    Args:
+      occupancy: Of the tiles, [*heads, rows, columns].
+      sizes: Of the axes of batch and heads.
+      results: Of the same axes, 1 where heads share a result.
+      by: Which axes of tiles tell results apart: "T" rows, "S" columns.
+    """
+    group = functools.partial(_group, sizes=sizes, results=results, by=by)
+    some, full = (group(x) for x in occupancy)
+    lists, count, members = some.shape[:-2], math.prod(some.shape[-2:]), some.shape[-1]
+    xp: Any = np if isinstance(some, np.ndarray) else jnp
+    number, is_first = np.arange(count, dtype=np.int32)[None], np.arange(members)[None, None] == 0
+    visited = some | (~some.any(-1, keepdims=True) & is_first.reshape((1,) * len(lists) + (1, -1)))
+    some, full, visited = (x.reshape(-1, count) for x in (some, full, visited))
+    total = visited.sum(-1, keepdims=True, dtype=np.int32)
+    steps = number if xp is jnp else number[:, : int(total.max())]
+    order = xp.argsort(xp.where(visited, number, number + count), axis=-1)
+    order = xp.take_along_axis(order, xp.minimum(steps, total - 1), -1)
+    changes, edge = xp.diff(order // members, axis=-1) != 0, np.ones((len(order), 1), bool)
+    computed = xp.take_along_axis(some, order, -1)
+    flags = {
+        FIRST: xp.concatenate([edge, changes], -1),
+        LAST: xp.concatenate([changes, edge], -1) | (steps == total - 1),
+        COMPUTE: computed,
+        MASKED: computed & ~xp.take_along_axis(full, order, -1),
+    }
+    what = functools.reduce(operator.or_, (xp.where(x, np.int32(bit), np.int32(0)) for bit, x in flags.items()))
+    shared = tuple(size if result == 1 else 1 for size, result in zip(sizes, results, strict=True))
+    head, row, column = np.indices((math.prod(shared), *occupancy.any_visible.shape[-2:]), dtype=np.int32)
+    head, place = (group(x.reshape(*shared, *x.shape[1:])).ravel() for x in (head, (row << 16) | column))
+    words = xp.take(head << FLAG_BITS, order) + xp.where(steps < total, what, np.int32(0)), xp.take(place, order)
+    return Steps(*(x.reshape(*lists, -1) for x in words))
+
+
+def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads groups members"]:
+    """[*heads, rows, columns] by result: the heads that share one are members of its groups, and axes of length 1."""
+    rank = len(sizes)
+    shared = [axis for axis in range(rank) if results[axis] == 1]
+    own = [axis for axis in range(rank) if results[axis] != 1]
+    tiles = [rank + "TS".index(name) for name in by]
+    members = [axis for axis in (rank, rank + 1) if axis not in tiles]
+    whole = tuple(sizes[axis] if axis in shared else x.shape[axis] for axis in range(rank))
+    xp: Any = np if isinstance(x, np.ndarray) else jnp
+    x = xp.broadcast_to(x, (*whole, *x.shape[rank:]))
+    heads = tuple(1 if axis in shared else x.shape[axis] for axis in range(rank))
+    groups = math.prod(x.shape[axis] for axis in tiles)
+    return x.transpose(*own, *tiles, *shared, *members).reshape(*heads, groups, -1)
