@@ -15,6 +15,7 @@ from flax_mha.cached_attention import cached_attention
 from flax_mha.distributed import dispatch
 from flax_mha.impl import registry
 from flax_mha.impl.pallas import call, launch
+from flax_mha.impl.shared import tpu_kernels
 from flax_mha.kv_cache import KVCache
 
 
@@ -23,7 +24,7 @@ def interpreted():
     """As on a TPU, in small tiles, but the kernels run here, as XLA programs."""
     with pytest.MonkeyPatch.context() as patch:
         compiled_for(patch, "tpu")
-        patch.setattr(call, "TILES", (128,))
+        patch.setattr(tpu_kernels, "TILES", (128,))
         interpret(patch, "pallas")
         forget_programs()
         yield

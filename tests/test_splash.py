@@ -15,7 +15,7 @@ from marks import with_core
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha.cached_attention import cached_attention
 from flax_mha.impl import splash
-from flax_mha.impl.shared import kernel_mask
+from flax_mha.impl.shared import kernel_mask, tpu_kernels
 from flax_mha.kv_cache import KVCache
 
 B, T, N, K, H = 2, 256, 2, 1, 32
@@ -29,7 +29,7 @@ def tpu():
     """As on a TPU, in small tiles."""
     with pytest.MonkeyPatch.context() as patch:
         compiled_for(patch, "tpu")
-        patch.setattr(splash, "TILES", (128,))
+        patch.setattr(tpu_kernels, "TILES", (128,))
         forget_programs()
         yield
     forget_programs()
@@ -306,8 +306,8 @@ def test_a_mask_that_hides_all_is_none(left, right, keys, kind):
     [(1, 128), (128, 128), (200, 256), (300, 128), (512, 512), (640, 128), (1100, 256), (8200, 512), (32768, 512)],
 )
 def test_tiles_divide_the_length_or_nearly_so(length, tile, monkeypatch):
-    monkeypatch.setattr(splash, "TILES", (512, 256, 128))
-    assert splash._tile(length) == tile
+    monkeypatch.setattr(tpu_kernels, "TILES", (512, 256, 128))
+    assert tpu_kernels.tile_size(length) == tile
 
 
 def abstract(*lengths, dtype=jnp.bfloat16, **sizes):

@@ -18,19 +18,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float, Int
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options
-from flax_mha.core.tracing import reasons_against_kernel
 from flax_mha.impl.implementation import Implementation
-from flax_mha.impl.shared import kernel_mask, when_finite
+from flax_mha.impl.shared import kernel_mask, tpu_kernels, when_finite
 from flax_mha.impl.shared.kernel_mask import Bounds, Data, KernelMask
 from flax_mha.impl.shared.when_finite import Arrays
 
-DTYPES = (jnp.float32, jnp.bfloat16)
-# In float32 with every kind of mask, twice this no longer compiles for TPU v4, whose tiles must fit in 16 MiB.
-LARGEST_HEAD = 256
 # The kernel's tables take three bytes of scalar memory (1 MiB) per tile.
 MOST_TILES = 512 * 512
-# Rows and columns of a tile; lengths are padded to multiples of them.
-TILES = (512, 256, 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,27 +73,14 @@ class Band(splash_masks.Mask):
 
 def refusals(call: Call) -> list[str]:
     """Why splash attention cannot compute this call with our result."""
-    operands, mask = call.operands, kernel_mask.kernel_mask(call)
-    reasons = kernel_mask.refusals(call, mask, caps=True, sinks=True)
-    target = call.options.target
-    if target.platform != "tpu":
-        reasons.append(f"it runs on TPUs, and this runs on {target.platform}")
-    if operands.query.dtype not in DTYPES:
-        reasons.append(f"it computes float32 and bfloat16, and this is {operands.query.dtype}")
-    if max(operands.query.shape[-1], operands.value.shape[-1]) > LARGEST_HEAD:
-        reasons.append(f"head sizes must be up to {LARGEST_HEAD}, or the tiles do not fit next to the matrix unit")
-    if math.prod(-(-length // _tile(length)) for length in operands.lengths) > MOST_TILES:
-        reasons.append(
-            f"its table of tiles does not fit, for {operands.lengths[0]} queries and {operands.lengths[1]} keys"
-        )
-    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        reasons.append("its kernels do not compile with jax_enable_x64")
+    (queries, keys), mask = call.operands.lengths, kernel_mask.kernel_mask(call)
+    reasons = kernel_mask.refusals(call, mask, caps=True, sinks=True) + tpu_kernels.refusals(call)
+    if math.prod(-(-length // tpu_kernels.tile_size(length)) for length in (queries, keys)) > MOST_TILES:
+        reasons.append(f"its table of tiles does not fit, for {queries} queries and {keys} keys")
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if precision not in DEFAULT_PRECISION:
         reasons.append(f"its matrix products have the default precision, and this asks for {precision}")
-    if 0 in operands.query.shape or 0 in operands.value.shape:
-        reasons.append("an axis is empty")
-    return reasons + reasons_against_kernel(target)
+    return reasons
 
 
 def attention(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:
@@ -139,7 +120,7 @@ def _output(
     """The output, 0 where a query sees nothing, and what has to be finite; of [B, N, T, H], queries scaled."""
     query, key, value, *sinks = arrays
     mask, lengths = KernelMask.of(bounds, data), (query.shape[2], key.shape[2])
-    sides = (_tile(lengths[0]), _tile(lengths[1]))
+    sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
     # Built anew for every trace: a kernel holds arrays of the trace that it was built in.
     kernel = splash.make_splash_mha(
         splash_masks.MultiHeadMask([_mask(mask, lengths, sides)] * query.shape[1]),
@@ -156,12 +137,6 @@ def _output(
         masked = kernel_mask.masked_rows(mask, query.shape[0], lengths)
         output = jnp.where(masked[:, None, :, None], jnp.zeros_like(output), output)
     return output, (query, key, value)
-
-
-def _tile(length: int) -> int:
-    """The largest tile whose padded length exceeds that of the smallest tile by at most one eighth."""
-    padded = [length + -length % tile for tile in TILES]
-    return next(tile for tile, total in zip(TILES, padded, strict=True) if 8 * total <= 9 * padded[-1])
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:

@@ -14,14 +14,14 @@ from jax import lax
 from marks import with_core_tuples
 
 import flax_mha
-from flax_mha.impl.pallas import call
+from flax_mha.impl.shared import tpu_kernels
 
 
 @pytest.fixture(autouse=True)
 def tpu(monkeypatch):
     """As on a TPU, in small tiles."""
     compiled_for(monkeypatch, "tpu")
-    monkeypatch.setattr(call, "TILES", (128,))
+    monkeypatch.setattr(tpu_kernels, "TILES", (128,))
     forget_programs()
     yield
     forget_programs()

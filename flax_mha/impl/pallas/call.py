@@ -12,34 +12,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
-from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options
-from flax_mha.core.tracing import reasons_against_kernel
+from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options, OutputAndLse
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.pallas import attention as kernels
 from flax_mha.impl.pallas.grid import MOST_TILES_OF_AXIS, MOST_WORDS
 from flax_mha.impl.pallas.split_function import RefusedError, split
-from flax_mha.impl.shared import head
+from flax_mha.impl.shared import head, tpu_kernels
 from flax_mha.impl.shared.tiling import CELL, Tiling
 from flax_mha.masks import CausalMask, Mask
 from flax_mha.masks.base import CallsFunction
 
-OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]
-
-DTYPES = (jnp.float32, jnp.bfloat16)
-LARGEST_HEAD = 256
 HIGHEST = ("highest", "float32", lax.Precision.HIGHEST)
-# Rows and columns of a tile; lengths are padded to multiples of them.
-TILES = (512, 256, 128)
 # The compiler keeps about one tile in fast memory for each equation of a user's function and its derivative. With more
 # equations than this, the tiles of 512 x 512 no longer fit, and with four times as many, those of 256 x 256.
 MOST_EQUATIONS = 32
 
 
 def attention(
-    call: Call, result: OutputAndLse | None = None, dtype: jnp.dtype | None = None, interpret: Any = False
+    call: Call, result: OutputAndLse | None = None, dtype: DTypeLike | None = None, interpret: Any = False
 ) -> OutputAndLse:
     """Output and log-sum-exp: `implementation="pallas"`.
 
@@ -54,22 +46,15 @@ def attention(
     if operands.mask is not None and operands.offsets.are_known:
         mask = operands.mask.with_occupancy(operands.lengths, operands.offsets.numbers, CELL)
         operands = operands._replace(mask=mask)
-    dtype = operands.query.dtype if dtype is None else dtype
+    dtype = jnp.dtype(operands.query.dtype if dtype is None else dtype)
     return _attention(operands, options, _tiling(call), dtype, interpret, result)
 
 
 def _tiling(call: Call) -> Tiling:
     lengths, largest = call.operands.lengths, _largest_tile(call)
-    height, width = (_tile(length, largest) for length in lengths)
+    height, width = (tpu_kernels.tile_size(length, largest) for length in lengths)
     rows, columns = -(-lengths[0] // height), -(-lengths[1] // width)
     return Tiling.make(lengths, rows, height, width, 1, 1, columns, width)
-
-
-def _tile(length: int, largest: int) -> int:
-    """The largest tile whose padded length exceeds that of the smallest tile by at most one eighth."""
-    tiles = [tile for tile in TILES if tile <= largest]
-    padded = [length + -length % tile for tile in tiles]
-    return next(tile for tile, total in zip(tiles, padded, strict=True) if 8 * total <= 9 * padded[-1])
 
 
 def _largest_tile(call: Call) -> int:
@@ -106,64 +91,35 @@ def _attention(
 
 def refusals(call: Call) -> list[str]:
     """Why these kernels cannot compute this call."""
-    operands, options = call
-    reasons = [*_reasons_against_machine(call), *_reasons_against_functions(call)]
-    if operands.query.dtype not in DTYPES:
-        reasons.append(f"it computes float32 and bfloat16, and this is {operands.query.dtype}")
-    if max(operands.query.shape[-1], operands.value.shape[-1]) > LARGEST_HEAD:
-        reasons.append(f"head sizes must be up to {LARGEST_HEAD}, or the tiles do not fit next to the matrix unit")
-    if options.ring:
-        reasons.append('caches that are rings are read in place, by "xla"')
-    precision = options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if precision not in DEFAULT_PRECISION and not (precision in HIGHEST and operands.query.dtype == jnp.float32):
-        reasons.append(f"its matrix products have the default precision, or in float32 the highest, not {precision}")
-    if 0 in operands.query.shape or 0 in operands.value.shape or 0 in operands.key.shape:
-        reasons.append("an axis is empty")
-    elif reason := _reason_against_tiles(call):
-        reasons.append(reason)
-    return reasons
-
-
-def _reasons_against_machine(call: Call) -> list[str]:
-    target, reasons = call.options.target, []
-    if target.platform != "tpu":
-        reasons.append(f"it runs on TPUs, and this runs on {target.platform}")
-    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        reasons.append("its kernels do not compile with jax_enable_x64")
-    return reasons + reasons_against_kernel(target)
-
-
-def _reasons_against_functions(call: Call) -> list[str]:
-    reasons = []
+    (operands, options), reasons = call, tpu_kernels.refusals(call)
     for name, function, num_captured in _functions(call):
         try:
             split(function, num_captured)
         except RefusedError as refused:
             reasons.append(f"{name} {refused}")
-    return reasons
+    if options.ring:
+        reasons.append('caches that are rings are read in place, by "xla"')
+    precision = options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if precision not in DEFAULT_PRECISION and not (precision in HIGHEST and operands.query.dtype == jnp.float32):
+        reasons.append(f"its matrix products have the default precision, or in float32 the highest, not {precision}")
+    is_empty = 0 in (*operands.query.shape, *operands.key.shape, *operands.value.shape)
+    return reasons if is_empty else reasons + _reasons_against_tiles(call)
 
 
-def _reason_against_tiles(call: Call) -> str | None:
-    """Whether what kernels know of tiles fits in scalar memory, as if no tile were empty."""
+def _reasons_against_tiles(call: Call) -> list[str]:
+    """Why what kernels know of tiles does not fit in scalar memory, as if no tile were empty."""
     operands, tiling = call.operands, _tiling(call)
-    (num_heads, groups), batch = operands.groups, math.prod(operands.query.shape[:-3])
-    heads = batch * num_heads * groups
-    has_arrays = bool(jax.tree.leaves((operands.mask, operands.offsets)))
-    lists = [heads if has_arrays else groups]
+    heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2]
+    lists = [heads if jax.tree.leaves((operands.mask, operands.offsets)) else operands.groups[1]]
     if operands.bias is not None:  # the heads that share a gradient are on one list
         lists.append(heads // math.prod(operands.bias.shape[:-2]))
-    words = 2 * max(lists) * tiling.rows * tiling.cells + batch * num_heads * tiling.cells
+    words = 2 * max(lists) * tiling.rows * tiling.cells
     if words <= MOST_WORDS and max(tiling.rows, tiling.cells) < MOST_TILES_OF_AXIS:
-        return None
-    return (
+        return []
+    return [
         f"its table of tiles does not fit: scalar memory has room for {MOST_WORDS} words, and {tiling.rows} x "
         f"{tiling.cells} tiles of {max(lists)} heads take {words}"
-    )
+    ]
 
 
-def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike, interpret: Any = False) -> OutputAndLse:
-    """`attention` of some of the keys, which the kernels multiply in this dtype."""
-    return attention(call, result, jnp.dtype(dtype), interpret)
-
-
-PALLAS = Implementation("pallas", attention, refusals, hop)
+PALLAS = Implementation("pallas", attention, refusals, hop=attention)

@@ -101,7 +101,7 @@ class Plan(NamedTuple):
         return kept[::-1] if kept.endswith("H") and not self.features_last else kept
 
     def store(self, x: Array, axes: str, rank: int) -> Array:
-        """An array with `rank` leading axes, as [*heads, rows, columns], or numbers [n]."""
+        """An array with `rank` leading axes, as [*heads, rows, columns], or numbers [1, n]."""
         heads = x.shape[:rank]
         x = jnp.swapaxes(x, -1, -2) if axes.startswith("H") else x
         part = x.shape[rank:] if x.ndim - rank == len(axes) else tuple(n for n in x.shape[rank:] if n != 1)
@@ -112,7 +112,7 @@ class Plan(NamedTuple):
         elif jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.int32)
         x = lax.pad(x.reshape(*heads, *part), jnp.zeros((), x.dtype), [(0, 0, 0)] * rank + padding)
-        return x.reshape(-1) if not axes else x if len(axes) == 2 else jnp.expand_dims(x, -2)
+        return x.reshape(1, -1) if not axes else x if len(axes) == 2 else jnp.expand_dims(x, -2)
 
     def to_rows(self, block: Array) -> Array:
         """A block with features last, as matrix products take what belongs to rows of a tile, or back."""
@@ -241,7 +241,7 @@ def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: Grid, tiling
             given = zip(refs, axes, arrays, strict=False)
             numbers = [flat_index(head, x.shape[:rank]) for x in arrays]
             blocks = [
-                _load(ref[...] if names else ref[number], names, x.dtype, kernel.transposed)
+                _load(ref[...] if names else ref[0, number], names, x.dtype, kernel.transposed)
                 for (ref, names, x), number in zip(given, numbers, strict=True)
             ]
             return jax.tree.unflatten(structure, blocks)

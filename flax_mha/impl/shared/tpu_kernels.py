@@ -1,0 +1,35 @@
+"""What Pallas kernels on TPUs have in common: the sizes of their tiles, and what all of them refuse."""
+
+import jax
+import jax.numpy as jnp
+
+from flax_mha.call.operands import Call
+from flax_mha.core.tracing import reasons_against_kernel
+
+# Rows and columns of a tile; lengths are padded to multiples of them.
+TILES = (512, 256, 128)
+# In float32 with every kind of mask, twice this no longer compiles for TPU v4, whose tiles must fit in 16 MiB.
+LARGEST_HEAD = 256
+
+
+def tile_size(length: int, largest: int | None = None) -> int:
+    """The largest tile whose padded length exceeds that of the smallest tile by at most one eighth."""
+    tiles = [tile for tile in TILES if largest is None or tile <= largest]
+    padded = [length + -length % tile for tile in tiles]
+    return next(tile for tile, total in zip(tiles, padded, strict=True) if 8 * total <= 9 * padded[-1])
+
+
+def refusals(call: Call) -> list[str]:
+    """The reasons that hold for every kernel on TPUs why it cannot compute this call."""
+    (query, key, value), target, reasons = call.operands[:3], call.options.target, []
+    if target.platform != "tpu":
+        reasons.append(f"it runs on TPUs, and this runs on {target.platform}")
+    if query.dtype not in (jnp.float32, jnp.bfloat16):
+        reasons.append(f"it computes float32 and bfloat16, and this is {query.dtype}")
+    if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD:
+        reasons.append(f"head sizes must be up to {LARGEST_HEAD}, or the tiles do not fit next to the matrix unit")
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        reasons.append("its kernels do not compile with jax_enable_x64")
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        reasons.append("an axis is empty")
+    return reasons + reasons_against_kernel(target)
