@@ -7,31 +7,29 @@ which is query, key, value, output and log-sum-exp.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
-from flax_mha.core.tile import Scalar, Tile, pad
+from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype
+from flax_mha.core.tile import Tile, pad
 from flax_mha.core.tracing import varying_alike, varying_as
 from flax_mha.impl import dense
-from flax_mha.impl.implementation import Implementation
+from flax_mha.impl.implementation import Implementation, name_residuals
 from flax_mha.impl.shared import nonfinite, online_softmax, schedule
+from flax_mha.impl.shared.derivatives import Function
 from flax_mha.impl.shared.head import Head, from_caller, heads_of, map_heads, numbers_as_arrays, to_caller
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.schedule import TilePlan
-from flax_mha.impl.shared.scores import ScoreRule
-from flax_mha.impl.shared.tiling import BlockMask, TileBand, Tiling, dynamic_block_mask, padded_mask
+from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
+from flax_mha.impl.shared.tile_sum import Argument, TileFunction, TileSum, TileVisit, by_row, element, over_keys
+from flax_mha.impl.shared.tiling import BlockMask, Tiling, dynamic_block_mask, padded_mask
 from flax_mha.masks import Mask
-
-T = TypeVar("T")
 
 
 def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
@@ -43,15 +41,7 @@ def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
     """
     call = schedule.with_occupancy(numbers_as_arrays(call))
     plan, blocks = schedule.plan_tiles(call)
-    try:
-        return _all_heads(call.operands, call.options, plan, blocks, result)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            'implementation must be "xla" for forward-mode differentiation (jax.jvp, jax.jacfwd), but got "blockwise", '
-            'or None, which chose it; pass implementation="xla".'
-        ) from error
+    return _all_heads(call.operands, call.options, plan, blocks, result)
 
 
 def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndLse:
@@ -106,12 +96,10 @@ def blockwise_head(
     """
     head, blocks, result = operands
     head, (queries, features) = _pad(head, tiling), (tiling.lengths[0], head.value.shape[1])
-    if result is None:
-        output, lse = _attend(tiling, fuse_rows, head, blocks)
-    else:
-        rows = tiling.shape[0]
+    known, rows = None, tiling.shape[0]
+    if result is not None:
         known = pad(result[0], (rows, features)), pad(result[1][:, None], (rows, 1))[:, 0]
-        output, lse = _known(tiling, known, head, blocks)
+    output, lse = _Attention.of(tiling, fuse_rows, head, blocks, known)
     return output[:queries], lse[:queries]
 
 
@@ -132,14 +120,48 @@ def _pad(head: Head, tiling: Tiling) -> Head:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> tuple[Array, Array]:
-    if fuse_rows:
-        return _output_of_single_tiles(tiling, True, head, blocks)
-    # jax traces the forward rule under an explicit abstract mesh. Setting it here too makes the cache key of `_output`
-    # the same, so that it is traced only once.
-    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-        return _output(tiling, head, blocks)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Attention(Function):
+    """Output and log-sum-exp of one head, from the leaves of its operands, block mask and, if known, result.
+
+    If it is known, only its derivatives compute anything.
+
+    Attributes:
+      tiling: How the scores are cut.
+      structure: Of the arguments.
+      outputs: Shapes and dtypes.
+      fuse_rows: Whether to compute all rows of tiles at once, if there is no gradient.
+    """
+
+    tiling: Tiling
+    structure: Any
+    outputs: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+    fuse_rows: bool = False
+
+    @classmethod
+    def of(cls, tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any = None) -> Any:
+        """Calls it; `known` are output and log-sum-exp."""
+        leaves, structure = jax.tree.flatten((head, blocks, known))
+        (rows, _), dtype = tiling.shape, head.rule.dtype
+        shapes = (rows, head.value.shape[1]), (rows,)
+        outputs = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+        return cls(tiling, structure, outputs, fuse_rows)(*leaves)  # type: ignore[arg-type]  # two
+
+    def evaluate(self, *arguments: Array) -> tuple[Array, Array]:
+        """Computes both, or returns them if they are known."""
+        head, blocks, known = jax.tree.unflatten(self.structure, arguments)
+        if known is not None:
+            return known
+        if self.fuse_rows:
+            return _output_of_single_tiles(self.tiling, True, head, blocks)
+        return _output(self.tiling, head, blocks)
+
+    def jvp(self, arguments: Sequence[Array], tangents: Mapping[int, Array]) -> tuple[Any, Any]:
+        """Computes both and their tangents, which are linear in those of the head."""
+        head, blocks, known = jax.tree.unflatten(self.structure, arguments)
+        result = known or name_residuals(*dataclasses.replace(self, fuse_rows=False)(*arguments))
+        moved = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)]
+        return result, _tangent(self.tiling, head, blocks, result, jax.tree.unflatten(self.structure, moved)[0])
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -193,94 +215,121 @@ def _output_of_single_tiles(
     return output.reshape(tiling.shape[0], head.value.shape[1]), lse.reshape(-1)
 
 
-def _forward(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> tuple[tuple[Array, Array], tuple]:
-    result = _output(tiling, head, blocks)
-    return result, (head, blocks, result)
+def _tangent(
+    tiling: Tiling, head: Head, blocks: BlockMask, result: tuple[Array, Array], d_head: Head
+) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
+    """The tangents of output and log-sum-exp, linear in those of the head.
+
+    With weights p = exp(s - lse) and the tangents s' of scores, lse' is the sum of p s', plus that of the sink, and
+    the output's tangent is (p s') v + p v' - output lse'. The transpose is FlashAttention-2's backward pass.
+    """
+    query, output, lse, finite = nonfinite.derivative_rows(head.query, result, head.nonfinite is not None)
+    function, arguments = _tangent_of_tile(head, lse), _arguments(head)
+    residuals = [query, lse[:, None], *arguments]
+    by_hand = functools.partial(_backward, tiling, head.rule.scale)
+    moved = [d_head.query, *_arguments(d_head)]
+    of_output, d_lse = TileSum.of(tiling, function, head.rule, blocks, residuals, moved, by_hand)
+    d_lse = d_lse[:, 0]
+    if head.inputs.sink is not None and d_head.inputs.sink is not None:
+        d_lse = d_lse + jnp.exp(head.inputs.sink - lse) * d_head.inputs.sink
+    d_output = of_output - output * d_lse[:, None]
+    return jnp.where(finite[:, None], d_output, jnp.zeros_like(d_output)), jnp.where(finite, d_lse, jnp.zeros_like(lse))
 
 
-def _backward(tiling: Tiling, fuse_rows: bool, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    head, blocks, result = saved
-    rule, key, value = head.rule, head.key, head.value
-    query, d_output, lse, delta = nonfinite.backward_rows(
-        head.query, result, cotangents, keys_are_finite=head.nonfinite is not None
+def _arguments(head: Head) -> list[Array]:
+    """Keys, values, the bias if there is one, captured arrays: what tiles share."""
+    bias = [] if head.inputs.bias is None else [head.inputs.bias]
+    return [head.key, head.value, *bias, *head.inputs.captured]
+
+
+def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
+    """The inverse, of bias and captured arrays."""
+    bias, captured = (arguments[0], arguments[1:]) if has_bias else (None, arguments)
+    bias = None if bias is None else bias.astype(accumulation_dtype(bias.dtype))
+    return ScoreInputs(bias, None, list(captured))
+
+
+def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
+    has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
+    may_be_nan = has_bias or head.rule.score_mod is not None
+
+    def compute(rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: list, linear: list, safe: bool) -> tuple:
+        query, lse, key, value, *inputs = residuals
+        d_query, d_key, d_value, *d_inputs = linear
+        d_products = rule.products(d_query, key) + rule.products(query, d_key)
+        primals = rule.products(query, key), _inputs(inputs, has_bias)
+        scores = rule.differentiable_tile if safe else rule.tile
+        s, d_s = jax.jvp(lambda x, p: scores(x, p, tile, mask), primals, (d_products, _inputs(d_inputs, has_bias)))
+        d_s = d_s if rule.score_mod is None else jnp.where(s == -jnp.inf, jnp.zeros_like(d_s), d_s)
+        weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
+        d_weights = weights * d_s
+        of_values = rule.dot(_times(d_weights, kept), _for_gradients(value)) + rule.dot(_times(weights, kept), d_value)
+        return of_values, jnp.sum(d_weights, axis=1, keepdims=True)
+
+    shared = _described(head)
+    linear = (Argument.of("queries", head.query), *shared)
+    dtype = head.rule.dtype
+    outputs = Argument("queries", (rows, features), dtype), Argument("queries", (rows, 1), dtype)
+    return TileFunction(compute, (linear[0], Argument.of("queries", lse[:, None]), *shared), linear, outputs)
+
+
+def _described(head: Head) -> tuple[Argument, ...]:
+    inputs = head.inputs
+    bias = () if inputs.bias is None else (Argument.of("scores", inputs.bias),)
+    captured = (Argument.of("whole", x) for x in inputs.captured)
+    return (Argument.of("keys", head.key), Argument.of("keys", head.value), *bias, *captured)
+
+
+def _backward(
+    tiling: Tiling, scale: float, rule: ScoreRule, blocks: BlockMask, residuals: list, cotangents: list
+) -> list[Array]:
+    """Cotangents of queries, keys, values, bias and captured arrays, from those of `_tangent_of_tile`."""
+    query, lse, key, value, *inputs = residuals
+    d_output, d_lse = cotangents
+    d_output = d_output.astype(query.dtype)
+    has_bias = len(inputs) > sum(rule.captured_trainable)
+    may_be_nan = has_bias or rule.score_mod is not None
+
+    def compute(rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: list, linear: list, safe: bool) -> tuple:
+        (query, query_transposed, lse, key, value, *inputs), (d_output, d_output_transposed, d_lse) = residuals, linear
+        s, pull = rule.tile_vjp(rule.products(query, key), _inputs(inputs, has_bias), tile, mask, safe)
+        weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
+        d_weights = _times(rule.dot(d_output, value, transpose_b=True), kept)
+        d_products, d_inputs = pull(weights * (d_weights + d_lse))
+        d_query = rule.dot(d_products, _for_gradients(key))
+        d_key = rule.dot(_for_gradients(query_transposed), d_products)
+        d_value = rule.dot(d_output_transposed, _times(weights, kept))
+        bias = [] if d_inputs.bias is None else [d_inputs.bias]
+        return d_query, d_key, d_value, *bias, *d_inputs.captured
+
+    inputs_described = tuple(Argument.of("scores" if has_bias and i == 0 else "whole", x) for i, x in enumerate(inputs))
+    function = TileFunction(
+        compute,
+        (
+            Argument.of("queries", query),
+            Argument.of("queries transposed", query),
+            Argument.of("queries", lse),
+            Argument.of("keys", key),
+            Argument.of("keys", value),
+            *inputs_described,
+        ),
+        (
+            Argument.of("queries", d_output),
+            Argument.of("queries transposed", d_output),
+            Argument.of("queries", d_lse),
+        ),
+        (
+            Argument("queries", query.shape, query.dtype, scale),
+            Argument("keys transposed", key.shape[::-1], key.dtype, scale),
+            Argument("keys transposed", value.shape[::-1], value.dtype),
+            *inputs_described,
+        ),
     )
-    zeros = functools.partial(jnp.zeros, dtype=rule.dtype)
-    may_be_nan = head.inputs.bias is not None or rule.score_mod is not None
-
-    def row(sums: tuple, own: tuple) -> tuple[tuple, Array]:
-        i, blocks, q, d_output, lse_i, delta = own
-        q_transposed, d_output_transposed = q.T, d_output.T
-
-        def visit_tile(visit: TileVisit, mask: Mask | None, state: tuple) -> tuple:
-            d_query, d_key, d_value, d_inputs = state
-            tile, queries, keys = visit.tile, visit.rows(q), visit.keys(key)
-            s, pull = rule.tile_vjp(rule.products(queries, keys), head.inputs.cut(tile), tile, mask)
-            weights = nonfinite.backward_weights(s, visit.rows(lse_i), may_be_nan)
-            kept = rule.dropout_multiplier(tile, s.dtype)
-            d_weights = _times(rule.dot(visit.rows(d_output), visit.keys(value), transpose_b=True), kept)
-            d_products, d_part = pull(weights * (d_weights - visit.rows(delta)))
-            d_query = visit.put_rows(d_query, visit.rows(d_query) + rule.dot(d_products, _for_gradients(keys)))
-            d_key = visit.add_keys(d_key, rule.dot(_for_gradients(visit.rows(q_transposed, 1)), d_products))
-            d_value = visit.add_keys(d_value, rule.dot(visit.rows(d_output_transposed, 1), _times(weights, kept)))
-            return d_query, d_key, d_value, d_inputs.add(tile, d_part)
-
-        start = (varying_as(query, zeros(q.shape)), *sums)
-        d_query, *new_sums = over_keys(blocks, tiling, rule, i, visit_tile, start)
-        return tuple(new_sums), (d_query * rule.scale).astype(q.dtype)
-
-    # A CPU multiplies matrices up to three times faster if the result is wide, [F, s], not tall.
-    sums = varying_as(query, (zeros(key.T.shape), zeros(value.T.shape), head.inputs.zeros()))
-    rows = by_row(tiling, blocks, query, d_output, lse[:, None], delta[:, None])
-    (d_key, d_value, d_inputs), d_query = lax.scan(row, sums, rows)
-    if head.inputs.sink is not None:
-        d_inputs = d_inputs._replace(sink=-jnp.sum(jnp.exp(head.inputs.sink - lse) * delta))
-    d_head = Head(
-        query=d_query.reshape(query.shape),
-        key=(d_key.T * rule.scale).astype(key.dtype),
-        value=d_value.T.astype(value.dtype),
-        inputs=jax.tree.map(lambda d, x: d.astype(x.dtype), d_inputs, head.inputs),
-        rule=None,  # type: ignore[arg-type]  # nothing in it has a gradient
-        nonfinite=None,
+    residuals = [query, query, lse, key, value, *inputs]
+    d_query, d_key, d_value, *d_inputs = TileSum.of(
+        tiling, function, rule, blocks, residuals, [d_output, d_output, d_lse]
     )
-    return jax.tree.map(_once.bind, d_head), None
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def _refuse_second_order(*_: Any) -> Any:
-    raise TypeError(
-        'implementation must be "xla" for gradients of gradients, but got "blockwise", or None, which chose it; pass '
-        'implementation="xla".'
-    )
-
-
-# The identity. Its transpose is an error that says more than that of the loops before it.
-_once = Primitive("once_differentiated")
-_once.def_impl(lambda x: x)
-_once.def_abstract_eval(lambda x: x)
-ad.deflinear2(_once, _refuse_second_order)
-batching.defvectorized(_once)
-mlir.register_lowering(_once, lambda _, x: [x])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _known(tiling: Tiling, result: tuple[Array, Array], head: Head, blocks: BlockMask) -> tuple[Array, Array]:
-    """As `_attend`, where output and log-sum-exp are known: only its backward pass computes anything."""
-    return result
-
-
-def _known_forward(
-    tiling: Tiling, result: tuple[Array, Array], head: Head, blocks: BlockMask
-) -> tuple[tuple[Array, Array], tuple]:
-    return result, (head, blocks, result)
-
-
-def _known_backward(tiling: Tiling, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    return (None, *_backward(tiling, False, saved, cotangents))
-
-
-_known.defvjp(_known_forward, _known_backward)
+    return [d_query, d_key.T, d_value.T, *d_inputs]
 
 
 def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
@@ -290,74 +339,3 @@ def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
 
 def _times(weights: Float[Array, "t s"], kept: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
     return weights if kept is None else weights * kept
-
-
-class TileVisit(NamedTuple):
-    """One tile to compute, which begins `first` rows below the top of its row of tiles."""
-
-    first: int
-    tile: Tile
-
-    def rows(self, x: Array, axis: int = 0) -> Array:
-        """Cuts the tile's part out of an array of its row of tiles."""
-        height = self.tile.shape[0]
-        return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
-
-    def put_rows(self, x: Array, part: Array) -> Array:
-        """Replaces the tile's part of an array of its row of tiles."""
-        return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, 0)
-
-    def keys(self, x: Float[Array, "S ..."]) -> Float[Array, "s ..."]:
-        """Cuts the tile's part out of keys or values."""
-        return self.tile.cut_columns(x, 0)
-
-    def add_keys(self, x: Float[Array, "F S"], part: Float[Array, "F s"]) -> Float[Array, "F S"]:
-        """Sums of keys or values, transposed, with the tile's part added."""
-        return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
-
-
-def over_keys(
-    blocks: BlockMask,
-    tiling: Tiling,
-    rule: ScoreRule,
-    i: Int[Array, ""],
-    step: Callable[[TileVisit, Mask | None, T], T],
-    state: T,
-) -> T:
-    """Folds `step` over the tiles of row i that are visited; `blocks` is the row's own."""
-    mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
-
-    def visit(band: TileBand, mask: Mask | None, n: Scalar, state: T) -> T:
-        columns = tuple(element(blocks.column, n, run) for run in range(band.runs))
-        shape = (band.end - band.first, band.runs * tiling.width)
-        tile = tiling.tile(i * tiling.height + band.first, columns, shape, rule.offsets.values)
-        return step(TileVisit(band.first, tile), mask, state)
-
-    for bands, mask_of_tile, first, end in (
-        (blocks.full_bands, None, 0, blocks.num_full),
-        (blocks.partial_bands, mask, blocks.num_full, blocks.num_tiles),
-    ):
-        visits = [functools.partial(visit, band, mask_of_tile) for band in bands]
-        if not visits:
-            continue
-        one = visits[0] if len(visits) == 1 else functools.partial(_visit_band, blocks.band, visits)
-        state = one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
-    return state
-
-
-def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar, state: T) -> T:
-    """Visits tile n by the function for its band."""
-    return lax.switch(element(band, n), visits, n, state)
-
-
-def element(x: Any, *place: Scalar) -> Int[Array, ""]:
-    """One entry of an array, in place."""
-    first = [jnp.asarray(i, jnp.int32) for i in place]
-    return lax.dynamic_slice(x, first, (1,) * x.ndim, allow_negative_indices=False).reshape(())
-
-
-def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
-    """Cuts by rows of tiles: their numbers, block masks, and parts of the arrays [T, ...]."""
-    shape = (tiling.rows, tiling.height)
-    parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
-    return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

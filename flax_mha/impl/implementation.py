@@ -3,6 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
 from flax_mha.call.operands import Call, Output, OutputAndLse
 
 
@@ -27,3 +30,10 @@ class Implementation:
     hop: Callable[..., OutputAndLse] | None = None
     variants: Mapping[str, Callable[[Call], Output]] = dataclasses.field(default_factory=dict)
     variant: Callable[[Call], str] | None = None
+
+
+def name_residuals(
+    output: Float[Array, "..."], lse: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Names what gradients need, besides the inputs, for the policies of `jax.checkpoint`."""
+    return checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")

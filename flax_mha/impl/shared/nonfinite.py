@@ -128,6 +128,22 @@ def poison_rows(largest: Float[Array, " t"], poison: Float[Array, " t"]) -> Floa
     return lax.select(lax.gt(largest, lax.full_like(largest, -jnp.inf)), largest + poison, largest)
 
 
+def derivative_rows(
+    query: Float[Array, "*L T H"], result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]], keys_are_finite: bool
+) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Bool[Array, "*L T"]]:
+    """Query, output and log-sum-exp for derivatives, and which rows have any.
+
+    Rows whose log-sum-exp is not finite, for they saw nothing or something that is not finite, have none: their
+    log-sum-exp becomes infinity, which makes their weights 0. Their products may be infinite, though all of queries
+    and keys is finite; so their queries count as 0.
+    """
+    output, lse = result
+    finite = jnp.isfinite(lse)
+    output = jnp.where(finite[..., None], output, jnp.zeros_like(output)).astype(lse.dtype)
+    query = jnp.where(finite[..., None], query, jnp.zeros_like(query)) if keys_are_finite else query
+    return query, output, jnp.where(finite, lse, jnp.full_like(lse, jnp.inf)), finite
+
+
 def backward_rows(
     query: Float[Array, "*L T H"],
     result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]],
@@ -136,18 +152,13 @@ def backward_rows(
 ) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Float[Array, "*L T"]]:
     """Query, output cotangent, log-sum-exp and delta for the backward pass; FlashAttention-2, algorithm 2, line 4.
 
-    The log-sum-exp's own cotangent d enters through `weights * d`, so it is subtracted from delta. Rows whose
-    log-sum-exp is not finite, for they saw nothing or something that is not finite, have no gradient: their log-sum-exp
-    becomes infinity, which makes their weights 0. Their products may be infinite, though all of queries and keys is
-    finite; so their queries count as 0.
+    The log-sum-exp's own cotangent d enters through `weights * d`, so it is subtracted from delta. Rows without
+    derivatives are those of `derivative_rows`.
     """
-    (output, lse), (d_output, d_lse) = result, cotangents
-    finite = jnp.isfinite(lse)
+    d_output, d_lse = cotangents
+    query, output, lse, finite = derivative_rows(query, result, keys_are_finite)
     d_output = jnp.where(finite[..., None], d_output, jnp.zeros_like(d_output)).astype(lse.dtype)
-    output = jnp.where(finite[..., None], output, jnp.zeros_like(output)).astype(lse.dtype)
     delta = jnp.where(finite, jnp.sum(d_output * output, axis=-1) - d_lse, jnp.zeros_like(lse))
-    query = jnp.where(finite[..., None], query, jnp.zeros_like(query)) if keys_are_finite else query
-    lse = jnp.where(finite, lse, jnp.full_like(lse, jnp.inf))  # exp(score - inf) = 0, also where the score is -inf
     return query, d_output.astype(query.dtype), lse, delta
 
 
@@ -159,5 +170,5 @@ def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_na
       lse: Of `backward_rows`, in a shape that broadcasts to the scores.
       may_be_nan: Whether scores of rows without a gradient may be NaN, as with a bias or a `score_mod`.
     """
-    weights = jnp.exp(s - lse)
-    return jnp.where(lse == jnp.inf, jnp.zeros_like(weights), weights) if may_be_nan else weights
+    s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s
+    return jnp.exp(s - lse)

@@ -1,0 +1,140 @@
+"""Functions whose derivatives are written by hand, and which have derivatives of every order.
+
+The tangent of attention is a linear function of its inputs' tangents, and the transpose of that is FlashAttention's
+backward pass. `jax.custom_vjp` takes the second alone, and so has no forward mode. `jax.custom_jvp` takes the first
+alone, and is forgotten in the body of a loop that is differentiated in reverse mode.
+`jax.custom_derivatives.linear_call` takes both, but knows neither `jax.vmap` nor derivatives by what the function is
+not linear in. So this is a primitive that knows all of it.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+# For every `jax.vmap` around a call, the innermost first: its size, and which arguments it maps.
+Levels = tuple[tuple[int, tuple[bool, ...]], ...]
+
+
+class Function(abc.ABC):
+    """A function of arrays with a rule for `jax.jvp`.
+
+    Attributes:
+      outputs: Shapes and dtypes of the arrays that it returns.
+      first_linear: It is linear in its arguments from this one on, jointly; None if it is not.
+    """
+
+    outputs: Sequence[jax.ShapeDtypeStruct]
+    first_linear: int | None = None
+
+    @abc.abstractmethod
+    def evaluate(self, *arguments: Array) -> Sequence[Array]:
+        """Computes the outputs by operations that `jax` need not differentiate."""
+
+    @abc.abstractmethod
+    def jvp(self, arguments: Sequence[Array], tangents: Mapping[int, Array]) -> tuple[Sequence[Array], Sequence[Array]]:
+        """Computes outputs and their tangents from the tangents of some arguments, by their places."""
+
+    def transpose(self, residuals: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
+        """Computes the cotangents of the linear arguments from the arguments before them and those of the outputs."""
+        raise NotImplementedError
+
+    def __call__(self, *arguments: Array) -> list[Array]:
+        """Calls the function as one operation, which `jax` can differentiate, transpose and map."""
+        return _function.bind(*map(jnp.asarray, arguments), function=self, levels=())
+
+
+_function = Primitive("function")
+_function.multiple_results = True
+
+
+def _map(function: Callable, flags_of_levels: Sequence[Sequence[bool]]) -> Callable:
+    for flags in flags_of_levels:
+        function = jax.vmap(function, tuple(0 if flag else None for flag in flags))
+    return function
+
+
+@_function.def_impl
+def _evaluate(*arguments: Array, function: Function, levels: Levels) -> list[Array]:
+    return list(_map(function.evaluate, [flags for _, flags in levels])(*arguments))
+
+
+mlir.register_lowering(_function, mlir.lower_fun(_evaluate, multiple_results=True))
+
+
+@_function.def_abstract_eval
+def _types(*arguments: Any, function: Function, levels: Levels) -> list[Any]:
+    like, sizes = arguments[-1], tuple(size for size, _ in reversed(levels))
+
+    def type_of(x: jax.ShapeDtypeStruct) -> Any:
+        shape = (*sizes, *x.shape)
+        sharding = like.sharding.update(spec=jax.P(*(None for _ in shape)))
+        return like.update(shape=shape, dtype=x.dtype, weak_type=False, sharding=sharding)
+
+    return [type_of(x) for x in function.outputs]
+
+
+def _batch(
+    arguments: Sequence[Array], axes: Sequence[int | None], *, function: Function, levels: Levels
+) -> tuple[list[Array], list[int]]:
+    size = next(x.shape[axis] for x, axis in zip(arguments, axes, strict=True) if axis is not None)
+    first_linear = len(arguments) if function.first_linear is None else function.first_linear
+    mapped, flags = [], []
+    for i, (x, axis) in enumerate(zip(arguments, axes, strict=True)):
+        if axis is not None:
+            x = jnp.moveaxis(x, axis, 0)
+        elif i >= first_linear:  # what the transpose returns is mapped; the transpose of this sums it
+            x = jnp.broadcast_to(x, (size, *x.shape))
+        mapped.append(x)
+        flags.append(axis is not None or i >= first_linear)
+    outputs = _function.bind(*mapped, function=function, levels=(*levels, (size, tuple(flags))))
+    return outputs, [0] * len(outputs)
+
+
+batching.primitive_batchers[_function] = _batch
+
+
+def _jvp(
+    arguments: Sequence[Array], tangents: Sequence[Any], *, function: Function, levels: Levels
+) -> tuple[list[Array], list[Any]]:
+    count = len(arguments)
+    places = [i for i, x in enumerate(tangents) if not (isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0)]
+    if not places:
+        outputs = _function.bind(*arguments, function=function, levels=levels)
+        return outputs, [ad.Zero(jax.typeof(x)) for x in outputs]
+
+    def jvp(*both: Array) -> tuple[list[Array], list[Array]]:
+        outputs, tangents = function.jvp(both[:count], dict(zip(places, both[count:], strict=True)))
+        return list(outputs), list(tangents)
+
+    mapped = _map(jvp, [(*flags, *(flags[i] for i in places)) for _, flags in levels])
+    return mapped(*arguments, *(tangents[i] for i in places))
+
+
+ad.primitive_jvps[_function] = _jvp
+
+
+def _transpose(cotangents: Sequence[Any], *arguments: Any, function: Function, levels: Levels) -> list[Any]:
+    first = function.first_linear
+    assert first is not None
+
+    def pull(*both: Array) -> list[Array]:
+        return list(function.transpose(both[:first], both[first:]))
+
+    flags = [(*flags[:first], *(True for _ in cotangents)) for _, flags in levels]
+    linear = _map(pull, flags)(*arguments[:first], *map(ad.instantiate_zeros, cotangents))
+    wanted = map(ad.is_undefined_primal, arguments[first:])
+    return [None] * first + [x if mine else None for x, mine in zip(linear, wanted, strict=True)]
+
+
+ad.primitive_transposes[_function] = _transpose
+
+
+def add(a: Sequence[Array] | None, b: Sequence[Array]) -> Sequence[Array]:
+    """Adds tangents; None is zero."""
+    return b if a is None else [x + y for x, y in zip(a, b, strict=True)]

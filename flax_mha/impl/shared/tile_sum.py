@@ -1,0 +1,319 @@
+"""Sums over the tiles of one head, linear in some arguments, with derivatives of every order in linear memory.
+
+A *tile sum* applies a function to parts of arrays, those that belong to a tile, and adds what it returns to the parts
+of other arrays. The tangent of a tile sum is a tile sum, whose function is the tangent of the function of a tile; and
+the transpose of one is a tile sum, whose function is transposed. So all derivatives visit the same tiles, and none
+holds more than one tile of scores.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from flax_mha.call.operands import accumulation_dtype
+from flax_mha.core.tile import Scalar, Tile
+from flax_mha.core.tracing import varying_as
+from flax_mha.impl.shared import derivatives
+from flax_mha.impl.shared.derivatives import Function
+from flax_mha.impl.shared.scores import ScoreRule
+from flax_mha.impl.shared.tiling import BlockMask, TileBand, Tiling, padded_mask
+from flax_mha.masks import Mask
+
+T = TypeVar("T")
+
+# Which part of an array belongs to a tile: of queries [T, F] its rows, [t, F], or these transposed, [F, t]; of keys
+# [S, F] its columns, [s, F], or of [F, S] [F, s]; of [T | 1, S | 1] the tile itself; all of any other array.
+Kind = Literal["queries", "queries transposed", "keys", "keys transposed", "scores", "whole"]
+
+
+class Argument(NamedTuple):
+    """An argument or output of a tile sum; `factor` multiplies an output."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, kind: Kind, x: Array) -> "Argument":
+        """Describes this array."""
+        return cls(kind, x.shape, x.dtype)
+
+
+class TileVisit(NamedTuple):
+    """One tile to compute, which begins `first` rows below the top of its row of tiles."""
+
+    first: int
+    tile: Tile
+
+    def rows(self, x: Array, axis: int = 0) -> Array:
+        """Cuts the tile's part out of an array of its row of tiles."""
+        height = self.tile.shape[0]
+        return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
+
+    def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
+        """Replaces the tile's part of an array of its row of tiles."""
+        return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
+
+    def keys(self, x: Float[Array, "S ..."]) -> Float[Array, "s ..."]:
+        """Cuts the tile's part out of keys or values."""
+        return self.tile.cut_columns(x, 0)
+
+    def cut(self, kind: Kind, x: Array) -> Array:
+        """Cuts the tile's part out of an argument; those of queries are of the row of tiles."""
+        match kind:
+            case "queries" | "queries transposed":
+                return self.rows(x, int(kind == "queries transposed"))
+            case "keys" | "keys transposed":
+                return self.tile.cut_columns(x, int(kind == "keys transposed"))
+            case "scores":
+                return self.tile.cut(x)
+        return x
+
+    def add(self, kind: Kind, x: Array, part: Array) -> Array:
+        """Adds the tile's part to a sum: of queries those of the row of tiles, of keys transposed, [F, S]."""
+        part = part.astype(x.dtype)
+        match kind:
+            case "queries" | "queries transposed":
+                axis = int(kind == "queries transposed")
+                return self.put_rows(x, self.rows(x, axis) + part, axis)
+            case "keys" | "keys transposed":
+                part = part.T if kind == "keys" else part
+                return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
+            case "scores":
+                return self.tile.add(x, part)
+        return x + part
+
+
+class TileFunction(NamedTuple):
+    """A function of one tile.
+
+    Attributes:
+      compute: `compute(rule, tile, mask, residuals, linear, is_safe)` returns parts of the outputs from parts of the
+        arguments. Where `is_safe`, derivatives of it are finite if they are finite at all visible places.
+      residuals: What it is not linear in.
+      linear: What it is linear in.
+      outputs: What it returns.
+    """
+
+    compute: Callable[..., Sequence[Array]]
+    residuals: tuple[Argument, ...]
+    linear: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+
+    def jvp(self, places: Sequence[int]) -> "TileFunction":
+        """The tangent along these residuals, from all arguments and the residuals' tangents."""
+
+        def compute(rule: ScoreRule, tile: Tile, mask: Mask | None, values: list, tangents: list, _: bool) -> list:
+            residuals, linear = values[: len(self.residuals)], values[len(self.residuals) :]
+
+            def moved(*some: Array) -> list[Array]:
+                replaced = dict(zip(places, some, strict=True))
+                mine = [replaced.get(i, x) for i, x in enumerate(residuals)]
+                return list(self.compute(rule, tile, mask, mine, linear, True))
+
+            return jax.jvp(moved, tuple(residuals[i] for i in places), tuple(tangents))[1]
+
+        along = tuple(self.residuals[i] for i in places)
+        return TileFunction(compute, (*self.residuals, *self.linear), along, self.outputs)
+
+    def transposed(self) -> "TileFunction":
+        """The function that returns cotangents of the linear arguments from those of the outputs."""
+
+        def compute(rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: list, cotangents: list, _: bool) -> list:
+            def forward(linear: list[Array]) -> list[Array]:
+                return list(self.compute(rule, tile, mask, residuals, linear, True))
+
+            like = residuals[0]
+            zeros = [varying_as(like, jnp.zeros(_part_shape(x, tile), x.dtype)) for x in self.linear]
+            outputs, pull = jax.vjp(forward, zeros)
+            scaled = [
+                (x * y.factor).astype(out.dtype) for x, y, out in zip(cotangents, self.outputs, outputs, strict=True)
+            ]
+            return pull(scaled)[0]
+
+        outputs = tuple(Argument(x.kind, x.shape, x.dtype) for x in self.linear)
+        return TileFunction(compute, self.residuals, self.outputs, outputs)
+
+
+def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
+    (height, width), shape = tile.shape, argument.shape
+    match argument.kind:
+        case "queries":
+            return (height, shape[1])
+        case "queries transposed":
+            return (shape[1], height)
+        case "keys":
+            return (width, shape[1])
+        case "keys transposed":
+            return (shape[0], width)
+        case "scores":
+            return tuple(1 if size == 1 else part for size, part in zip(shape, tile.shape, strict=True))
+    return shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TileSum(Function):
+    """The sum of a function over all tiles of one head that are visited.
+
+    Its arguments are the leaves of the rule and the block mask, then residuals and linear arguments of the function.
+
+    Attributes:
+      tiling: The cut into tiles.
+      function: The function of one tile.
+      context: The structure of rule and block mask.
+      by_hand: Computes the transpose, instead of the sum over transposed functions of tiles.
+    """
+
+    tiling: Tiling
+    function: TileFunction
+    context: Any
+    by_hand: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tiling: Tiling,
+        function: TileFunction,
+        rule: ScoreRule,
+        blocks: BlockMask,
+        residuals: Sequence[Array],
+        linear: Sequence[Array],
+        by_hand: Callable | None = None,
+    ) -> list[Array]:
+        """Sums a function over tiles."""
+        context, structure = jax.tree.flatten((rule, blocks))
+        return cls(tiling, function, structure, by_hand)(*context, *residuals, *linear)
+
+    @property
+    def outputs(self) -> list[jax.ShapeDtypeStruct]:  # type: ignore[override]
+        """Shapes and dtypes."""
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.function.outputs]
+
+    @property
+    def first_linear(self) -> int:  # type: ignore[override]
+        """The place of the first linear argument."""
+        return self.context.num_leaves + len(self.function.residuals)
+
+    def _split(self, arguments: Sequence[Array]) -> tuple[ScoreRule, BlockMask, Sequence[Array]]:
+        count = self.context.num_leaves
+        return (*jax.tree.unflatten(self.context, arguments[:count]), arguments[count:])
+
+    def transpose(self, residuals: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
+        """Computes the cotangents of the linear arguments."""
+        rule, blocks, own = self._split(residuals)
+        if self.by_hand is not None:
+            return self.by_hand(rule, blocks, own, cotangents)
+        return TileSum.of(self.tiling, self.function.transposed(), rule, blocks, own, cotangents)
+
+    def jvp(self, arguments: Sequence[Array], tangents: Mapping[int, Array]) -> tuple[Sequence[Array], Sequence[Array]]:
+        """Computes outputs and tangents; rule and block mask have none."""
+        (rule, blocks, own), first = self._split(arguments), self.context.num_leaves
+        moved: Sequence[Array] | None = None
+        total: Sequence[Array] = [jnp.zeros(x.shape, x.dtype) for x in self.outputs]
+        if any(i >= self.first_linear for i in tangents):
+            linear = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= self.first_linear]
+            moved = total = self(*arguments[: self.first_linear], *linear)
+        along = {i - first: x for i, x in tangents.items() if first <= i < self.first_linear}
+        if along:
+            function = self.function.jvp(tuple(along))
+            by_residuals = TileSum.of(self.tiling, function, rule, blocks, own, list(along.values()))
+            total = derivatives.add(moved, by_residuals)
+        return self(*arguments), total
+
+    def evaluate(self, *arguments: Array) -> Sequence[Array]:
+        """Computes the sum, a row of tiles after another."""
+        rule, blocks, own = self._split(arguments)
+        tiling, (compute, *described) = self.tiling, self.function
+        kinds = [x.kind for x in (*described[0], *described[1])]
+        output_kinds, count = [x.kind for x in described[2]], len(described[0])
+        of_rows = [i for i, kind in enumerate(kinds) if kind.startswith("queries")]
+        row_outputs = [i for i, kind in enumerate(output_kinds) if kind.startswith("queries")]
+
+        def row(sums: dict[int, Array], mine: tuple) -> tuple[dict[int, Array], list[Array]]:
+            i, blocks, *parts = mine
+            values = list(own)
+            for place, part in zip(of_rows, parts, strict=True):
+                values[place] = part.T if kinds[place] == "queries transposed" else part
+
+            def visit_tile(visit: TileVisit, mask: Mask | None, state: dict[int, Array]) -> dict[int, Array]:
+                cut = [visit.cut(kind, x) for kind, x in zip(kinds, values, strict=True)]
+                parts = compute(rule, visit.tile, mask, cut[:count], cut[count:], False)
+                return {n: visit.add(output_kinds[n], state[n], part) for n, part in enumerate(parts)}
+
+            start = {n: self._start(n, row=True) for n in row_outputs}
+            state = over_keys(blocks, tiling, rule, i, visit_tile, {**sums, **varying_as(own[-1], start)})
+            return {n: state[n] for n in sums}, [self._finish(n, state[n]) for n in row_outputs]
+
+        sums = {n: self._start(n) for n in range(len(output_kinds)) if n not in row_outputs}
+        rows = by_row(tiling, blocks, *(own[i] for i in of_rows))
+        sums, by_rows = lax.scan(row, varying_as(own[-1], sums), rows)
+        outputs = {n: self._finish(n, x) for n, x in sums.items()}
+        outputs |= {n: x.reshape(described[2][n].shape) for n, x in zip(row_outputs, by_rows, strict=True)}
+        return [outputs[n] for n in range(len(output_kinds))]
+
+    def _start(self, n: int, row: bool = False) -> Array:
+        """Zeros to add up output n in. A CPU multiplies matrices faster if the result is wide, [F, s], not tall."""
+        kind, shape, dtype, _ = self.function.outputs[n]
+        shape = (self.tiling.height, shape[1]) if row else shape
+        shape = shape[::-1] if kind in ("queries transposed", "keys") else shape
+        return jnp.zeros(shape, accumulation_dtype(jnp.dtype(dtype)))
+
+    def _finish(self, n: int, x: Array) -> Array:
+        kind, _, dtype, factor = self.function.outputs[n]
+        x = x.T if kind in ("queries transposed", "keys") else x
+        return (x if factor == 1.0 else x * factor).astype(dtype)
+
+
+def over_keys(
+    blocks: BlockMask,
+    tiling: Tiling,
+    rule: ScoreRule,
+    i: Int[Array, ""],
+    step: Callable[[TileVisit, Mask | None, T], T],
+    state: T,
+) -> T:
+    """Folds `step` over the tiles of row i that are visited; `blocks` is the row's own."""
+    mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
+
+    def visit(band: TileBand, mask: Mask | None, n: Scalar, state: T) -> T:
+        columns = tuple(element(blocks.column, n, run) for run in range(band.runs))
+        shape = (band.end - band.first, band.runs * tiling.width)
+        tile = tiling.tile(i * tiling.height + band.first, columns, shape, rule.offsets.values)
+        return step(TileVisit(band.first, tile), mask, state)
+
+    for bands, mask_of_tile, first, end in (
+        (blocks.full_bands, None, 0, blocks.num_full),
+        (blocks.partial_bands, mask, blocks.num_full, blocks.num_tiles),
+    ):
+        visits = [functools.partial(visit, band, mask_of_tile) for band in bands]
+        if not visits:
+            continue
+        one = visits[0] if len(visits) == 1 else functools.partial(_visit_band, blocks.band, visits)
+        state = one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
+    return state
+
+
+def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar, state: T) -> T:
+    """Visits tile n by the function for its band."""
+    return lax.switch(element(band, n), visits, n, state)
+
+
+def element(x: Any, *place: Scalar) -> Int[Array, ""]:
+    """One entry of an array, in place."""
+    first = [jnp.asarray(i, jnp.int32) for i in place]
+    return lax.dynamic_slice(x, first, (1,) * x.ndim, allow_negative_indices=False).reshape(())
+
+
+def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
+    """Cuts by rows of tiles: their numbers, block masks, and parts of the arrays [T, ...]."""
+    shape = (tiling.rows, tiling.height)
+    parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
+    return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts
