@@ -147,7 +147,7 @@ class _Attention(Function):
         outputs = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
         return cls(tiling, structure, outputs, fuse_rows)(*leaves)  # type: ignore[arg-type]  # two
 
-    def evaluate(self, *arguments: Array) -> tuple[Array, Array]:
+    def evaluate(self, *arguments: Any) -> tuple[Array, Array]:
         """Computes both, or returns them if they are known."""
         head, blocks, known = jax.tree.unflatten(self.structure, arguments)
         if known is not None:
@@ -156,7 +156,7 @@ class _Attention(Function):
             return _output_of_single_tiles(self.tiling, True, head, blocks)
         return _output(self.tiling, head, blocks)
 
-    def jvp(self, arguments: Sequence[Array], tangents: Mapping[int, Array]) -> tuple[Any, Any]:
+    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         """Computes both and their tangents, which are linear in those of the head."""
         head, blocks, known = jax.tree.unflatten(self.structure, arguments)
         result = known or name_residuals(*dataclasses.replace(self, fuse_rows=False)(*arguments))
@@ -253,7 +253,9 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
     has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
     may_be_nan = has_bias or head.rule.score_mod is not None
 
-    def compute(rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: list, linear: list, safe: bool) -> tuple:
+    def compute(
+        rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: Sequence[Array], linear: Sequence[Array], safe: bool
+    ) -> tuple:
         query, lse, key, value, *inputs = residuals
         d_query, d_key, d_value, *d_inputs = linear
         d_products = rule.products(d_query, key) + rule.products(query, d_key)
@@ -281,7 +283,12 @@ def _described(head: Head) -> tuple[Argument, ...]:
 
 
 def _backward(
-    tiling: Tiling, scale: float, rule: ScoreRule, blocks: BlockMask, residuals: list, cotangents: list
+    tiling: Tiling,
+    scale: float,
+    rule: ScoreRule,
+    blocks: BlockMask,
+    residuals: Sequence[Array],
+    cotangents: Sequence[Array],
 ) -> list[Array]:
     """Cotangents of queries, keys, values, bias and captured arrays, from those of `_tangent_of_tile`."""
     query, lse, key, value, *inputs = residuals
@@ -290,7 +297,9 @@ def _backward(
     has_bias = len(inputs) > sum(rule.captured_trainable)
     may_be_nan = has_bias or rule.score_mod is not None
 
-    def compute(rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: list, linear: list, safe: bool) -> tuple:
+    def compute(
+        rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: Sequence[Array], linear: Sequence[Array], safe: bool
+    ) -> tuple:
         (query, query_transposed, lse, key, value, *inputs), (d_output, d_output_transposed, d_lse) = residuals, linear
         s, pull = rule.tile_vjp(rule.products(query, key), _inputs(inputs, has_bias), tile, mask, safe)
         weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)

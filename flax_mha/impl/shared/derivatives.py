@@ -33,14 +33,14 @@ class Function(abc.ABC):
     first_linear: int | None = None
 
     @abc.abstractmethod
-    def evaluate(self, *arguments: Array) -> Sequence[Array]:
+    def evaluate(self, *arguments: Any) -> Sequence[Array]:
         """Computes the outputs by operations that `jax` need not differentiate."""
 
     @abc.abstractmethod
-    def jvp(self, arguments: Sequence[Array], tangents: Mapping[int, Array]) -> tuple[Sequence[Array], Sequence[Array]]:
+    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         """Computes outputs and their tangents from the tangents of some arguments, by their places."""
 
-    def transpose(self, residuals: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
         """Computes the cotangents of the linear arguments from the arguments before them and those of the outputs."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ def _map(function: Callable, flags_of_levels: Sequence[Sequence[bool]]) -> Calla
 
 
 @_function.def_impl
-def _evaluate(*arguments: Array, function: Function, levels: Levels) -> list[Array]:
+def _evaluate(*arguments: Any, function: Function, levels: Levels) -> list[Array]:
     return list(_map(function.evaluate, [flags for _, flags in levels])(*arguments))
 
 
@@ -80,7 +80,7 @@ def _types(*arguments: Any, function: Function, levels: Levels) -> list[Any]:
 
 
 def _batch(
-    arguments: Sequence[Array], axes: Sequence[int | None], *, function: Function, levels: Levels
+    arguments: Sequence[Any], axes: Sequence[int | None], *, function: Function, levels: Levels
 ) -> tuple[list[Array], list[int]]:
     size = next(x.shape[axis] for x, axis in zip(arguments, axes, strict=True) if axis is not None)
     first_linear = len(arguments) if function.first_linear is None else function.first_linear
@@ -100,7 +100,7 @@ batching.primitive_batchers[_function] = _batch
 
 
 def _jvp(
-    arguments: Sequence[Array], tangents: Sequence[Any], *, function: Function, levels: Levels
+    arguments: Sequence[Any], tangents: Sequence[Any], *, function: Function, levels: Levels
 ) -> tuple[list[Array], list[Any]]:
     count = len(arguments)
     places = [i for i, x in enumerate(tangents) if not (isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0)]
@@ -108,7 +108,7 @@ def _jvp(
         outputs = _function.bind(*arguments, function=function, levels=levels)
         return outputs, [ad.Zero(jax.typeof(x)) for x in outputs]
 
-    def jvp(*both: Array) -> tuple[list[Array], list[Array]]:
+    def jvp(*both: Any) -> tuple[list[Array], list[Array]]:
         outputs, tangents = function.jvp(both[:count], dict(zip(places, both[count:], strict=True)))
         return list(outputs), list(tangents)
 
@@ -123,7 +123,7 @@ def _transpose(cotangents: Sequence[Any], *arguments: Any, function: Function, l
     first = function.first_linear
     assert first is not None
 
-    def pull(*both: Array) -> list[Array]:
+    def pull(*both: Any) -> list[Array]:
         return list(function.transpose(both[:first], both[first:]))
 
     flags = [(*flags[:first], *(True for _ in cotangents)) for _, flags in levels]
@@ -133,8 +133,3 @@ def _transpose(cotangents: Sequence[Any], *arguments: Any, function: Function, l
 
 
 ad.primitive_transposes[_function] = _transpose
-
-
-def add(a: Sequence[Array] | None, b: Sequence[Array]) -> Sequence[Array]:
-    """Adds tangents; None is zero."""
-    return b if a is None else [x + y for x, y in zip(a, b, strict=True)]

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from flax_mha.call.operands import accumulation_dtype
 from flax_mha.core.tile import Scalar, Tile
 from flax_mha.core.tracing import varying_as
-from flax_mha.impl.shared import derivatives
 from flax_mha.impl.shared.derivatives import Function
 from flax_mha.impl.shared.scores import ScoreRule
 from flax_mha.impl.shared.tiling import BlockMask, TileBand, Tiling, padded_mask
@@ -109,25 +108,28 @@ class TileFunction(NamedTuple):
     outputs: tuple[Argument, ...]
 
     def jvp(self, places: Sequence[int]) -> "TileFunction":
-        """The tangent along these residuals, from all arguments and the residuals' tangents."""
+        """The tangent along these arguments, residuals first, from all arguments and the tangents of these."""
+        count = len(self.residuals)
 
-        def compute(rule: ScoreRule, tile: Tile, mask: Mask | None, values: list, tangents: list, _: bool) -> list:
-            residuals, linear = values[: len(self.residuals)], values[len(self.residuals) :]
-
+        def compute(
+            rule: ScoreRule, tile: Tile, mask: Mask | None, values: Sequence, tangents: Sequence, _: bool
+        ) -> list:
             def moved(*some: Array) -> list[Array]:
                 replaced = dict(zip(places, some, strict=True))
-                mine = [replaced.get(i, x) for i, x in enumerate(residuals)]
-                return list(self.compute(rule, tile, mask, mine, linear, True))
+                mine = [replaced.get(i, x) for i, x in enumerate(values)]
+                return list(self.compute(rule, tile, mask, mine[:count], mine[count:], True))
 
-            return jax.jvp(moved, tuple(residuals[i] for i in places), tuple(tangents))[1]
+            return jax.jvp(moved, tuple(values[i] for i in places), tuple(tangents))[1]
 
-        along = tuple(self.residuals[i] for i in places)
-        return TileFunction(compute, (*self.residuals, *self.linear), along, self.outputs)
+        arguments = (*self.residuals, *self.linear)
+        return TileFunction(compute, arguments, tuple(arguments[i] for i in places), self.outputs)
 
     def transposed(self) -> "TileFunction":
         """The function that returns cotangents of the linear arguments from those of the outputs."""
 
-        def compute(rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: list, cotangents: list, _: bool) -> list:
+        def compute(
+            rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: Sequence, cotangents: Sequence, _: bool
+        ) -> list:
             def forward(linear: list[Array]) -> list[Array]:
                 return list(self.compute(rule, tile, mask, residuals, linear, True))
 
@@ -202,33 +204,30 @@ class TileSum(Function):
         """The place of the first linear argument."""
         return self.context.num_leaves + len(self.function.residuals)
 
-    def _split(self, arguments: Sequence[Array]) -> tuple[ScoreRule, BlockMask, Sequence[Array]]:
+    def _split(self, arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
         count = self.context.num_leaves
         return (*jax.tree.unflatten(self.context, arguments[:count]), arguments[count:])
 
-    def transpose(self, residuals: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
         """Computes the cotangents of the linear arguments."""
         rule, blocks, own = self._split(residuals)
         if self.by_hand is not None:
             return self.by_hand(rule, blocks, own, cotangents)
         return TileSum.of(self.tiling, self.function.transposed(), rule, blocks, own, cotangents)
 
-    def jvp(self, arguments: Sequence[Array], tangents: Mapping[int, Array]) -> tuple[Sequence[Array], Sequence[Array]]:
+    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         """Computes outputs and tangents; rule and block mask have none."""
         (rule, blocks, own), first = self._split(arguments), self.context.num_leaves
-        moved: Sequence[Array] | None = None
-        total: Sequence[Array] = [jnp.zeros(x.shape, x.dtype) for x in self.outputs]
-        if any(i >= self.first_linear for i in tangents):
-            linear = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= self.first_linear]
-            moved = total = self(*arguments[: self.first_linear], *linear)
-        along = {i - first: x for i, x in tangents.items() if first <= i < self.first_linear}
-        if along:
+        along = {i - first: x for i, x in sorted(tangents.items()) if i >= first}
+        if all(first + i >= self.first_linear for i in along):  # then it is a sum of the same function
+            linear = [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(own)][len(self.function.residuals) :]
+            moved = self(*arguments[: self.first_linear], *linear)
+        else:
             function = self.function.jvp(tuple(along))
-            by_residuals = TileSum.of(self.tiling, function, rule, blocks, own, list(along.values()))
-            total = derivatives.add(moved, by_residuals)
-        return self(*arguments), total
+            moved = TileSum.of(self.tiling, function, rule, blocks, own, list(along.values()))
+        return self(*arguments), moved
 
-    def evaluate(self, *arguments: Array) -> Sequence[Array]:
+    def evaluate(self, *arguments: Any) -> Sequence[Array]:
         """Computes the sum, a row of tiles after another."""
         rule, blocks, own = self._split(arguments)
         tiling, (compute, *described) = self.tiling, self.function
