@@ -197,33 +197,6 @@ def test_x64(implementation):
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.core
-def test_forward_mode_and_second_derivatives_name_the_implementation_that_has_them():
-    attend = functools.partial(dot_product_attention, *ARRAYS[:2], is_causal=True)
-    tangent = [jnp.ones_like(ARRAYS[2])]
-    with pytest.raises(TypeError, match='implementation must be "xla" for forward-mode differentiation') as error:
-        jax.jvp(functools.partial(attend, implementation="blockwise"), ARRAYS[2:], tangent)
-    assert "\n" not in str(error.value)
-    jax.jvp(functools.partial(attend, implementation="xla"), ARRAYS[2:], tangent)
-    for name in ('"xla"', "jax.jvp", "second derivatives"):
-        assert name in dot_product_attention.__doc__
-
-
-def test_a_gradient_of_a_gradient_names_the_implementation_that_has_it():
-    def loss(query, implementation=None):
-        output = dot_product_attention(query, query, query, is_causal=True, implementation=implementation)
-        return jnp.sum(output**2)
-
-    def second(query, implementation):
-        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, implementation)))(query)
-
-    query = jnp.ones((600, 1, 2))
-    with pytest.raises(TypeError, match='implementation must be "xla" for gradients of gradients') as error:
-        jax.eval_shape(functools.partial(second, implementation=None), query)
-    assert "\n" not in str(error.value)
-    jax.eval_shape(functools.partial(second, implementation="xla"), query)
-
-
 def test_forward_over_reverse_through_tiles():
     """A Hessian-vector product differentiates the backward pass, which is plain JAX."""
 

@@ -301,7 +301,11 @@ def _backward(
         rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: Sequence[Array], linear: Sequence[Array], safe: bool
     ) -> tuple:
         (query, query_transposed, lse, key, value, *inputs), (d_output, d_output_transposed, d_lse) = residuals, linear
-        s, pull = rule.tile_vjp(rule.products(query, key), _inputs(inputs, has_bias), tile, mask, safe)
+        primals = rule.products(query, key), _inputs(inputs, has_bias)
+        if safe:
+            s, pull = jax.vjp(lambda x, p: rule.differentiable_tile(x, p, tile, mask), *primals)
+        else:
+            s, pull = rule.tile_vjp(*primals, tile, mask)
         weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
         d_weights = _times(rule.dot(d_output, value, transpose_b=True), kept)
         d_products, d_inputs = pull(weights * (d_weights + d_lse))

@@ -231,20 +231,11 @@ class ScoreRule:
         return jnp.where(visible, scores, -jnp.inf)
 
     def tile_vjp(
-        self,
-        products: Float[Array, "t s"],
-        inputs: ScoreInputs,
-        tile: Tile,
-        mask: Mask | None,
-        differentiable: bool = False,
+        self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile, mask: Mask | None
     ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """The scores of a tile, and what turns their cotangents into those of products and `inputs`.
-
-        `differentiable` is for derivatives of the latter; see `differentiable_tile`.
-        """
-        of_tile = self.differentiable_tile if differentiable else self.tile
-        scores, pull = jax.vjp(lambda x, p: of_tile(x, p, tile, mask), products, inputs)
-        if self.score_mod is None or differentiable:
+        """The scores of a tile, and what turns their cotangents into those of products and `inputs`."""
+        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile, mask), products, inputs)
+        if self.score_mod is None:
             return scores, pull
 
         def pull_safely(d_scores: Float[Array, "t s"]) -> tuple[Array, ScoreInputs]:
