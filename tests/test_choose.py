@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import compiled_for, forget_programs
+from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 from marks import with_core, with_core_tuples
 
@@ -259,6 +260,54 @@ def test_around_the_kernel_our_meanings_are_kept(name, devices, monkeypatch):
         (got, got_grads), (want, want_grads) = run("cudnn", *arrays), run("xla", *arrays)
     for answer, expected in zip((got, *got_grads), (want, *want_grads), strict=True):
         np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-4)
+
+
+def kernel_with_a_gradient(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
+    """`dense_kernel` with what cuDNN's has: a gradient of first order, in reverse mode alone."""
+
+    def run(arrays):
+        return dense_kernel(kernel, *arrays[:3], query_lengths, key_lengths, residual, *arrays[3:])
+
+    def forward(arrays):
+        results, pull = jax.vjp(run, arrays)
+        return results, jax.tree.map(lax.optimization_barrier, pull)
+
+    run_once = jax.custom_vjp(run)
+    run_once.defvjp(forward, lambda pull, cotangents: pull(cotangents))
+    return run_once([query, key, value] if bias is None else [query, key, value, bias])
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("implementation", [None, "cudnn"])
+def test_derivatives_of_every_order_around_a_kernel(implementation, monkeypatch):
+    """Also under vmap; of the rule's parts each is used: tangent, gradient, and the tangents of both."""
+    monkeypatch.setattr(cudnn.Kernel, "__call__", kernel_with_a_gradient)
+    monkeypatch.setattr(cudnn, "DTYPES", (jnp.float32,))
+    monkeypatch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
+    rng = np.random.default_rng(0)
+    query, key, value, bias = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in (*[(2, 1, 64, 2, 16)] * 3, (1, 2, 64, 64))
+    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def derivatives(implementation, arrays):
+        def loss(arrays):
+            attend = functools.partial(dot_product_attention, is_causal=True, implementation=implementation)
+            return jnp.sin(jax.vmap(attend, (0, 0, 0, None))(*arrays)).sum()
+
+        tangents = jax.tree.map(jnp.cos, arrays)
+        gradient = jax.grad(loss)
+        products = jax.jvp(gradient, (arrays,), (tangents,))[1]
+        across = jax.grad(lambda x: jax.jvp(loss, (x,), (tangents,))[1])(arrays)
+        squares = jax.grad(lambda x: sum((y**2).sum() for y in gradient(x)))(arrays)
+        return jax.jvp(loss, (arrays,), (tangents,)), gradient(arrays), products, across, squares
+
+    arrays = (query, key, value, bias)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        got, expected = (jax.tree.leaves(derivatives(name, arrays)) for name in (implementation, "xla"))
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
 
 
 SPOILT = {

@@ -19,7 +19,7 @@ from flax_mha.core.tracing import being_traced
 from flax_mha.distributed import ring, split
 from flax_mha.distributed.exchange import allgather, ulysses
 from flax_mha.distributed.split import Split
-from flax_mha.impl import registry
+from flax_mha.impl import fused, registry
 from flax_mha.impl.lower_for_platform import lower_for_platform
 from flax_mha.impl.registry import IMPLEMENTATIONS, Explanation
 from flax_mha.impl.shared import schedule
@@ -83,16 +83,25 @@ def run_on_device(call: Call, implementation: str | None) -> Output:
     else:
         name = chosen(call)
         elsewhere = _on_cpu(call, name)
-    if elsewhere is None:
+    if name in ("xla", "blockwise"):
         return _attention_of(name, call)(call)
 
-    def kernel(operands: Operands) -> Array:
-        return _attention_of(name, call)(call._replace(operands=operands))[0]
+    def fused_attention(operands: Operands) -> Output:
+        platform = None if elsewhere is None else call.options.target.platform
+        return fused.attention(_attend(name, call), _attend("blockwise", call), operands, platform)
+
+    if elsewhere is None:
+        return fused_attention(call.operands)
 
     def on_cpu(operands: Operands) -> Array:
         return run_on_device(elsewhere._replace(operands=operands), None)[0]
 
-    return lower_for_platform(call.options.target.platform, kernel, on_cpu, call.operands), None
+    target = call.options.target.platform
+    return lower_for_platform(target, lambda operands: fused_attention(operands)[0], on_cpu, call.operands), None
+
+
+def _attend(name: str, call: Call) -> Callable[[Operands], Output]:
+    return lambda operands: _attention_of(name, call)(call._replace(operands=operands))
 
 
 def _attention_of(name: str, call: Call) -> Callable[[Call], Output]:

@@ -32,8 +32,12 @@ class Implementation:
     variant: Callable[[Call], str] | None = None
 
 
+# What gradients need besides the inputs, output and log-sum-exp: names for the policies of `jax.checkpoint`.
+RESIDUALS = ("attention_output", "attention_lse")
+
+
 def name_residuals(
     output: Float[Array, "..."], lse: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Names what gradients need, besides the inputs, for the policies of `jax.checkpoint`."""
-    return checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
+    """Gives them these names."""
+    return checkpoint_name(output, RESIDUALS[0]), checkpoint_name(lse, RESIDUALS[1])

@@ -6,6 +6,7 @@ compiles every branch for all of them, which kernels do not allow; here, the ker
 platform alone.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,51 +19,23 @@ from jaxtyping import Array
 from flax_mha.call.operands import Operands
 
 Attend = Callable[[Operands], Array]
-Inputs = tuple[Array, Array, Array]
 
 
 def lower_for_platform(platform: str, kernel: Attend, elsewhere: Attend, operands: Operands) -> Array:
     """`kernel(operands)` where the program is compiled for `platform` ("gpu" or "tpu"), else `elsewhere(operands)`.
 
-    The kernel has gradients of queries, keys and values only.
+    `kernel` runs the kernel itself by `compile_for`.
     """
-    name = {"gpu": "cuda"}.get(platform, platform)
-    branches = {name: _compiled_with_gradients(name, kernel)}
-    return lax.platform_dependent(operands, **branches, default=elsewhere)
+    return lax.platform_dependent(operands, **{_lowering_name(platform): kernel}, default=elsewhere)
 
 
-def _compiled_with_gradients(name: str, kernel: Attend) -> Attend:
-    """The kernel, it and its derivative compiled for one platform."""
-
-    def attend(inputs: Inputs, others: Operands) -> Array:
-        query, key, value = inputs
-        return kernel(others._replace(query=query, key=key, value=value))
-
-    @jax.custom_vjp
-    def run(inputs: Inputs, others: Operands) -> Array:
-        return _compiled_for(name, attend, inputs, others)
-
-    def forward(inputs: Inputs, others: Operands) -> Any:
-        return _compiled_for(name, lambda inputs, others: jax.vjp(lambda x: attend(x, others), inputs), inputs, others)
-
-    def backward(pull: Any, d_output: Array) -> Any:
-        return *_compiled_for(name, lambda pull, d_output: pull(d_output), pull, d_output), None
-
-    run.defvjp(forward, backward)
-    return lambda operands: run(operands[:3], operands._replace(query=None, key=None, value=None))  # type: ignore
+def compile_for(platform: str, jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
+    """Makes a function that is compiled for one platform alone; it has no derivatives."""
+    return functools.partial(_compiled_for_p.bind, jaxpr=jaxpr, name=_lowering_name(platform))
 
 
-def _compiled_for(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    leaves, structure = jax.tree.flatten(arguments)
-    results = []
-
-    def flat(*leaves: Array) -> list[Array]:
-        answer, tree = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
-        results.append(tree)
-        return answer
-
-    answer = _compiled_for_p.bind(*leaves, jaxpr=jax.make_jaxpr(flat)(*leaves), name=name)
-    return jax.tree.unflatten(results[0], answer)
+def _lowering_name(platform: str) -> str:
+    return {"gpu": "cuda"}.get(platform, platform)
 
 
 _compiled_for_p = Primitive("compiled_for")

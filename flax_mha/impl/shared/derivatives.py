@@ -38,7 +38,7 @@ class Function(abc.ABC):
 
     @abc.abstractmethod
     def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Computes outputs and their tangents from the tangents of some arguments, by their places."""
+        """Computes outputs and their tangents (None: zero) from the tangents of some arguments, by their places."""
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
         """Computes the cotangents of the linear arguments from the arguments before them and those of the outputs."""
@@ -69,7 +69,8 @@ mlir.register_lowering(_function, mlir.lower_fun(_evaluate, multiple_results=Tru
 
 @_function.def_abstract_eval
 def _types(*arguments: Any, function: Function, levels: Levels) -> list[Any]:
-    like, sizes = arguments[-1], tuple(size for size, _ in reversed(levels))
+    like = next(x for x in arguments if jnp.issubdtype(x.dtype, jnp.floating))
+    sizes = tuple(size for size, _ in reversed(levels))
 
     def type_of(x: jax.ShapeDtypeStruct) -> Any:
         shape = (*sizes, *x.shape)
@@ -106,14 +107,16 @@ def _jvp(
     places = [i for i, x in enumerate(tangents) if not (isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0)]
     if not places:
         outputs = _function.bind(*arguments, function=function, levels=levels)
-        return outputs, [ad.Zero(jax.typeof(x)) for x in outputs]
+        return outputs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
 
     def jvp(*both: Any) -> tuple[list[Array], list[Array]]:
         outputs, tangents = function.jvp(both[:count], dict(zip(places, both[count:], strict=True)))
         return list(outputs), list(tangents)
 
     mapped = _map(jvp, [(*flags, *(flags[i] for i in places)) for _, flags in levels])
-    return mapped(*arguments, *(tangents[i] for i in places))
+    outputs, moved = mapped(*arguments, *(tangents[i] for i in places))
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
+    return outputs, [zero if x is None else x for x, zero in zip(moved, zeros, strict=True)]
 
 
 ad.primitive_jvps[_function] = _jvp
