@@ -41,7 +41,7 @@ def attention(kernel: Attend, portable: Attend, operands: Operands, platform: st
     jaxpr = jax.make_jaxpr(lambda *leaves: of_leaves(kernel)(leaves))(*leaves)
     count = len(jaxpr.out_avals)  # without the log-sum-exp, if the kernel keeps it for itself
     functions = _Functions(of_leaves(kernel), lambda leaves: of_leaves(portable)(leaves)[:count], platform)
-    output, *lse = _Attention(functions, jaxpr, count)(*leaves)
+    output, *lse = _Attention(functions, count, jaxpr)(*leaves)
     return output, lse[0] if lse else None
 
 
@@ -83,15 +83,15 @@ class _Attention(Function):
 
     Attributes:
       functions: Kernel and portable implementation.
-      jaxpr: Of the kernel, or of it and what it saves.
       num_results: How many outputs are results.
+      jaxpr: Of the kernel, or of it and what it saves.
       places: Of the operands that get gradients, among the leaves; None if none does.
       pull: The structure of the function that returns these gradients, whose leaves are what is saved.
     """
 
     functions: _Functions
-    jaxpr: ClosedJaxpr
     num_results: int
+    jaxpr: ClosedJaxpr
     places: tuple[int, ...] | None = None
     pull: Any = None
 
@@ -115,7 +115,7 @@ class _Attention(Function):
             return [*results, *saved]
 
         jaxpr = jax.make_jaxpr(forward)(*arguments)
-        return _Attention(self.functions, jaxpr, self.num_results, places, structures[0])
+        return _Attention(self.functions, self.num_results, jaxpr, places, structures[0])
 
     def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         """Computes outputs and tangents; what is saved has none, for it serves the gradient of the kernel alone."""
@@ -165,8 +165,13 @@ class _Tangent(Function):
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
         """Computes the gradient by the kernel."""
-        outputs = tuple(jax.ShapeDtypeStruct(residuals[i].shape, residuals[i].dtype) for i in self.places)
-        return _Gradient(self, outputs)(*residuals, *cotangents)
+
+        def gradient(*both: Array) -> list[Array]:
+            saved = both[: self.pull.num_leaves]
+            return list(jax.tree.unflatten(self.pull, saved)(list(both[len(saved) :])))
+
+        jaxpr = jax.make_jaxpr(gradient)(*residuals[self.num_leaves :], *cotangents)
+        return _Gradient(self, jaxpr)(*residuals, *cotangents)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,7 +179,12 @@ class _Gradient(Function):
     """The transpose of `tangent`: the kernel's gradient, from all operands, what the kernel saved and cotangents."""
 
     tangent: _Tangent
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    jaxpr: ClosedJaxpr
+
+    @property
+    def outputs(self) -> Sequence[jax.ShapeDtypeStruct]:  # type: ignore[override]
+        """Shapes and dtypes."""
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.out_avals]
 
     @property
     def first_linear(self) -> int:  # type: ignore[override]
@@ -183,16 +193,7 @@ class _Gradient(Function):
 
     def evaluate(self, *arguments: Any) -> Sequence[Array]:
         """Runs the kernel."""
-        tangent, first = self.tangent, self.first_linear
-
-        def gradient(*both: Array) -> list[Array]:
-            saved = both[: tangent.pull.num_leaves]
-            pull = jax.tree.unflatten(tangent.pull, saved)
-            return list(pull(list(both[len(saved) :])))
-
-        both = arguments[tangent.num_leaves :]
-        assert len(both) == first - tangent.num_leaves + len(tangent.outputs)
-        return tangent.functions.run(jax.make_jaxpr(gradient)(*both), both)
+        return self.tangent.functions.run(self.jaxpr, arguments[self.tangent.num_leaves :])
 
     def _portable(self, *arguments: Any) -> list[Array]:
         tangent = self.tangent

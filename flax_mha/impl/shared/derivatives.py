@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
@@ -27,10 +27,12 @@ class Function(abc.ABC):
     Attributes:
       outputs: Shapes and dtypes of the arrays that it returns.
       first_linear: It is linear in its arguments from this one on, jointly; None if it is not.
+      jaxpr: Of what it evaluates, if `jax` has to look through it for operations that need to know their devices.
     """
 
     outputs: Sequence[jax.ShapeDtypeStruct]
     first_linear: int | None = None
+    jaxpr: ClosedJaxpr | None = None
 
     @abc.abstractmethod
     def evaluate(self, *arguments: Any) -> Sequence[Array]:
@@ -46,7 +48,7 @@ class Function(abc.ABC):
 
     def __call__(self, *arguments: Array) -> list[Array]:
         """Calls the function as one operation, which `jax` can differentiate, transpose and map."""
-        return _function.bind(*map(jnp.asarray, arguments), function=self, levels=())
+        return _function.bind(*map(jnp.asarray, arguments), function=self, levels=(), jaxpr=self.jaxpr)
 
 
 _function = Primitive("function")
@@ -60,7 +62,7 @@ def _map(function: Callable, flags_of_levels: Sequence[Sequence[bool]]) -> Calla
 
 
 @_function.def_impl
-def _evaluate(*arguments: Any, function: Function, levels: Levels) -> list[Array]:
+def _evaluate(*arguments: Any, function: Function, levels: Levels, jaxpr: Any) -> list[Array]:
     return list(_map(function.evaluate, [flags for _, flags in levels])(*arguments))
 
 
@@ -68,7 +70,7 @@ mlir.register_lowering(_function, mlir.lower_fun(_evaluate, multiple_results=Tru
 
 
 @_function.def_abstract_eval
-def _types(*arguments: Any, function: Function, levels: Levels) -> list[Any]:
+def _types(*arguments: Any, function: Function, levels: Levels, jaxpr: Any) -> list[Any]:
     like = next(x for x in arguments if jnp.issubdtype(x.dtype, jnp.floating))
     sizes = tuple(size for size, _ in reversed(levels))
 
@@ -81,7 +83,7 @@ def _types(*arguments: Any, function: Function, levels: Levels) -> list[Any]:
 
 
 def _batch(
-    arguments: Sequence[Any], axes: Sequence[int | None], *, function: Function, levels: Levels
+    arguments: Sequence[Any], axes: Sequence[int | None], *, function: Function, levels: Levels, jaxpr: Any
 ) -> tuple[list[Array], list[int]]:
     size = next(x.shape[axis] for x, axis in zip(arguments, axes, strict=True) if axis is not None)
     first_linear = len(arguments) if function.first_linear is None else function.first_linear
@@ -93,7 +95,7 @@ def _batch(
             x = jnp.broadcast_to(x, (size, *x.shape))
         mapped.append(x)
         flags.append(axis is not None or i >= first_linear)
-    outputs = _function.bind(*mapped, function=function, levels=(*levels, (size, tuple(flags))))
+    outputs = _function.bind(*mapped, function=function, levels=(*levels, (size, tuple(flags))), jaxpr=jaxpr)
     return outputs, [0] * len(outputs)
 
 
@@ -101,12 +103,12 @@ batching.primitive_batchers[_function] = _batch
 
 
 def _jvp(
-    arguments: Sequence[Any], tangents: Sequence[Any], *, function: Function, levels: Levels
+    arguments: Sequence[Any], tangents: Sequence[Any], *, function: Function, levels: Levels, jaxpr: Any
 ) -> tuple[list[Array], list[Any]]:
     count = len(arguments)
     places = [i for i, x in enumerate(tangents) if not (isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0)]
     if not places:
-        outputs = _function.bind(*arguments, function=function, levels=levels)
+        outputs = _function.bind(*arguments, function=function, levels=levels, jaxpr=jaxpr)
         return outputs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
 
     def jvp(*both: Any) -> tuple[list[Array], list[Array]]:
@@ -122,7 +124,7 @@ def _jvp(
 ad.primitive_jvps[_function] = _jvp
 
 
-def _transpose(cotangents: Sequence[Any], *arguments: Any, function: Function, levels: Levels) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *arguments: Any, function: Function, levels: Levels, jaxpr: Any) -> list[Any]:
     first = function.first_linear
     assert first is not None
 
