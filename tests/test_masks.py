@@ -1,5 +1,6 @@
 """Mask objects: what they show, what they say of tiles, how they combine, print, and reach the attention."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from marks import with_core
+from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, masks, plot
 from flax_mha.core.tile import Grid
@@ -68,7 +69,8 @@ MASKS = {
     ),
     "not of and": (~(CausalMask() & ArrayMask(ARRAY)), ~((column <= row) & ARRAY), 0),
 }
-each = pytest.mark.parametrize("name", with_core(MASKS, "local", "function of head", "and, or, not"))
+CORE = ("local", "function of head", "and, or, not")
+each = pytest.mark.parametrize("name", with_core(MASKS, *CORE))
 
 
 def heads_of(mask):
@@ -96,23 +98,43 @@ def test_tiles_and_their_occupancy(name, tile_shape):
             assert want.all() or not occupancy[1][i, j]
 
 
-@pytest.mark.parametrize("name", ["causal", "causal, offset", "local", "lengths", "function", "function of head"])
-def test_these_know_exactly_which_tiles_are_empty_and_full(name):
+def assert_knows_its_tiles(mask, array, offset=0):
+    """Exactly which tiles of 8 x 8 are empty, and which are full."""
+    grid = Grid((T // 8, S // 8), (8, 8), (offset, 0))
+    tiles = np.broadcast_to(array, (T, S)).reshape(T // 8, 8, S // 8, 8)
+    some, full = (np.broadcast_to(x, grid.counts) for x in mask.occupancy(grid))
+    np.testing.assert_array_equal(some, tiles.any((1, 3)))
+    np.testing.assert_array_equal(full, tiles.all((1, 3)))
+
+
+@pytest.mark.parametrize("name", ["function", "function of head"])
+def test_functions_know_exactly_which_tiles_are_empty_and_full(name):
     mask, array, offset = MASKS[name]
-    grid = Grid((6, 8), (8, 8), (offset, 0))
     for b, n, one in heads_of(mask):
-        tiles = np.broadcast_to(array, (B, N, T, S))[b, n].reshape(6, 8, 8, 8)
-        some, full = (np.broadcast_to(x, grid.counts) for x in one.occupancy(grid))
-        np.testing.assert_array_equal(some, tiles.any((1, 3)))
-        np.testing.assert_array_equal(full, tiles.all((1, 3)))
+        assert_knows_its_tiles(one, np.broadcast_to(array, (B, N, T, S))[b, n], offset)
+
+
+@pytest.mark.core
+def test_windows_and_lengths_know_exactly_which_tiles_are_empty_and_full():
+    """However their edges lie to those of the tiles."""
+    ahead = column - row
+    for left, right in itertools.product((None, *range(9)), repeat=2):
+        array = (left is None or ahead - 5 >= -left) & (right is None or ahead - 5 <= right) & np.ones((T, S), bool)
+        assert_knows_its_tiles(LocalMask(left, right), array, 5)
+    for number in range(-9, 10):
+        assert_knows_its_tiles(CausalMask(number), ahead <= number)
+        lengths = LengthMask(20 + number, query_lengths=30 - number)
+        assert_knows_its_tiles(lengths, (column < 20 + number) & (row < 30 - number))
+
+
+# Every mask in tiles, known while tracing or not; whole, those of the core.
+ATTENDED = [*((name, "blockwise", traced) for name in MASKS for traced in (False, True))]
+ATTENDED += [(name, "xla", False) for name in CORE]
 
 
 @pytest.mark.usefixtures("small_tiles")
-@each
 @pytest.mark.parametrize(
-    ("implementation", "traced"),
-    [("xla", False), ("blockwise", False), ("blockwise", True)],
-    ids=["xla", "known", "traced"],
+    ("name", "implementation", "traced"), with_core_tuples(ATTENDED, *(case for case in ATTENDED if case[0] in CORE))
 )
 def test_attention_sees_what_the_array_shows(name, implementation, traced):
     """Also where arrays of the mask are arguments of a jitted function, so that nothing of them is known before."""
