@@ -47,6 +47,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000, 20, 100)
 
 
+# Files of tests that take longest. They come first, lest one of them begins when the other processes are done.
+LONGEST = ("test_devices.py", "test_fuzz.py", "test_train_demo.py", "test_train_demo_processes.py")
+
+
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run every test, not only those marked as the core")
     parser.addoption("--cases", type=int, help="of each parametrized test, run at most so many cases; all by default")
@@ -81,7 +85,7 @@ def pytest_collection_modifyitems(config, items):
         drawn = {x for name, cases in tests.items() for x in random.Random(name).sample(cases, min(count, len(cases)))}
         kept = [item for item in kept if item in drawn]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish():
