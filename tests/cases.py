@@ -3,6 +3,7 @@
 A new feature adds lines here, and with them all the checks of test_attention.py.
 """
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -164,6 +165,23 @@ def interpret(patch, name, how=True):
 def compiled_for(patch, platform):
     """As on a machine with this accelerator; arrays that exist are on a CPU. `patch` is a pytest.MonkeyPatch."""
     patch.setattr(tracing, "platform", lambda: platform)
+
+
+@contextlib.contextmanager
+def nothing_is_compiled():
+    """Checks that all programs that are needed meanwhile have been compiled before."""
+    compiled = []
+
+    def note(event, seconds, fun_name="", **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert compiled == []
 
 
 def forget_programs():

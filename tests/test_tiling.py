@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import nothing_is_compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import with_core
@@ -14,8 +15,7 @@ from flax_mha import dot_product_attention, recipes
 from flax_mha.core import tracing
 from flax_mha.core.tile import Tile
 from flax_mha.core.validation import Shape
-from flax_mha.impl import blockwise
-from flax_mha.impl.shared import tiling
+from flax_mha.impl.shared import schedule, tiling
 from flax_mha.impl.shared.tiling import TileShape
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 
@@ -94,13 +94,14 @@ def layout_of(length=2048, head_size=64, **arguments):
     """What blockwise takes on a CPU for this length and head size; `arguments` may hold traced arrays."""
     layouts = []
 
-    def spy(operands, options, plan, *rest, attend=blockwise._all_heads):
-        layouts.append(plan.tiling)
-        return attend(operands, options, plan, *rest)
+    def spy(call, plan_tiles=schedule.plan_tiles):
+        planned = plan_tiles(call)
+        layouts.append(planned[0].tiling)
+        return planned
 
     x = jax.ShapeDtypeStruct((1, length, 2, head_size), jnp.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "_all_heads", spy)
+        patch.setattr(schedule, "plan_tiles", spy)
         static = {name: a for name, a in arguments.items() if not isinstance(a, jax.ShapeDtypeStruct)}
         traced = {name: a for name, a in arguments.items() if name not in static}
         attend = functools.partial(dot_product_attention, implementation="blockwise", **static)
@@ -143,6 +144,6 @@ def test_other_ids_compile_nothing_where_every_call_has_its_own():
     x = jnp.ones((1, 600, 1, 8))
     attend = functools.partial(dot_product_attention, x, x, x, implementation="blockwise")
     attend(query_segment_ids=jnp.zeros((1, 600), jnp.int32))
-    before = blockwise._all_heads._cache_size()
-    attend(query_segment_ids=jnp.arange(600, dtype=jnp.int32)[None] // 100)
-    assert blockwise._all_heads._cache_size() == before
+    ids = jnp.arange(600, dtype=jnp.int32)[None] // 100
+    with nothing_is_compiled():
+        attend(query_segment_ids=ids)
