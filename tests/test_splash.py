@@ -118,13 +118,16 @@ HIDING = {
 }
 
 
+CORE = ("no batch, causal window, soft cap", "window ahead, offset, one length for all", "lengths")
+
+
 def assert_close(answers, expected):
     for got, want in zip(answers, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.nanmax(np.abs(want), initial=1))
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", with_core([*PLAIN, *HIDING], "no batch, causal window, soft cap", "lengths"))
+@pytest.mark.parametrize("name", with_core([*PLAIN, *HIDING], *CORE))
 def test_output_and_gradients(name):
     """Then, where something is hidden, with NaN in a key and inf in a value: where that is seen, the row is NaN.
 
@@ -181,7 +184,11 @@ SINKS = np.float32([0.5, 3.0]), np.float32([[-np.inf, 1.0], [80.0, -2.0]])
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("sinks", "arguments"),
-    [(SINKS[0], {}), (SINKS[0], HIDING["lengths"][1]), (SINKS[1], {"is_causal": True, "logits_soft_cap": 2.0})],
+    [
+        (SINKS[0], {}),
+        (SINKS[0], HIDING["lengths"][1]),
+        pytest.param(SINKS[1], {"is_causal": True, "logits_soft_cap": 2.0}, marks=pytest.mark.core),
+    ],
 )
 def test_sinks(sinks, arguments):
     """One for each head, or each head of each sequence, with gradients; rows that see nothing among them."""
