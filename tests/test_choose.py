@@ -229,8 +229,10 @@ def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual
     with_core_tuples(
         [(name, 1) for name in FUSED if name not in ("float16", "head size 256") and "bias" not in name]
         + [(name, 2) for name in ("causal, more queries, lengths", "offsets of each sequence, lengths")],
-        ("causal, more queries, lengths", 1),
-        ("causal window, more queries, some see nothing", 1),
+        *(
+            (name, 1)
+            for name in ("lengths", "causal, more queries, lengths", "causal window, more queries, some see nothing")
+        ),
     ),
 )
 def test_around_the_kernel_our_meanings_are_kept(name, devices, monkeypatch):
