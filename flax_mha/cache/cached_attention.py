@@ -150,8 +150,9 @@ def over_cache(
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value)))
     step = Step(scoring, shape, key, value, cache, appended, bias, mask, window, lengths is not None)
 
-    is_known = isinstance(number, int) and isinstance(cache.length, int)  # else symbols, as in jax.export
-    by_slot = not (is_known and number <= cache.length) and any(map(_differs_by_slot, (bias, mask)))
+    length = cache.key.shape[-3]
+    is_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
+    by_slot = not (is_known and number <= length) and any(map(_differs_by_slot, (bias, mask)))
     if (is_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
         output = run(step.call(in_place=implementation is None), implementation)[0]
     else:
@@ -229,7 +230,7 @@ class Step(NamedTuple):
             CausalMask(),
             None if self.window is None else LocalMask(*self.window),
             LengthMask(None, _by_batch(tokens if index is None else index + tokens, rank)) if self.padded else None,
-            given_mask(mask, shape),
+            None if mask is None else given_mask(mask, shape),
             None if first is None else WrittenMask(),
         ]
         query_offset, key_offset = (None if x is None else _by_batch(x, rank) for x in (index, first))
@@ -275,7 +276,7 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
     Raises:
       ValueError: If that is not so.
     """
-    window = check_window(local_window_size)
+    window = None if local_window_size is None else check_window(local_window_size)
     if cache.window is None:
         for name, x in (("bias", bias), ("mask", mask)):
             if _differs_by_slot(x) and not isinstance(x, Mask) and np.shape(x)[-1] != cache.length:

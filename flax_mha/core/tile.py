@@ -7,7 +7,6 @@ holds both. Masks, `score_mod` and dropout are told positions; arrays are cut by
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -62,11 +61,6 @@ class Offsets:
         first_query, first_key = self.values
         return Offsets.of(first_query + query, first_key + key)
 
-    def map_arrays(self, change: Callable[[Any], Any]) -> "Offsets":
-        """The offsets with `change(array)` in the place of every array."""
-        query, key = (None if x is None else change(x) for x in (self.query_array, self.key_array))
-        return Offsets(query, key, self.numbers)
-
 
 class Tile(NamedTuple):
     """A rectangle of the scores of one head.
@@ -106,7 +100,9 @@ class Tile(NamedTuple):
         if not isinstance(self.column, tuple):
             return self.column + lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
         numbers = lax.broadcasted_iota(jnp.int32, (1, self.shape[1] // len(self.column)), 1)
-        return _joined([first + numbers for first in self.column], 1)
+        if len(self.column) == 1:
+            return self.column[0] + numbers
+        return lax.concatenate([first + numbers for first in self.column], 1)
 
     @property
     def query_positions(self) -> Int[Array, "#t #s"]:
@@ -144,9 +140,10 @@ class Tile(NamedTuple):
         """The tile's part of an axis that has an entry for every column."""
         if not isinstance(self.column, tuple):
             return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
-        width = self.shape[1] // len(self.runs)
+        width = self.shape[1] // len(self.column)
         cut = functools.partial(lax.dynamic_slice_in_dim, slice_size=width, axis=axis, allow_negative_indices=False)
-        return _joined([cut(x, first) for first in self.runs], axis)
+        pieces = [cut(x, first) for first in self.column]
+        return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, axis)
 
     def add(self, x: Array, part: Array) -> Array:
         """`x` with `part` added where `cut` takes it from."""
@@ -157,10 +154,6 @@ class Tile(NamedTuple):
             piece = piece + lax.dynamic_slice(x, start, piece.shape, allow_negative_indices=False)
             x = lax.dynamic_update_slice(x, piece, start, allow_negative_indices=False)
         return x
-
-
-def _joined(pieces: list[Array], axis: int) -> Array:
-    return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, axis)
 
 
 class Grid(NamedTuple):
@@ -191,24 +184,24 @@ class Grid(NamedTuple):
         """All tiles of row `i` as one."""
         return Tile(i * self.tile_shape[0], 0, (self.tile_shape[0], self.shape[1]), self.offsets, self.lengths)
 
-    def bounds(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """First and last row (axis 0, shape [rows, 1]) or column (axis 1, shape [1, columns]) of the tiles."""
+    def bounds(self, axis: int, positions: bool = False) -> tuple[IntMatrix, IntMatrix]:
+        """First and last row (axis 0, shape [rows, 1]) or column (axis 1, shape [1, columns]) of the tiles.
+
+        Args:
+          axis: Of the grid.
+          positions: Whether to return the positions of these queries or keys instead.
+        """
         size = self.tile_shape[axis]
         first = np.expand_dims(np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis)
         last = first + np.int32(size - 1)
-        if self.lengths is None:
-            return first, last
-        end = np.int32(max(self.lengths[axis] - 1, 0))
-        return np.minimum(first, end), np.minimum(last, end)
-
-    def position_bounds(self, axis: int) -> tuple[IntMatrix, IntMatrix]:
-        """First and last position of the tiles' queries (axis 0) or keys (axis 1), in the shapes of `bounds`."""
-        first, last = self.bounds(axis)
-        return first + self.offsets[axis], last + self.offsets[axis]
+        if self.lengths is not None:
+            end = np.int32(max(self.lengths[axis] - 1, 0))
+            first, last = np.minimum(first, end), np.minimum(last, end)
+        return (first + self.offsets[axis], last + self.offsets[axis]) if positions else (first, last)
 
     def distance_bounds(self) -> tuple[IntMatrix, IntMatrix]:
         """Least and greatest distance by which a key of the tile stands ahead of a query."""
-        (q_first, q_last), (k_first, k_last) = self.position_bounds(0), self.position_bounds(1)
+        (q_first, q_last), (k_first, k_last) = self.bounds(0, positions=True), self.bounds(1, positions=True)
         return k_first - q_last, k_last - q_first
 
 

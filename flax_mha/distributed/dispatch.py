@@ -40,7 +40,8 @@ def run(call: Call, implementation: str | None) -> Output:
         registry.check_name(implementation)
     parts = split_of(call)
     if parts is None:
-        return run_on_device(call if call.options.sharding is None else _unsplit(call), implementation)
+        call = call if call.options.sharding is None else _unsplit(call)
+        return _attention_of(call, implementation)(call)
     if call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
         explain(call, implementation)  # raises what computing it would raise
         return _empty_output(call, parts)
@@ -75,40 +76,51 @@ def explain(call: Call, implementation: str | None) -> Explanation:
     return explanations[0]
 
 
-def run_on_device(call: Call, implementation: str | None) -> Output:
-    """Computes a call on one device by the implementation that is named or chosen."""
-    if implementation is not None:
-        registry.check_computes(implementation, registry.refusals(implementation, call))
-        name, elsewhere = implementation, None
-    else:
+def _attention_of(call: Call, implementation: str | None) -> Callable[[Call], Output]:
+    """Returns what computes a call on one device: the implementation that is named or chosen."""
+    name, elsewhere = implementation, None
+    if name is None:
         name = chosen(call)
         elsewhere = _on_cpu(call, name)
+    else:
+        registry.check_computes(name, registry.refusals(name, call))
+    attention = _variant_of(name, call)
     if name in ("xla", "blockwise"):
-        return _attention_of(name, call)(call)
-
-    def fused_attention(operands: Operands) -> Output:
-        platform = None if elsewhere is None else call.options.target.platform
-        return fused.attention(_attend(name, call), _attend("blockwise", call), operands, platform)
-
-    if elsewhere is None:
-        return fused_attention(call.operands)
-
-    def on_cpu(operands: Operands) -> Array:
-        return run_on_device(elsewhere._replace(operands=operands), None)[0]
-
-    target = call.options.target.platform
-    return lower_for_platform(target, lambda operands: fused_attention(operands)[0], on_cpu, call.operands), None
+        return attention
+    return functools.partial(_fused_attention, attention, _variant_of("blockwise", call), elsewhere)
 
 
-def _attend(name: str, call: Call) -> Callable[[Operands], Output]:
-    return lambda operands: _attention_of(name, call)(call._replace(operands=operands))
-
-
-def _attention_of(name: str, call: Call) -> Callable[[Call], Output]:
+def _variant_of(name: str, call: Call) -> Callable[[Call], Output]:
     found = IMPLEMENTATIONS[name]
     attention = found.attention if found.variant is None else found.variants[found.variant(call)]
     assert attention is not None
     return attention
+
+
+def _fused_attention(
+    kernel: Callable[[Call], Output], portable: Callable[[Call], Output], elsewhere: Call | None, call: Call
+) -> Output:
+    """Computes a call by a kernel, or as the call `elsewhere` where the program is compiled for another platform."""
+
+    def of_operands(attention: Callable[[Call], Output]) -> Callable[[Operands], Output]:
+        return lambda operands: attention(call._replace(operands=operands))
+
+    def attend(operands: Operands, platform: str | None) -> Output:
+        return fused.attention(of_operands(kernel), of_operands(portable), operands, platform)
+
+    if elsewhere is None:
+        return attend(call.operands, None)
+    platform = call.options.target.platform
+
+    def on_cpu(operands: Operands) -> Array:
+        return run_on_device(elsewhere._replace(operands=operands))[0]
+
+    return lower_for_platform(platform, lambda operands: attend(operands, platform)[0], on_cpu, call.operands), None
+
+
+def run_on_device(call: Call, implementation: str | None = None) -> Output:
+    """Computes a call on one device by the implementation that is named or chosen."""
+    return _attention_of(call, implementation)(call)
 
 
 def _explain_on_device(call: Call, implementation: str | None) -> Explanation:
@@ -123,9 +135,8 @@ def _explain_on_device(call: Call, implementation: str | None) -> Explanation:
 
 def chosen(call: Call) -> str:
     """The name of the implementation that `implementation=None` runs: the fastest that does not refuse the call."""
-    if schedule.blocks_in_place(call) is not None or (
-        call.options.has_known_sizes and call.operands.query.shape[-3] == 1
-    ):
+    is_vector = call.options.has_known_sizes and call.operands.query.shape[-3] == 1
+    if is_vector or schedule.blocks_in_place(call) is not None:
         return "xla"  # a few vectors times a matrix: nothing to fuse
     for name in PREFERRED_ON.get(call.options.target.platform, ()):
         if not registry.refusals(name, call):

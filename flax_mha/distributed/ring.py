@@ -195,8 +195,7 @@ def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
     nothing = State(jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, features), dtype))
     state = nothing, slices.travelling_arrays(operands, ring.axes)
     (merged, _), _ = lax.scan(hop, state, jnp.arange(ring.size, dtype=jnp.int32))
-    output, lse = online_softmax.finish(_flatten_rows(merged))
-    return output.reshape(nothing.output.shape), lse.reshape(rows)
+    return online_softmax.finish(merged)
 
 
 def _flatten_rows(state: State) -> State:

@@ -18,6 +18,7 @@ and head by head.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -85,8 +86,21 @@ def _all_heads(operands: Operands, options: Options, blocks: KeyBlocks, looped_a
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _differentiable(blocks: KeyBlocks, looped_axes: int, *operands: Any) -> OutputAndLse:
-    return attend(blocks, *operands)
+def _differentiable(
+    blocks: KeyBlocks,
+    looped_axes: int,
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    scale: Float[Array, ""],
+    inputs: ScoreInputs,
+    rule: ScoreRule,
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
+    query, key, value, scale, inputs, rule = varying_alike((query, key, value, scale, inputs, rule))
+    groups, dtype = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
+    queries = split_heads(query.astype(dtype) * scale.astype(dtype), groups)
+    output, lse = _mapped(blocks)(queries, key, value, inputs, rule)
+    return to_caller(output, lse, query.dtype)
 
 
 @_differentiable.defjvp
@@ -102,32 +116,12 @@ def _differentiable_jvp(
     return jax.jvp(dense_of, primals[:5], tangents[:5])
 
 
-def attend(
-    blocks: KeyBlocks,
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    scale: Float[Array, ""],
-    inputs: ScoreInputs,
-    rule: ScoreRule,
-) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
-    """Output and log-sum-exp, without gradients."""
-    query, key, value, scale, inputs, rule = varying_alike((query, key, value, scale, inputs, rule))
-    groups, dtype = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
-    queries = split_heads(query.astype(dtype) * scale.astype(dtype), groups)
-    output, lse = _batched(blocks, (queries, key, value, inputs, rule))
-    return to_caller(output, lse, query.dtype)
-
-
-def _batched(blocks: KeyBlocks, operands: tuple) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
-    """`_attend`, of which `jax.vmap` makes a call with one more batch axis.
+def _mapped(blocks: KeyBlocks) -> Callable[..., tuple[Array, Array]]:
+    """Returns `_attend`, of which `jax.vmap` makes a call with one more batch axis.
 
     Else it would run every choice between two ways both ways, and as many blocks for all as one of them needs.
     """
-
-    @jax.custom_batching.custom_vmap
-    def call(*operands: Any) -> tuple[Array, Array]:
-        return _attend(blocks, *operands)
+    call = jax.custom_batching.custom_vmap(functools.partial(_attend, blocks))
 
     @call.def_vmap
     def one_more_axis(size: int, is_batched: tuple, *operands: Any) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
@@ -139,11 +133,11 @@ def _batched(blocks: KeyBlocks, operands: tuple) -> tuple[Float[Array, "*B K G T
                 return jax.vmap(in_blocks, axes)(*operands)
             queries, *others = jax.tree.map(lambda x, batched: x if batched else x[None], operands, tuple(is_batched))
             queries = queries if has_queries else jnp.broadcast_to(queries, (len(others[0]), *queries.shape[1:]))
-            return _batched(blocks, (queries, *others))
+            return _mapped(blocks)(queries, *others)
 
         return by_mapped_axis(here, operands, tuple(is_batched)), (True, True)
 
-    return call(*operands)
+    return call
 
 
 def _attend(
@@ -157,32 +151,28 @@ def _attend(
     length = key.shape[-3]
     everything = BatchSlice((0,) * (queries.ndim - 4), queries, None, 0, inputs, rule)
 
-    def in_blocks(blocks: KeyBlocks, part: BatchSlice) -> list[Array]:
-        run = _entries_in_turn if blocks.sequential else _blocks_of_rows
-        return list(run(blocks, part, key, value))
+    run, masks = _entries_in_turn if blocks.sequential else _blocks_of_rows, rule.masks_scores(inputs)
 
-    def in_one_block() -> list[Array]:
+    def in_one_block() -> tuple[Array, ...]:
         blocks_of_all = KeyBlocks(blocks.height, length, sequential=False, block_diagonal=True)
-        return list(
-            _blocks_of_rows(blocks_of_all, everything._replace(query=queries.astype(blocks.whole_dtype)), key, value)
-        )
+        return _blocks_of_rows(blocks_of_all, everything._replace(query=queries.astype(blocks.whole_dtype)), key, value)
 
-    def again() -> list[Array]:
+    def again() -> tuple[Array, ...]:
         part = everything
-        if rule.masks_scores(inputs):  # else NaN and infinity propagate by themselves, if no product mixes heads
+        if masks:  # else NaN and infinity propagate by themselves, if no product mixes heads
             flags = nonfinite.flag_rows(queries)
             part = part._replace(query=nonfinite.zero_rows(queries, flags), flags=flags)
-        return in_blocks(blocks._replace(block_diagonal=False), part)[:2]
+        return run(blocks._replace(block_diagonal=False), part, key, value)[:2]
 
     may_be_whole = blocks.whole_dtype is not None and math.prod(queries.shape[:-1]) * length <= blocks.max_scores
     if may_be_whole:
         most_seen = _seen(blocks, everything, length).mean() > 0.5
-        output, lse, flag = lax.cond(most_seen, in_one_block, lambda: in_blocks(blocks, everything))
+        output, lse, flag = lax.cond(most_seen, in_one_block, lambda: run(blocks, everything, key, value))
     else:
-        output, lse, flag = in_blocks(blocks, everything)
-    if rule.masks_scores(inputs) or blocks.block_diagonal or may_be_whole:
+        output, lse, flag = run(blocks, everything, key, value)
+    if masks or blocks.block_diagonal or may_be_whole:
         finite = jnp.isfinite(output).all() & jnp.isfinite(flag).all()
-        output, lse = lax.cond(finite, lambda: [output, lse], again)
+        output, lse = lax.cond(finite, lambda: (output, lse), again)
     return output, lse
 
 
@@ -218,6 +208,8 @@ def _blocks_of_rows(
     """Output and log-sum-exp, a block of queries after the other, and `_nonfinite_flag` of all block_diagonal."""
     length, axis = part.query.shape[-2], part.query.ndim - 2
     count = -(-length // blocks.height)
+    if count == 1:
+        return _rows(blocks, part, key, value)
 
     def rows(row: Scalar) -> tuple[Array, Array, Array]:
         query, flags = jax.tree.map(
@@ -225,8 +217,6 @@ def _blocks_of_rows(
         )
         return _rows(blocks, part._replace(query=query, flags=flags, row=row), key, value)
 
-    if count == 1:
-        return rows(0)
     # The last block ends at the last query: it computes some queries of the one before again.
     firsts = np.minimum(np.arange(count) * blocks.height, length - blocks.height)
     output, lse, flag = lax.map(rows, jnp.asarray(firsts, jnp.int32))
@@ -240,17 +230,14 @@ def _blocks_of_rows(
 
 def _rows(blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array) -> tuple[Array, Array, Array]:
     """As `_blocks_of_rows`, for one block of queries."""
-    axes, dtype = part.query.ndim - 2, part.rule.dtype
-
-    def start(own: tuple[Array, ScoreInputs]) -> tuple[online_softmax.State, Array]:
-        return online_softmax.start(blocks.height, value.shape[-1], own[1].sink, dtype), jnp.zeros((), dtype)
-
-    nothing = varying_as(part.query, map_heads(start, (part.query, part.inputs), axes))
+    heads, dtype = part.query.shape[:-2], part.rule.dtype
+    state = online_softmax.start((*heads, blocks.height), value.shape[-1], part.inputs.sink, dtype)
+    nothing = varying_as(part.query, (state, jnp.zeros(heads, dtype)))
     step = functools.partial(_step, blocks, part, key, value)
     begin, end = _visited(blocks, part, key.shape[-3])
     # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
     state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
-    return *map_heads(online_softmax.finish, state, axes), flag
+    return *online_softmax.finish(state), flag
 
 
 def _step(
@@ -342,7 +329,8 @@ def _seen(blocks: KeyBlocks, part: BatchSlice, length: int) -> Bool[Array, "*#B 
 
     def one_head(own: tuple) -> Bool[Array, " count"]:
         mask, offsets = own
-        grid = Grid((1, count), (blocks.height, blocks.width), offsets.moved(part.row, 0).values)
+        first, first_key = offsets.values
+        grid = Grid((1, count), (blocks.height, blocks.width), (first + part.row, first_key))
         return jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
 
     return map_heads(one_head, (mask, rule.offsets), part.query.ndim - 2)

@@ -109,7 +109,8 @@ class CausalMask(Mask):
         return tile.key_positions - tile.query_positions <= _int32(self.offset)
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        return LocalMask(None, self.offset).occupancy(grid)
+        (least, greatest), offset = grid.distance_bounds(), _int32(self.offset)
+        return Occupancy(least <= offset, greatest <= offset)
 
 
 @jax.tree_util.register_dataclass
@@ -151,7 +152,7 @@ class LengthMask(Mask):
         some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
         for axis, length in enumerate((self.query_lengths, self.key_value_lengths)):
             if length is not None:
-                first, last = grid.position_bounds(axis)
+                first, last = grid.bounds(axis, positions=True)
                 some, full = some & (first < length), full & (last < length)
         return Occupancy(some, full)
 
@@ -165,7 +166,7 @@ class WrittenMask(Mask):
         return tile.key_positions >= 0
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        first, last = grid.position_bounds(1)
+        first, last = grid.bounds(1, positions=True)
         everything = np.ones(grid.counts, bool)
         return Occupancy(everything & (last >= 0), everything & (first >= 0))
 

@@ -18,8 +18,10 @@ from jaxtyping import Array, Float
 from flax_mha.cache.cached_attention import over_cache
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.call.arguments import Arguments, canonical, check_sharding, check_window
+from flax_mha.call.operands import Call
 from flax_mha.core import validation
 from flax_mha.distributed import tensor_parallel
+from flax_mha.impl.registry import Implementation
 from flax_mha.masks import Mask
 from flax_mha.modules import sequences
 from flax_mha.modules.attention_fn import CoreAttention
@@ -107,15 +109,16 @@ def call_module(
     # Without those that are not given, any function with Flax's signature will do.
     arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None}
     if cache is not None:
-        x, new = _decode(module.attention_fn, core, query, key, value, cache, lengths, arguments)
+        x, new = _decoding(module.attention_fn, core, query, key, value, cache, lengths, arguments)()
         return flax.out(x), (new.key, new.value, new.index)
     if core is not None and core.preset:
         # Of queries that use stored keys the positions are not known.
         arguments = core.combine(arguments, without=("is_causal",) if keys in ("stored", "to store") else ())
-    attend = module.attention_fn if core is None else core.function
     if core is not None and knows_all((query, key, value), arguments):
-        attend = functools.partial(compute, core)
-    x, stored = attend(query, key, value, **arguments), None
+        x = core.run(*call_of(core, query, key, value, **arguments))[0]
+    else:
+        x = (module.attention_fn if core is None else core.function)(query, key, value, **arguments)
+    stored = None
     if keys == "to store":
         stored = key, value, sequences.lengths_of(by_sequence.get("key_value_seq_lengths"), key)
     return flax.out(x), stored
@@ -176,8 +179,10 @@ def knows_all(arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
     return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
 
 
-def compute(core: CoreAttention, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
-    """Computes a call with arguments of `attention_fn` by the core, without what that does not know."""
+def call_of(
+    core: CoreAttention, query: Array, key: Array, value: Array, **arguments: Any
+) -> tuple[Call, Implementation | None]:
+    """Makes the call with arguments of `attention_fn`, without those that the core does not know."""
     promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
     query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments)
@@ -185,7 +190,7 @@ def compute(core: CoreAttention, query: Array, key: Array, value: Array, **argum
     if core.context is not None:
         sharding = check_sharding(known.get("qkv_sharding"), query.ndim)
         known["qkv_sharding"] = core.context.with_sharding(sharding, query.ndim)
-    return core.run(canonical(query, key, value, **known), implementation)[0]
+    return canonical(query, key, value, **known), implementation
 
 
 def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +202,7 @@ def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _decode(
+def _decoding(
     attention_fn: Callable[..., Array],
     core: CoreAttention | None,
     query: Float[Array, "*B T N H"],
@@ -206,8 +211,8 @@ def _decode(
     cache: KVCache,
     lengths: Any,
     arguments: dict[str, Any],
-) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
-    """Computes the attention of new tokens over the cache and themselves, and adds them to the cache.
+) -> Callable[[], tuple[Float[Array, "*B T N Hv"], KVCache]]:
+    """Returns what computes attention of new tokens over the cache and themselves, and adds them to the cache.
 
     The function itself is called only if it is not ours (`functools.partial`s aside), or if it has to do what only it
     can: sow the weights, compute complex numbers or quantized products.
@@ -218,9 +223,11 @@ def _decode(
     arguments.pop("is_causal", None)  # the call is causal anyhow
     key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
     if core is None or not knows_all((query,), arguments):
-        return decode_by(attention_fn, core is not None, query, key, value, cache, lengths, arguments)
+        is_ours = core is not None
+        return functools.partial(decode_by, attention_fn, is_ours, query, key, value, cache, lengths, arguments)
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
-    return over_cache(core.run, query, key, value, cache, lengths=lengths, **_core_arguments(arguments))
+    known = _core_arguments(arguments)
+    return functools.partial(over_cache, core.run, query, key, value, cache, lengths=lengths, **known)
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
@@ -297,5 +304,5 @@ def source_of_keys(
 
 def reach(local_window_size: Any) -> int | None:
     """Returns how many positions before its own a query sees; None means all."""
-    window = check_window(local_window_size)
+    window = None if local_window_size is None else check_window(local_window_size)
     return None if window is None else window[0]

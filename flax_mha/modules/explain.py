@@ -11,7 +11,7 @@ from jaxtyping import Array
 from flax_mha.call.operands import Call, Output
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Explanation, Implementation
-from flax_mha.modules.call import compute, core_of
+from flax_mha.modules.call import call_of, core_of
 
 P = ParamSpec("P")
 M = TypeVar("M")
@@ -40,7 +40,7 @@ class ExplainedAttention:
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
         """Explains a call without the arguments that the core does not know, such as a module to sow weights in."""
-        return compute(self.core, query, key, value, **arguments)
+        return self.core.run(*call_of(self.core, query, key, value, **arguments))[0]
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Output:
         self.explanations.append(dispatch.explain(call, implementation))

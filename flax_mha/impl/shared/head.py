@@ -127,7 +127,7 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
     batch, head, seed = (None if x is None else own(x, axes) for x, axes in numbers)
     rule = ScoreRule(
         mask=mask.map_arrays(own) if mask is not None and jax.tree.leaves(mask) else mask,
-        offsets=operands.offsets.map_arrays(lambda x: own(x, "B")),
+        offsets=jax.tree.map(lambda x: own(x, "B"), operands.offsets),
         dropout_seed=seed,
         batch=batch,
         head=head,
@@ -291,7 +291,7 @@ def numbers_as_arrays(call: Call) -> Call:
     if scale is None:
         scale = jnp.asarray(options.scale, options.dtype)
     rank = operands.query.ndim - 3
-    offsets = offsets.map_arrays(lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape))
+    offsets = jax.tree.map(lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape), offsets)
     return Call(
         operands._replace(offsets=offsets, scale=scale),
         options._replace(scale=1.0),

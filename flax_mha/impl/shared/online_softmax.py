@@ -23,12 +23,20 @@ class State(NamedTuple):
     output: Float[Array, "t Hv"]
 
 
-def start(rows: int, features: int, sink: Float[Array, ""] | None, dtype: DTypeLike) -> State:
-    """Makes the state before any key: only the sink, a score that counts in the sum and has no value."""
-    output = jnp.zeros((rows, features), dtype)
+def start(rows: int | tuple[int, ...], features: int, sink: Float[Array, "*#L"] | None, dtype: DTypeLike) -> State:
+    """Makes the state before any key: only the sink, a score that counts in the sum and has no value.
+
+    Args:
+      rows: Their number, or [*L, t] of many heads.
+      features: Of values.
+      sink: Of the head, or of each.
+      dtype: Of the state.
+    """
+    shape = (rows,) if isinstance(rows, int) else rows
+    output = jnp.zeros((*shape, features), dtype)
     if sink is None:
-        return State(jnp.full((rows,), -jnp.inf, dtype), jnp.zeros((rows,), dtype), output)
-    running_max = jnp.full((rows,), sink, dtype)
+        return State(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), output)
+    running_max = jnp.full(shape, lax.expand_dims(sink, (sink.ndim,)), dtype)
     return State(
         running_max, jnp.where(running_max == -jnp.inf, jnp.zeros_like(running_max), jnp.ones_like(running_max)), output
     )
@@ -71,8 +79,8 @@ def update(
     return state._replace(output=state.output + weigh(of_values))
 
 
-def finish(state: State) -> tuple[Float[Array, "t Hv"], Float[Array, " t"]]:
+def finish(state: State) -> tuple[Float[Array, "*L t Hv"], Float[Array, "*L t"]]:
     """Output and log-sum-exp: 0 and -inf for a row that saw nothing."""
     total = state.running_sum
     total = lax.select(lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total)
-    return state.output / lax.expand_dims(total, (1,)), lax.log(total) + state.running_max
+    return state.output / lax.expand_dims(total, (total.ndim,)), lax.log(total) + state.running_max

@@ -372,11 +372,13 @@ def cheapest(
     head_size: int,
 ) -> Tiling:
     """The tiling with the least to compute for the masks of some heads, which are known while tracing."""
+    candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
     with jax.ensure_compile_time_eval():
-        return min(
-            (tiling_of(lengths, shape, fine=True) for shape in shapes),
-            key=lambda candidate: sum(_cost(candidate, mask, offsets, head_size) for mask in masks),
-        )
+        for candidate in candidates:
+            costs.append(0.0)
+            for mask in masks:
+                costs[-1] += _cost(candidate, mask, offsets, head_size)
+    return candidates[int(np.argmin(costs))]
 
 
 def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
