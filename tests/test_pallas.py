@@ -269,19 +269,22 @@ def test_bfloat16_by_the_rule_of_flash_attention():
 
 
 def test_vmap_over_some_of_the_inputs():
-    """One kernel with one more axis of heads, forward and backward."""
+    """Among them numbers of heads, and lengths, on which the tiles depend that are visited."""
     query, key, value = normal(*shapes(130, 140, h=8))
     queries, lengths = np.stack([query, -query]), np.array([[130, 0], [7, 140]], np.int32)
+    sinks, slopes = normal((2, 2), (2, 2))
 
     def mapped(implementation):
-        def loss(query, key, length):
-            more = {"is_causal": True, "key_value_seq_lengths": length, "implementation": implementation}
-            return jnp.sum(jnp.cos(dot_product_attention(query, key, value, **more)))
+        def loss(query, key, sinks, slopes, length):
+            more = {"key_value_seq_lengths": length, "sinks": sinks, "implementation": implementation}
+            more["score_mod"] = lambda score, b, h, q_idx, kv_idx: score * slopes[h]
+            return jnp.sum(jnp.cos(dot_product_attention(query, key, value, is_causal=True, **more)))
 
-        return jax.jit(jax.vmap(jax.value_and_grad(loss, (0, 1)), (0, None, 0)))
+        gradients = jax.value_and_grad(loss, (0, 1, 2, 3))
+        return jax.jit(jax.vmap(gradients, (0, None, 0, 0, 0)))
 
     (ours, our_gradients), (dense, gradients) = (
-        mapped(implementation)(queries, key, lengths) for implementation in ("pallas", "xla")
+        mapped(implementation)(queries, key, sinks, slopes, lengths) for implementation in ("pallas", "xla")
     )
     np.testing.assert_allclose(ours, dense, rtol=1e-5)
     for got, want in zip(our_gradients, gradients, strict=True):

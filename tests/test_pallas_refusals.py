@@ -217,6 +217,17 @@ def test_the_gradient_of_a_bias_has_its_own_shape():
     assert f"[{B * N},{T},{T}]" not in text.replace(" ", "")
 
 
+def test_under_vmap():
+    """One kernel computes all calls, each with its own sinks."""
+
+    def attend(query, key, value, sinks):
+        return dot_product_attention(query, key, value, sinks=sinks, is_causal=True, implementation="pallas")
+
+    text = lowered([*abstract(batch=(3, B)), jax.ShapeDtypeStruct((3, N), jnp.float32)], jax.vmap(attend))
+    assert text.count("tpu_custom_call") == 3
+    assert "stablehlo.while" not in text
+
+
 def test_inside_shard_map():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
 
@@ -244,7 +255,7 @@ def test_lists_of_steps():
         assert list(zip(where[:5] >> 16, where[:5] & 0xFFFF, strict=True)) == [(0, 0), (0, 2), (1, 0), (2, 1), (2, 2)]
         assert not (what[5:] % 16).any()
         assert (where[5:] == where[4]).all()
-    assert len(grid.list_steps(occupancy, (1,), (1,), "T").what[0]) == 5
+    assert grid.list_steps(occupancy, (1,), (1,), "T")[0].shape == (1, 5)
     what, where = (np.asarray(x)[0] for x in grid.list_steps(occupancy, (3,), (1,), "S"))
     assert list(what >> grid.FLAG_BITS) == [0, 1, 2, 0, 1, 2, 0, 0, 1, 1, 2, 2]
     assert list(where & 0xFFFF) == [0] * 3 + [1] * 3 + [2] * 6

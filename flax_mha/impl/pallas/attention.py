@@ -2,21 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from flax_mha.call.operands import Operands, Options
+from flax_mha.call.operands import Operands, Options, OutputAndLse
 from flax_mha.core.tile import Offsets
-from flax_mha.impl.pallas import backward
-from flax_mha.impl.pallas.forward import forward
-from flax_mha.impl.pallas.launch import LANES, Inputs, KernelCall, Plan
-from flax_mha.impl.pallas.split_function import Outer, TileFunction, split
+from flax_mha.impl.pallas import kernels
+from flax_mha.impl.pallas.inputs import LANES, Inputs, Plan
+from flax_mha.impl.pallas.launch import KernelCall
+from flax_mha.impl.pallas.split_function import TileFunction, split
 from flax_mha.impl.pallas.tile import TileMask, TileRule
 from flax_mha.impl.shared import nonfinite
 from flax_mha.impl.shared.head import heads_of, map_heads
@@ -24,8 +23,6 @@ from flax_mha.impl.shared.scores import ScoreRule
 from flax_mha.impl.shared.tiling import InsideMask, Tiling, padded_mask
 from flax_mha.masks import Mask, Occupancy
 from flax_mha.masks.base import CallsFunction
-
-OutputAndLse = tuple[Float[Array, "... T Hv"], Float[Array, "... T"]]
 
 
 def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype, interpret: Any) -> KernelCall:
@@ -36,14 +33,11 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
     if tiling.inside is not None:
         mask = InsideMask(*tiling.lengths) if mask is None else mask & InsideMask(*tiling.lengths)
     function: TileFunction | None = None
-    numbers: tuple[Array, ...] = ()
-    tables: tuple[Array, ...] = ()
+    values: tuple[Array, ...] = ()
     if options.score_mod is not None:
         queues = {True: iter(head.inputs.captured), False: iter(rule.constants)}
         captured = [next(queues[is_learned]) for is_learned in options.captured_trainable]
-        outer, function = split(options.score_mod, len(captured))
-        uses = options.score_mod.uses(1), options.score_mod.uses(2)
-        numbers, tables = _outer_values(outer, function, captured, (rule.batch, rule.head), uses, rank)
+        function, values = _split(CallsFunction(options.score_mod, captured, rule.batch, rule.head), rank)
     seed, flags = rule.dropout_seed, head.nonfinite
     inputs = Inputs(
         query=head.query,
@@ -51,8 +45,7 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
         value=head.value,
         bias=head.inputs.bias,
         sink=head.inputs.sink,
-        numbers=numbers,
-        tables=tables,
+        values=values,
         mask=mask,
         offsets=rule.offsets,
         seed=None if seed is None else (seed[..., 0], seed[..., 1]),
@@ -69,21 +62,18 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
     return KernelCall(plan, inputs, _occupancy(rule, tiling, rank))
 
 
-def _outer_values(
-    outer: Outer, tile: TileFunction, captured: Sequence[Any], ids: tuple[Any, Any], uses: tuple[bool, bool], rank: int
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """The numbers and tables of the outer part of a function, once for all heads that share them."""
+def _split(calls: CallsFunction, rank: int) -> tuple[TileFunction, tuple[Array, ...]]:
+    """The part of a function for tiles, and the values of its outer part, once for all heads that share them."""
+    outer, tile = split(calls.function, len(calls.captured))
     one = jnp.zeros((1,) * rank, jnp.int32)
-    batch_and_head = [jnp.asarray(x) if used else one for x, used in zip(ids, uses, strict=True)]
-    values = tuple(map_heads(lambda x: outer(*x), (list(captured), *batch_and_head), rank))
-    return values[: len(tile.numbers)], values[len(tile.numbers) :]
+    batch, head = (jnp.asarray(x) if calls.function.uses(i) else one for i, x in ((-4, calls.batch), (-3, calls.head)))
+    return tile, tuple(map_heads(lambda x: outer(*x), (list(calls.captured), batch, head), rank))
 
 
 def _tile_mask(rank: int, calls: CallsFunction) -> Mask:
     """The mask of a user's function, of which only the part for tiles is left to compute."""
-    outer, tile = split(calls.function, len(calls.captured))
-    uses = calls.function.uses(0), calls.function.uses(1)
-    return TileMask(*_outer_values(outer, tile, calls.captured, (calls.batch, calls.head), uses, rank), tile)
+    function, values = _split(calls, rank)
+    return TileMask(values, function)
 
 
 def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
@@ -113,7 +103,7 @@ class _Wanted:
     values: tuple[bool, ...]
 
 
-def attention(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
+def attend(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
     """Output and log-sum-exp.
 
     Args:
@@ -121,29 +111,29 @@ def attention(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
       known: Output and log-sum-exp over these and other keys. Then they are returned, and nothing is computed but
         gradients: those of what these keys contribute.
     """
-    is_known = isinstance(call.occupancy.any_visible, np.ndarray)
+    is_static = isinstance(call.occupancy.any_visible, np.ndarray)
 
     def call_of(inputs: Inputs, occupancy: Occupancy | None) -> KernelCall:
         return KernelCall(call.plan, inputs, call.occupancy if occupancy is None else occupancy)
 
     @jax.custom_vjp
-    def attend(inputs: Inputs, occupancy: Occupancy | None, known: OutputAndLse | None) -> OutputAndLse:
+    def run(inputs: Inputs, occupancy: Occupancy | None, known: OutputAndLse | None) -> OutputAndLse:
         return _forward(call_of(inputs, occupancy)) if known is None else known
 
-    def attend_forward(*arguments: Any) -> tuple[OutputAndLse, tuple]:
+    def forward(*arguments: Any) -> tuple[OutputAndLse, tuple]:
         inputs, (*values, known) = arguments[0], jax.tree.map(lambda x: x.value, arguments)
-        values_perturbed = tuple(x.perturbed for x in (*inputs.numbers, *inputs.tables))
-        wanted = _Wanted(inputs.bias is not None and inputs.bias.perturbed, values_perturbed)
-        results = attend(*values, known)
+        learned = tuple(x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating) for x in inputs.values)
+        wanted = _Wanted(inputs.bias is not None and inputs.bias.perturbed, learned)
+        results = run(*values, known)
         return results, (wanted, values, results)
 
-    def attend_backward(saved: tuple, cotangents: tuple) -> tuple:
+    def backward(saved: tuple, cotangents: tuple) -> tuple:
         wanted, values, results = saved
         output, lse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
         return _backward(call_of(*values), wanted, results, (output, lse)), None, None
 
-    attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
-    return attend(call.inputs, None if is_known else call.occupancy, known)
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run(call.inputs, None if is_static else call.occupancy, known)
 
 
 def _round_operands(plan: Plan, inputs: Inputs) -> Inputs:
@@ -154,7 +144,7 @@ def _round_operands(plan: Plan, inputs: Inputs) -> Inputs:
 
 def _forward(call: KernelCall) -> OutputAndLse:
     plan = call.plan._replace(rule=dataclasses.replace(call.plan.rule, differentiated=False))
-    return forward(KernelCall(plan, _round_operands(plan, call.inputs), call.occupancy))
+    return kernels.forward(KernelCall(plan, _round_operands(plan, call.inputs), call.occupancy))
 
 
 def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangents: OutputAndLse) -> Inputs:
@@ -165,18 +155,17 @@ def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangen
     )
     inputs = inputs._replace(query=query, d_output=d_output, lse=lse, delta=delta, key_poison=None, query_poison=None)
     call = call._replace(inputs=inputs)
-    d_query, d_values = backward.query_gradients(call, wanted.values)
-    d_key, d_value = backward.key_value_gradients(call)
-    d_bias = backward.bias_gradient(call) if wanted.bias else None
+    d_query, d_values = kernels.query_gradients(call, wanted.values)
+    d_key, d_value = kernels.key_value_gradients(call)
+    d_bias = kernels.bias_gradient(call) if wanted.bias else None
     d_sink = None
     if inputs.sink is not None:
         share = jnp.exp(inputs.sink[..., None] - lse)  # 0 in rows without a gradient
         d_sink = _sum_to(-jnp.sum(share * delta, axis=-1), inputs.sink)
-    pairs, count = zip(d_values, (*inputs.numbers, *inputs.tables), strict=True), len(inputs.numbers)
-    captured = tuple(None if d is None else _sum_to(d, x) for d, x in pairs)
+    pairs = zip(d_values, inputs.values, strict=True)
     gradients: dict[str, Any] = dict.fromkeys(Inputs._fields)
     gradients |= {"query": d_query, "key": d_key, "value": d_value, "bias": d_bias, "sink": d_sink}
-    return Inputs(**gradients | {"numbers": captured[:count], "tables": captured[count:]})
+    return Inputs(**gradients | {"values": tuple(None if d is None else _sum_to(d, x) for d, x in pairs)})
 
 
 def _sum_to(x: Array, like: Array) -> Array:

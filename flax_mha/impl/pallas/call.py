@@ -16,11 +16,11 @@ from jax.typing import DTypeLike
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options, OutputAndLse
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.impl.implementation import Implementation
-from flax_mha.impl.pallas import attention as kernels
+from flax_mha.impl.pallas.attention import attend, prepare
 from flax_mha.impl.pallas.grid import MOST_TILES_OF_AXIS, MOST_WORDS
 from flax_mha.impl.pallas.split_function import RefusedError, split
-from flax_mha.impl.shared import head, tpu_kernels
-from flax_mha.impl.shared.tiling import CELL, Tiling
+from flax_mha.impl.shared import head, schedule, tpu_kernels
+from flax_mha.impl.shared.tiling import Tiling
 from flax_mha.masks import CausalMask, Mask
 from flax_mha.masks.base import CallsFunction
 
@@ -42,12 +42,8 @@ def attention(
         keep the query's.
       interpret: Whether to run on any machine, slowly; or how, as `jax.experimental.pallas.pallas_call` takes it.
     """
-    operands, options = call
-    if operands.mask is not None and operands.offsets.are_known:
-        mask = operands.mask.with_occupancy(operands.lengths, operands.offsets.numbers, CELL)
-        operands = operands._replace(mask=mask)
-    dtype = jnp.dtype(operands.query.dtype if dtype is None else dtype)
-    return _attention(operands, options, _tiling(call), dtype, interpret, result)
+    dtype = jnp.dtype(call.operands.query.dtype if dtype is None else dtype)
+    return _attention(*schedule.with_occupancy(call), _tiling(call), dtype, interpret, result)
 
 
 def _tiling(call: Call) -> Tiling:
@@ -85,7 +81,7 @@ def _attention(
     if result is not None:
         output, lse = head.from_caller(*result, operands.groups)
         known = output.astype(operands.query.dtype), lse
-    output, lse = kernels.attention(kernels.prepare(operands, options, tiling, dtype, interpret), known)
+    output, lse = attend(prepare(operands, options, tiling, dtype, interpret), known)
     return head.to_caller(output, lse, operands.query.dtype)
 
 

@@ -9,7 +9,6 @@ last tile, which fetches nothing.
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from flax_mha.impl.shared.tiling import Tiling
 from flax_mha.masks import Occupancy
 
 Sizes = tuple[int, ...]
+Words = Int[Array, "*heads steps"] | np.ndarray
 
 # What is done in a step: begin a result, compute the tile, mask it, write the result.
 FIRST, LAST, COMPUTE, MASKED = 1, 2, 4, 8
@@ -91,19 +91,7 @@ def flat_index(head: Sequence[Any], heads: Sizes) -> Any:
     return number
 
 
-class Steps(NamedTuple):
-    """Lists of steps [*heads, steps], where axes of `heads` have length 1 if all heads along them share a list.
-
-    Attributes:
-      what: Flags, and 16 times the number of the head among those that share a result.
-      where: Row of the tile times 2^16, and its column.
-    """
-
-    what: Int[Array, "*heads n"] | np.ndarray
-    where: Int[Array, "*heads n"] | np.ndarray
-
-
-def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> Steps:
+def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> tuple[Words, Words]:
     """Lists the steps of a kernel, in NumPy if the occupancy is known while tracing.
 
     Args:
@@ -111,32 +99,35 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> S
       sizes: Of the axes of batch and heads.
       results: Of the same axes, 1 where heads share a result.
       by: Which axes of tiles tell results apart: "T" rows, "S" columns.
+
+    Returns:
+      Two words of each step: flags, and 16 times the number of the head among those that share a result; the row of
+      its tile times 2^16, and the column. Where all heads along an axis share a list, it has length 1.
     """
     group = functools.partial(_group, sizes=sizes, results=results, by=by)
     some, full = (group(x) for x in occupancy)
-    lists, count, members = some.shape[:-2], math.prod(some.shape[-2:]), some.shape[-1]
     xp: Any = np if isinstance(some, np.ndarray) else jnp
-    number, is_first = np.arange(count, dtype=np.int32)[None], np.arange(members)[None, None] == 0
-    visited = some | (~some.any(-1, keepdims=True) & is_first.reshape((1,) * len(lists) + (1, -1)))
-    some, full, visited = (x.reshape(-1, count) for x in (some, full, visited))
-    total = visited.sum(-1, keepdims=True, dtype=np.int32)
+    is_first_member = np.arange(some.shape[-1]).reshape((1,) * (some.ndim - 1) + (-1,)) == 0
+    visited = some | (~some.any(-1, keepdims=True) & is_first_member)
+    flags = {FIRST: _first(visited), LAST: _first(visited[..., ::-1])[..., ::-1], COMPUTE: some, MASKED: some & ~full}
+    shared = tuple(size if result == 1 else 1 for size, result in zip(sizes, results, strict=True))
+    head, row, column = np.indices((math.prod(shared), *occupancy.any_visible.shape[-2:]), dtype=np.int32)
+    head, where = (group(x.reshape(*shared, *x.shape[1:])) for x in (head, (row << 16) | column))
+    what = sum(xp.where(x, np.int32(bit), np.int32(0)) for bit, x in flags.items()) + (head << FLAG_BITS)
+    lists, count = some.shape[:-2], math.prod(some.shape[-2:])
+    visited, what, where = (xp.broadcast_to(x, some.shape).reshape(-1, count) for x in (visited, what, where))
+    number, total = np.arange(count, dtype=np.int32)[None], visited.sum(-1, keepdims=True, dtype=np.int32)
     steps = number if xp is jnp else number[:, : int(total.max())]
     order = xp.argsort(xp.where(visited, number, number + count), axis=-1)
     order = xp.take_along_axis(order, xp.minimum(steps, total - 1), -1)
-    changes, edge = xp.diff(order // members, axis=-1) != 0, np.ones((len(order), 1), bool)
-    computed = xp.take_along_axis(some, order, -1)
-    flags = {
-        FIRST: xp.concatenate([edge, changes], -1),
-        LAST: xp.concatenate([changes, edge], -1) | (steps == total - 1),
-        COMPUTE: computed,
-        MASKED: computed & ~xp.take_along_axis(full, order, -1),
-    }
-    what = functools.reduce(operator.or_, (xp.where(x, np.int32(bit), np.int32(0)) for bit, x in flags.items()))
-    shared = tuple(size if result == 1 else 1 for size, result in zip(sizes, results, strict=True))
-    head, row, column = np.indices((math.prod(shared), *occupancy.any_visible.shape[-2:]), dtype=np.int32)
-    head, place = (group(x.reshape(*shared, *x.shape[1:])).ravel() for x in (head, (row << 16) | column))
-    words = xp.take(head << FLAG_BITS, order) + xp.where(steps < total, what, np.int32(0)), xp.take(place, order)
-    return Steps(*(x.reshape(*lists, -1) for x in words))
+    what, where = (xp.take_along_axis(x, order, -1) for x in (what, where))
+    what = xp.where(steps < total, what, what >> FLAG_BITS << FLAG_BITS)
+    return what.reshape(*lists, -1), where.reshape(*lists, -1)
+
+
+def _first(x: Any) -> Bool[Array, "*heads groups members"]:
+    """The first member of each group for which it is true."""
+    return x & (x.cumsum(-1) == 1)
 
 
 def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads groups members"]:

@@ -6,6 +6,7 @@ of `score - slopes[h] * (q_idx - kv_idx)` the outer part is `slopes[h]`, a numbe
 a gather along lanes, the only kind that the compiler of these kernels, Mosaic, knows.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,78 +40,78 @@ class RefusedError(Exception):
 
 
 class Lookup(NamedTuple):
-    """An entry of an array: its index along every axis, and along which axes that depends on positions."""
+    """An entry of an array: its index along every axis; those along the axes `by_position` depend on positions."""
 
     array: Any
-    indices: tuple[Any, ...]
-    by_position: tuple[bool, ...]
+    indices: Sequence[Any]
+    by_position: Sequence[int]
 
-    def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """What belongs to the axes that are looked up by position, and what belongs to the others."""
-        pairs = list(zip(values, self.by_position, strict=True))
-        return [x for x, by_position in pairs if by_position], [x for x, by_position in pairs if not by_position]
+    def table(self, known: dict[Any, Array]) -> Array:
+        """All entries that may be looked up, flattened."""
+        indices = [0 if i in self.by_position else _read(x, known) for i, x in enumerate(self.indices)]
+        sizes = [size if i in self.by_position else 1 for i, size in enumerate(self.array.aval.shape)]
+        return lax.dynamic_slice(known[self.array], indices, sizes).reshape(-1)
 
-    @property
-    def sizes(self) -> list[int]:
-        """The sizes of the axes that are looked up by position."""
-        return self.split(self.array.aval.shape)[0]
+    def entry(self, known: dict[Any, Any]) -> Int[Array, "#t #s"]:
+        """The number of an entry in the table; like `lax.dynamic_slice`, inside of it."""
+        entry: Any = 0
+        for axis in self.by_position:
+            size = self.array.aval.shape[axis]
+            entry = entry * size + jnp.clip(_read(self.indices[axis], known), 0, size - 1)
+        return entry
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class TileFunction:
     """The part of a function that is computed for whole tiles, from the values of the outer part.
 
-    Args:
-      arguments: The variables of [score,] q_idx, kv_idx.
-      equations: What is computed, in order; lookups among them.
-      lookups: Lookups in arrays of the outer part, by the variable of the result, in order.
-      result: The variable of the result.
-
     Attributes:
+      arguments: The variables of [score,] q_idx, kv_idx.
       numbers: Variables of the outer part that are numbers.
+      lookups: Lookups in arrays of the outer part, by the variable of the result, in order.
+      equations: What is computed, in order; lookups among them.
+      of_scores: Variables that depend on the score.
+      result: The variable of the result.
     """
 
-    def __init__(self, arguments: Sequence[Any], equations: list[Any], lookups: dict[Any, Lookup], result: Any) -> None:
-        self._arguments, self._result, self.lookups = arguments, result, lookups
-        self._equations = [e for e in equations if e.outvars[0] not in lookups]
-        indices = [x for lookup in lookups.values() for x in lookup.split(lookup.indices)[0]]
-        used = [*(x for e in self._equations for x in e.invars), *indices, result]
-        inner = {*arguments, *(e.outvars[0] for e in equations)}
-        self.numbers = list(dict.fromkeys(x for x in used if not isinstance(x, Literal) and x not in inner))
-        self._of_indices: list[Any] = []  # lookups, and what their indices are made of
-        wanted = {*lookups, *_variables(indices)}
-        for equation in reversed(equations):
-            if equation.outvars[0] in wanted:
-                wanted.update(() if equation.outvars[0] in lookups else _variables(equation.invars))
-                self._of_indices.insert(0, equation)
+    arguments: Sequence[Any]
+    numbers: Sequence[Any]
+    lookups: dict[Any, Lookup]
+    equations: Sequence[Any]
+    of_scores: set[Any]
+    result: Any
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
         """The function's values in a tile of this shape, to which all arguments and values broadcast."""
-        known = dict(zip((*self._arguments, *self.numbers, *self.lookups), (*arguments, *values), strict=True))
-        for equation in self._equations:
-            known[equation.outvars[0]] = _compute(equation, known)
-        return jnp.broadcast_to(_read(self._result, known), shape)
+        known = dict(zip((*self.arguments, *self.numbers, *self.lookups), (*arguments, *values), strict=True))
+        for equation in self.equations:
+            if equation.outvars[0] not in known:
+                known[equation.outvars[0]] = _compute(equation, known)
+        return jnp.broadcast_to(_read(self.result, known), shape)
 
     def look_up(
         self, positions: tuple[Array, Array], values: Sequence[Array]
-    ) -> tuple[list[Array], list[Int[Array, "#t #s"] | None]]:
-        """Replaces tables [1, entries] among the values by what a tile finds in them.
+    ) -> tuple[Sequence[Array], list[Int[Array, "#t #s"] | None]]:
+        """Replaces tables [1, entries], which come last among the values, by what a tile finds in them.
 
         Returns:
           The values that the function takes, and for each None or the number of the entry in its table.
         """
-        variables = (*self._arguments[-2:], *self.numbers)
-        known = dict(zip(variables, (*positions, *values[: len(self.numbers)]), strict=True))
-        tables = dict(zip(self.lookups, values[len(self.numbers) :], strict=True))
-        entries: list[Any] = [None] * len(self.numbers)
-        for equation in self._of_indices:
+        count = len(self.numbers)
+        entries: list[Any] = [None] * count
+        if not self.lookups:
+            return values, entries
+        known = dict(zip((*self.arguments[-2:], *self.numbers), (*positions, *values[:count]), strict=True))
+        tables = dict(zip(self.lookups, values[count:], strict=True))
+        for equation in self.equations:
             variable = equation.outvars[0]
-            if variable not in tables:
+            if variable in tables:
+                entries.append(self.lookups[variable].entry(known))
+                found = _gather(tables[variable], entries[-1])
+                known[variable] = found != 0 if variable.aval.dtype == bool else found
+            elif variable not in self.of_scores:
                 known[variable] = _compute(equation, known)
-                continue
-            entries.append(_entry(self.lookups[variable], known))
-            found = _gather(tables[variable], entries[-1])
-            known[variable] = found != 0 if variable.aval.dtype == bool else found
-        return [*values[: len(self.numbers)], *(known[x] for x in self.lookups)], entries
+        return [*values[:count], *(known[x] for x in self.lookups)], entries
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -140,14 +141,6 @@ def _sign(x: Array) -> Array:
     """As `lax.sign`, for which Mosaic asks the machine that compiles which TPU it has."""
     one, x = jnp.ones_like(x), lax.stop_gradient(x)
     return jnp.where(x > 0, one, jnp.where(x < 0, -one, x))
-
-
-def _entry(lookup: Lookup, known: dict[Any, Any]) -> Int[Array, "#t #s"]:
-    """The number of the entry in the flattened table; like `lax.dynamic_slice`, inside the table."""
-    entry: Any = 0
-    for index, size in zip(lookup.split(lookup.indices)[0], lookup.sizes, strict=True):
-        entry = entry * size + jnp.clip(_read(index, known), 0, size - 1)
-    return entry
 
 
 def _gather(table: Array, entry: Int[Array, "#t #s"]) -> Array:
@@ -184,20 +177,23 @@ def split(function: TracedFunction, num_captured: int) -> tuple[Outer, TileFunct
     jaxpr = function.jaxpr
     *score, _, _, query, key = inputs(jaxpr)[num_captured:]
     inner, of_scores = {*score, query, key}, set(score)
-    outer, equations, lookups = [], [], {}
+    outer, equations, used, lookups = [], [], [*jaxpr.outvars], {}
     for equation in jaxpr.eqns:
         atoms = _variables(equation.invars)
         if not inner.intersection(atoms):
             outer.append(equation)
             continue
         if equation.primitive.name == "dynamic_slice" and equation.invars[0] not in inner:
-            lookups[equation.outvars[0]] = _lookup(equation, inner, of_scores)
+            lookup = lookups[equation.outvars[0]] = _lookup(equation, inner, of_scores)
+            used += [lookup.indices[axis] for axis in lookup.by_position]
         else:
             _check(equation)
+            used += atoms
         inner.update(equation.outvars)
         of_scores.update(equation.outvars if of_scores.intersection(atoms) else ())
         equations.append(equation)
-    tile = TileFunction([*score, query, key], equations, lookups, jaxpr.outvars[0])
+    numbers = list(dict.fromkeys(x for x in _variables(used) if x not in inner))
+    tile = TileFunction([*score, query, key], numbers, lookups, equations, of_scores, jaxpr.outvars[0])
     return _outer(function, outer, tile), tile
 
 
@@ -209,8 +205,7 @@ def _check(equation: Any) -> None:
         raise RefusedError(
             f"must not apply {name} to what depends on positions: its kernels cannot compute this, {kind}"
         )
-    for variable in (*equation.invars, *equation.outvars):
-        aval: Any = variable.aval
+    for aval in (x.aval for x in (*equation.invars, *equation.outvars)):
         if math.prod(aval.shape) != 1:
             raise RefusedError(
                 f"must not make vectors of what depends on positions, but {name} has one of shape {aval.shape}"
@@ -223,14 +218,15 @@ def _check(equation: Any) -> None:
 
 def _lookup(equation: Any, inner: set[Any], of_scores: set[Any]) -> Lookup:
     array, *indices = equation.invars
-    lookup = Lookup(array, tuple(indices), tuple(not isinstance(x, Literal) and x in inner for x in indices))
-    shape, dtype = equation.params["slice_sizes"], array.aval.dtype
+    lookup = Lookup(array, indices, [i for i, x in enumerate(indices) if not isinstance(x, Literal) and x in inner])
+    shape, (sizes, dtype) = equation.params["slice_sizes"], (array.aval.shape, array.aval.dtype)
+    count = math.prod(sizes[axis] for axis in lookup.by_position)
     if of_scores.intersection(_variables(indices)):
         raise RefusedError("must look up arrays by position, but an index depends on the score")
     if math.prod(shape) != 1:
         raise RefusedError(f"must not look up vectors by position, but dynamic_slice has one of shape {shape}")
-    if math.prod(lookup.sizes) > MOST_ENTRIES:
-        got = f"{math.prod(lookup.sizes)} entries, of shape {array.aval.shape}"
+    if count > MOST_ENTRIES:
+        got = f"{count} entries, of shape {sizes}"
         raise RefusedError(f"must look up by position in tables of up to {MOST_ENTRIES} entries, but one has {got}")
     if dtype.name not in DTYPES:
         raise RefusedError(f"must look up {', '.join(DTYPES)} by position, but a table holds {dtype}")
@@ -238,25 +234,15 @@ def _lookup(equation: Any, inner: set[Any], of_scores: set[Any]) -> Lookup:
 
 
 def _outer(function: TracedFunction, equations: list[Any], tile: TileFunction) -> Outer:
-    fixed = [x for lookup in tile.lookups.values() for x in (lookup.array, *lookup.split(lookup.indices)[1])]
-    wanted = list(dict.fromkeys(_variables([*tile.numbers, *fixed])))
+    arrays = [x for lookup in tile.lookups.values() for x in (lookup.array, *lookup.indices)]
+    computed = {*inputs(function.jaxpr), *(x for equation in equations for x in equation.outvars)}
+    wanted = list(dict.fromkeys(x for x in _variables([*tile.numbers, *arrays]) if x in computed))
     jaxpr = function.jaxpr.replace(eqns=equations, outvars=wanted)
 
     def outer(captured: Sequence[Array], batch: Array, head: Array) -> list[Array]:
         *score, _, _, query, key = (jnp.zeros((), v.aval.dtype) for v in inputs(jaxpr)[len(captured) :])
         values = jaxpr_as_fun(ClosedJaxpr(jaxpr, captured))(*score, batch, head, query, key)
         known = dict(zip(wanted, values, strict=True))
-        return [known[x] for x in tile.numbers] + [_table(x, known) for x in tile.lookups.values()]
+        return [known[x] for x in tile.numbers] + [x.table(known) for x in tile.lookups.values()]
 
     return outer
-
-
-def _table(lookup: Lookup, known: dict[Any, Array]) -> Array:
-    """What may be looked up by position, flattened."""
-    zero, by_position = jnp.zeros((), jnp.int32), lookup.by_position
-    indices = [
-        zero if inner else _read(x, known).astype(jnp.int32)
-        for x, inner in zip(lookup.indices, by_position, strict=True)
-    ]
-    sizes = [size if inner else 1 for size, inner in zip(lookup.array.aval.shape, by_position, strict=True)]
-    return lax.dynamic_slice(known[lookup.array], indices, sizes).reshape(-1)
