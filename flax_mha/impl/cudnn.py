@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from flax_mha.call.operands import Call, Operands, Options
 from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.shared import kernel_mask, nonfinite, when_finite
-from flax_mha.impl.shared.kernel_mask import Bounds, Data, KernelMask
+from flax_mha.impl.shared.kernel_mask import KernelMask
 from flax_mha.impl.shared.when_finite import Arrays
 
 DTYPES, DTYPES_OF_BIAS = (jnp.float16, jnp.bfloat16), (jnp.bfloat16,)
@@ -183,18 +183,16 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
     call = Call(operands, options)
     mask, axes = kernel_mask.kernel_mask(call), operands.query.ndim - 3
     kernel, mask = _kernel(call, mask), mask.flat(operands.query.shape[:axes])
-    query, key, value = (kernel_mask.flat(x, axes) for x in (operands.query, operands.key, operands.value))
-    data = mask.data
-    arrays: Arrays = (query, key[:, : kernel.key[1]], value[:, : kernel.key[1]])
-    if operands.bias is not None:
-        arrays = (*arrays, _bias_of(operands)[..., : kernel.key[1]])
+    query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
+    columns = kernel.key[1]
+    bias = None if operands.bias is None else _bias_of(operands)[..., :columns]
+    arrays = Arrays(query, key[:, :columns], value[:, :columns], bias)
     masked = mask.masks_scores or operands.bias is not None
     if masked and options.target.may_be_split:
         output = _careful(kernel, mask, arrays)
     elif masked:
-        compute = functools.partial(_masked, kernel, mask.bounds)
-        fused = when_finite.Fused(compute, mask.bounds, options, head_axis=2)
-        output = when_finite.attention(fused, arrays, data)
+        fused = when_finite.Fused(functools.partial(_masked, kernel), options, head_axis=2)
+        output = when_finite.attention(fused, arrays, mask)
     else:
         [output] = _padded(kernel, arrays, None)
     return output.reshape(operands.query.shape)
@@ -207,30 +205,31 @@ def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
     return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
 
 
-def _masked(kernel: Kernel, bounds: Bounds, arrays: Arrays, data: Data, differentiated: bool) -> tuple[Array, Arrays]:
+def _masked(kernel: Kernel, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
     """The output, 0 where a query sees nothing, and what has to be finite."""
-    query, key, value, *bias = arrays
-    mask, lengths = KernelMask.of(bounds, data), (query.shape[1], key.shape[1])
-    first, end = kernel_mask.visible_range(mask, query.shape[0], lengths)
+    query, key, value, bias, _ = arrays
+    batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
     all_see_keys = kernel_mask.shows_all_rows_something(mask, lengths)
-    output, lse = _padded(kernel, arrays, None if all_see_keys else (first, end), residual=True)
-    if bias or not all_see_keys:
-        masked = kernel_mask.rows_that_see_nothing(bias[0], first, end) if bias else (end <= first)[:, :, None]
+    visible = None if all_see_keys else kernel_mask.visible_range(mask, batch, lengths)
+    output, lse = _padded(kernel, arrays, visible, residual=True)
+    if bias is not None or not all_see_keys:
+        masked = kernel_mask.masked_rows(mask, batch, lengths, bias)
         output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
         lse = jnp.where(masked, jnp.zeros_like(lse), lse)
     # Without gradients a query concerns its own row alone, whose log-sum-exp is much less to read.
-    return output, (query if differentiated else lse, key, value, *(_without_masks(x) for x in bias))
+    finite_bias = () if bias is None else (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
+    return output, (query if differentiated else lse, key, value, *finite_bias)
 
 
 def _careful(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
     """As `_masked`, whatever the arrays hold: devices that hold parts of them need not agree on anything for this."""
-    query, key, value = arrays
+    query, key, value = arrays[:3]
     first, end = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
     key, value, of_keys = nonfinite.zero_keys(key, value)
     of_queries = nonfinite.flag_rows(query * kernel.scale)
     query = nonfinite.zero_rows(query, of_queries)
     query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
-    [output] = _padded(kernel, (query, key, value), (first, end))
+    [output] = _padded(kernel, Arrays(query, key, value), (first, end))
     sees_bad = kernel_mask.counted(of_keys == jnp.inf, first, end) > 0
     nonfinite_rows = jnp.repeat(sees_bad, query.shape[2] // key.shape[2], axis=2) | (of_queries == jnp.inf)
     output = jnp.where(nonfinite_rows[..., None], jnp.full_like(output, jnp.nan), output)
@@ -239,7 +238,7 @@ def _careful(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
     """Output and, with `residual`, log-sum-exp of the arrays, which are padded to the lengths that the kernel takes."""
-    query, key, value, *others = kernel_mask.vmapped_together(*arrays, *jax.tree.leaves(visible))
+    query, key, value, *others = kernel_mask.vmapped_together(*jax.tree.leaves((arrays, visible)))
     batch, queries = query.shape[:2]
     used_queries = used_keys = None
     if kernel.padded:
@@ -255,10 +254,6 @@ def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: boo
     answer = kernel(query, key, value, used_queries, used_keys, residual, bias)
     answers = answer if residual else [answer]
     return [kernel_mask.vmapped_together(x, query)[0][:, :queries] for x in answers]  # and so are their cotangents
-
-
-def _without_masks(bias: Float[Array, "B T N S"]) -> Float[Array, "B T N S"]:
-    return jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias)
 
 
 def _finite_bias(kernel: Kernel, bias: Float[Array, "B T N S"]) -> Float[Array, "B N t s"]:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options
 from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.shared import kernel_mask, tpu_kernels, when_finite
-from flax_mha.impl.shared.kernel_mask import Bounds, Data, KernelMask
+from flax_mha.impl.shared.kernel_mask import KernelMask
 from flax_mha.impl.shared.when_finite import Arrays
 
 # The kernel's tables take three bytes of scalar memory (1 MiB) per tile.
@@ -93,17 +93,16 @@ def _attention(operands: Operands, options: Options, interpret: bool) -> Float[A
     batch, (query, key, value) = operands.query.shape[:-3], operands[:3]
     mask = kernel_mask.kernel_mask(Call(operands, options)).flat(batch)
     query, key, value = (jnp.swapaxes(kernel_mask.flat(x, len(batch)), 1, 2) for x in (query, key, value))
-    arrays: Arrays = (_scaled(query, options.scale), key, value)
+    arrays = Arrays(_scaled(query, options.scale), key, value)
     if operands.sinks is not None:
         sinks = jnp.broadcast_to(operands.sinks, (*batch, query.shape[1])).astype(jnp.float32)
-        arrays = (*arrays, kernel_mask.flat(sinks, len(batch)))
-    kernel = functools.partial(_output, mask.bounds, options.soft_cap, interpret)
+        arrays = arrays._replace(sinks=kernel_mask.flat(sinks, len(batch)))
+    kernel = functools.partial(_output, options.soft_cap, interpret)
     if mask.masks_scores:
-        options = options._replace(scale=1.0)
-        fused = when_finite.Fused(kernel, mask.bounds, options, head_axis=1)
-        output = when_finite.attention(fused, arrays, mask.data)
+        fused = when_finite.Fused(kernel, options._replace(scale=1.0), head_axis=1)
+        output = when_finite.attention(fused, arrays, mask)
     else:
-        output, _ = kernel(arrays, mask.data, False)
+        output, _ = kernel(arrays, mask, False)
     return jnp.swapaxes(output, 1, 2).reshape(*operands.query.shape[:-1], value.shape[-1])
 
 
@@ -115,11 +114,11 @@ def _scaled(query: Float[Array, "B N T H"], scale: float) -> Float[Array, "B N T
 
 
 def _output(
-    bounds: Bounds, soft_cap: float | None, interpret: bool, arrays: Arrays, data: Data, differentiated: bool
-) -> tuple[Float[Array, "B N T Hv"], Arrays]:
+    soft_cap: float | None, interpret: bool, arrays: Arrays, mask: KernelMask, differentiated: bool
+) -> tuple[Float[Array, "B N T Hv"], tuple[Array, ...]]:
     """The output, 0 where a query sees nothing, and what has to be finite; of [B, N, T, H], queries scaled."""
-    query, key, value, *sinks = arrays
-    mask, lengths = KernelMask.of(bounds, data), (query.shape[2], key.shape[2])
+    query, key, value, _, sinks = arrays
+    lengths = query.shape[2], key.shape[2]
     sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
     # Built anew for every trace: a kernel holds arrays of the trace that it was built in.
     kernel = splash.make_splash_mha(
@@ -132,10 +131,10 @@ def _output(
     )
     padded = (kernel_mask.pad_to(x, 2, side) for x, side in zip(arrays[:3], (*sides, sides[1]), strict=True))
     segment_ids = _segment_ids(mask, query.shape[0], lengths, sides)
-    output = jax.vmap(kernel)(*padded, segment_ids, sinks[0] if sinks else None)[:, :, : lengths[0]]
+    output = jax.vmap(kernel)(*padded, segment_ids, sinks)[:, :, : lengths[0]]
     if not kernel_mask.shows_all_rows_something(mask, lengths):
         masked = kernel_mask.masked_rows(mask, query.shape[0], lengths)
-        output = jnp.where(masked[:, None, :, None], jnp.zeros_like(output), output)
+        output = jnp.where(jnp.swapaxes(masked, 1, 2)[..., None], jnp.zeros_like(output), output)
     return output, (query, key, value)
 
 

@@ -5,8 +5,9 @@ reason to refuse. Kernels compute something for rows whose keys are all masked; 
 are.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha.call.operands import DEFAULT_PRECISION, Call
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
 
-Bounds = tuple[int | None, int | None]  # `left` and `right` of a mask
-Data = tuple[Int[Array, " B"] | None, Int[Array, " B"] | None, SegmentMask | None]  # its lengths and segments
 
-
-class KernelMask(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KernelMask:
     """Row i sees columns i - left to i + right, in its segment, below the lengths.
 
     Attributes:
@@ -31,45 +31,22 @@ class KernelMask(NamedTuple):
       others: Names of the masks that cannot be said in these terms.
     """
 
-    left: int | None
-    right: int | None
+    left: int | None = dataclasses.field(metadata={"static": True})
+    right: int | None = dataclasses.field(metadata={"static": True})
     query_lengths: Int[Array, "*B"] | None
     key_lengths: Int[Array, "*B"] | None
     segments: SegmentMask | None
-    others: tuple[str, ...]
-
-    @classmethod
-    def of(cls, bounds: Bounds, data: Data) -> "KernelMask":
-        """The mask with these parts."""
-        (left, right), (query_lengths, key_lengths, segments) = bounds, data
-        return cls(left, right, query_lengths, key_lengths, segments, ())
-
-    @property
-    def bounds(self) -> Bounds:
-        """The static part."""
-        return self.left, self.right
-
-    @property
-    def data(self) -> Data:
-        """The arrays."""
-        return self.query_lengths, self.key_lengths, self.segments
+    others: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def masks_scores(self) -> bool:
         """True if anything may be masked at all."""
-        return any(x is not None for x in self[:-1])
+        return self.left is not None or self.right is not None or bool(jax.tree.leaves(self))
 
     def flat(self, batch: tuple[int, ...]) -> "KernelMask":
         """Broadcasts all arrays over the batch axes, and makes these one axis."""
-
-        def whole(x: Array) -> Array:
-            rest = x.shape[len(batch) :]
-            return flat(jnp.broadcast_to(x, (*batch, *rest)), len(batch))
-
-        query_lengths, key_lengths, segments = jax.tree.map(
-            whole, (self.query_lengths, self.key_lengths, self.segments)
-        )
-        return self._replace(query_lengths=query_lengths, key_lengths=key_lengths, segments=segments)
+        rank = len(batch)
+        return jax.tree.map(lambda x: flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank), self)
 
 
 def kernel_mask(call: Call) -> KernelMask:
@@ -202,23 +179,21 @@ def shows_all_rows_something(mask: KernelMask, lengths: tuple[int, int]) -> bool
     return (mask.right is None or mask.right >= 0) and (mask.left is None or queries <= keys + mask.left)
 
 
-def rows_that_see_nothing(
-    bias: Float[Array, "B T N S"], first: Int[Array, "B T"], end: Int[Array, "B T"]
-) -> Bool[Array, "B T N"]:
-    """Which queries have a bias of -inf for every key from `first` up to, not including, `end`."""
-    places = jnp.arange(bias.shape[-1], dtype=jnp.int32)[None, None, :]
-    inside = (first[..., None] <= places) & (places < end[..., None])
-    return ~(inside[:, :, None, :] & (bias != -jnp.inf)).any(-1)
+def masked_rows(
+    mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None = None
+) -> Bool[Array, "B T #N"]:
+    """Returns the queries that see no key, of `mask.flat`, or have a bias of -inf for all that they see.
 
-
-def masked_rows(mask: KernelMask, batch: int, lengths: tuple[int, int]) -> Bool[Array, "B T"]:
-    """Returns the queries that see no key, of `mask.flat`.
-
-    With segments these are T * S comparisons, which compilers reduce while making them and never store.
+    With segments or a bias these are T * S comparisons, which compilers reduce while making them and never store.
     """
-    first, end = visible_range(mask, batch, lengths)
-    if mask.segments is None:
+    first, end = (x[:, :, None] for x in visible_range(mask, batch, lengths))
+    if mask.segments is None and bias is None:
         return end <= first
-    places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, :]
-    seen = (first[:, :, None] <= places) & (places < end[:, :, None])
-    return ~(seen & (mask.segments.query_ids[:, :, None] == mask.segments.key_value_ids[:, None, :])).any(-1)
+    places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, None, :]
+    seen = (first[..., None] <= places) & (places < end[..., None])
+    if mask.segments is not None:
+        query_ids, key_ids = mask.segments.query_ids, mask.segments.key_value_ids
+        seen = seen & (query_ids[:, :, None, None] == key_ids[:, None, None, :])
+    if bias is not None:
+        seen = seen & (bias != -jnp.inf)
+    return ~seen.any(-1)

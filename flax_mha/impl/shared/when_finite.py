@@ -20,64 +20,70 @@ from flax_mha.call.operands import Call, Operands, Options
 from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import varying_alike
 from flax_mha.impl import blockwise
-from flax_mha.impl.shared.kernel_mask import Bounds, Data
+from flax_mha.impl.shared.kernel_mask import KernelMask
 from flax_mha.masks import LengthMask, LocalMask
 
 # Products of two numbers up to this size, summed over any head size, do not overflow in float32.
 LARGEST = 2.0**56
 
-Arrays = tuple[Array, ...]  # query, key, value and, if there are any, sinks [B, N] and a bias [B, T, N, S]
+
+class Arrays(NamedTuple):
+    """The arrays of a kernel, heads before or after the length; None where there is none."""
+
+    query: Float[Array, "B L N H"]
+    key: Float[Array, "B L K H"]
+    value: Float[Array, "B L K Hv"]
+    bias: Float[Array, "B T N S"] | None = None
+    sinks: Float[Array, "B N"] | None = None
 
 
 class Fused(NamedTuple):
     """A kernel and the call that it computes: all that is static.
 
     Attributes:
-      kernel: Takes arrays, data and whether there will be a gradient. Returns the output, and arrays [B, L, ...]: if
+      kernel: Takes arrays, a mask and whether there will be a gradient. Returns the output, and arrays [B, L, ...]: if
         all of these are moderate, the output is right, and so is the gradient.
-      bounds: Of the mask, like data.
       options: Those of the call that the kernel computes of the arrays.
       head_axis: Where query, key, value and output have their heads: 1 or 2.
     """
 
-    kernel: Callable[[Arrays, Data, bool], tuple[Array, Arrays]]
-    bounds: Bounds
+    kernel: Callable[[Arrays, KernelMask, bool], tuple[Array, tuple[Array, ...]]]
     options: Options
     head_axis: int
 
 
-def attention(fused: Fused, arrays: Arrays, data: Data) -> Array:
+def attention(fused: Fused, arrays: Arrays, mask: KernelMask) -> Array:
     """The output, with first-order derivatives in reverse mode."""
-    return _attention(fused, *varying_alike((arrays, data)))
+    return _attention(fused, *varying_alike((arrays, mask)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(fused: Fused, arrays: Arrays, data: Data) -> Array:
-    output, decisive = fused.kernel(arrays, data, False)
-    return lax.cond(all_moderate(*decisive), lambda: output, lambda: _by_head(fused, _portable, arrays, data))
+def _attention(fused: Fused, arrays: Arrays, mask: KernelMask) -> Array:
+    output, decisive = fused.kernel(arrays, mask, False)
+    return lax.cond(all_moderate(*decisive), lambda: output, lambda: _by_head(fused, _portable, arrays, mask))
 
 
-def _forward(fused: Fused, arrays: Arrays, data: Data) -> tuple[Array, tuple]:
-    output, pull, decisive = jax.vjp(lambda arrays: fused.kernel(arrays, data, True), arrays, has_aux=True)
+def _forward(fused: Fused, arrays: Arrays, mask: KernelMask) -> tuple[Array, tuple]:
+    output, pull, decisive = jax.vjp(lambda arrays: fused.kernel(arrays, mask, True), arrays, has_aux=True)
     moderate = all_moderate(*decisive)
-    chosen = lax.cond(moderate, lambda: output, lambda: _by_head(fused, _portable, arrays, data))
+    chosen = lax.cond(moderate, lambda: output, lambda: _by_head(fused, _portable, arrays, mask))
     # The kernel's gradient needs its output. If that is the one chosen, it is kept only once.
     pull = jax.tree.map(lambda x: chosen if x is output else x, pull)
-    return chosen, (pull, moderate, arrays, data)
+    return chosen, (pull, moderate, arrays, mask)
 
 
 def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Arrays, None]:
-    pull, moderate, arrays, data = saved
+    pull, moderate, arrays, mask = saved
     [gradients] = pull(cotangent)
     gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, arrays)
-    return lax.cond(moderate, lambda: gradients, lambda: _by_head(fused, _gradients, arrays, data, cotangent)), None
+    return lax.cond(moderate, lambda: gradients, lambda: _by_head(fused, _gradients, arrays, mask, cotangent)), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _by_head(fused: Fused, function: Callable, arrays: Arrays, data: Data, *more: Array) -> Any:
-    """`function(fused, data, arrays, *more)`, of one batch entry and key head after another."""
+def _by_head(fused: Fused, function: Callable, arrays: Arrays, mask: KernelMask, *more: Array) -> Any:
+    """`function(fused, mask, arrays, *more)`, of one batch entry and key head after another."""
     num_heads = arrays[1].shape[fused.head_axis]
 
     def split(x: Float[Array, "..."]) -> Float[Array, "K ..."]:
@@ -96,27 +102,24 @@ def _by_head(fused: Fused, function: Callable, arrays: Arrays, data: Data, *more
         return jnp.swapaxes(x, 0, 1) if fused.head_axis == 1 and x.ndim == 3 else x
 
     def one_entry(operands: tuple) -> Any:
-        of_heads, own_data = operands
-        own_data = jax.tree.map(lambda x: x[None], own_data)
-        one_head = functools.partial(function, fused, own_data)
+        of_heads, own_mask = operands
+        one_head = functools.partial(function, fused, jax.tree.map(lambda x: x[None], own_mask))
         return jax.tree.map(joined, lax.map(lambda x: one_head(*x), jax.tree.map(split, of_heads)))
 
-    return lax.map(one_entry, ((arrays, *more), data))
+    return lax.map(one_entry, ((arrays, *more), mask))
 
 
-def _portable(fused: Fused, data: Data, arrays: Arrays) -> Float[Array, "1 T G Hv"]:
-    query, key, value, *others = arrays
-    sinks = next((x for x in others if x.ndim == 2), None)
-    bias = next((jnp.swapaxes(x, 1, 2) for x in others if x.ndim == 4), None)
-    (left, right), (query_lengths, key_lengths, segments) = fused.bounds, data
-    masks = [LocalMask(left, None), LocalMask(None, right), LengthMask(key_lengths, query_lengths), segments]
-    mask = functools.reduce(operator.and_, (mask for mask in masks if mask is not None))
-    operands = Operands(query, key, value, bias, sinks, mask, [], Offsets(), None, None)
+def _portable(fused: Fused, mask: KernelMask, arrays: Arrays) -> Float[Array, "1 T G Hv"]:
+    bias = None if arrays.bias is None else jnp.swapaxes(arrays.bias, 1, 2)
+    masks = [LocalMask(mask.left, None), LocalMask(None, mask.right), LengthMask(mask.key_lengths, mask.query_lengths)]
+    masks += [] if mask.segments is None else [mask.segments]
+    whole = functools.reduce(operator.and_, masks)
+    operands = Operands(*arrays[:3], bias, arrays.sinks, whole, [], Offsets(), None, None)
     return blockwise.attention(Call(operands, fused.options))[0]
 
 
-def _gradients(fused: Fused, data: Data, arrays: Arrays, cotangent: Float[Array, "1 T G Hv"]) -> Arrays:
-    _, pull = jax.vjp(functools.partial(_portable, fused, data), arrays)
+def _gradients(fused: Fused, mask: KernelMask, arrays: Arrays, cotangent: Float[Array, "1 T G Hv"]) -> Arrays:
+    _, pull = jax.vjp(functools.partial(_portable, fused, mask), arrays)
     return pull(cotangent)[0]
 
 
