@@ -13,6 +13,7 @@ from marks import pairwise, with_core
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.cached_attention import cached_attention
+from flax_mha.core.jaxprs import equations
 from flax_mha.impl.shared import schedule
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import FunctionMask, LengthMask
@@ -312,3 +313,23 @@ def test_export_of_decoding_with_symbolic_sizes(dtype):
         np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0, atol=2.0**-7)
         assert (after.key == wanted.key).all()
         assert (after.index == wanted.index).all()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_what_a_policy_saves_by_name_is_not_computed_again(implementation):
+    """The attention's products, or for tiles its forward pass, are as many as without `jax.checkpoint`."""
+    save = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse", "attention_scores")
+
+    def count(change):
+        def block(x):
+            return jnp.sin(dot_product_attention(x, x, x, is_causal=True, implementation=implementation))
+
+        def loss(x):
+            return change(block)(change(block)(x)).sum()
+
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((40, 1, 4))).jaxpr
+        return sum(x.primitive.name in ("dot_general", "function") for x in equations(jaxpr))
+
+    saved, without = count(functools.partial(jax.checkpoint, policy=save)), count(lambda block: block)
+    assert saved == without < count(jax.checkpoint)

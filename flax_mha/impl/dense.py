@@ -10,12 +10,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
 from flax_mha.core.tile import Tile
 from flax_mha.impl import dense_gpu
+from flax_mha.impl.implementation import name_residuals
 from flax_mha.impl.shared import nonfinite, schedule
 from flax_mha.impl.shared.head import Head, heads_of, map_heads, numbers_as_arrays, to_caller
 from flax_mha.impl.shared.schedule import DensePlan
@@ -139,7 +141,8 @@ def _shrunk(x: Float[Array, "n H"], row_scale: Float[Array, " n"]) -> tuple[Floa
 def _differentiable(head: Head, fuse_rows: bool = False) -> OutputAndLseOfHead:
     head = _with_flags(head)
     rule, whole = head.rule, _whole(head)
-    s = rule.differentiable_tile(rule.products(head.query, head.key), head.inputs, whole, rule.mask)
+    products = checkpoint_name(rule.products(head.query, head.key), "attention_scores")
+    s = rule.differentiable_tile(products, head.inputs, whole, rule.mask)
     if head.nonfinite is None:
         return _softmax(s, head.value, head.inputs, rule, whole, fuse_rows)
     # Rows that see something not finite return NaN, and have no gradient.
@@ -175,7 +178,7 @@ def _softmax(
     total = jnp.sum(e, axis=1, keepdims=True)
     if inputs.sink is not None:
         total = total + jnp.exp(inputs.sink - shift)
-    products = rule.weigh(e, value, tile)
+    products, total = name_residuals(rule.weigh(e, value, tile), total)
     if not replaced:
         divisor = jnp.maximum(total, 0.5)  # it is 0, if nothing is visible, or at least 1
         return products / divisor, (jnp.log(divisor) + largest)[:, 0]

@@ -32,7 +32,8 @@ class Implementation:
     variant: Callable[[Call], str] | None = None
 
 
-# What gradients need besides the inputs, output and log-sum-exp: names for the policies of `jax.checkpoint`.
+# What gradients need besides the inputs, output and log-sum-exp: names for the policies of `jax.checkpoint`. `dense.py`
+# also needs the products of queries and keys, "attention_scores".
 RESIDUALS = ("attention_output", "attention_lse")
 
 
