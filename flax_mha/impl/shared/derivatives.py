@@ -72,14 +72,12 @@ mlir.register_lowering(_function, mlir.lower_fun(_evaluate, multiple_results=Tru
 @_function.def_abstract_eval
 def _types(*arguments: Any, function: Function, levels: Levels, jaxpr: Any) -> list[Any]:
     like = next(x for x in arguments if jnp.issubdtype(x.dtype, jnp.floating))
-    sizes = tuple(size for size, _ in reversed(levels))
-
-    def type_of(x: jax.ShapeDtypeStruct) -> Any:
+    sizes, types = tuple(size for size, _ in reversed(levels)), []
+    for x in function.outputs:
         shape = (*sizes, *x.shape)
-        sharding = like.sharding.update(spec=jax.P(*(None for _ in shape)))
-        return like.update(shape=shape, dtype=x.dtype, weak_type=False, sharding=sharding)
-
-    return [type_of(x) for x in function.outputs]
+        sharding = like.sharding.update(spec=jax.P(*(None,) * len(shape)))
+        types.append(like.update(shape=shape, dtype=x.dtype, weak_type=False, sharding=sharding))
+    return types
 
 
 def _batch(
