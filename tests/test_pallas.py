@@ -84,6 +84,11 @@ CASES = {
         {"mask": masked_share(2, 1, 127, 333)},
         {"bias": (1, 4, 127, 333)},
     ),
+    "a function of one head's number": (
+        shapes(150, 150, batch=(1,), n=1, k=1),
+        {"mask": masks.FunctionMask(lambda b, h, q, k: (q >= k) | (h > 0) | (b > 0))},
+        {},
+    ),
     "bias of keys": (shapes(127, 300, n=2, k=1), {"is_causal": True, "query_offset": 150}, {"bias": (2, 1, 300)}),
     "bias of queries, mask of keys": (
         shapes(300, 127),

@@ -18,6 +18,7 @@ from flax_mha.core.validation import Shape
 from flax_mha.impl.shared import schedule, tiling
 from flax_mha.impl.shared.tiling import TileShape
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
+from flax_mha.masks.function import with_occupancy
 
 T, S = 100, 140
 MASKS = {
@@ -48,7 +49,7 @@ def test_all_that_is_visible_is_visited_once(name, largest, fine, monkeypatch):
     monkeypatch.setattr(tiling, "CELL", 8)
     mask = MASKS[name]
     if mask is not None:
-        mask = mask.canonical(Shape((1,), T, S, 1, 1, 1, 1)).with_occupancy((T, S), (5, 0), 8)
+        mask = with_occupancy(mask.canonical(Shape((1,), T, S, 1, 1, 1, 1)), (T, S), (5, 0), 8)
         assert not jax.tree.leaves(mask)
     layout = tiling.tiling_of((T, S), largest, fine)
     plan = jax.tree.map(lambda x: x[0], tiling.static_block_mask(layout, [mask], (5, 0)))

@@ -11,7 +11,7 @@ import pytest
 from cases import nothing_is_compiled
 
 from flax_mha import dot_product_attention
-from flax_mha.core.user_function import trace
+from flax_mha.core.user_function import POSITIONS, trace
 from flax_mha.masks import FunctionMask
 
 T, N = 24, 2
@@ -217,6 +217,17 @@ def test_numpy_arrays_are_captured_like_jax_arrays(score_mod):
     close(attend(score_mod), added(FIRST))
 
 
+def test_helpers_of_several_modules_keep_their_own_numpy_arrays():
+    def helper(table):
+        names = {"TABLE": np.asarray(table)}
+        exec("def look_up(index): return TABLE[index]", names)
+        return names["look_up"]
+
+    one, other, last = helper(FIRST), helper(SECOND), helper(FIRST**2)
+    got = attend(lambda score, b, h, q_idx, kv_idx: score + one(kv_idx) + other(kv_idx) + last(kv_idx))
+    close(got, added(FIRST + SECOND + FIRST**2))
+
+
 def test_a_key_of_jax_random_may_be_captured():
     key = jax.random.key(3)
 
@@ -345,18 +356,16 @@ def test_a_thousand_lambdas_leave_nothing_behind():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("argument", range(5))
-def test_which_arguments_a_function_uses(argument):
+@pytest.mark.parametrize("position", POSITIONS)
+def test_which_positions_a_function_uses(position):
     """Beside captured arrays and numbers, of which jax keeps count in different ways."""
-    function = traced(lambda *arguments: FIRST[3] * 0.5 + arguments[argument].astype(jnp.float32) * 0.25)
-    assert [function.uses(i) for i in range(5)] == [i == argument for i in range(5)]
-
-
-SIGNATURE = {"score": jnp.float32} | dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
+    index = 1 + POSITIONS.index(position)
+    function = traced(lambda *arguments: FIRST[3] * 0.5 + arguments[index].astype(jnp.float32) * 0.25)
+    assert [name for name in POSITIONS if function.uses(name)] == [position]
 
 
 def traced(function):
-    return trace("score_mod", function, SIGNATURE, "float32").function
+    return trace("score_mod", function, jnp.dtype("float32")).function
 
 
 @pytest.mark.parametrize(
@@ -384,6 +393,7 @@ def test_which_derivatives_are_finite_whatever_is_captured(function, expected):
     [
         (lambda s, b, h, q, k: s * 2**-3, lambda s, b, h, q, k: s * 2**-4),
         (lambda s, b, h, q, k: jax.nn.relu(s), lambda s, b, h, q, k: jax.nn.relu(s)),
+        (lambda s, b, h, q, k: jax.nn.softplus(s), lambda s, b, h, q, k: jax.nn.softplus(s)),
         (
             lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x + FIRST[i], s),
             lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x + SECOND[i], s),
@@ -393,7 +403,7 @@ def test_which_derivatives_are_finite_whatever_is_captured(function, expected):
             lambda s, b, h, q, k: jax.lax.cond(q > k, lambda x: x * SECOND[0], lambda x: x, s),
         ),
     ],
-    ids=["floats", "library function", "loop", "branches"],
+    ids=["floats", "library function", "rule that calls its function", "loop", "branches"],
 )
 def test_equal(one, other):
     assert traced(one) == traced(other)

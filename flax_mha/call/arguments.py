@@ -23,10 +23,10 @@ from flax_mha.core import lookups, validation
 from flax_mha.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, unwrapped
 from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import Target, readable, target_of
-from flax_mha.core.user_function import Trace, trace
-from flax_mha.core.validation import DTYPES, Shape, _array, _broadcastable, per_sequence
+from flax_mha.core.user_function import trace
+from flax_mha.core.validation import DTYPES, Shape, as_array, broadcastable, per_sequence
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
-from flax_mha.masks.base import CallsFunction
+from flax_mha.masks.function import functions_of
 
 LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
@@ -59,7 +59,7 @@ def check_inputs(
     """Query, key and value as arrays, and their sizes, if they fit together."""
     meaning = "[batch..., length, heads, head size]"
     query, key, value = (
-        x if isinstance(x, jax.Array) else _array(name, x, f"an array {meaning}")
+        x if isinstance(x, jax.Array) else as_array(name, x, f"an array {meaning}")
         for name, x in (("query", query), ("key", key), ("value", value))
     )
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
@@ -98,11 +98,14 @@ def check_bias(value: ArrayLike | None, shape: Shape) -> Array | None:
     """An array of floats that broadcasts to the scores."""
     if value is None:
         return None
-    array = _array("bias", value, "an array of floats")
+    array = as_array("bias", value, "an array of floats")
+    _check_floats("bias", array, "; a boolean array is a mask" if array.dtype == bool else "")
+    return broadcastable("bias", array, shape.scores, "[batch..., heads, queries, keys]")
+
+
+def _check_floats(name: str, array: Array, fix: str = "") -> None:
     if array.dtype.name not in DTYPES:
-        fix = "; a boolean array is a mask" if array.dtype == bool else ""
-        raise ValueError(f"bias must have a dtype out of {', '.join(DTYPES)}, but got {array.dtype}{fix}.")
-    return _broadcastable("bias", array, shape.scores, "[batch..., heads, queries, keys]")
+        raise ValueError(f"{name} must have a dtype out of {', '.join(DTYPES)}, but got {array.dtype}{fix}.")
 
 
 def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) -> Offsets:
@@ -180,10 +183,9 @@ def check_sinks(value: ArrayLike | None, shape: Shape) -> Array | None:
     """One logit per head, or what broadcasts to [B..., N]."""
     if value is None:
         return None
-    array = _array("sinks", value, "an array of floats, one per head")
-    if array.dtype.name not in DTYPES:
-        raise ValueError(f"sinks must have a dtype out of {', '.join(DTYPES)}, but got {array.dtype}.")
-    return _broadcastable("sinks", array, (*shape.batch, shape.num_heads), "[batch..., heads]")
+    array = as_array("sinks", value, "an array of floats, one per head")
+    _check_floats("sinks", array)
+    return broadcastable("sinks", array, (*shape.batch, shape.num_heads), "[batch..., heads]")
 
 
 def check_soft_cap(value: float | None) -> float | None:
@@ -254,7 +256,7 @@ def canonical(
     scoring = check_scoring(query, shape, arguments, target_of((query, key, value)), return_residual)
     window = check_window(arguments.get("local_window_size"))
     masks = [
-        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
+        CausalMask() if validation.flag("is_causal", arguments.get("is_causal", False)) else None,
         None if window is None else LocalMask(*window),
         _length_mask(arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths"), shape),
         _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
@@ -272,6 +274,7 @@ class Scoring(NamedTuple):
     query: Array
     sinks: Array | None
     captured: list[Array]
+    constants: list[Array]
     scale: Array | None
     dropout_rng: Array | None
     options: Options
@@ -283,17 +286,20 @@ def check_scoring(
     """Checks the arguments that do not depend on keys."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
-    score_trace = _score_trace(arguments.get("score_mod"), dtype)
+    score_mod, function = arguments.get("score_mod"), None
+    captured: list[Array] = []
+    constants: list[Array] = []
+    if score_mod is not None:
+        function, captured, constants = trace("score_mod", score_mod, dtype)
     dropout_rng = arguments.get("dropout_rng")
     rate = check_dropout(arguments["dropout_rate"], dropout_rng) if "dropout_rate" in arguments else 0.0
     options = Options(
         scale=number,
         soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
-        score_mod=None if score_trace is None else score_trace.function,
-        captured_trainable=() if score_trace is None else score_trace.trainable,
+        score_mod=function,
         dropout_rate=rate,
-        broadcast_dropout=_flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
-        return_residual=_flag("return_residual", return_residual),
+        broadcast_dropout=validation.flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
+        return_residual=validation.flag("return_residual", return_residual),
         precision=check_precision(arguments.get("precision")),
         target=target,
         sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
@@ -301,8 +307,7 @@ def check_scoring(
         dtype=dtype,
     )
     sinks = check_sinks(arguments.get("sinks"), shape)
-    captured = [] if score_trace is None else score_trace.captured
-    return Scoring(query, sinks, captured, scale_array, dropout_rng if rate else None, options)
+    return Scoring(query, sinks, captured, constants, scale_array, dropout_rng if rate else None, options)
 
 
 def with_keys(
@@ -326,6 +331,7 @@ def with_keys(
         sinks=scoring.sinks,
         mask=functools.reduce(operator.and_, present) if present else None,
         captured=scoring.captured,
+        constants=scoring.constants,
         offsets=offsets,
         scale=scoring.scale,
         dropout_rng=scoring.dropout_rng,
@@ -340,20 +346,10 @@ def with_keys(
     return Call(operands, options)
 
 
-def _flag(name: str, value: Any) -> bool:
-    return value if isinstance(value, bool) else validation.flag(name, value)
-
-
 def _check_lookups(operands: Operands, options: Options) -> None:
     """Refuses functions that look up entries that their arrays do not have, as far as positions are known."""
-    functions = [] if options.score_mod is None else [options.score_mod]
-
-    def find(part: CallsFunction) -> Mask:
-        functions.append(part.function)
-        return CausalMask()
-
-    if operands.mask is not None:
-        operands.mask.map_functions(find)
+    functions = [part.function for part in functions_of(operands.mask)]
+    functions += [] if options.score_mod is None else [options.score_mod]
     batch, num_heads = math.prod(operands.query.shape[:-3]), operands.query.shape[-2]
     lengths = operands.query.shape[-3], 1 if options.ring else operands.key.shape[-3]
     if not functions or 0 in (batch, *lengths):
@@ -381,8 +377,6 @@ def _length_mask(query_lengths: ArrayLike | None, key_lengths: ArrayLike | None,
 
 
 def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape) -> Mask | None:
-    if query_ids is None and key_ids is None:
-        return None
     queries, keys = validation.segment_ids(query_ids, key_ids, shape)
     return None if queries is None or keys is None else SegmentMask(queries, keys)
 
@@ -391,15 +385,4 @@ def given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
     """The mask argument, array or object, checked."""
     if mask is None:
         return None
-    if isinstance(mask, Mask):
-        return mask.canonical(shape)
-    visible = validation.mask(mask, shape)
-    return None if visible is None else ArrayMask(visible)
-
-
-def _score_trace(score_mod: ScoreMod | None, dtype: jnp.dtype) -> Trace | None:
-    if score_mod is None:
-        return None
-    validation.user_function("score_mod", score_mod)
-    signature = {"score": dtype} | dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32)
-    return trace("score_mod", score_mod, signature, dtype.name)
+    return mask.canonical(shape) if isinstance(mask, Mask) else ArrayMask(validation.mask(mask, shape))

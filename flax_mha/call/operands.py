@@ -81,7 +81,8 @@ class Operands(NamedTuple):
     """The arrays of a call, checked, in the caller's layout; None where there is none.
 
     Attributes:
-      captured: What the `score_mod` captures.
+      captured: The arrays that the `score_mod` captures and that get gradients.
+      constants: The other arrays that it captures, and the floats in it.
       offsets: Positions of the first query and the first key.
       scale: What multiplies query . key, where that is an array.
       head_ids: What depends on the index of batch entry and head, where this is a slice of a larger call.
@@ -94,6 +95,7 @@ class Operands(NamedTuple):
     sinks: Array | None
     mask: Mask | None
     captured: list[Array]
+    constants: list[Array]
     offsets: Offsets
     scale: Array | None
     dropout_rng: Array | None
@@ -119,7 +121,7 @@ class Operands(NamedTuple):
             (self.bias, "B N T|1 S|1"),
             (self.sinks, "B N"),
             *((axes, axes) for axes in jax.tree.leaves(mask)),
-            (self.captured, ""),
+            ((self.captured, self.constants), ""),
             (self.offsets, "B"),
             (self.scale, ""),
             (self.dropout_rng, ""),
@@ -141,7 +143,6 @@ class Options(NamedTuple):
       dtype: Of softmax and sums: float32, or float64 for such inputs.
       ring: Whether the keys form a ring (`_tiles.Tile`); the key's offset is then the position of the newest one.
       score_mod: The traced function.
-      captured_trainable: Which of the arrays that it captures get gradients.
       target: What the call is compiled for.
       has_known_sizes: Whether all sizes are numbers; `jax.export` knows sizes that are symbols.
       sharding: How the caller says that a mesh splits the query, or None.
@@ -150,7 +151,6 @@ class Options(NamedTuple):
     scale: float
     soft_cap: float | None
     score_mod: TracedFunction | None
-    captured_trainable: tuple[bool, ...]
     dropout_rate: float
     broadcast_dropout: bool
     return_residual: bool

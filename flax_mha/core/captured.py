@@ -21,39 +21,38 @@ def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
     return seen[id(value)]
 
 
-def _changed(value: Any, changed: Callable[[Any], Any]) -> Any:
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, np.ndarray):
         return jnp.asarray(value.copy())  # JAX keeps what an array of 64 bits held when it was first a constant
     if isinstance(value, dict):
-        return {name: changed(x) for name, x in value.items()}
+        return {name: change(x) for name, x in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(changed, value))
+        return type(value)(map(change, value))
     if isinstance(value, functools.partial):
-        return functools.partial(changed(value.func), *map(changed, value.args), **changed(value.keywords))
+        return functools.partial(change(value.func), *map(change, value.args), **change(value.keywords))
     if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, _with_other_attributes(value.__self__, changed))
+        return types.MethodType(value.__func__, _changed_attributes(value.__self__, change))
     if isinstance(value, _JITTED):
-        return changed(value.__wrapped__)  # type: ignore[attr-defined]  # it is called without `jit` anyway
+        return change(value.__wrapped__)  # type: ignore[attr-defined]  # it is called without `jit` anyway
     if isinstance(value, types.FunctionType):
-        return _function_with_jax_arrays(value, changed)
+        return _changed_function(value, change)
     is_callable = callable(value) and not isinstance(value, type | types.BuiltinFunctionType)
-    return _with_other_attributes(value, changed) if is_callable else value
+    return _changed_attributes(value, change) if is_callable else value
 
 
-def _with_other_attributes(value: Any, changed: Callable[[Any], Any]) -> Any:
+def _changed_attributes(value: Any, change: Callable[[Any], Any]) -> Any:
     if not isinstance(getattr(value, "__dict__", None), dict) or type(value).__module__.startswith(("jax", "numpy")):
         return value
     copy = object.__new__(type(value))
-    vars(copy).update(changed(vars(value)))
+    vars(copy).update(change(vars(value)))
     return copy
 
 
-def _function_with_jax_arrays(function: types.FunctionType, changed: Callable[[Any], Any]) -> types.FunctionType:
+def _changed_function(function: types.FunctionType, change: Callable[[Any], Any]) -> types.FunctionType:
     """The function with another closure, other defaults, and other values of the global names that it uses."""
-    cells = tuple(types.CellType(changed(cell.cell_contents)) for cell in function.__closure__ or ())
-    named = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
-    names = {**function.__globals__, **changed(named)}
-    defaults = None if function.__defaults__ is None else changed(function.__defaults__)
-    copy = types.FunctionType(function.__code__, names, function.__name__, defaults, cells)
-    copy.__kwdefaults__ = None if function.__kwdefaults__ is None else changed(function.__kwdefaults__)
+    names = function.__globals__
+    names = names | {name: change(names[name]) for name in function.__code__.co_names if name in names}
+    closure = tuple(types.CellType(change(cell.cell_contents)) for cell in function.__closure__ or ())
+    copy = types.FunctionType(function.__code__, names, function.__name__, change(function.__defaults__), closure)
+    copy.__kwdefaults__ = change(function.__kwdefaults__)
     return copy

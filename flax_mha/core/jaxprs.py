@@ -1,5 +1,6 @@
 """Jaxprs as values: compared by what they compute, and evaluated inside `jax.shard_map`."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,15 +35,68 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
                 yield inner
 
 
-def evaluated_alike(jaxpr: Jaxpr, captured: Sequence[Array], arguments: Sequence[Array]) -> Array:
+def key_of(value: Any, derived: frozenset | None = None) -> tuple:
+    """Converts a jaxpr, or what its equations hold, to a hashable key, equal for two that compute the same.
+
+    Unknown objects are equal to themselves alone, by their `id`: whoever keeps the key must keep the value.
+
+    Args:
+      value: What to convert.
+      derived: None if rules of custom derivatives do not count. Else they do, by their `id`, but those of the functions
+        with these keys.
+    """
+    key = functools.partial(key_of, derived=derived)
+    if isinstance(value, Jaxpr):
+        return _key_of_jaxpr(value, derived), *map(key, getattr(value, "consts", ()))
+    if isinstance(value, ClosedJaxpr):
+        return key(value.jaxpr), *map(key, value.consts)
+    if isinstance(value, tuple | list):
+        return type(value), *map(key, value)
+    if isinstance(value, jax.Array) and is_key(value):
+        value = jax.random.key_data(value)
+    if isinstance(value, jax.core.Tracer):
+        return "object", id(value)
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        array = np.asarray(value)
+        return array.dtype.name, array.shape, array.tobytes()
+    try:
+        hash(value)
+    except TypeError:
+        return "object", id(value)
+    return type(value), value
+
+
+def _key_of_jaxpr(jaxpr: Jaxpr, derived: frozenset | None) -> tuple:
+    """The key of a jaxpr without what it computes for nothing, as rules that call their own function do."""
+    live, needed, numbers = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, [], dict[Any, int]()
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or live.intersection(equation.outvars):
+            needed.append(equation)
+            live.update(v for v in equation.invars if not isinstance(v, Literal))
+
+    def atom(x: Any) -> tuple:
+        name = key_of(x.val) if isinstance(x, Literal) else numbers.setdefault(x, len(numbers))
+        return name, str(x.aval)
+
+    def key(e: Any) -> tuple:
+        rules = RULES.get(e.primitive.name, ())
+        if rules and derived is not None and key_of(e.params["call_jaxpr"]) not in derived:
+            rules = ()
+        params = tuple((name, key_of(x, derived)) for name, x in sorted(e.params.items()) if name not in rules)
+        return e.primitive, params, *map(atom, (*e.invars, *e.outvars))
+
+    return *map(atom, (*jaxpr.constvars, *jaxpr.invars)), *map(key, reversed(needed)), *map(atom, jaxpr.outvars)
+
+
+def evaluate_varying(jaxpr: Jaxpr, values: Sequence[Array]) -> Array:
     """The jaxpr's value inside `jax.shard_map`, where all operands must vary over the same axes of the mesh.
 
     The function was traced for scalars that vary over none.
     """
-    values = dict(zip(inputs(jaxpr), (*captured, *arguments), strict=True))
+    known = dict(zip(jaxpr.invars, values, strict=True))
 
     def read(atoms: Sequence[Any]) -> list[Array]:
-        return varying_alike([jnp.asarray(x.val) if isinstance(x, Literal) else values[x] for x in atoms])
+        return varying_alike([jnp.asarray(x.val) if isinstance(x, Literal) else known[x] for x in atoms])
 
     for equation in jaxpr.eqns:
         if any(True for _ in inner_jaxprs(equation)):
@@ -50,12 +104,11 @@ def evaluated_alike(jaxpr: Jaxpr, captured: Sequence[Array], arguments: Sequence
                 "score_mod and mask_mod must not use control flow or custom derivatives inside jax.shard_map, but "
                 f"got {equation.primitive.name}; use jnp.where, or jax.shard_map(..., check_vma=False)."
             )
-        if equation.primitive.name in ("pvary", "pcast"):  # captured arrays that varied already while tracing
-            values[equation.outvars[0]] = read(equation.invars)[0]
-            continue
-        results = equation.primitive.bind(*read(equation.invars), **equation.params)
-        results = results if equation.primitive.multiple_results else [results]
-        values.update(zip(equation.outvars, results, strict=True))
+        results = read(equation.invars)
+        if equation.primitive.name not in ("pvary", "pcast"):  # of captured arrays that varied already while tracing
+            results = equation.primitive.bind(*results, **equation.params)
+        results = results if isinstance(results, list | tuple) else [results]
+        known.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)[0]
 
 
@@ -67,33 +120,22 @@ SELECTING = {
 }
 
 
-def inputs(jaxpr: Jaxpr) -> list[Any]:
-    """The variables of captured arrays and arguments; newer jax does not keep the two apart."""
-    return [*jaxpr.constvars, *jaxpr.invars]
-
-
-def derivative_is_finite(jaxpr: Jaxpr, start: int, end: int) -> bool:
+def derivative_is_finite(jaxpr: Jaxpr) -> bool:
     """Returns whether no derivative can be infinite or NaN, whatever floats captured arrays and arguments hold.
 
     That is so if floats are only selected, added, and multiplied by finite numbers, as in
     score - slopes[h] * (q_idx - kv_idx). A False may be wrong, a True is not.
-
-    Args:
-      jaxpr: Of the function.
-      start: The first of the inputs that are known to be finite.
-      end: One past the last of them.
     """
-    variables = inputs(jaxpr)
-    data = {v for v in variables[:start] + variables[end:] if _is_float(v)}  # may hold anything
+    data = {v for v in (*jaxpr.constvars, *jaxpr.invars) if is_float(v)}  # may hold anything
     unbounded: set[Any] = set()  # made of integers alone, but perhaps not finite
     for equation in jaxpr.eqns:
+        name, floats = equation.primitive.name, [v for v in equation.outvars if is_float(v)]
         atoms = [x for x in equation.invars if not isinstance(x, Literal)]
-        infinite = [x for x in equation.invars if isinstance(x, Literal) and not np.isfinite(x.val).all()]
-        of_data, is_unbounded = [x for x in atoms if x in data], any(x in unbounded for x in atoms) or bool(infinite)
-        name, floats = equation.primitive.name, [v for v in equation.outvars if _is_float(v)]
-        if name == "mul" and floats and (len(of_data) > 1 or (of_data and is_unbounded)):
-            return False
-        if name != "mul" and name not in SELECTING and of_data and floats:
+        numbers = [x.val for x in equation.invars if isinstance(x, Literal)]
+        of_data = [x for x in atoms if x in data]
+        is_unbounded = any(x in unbounded for x in atoms) or not all(np.isfinite(x).all() for x in numbers)
+        is_product = name == "mul" and len(of_data) == 1 and not is_unbounded
+        if of_data and floats and not is_product and name not in SELECTING:
             return False
         if of_data:
             data.update(floats)
@@ -102,79 +144,6 @@ def derivative_is_finite(jaxpr: Jaxpr, start: int, end: int) -> bool:
     return True
 
 
-def _is_float(variable: Any) -> bool:
+def is_float(variable: Any) -> bool:
+    """Returns whether a variable or a literal of a jaxpr is a float."""
     return jnp.issubdtype(variable.aval.dtype, jnp.floating)
-
-
-class _Itself:
-    """Equal to the same object alone, for what cannot be compared."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def frozen(value: Any, with_rules: bool = False) -> Any:
-    """Converts a value to a hashable one, equal to another if the values are; unknown objects equal only themselves."""
-    if isinstance(value, ClosedJaxpr) and not isinstance(value, Jaxpr):
-        return "closed", frozen(value.jaxpr, with_rules), tuple(frozen(x, with_rules) for x in value.consts)
-    if isinstance(value, Jaxpr):
-        consts = tuple(frozen(x, with_rules) for x in getattr(value, "consts", ()))
-        return "jaxpr", key_of(value, with_rules), consts
-    if isinstance(value, jax.core.Tracer):
-        return _Itself(value)
-    if isinstance(value, jax.Array) and is_key(value):
-        return "key", str(value.dtype), np.asarray(jax.random.key_data(value)).tobytes()
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        array = np.asarray(value)
-        return "array", array.dtype.name, array.shape, array.tobytes()
-    if isinstance(value, dict):
-        return "dict", tuple(sorted((str(name), frozen(x, with_rules)) for name, x in value.items()))
-    if isinstance(value, tuple | list):
-        return type(value), tuple(frozen(x, with_rules) for x in value)
-    try:
-        hash(value)
-    except TypeError:
-        return _Itself(value)
-    return type(value), value
-
-
-def key_of(jaxpr: Jaxpr, with_rules: bool = False) -> tuple:
-    """Returns a key that is equal for two jaxprs that compute the same.
-
-    The functions in `RULES` are left out, or with `with_rules` equal to themselves alone.
-    """
-    numbers: dict[Any, int] = {}
-
-    def atom(x: Any) -> Any:
-        if isinstance(x, Literal):
-            return "literal", str(x.aval), frozen(x.val, with_rules)
-        return numbers.setdefault(x, len(numbers)), str(x.aval)
-
-    def equation(e: Any) -> tuple:
-        rules = () if with_rules else RULES.get(e.primitive.name, ())
-        params = tuple((name, frozen(x, with_rules)) for name, x in sorted(e.params.items()) if name not in rules)
-        return e.primitive, params, tuple(map(atom, e.invars)), tuple(map(atom, e.outvars))
-
-    heads = tuple(map(atom, inputs(jaxpr)))
-    return heads, tuple(map(equation, jaxpr.eqns)), tuple(map(atom, jaxpr.outvars))
-
-
-def key_of_derivative(derivative: ClosedJaxpr) -> tuple:
-    """Returns a key that is equal for two derivatives that compute the same, with the arrays that they hold.
-
-    Without what is computed for nothing: rules call their own function, though often only its derivative is wanted.
-    """
-    jaxpr = derivative.jaxpr
-    live, equations = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, []
-    for equation in reversed(jaxpr.eqns):
-        if live.intersection(equation.outvars) or equation.effects:
-            equations.append(equation)
-            live.update(v for v in equation.invars if not isinstance(v, Literal))
-    key = key_of(jaxpr.replace(eqns=equations[::-1]), with_rules=True)
-    return key, tuple(frozen(x, with_rules=True) for x in derivative.consts)

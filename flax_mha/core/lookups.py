@@ -21,22 +21,10 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from flax_mha.core.jaxprs import inner_jaxprs
-from flax_mha.core.user_function import TracedFunction
-
-ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
+from flax_mha.core.user_function import POSITIONS, TracedFunction
 
 Span = tuple[int, int] | None
 """The first and the last position of a call's queries or keys; None if they are not known while tracing."""
-
-
-class Lookup(NamedTuple):
-    """A lookup of an entry that an axis of its array does not have, because the arguments in `at` have these values."""
-
-    shape: tuple[int, ...]
-    axis: int
-    entry: int
-    needed: int
-    at: tuple[tuple[str, int | None], ...]
 
 
 class _Scalar(NamedTuple):
@@ -65,15 +53,8 @@ def check(function: TracedFunction, batch: Any, heads: Any, queries: Span, keys:
     """
     last = tuple(size - 1 if isinstance(size, int) else None for size in (batch, heads))
     for query, key in _corners(queries, keys, ahead):
-        found = _leaving(function, (*last, query, key))
-        if found is None:
-            continue
-        at = " and ".join(f"{name} = {value}" for name, value in found.at)
-        raise ValueError(
-            f"{function.name} must look up entries that its arrays have, but at {at} it looks up entry {found.entry} "
-            f"of axis {found.axis} of an array of shape {found.shape}; make that axis at least {found.needed} long, or "
-            f"limit the index, as jnp.minimum(index, {found.shape[found.axis] - found.needed + found.entry}) does."
-        )
+        if fault := _fault(function, (*last, query, key)):
+            raise ValueError(f"{function.name} {fault}")
 
 
 def _corners(queries: Span, keys: Span, ahead: int | None) -> list[tuple[int | None, int | None]]:
@@ -87,12 +68,12 @@ def _corners(queries: Span, keys: Span, ahead: int | None) -> list[tuple[int | N
 
 
 @functools.lru_cache(maxsize=256)
-def _leaving(function: TracedFunction, arguments: tuple[int | None, ...]) -> Lookup | None:
-    """The first lookup that leaves its array if the function is called with these arguments."""
-    variables = function.arguments[-len(ARGUMENTS) :]
+def _fault(function: TracedFunction, arguments: tuple[int | None, ...]) -> str | None:
+    """Describes the first lookup that leaves its array if the function is called with these arguments."""
+    variables = function.jaxpr.invars[-len(POSITIONS) :]
     known = {
         variable: _Scalar(None if value is None else np.int32(value), frozenset({name}))
-        for variable, name, value in zip(variables, ARGUMENTS, arguments, strict=True)
+        for variable, name, value in zip(variables, POSITIONS, arguments, strict=True)
     }
     scalars = _evaluated(function.jaxpr, known)
     conditions = _conditions(function.jaxpr, scalars)
@@ -104,9 +85,14 @@ def _leaving(function: TracedFunction, arguments: tuple[int | None, ...]) -> Loo
         for axis, (index, sources) in enumerate(_read(x, scalars) for x in equation.invars[1:]):
             is_certain = index is not None and sources and not sources >= {"q_idx", "kv_idx"}
             is_certain = is_certain and not sources & conditions[equation.outvars[0]]
-            if is_certain and index > shape[axis] - sizes[axis]:
-                at = tuple((name, value) for name, value in zip(ARGUMENTS, arguments, strict=True) if name in sources)
-                return Lookup(shape, axis, int(index), int(index) + sizes[axis], at)
+            largest = shape[axis] - sizes[axis]
+            if is_certain and index > largest:
+                at = [f"{name} = {value}" for name, value in zip(POSITIONS, arguments, strict=True) if name in sources]
+                return (
+                    f"must look up entries that its arrays have, but at {' and '.join(at)} it looks up entry {index} "
+                    f"of axis {axis} of an array of shape {shape}; make that axis at least {index + sizes[axis]} "
+                    f"long, or limit the index, as jnp.minimum(index, {largest}) does."
+                )
     return None
 
 

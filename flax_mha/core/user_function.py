@@ -22,36 +22,28 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array
 
 from flax_mha.core.captured import with_jax_arrays
-from flax_mha.core.jaxprs import (
-    RULES,
-    derivative_is_finite,
-    equations,
-    evaluated_alike,
-    inputs,
-    key_of,
-    key_of_derivative,
-)
+from flax_mha.core.jaxprs import RULES, derivative_is_finite, equations, evaluate_varying, is_float, key_of
 from flax_mha.core.tracing import any_varies, without_mesh
+
+POSITIONS = ("b", "h", "q_idx", "kv_idx")
 
 
 class TracedFunction:
-    """The jaxpr of a function of scalars. Two are equal if they compute the same from the same captured arrays.
+    """The jaxpr of a function of ([score,] b, h, q_idx, kv_idx). Two are equal if they compute the same.
 
-    Args:
+    Attributes:
       name: What errors call the function; it does not count when two are compared.
-      jaxpr: The function's jaxpr. It takes the captured arrays, then the function's arguments.
-      captured: How many arrays are captured.
-      numbers: How many of these, the last ones, are finite numbers lifted out of the jaxpr.
-      derivative: The jaxpr of its vector-Jacobian product if it calls functions with custom derivatives, else None.
+      jaxpr: Takes the captured arrays, then the function's arguments.
+      derivative_is_finite: See `jaxprs.derivative_is_finite`.
     """
 
-    def __init__(self, name: str, jaxpr: Jaxpr, captured: int, numbers: int, derivative: ClosedJaxpr | None) -> None:
-        self.name = name
-        self.jaxpr = jaxpr
-        self._key = (key_of(jaxpr), None if derivative is None else key_of_derivative(derivative))
+    def __init__(self, name: str, jaxpr: Jaxpr, derivative: ClosedJaxpr | None, derivative_is_finite: bool) -> None:
+        self.name, self.jaxpr, self.derivative_is_finite = name, jaxpr, derivative_is_finite
+        self._derivative = derivative  # kept, for the key has the `id` of objects in it
+        with_rules = (equation for equation in equations(jaxpr) if equation.primitive.name in RULES)
+        derived = frozenset(key_of(equation.params["call_jaxpr"]) for equation in with_rules)
+        self._key = key_of(jaxpr), key_of(derivative, derived)
         self._hash = hash(self._key)
-        self._captured = captured
-        self.derivative_is_finite = derivative_is_finite(jaxpr, captured - numbers, captured)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TracedFunction) and self._key == other._key
@@ -61,9 +53,8 @@ class TracedFunction:
 
     def __call__(self, captured: Sequence[Array], *arguments: Array) -> Array:
         """The function's value, given the arrays that it captured."""
-        if any_varies((*captured, *arguments)):
-            return evaluated_alike(self.jaxpr, captured, arguments)
-        return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, captured))(*arguments)[0]
+        values = (*captured, *arguments)
+        return evaluate_varying(self.jaxpr, values) if any_varies(values) else _evaluate(self.jaxpr, values)
 
     @property
     def has_custom_vjp(self) -> bool:
@@ -75,67 +66,71 @@ class TracedFunction:
         """True if it calls Python while it runs, which may return something else next time."""
         return any("callback" in equation.primitive.name for equation in equations(self.jaxpr))
 
-    @property
-    def arguments(self) -> list[Any]:
-        """The variables of the function's arguments."""
-        return inputs(self.jaxpr)[self._captured :]
-
-    def uses(self, argument: int) -> bool:
-        """Returns whether the value may depend on this argument."""
-        variable = self.arguments[argument]
+    def uses(self, position: str) -> bool:
+        """Returns whether the value may depend on this one of `POSITIONS`."""
+        variable = self.jaxpr.invars[POSITIONS.index(position) - len(POSITIONS)]
         used = (*(v for equation in self.jaxpr.eqns for v in equation.invars), *self.jaxpr.outvars)
         return any(v is variable for v in used)
 
 
 class Trace(NamedTuple):
-    """A function's trace: what is static, the arrays that it captured, and which of them get gradients."""
+    """A function's trace: what is static, and the arrays that it takes first: those that get gradients, and others."""
 
     function: TracedFunction
-    captured: list[Array]
-    trainable: tuple[bool, ...]
+    learned: list[Array]
+    constants: list[Array]
 
 
-def trace(name: str, function: Callable, signature: dict[str, Any], result_dtype: str) -> Trace:
-    """Traces `function` as it is now, and checks the dtype of its value.
+def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
+    """Traces a user's function of scalars as it is now.
 
     Args:
       name: What to call it in errors.
-      function: Of scalars.
-      signature: Names and dtypes of its arguments.
-      result_dtype: Name of the dtype of its value.
+      function: A `mask_mod` or a `score_mod`.
+      score: The dtype of scores; None for a `mask_mod`.
 
     Raises:
-      ValueError: If it raises, or does not return one scalar of the dtype `result_dtype`.
+      ValueError: If it is no function, raises, or does not return one bool, or one score.
     """
-    wanted = f"{name}({', '.join(signature)}) must return one {result_dtype} scalar for scalar arguments"
+    closed = _checked_jaxpr(name, function, score)
+    pairs = [(v, jnp.asarray(x)) for v, x in zip(closed.jaxpr.constvars, closed.consts, strict=True)]
+    if score is not None and any(jnp.issubdtype(x.dtype, jnp.complexfloating) for _, x in pairs):
+        raise ValueError(f"{name} must not capture complex arrays, but {function!r} does; capture x.real and x.imag.")
+
+    def is_constant(pair: tuple[Any, Array]) -> bool:  # whoever differentiates by an array has made it a tracer
+        return score is None or not is_float(pair[0]) or not isinstance(pair[1], jax.core.Tracer)
+
+    eqns, floats = _floats_as_arguments(closed.jaxpr)
+    pairs = sorted(pairs, key=is_constant) + floats
+    variables, captured = [v for v, _ in pairs], [x for _, x in pairs]
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*variables, *closed.jaxpr.invars], eqns=eqns)
+    number = sum(not is_constant(pair) for pair in pairs)
+    learned, constants = captured[:number], captured[number:]
+    derivative = None
+    if score is not None and any(equation.primitive.name in RULES for equation in equations(jaxpr)):
+        derivative = _derivative(jaxpr, learned, constants)
+    name = f"{name} {_qualified_name(function)}"
+    traced = TracedFunction(name, jaxpr, derivative, derivative_is_finite(closed.jaxpr))
+    return Trace(traced, learned, constants)
+
+
+def _checked_jaxpr(name: str, function: Any, score: jnp.dtype | None) -> ClosedJaxpr:
+    """The jaxpr of the function as it is now, if it has one and returns what it must."""
+    if not callable(function):
+        raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
+    scores = [] if score is None else [score]
+    [result] = scores or [jnp.dtype(bool)]
+    names = ", ".join([*("score" for _ in scores), *POSITIONS])
+    wanted = f"{name}({names}) must return one {result.name} scalar for scalar arguments"
     try:
-        closed = _traced(function, tuple(jax.ShapeDtypeStruct((), dtype) for dtype in signature.values()))
+        closed = _jaxpr_of(function, *scores, *[jnp.int32] * len(POSITIONS))
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
         raise ValueError(f"{wanted}, but {function!r} raised {reason}{_fix(error)}.") from error
-    answers = closed.out_avals
-    if len(answers) != 1 or answers[0].shape != () or answers[0].dtype != jnp.dtype(result_dtype):
-        got = ", ".join(aval.str_short() for aval in answers)
-        raise ValueError(
-            f"{wanted}, but {function!r} returned {got or 'nothing'}; use .astype or jnp.where on scalars."
-        )
-    captured = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in closed.consts]
-    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in captured) and result_dtype != "bool":
-        raise ValueError(f"{name} must not capture complex arrays, but {function!r} does; capture x.real and x.imag.")
-    without = _without_derivative(closed.jaxpr)
-    trainable = tuple(
-        jnp.issubdtype(x.dtype, jnp.floating) and (isinstance(x, jax.core.Tracer) or variable not in without)
-        for x, variable in zip(captured, closed.jaxpr.constvars, strict=True)
-    )
-    jaxpr, floats = _floats_as_arguments(closed.jaxpr)
-    captured, trainable = captured + floats, trainable + (False,) * len(floats)
-    derivative = None
-    if jnp.issubdtype(jnp.dtype(result_dtype), jnp.floating) and any(
-        p.primitive.name in RULES for p in equations(jaxpr)
-    ):
-        derivative = _derivative(jaxpr, captured, trainable, result_dtype)
-    known_as = f"{name} {_qualified_name(function)}"
-    return Trace(TracedFunction(known_as, jaxpr, len(captured), len(floats), derivative), captured, trainable)
+    if [(x.shape, x.dtype) for x in closed.out_avals] != [((), result)]:
+        got = ", ".join(aval.str_short() for aval in closed.out_avals) or "nothing"
+        raise ValueError(f"{wanted}, but {function!r} returned {got}; use .astype or jnp.where on scalars.")
+    return closed
 
 
 def _qualified_name(function: Any) -> str:
@@ -157,7 +152,7 @@ def _fix(error: Exception) -> str:
     return ""
 
 
-def _traced(function: Callable, arguments: tuple[jax.ShapeDtypeStruct, ...]) -> ClosedJaxpr:
+def _jaxpr_of(function: Callable, *dtypes: Any) -> ClosedJaxpr:
     """The jaxpr of the function as it is now.
 
     jax keeps the traces of functions and of the jitted helpers that they call, whatever has become of their closures.
@@ -174,64 +169,43 @@ def _traced(function: Callable, arguments: tuple[jax.ShapeDtypeStruct, ...]) -> 
                 return with_jax_arrays(function)(*scalars)
 
     with without_mesh():
-        return jax.make_jaxpr(anew)(*arguments)
+        return jax.make_jaxpr(anew)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
 
 
-def _without_derivative(jaxpr: Jaxpr) -> set[Any]:
-    """The variables that functions with a custom_vjp close over, and what these are computed from.
-
-    jax refuses to differentiate by them. They may be used as constants.
-    """
-    variables: set[Any] = set()
-    for equation in reversed(jaxpr.eqns):
-        if variables.intersection(equation.outvars):
-            variables.update(v for v in equation.invars if not isinstance(v, Literal))
-        if equation.primitive.name == "custom_vjp_call":
-            variables.update(equation.invars[: equation.params["num_consts"]])
-    return variables
+def _evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> Array:
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)[0]
 
 
-def _floats_as_arguments(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Array]]:
-    """The jaxpr with its finite floats as captured arrays, so that another number compiles nothing.
+def _floats_as_arguments(jaxpr: Jaxpr) -> tuple[list[Any], list[tuple[Any, Array]]]:
+    """Equations with variables in the place of finite floats, and these: another number shall compile nothing.
 
     Exponents stay: XLA computes x ** 2.0 faster if it knows the 2.0.
     """
-    variables, values = [], []
+    floats: list[tuple[Any, Array]] = []
 
     def lifted(atom: Any, primitive: str) -> Any:
-        is_float = isinstance(atom, Literal) and jnp.issubdtype(atom.aval.dtype, jnp.floating)  # type: ignore[attr-defined]
-        if not is_float or atom.aval.shape or primitive == "pow" or not np.isfinite(atom.val):
+        is_number = isinstance(atom, Literal) and is_float(atom) and not atom.aval.shape  # type: ignore[attr-defined]
+        if not is_number or primitive == "pow" or not np.isfinite(atom.val):
             return atom
-        variables.append(Var(atom.aval))
-        values.append(jnp.asarray(atom.val, atom.aval.dtype))
-        return variables[-1]
+        floats.append((Var(atom.aval), jnp.asarray(atom.val, atom.aval.dtype)))
+        return floats[-1][0]
 
-    equations = [
-        equation.replace(invars=[lifted(atom, equation.primitive.name) for atom in equation.invars])
-        for equation in jaxpr.eqns
-    ]
-    if not variables:
-        return jaxpr, []
-    return jaxpr.replace(constvars=[*jaxpr.constvars, *variables], eqns=equations), values
+    return [e.replace(invars=[lifted(x, e.primitive.name) for x in e.invars]) for e in jaxpr.eqns], floats
 
 
-def _derivative(jaxpr: Jaxpr, captured: list[Array], trainable: tuple[bool, ...], dtype: str) -> ClosedJaxpr:
+def _derivative(jaxpr: Jaxpr, learned: list[Array], constants: list[Array]) -> ClosedJaxpr:
     """The vector-Jacobian product of a `score_mod` that calls functions with custom derivatives.
 
     Their rules are Python functions, of which it cannot be said whether they are equal. What they compute can.
     """
 
-    def pulled(learned: list[Array], fixed: list[Array], arguments: tuple[Array, ...], cotangent: Array) -> Any:
+    def pulled(score: Array, cotangent: Array, positions: list[Array], learned: list, constants: list) -> Any:
         def run(score: Array, learned: list[Array]) -> Array:
-            queues = {True: iter(learned), False: iter(fixed)}
-            values = [next(queues[is_learned]) for is_learned in trainable]
-            return jaxpr_as_fun(ClosedJaxpr(jaxpr, values))(score, *arguments[1:])[0]
+            return _evaluate(jaxpr, (*learned, *constants, score, *positions))
 
         with jax.disable_jit():
-            return jax.vjp(run, arguments[0], learned)[1](cotangent)
+            return jax.vjp(run, score, learned)[1](cotangent)
 
-    learned = [x for x, is_learned in zip(captured, trainable, strict=True) if is_learned]
-    fixed = [x for x, is_learned in zip(captured, trainable, strict=True) if not is_learned]
-    arguments = tuple(jax.ShapeDtypeStruct((), v.aval.dtype) for v in inputs(jaxpr)[len(captured) :])
-    # With its constants: the arrays that the rules capture are compared by value.
-    return jax.make_jaxpr(pulled)(learned, fixed, arguments, jax.ShapeDtypeStruct((), dtype))
+    arguments = jaxpr.invars[len(learned) + len(constants) :]
+    score, *positions = (jax.ShapeDtypeStruct((), v.aval.dtype) for v in arguments)  # type: ignore[attr-defined]
+    return jax.make_jaxpr(pulled)(score, score, positions, learned, constants)

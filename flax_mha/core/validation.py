@@ -42,28 +42,25 @@ class Shape(NamedTuple):
         return numbers.reshape(batch), np.arange(self.num_heads if by_head else 1, dtype=np.int32)
 
 
-def mask(value: ArrayLike | None, shape: Shape) -> Array | None:
+def mask(value: ArrayLike | None, shape: Shape) -> Array:
     """A boolean array that broadcasts to the scores."""
-    if value is None:
-        return None
-    array = _array("mask", value, "a boolean array or a mask object such as CausalMask()")
+    array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype != bool:
         raise ValueError(
             f"mask must be bool (True attends), but got {array.dtype}; use mask.astype(bool) if it holds 0 and 1, "
             "or pass it as bias= if it is to be added to the scores."
         )
-    return _broadcastable("mask", array, shape.scores, "[batch..., heads, queries, keys]", _mask_fix(array, shape))
+    return broadcastable("mask", array, shape.scores, "[batch..., heads, queries, keys]", _mask_fix(array, shape))
 
 
 def mask_of_numbers(value: Any) -> Array:
     """A boolean array from the masks that Flax takes: booleans, or 0 and 1 in numbers."""
-    array = _array("mask", value, "a boolean array or a mask object such as CausalMask()")
+    array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype == bool:
         return array
-    if readable(array) and not np.isin(np.asarray(array), (0, 1)).all():
-        other = np.asarray(array).ravel()[~np.isin(np.asarray(array), (0, 1)).ravel()][0]
+    if readable(array) and len(others := np.setdiff1d(array, (0, 1))):
         raise ValueError(
-            f"mask must be bool, or hold 0 and 1 alone (1 attends), but got {array.dtype} with {other}; pass it as "
+            f"mask must be bool, or hold 0 and 1 alone (1 attends), but got {array.dtype} with {others[0]}; pass it as "
             "bias= if it is to be added to the scores."
         )
     return array.astype(bool)
@@ -88,7 +85,7 @@ def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | No
     array = int32(name, value)
     if not shape.batch and array.shape == (1,):  # what jax.nn expects of inputs without a batch axis
         array = array[0]
-    return _broadcastable(name, array, shape.batch, "[batch...]")
+    return broadcastable(name, array, shape.batch, "[batch...]")
 
 
 def lengths(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
@@ -96,14 +93,6 @@ def lengths(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
     array = per_sequence(name, value, shape)
     if array is not None and (least := extremes(array)[0]) < 0:
         raise ValueError(f"{name} must be at least 0, but got {least}; use 0 for a sequence of padding alone.")
-    return array
-
-
-def array_mask(value: ArrayLike, shape: Shape) -> Array:
-    """The array of an ArrayMask."""
-    array = mask(value, shape)
-    if array is None:
-        raise ValueError("ArrayMask(visible) must hold a boolean array, but got None.")
     return array
 
 
@@ -135,7 +124,7 @@ def segment_ids(
         ids = ids_int32(name, partner if given is None else given)
         if ids.ndim == 0 or ids.shape[-1] != length:
             raise ValueError(f"{name} must be [batch..., {length}], one id a position, but got shape {ids.shape}.")
-        checked.append(_broadcastable(name, ids, (*shape.batch, length), "[batch..., length]"))
+        checked.append(broadcastable(name, ids, (*shape.batch, length), "[batch..., length]"))
     dtype = jnp.promote_types(checked[0].dtype, checked[1].dtype)
     return checked[0].astype(dtype), checked[1].astype(dtype)
 
@@ -147,13 +136,8 @@ def flag(name: str, value: bool) -> bool:
     return bool(value)
 
 
-def user_function(name: str, function: Any) -> None:
-    """Checks that a user's function can be called."""
-    if not callable(function):
-        raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
-
-
-def _array(name: str, value: Any, expected: str) -> Array:
+def as_array(name: str, value: Any, expected: str) -> Array:
+    """The array that the value is or stands for; errors call it `expected`."""
     value = unwrapped(value)
     if value is None or isinstance(value, str) or callable(value):
         fix = f"; call it: {value.__name__}()" if isinstance(value, type) else ""
@@ -164,7 +148,7 @@ def _array(name: str, value: Any, expected: str) -> Array:
         raise ValueError(f"{name} must be {expected}, but got {type(value).__name__}.") from error
 
 
-def _broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = "") -> Array:
+def broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = "") -> Array:
     """`array` with axes of length 1 in front until it has the rank of `shape`."""
     fits = array.ndim <= len(shape) and all(
         n in (1, size) for n, size in zip(reversed(array.shape), reversed(shape), strict=False)

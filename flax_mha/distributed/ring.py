@@ -106,7 +106,7 @@ def ring_attention(call: Call, context: Context, implementation: str | None) -> 
     if implementation is not None:
         registry.check_computes(implementation, _refusals(implementation, _first_slice(call, context)))
     operands, (ring, inner) = call.operands, _ring_of(call, context, implementation or DEFAULT)
-    output, lse = _ring(ring, _trainable(inner, ring.options), inner)
+    output, lse = _ring(ring, _trainable(inner), inner)
     if operands.sinks is not None:
         output, lse = _with_sinks(output, lse, operands.sinks[..., None, :].astype(lse.dtype))
     return output.astype(operands.query.dtype), lse
@@ -153,18 +153,8 @@ def _ring_of(call: Call, context: Context, implementation: str) -> tuple[Ring, O
     return ring, operands
 
 
-def _trainable(operands: Operands, options: Options) -> Trainable:
-    captured = [x for x, learned in zip(operands.captured, options.captured_trainable, strict=True) if learned]
-    return Trainable(operands.query, operands.key, operands.value, operands.bias, captured, operands.scale)
-
-
-def _replace_trainable(operands: Operands, options: Options, trainable: Trainable) -> Operands:
-    learned = iter(trainable.captured)
-    captured = [
-        next(learned) if is_learned else x
-        for x, is_learned in zip(operands.captured, options.captured_trainable, strict=True)
-    ]
-    return operands._replace(**trainable._replace(captured=captured)._asdict())
+def _trainable(operands: Operands) -> Trainable:
+    return Trainable(*(getattr(operands, name) for name in Trainable._fields))
 
 
 def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> OutputAndLse:
@@ -178,7 +168,7 @@ def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> Out
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
-    operands = _replace_trainable(operands, ring.options, trainable)
+    operands = operands._replace(**trainable._asdict())
     (*rows, _), features = operands.query.shape, operands.value.shape[-1]
     dtype, rank = ring.options.dtype, lax.axis_index(ring.axis)
 
@@ -230,7 +220,7 @@ def _forward(ring: Ring, trainable: Trainable, operands: Operands) -> tuple[Outp
 
 def _backward(ring: Ring, saved: tuple, cotangents: OutputAndLse) -> tuple[Trainable, None]:
     trainable, operands, known = saved
-    operands = _replace_trainable(operands, ring.options, trainable)
+    operands = operands._replace(**trainable._asdict())
     dtype, rank = ring.options.dtype, lax.axis_index(ring.axis)
     axis = operands.query.ndim - 3
     rows = functools.partial(_rows, size=operands.query.shape[axis] // ring.chunks, axis=axis)
@@ -240,11 +230,11 @@ def _backward(ring: Ring, saved: tuple, cotangents: OutputAndLse) -> tuple[Train
         following, source = ring.send(arrays), (rank - number) % ring.size
         held = slices.replace_travelling(operands, ring.axes, arrays)
         query, key, value = (x.astype(dtype) for x in held[:3])
-        own = _trainable(held, ring.options)._replace(query=query, key=key, value=value)
+        own = _trainable(held)._replace(query=query, key=key, value=value)
 
         def add(i: Scalar, j: Scalar, sums: Trainable) -> Trainable:
             def result(own: Trainable) -> OutputAndLse:
-                part = ring.wide_slice(_replace_trainable(held, ring.options, own), source, i, j)
+                part = ring.wide_slice(held._replace(**own._asdict()), source, i, j)
                 return ring.hop(part, rows(known, i))
 
             [gradients] = jax.vjp(result, own)[1](rows(cotangents, i))

@@ -226,7 +226,7 @@ def _tangent(
     query, output, lse, finite = nonfinite.derivative_rows(head.query, result, head.nonfinite is not None)
     function, arguments = _tangent_of_tile(head, lse), _arguments(head)
     residuals = [query, lse[:, None], *arguments]
-    by_hand = functools.partial(_backward, tiling, head.rule.scale)
+    by_hand = functools.partial(_backward, tiling, head.rule.scale, head.inputs.bias is not None)
     moved = [d_head.query, *_arguments(d_head)]
     of_output, d_lse = TileSum.of(tiling, function, head.rule, blocks, residuals, moved, by_hand)
     d_lse = d_lse[:, 0]
@@ -285,6 +285,7 @@ def _described(head: Head) -> tuple[Argument, ...]:
 def _backward(
     tiling: Tiling,
     scale: float,
+    has_bias: bool,
     rule: ScoreRule,
     blocks: BlockMask,
     residuals: Sequence[Array],
@@ -294,7 +295,6 @@ def _backward(
     query, lse, key, value, *inputs = residuals
     d_output, d_lse = cotangents
     d_output = d_output.astype(query.dtype)
-    has_bias = len(inputs) > sum(rule.captured_trainable)
     may_be_nan = has_bias or rule.score_mod is not None
 
     def compute(

@@ -28,7 +28,6 @@ from jaxtyping import Array, Bool
 
 from flax_mha.core.tile import BoolMatrix, Grid, Tile
 from flax_mha.core.tracing import readable
-from flax_mha.core.user_function import TracedFunction
 from flax_mha.core.validation import Shape
 
 
@@ -37,22 +36,6 @@ class Occupancy(NamedTuple):
 
     any_visible: BoolMatrix
     all_visible: BoolMatrix
-
-
-class CallsFunction(NamedTuple):
-    """A user's traced function and what it is called with, besides positions.
-
-    Attributes:
-      function: Of the index of the batch entry, the index of the head, and the positions of a query and a key.
-      captured: The arrays that it captures, the same for all heads.
-      batch: Indices of the batch entries.
-      head: Indices of the heads.
-    """
-
-    function: TracedFunction
-    captured: list[Array]
-    batch: Any
-    head: Any
 
 
 def part_rank(axes: str) -> int:
@@ -88,14 +71,6 @@ class Mask:
         Raises:
           ValueError: If they do not fit.
         """
-        return self
-
-    def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> "Mask":
-        """A canonical mask that knows the occupancy of squares of `cell` rows and columns, if that can be known now."""
-        return self
-
-    def map_functions(self, change: "Callable[[CallsFunction], Mask]") -> "Mask":
-        """The mask with `change(part)` in the place of every part that calls a user's function."""
         return self
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
@@ -211,19 +186,10 @@ class _Combined(Mask):
         return max(queries), max(keys)
 
     def canonical(self, shape: Shape) -> Mask:
-        return self._map(lambda mask: mask.canonical(shape))
-
-    def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask:
-        return self._map(lambda mask: mask.with_occupancy(lengths, offsets, cell))
+        return type(self)(*(part.canonical(shape) for part in self.parts))
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> Mask:
-        return self._map(lambda mask: mask.map_arrays(change))
-
-    def map_functions(self, change: Callable[[CallsFunction], Mask]) -> Mask:
-        return self._map(lambda mask: mask.map_functions(change))
-
-    def _map(self, change: Callable[[Mask], Mask]) -> Mask:
-        return type(self)(*map(change, self.parts))
+        return type(self)(*(part.map_arrays(change) for part in self.parts))
 
 
 @jax.tree_util.register_dataclass

@@ -242,4 +242,4 @@ class ArrayMask(Mask):
         return 0 if queries == 1 else queries, 0 if keys == 1 else keys
 
     def canonical(self, shape: Shape) -> Mask:
-        return ArrayMask(validation.array_mask(self.visible, shape))
+        return ArrayMask(validation.mask(self.visible, shape))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from flax_mha.core import validation
-from flax_mha.core.jaxprs import frozen
+from flax_mha.core.jaxprs import key_of
 from flax_mha.core.tile import BoolMatrix, Grid, Scalar, Tile
 from flax_mha.core.tracing import readable
 from flax_mha.core.user_function import Trace, TracedFunction, trace
 from flax_mha.core.validation import Shape
-from flax_mha.masks.base import CallsFunction, Mask, Occupancy
+from flax_mha.masks.base import Mask, Occupancy
 
 
 @jax.tree_util.register_pytree_node_class
@@ -50,17 +50,17 @@ class FunctionMask(Mask):
     mask_mod: Callable[[Array, Array, Array, Array], Array]
 
     def canonical(self, shape: Shape) -> Mask:
-        function, captured, _ = _traced(self.mask_mod)
-        batch, head = shape.indices(function.uses(0), function.uses(1))
-        return _TracedMask(captured, batch, head, function)
+        function, _, captured = trace("mask_mod", self.mask_mod)
+        batch, head = shape.indices(function.uses("b"), function.uses("h"))
+        return TracedMask(captured, batch, head, function)
 
     def tree_flatten(self) -> tuple[tuple, "_Comparable"]:
         """No arrays: what the function captures becomes constants, as of all functions that `jax.jit` calls."""
         try:
-            function, captured, _ = _traced(self.mask_mod)
+            traced = trace("mask_mod", self.mask_mod)
         except ValueError:  # the call that takes the mask raises it
-            return (), _Comparable(self.mask_mod, (self.mask_mod,))
-        return (), _Comparable(self.mask_mod, (function, *map(frozen, captured)))
+            return (), _Comparable(self.mask_mod, None, (self.mask_mod,))
+        return (), _Comparable(self.mask_mod, traced, (traced.function, *map(key_of, traced.constants)))
 
     @classmethod
     def tree_unflatten(cls, comparable: "_Comparable", _: tuple) -> "FunctionMask":
@@ -73,37 +73,41 @@ class _Comparable:
     """A `mask_mod`, equal to another if both compute the same, as they were when their masks were flattened."""
 
     mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(compare=False)
+    traced: Trace | None = dataclasses.field(compare=False, repr=False)  # kept for its key
     key: tuple = dataclasses.field(repr=False)
-
-
-def _traced(mask_mod: Callable[[Array, Array, Array, Array], Array]) -> Trace:
-    validation.user_function("mask_mod", mask_mod)
-    return trace("mask_mod", mask_mod, dict.fromkeys(("b", "h", "q_idx", "kv_idx"), jnp.int32), "bool")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class _TracedMask(Mask):
-    """A traced `mask_mod`, with the batch entry and head that it is asked for.
+class TracedMask(Mask):
+    """A traced `mask_mod`, with the batch entry and head that it is asked for; None where these do not count.
 
     Attributes:
-      known: What was found by evaluating it: the occupancy of squares of `cell` rows and columns.
+      known: What was found by evaluating it: the occupancy of squares of `cell` rows and columns, or its bytes and
+        shape, which are static, if it captures nothing and is the same for all heads.
     """
 
     captured: list[Array] = dataclasses.field(metadata={"axes": ""})
-    batch: Int[Array, "..."] | np.ndarray = dataclasses.field(metadata={"axes": "B"})
-    head: Int[Array, "..."] | np.ndarray = dataclasses.field(metadata={"axes": "N"})
+    batch: Int[Array, "..."] | np.ndarray | None = dataclasses.field(metadata={"axes": "B"})
+    head: Int[Array, "..."] | np.ndarray | None = dataclasses.field(metadata={"axes": "N"})
     function: TracedFunction = dataclasses.field(metadata={"static": True})
     known: Occupancy | None = dataclasses.field(default=None, metadata={"axes": "B N rows columns"})
+    known_bytes: tuple[bytes, bytes, tuple[int, int]] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
     cell: int = dataclasses.field(default=0, metadata={"static": True})
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        one = functools.partial(self.function, self.captured, jnp.asarray(self.batch), jnp.asarray(self.head))
+        batch, head = (jnp.asarray(0 if x is None else x, jnp.int32) for x in (self.batch, self.head))
+        one = functools.partial(self.function, self.captured, batch, head)
         each = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
         return each(tile.query_positions[:, 0], tile.key_positions[0])
 
     def occupancy(self, grid: Grid) -> Occupancy:
         """Evaluates it for all positions, a row of tiles at a time, unless that has been done."""
+        if self.known_bytes is not None:
+            *known, shape = self.known_bytes
+            return _coarser(Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in known)), self.cell, grid)
         if self.known is not None:
             return _coarser(self.known, self.cell, grid)
         (rows, columns), (height, width) = grid.counts, grid.tile_shape
@@ -114,43 +118,38 @@ class _TracedMask(Mask):
 
         return Occupancy(*lax.map(row, jnp.arange(rows, dtype=jnp.int32)))
 
-    def map_functions(self, change: Callable[[CallsFunction], Mask]) -> Mask:
-        return change(CallsFunction(self.function, self.captured, self.batch, self.head))
 
-    def with_occupancy(self, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask:
-        if self.function.has_callback or not all(map(readable, (*self.captured, self.batch))):
-            return self
-        counts = (max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell)))
-        grid = Grid(counts, (cell, cell), offsets, lengths)
-        batch, head = np.broadcast_arrays(self.batch[..., None], self.head)
-        if not self.captured and batch.size == 1:
-            return _static_mask(self.function, grid)
-        heads = dataclasses.replace(self, batch=batch.ravel(), head=head.ravel())
-        known = Occupancy(*(x.reshape(*batch.shape, *counts) for x in _evaluated(heads, grid)))
-        return dataclasses.replace(self, known=known, cell=cell)
+def functions_of(mask: Mask | None) -> list[TracedMask]:
+    """Lists the parts of a canonical mask that call a user's function."""
+    return [part for part in jax.tree.leaves(mask, is_leaf=_calls_function) if _calls_function(part)]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class _StaticMask(Mask):
-    """A traced `mask_mod` that captures nothing and is the same for all heads: all of it is known while tracing."""
+def map_functions(change: Callable[[TracedMask], Mask], mask: Any) -> Any:
+    """A canonical mask with `change(part)` in the place of every part that calls a user's function."""
+    return jax.tree.map(lambda x: change(x) if _calls_function(x) else x, mask, is_leaf=_calls_function)
 
-    function: TracedFunction = dataclasses.field(metadata={"static": True})
-    any_visible: bytes = dataclasses.field(metadata={"static": True})
-    all_visible: bytes = dataclasses.field(metadata={"static": True})
-    counts: tuple[int, int] = dataclasses.field(metadata={"static": True})
-    cell: int = dataclasses.field(metadata={"static": True})
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        return _TracedMask([], np.zeros((), np.int32), np.zeros((), np.int32), self.function).tile(tile)
+def _calls_function(part: Any) -> bool:
+    return isinstance(part, TracedMask)
 
-    def map_functions(self, change: Callable[[CallsFunction], Mask]) -> Mask:
-        nobody = np.zeros((), np.int32)
-        return change(CallsFunction(self.function, [], nobody, nobody))
 
-    def occupancy(self, grid: Grid) -> Occupancy:
-        known = (np.frombuffer(x, bool).reshape(self.counts) for x in (self.any_visible, self.all_visible))
-        return _coarser(Occupancy(*known), self.cell, grid)
+def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
+    """A canonical mask that knows the occupancy of squares of `cell` rows and columns, if that can be known now."""
+    counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
+    return map_functions(functools.partial(_with_occupancy, Grid(counts, (cell, cell), offsets, lengths)), mask)
+
+
+def _with_occupancy(grid: Grid, mask: TracedMask) -> TracedMask:
+    if mask.batch is None or mask.head is None:  # that is known already
+        return mask
+    if mask.function.has_callback or not all(map(readable, (*mask.captured, mask.batch))):
+        return mask
+    batch, head = np.broadcast_arrays(mask.batch[..., None], mask.head)
+    if not mask.captured and batch.size == 1:
+        return _static_mask(mask.function, grid)
+    heads = dataclasses.replace(mask, batch=batch.ravel(), head=head.ravel())
+    known = Occupancy(*(x.reshape(*batch.shape, *grid.counts) for x in _evaluated(heads, grid)))
+    return dataclasses.replace(mask, known=known, cell=grid.tile_shape[0])
 
 
 def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
@@ -167,14 +166,15 @@ def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
 
 
 @functools.lru_cache(maxsize=64)
-def _static_mask(function: TracedFunction, grid: Grid) -> _StaticMask:
+def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
     """The mask of a function that is evaluated here, once for all calls."""
     head = np.zeros(1, np.int32)
-    some, full = _evaluated(_TracedMask([], head, head, function), grid)
-    return _StaticMask(function, some.tobytes(), full.tobytes(), grid.counts, grid.tile_shape[0])
+    some, full = _evaluated(TracedMask([], head, head, function), grid)
+    known = some.tobytes(), full.tobytes(), grid.counts
+    return TracedMask([], None, None, function, known_bytes=known, cell=grid.tile_shape[0])
 
 
-def _evaluated(heads: _TracedMask, grid: Grid) -> Occupancy:
+def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
     """The occupancy [heads, rows, columns], computed now, also where the call is being traced."""
     with jax.ensure_compile_time_eval():
         offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
@@ -182,7 +182,7 @@ def _evaluated(heads: _TracedMask, grid: Grid) -> Occupancy:
 
 
 @functools.partial(jax.jit, static_argnames="grid")
-def _occupancies(heads: _TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
+def _occupancies(heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
     """Evaluates one head after the other; offsets are arrays, so that others compile nothing."""
 
     def one(head: tuple[Array, Array]) -> Occupancy:

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from flax_mha.call.operands import Operands, Options, OutputAndLse
 from flax_mha.core.tile import Offsets
+from flax_mha.core.user_function import TracedFunction
 from flax_mha.impl.pallas import kernels
 from flax_mha.impl.pallas.inputs import LANES, Inputs, Plan
 from flax_mha.impl.pallas.launch import KernelCall
@@ -22,22 +23,21 @@ from flax_mha.impl.shared.head import heads_of, map_heads
 from flax_mha.impl.shared.scores import ScoreRule
 from flax_mha.impl.shared.tiling import InsideMask, Tiling, padded_mask
 from flax_mha.masks import Mask, Occupancy
-from flax_mha.masks.base import CallsFunction
+from flax_mha.masks.function import TracedMask, map_functions
 
 
 def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype, interpret: Any) -> KernelCall:
     """Converts a call, whose matrix products have operands of this dtype, to what its kernels take."""
     head = heads_of(operands, options, "flags", dtype, operands.query.dtype)
     rule, rank = head.rule, head.query.ndim - 2
-    mask = None if rule.mask is None else rule.mask.map_functions(functools.partial(_tile_mask, rank))
+    mask = map_functions(functools.partial(_tile_mask, rank), rule.mask)
     if tiling.inside is not None:
         mask = InsideMask(*tiling.lengths) if mask is None else mask & InsideMask(*tiling.lengths)
     function: TileFunction | None = None
     values: tuple[Array, ...] = ()
     if options.score_mod is not None:
-        queues = {True: iter(head.inputs.captured), False: iter(rule.constants)}
-        captured = [next(queues[is_learned]) for is_learned in options.captured_trainable]
-        function, values = _split(CallsFunction(options.score_mod, captured, rule.batch, rule.head), rank)
+        captured = [*head.inputs.captured, *rule.constants]
+        function, values = _split(options.score_mod, captured, rule.batch, rule.head, rank)
     seed, flags = rule.dropout_seed, head.nonfinite
     inputs = Inputs(
         query=head.query,
@@ -62,18 +62,20 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
     return KernelCall(plan, inputs, _occupancy(rule, tiling, rank))
 
 
-def _split(calls: CallsFunction, rank: int) -> tuple[TileFunction, tuple[Array, ...]]:
+def _split(
+    function: TracedFunction, captured: list[Array], batch: Any, head: Any, rank: int
+) -> tuple[TileFunction, tuple[Array, ...]]:
     """The part of a function for tiles, and the values of its outer part, once for all heads that share them."""
-    outer, tile = split(calls.function, len(calls.captured))
-    one = jnp.zeros((1,) * rank, jnp.int32)
-    batch, head = (jnp.asarray(x) if calls.function.uses(i) else one for i, x in ((-4, calls.batch), (-3, calls.head)))
-    return tile, tuple(map_heads(lambda x: outer(*x), (list(calls.captured), batch, head), rank))
+    outer, tile = split(function, len(captured))
+    one, ids = jnp.zeros((1,) * rank, jnp.int32), (("b", batch), ("h", head))
+    used = (jnp.asarray(x) if x is not None and function.uses(name) else one for name, x in ids)
+    return tile, tuple(map_heads(lambda x: outer(*x), (captured, *used), rank))
 
 
-def _tile_mask(rank: int, calls: CallsFunction) -> Mask:
+def _tile_mask(rank: int, mask: TracedMask) -> Mask:
     """The mask of a user's function, of which only the part for tiles is left to compute."""
-    function, values = _split(calls, rank)
-    return TileMask(values, function)
+    tile, values = _split(mask.function, mask.captured, mask.batch, mask.head, rank)
+    return TileMask(values, tile)
 
 
 def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:

@@ -21,8 +21,7 @@ from flax_mha.impl.pallas.grid import MOST_TILES_OF_AXIS, MOST_WORDS
 from flax_mha.impl.pallas.split_function import RefusedError, split
 from flax_mha.impl.shared import head, schedule, tpu_kernels
 from flax_mha.impl.shared.tiling import Tiling
-from flax_mha.masks import CausalMask, Mask
-from flax_mha.masks.base import CallsFunction
+from flax_mha.masks.function import functions_of
 
 HIGHEST = ("highest", "float32", lax.Precision.HIGHEST)
 # The compiler keeps about one tile in fast memory for each equation of a user's function and its derivative. With more
@@ -62,15 +61,8 @@ def _largest_tile(call: Call) -> int:
 def _functions(call: Call) -> list[tuple[str, TracedFunction, int]]:
     """The user's functions: what arguments call them, what they compute, and how many arrays they capture."""
     operands, score_mod = call.operands, call.options.score_mod
-    functions = [] if score_mod is None else [("score_mod", score_mod, len(operands.captured))]
-
-    def find(calls: CallsFunction) -> Mask:
-        functions.append(("mask_mod", calls.function, len(calls.captured)))
-        return CausalMask()
-
-    if operands.mask is not None:
-        operands.mask.map_functions(find)
-    return functions
+    functions = [] if score_mod is None else [("score_mod", score_mod, len(operands.captured + operands.constants))]
+    return functions + [("mask_mod", part.function, len(part.captured)) for part in functions_of(operands.mask)]
 
 
 @functools.partial(jax.jit, static_argnames=("options", "tiling", "dtype", "interpret"))

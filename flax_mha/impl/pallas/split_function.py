@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array, Int
 
-from flax_mha.core.jaxprs import inner_jaxprs, inputs
+from flax_mha.core.jaxprs import inner_jaxprs
 from flax_mha.core.user_function import TracedFunction
 
 LANES = 128
@@ -175,7 +175,7 @@ def split(function: TracedFunction, num_captured: int) -> tuple[Outer, TileFunct
         lookups by the score or in a table that is too large.
     """
     jaxpr = function.jaxpr
-    *score, _, _, query, key = inputs(jaxpr)[num_captured:]
+    *score, _, _, query, key = jaxpr.invars[num_captured:]
     inner, of_scores = {*score, query, key}, set(score)
     outer, equations, used, lookups = [], [], [*jaxpr.outvars], {}
     for equation in jaxpr.eqns:
@@ -235,13 +235,13 @@ def _lookup(equation: Any, inner: set[Any], of_scores: set[Any]) -> Lookup:
 
 def _outer(function: TracedFunction, equations: list[Any], tile: TileFunction) -> Outer:
     arrays = [x for lookup in tile.lookups.values() for x in (lookup.array, *lookup.indices)]
-    computed = {*inputs(function.jaxpr), *(x for equation in equations for x in equation.outvars)}
+    computed = {*function.jaxpr.invars, *(x for equation in equations for x in equation.outvars)}
     wanted = list(dict.fromkeys(x for x in _variables([*tile.numbers, *arrays]) if x in computed))
     jaxpr = function.jaxpr.replace(eqns=equations, outvars=wanted)
 
     def outer(captured: Sequence[Array], batch: Array, head: Array) -> list[Array]:
-        *score, _, _, query, key = (jnp.zeros((), v.aval.dtype) for v in inputs(jaxpr)[len(captured) :])
-        values = jaxpr_as_fun(ClosedJaxpr(jaxpr, captured))(*score, batch, head, query, key)
+        *score, _, _, query, key = (jnp.zeros((), v.aval.dtype) for v in jaxpr.invars[len(captured) :])
+        values = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*captured, *score, batch, head, query, key)
         known = dict(zip(wanted, values, strict=True))
         return [known[x] for x in tile.numbers] + [x.table(known) for x in tile.lookups.values()]
 

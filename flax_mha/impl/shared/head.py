@@ -114,14 +114,11 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
     num_heads, num_kv_heads = operands.query.shape[-2], operands.key.shape[-2]
     groups, rank = (num_kv_heads, num_heads // num_kv_heads), operands.query.ndim - 3
     own = functools.partial(by_head, batch_rank=rank, groups=groups)
-    captured = [own(x, "") for x in operands.captured]
-    learned = [x for x, is_learned in zip(captured, options.captured_trainable, strict=True) if is_learned]
-    constants = [x for x, is_learned in zip(captured, options.captured_trainable, strict=True) if not is_learned]
     mask = operands.mask
     inputs = ScoreInputs(
         bias=None if operands.bias is None else own(operands.bias, "B N T S"),
         sink=None if operands.sinks is None else own(operands.sinks, "B N").astype(options.dtype),
-        captured=learned,
+        captured=[own(x, "") for x in operands.captured],
     )
     numbers = zip(head_ids(operands, options), ("B", "N", "B N words"), strict=True)
     batch, head, seed = (None if x is None else own(x, axes) for x, axes in numbers)
@@ -131,11 +128,10 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
         dropout_seed=seed,
         batch=batch,
         head=head,
-        constants=constants,
+        constants=[own(x, "") for x in operands.constants],
         dtype=options.dtype,
         soft_cap=options.soft_cap,
         score_mod=options.score_mod,
-        captured_trainable=options.captured_trainable,
         dropout_rate=options.dropout_rate,
         precision=options.precision,
         ring=operands.key.shape[-3] if options.ring else None,

@@ -19,6 +19,7 @@ from flax_mha.core.tracing import Target, being_traced, is_key, readable
 from flax_mha.impl.shared.head import mask_by_head, one_of
 from flax_mha.impl.shared.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
 from flax_mha.masks import Mask
+from flax_mha.masks.function import with_occupancy as with_known_occupancy
 
 # Where axes may be looped over, and where XLA makes one kernel of a product, a softmax and a product.
 ON_ONE_CPU, ON_ONE_TPU = Target("cpu", may_be_split=False), Target("tpu", may_be_split=False)
@@ -161,7 +162,7 @@ def with_occupancy(call: Call) -> Call:
     if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
         return call  # without arrays it knows
     lengths = operands.query.shape[-3], operands.key.shape[-3]
-    mask = operands.mask.with_occupancy(lengths, operands.offsets.numbers, CELL)
+    mask = with_known_occupancy(operands.mask, lengths, operands.offsets.numbers, CELL)
     return call._replace(operands=operands._replace(mask=mask))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.extend
@@ -67,7 +67,6 @@ class ScoreRule:
       dtype: Of scores and sums: float32, or float64 for such inputs.
       soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
       score_mod: The traced function, or None.
-      captured_trainable: Which of the arrays that it captures get gradients, in order.
       dropout_rate: Share of the weights that are dropped.
       precision: Of the matrix products, as in `jax.lax.dot_general`.
       scale: What multiplies products of queries and keys, if the queries are not scaled.
@@ -83,7 +82,6 @@ class ScoreRule:
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
-    captured_trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
     dropout_rate: float = dataclasses.field(metadata={"static": True})
     precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
@@ -259,15 +257,10 @@ class ScoreRule:
     def _capped(self, products: Float[Array, "t s"]) -> Float[Array, "t s"]:
         return products if self.soft_cap is None else self.soft_cap * jnp.tanh(products / self.soft_cap)
 
-    def _one_score(self, learned: list[Array]) -> Any:
+    def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
         """The user's function of one score and its positions."""
-        queues = {True: iter(learned), False: iter(self.constants)}
-        captured = [next(queues[is_learned]) for is_learned in self.captured_trainable]
-
-        def one(score: Array, row: Array, column: Array) -> Array:
-            return self.score_mod(captured, score, self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
-
-        return one
+        arrays = [*captured, *self.constants]
+        return lambda score, row, column: self.score_mod(arrays, score, self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
 
     def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "t s"] | None:
         """The factors by which dropout multiplies the weights of a tile: a function of the seed and positions only.

@@ -114,7 +114,7 @@ def _portable(fused: Fused, mask: KernelMask, arrays: Arrays) -> Float[Array, "1
     masks = [LocalMask(mask.left, None), LocalMask(None, mask.right), LengthMask(mask.key_lengths, mask.query_lengths)]
     masks += [] if mask.segments is None else [mask.segments]
     whole = functools.reduce(operator.and_, masks)
-    operands = Operands(*arrays[:3], bias, arrays.sinks, whole, [], Offsets(), None, None)
+    operands = Operands(*arrays[:3], bias, arrays.sinks, whole, [], [], Offsets(), None, None)
     return blockwise.attention(Call(operands, fused.options))[0]
 
 
