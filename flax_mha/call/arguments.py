@@ -286,11 +286,8 @@ def check_scoring(
     """Checks the arguments that do not depend on keys."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
-    score_mod, function = arguments.get("score_mod"), None
-    captured: list[Array] = []
-    constants: list[Array] = []
-    if score_mod is not None:
-        function, captured, constants = trace("score_mod", score_mod, dtype)
+    score_mod = arguments.get("score_mod")
+    function, captured, constants = (None, [], []) if score_mod is None else trace("score_mod", score_mod, dtype)
     dropout_rng = arguments.get("dropout_rng")
     rate = check_dropout(arguments["dropout_rate"], dropout_rng) if "dropout_rate" in arguments else 0.0
     options = Options(

@@ -13,7 +13,7 @@ from both positions, several indices at once, a `mode` of `jnp.take` or of `arra
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -71,12 +71,11 @@ def _corners(queries: Span, keys: Span, ahead: int | None) -> list[tuple[int | N
 def _fault(function: TracedFunction, arguments: tuple[int | None, ...]) -> str | None:
     """Describes the first lookup that leaves its array if the function is called with these arguments."""
     variables = function.jaxpr.invars[-len(POSITIONS) :]
-    known = {
+    scalars = {
         variable: _Scalar(None if value is None else np.int32(value), frozenset({name}))
         for variable, name, value in zip(variables, POSITIONS, arguments, strict=True)
     }
-    scalars = _evaluated(function.jaxpr, known)
-    conditions = _conditions(function.jaxpr, scalars)
+    conditions = _conditions(function.jaxpr, _evaluate(function.jaxpr, scalars))
     for equation in function.jaxpr.eqns:
         if equation.primitive.name != "dynamic_slice" or equation.outvars[0] not in conditions:
             continue
@@ -131,28 +130,28 @@ def _read(atom: Any, scalars: dict[Any, _Scalar]) -> _Scalar:
     return _UNKNOWN if aval.shape else _Scalar(np.asarray(atom.val, aval.dtype)[()], frozenset())
 
 
-def _evaluated(jaxpr: Jaxpr, known: dict[Any, _Scalar]) -> dict[Any, _Scalar]:
-    """Evaluates every scalar as far as it is known."""
-    scalars = dict(known)
+def _evaluate(jaxpr: Jaxpr, scalars: dict[Any, _Scalar]) -> list[dict[int, frozenset[str]]]:
+    """Adds every scalar, as far as it is known, to `scalars`, and returns what each equation needs; see `_needed`."""
+    needed = []
     for equation in jaxpr.eqns:
         operands = [_read(x, scalars) for x in equation.invars]
+        needed.append(_needed(equation, operands))
+        value = None if equation.primitive.multiple_results else _value(equation, operands, list(needed[-1]))
         if equation.primitive.name in ("dynamic_slice", "gather"):
             operands = operands[:1]  # a condition on what was looked up is none on its index
         sources = frozenset().union(*(x.sources for x in operands))
-        value = None if equation.primitive.multiple_results else _value(equation, operands)
         scalars.update((variable, _Scalar(value, sources)) for variable in equation.outvars)
-    return scalars
+    return needed
 
 
-def _value(equation: Any, operands: list[_Scalar]) -> Any:
+def _value(equation: Any, operands: list[_Scalar], needed: list[int]) -> Any:
     """The equation's value, if it is an integer or a boolean, also one as a float, that can be known."""
     name, aval = equation.primitive.name, equation.outvars[0].aval
     is_switch = name == "convert_element_type" and equation.invars[0].aval.dtype == bool
     if aval.shape or not (is_switch or jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == bool):
         return None
-    decided = _decided_by(equation, operands)
-    if decided is not None:
-        return operands[decided].value
+    if len(needed) < len(operands):
+        return operands[needed[0]].value
     values = [x.value for x in operands]
     if name not in _FUNCTIONS or any(x is None for x in values) or (name in ("div", "rem") and not values[1]):
         return None
@@ -160,50 +159,36 @@ def _value(equation: Any, operands: list[_Scalar]) -> Any:
         return np.asarray(_FUNCTIONS[name](*values)).astype(aval.dtype)[()]
 
 
-def _decided_by(equation: Any, operands: list[_Scalar]) -> int | None:
-    """Returns the operand that alone is the value: of select_n the selected one, of `and` a False, of `or` a True.
+def _needed(equation: Any, operands: list[_Scalar]) -> dict[int, frozenset[str]]:
+    """The operands that the equation needs, each with the arguments of unknown conditions that may discard it.
 
-    Of a product a False that is a float: that is what remains of `table[kv_idx] * (kv_idx < length)`.
+    One alone is the value of a select_n whose condition is known, of an `and` with a False and of an `or` with a True.
+    So is a False as a float in a product: that is what remains of `table[kv_idx] * (kv_idx < length)`.
     """
-    name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
+    name, nothing, dtypes = equation.primitive.name, frozenset[str](), [x.aval.dtype for x in equation.outvars]
     if name == "select_n":
-        return None if operands[0].value is None else 1 + int(operands[0].value)
-    is_logical = name in ("and", "or") and jnp.issubdtype(dtype, jnp.bool_)
-    if is_logical or (name == "mul" and not jnp.issubdtype(dtype, jnp.integer)):
-        return next((i for i, x in enumerate(operands) if x.value is not None and x.value == (name == "or")), None)
-    return None
+        condition, *cases = operands
+        if condition.value is not None:
+            return {1 + int(condition.value): nothing}
+        return {0: nothing} | {i: condition.sources for i, _ in enumerate(cases, 1)}
+    is_logical = name in ("and", "or") and dtypes == [bool]
+    if is_logical or (name == "mul" and not jnp.issubdtype(dtypes[0], jnp.integer)):
+        for i, x in enumerate(operands):
+            if x.value is not None and x.value == (name == "or"):
+                return {i: nothing}
+    if not is_logical and not any(True for _ in inner_jaxprs(equation)):
+        return dict.fromkeys(range(len(operands)), nothing)
+    unknown = [x.sources if x.value is None else nothing for x in operands]
+    return {i: nothing.union(*unknown[:i], *unknown[i + 1 :]) for i, _ in enumerate(operands)}
 
 
-def _conditions(jaxpr: Jaxpr, scalars: dict[Any, _Scalar]) -> dict[Any, frozenset[str]]:
+def _conditions(jaxpr: Jaxpr, needed: list[dict[int, frozenset[str]]]) -> dict[Any, frozenset[str]]:
     """The variables that the result may need, each with the arguments of unknown conditions that may discard it."""
     conditions: dict[Any, frozenset[str]] = {v: frozenset() for v in jaxpr.outvars if not isinstance(v, Literal)}
-    for equation in reversed(jaxpr.eqns):
+    for equation, operands in zip(reversed(jaxpr.eqns), reversed(needed), strict=True):
         results = [conditions[v] for v in equation.outvars if v in conditions]
-        if not results:
-            continue
-        outer = frozenset.intersection(*results)
-        operands = [_read(x, scalars) for x in equation.invars]
-        for i, inner in _needed(equation, operands):
-            atom = equation.invars[i]
+        for i, inner in operands.items() if results else ():
+            atom, found = equation.invars[i], frozenset.intersection(*results) | inner
             if not isinstance(atom, Literal):
-                conditions[atom] = conditions.get(atom, outer | inner) & (outer | inner)
+                conditions[atom] = conditions.get(atom, found) & found
     return conditions
-
-
-def _needed(equation: Any, operands: list[_Scalar]) -> Iterator[tuple[int, frozenset[str]]]:
-    """The operands that the equation needs, each with the arguments of unknown conditions that may discard it."""
-    name, nothing = equation.primitive.name, frozenset[str]()
-    decided = _decided_by(equation, operands)
-    if decided is not None:
-        yield decided, nothing
-        return
-    is_logical = name in ("and", "or") and equation.outvars[0].aval.dtype == bool
-    has_branches = any(True for _ in inner_jaxprs(equation))
-    for i in range(len(operands)):
-        others = [x.sources for j, x in enumerate(operands) if j != i and x.value is None]
-        if name == "select_n":
-            yield i, nothing if i == 0 else operands[0].sources
-        elif is_logical or has_branches:
-            yield i, nothing.union(*others)
-        else:
-            yield i, nothing
