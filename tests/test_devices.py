@@ -10,10 +10,10 @@ import pytest
 FOLDER = Path(__file__).parent / "devices"
 
 
-def run(pytestconfig, path, marked):
-    """Runs those tests of a file or a folder that are marked so."""
+@pytest.mark.parametrize("marked", [pytest.param("core", marks=pytest.mark.core), "not core"])
+def test_on_eight_devices(marked, pytestconfig):
     cases = pytestconfig.getoption("cases")
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", marked, str(path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", marked, str(FOLDER)]
     command += [] if cases is None else [f"--cases={cases}"]
     done = subprocess.run(
         command,
@@ -24,13 +24,3 @@ def run(pytestconfig, path, marked):
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "passed" in done.stdout
-
-
-@pytest.mark.core
-def test_core_on_eight_devices(pytestconfig):
-    run(pytestconfig, FOLDER, "core")
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("test_*.py")))
-def test_on_eight_devices(name, pytestconfig):
-    run(pytestconfig, FOLDER / f"{name}.py", "not core")

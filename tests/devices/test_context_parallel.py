@@ -42,7 +42,6 @@ from flax_mha.impl.shared import schedule
 from flax_mha.impl.shared.tiling import TileShape
 from flax_mha.rope import RoPE
 
-SIZES = (2, 4, 8)
 STRATEGIES = ("ring", "ulysses", "allgather")
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -53,10 +52,10 @@ LAYOUTS = ("contiguous", "zigzag")
         [
             *((strategy, "plain", 2, "contiguous") for strategy in STRATEGIES),
             *((strategy, "plain", 8, "zigzag") for strategy in STRATEGIES),
-            *((strategy, "windows", 2, "contiguous") for strategy in STRATEGIES),
+            *((strategy, "windows", 2, "contiguous") for strategy in STRATEGIES[1:]),
             *((strategy, "everything", 4, "zigzag") for strategy in STRATEGIES),
             ("ring", "windows", 2, "zigzag"),
-            *(("ring", "everything", devices, "contiguous") for devices in (4, 8)),
+            ("ring", "everything", 8, "contiguous"),
         ],
         ("ring", "everything", 4, "zigzag"),
         ("ring", "plain", 2, "contiguous"),
@@ -74,8 +73,15 @@ def test_as_on_one_device(strategy, case, devices, layout, small_tiles):
         assert moved(program.as_text()) == expected[strategy]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "axis_type"),
+    [
+        ("ring", AxisType.Auto),
+        ("ring", AxisType.Explicit),
+        ("ulysses", AxisType.Explicit),
+        ("allgather", AxisType.Auto),
+    ],
+)
 def test_on_a_mesh_of_data_context_and_heads(strategy, axis_type):
     """Known from types with Explicit axes, else given. The ids of segments are what the ring exchanges besides."""
     (arguments, x), mesh = CASES["everything"], mesh_of(axis_type, data=2, context=2, model=2)
@@ -141,8 +147,7 @@ def test_memory_does_not_grow_with_the_devices(layout):
 
         return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
-    sizes = [temporaries(devices) for devices in SIZES]
-    assert max(sizes) <= 1.1 * min(sizes)
+    assert temporaries(8) <= 1.1 * temporaries(2)
 
 
 @pytest.mark.parametrize(("layout", "most"), [("zigzag", 1.05), ("contiguous", 2.0)])
