@@ -120,12 +120,10 @@ def dot_product_attention(
         batch entry, head and positions alone, so it is the same in every implementation.
       broadcast_dropout: Drop the same weights in every batch entry and head.
       implementation: None selects the fastest one that supports the call; see `explain_implementation`. "xla" computes
-        all T x S scores and supports derivatives of any order, in forward and reverse mode. "blockwise" computes the
-        scores tile by tile, skips fully masked tiles, and supports first-order reverse-mode derivatives. "cudnn"
-        (NVIDIA GPUs) and "splash" (TPUs) are fused kernels that support fewer arguments, and the same derivatives as
-        "blockwise". "pallas" (TPUs) is a fused kernel that supports nearly every argument, and the same derivatives; it
-        has never been timed on a TPU, so None never selects it. For `jax.jvp`, `jax.jacfwd` or second derivatives use
-        "xla".
+        all T x S scores. "blockwise" computes the scores tile by tile and skips fully masked tiles. "cudnn" (NVIDIA
+        GPUs) and "splash" (TPUs) are fused kernels that support fewer arguments. "pallas" (TPUs) is a fused kernel that
+        supports nearly every argument; it has never been timed on a TPU, so None never selects it. All have derivatives
+        of every order, in forward and reverse mode.
       return_residual: Also return the log-sum-exp of the scores.
       precision: Of the matrix products; None means `jax.default_matmul_precision`.
       qkv_sharding: How a mesh splits the batch axes and heads of `query`, and of key and value alike, say
@@ -143,7 +141,6 @@ def dot_product_attention(
         the message names the argument, what is expected and what was given.
       NotImplementedError: If a named implementation cannot compute this call (the message lists every reason), or if
         `score_mod` or a `mask_mod` uses control flow or custom derivatives inside `jax.shard_map`.
-      TypeError: If "blockwise" is differentiated in forward mode, or twice in reverse mode.
 
     Example:
       >>> import jax, jax.numpy as jnp
