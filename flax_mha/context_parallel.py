@@ -80,7 +80,7 @@ def context_parallel(
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, but got {mesh!r}.")
     batch_axes, head_axis = _names("batch_axes", batch_axes), _names("head_axis", head_axis)
-    return ContextAttention(Context(axis, strategy, layout, batch_axes, head_axis, mesh))
+    return _ContextAttention(Context(axis, strategy, layout, batch_axes, head_axis, mesh))
 
 
 def _names(name: str, axes: Any) -> Axes:
@@ -95,7 +95,7 @@ def _names(name: str, axes: Any) -> Axes:
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextAttention:
+class _ContextAttention:
     """An `attention_fn` for sequences that are split over devices: what `context_parallel` makes."""
 
     context: Context

@@ -366,7 +366,7 @@ REFUSED = {
     ),
     "batch of the query": (lambda: call(new=(NEW[0][:1], *NEW[1:])), "query, key, value batch dims must match"),
     "rank": (lambda: call(new=tokens(3, ())), r"expected key shape .* instead got \(3, 2, 6\)"),
-    "vectors": (lambda: call(new=(jnp.ones(6),) * 3), r"query must be \[batch..., length, heads, head size\]"),
+    "vectors": (lambda: call(new=(jnp.ones(6),) * 3), r"expected key shape \(2, T, 2, 6\) instead got \(6,\)"),
     "dtype": (
         lambda: call(new=[x.astype(jnp.bfloat16) for x in NEW]),
         r"key must have the dtype of the cache, float32, but got bfloat16; use \.astype",

@@ -32,7 +32,7 @@ REFUSED = {
     ),
     "no offset": ({"query_offset": None}, "query_offset must be an integer or an array of integers, but got None"),
     "precision": ({"precision": "lol"}, 'precision must be None, "default", "high".*got \'lol\''),
-    "a mask of nothing": ({"mask": ArrayMask(None)}, r"ArrayMask\(visible\) must hold a boolean array, but got None"),
+    "a mask of nothing": ({"mask": ArrayMask(None)}, "mask must be a boolean array or a mask object .*, but got None"),
     "segments of nothing": ({"mask": SegmentMask(None, None)}, "must hold arrays of integers, but got None"),
     "an object for a mask": ({"mask": object()}, "mask must be a boolean array or a mask object .* but got object"),
     "a dict for a bias": ({"bias": {"a": 1}}, "bias must be an array of floats, but got dict"),
