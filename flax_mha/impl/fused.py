@@ -39,6 +39,8 @@ def attention(kernel: Attend, portable: Attend, operands: Operands, platform: st
         return lambda leaves: jax.tree.leaves(attend(jax.tree.unflatten(structure, leaves)))
 
     jaxpr = jax.make_jaxpr(lambda *leaves: of_leaves(kernel)(leaves))(*leaves)
+    if jaxpr.effects:  # of a kernel that is interpreted to find races; an operation of ours would lose them
+        return kernel(operands)
     count = len(jaxpr.out_avals)  # without the log-sum-exp, if the kernel keeps it for itself
     functions = _Functions(of_leaves(kernel), lambda leaves: of_leaves(portable)(leaves)[:count], platform)
     output, *lse = _Attention(functions, count, jaxpr)(*leaves)
