@@ -97,7 +97,8 @@ def cached_attention(
     """
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
-    cache.check_entries(key, value)
+    key, value = jnp.asarray(key), jnp.asarray(value)
+    cache.check_fits(key, value)
     return over_cache(
         dispatch.run,
         query,
@@ -150,36 +151,36 @@ def over_cache(
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value)))
     step = Step(scoring, shape, key, value, cache, appended, bias, mask, window, lengths is not None)
 
-    length = cache.key.shape[-3]
+    length, in_place = cache.key.shape[-3], implementation is None
     is_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
     by_slot = not (is_known and number <= length) and any(map(_differs_by_slot, (bias, mask)))
     if (is_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
-        output = run(step.call(in_place=implementation is None), implementation)[0]
+        output = run(step.call(False, in_place), implementation)[0]
     else:
 
-        def compute(empty: bool) -> Array:
-            call = step.call_of_prompt() if empty else step.call(in_place=implementation is None)
+        def compute(is_empty: bool) -> Array:
+            output, _ = run(step.call(is_empty, in_place), implementation)
             # Inside `jax.shard_map`, both may vary over the same axes of a mesh.
-            return varying_alike((run(call, implementation)[0], new.key, new.value, new.index))[0]
+            return varying_alike((output, new.arrays))[0]
 
         output = _by_emptiness(compute, cache)
     return appended.checked(output), new
 
 
 class Step(NamedTuple):
-    """New tokens that are added to a cache.
+    """New tokens, checked, and the cache before and after they were added.
 
     Attributes:
-      scoring: The checked query and options.
+      scoring: Their query, and the options.
       shape: Of the new tokens alone.
       key: Of the new tokens.
       value: Of the new tokens.
       cache: Without them.
-      appended: The cache with them.
+      appended: With them.
       bias: Of the slots.
       mask: Of the slots, or an object.
-      window: (left, right), checked.
-      padded: Whether there may be padding among the new tokens.
+      window: (left, right).
+      is_padded: Whether there may be padding among the new tokens.
     """
 
     scoring: Scoring
@@ -191,51 +192,38 @@ class Step(NamedTuple):
     bias: ArrayLike | None
     mask: ArrayLike | Mask | None
     window: tuple[int | None, int | None] | None
-    padded: bool
+    is_padded: bool
 
-    def call_of_prompt(self) -> Call:
-        """Makes the call for an empty cache, an ordinary one."""
-        bias, mask = (_of_first_slots(x, self.shape.query_length) for x in (self.bias, self.mask))
-        return self._call(self.key, self.value, bias, mask, None, None)
-
-    def call(self, in_place: bool) -> Call:
-        """Makes the call that is right whatever the cache holds."""
-        cache, tokens = self.cache, self.appended.tokens
-        key, value, index = self.appended.cache.key, self.appended.cache.value, jnp.maximum(cache.index, 0)
-        if cache.window is None:
-            return self._call(key, value, self.bias, self.mask, index, None, cached=in_place)
-        if in_place and self.shape.query_length == 1:
-            return self._call(key, value, self.bias, self.mask, index, index + tokens - 1, cached=True, ring=True)
-        keys, values, first = in_order(cache, self.key, self.value)
-        return self._call(keys, values, self.bias, self.mask, index, first)
-
-    def _call(
-        self,
-        key: Array,
-        value: Array,
-        bias: ArrayLike | None,
-        mask: ArrayLike | Mask | None,
-        index: Int[Array, "..."] | None,
-        first: Int[Array, "..."] | None,
-        cached: bool = False,
-        ring: bool = False,
-    ) -> Call:
-        """Makes the call over these keys, given the positions of the first token, None for 0, and of the first key."""
-        scoring, rank = self.scoring, len(self.shape.batch)
-        if not cached:
-            key, value = key.astype(scoring.query.dtype), value.astype(scoring.query.dtype)
-        shape = self.shape._replace(key_length=key.shape[-3])
-        tokens = self.appended.tokens
+    def call(self, is_empty: bool, in_place: bool) -> Call:
+        """Makes the call for an empty cache, an ordinary one, or the one that is right whatever the cache holds."""
+        (query, *_), number, cache, (new, tokens, _) = self.scoring, self.shape.query_length, self.cache, self.appended
+        key, value, bias, mask = self.key, self.value, self.bias, self.mask
+        index: Any = None  # of the first new token, and the position of the first key: 0 if they are None
+        first: Any = None
+        is_ring = not is_empty and cache.window is not None
+        in_place, by_one = in_place and not is_empty, is_ring and in_place and number == 1
+        if is_empty:
+            bias, mask = (_of_first_slots(x, number) for x in (bias, mask))
+        else:
+            key, value, index = new.key, new.value, jnp.maximum(cache.index, 0)
+        if by_one:
+            first = index + tokens - 1
+        elif is_ring:
+            (key, value, first), in_place = in_order(cache, self.key, self.value), False
+        if not in_place:
+            key, value = key.astype(query.dtype), value.astype(query.dtype)
+        shape, rank = self.shape._replace(key_length=key.shape[-3]), len(self.shape.batch)
+        ends = tokens if index is None else index + tokens
         masks = [
             CausalMask(),
             None if self.window is None else LocalMask(*self.window),
-            LengthMask(None, _by_batch(tokens if index is None else index + tokens, rank)) if self.padded else None,
+            LengthMask(None, _by_batch(ends, rank)) if self.is_padded else None,
             None if mask is None else given_mask(mask, shape),
-            None if first is None else WrittenMask(),
+            WrittenMask() if is_ring else None,
         ]
         query_offset, key_offset = (None if x is None else _by_batch(x, rank) for x in (index, first))
         offsets = Offsets(query_offset, key_offset)
-        return with_keys(scoring, key, value, shape, bias, masks, offsets, cached, ring)
+        return with_keys(self.scoring, key, value, shape, bias, masks, offsets, cached=in_place, ring=by_one)
 
 
 def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:

@@ -103,43 +103,39 @@ class KVCache:
         is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
         return cls(key, value, index, window if is_ring else None)
 
-    def check_fits(self, key: Array, value: Array, number: int) -> None:
-        """Checks that so many new keys and values can be added, once they have the dtypes of the cache.
+    def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
+        """Checks that new keys and values can be added.
+
+        Args:
+          key: Of the new tokens.
+          value: Of the new tokens.
+          number: Of new tokens, whose keys and values are to be converted to the dtype of the cache; None: as many as
+            there are, in that dtype.
 
         Raises:
           ValueError: If they cannot.
         """
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
-            expected = (*cached.shape[:-3], number, *cached.shape[-2:])
-            if new.shape != expected:
+            fits = new.ndim == cached.ndim and (*new.shape[:-3], *new.shape[-2:]) == (
+                *cached.shape[:-3],
+                *cached.shape[-2:],
+            )
+            if not fits or number not in (None, new.shape[-3]):
+                sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
                 raise ValueError(
-                    f"Autoregressive cache shape error, expected {name} shape {expected} instead got {new.shape}."
+                    f"Autoregressive cache shape error, expected {name} shape ({', '.join(map(str, sizes))}) instead "
+                    f"got {new.shape}."
+                )
+            if number is None and new.dtype != cached.dtype:
+                raise ValueError(
+                    f"{name} must have the dtype of the cache, {cached.dtype}, but got {new.dtype}; use .astype."
                 )
             if jnp.iscomplexobj(new) and not jnp.iscomplexobj(cached):
                 raise ValueError(
                     f"the cache must have a dtype that holds {new.dtype}, but has {cached.dtype}; make it with that."
                 )
-
-    def check_entries(self, key: ArrayLike, value: ArrayLike) -> None:
-        """Checks that keys and values of any number of tokens can be added.
-
-        Raises:
-          ValueError: If they cannot.
-        """
-        new_key, new_value = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (key, value))
-        for name, new, cached in (("key", new_key, self.key), ("value", new_value, self.value)):
-            if new.ndim != cached.ndim or new.shape[:-3] != cached.shape[:-3] or new.shape[-2:] != cached.shape[-2:]:
-                shape = f"({', '.join(map(str, (*cached.shape[:-3], 'T', *cached.shape[-2:])))})"
-                raise ValueError(
-                    f"Autoregressive cache shape error, expected {name} shape {shape} instead got {new.shape}."
-                )
-            if new.dtype != cached.dtype:
-                raise ValueError(
-                    f"{name} must have the dtype of the cache, {cached.dtype}, but got {new.dtype}; use .astype."
-                )
-        if new_key.shape[-3] != new_value.shape[-3]:
-            number, other = new_key.shape[-3], new_value.shape[-3]
-            raise ValueError(f"key and value must have one length, but got {number} and {other}.")
+        if key.shape[-3] != value.shape[-3]:
+            raise ValueError(f"key and value must have one length, but got {key.shape[-3]} and {value.shape[-3]}.")
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -231,7 +227,7 @@ class KVCache:
           ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is known.
         """
         key, value = jnp.asarray(key), jnp.asarray(value)
-        self.check_entries(key, value)
+        self.check_fits(key, value)
         return self.append(key, value, lengths).cache
 
     def append(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> "Appended":
