@@ -256,7 +256,7 @@ def canonical(
     scoring = check_scoring(query, shape, arguments, target_of((query, key, value)), return_residual)
     window = check_window(arguments.get("local_window_size"))
     masks = [
-        CausalMask() if validation.flag("is_causal", arguments.get("is_causal", False)) else None,
+        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
         None if window is None else LocalMask(*window),
         _length_mask(arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths"), shape),
         _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
@@ -295,8 +295,8 @@ def check_scoring(
         soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
         score_mod=function,
         dropout_rate=rate,
-        broadcast_dropout=validation.flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
-        return_residual=validation.flag("return_residual", return_residual),
+        broadcast_dropout=_flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
+        return_residual=_flag("return_residual", return_residual),
         precision=check_precision(arguments.get("precision")),
         target=target,
         sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
@@ -343,6 +343,10 @@ def with_keys(
     return Call(operands, options)
 
 
+def _flag(name: str, value: Any) -> bool:
+    return value if isinstance(value, bool) else validation.flag(name, value)
+
+
 def _check_lookups(operands: Operands, options: Options) -> None:
     """Refuses functions that look up entries that their arrays do not have, as far as positions are known."""
     functions = [part.function for part in functions_of(operands.mask)]
@@ -374,6 +378,8 @@ def _length_mask(query_lengths: ArrayLike | None, key_lengths: ArrayLike | None,
 
 
 def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape) -> Mask | None:
+    if query_ids is None and key_ids is None:
+        return None
     queries, keys = validation.segment_ids(query_ids, key_ids, shape)
     return None if queries is None or keys is None else SegmentMask(queries, keys)
 
