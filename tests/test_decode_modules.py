@@ -1,6 +1,8 @@
 """Decoding with the modules of flax.nnx and flax.linen: any split of a sequence into calls equals the whole forward."""
 
+import collections
 import functools
+import sys
 
 import flax.linen as nn
 import jax
@@ -494,3 +496,24 @@ def test_one_length_without_a_batch_axis():
     stored = module(TARGET[0, :1], ENCODED[0], lengths=(None, np.array([4])), store_keys=True)
     np.testing.assert_allclose(module(TARGET[0, :1]), stored, rtol=0, atol=1e-6)
     assert module.cached_lengths.shape == ()
+
+
+def test_a_step_checks_each_argument_once():
+    calls = collections.Counter()
+
+    def count(frame, event, _):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if event == "call" and name.startswith("check_") and file.startswith(flax_mha.__path__[0]):
+            # Inputs of a module are not those of its attention.
+            calls[name, file if name == "check_inputs" else ""] += 1
+
+    layer = Nnx(rope=RoPE())
+    layer.start(100, per_row=True)
+    graph, state = nnx.split(layer.module)
+    sys.setprofile(count)
+    try:
+        jax.jit(lambda state, x: nnx.merge(graph, state)(x, lengths=jnp.ones(B, jnp.int32))).trace(state, X[:, :1])
+    finally:
+        sys.setprofile(None)
+    assert {"check_fits", "check_cache", "check_scoring"} <= {name for name, _ in calls}
+    assert set(calls.values()) == {1}, calls

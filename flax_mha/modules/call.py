@@ -118,9 +118,7 @@ def call_module(
         x = core.run(*call_of(core, query, key, value, **arguments))[0]
     else:
         x = (module.attention_fn if core is None else core.function)(query, key, value, **arguments)
-    stored = None
-    if keys == "to store":
-        stored = key, value, sequences.lengths_of(by_sequence.get("key_value_seq_lengths"), key)
+    stored = (key, value, sequences.lengths_of(by_sequence, key)) if keys == "to store" else None
     return flax.out(x), stored
 
 

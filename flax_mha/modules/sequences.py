@@ -97,8 +97,9 @@ def rotate(
     return apply_rope(query, query_positions, rope), apply_rope(key, key_positions, rope)
 
 
-def lengths_of(lengths: Any, key: Float[Array, "*B S K H"]) -> PerSequence:
+def lengths_of(by_sequence: dict[str, Array | None], key: Float[Array, "*B S K H"]) -> PerSequence:
     """Counts the keys of each sequence that are none of the padding."""
+    lengths = by_sequence.get("key_value_seq_lengths")
     lengths = int32("lengths", key.shape[-3] if lengths is None else lengths)
     return jnp.broadcast_to(lengths if key.ndim > 3 else lengths.reshape(()), key.shape[:-3])
 
