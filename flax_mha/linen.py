@@ -182,13 +182,13 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             self.qk_norm_epsilon,
         )
         validation.flag("per_row", self.per_row)
-        dense = functools.partial(self._dense, head_size=qkv_features // self.num_heads)
+        head_size = qkv_features // self.num_heads
         init = self._split(nn.initializers.zeros_init(), "sinks")
         return FlaxModule(
-            query=dense("query", self.num_heads),
-            key=dense("key", num_kv_heads),
-            value=dense("value", num_kv_heads),
-            out=self._out(features),
+            query=self._dense("query", (self.num_heads, head_size)),
+            key=self._dense("key", (num_kv_heads, head_size)),
+            value=self._dense("value", (num_kv_heads, head_size)),
+            out=self._dense("out", self.out_features or features),
             norms=(self._norm("query_ln"), self._norm("key_ln")) if self.normalize_qk else None,
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
             cache=functools.partial(self._cache, variables),
@@ -214,43 +214,33 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     explain = nn.nowrap(explaining(__call__, _explained))
 
-    def _dense(self, name: str, num_heads: int, head_size: int) -> nn.DenseGeneral:
-        """Makes the projection to heads."""
-        axes = "query" if name == "query" else "key"
+    def _dense(self, name: str, features: int | tuple[int, int]) -> nn.DenseGeneral:
+        """Makes the projection to heads, or "out" back to features."""
+        out, axes = name == "out", "key" if name == "value" else name
+        kernel_init, bias_init = (self.out_kernel_init, self.out_bias_init) if out else (None, None)
+        ours, made_by = self.qkv_dot_general, self.qkv_dot_general_cls
+        if out:
+            ours, made_by = self.out_dot_general, self.out_dot_general_cls
         return nn.DenseGeneral(
-            features=(num_heads, head_size),
-            axis=-1,
-            kernel_init=self._split(self.kernel_init, axes),
-            bias_init=self._split(self.bias_init, axes, bias=True),
-            dot_general=self.qkv_dot_general or (None if self.qkv_dot_general_cls else dot_general),
-            dot_general_cls=self.qkv_dot_general_cls,
+            features=features,
+            axis=(-2, -1) if out else -1,
+            kernel_init=self._split(kernel_init or self.kernel_init, axes),
+            bias_init=self._split(bias_init or self.bias_init, "out_bias" if out else axes, bias=not out),
+            dot_general=ours or (None if made_by else dot_general),
+            dot_general_cls=made_by,
             name=name,
-            **self._dense_options(),
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            use_bias=self.use_bias,
+            precision=self.precision,
         )
-
-    def _out(self, features: int) -> nn.DenseGeneral:
-        """Makes the projection back to features."""
-        return nn.DenseGeneral(
-            features=self.out_features or features,
-            axis=(-2, -1),
-            kernel_init=self._split(self.out_kernel_init or self.kernel_init, "out"),
-            bias_init=self._split(self.out_bias_init or self.bias_init, "out_bias"),
-            dot_general=self.out_dot_general or (None if self.out_dot_general_cls else dot_general),
-            dot_general_cls=self.out_dot_general_cls,
-            name="out",
-            **self._dense_options(),
-        )
-
-    def _dense_options(self) -> dict[str, Any]:
-        names = ("dtype", "param_dtype", "use_bias", "precision")
-        return {name: getattr(self, name) for name in names}
 
     def _split(self, init: Callable[..., Any], parameter: str, bias: bool = False) -> Callable[..., Any]:
         """The initializer, which boxes the parameter with the names of its axes if `head_axis` splits it."""
         if self.head_axis is None or not self.is_initializing():
             return init
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        names = getattr(parameter_names(self.head_axis, self.num_heads, num_kv_heads), parameter)
+        names = parameter_names(self.head_axis, self.num_heads, num_kv_heads)[parameter]
         return boxed(init, self.head_axis, names[1:] if bias else names)
 
     def _norm(self, name: str) -> nn.Module:

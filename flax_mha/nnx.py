@@ -19,7 +19,6 @@ from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.call.operands import Sharding
 from flax_mha.distributed import tensor_parallel
-from flax_mha.distributed.tensor_parallel import ParameterNames
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha.modules.call import Arrays, FlaxModule, call_module, dot_general, reach
@@ -373,7 +372,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         window = reach(self.local_window_size)
         names: tuple[str | None, ...] | None = None
         if self.head_axis is not None and sharding is None:
-            heads = tensor_parallel.parameter_names(self.head_axis, self.num_heads, self.num_kv_heads).cache
+            heads = tensor_parallel.parameter_names(self.head_axis, self.num_heads, self.num_kv_heads)["cache"]
             names = (*(None,) * len(batch), *heads)
         cache = KVCache.create(batch, length, self.num_kv_heads, self.head_dim, dtype, window, per_row, sharding)
         self.cached_key, self.cached_value, self.cache_index = map(nnx.Cache, cache.arrays)
@@ -418,15 +417,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 return type(self).__qualname__
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
-    def _split_parameters(self, names: ParameterNames) -> None:
+    def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
         """Gives parameters the metadata that says how they are split, and places them where there is a mesh."""
-        layers = (self.query, names.query), (self.key, names.key), (self.value, names.key), (self.out, names.out)
-        for layer, of_kernel in layers:
+        for layer, name in (self.query, "query"), (self.key, "key"), (self.value, "key"), (self.out, "out"):
+            of_kernel = names[name]
             layer.kernel = _split(layer.kernel, of_kernel)
             if layer.bias is not None:
-                layer.bias = _split(layer.bias, names.out_bias if layer is self.out else of_kernel[1:])
+                layer.bias = _split(layer.bias, names["out_bias"] if layer is self.out else of_kernel[1:])
         if self.sinks is not None:
-            self.sinks = _split(self.sinks, names.sinks)
+            self.sinks = _split(self.sinks, names["sinks"])
 
     def _stored(self) -> Any:
         return _read(self.cached_key, self.cached_value, self.cached_lengths)

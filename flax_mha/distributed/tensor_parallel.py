@@ -5,7 +5,7 @@ heads contribute: one sum over the devices. (Shoeybi et al., Megatron-LM, arXiv:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -21,28 +21,12 @@ from flax_mha.distributed.split import axes_of_key_heads, names_of, number_of_pa
 Names = tuple[str | None, ...]
 
 
-class ParameterNames(NamedTuple):
-    """The name of what splits each axis of a parameter, for Flax's metadata.
-
-    Attributes:
-      query: Names for the query's kernel [features, N, H]; without the first, for its bias.
-      key: Names for the kernels of keys and values [features, K, H]; all None if there are fewer heads than devices.
-      out: Names for the output's kernel [N, H, features].
-      out_bias: Names for its bias [features].
-      sinks: Names for the sinks [N].
-      cache: Names for cached keys and values, without the batch axes: [S, K, H].
-    """
-
-    query: Names
-    key: Names
-    out: Names
-    out_bias: Names
-    sinks: Names
-    cache: Names
-
-
-def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> ParameterNames:
+def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[str, Names]:
     """Names the axes of all parameters that `head_axis` splits, on the mesh of the context, if there is one.
+
+    Names are for Flax's metadata, by parameter: "query" and "key" for kernels [features, N, H], and without the first
+    for biases; all None for keys and values if there are fewer heads than devices. "out" for [N, H, features],
+    "out_bias", "sinks" [N], and "cache" for cached keys and values without the batch axes, [S, K, H].
 
     Raises:
       ValueError: If that mesh has no such axis, or if its size does not fit the heads.
@@ -54,14 +38,14 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> Parame
             f"{num_heads} heads; use another mesh axis."
         )
     kv_axis = axes_of_key_heads(head_axis, parts, num_kv_heads)
-    return ParameterNames(
-        query=(None, head_axis, None),
-        key=(None, kv_axis, None),
-        out=(head_axis, None, None),
-        out_bias=(None,),
-        sinks=(head_axis,),
-        cache=(None, kv_axis, None),
-    )
+    return {
+        "query": (None, head_axis, None),
+        "key": (None, kv_axis, None),
+        "out": (head_axis, None, None),
+        "out_bias": (None,),
+        "sinks": (head_axis,),
+        "cache": (None, kv_axis, None),
+    }
 
 
 def check_head_axis(head_axis: Any) -> None:
