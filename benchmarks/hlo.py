@@ -88,7 +88,8 @@ class Program:
 
     Args:
       text: What `compiled.as_text()` says.
-      trips: How often loops run of which the compiler does not tell it; None counts them once, and says so.
+      trips: How often loops run of which the compiler does not tell it, together those that follow one another in one
+        computation; None counts them once, and says so.
     """
 
     def __init__(self, text: str, trips: float | None = None):
@@ -106,12 +107,14 @@ class Program:
         """Of one computation and all that it runs; None means the whole program."""
         instructions = self.computations[computation or self.entry]
         results = {instruction.name: instruction.result for instruction in instructions}
+        unknown = sum(i.opcode == "while" and _trips(i) is None for i in instructions)
+        share = self.trips / unknown if self.trips is not None and unknown else None
         total = Costs()
         for instruction in instructions:
-            total = total.plus(self._costs_of(instruction, results))
+            total = total.plus(self._costs_of(instruction, results, share))
         return total
 
-    def _costs_of(self, instruction: Instruction, results: dict[str, str]) -> Costs:
+    def _costs_of(self, instruction: Instruction, results: dict[str, str], share: float | None) -> Costs:
         opcode = instruction.opcode
         if opcode in FREE or opcode.endswith(ALSO_FREE) or NO_KERNEL.search(instruction.attributes):
             return Costs()
@@ -121,7 +124,7 @@ class Program:
         if instruction.is_attention:
             return Costs(attention=1)
         if opcode == "while":
-            trips = _trips(instruction) or self.trips
+            trips = _trips(instruction) or share
             body = self.costs(instruction.called[0])
             body = body._replace(step=body.step or body.traffic, is_exact=body.is_exact and trips is not None)
             return Costs().plus(body, trips or 1)

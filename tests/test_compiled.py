@@ -73,6 +73,14 @@ def test_costs_of_a_program(known, trips):
     assert costs.collectives == {"all-reduce": 1}
 
 
+@pytest.mark.parametrize("loops", [1, 2])
+def test_loops_that_follow_one_another_share_the_trips(loops):
+    """As those over the tiles that show all, and over the others."""
+    loop = next(line for line in TEXT.splitlines() if " while(" in line).replace(", backend_config={KNOWN}", "")
+    text = TEXT.replace(", backend_config={KNOWN}", "").replace(loop, "\n".join([loop] * loops))
+    assert hlo.Program(text, trips=6).costs().others == 6 + 1
+
+
 def test_of_a_program_compiled_here():
     """Every instruction is understood."""
 
