@@ -237,12 +237,14 @@ def test_of_short_sequences_only_values_are_looked_through():
 
 
 @ALL
-@pytest.mark.parametrize("place", ["query", "key"])
+@pytest.mark.parametrize("place", ["query", "key", "query beside large values"])
 def test_a_product_that_overflows_reaches_only_the_gradients_of_those_who_read_its_row(place, implementation):
     """All that is given is finite; one row of causal scores is not."""
     given = arrays()
-    given["query"][0, 30] = 1e20
-    given["key"][0, 30 if place == "key" else 0, :, 0] = 1e20
+    if "values" in place:
+        given["query"][0, 30], given["value"][0, :31] = 2e38, 2e37  # and 31 such values are infinite
+    else:
+        given["query"][0, 30], given["key"][0, 30 if place == "key" else 0, :, 0] = 1e20, 1e20
 
     def loss(given, hidden):
         output = dot_product_attention(**given, is_causal=True, implementation=implementation.split()[0])

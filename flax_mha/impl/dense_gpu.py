@@ -7,13 +7,13 @@ And nothing looks for NaN in a pass of its own, as `nonfinite.py` would:
 
 - An entry of a query, a key or a value that is not finite makes the products of its row or column NaN, while they are
   made. A visible NaN makes the softmax of its row NaN; a masked one is replaced.
-- Gradients multiply by arrays in which zeros stand in the place of what is not finite, and leave out rows that are NaN.
+- Gradients multiply by arrays in which zeros stand in the place of what is not finite. Rows that are NaN have none.
 
 If nothing can be masked, none of this is needed.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from flax_mha.core.tracing import varying_alike
 from flax_mha.impl.shared import schedule
 from flax_mha.impl.shared.head import Head, heads_of, map_heads, to_caller
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
+
+NAN_ROW = -1e-30  # all weights of a row that is NaN, in gradients: no large values make them infinite
 
 
 class Products(NamedTuple):
@@ -82,16 +84,22 @@ def dense_head_on_gpu(head: Head) -> tuple[Float[Array, "T Hv"], Float[Array, " 
 
 
 def _scores_of(products: Float[Array, "T S"], inputs: ScoreInputs, rule: ScoreRule, whole: Tile) -> Float[Array, "T S"]:
-    """The scores: -inf where masked, NaN where a visible product is."""
-    poison = None
+    """The scores: -inf where masked, NaN where a visible product or bias is."""
+    bias, poison = inputs.bias, None
     if rule.soft_cap is not None or rule.score_mod is not None:  # whose derivatives would be NaN, too
-        poison = jnp.where(lax.stop_gradient(products != products), jnp.nan, jnp.zeros((), products.dtype))
-        products = _known(products)
-    if rule.is_harmless:
-        s, visible = rule.unmasked(products, inputs, whole, rule.mask, poison)
-        return _masked(s, visible)
-    s = rule.differentiable_tile(products, inputs, whole, rule.mask)
-    return s if poison is None else jnp.where(s == -jnp.inf, s, s + poison)
+        is_nan = lax.stop_gradient(products != products)
+        poison = jnp.where(is_nan, jnp.nan, jnp.zeros((), products.dtype))
+        products = _replaced(0.0, products, ~is_nan)
+        products = products if bias is None else rule.guarded(products, bias != -jnp.inf)
+    if not rule.is_harmless:
+        s = rule.differentiable_tile(products, inputs, whole, rule.mask)
+        return s if poison is None else jnp.where(s == -jnp.inf, s, s + poison)
+    s, visible = rule.unmasked(products, inputs._replace(bias=None), whole, rule.mask, poison)
+    if bias is not None:  # added so that its gradient is that of the scores, not another array
+        shows = bias != -jnp.inf
+        s = s + _replaced(0.0, bias, shows).astype(s.dtype)
+        visible = shows if visible is None else visible & shows
+    return s if visible is None else _replaced(-jnp.inf, s, visible)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -116,26 +124,15 @@ def _products_jvp(dot: Products, primals: tuple, tangents: tuple) -> tuple[Array
     return _products(dot, *primals), tangent.astype(dot.dtype)
 
 
-@jax.custom_jvp
-def _masked(s: Float[Array, "T S"], visible: Bool[Array, "#T #S"]) -> Float[Array, "T S"]:
-    """The scores, -inf where masked. Gradients pass there, too: they are zero."""
-    return jnp.where(visible, s, -jnp.inf)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _replaced(number: float, x: Float[Array, "#T #S"], keep: Bool[Array, "#T #S"]) -> Float[Array, "#T #S"]:
+    """`x`, or the number where it is not kept. Gradients pass there, too: they are zero already."""
+    return jnp.where(keep, x, jnp.asarray(number, x.dtype))
 
 
-@_masked.defjvp
-def _masked_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return _masked(*primals), tangents[0]
-
-
-@jax.custom_jvp
-def _known(products: Float[Array, "T S"]) -> Float[Array, "T S"]:
-    """Zeros in the place of NaN. Gradients pass there, too: they are zero."""
-    return jnp.where(products != products, jnp.zeros_like(products), products)
-
-
-@_known.defjvp
-def _known_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return _known(*primals), tangents[0]
+@_replaced.defjvp
+def _replaced_jvp(number: float, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _replaced(number, *primals), tangents[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -158,19 +155,11 @@ def _attention_jvp(dot: Products, primals: tuple, tangents: tuple) -> tuple[tupl
     weights, lse = _softmax(dot.guards, s, sink)
     dropped, finite = _dropped(weights, kept).astype(value.dtype), dot.finite(value)
     output = dot(dropped, finite)
-    if dot.guards:
-        is_nan = (output != output).all(axis=1, keepdims=True)
-        weights, output = (jnp.where(is_nan, jnp.zeros_like(x), x) for x in (weights, output))
-        dropped = jnp.where(
-            dropped != dropped, jnp.zeros_like(dropped), dropped
-        )  # by row, XLA would read weights again
-    moved = _moved(weights, d_s)
-    mean = jnp.sum(moved, axis=1, keepdims=True)
-    if sink is not None:
-        mean = mean + _weight_of_sink(sink, lse) * d_sink
+    moved, mean = _moved(weights, lse, sink, d_s, d_sink)
     tangent = dot(_dropped(moved, kept).astype(value.dtype), finite) + dot(dropped, d_value)
     tangent = tangent - (mean * output.astype(mean.dtype)).astype(tangent.dtype)
     if dot.guards:
+        is_nan = weights[:, :1] == NAN_ROW
         output = jnp.where(is_nan, jnp.nan, output)
         tangent, mean = (jnp.where(is_nan, jnp.zeros_like(x), x) for x in (tangent, mean))
     return (output, lse), (tangent, mean)
@@ -180,23 +169,38 @@ def _attention_jvp(dot: Products, primals: tuple, tangents: tuple) -> tuple[tupl
 def _softmax(
     guards: bool, s: Float[Array, "T S"], sink: Float[Array, ""] | None
 ) -> tuple[Float[Array, "T S"], Float[Array, "T 1"]]:
-    """Weights and log-sum-exp, whose derivatives those of `_attention` need for higher orders."""
+    """Weights and log-sum-exp, for gradients; with guards, weights of `NAN_ROW` in rows that are NaN.
+
+    Cotangents of these rows are 0, so that weights may be whatever has finite products with values. One entry of a row
+    tells then that it is NaN, where to look for NaN in a row, or to replace it later, would take another pass.
+    """
     e, divisor, lse = _exponentials(s, sink)
-    return e / divisor, lse
+    weights = e / divisor  # NaN in all of a row or nowhere
+    return jnp.where(weights == weights, weights, jnp.full_like(weights, NAN_ROW)) if guards else weights, lse
 
 
 @_softmax.defjvp
 def _softmax_jvp(guards: bool, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    s, sink = primals
-    d_s, d_sink = tangents
-    weights, lse = _softmax(guards, s, sink)
-    known = jnp.where(lse != lse, jnp.zeros_like(weights), weights) if guards else weights
-    moved = _moved(known, d_s)
+    weights, lse = _softmax(guards, *primals)
+    moved, d_lse = _moved(weights, lse, primals[1], *tangents)
+    d_weights = moved - weights * d_lse
+    if guards:
+        d_weights, d_lse = (jnp.where(weights[:, :1] == NAN_ROW, jnp.zeros_like(x), x) for x in (d_weights, d_lse))
+    return (weights, lse), (d_weights, d_lse)
+
+
+def _moved(
+    weights: Float[Array, "T S"], lse: Float[Array, "T 1"], sink: Array | None, d_s: Float[Array, "T S"], d_sink: Any
+) -> tuple[Float[Array, "T S"], Float[Array, "T 1"]]:
+    """Weights times the tangents of their scores, and the sums of the rows, that of the sink included.
+
+    The products are 0 where a weight is: what is masked gets no gradient that is NaN.
+    """
+    moved = jnp.where(weights == 0, jnp.zeros_like(d_s), weights * d_s)
     mean = jnp.sum(moved, axis=1, keepdims=True)
-    if sink is not None:
-        mean = mean + _weight_of_sink(sink, lse) * d_sink
-    d_lse = jnp.where(lse != lse, jnp.zeros_like(mean), mean) if guards else mean
-    return (weights, lse), (moved - known * mean, d_lse)
+    if sink is None:
+        return moved, mean
+    return moved, mean + jnp.where(lse == lse, jnp.exp(sink - lse), jnp.zeros_like(lse)) * d_sink
 
 
 def _exponentials(
@@ -212,18 +216,9 @@ def _exponentials(
     e = jnp.exp(s - shift)
     total = jnp.sum(e, axis=1, keepdims=True)
     total = total if sink is None else total + jnp.exp(sink - shift)
-    divisor = jnp.maximum(total, 0.5)  # it is 0, if nothing is visible, or at least 1
+    # The sum is at least 1, or 0 if nothing is visible, and may be NaN, which a maximum on a CPU would lose.
+    divisor = total + jnp.finfo(s.dtype).tiny
     return e, divisor, jnp.log(divisor) + largest
-
-
-def _weight_of_sink(sink: Float[Array, ""], lse: Float[Array, "T 1"]) -> Float[Array, "T 1"]:
-    """0 for rows that are NaN, so that these do not reach the gradient of the sink."""
-    return jnp.where(lse == lse, jnp.exp(sink - lse), jnp.zeros_like(lse))
-
-
-def _moved(weights: Float[Array, "T S"], d_s: Float[Array, "T S"]) -> Float[Array, "T S"]:
-    """The product, 0 where a weight is: what is masked gets no gradient that is NaN."""
-    return jnp.where(weights == 0, jnp.zeros_like(d_s), weights * d_s)
 
 
 def _dropped(weights: Float[Array, "T S"], kept: Float[Array, "T S"] | None) -> Float[Array, "T S"]:

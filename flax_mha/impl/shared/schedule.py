@@ -27,13 +27,11 @@ ON_ONE_CPU, ON_ONE_TPU = Target("cpu", may_be_split=False), Target("tpu", may_be
 # Up to this many scores of a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
 MAX_SCORES_DENSE = 256 * 256
 
-# On a GPU this is the budget of "xla": so many scores of all heads, 1 GiB of float32, are computed at once at most.
+# The budget of "xla" on a GPU: so many scores of all heads, 1 GiB of float32, are computed at once. A tile there
+# launches some 25 kernels: counted in bytes and launches, tiles gain next to nothing within the budget, not even where
+# a window leaves few of them. With a window of 128 at (4, 2048, 16, 64) they take 1.4 ms forward and 3.7 with the
+# gradient by the model of benchmarks/compiled.py; all scores at once take 1.2 and 3.3.
 MAX_SCORES_GPU = 2**28
-# What a GPU moves in the forward and the backward pass, in bytes for each score: of all, "xla", and of those of the
-# tiles that are visited, "blockwise"; with inputs of 16 bits, and of more. A tile launches so many kernels, each of
-# which takes the time of so many bytes: 3 microseconds at 4 TB/s.
-GPU_BYTES_DENSE, GPU_BYTES_TILES = {True: 37, False: 56}, {True: 61, False: 77}
-GPU_LAUNCHES_OF_TILE, GPU_BYTES_OF_LAUNCH = 25, 12e6
 
 # Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks
 # that are not known while tracing, and accelerators. Up to 704 keys, a tile of 2 MiB holds whole rows.
@@ -168,31 +166,12 @@ def with_occupancy(call: Call) -> Call:
 
 def prefers_dense(call: Call) -> bool:
     """Returns whether "xla" is the faster of the two that compute every call."""
-    lengths = call.operands.query.shape[-3], call.operands.key.shape[-3]
-    if not call.options.has_known_sizes or math.prod(lengths) <= MAX_SCORES_DENSE:
+    query, options = call.operands.query, call.options
+    scores = query.shape[-3] * call.operands.key.shape[-3]
+    if not options.has_known_sizes or scores <= MAX_SCORES_DENSE:
         return True
-    return call.options.target.platform == "gpu" and _prefers_dense_on_gpu(call, lengths)
-
-
-def _prefers_dense_on_gpu(call: Call, lengths: tuple[int, int]) -> bool:
-    """Returns whether all scores fit the budget, and are not many more than those of the tiles that a mask leaves."""
-    operands = call.operands
-    num_heads, scores = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2], math.prod(lengths)
-    if num_heads * scores > MAX_SCORES_GPU:
-        return False
-    if operands.mask is None or not operands.offsets.are_known or jax.tree.leaves(operands.mask):
-        return True  # all tiles are visited, as far as is known
-    narrow, tile = operands.query.dtype.itemsize <= 2, TILE_SHAPES[0].height * TILE_SHAPES[0].width
-    of_tile = num_heads * tile * GPU_BYTES_TILES[narrow] + GPU_LAUNCHES_OF_TILE * GPU_BYTES_OF_LAUNCH
-    tiles = _visited_tiles(lengths, operands.mask, operands.offsets.numbers)
-    return num_heads * scores * GPU_BYTES_DENSE[narrow] <= tiles * of_tile
-
-
-@functools.lru_cache(maxsize=256)
-def _visited_tiles(lengths: tuple[int, int], mask: Mask, offsets: tuple[int, int]) -> int:
-    """Counts the tiles of one head that are not masked as a whole, of a mask without arrays."""
-    with jax.ensure_compile_time_eval():
-        return int(tiles_of(tiling_of(lengths, TILE_SHAPES[0]), mask, offsets)[-1].sum())
+    num_heads = math.prod(query.shape[:-3]) * query.shape[-2]
+    return options.target.platform == "gpu" and num_heads * scores <= MAX_SCORES_GPU
 
 
 def on_gpu(call: Call) -> bool:
