@@ -17,11 +17,11 @@ Columns:
 
 `--table unfused` compares calls that fused kernels refuse with Flax (benchmarks/unfused.py), by a model of an H200: a
 program takes as long as it takes to move its bytes, at 4 TB/s, and to launch its kernels, 3 microseconds each. This is
-counted, not timed; arithmetic is taken to be free. `flax_mha/impl/shared/schedule.py` chooses "xla" or "blockwise"
-by the same model. Columns besides:
+counted, not timed; arithmetic is taken to be free. `MAX_SCORES_GPU` in `flax_mha/impl/shared/schedule.py` was chosen by
+it. Columns besides:
   ms           by the model
   of Flax's    the same, as a multiple of Flax's program
-A loop over the tiles of a row counts as often as it runs on average there.
+Loops over the tiles of a row count as often as they run on average there.
 
 All of it while everything is finite. A loop whose trips the compiler does not tell counts once: then numbers are marked
 with a +. Of several devices the numbers are those of each.
@@ -238,7 +238,7 @@ def rows_of_model(target: Target, programs: dict[str, unfused.Program]) -> Itera
         }
 
 
-def head(name: str, columns: dict[str, str]) -> list[str]:
+def head(name: str, columns: dict[str, str], remark: str) -> list[str]:
     """Of a table: target, versions, command."""
     packages = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax")
     installed = {package.name.lower() for package in importlib.metadata.distributions()}
@@ -249,7 +249,7 @@ def head(name: str, columns: dict[str, str]) -> list[str]:
     return [
         f"# Compiled ahead of time for {name}",
         "",
-        f"{date}, Python {python}, {versions}; `{command}`. Nothing ran. The columns: see `benchmarks/compiled.py`.",
+        f"{date}, Python {python}, {versions}; `{command}`. {remark} The columns: see `benchmarks/compiled.py`.",
         "",
         f"| {' | '.join(columns)} |",
         f"|{'|'.join(columns.values())}|",
@@ -266,8 +266,12 @@ def main() -> None:
     options = parser.parse_args()
     target = target_of(options.target)
     jax.config.update("jax_enable_compilation_cache", False)  # it would want to load what is made for other devices
-    columns = COLUMNS if options.table == "fused" else COLUMNS_OF_MODEL
-    lines = head(options.target, columns)
+    if options.table == "fused":
+        columns, name, remark = COLUMNS, options.target, "Nothing ran."
+    else:
+        columns, name = COLUMNS_OF_MODEL, f"{options.target}: calls that fused kernels refuse"
+        remark = "Nothing ran: milliseconds are counted, not timed."
+    lines = head(name, columns, remark)
     print("\n".join(lines), flush=True)
 
     def is_wanted(name: str) -> bool:
