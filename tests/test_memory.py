@@ -66,6 +66,34 @@ def test_no_array_has_both_lengths(name):
     assert "8192x8192" not in text
 
 
+def _tangents(loss, x):
+    return jax.jvp(loss, (x,), (x,))
+
+
+def _linearized(loss, x):
+    return jax.linearize(loss, x)[1](x)
+
+
+def _hessian_product(loss, x):
+    return jax.jvp(jax.grad(loss), (x,), (x,))[1]
+
+
+@pytest.mark.parametrize("derivative", with_core([_tangents, _linearized, _hessian_product], _hessian_product))
+def test_derivatives_of_other_orders_take_memory_linear_in_the_length(derivative):
+    def size(t, implementation):
+        def loss(qkv):
+            return jnp.sin(dot_product_attention(*qkv, is_causal=True, implementation=implementation)).sum()
+
+        x = jax.ShapeDtypeStruct((1, t, 1, H), jnp.float32)
+        lowered = jax.jit(functools.partial(derivative, loss)).lower((x, x, x))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    long = size(8192, "blockwise")
+    assert long <= 5 * size(2048, "blockwise")
+    if derivative is _hessian_product:
+        assert long <= size(8192, "xla") / 20
+
+
 def test_heads_of_a_group_share_their_keys():
     """Repeating keys and values for the heads of a group would show in the temporaries."""
 

@@ -1,0 +1,292 @@
+"""Derivatives of every order, forward and reverse: those through tiles equal those through all scores.
+
+DERIVATIVE_CASES in the environment draws another number of random calls than every run does.
+"""
+
+import functools
+import os
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_fuzz
+from flax import nnx
+from marks import with_core
+
+import flax_mha
+from flax_mha import FunctionMask, dot_product_attention
+from flax_mha.impl.shared import schedule, tiling
+from flax_mha.impl.shared.tiling import TileShape
+
+SEEDS = range(int(os.environ.get("DERIVATIVE_CASES", "10")))
+TOLERANCE = {np.float64: 1e-9, np.float32: 1e-4}
+T, S = 20, 29
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    """Several tiles each way in lengths of twenty."""
+    monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(8, 16), TileShape(16, 8, 2), TileShape(8, 8)))
+    monkeypatch.setattr(schedule, "GATHERING", (TileShape(8, 4, runs=4),))
+    for module in (tiling, schedule):
+        monkeypatch.setattr(module, "CELL", 4)
+
+
+def draw(seed):
+    """A random call: its structure, arrays with gradients, other arrays, and tangents."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*options):
+        return options[rng.integers(len(options))]
+
+    def broadcast(*shape):
+        return tuple(size if rng.random() < 0.6 else 1 for size in shape)[rng.integers(len(shape)) :]
+
+    (k, g), batch = one_of((1, 1), (1, 3), (2, 2)), one_of((), (2,), (2, 2))
+    t, s = one_of((T, S), (T, T), (S, T))
+    scores = (*batch, k * g, t, s)
+    names = ("lengths", "ids", "offset", "key_offset", "score_mod")
+    structure = {
+        "sizes": (batch, t, s, k * g, k, one_of(3, 8), one_of(3, 8)),
+        "is_causal": one_of(True, False),
+        "window": one_of(None, None, (7, 1), (None, 4), (7, None)),
+        "soft_cap": one_of(None, None, 1.3),
+        "scale": one_of(None, 0.2),
+        "rate": one_of(0.0, 0.0, 0.3),
+        "bias": one_of(None, broadcast(*scores)),
+        "mask": one_of(None, broadcast(*scores)),
+        "sinks": one_of(None, None, broadcast(*batch, k * g)),
+        "mask_object": one_of(None, None, "function", "combined"),
+    } | {name: one_of(True, False) for name in names}
+    learned, fixed = test_fuzz.data(structure, seed)
+    tangents = {name: rng.standard_normal(x.shape) for name, x in learned.items()}
+    return structure, learned, fixed, tangents
+
+
+def loss_of(structure, fixed, implementation):
+    def loss(learned):
+        output, lse = test_fuzz.ours(structure, implementation, learned, fixed)
+        return jnp.sin(output).sum() + jnp.sin(jnp.where(jnp.isfinite(lse), lse, 0)).sum(), (output, lse)
+
+    return loss
+
+
+def derivatives(structure, fixed, implementation):
+    """Tangents; Hessian-vector product; gradients of squared tangents, also as in MeanFlow, and of a gradient."""
+    loss_and_aux = loss_of(structure, fixed, implementation)
+
+    def loss(x):
+        return loss_and_aux(x)[0]
+
+    def squares(tree):
+        return sum((x**2).sum() for x in jax.tree.leaves(tree))
+
+    def mean_flow(x, tangents):
+        output, moved = jax.jvp(lambda x: loss_and_aux(x)[1][0], (x,), (tangents,))
+        return squares(output - jax.lax.stop_gradient(moved)), moved
+
+    def answers(x, tangents):
+        gradient, product = jax.jvp(jax.grad(loss), (x,), (tangents,))
+        flow, moved = jax.grad(mean_flow, has_aux=True)(x, tangents)
+        return {
+            "tangents": moved,
+            "gradient": gradient,
+            "Hessian-vector product": product,
+            "gradient of tangents": jax.grad(lambda x: squares(mean_flow(x, tangents)[1]))(x),
+            "MeanFlow": flow,
+            "gradient of gradient": jax.grad(lambda x: squares(jax.grad(loss)(x)))(x),
+        }
+
+    return answers
+
+
+def compare(got, want, tolerance, at_least=1e-2):
+    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        largest = np.abs(other).max(initial=at_least)
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * largest, err_msg=jax.tree_util.keystr(path))
+
+
+def check(seed, dtype):
+    structure, *arrays = draw(seed)
+    with jax.enable_x64(dtype == np.float64):
+        learned, fixed, tangents = jax.tree.map(lambda x: x if x.dtype.kind in "bi" else x.astype(dtype), arrays)
+        got, want = (jax.jit(derivatives(structure, fixed, name))(learned, tangents) for name in ("blockwise", "xla"))
+        compare(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("seed", with_core(SEEDS, 2, 6))
+def test_every_order_equals_that_of_all_scores(seed):
+    check(seed, np.float64)
+
+
+def test_every_order_in_float32():
+    check(3, np.float32)
+
+
+@pytest.mark.parametrize("seed", [4, 6])
+def test_finite_differences(seed):
+    structure, learned, fixed, tangents = draw(seed)
+    with jax.enable_x64(True):
+        loss_and_aux = loss_of(structure, fixed, "blockwise")
+        learned, tangents = jax.tree.map(jnp.float64, (learned, tangents))
+        f = jax.jit(jax.value_and_grad(lambda x: loss_and_aux(x)[0]))
+        got = jax.jvp(f, (learned,), (tangents,))[1]
+        above = f(jax.tree.map(lambda x, d: x + 1e-5 * d, learned, tangents))
+        below = f(jax.tree.map(lambda x, d: x - 1e-5 * d, learned, tangents))
+        compare(got, jax.tree.map(lambda a, b: (a - b) / 2e-5, above, below), 1e-7)
+
+
+def inputs(*batch, t=T, n=2, h=4, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal((*batch, t, n, h)), jnp.float32) for _ in range(3)]
+
+
+def under_vmap(loss):
+    return lambda x: jax.vmap(jax.hessian(lambda x: loss(x[None])))(x)
+
+
+def under_scan_and_checkpoint(loss):
+    def layers(x):
+        step = jax.checkpoint(lambda x, _: (x + jax.grad(loss)(x), None))
+        return jnp.sin(jax.lax.scan(step, x, length=3)[0]).sum()
+
+    return lambda x: jax.jvp(jax.grad(layers), (x,), (jnp.cos(x),))
+
+
+def linearized(loss):
+    def products(x):
+        _, along = jax.linearize(jax.grad(loss), x)
+        return jax.vmap(along)(jnp.stack([jnp.cos(x), jnp.sin(x)])), jax.linear_transpose(along, x)(x)
+
+    return products
+
+
+def third(loss):
+    def along(f):
+        return lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1]
+
+    return lambda x: (along(along(jax.grad(loss)))(x), jax.grad(along(along(loss)))(x))
+
+
+@pytest.mark.parametrize(
+    "transformed", with_core([under_vmap, under_scan_and_checkpoint, linearized, third], under_scan_and_checkpoint)
+)
+def test_transformations(transformed):
+    """Documents whose ids are known to the call alone, so that loops over tiles have bounds that no trace knows."""
+    x = inputs(2, t=9 if transformed is under_vmap else T, n=1, h=2)[0]
+    ids = jnp.arange(x.shape[1], dtype=jnp.int32) // 5
+
+    def answers(implementation):
+        def run(x, ids):
+            def loss(x):
+                output = dot_product_attention(
+                    x, 2 * x, jnp.sin(x), is_causal=True, query_segment_ids=ids, implementation=implementation
+                )
+                return jnp.sin(output).sum()
+
+            return transformed(loss)(x)
+
+        return jax.jit(run)(x, ids)
+
+    compare(answers("blockwise"), answers("xla"), 1e-4)
+
+
+def test_jacobians():
+    attend = functools.partial(dot_product_attention, is_causal=True)
+    arrays = inputs(n=1, h=2, t=9)
+    got = jax.jit(jax.jacfwd(functools.partial(attend, implementation="blockwise"), (0, 1, 2)))(*arrays)
+    compare(got, jax.jacrev(functools.partial(attend, implementation="xla"), (0, 1, 2))(*arrays), 1e-5)
+
+
+class _Linen(flax.linen.Module):
+    implementation: str
+
+    @flax.linen.compact
+    def __call__(self, x):
+        return flax_mha.linen.MultiHeadDotProductAttention(num_heads=2, implementation=self.implementation)(x)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_modules(kind):
+    """The tangent of a module's call, along inputs and parameters, inside the loss of a training step."""
+    x = inputs(2)[0].reshape(2, T, 8)
+
+    def answers(implementation):
+        if kind == "nnx":
+            module = flax_mha.MultiHeadAttention(2, 8, decode=False, implementation=implementation, rngs=nnx.Rngs(0))
+            graph, params = nnx.split(module)
+
+            def call(params, x):
+                return nnx.merge(graph, params)(x)
+        else:
+            call = _Linen(implementation).apply
+            params = _Linen("xla").init(jax.random.key(0), x)
+
+        def loss(params):
+            tangents = jax.tree.map(jnp.cos, params)
+            output, moved = jax.jvp(call, (params, x), (tangents, jnp.cos(x)))
+            return ((output - jax.lax.stop_gradient(moved)) ** 2).sum() + jnp.sin(moved).sum()
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    compare(answers("blockwise"), answers("xla"), 1e-4, at_least=1.0)  # biases of keys change nothing
+
+
+def nan_programs(implementation):
+    """First and second derivatives with keys masked by a function and by lengths, a bias and a score_mod."""
+
+    @jax.jit
+    def run(arrays, seen, lengths):
+        def loss(arrays):
+            output, lse = dot_product_attention(
+                *arrays[:3],
+                bias=arrays[3],
+                mask=FunctionMask(lambda b, h, q_idx, kv_idx: seen[kv_idx] & (q_idx % 7 != 3)),
+                key_value_seq_lengths=lengths,
+                score_mod=lambda score, b, h, q_idx, kv_idx: score * arrays[4][kv_idx],
+                implementation=implementation,
+                return_residual=True,
+            )
+            return jnp.sin(output).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum(), (output, lse)
+
+        tangents = jax.tree.map(jnp.cos, [jnp.arange(x.size).reshape(x.shape).astype(x.dtype) for x in arrays])
+        output, along = jax.jvp(lambda x: loss(x)[1][0], (arrays,), (tangents,))
+        gradient, product = jax.jvp(jax.grad(lambda x: loss(x)[0]), (arrays,), (tangents,))
+        squares = jax.grad(lambda x: sum((y**2).sum() for y in jax.grad(lambda x: loss(x)[0])(x)))(arrays)
+        return output, along, gradient, product, squares
+
+    return run
+
+
+def test_masked_nan_and_rows_that_see_nothing():
+    """In every derivative they are as zeros in their place; NaN that is seen reaches the rows that see it."""
+    arrays = [*inputs(2), jnp.ones((1, 2, 1, T)), jnp.linspace(0.5, 1.5, T)]
+    seen, lengths = np.arange(T) % 4 != 1, np.asarray([T, 11], np.int32)
+    hidden = (~seen[None] | (np.arange(T)[None] >= lengths[:, None]))[..., None, None]
+    run = nan_programs("blockwise")
+
+    def filled(value):
+        query, key, values, bias, factors = arrays
+        return [
+            jnp.where((np.arange(T) % 7 == 3)[None, :, None, None], value, query),
+            jnp.where(hidden, value, key),
+            jnp.where(hidden, value, values),
+            jnp.where(~seen[None, None, None], value, bias),
+            jnp.where(~seen, value, factors),
+        ]
+
+    want, got = (run(filled(value), seen, lengths) for value in (0.0, jnp.nan))
+    for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert np.isfinite(y).all()
+        np.testing.assert_array_equal(y, x)
+
+    arrays[1] = arrays[1].at[0, 4, 0, 1].set(jnp.nan)
+    output, along, gradient, product, squares = run(arrays, seen, lengths)
+    sees = np.arange(T) % 7 != 3
+    assert np.isnan(output[0, sees, 0]).all()
+    for x in (output, along, gradient[0], product[0], squares[0]):
+        assert np.isfinite(x[0, ~sees, 0]).all()
+        assert np.isfinite(x[1]).all()
+        assert np.isfinite(x[0, :, 1]).all()
