@@ -64,6 +64,14 @@ def test_packed_lm():
     assert (full.segment_ids > 0).mean() > 0.9
 
 
+def test_meanflow():
+    meanflow = example("meanflow")
+    model = trained(meanflow, steps=100, below=0.59)  # a velocity of 0: 0.69
+    key = jax.random.key(1)
+    noise = jax.random.normal(key, (256, meanflow.POINTS, 2))
+    assert meanflow.roundness_error(meanflow.sample(model, key)) < 0.95 * meanflow.roundness_error(noise)
+
+
 def test_llama():
     llama = example("llama")
     model = trained(llama, steps=25, below=3.25)  # the frequencies of characters alone cost 3.42
