@@ -105,6 +105,43 @@ def test_any_mesh(computed, split, kind):
     assert not collectives(program.as_text())
 
 
+def products_and_tangents(query, key, value, sharding=None):
+    """A Hessian-vector product, a tangent and its gradient, through tiles of documents."""
+    ids = jnp.arange(query.shape[1], dtype=jnp.int32)[None] // 250
+
+    def loss(*arrays):
+        output = dot_product_attention(
+            *arrays, is_causal=True, query_segment_ids=ids, implementation="blockwise", qkv_sharding=sharding
+        )
+        return jnp.sin(output).sum((1, 2, 3))
+
+    def along(*arrays):
+        return jax.jvp(loss, arrays, tuple(map(jnp.cos, arrays)))[1]
+
+    arrays, gradient = (query, key, value), jax.grad(lambda *arrays: loss(*arrays).sum(), (0, 1, 2))
+    _, product = jax.jvp(gradient, arrays, tuple(map(jnp.cos, arrays)))
+    return along(*arrays), product, jax.grad(lambda *arrays: along(*arrays).sum(), (0, 1, 2))(*arrays)
+
+
+@pytest.mark.parametrize("kind", ["argument", "explicit", "shard_map", "shard_map, unchecked"])
+def test_derivatives_of_every_order(kind):
+    whole = arrays(600, N)
+    whole = [whole[name] for name in ("query", "key", "value")]
+    want = jax.device_get(jax.jit(products_and_tangents)(*whole))
+    mesh, spec = mesh_of(kind, (4, 1)), jax.P("data")
+    split = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in whole]
+    if "shard_map" in kind:
+        f = jax.shard_map(
+            products_and_tangents, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=kind == "shard_map"
+        )
+    else:
+        sharding = jax.NamedSharding(mesh, spec) if kind == "argument" else None
+        f = functools.partial(products_and_tangents, sharding=sharding)
+    program = jax.jit(f).lower(*split).compile()
+    compare(program(*split), want)
+    assert not collectives(program.as_text())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mesh_of_one_device(kind):
     """Types name axes there, too."""
