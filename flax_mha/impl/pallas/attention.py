@@ -14,14 +14,15 @@ from flax_mha.call.operands import Operands, Options, OutputAndLse
 from flax_mha.core.tile import Offsets
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.impl.pallas import kernels
-from flax_mha.impl.pallas.inputs import LANES, Inputs, Plan
+from flax_mha.impl.pallas.grid import LANES
+from flax_mha.impl.pallas.inputs import Inputs, Plan
 from flax_mha.impl.pallas.launch import KernelCall
 from flax_mha.impl.pallas.split_function import TileFunction, split
 from flax_mha.impl.pallas.tile import TileMask, TileRule
 from flax_mha.impl.shared import nonfinite
 from flax_mha.impl.shared.head import heads_of, map_heads
 from flax_mha.impl.shared.scores import ScoreRule
-from flax_mha.impl.shared.tiling import InsideMask, Tiling, padded_mask
+from flax_mha.impl.shared.tiling import InsideMask, Tiling, occupancy
 from flax_mha.masks import Mask, Occupancy
 from flax_mha.masks.function import TracedMask, map_functions
 
@@ -66,10 +67,10 @@ def _split(
     function: TracedFunction, captured: list[Array], batch: Any, head: Any, rank: int
 ) -> tuple[TileFunction, tuple[Array, ...]]:
     """The part of a function for tiles, and the values of its outer part, once for all heads that share them."""
-    outer, tile = split(function, len(captured))
+    tile = split(function, len(captured))
     one, ids = jnp.zeros((1,) * rank, jnp.int32), (("b", batch), ("h", head))
     used = (jnp.asarray(x) if x is not None and function.uses(name) else one for name, x in ids)
-    return tile, tuple(map_heads(lambda x: outer(*x), (captured, *used), rank))
+    return tile, tuple(map_heads(lambda x: tile.outer_values(*x), (captured, *used), rank))
 
 
 def _tile_mask(rank: int, mask: TracedMask) -> Mask:
@@ -80,14 +81,9 @@ def _tile_mask(rank: int, mask: TracedMask) -> Mask:
 
 def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
     """Which tiles are visible, [*heads, rows, columns]: in NumPy where that is known while tracing."""
-    everything = np.ones((tiling.rows, tiling.cells), bool)
 
     def of_head(arrays: tuple[Mask | None, Offsets]) -> Occupancy:
-        mask = padded_mask(arrays[0], tiling)
-        if mask is None:
-            return Occupancy(everything, everything)
-        some, full = mask.occupancy(tiling.grid(arrays[1].values))
-        return Occupancy(some & everything, full & everything)
+        return occupancy(tiling, arrays[0], arrays[1].values)
 
     if rule.mask is not None and jax.tree.leaves((rule.mask, rule.offsets)):
         return map_heads(of_head, (rule.mask, rule.offsets), rank)

@@ -17,7 +17,7 @@ from flax_mha.call.operands import DEFAULT_PRECISION, Call, Operands, Options, O
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.impl.implementation import Implementation
 from flax_mha.impl.pallas.attention import attend, prepare
-from flax_mha.impl.pallas.grid import MOST_TILES_OF_AXIS, MOST_WORDS
+from flax_mha.impl.pallas.grid import MOST_WORDS
 from flax_mha.impl.pallas.split_function import RefusedError, split
 from flax_mha.impl.shared import head, schedule, tpu_kernels
 from flax_mha.impl.shared.tiling import Tiling
@@ -102,7 +102,7 @@ def _reasons_against_tiles(call: Call) -> list[str]:
     if operands.bias is not None:  # the heads that share a gradient are on one list
         lists.append(heads // math.prod(operands.bias.shape[:-2]))
     words = 2 * max(lists) * tiling.rows * tiling.cells
-    if words <= MOST_WORDS and max(tiling.rows, tiling.cells) < MOST_TILES_OF_AXIS:
+    if words <= MOST_WORDS:
         return []
     return [
         f"its table of tiles does not fit: scalar memory has room for {MOST_WORDS} words, and {tiling.rows} x "

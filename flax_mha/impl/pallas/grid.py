@@ -29,10 +29,10 @@ Words = Int[Array, "*heads steps"] | np.ndarray
 FIRST, LAST, COMPUTE, MASKED = 1, 2, 4, 8
 FLAG_BITS = 4
 
-# Scalar memory has 1 MiB, and holds other numbers too. A list takes two words of four bytes for each step.
-MOST_WORDS = 2 * 65536 + 4096
-# Numbers of rows and columns of tiles share a word.
-MOST_TILES_OF_AXIS = 2**15
+LANES = 128
+# Scalar memory has 1 MiB, and holds other numbers too. A list takes two words of four bytes for each step, and 16 bits
+# for the row of a tile, as many for its column.
+MOST_WORDS = 2 * 65535
 
 
 class Grid(NamedTuple):
@@ -65,7 +65,7 @@ class Grid(NamedTuple):
             head[axis], number = lax.rem(number, self.sizes[axis]), lax.div(number, self.sizes[axis])
         if shared:
             head[shared[0]] = number
-        return what, head, where >> 16, where & 0xFFFF
+        return what, head, lax.shift_right_logical(where, 16), where & 0xFFFF
 
     def spec(self, axes: str, heads: Sizes, stored: Sizes, tiling: Tiling) -> pl.BlockSpec:
         """Which block of a stored array a step is given; all of it if it holds numbers."""

@@ -17,14 +17,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from flax_mha.core.tile import Offsets
-from flax_mha.impl.pallas.grid import Sizes
+from flax_mha.impl.pallas.grid import LANES, Sizes
 from flax_mha.impl.pallas.tile import KernelTile, TileRule, TransposedTile
 from flax_mha.impl.shared import nonfinite
 from flax_mha.impl.shared.scores import ScoreInputs
 from flax_mha.impl.shared.tiling import Tiling
 from flax_mha.masks import Mask
 
-LANES = 128
 Block = Any  # an array of all heads, inside a kernel the block of one step; None where there is none
 
 

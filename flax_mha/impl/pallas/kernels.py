@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from flax_mha.impl.pallas.inputs import LANES, Inputs, LoadedTile, repeat_lanes
+from flax_mha.impl.pallas.grid import LANES
+from flax_mha.impl.pallas.inputs import Inputs, LoadedTile, repeat_lanes
 from flax_mha.impl.pallas.launch import Kernel, KernelCall, Result, launch
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -45,7 +46,6 @@ def forward(call: KernelCall) -> tuple[Array, Array]:
     kernel = Kernel(
         name="flax_mha_forward",
         heads=tuple(heads),
-        by="T",
         results=[Result("T H", (length, value_size), plan.dtype), Result("T", (length,), jnp.float32)],
         sums=[((height, LANES), -jnp.inf), ((height, LANES), 0.0), ((height, value_size), 0.0)],
         add=_add_to_softmax,
@@ -99,7 +99,6 @@ def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array,
     kernel = Kernel(
         name="flax_mha_dq",
         heads=tuple(heads),
-        by="T",
         results=[Result("T H", (length, head_size), plan.dtype), *results],
         sums=[((plan.tiling.height, head_size), 0.0)],
         add=add,
@@ -148,7 +147,6 @@ def key_value_gradients(call: KernelCall) -> tuple[Array, Array]:
     kernel = Kernel(
         name="flax_mha_dkv",
         heads=inputs.key.shape[:-2],
-        by="S",
         results=[Result("S H", x.shape[-2:], plan.dtype) for x in pair],
         sums=[((plan.tiling.width, x.shape[-1]), 0.0) for x in pair],
         add=add,
@@ -162,7 +160,7 @@ def key_value_gradients(call: KernelCall) -> tuple[Array, Array]:
 def bias_gradient(call: KernelCall) -> Array:
     """The gradient of the bias, in its own shape: what it is broadcast over is summed up in the kernel."""
     (plan, inputs, _), (*heads, rows, columns) = call, call.inputs.bias.shape
-    by = "T" * (rows != 1) + "S" * (columns != 1)
+    names = " ".join("T" * (rows != 1) + "S" * (columns != 1))
 
     def add(tile: LoadedTile, results: Refs, sums: Refs) -> None:
         *_, d_params = tile.gradients()
@@ -179,12 +177,10 @@ def bias_gradient(call: KernelCall) -> Array:
     kernel = Kernel(
         name="flax_mha_dbias",
         heads=tuple(heads),
-        by=by,
-        results=[Result(" ".join(by) or "L", part, inputs.bias.dtype)],
+        results=[Result(names or "L", part, inputs.bias.dtype)],
         sums=[(shape, 0.0)],
         add=add,
         end=end,
-        keeps_rows=False,
     )
     [d_bias] = launch(kernel, call)
     return d_bias.reshape(inputs.bias.shape)

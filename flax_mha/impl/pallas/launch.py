@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from flax_mha.impl.pallas.grid import COMPUTE, FIRST, LAST, MASKED, Grid, Sizes, flat_index, list_steps
-from flax_mha.impl.pallas.inputs import LANES, Inputs, LoadedTile, Plan, load_tile, read_block
+from flax_mha.impl.pallas.grid import COMPUTE, FIRST, LANES, LAST, MASKED, Grid, Sizes, flat_index, list_steps
+from flax_mha.impl.pallas.inputs import Inputs, LoadedTile, Plan, load_tile, read_block
 from flax_mha.masks import Occupancy
 
 # Results of different heads may be computed by different cores, but the steps of a list follow one another.
@@ -39,24 +39,30 @@ class Kernel(NamedTuple):
     Attributes:
       name: What it is called in programs and profiles.
       heads: The sizes of the results' axes of batch and heads: 1 where heads share a result.
-      by: Which axes of tiles tell results apart: "T" rows, "S" columns.
-      results: What it computes.
+      results: What it computes; the tiles of each have in common what the axes "T" and "S" of the first say.
       sums: Shapes of what is added up in fast memory, and the numbers to begin with.
       add: `add(tile, results, sums)` adds a tile.
       end: `end(inputs, results, sums)` writes the results; these, like sums, are references.
-      keeps_rows: Whether what belongs to rows is that of all tiles of a result, and loaded once.
       transposed: Whether its tiles have queries along columns.
     """
 
     name: str
     heads: Sizes
-    by: str
     results: Sequence[Result]
     sums: Sequence[tuple[tuple[int, int], float]]
     add: Callable[[LoadedTile, Sequence[Any], Sequence[Any]], None]
     end: Callable[[Inputs, Sequence[Any], Sequence[Any]], None]
-    keeps_rows: bool = True
     transposed: bool = False
+
+    @property
+    def by(self) -> str:
+        """The axes of tiles that tell results apart: "T" rows, "S" columns."""
+        return "".join(name for name in "TS" if name in self.results[0].names)
+
+    def kept_rows(self, inputs: Inputs) -> list[Array]:
+        """What belongs to rows of tiles, if it is the same for all tiles of a result."""
+        rows = inputs.of_rows(self.transposed)
+        return rows if (self.by, rows[0].shape[:-2]) == ("S" if self.transposed else "T", self.heads) else []
 
 
 def launch(kernel: Kernel, call: KernelCall) -> list[Array]:
@@ -103,8 +109,8 @@ def _stored_shape(result: Result, axes: str, kernel: Kernel, plan: Plan) -> jax.
 def _scratch(kernel: Kernel, inputs: Inputs, plan: Plan) -> list[Any]:
     """Fast memory that lasts from step to step: for what belongs to rows, with features last, and for sums."""
     length, rank = plan.tiling.width if kernel.transposed else plan.tiling.height, len(kernel.heads)
-    rows = inputs.of_rows(kernel.transposed) if kernel.keeps_rows else []
-    kept = [pltpu.VMEM((length, x.shape[-1] if x.ndim == rank + 2 else LANES), x.dtype) for x in rows]
+    widths = [(x.shape[-1] if x.ndim == rank + 2 else LANES, x.dtype) for x in kernel.kept_rows(inputs)]
+    kept = [pltpu.VMEM((length, width), dtype) for width, dtype in widths]
     return [*kept, *(pltpu.VMEM(shape, jnp.float32) for shape, _ in kernel.sums)]
 
 

@@ -8,18 +8,18 @@ a gather along lanes, the only kind that the compiler of these kernels, Mosaic, 
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array, Int
 
 from flax_mha.core.jaxprs import inner_jaxprs
 from flax_mha.core.user_function import TracedFunction
+from flax_mha.impl.pallas.grid import LANES
 
-LANES = 128
 # The largest table that is looked up, in entries; each 128 of them take a gather and a selection per score.
 MOST_ENTRIES = 2048
 
@@ -66,6 +66,7 @@ class TileFunction:
     """The part of a function that is computed for whole tiles, from the values of the outer part.
 
     Attributes:
+      outer: The outer part, as far as it is computed.
       arguments: The variables of [score,] q_idx, kv_idx.
       numbers: Variables of the outer part that are numbers.
       lookups: Lookups in arrays of the outer part, by the variable of the result, in order.
@@ -74,12 +75,24 @@ class TileFunction:
       result: The variable of the result.
     """
 
+    outer: Jaxpr
     arguments: Sequence[Any]
     numbers: Sequence[Any]
     lookups: dict[Any, Lookup]
     equations: Sequence[Any]
     of_scores: set[Any]
     result: Any
+
+    def outer_values(self, captured: Sequence[Array], batch: Array, head: Array) -> list[Array]:
+        """The values of the outer part of one head: numbers, then flat tables [entries]."""
+        positions: Any = self.outer.invars[len(captured) :]
+        *score, _, _, query, key = (jnp.zeros((), v.aval.dtype) for v in positions)
+        read = [x for lookup in self.lookups.values() for x in (lookup.array, *lookup.indices)]
+        computed = {*self.outer.invars, *(x for equation in self.outer.eqns for x in equation.outvars)}
+        wanted = list(dict.fromkeys(x for x in _variables([*self.numbers, *read]) if x in computed))
+        run = jaxpr_as_fun(ClosedJaxpr(self.outer.replace(outvars=wanted), ()))
+        known = dict(zip(wanted, run(*captured, *score, batch, head, query, key), strict=True))
+        return [known[x] for x in self.numbers] + [x.table(known) for x in self.lookups.values()]
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
         """The function's values in a tile of this shape, to which all arguments and values broadcast."""
@@ -161,14 +174,8 @@ def _gather_lanes(table: Array, entry: Int[Array, "t 128"]) -> Array:
     return result  # type: ignore[return-value]  # a table has entries
 
 
-Outer = Callable[[Sequence[Array], Array, Array], list[Array]]
-
-
-def split(function: TracedFunction, num_captured: int) -> tuple[Outer, TileFunction]:
+def split(function: TracedFunction, num_captured: int) -> TileFunction:
     """Splits a function of ([score,] b, h, q_idx, kv_idx).
-
-    Returns:
-      `outer(captured, batch, head)`, which returns numbers and flat tables [entries], and the part for tiles.
 
     Raises:
       RefusedError: If the part for tiles holds vectors, control flow, a primitive that Mosaic does not compile, or
@@ -193,8 +200,8 @@ def split(function: TracedFunction, num_captured: int) -> tuple[Outer, TileFunct
         of_scores.update(equation.outvars if of_scores.intersection(atoms) else ())
         equations.append(equation)
     numbers = list(dict.fromkeys(x for x in _variables(used) if x not in inner))
-    tile = TileFunction([*score, query, key], numbers, lookups, equations, of_scores, jaxpr.outvars[0])
-    return _outer(function, outer, tile), tile
+    outside, arguments = jaxpr.replace(eqns=outer, outvars=[]), [*score, query, key]
+    return TileFunction(outside, arguments, numbers, lookups, equations, of_scores, jaxpr.outvars[0])
 
 
 def _check(equation: Any) -> None:
@@ -231,18 +238,3 @@ def _lookup(equation: Any, inner: set[Any], of_scores: set[Any]) -> Lookup:
     if dtype.name not in DTYPES:
         raise RefusedError(f"must look up {', '.join(DTYPES)} by position, but a table holds {dtype}")
     return lookup
-
-
-def _outer(function: TracedFunction, equations: list[Any], tile: TileFunction) -> Outer:
-    arrays = [x for lookup in tile.lookups.values() for x in (lookup.array, *lookup.indices)]
-    computed = {*function.jaxpr.invars, *(x for equation in equations for x in equation.outvars)}
-    wanted = list(dict.fromkeys(x for x in _variables([*tile.numbers, *arrays]) if x in computed))
-    jaxpr = function.jaxpr.replace(eqns=equations, outvars=wanted)
-
-    def outer(captured: Sequence[Array], batch: Array, head: Array) -> list[Array]:
-        *score, _, _, query, key = (jnp.zeros((), v.aval.dtype) for v in jaxpr.invars[len(captured) :])
-        values = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*captured, *score, batch, head, query, key)
-        known = dict(zip(wanted, values, strict=True))
-        return [known[x] for x in tile.numbers] + [x.table(known) for x in tile.lookups.values()]
-
-    return outer

@@ -6,16 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha.core.tile import Grid, Tile
+from flax_mha.core.tile import Tile
 from flax_mha.impl.pallas.split_function import TileFunction
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
-from flax_mha.impl.shared.threefry import random_words
-from flax_mha.masks import Mask, Occupancy
+from flax_mha.masks import Mask
 
 
 class KernelTile(Tile):
@@ -55,9 +53,6 @@ class TileMask(Mask):
         positions = tile.query_positions, tile.key_positions
         values, _ = self.function.look_up(positions, self.values)
         return self.function(positions, values, tile.shape)
-
-    def occupancy(self, grid: Grid) -> Occupancy:
-        raise NotImplementedError("occupancy is that of the mask that this was made of.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +100,4 @@ class TileRule(ScoreRule):
         return scores, pull_visible
 
     def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."] | None:
-        """As in all implementations: of the seed and positions alone."""
-        if self.dropout_seed is None:
-            return None
-        position, key = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))
-        even, odd = random_words(self.dropout_seed, (position >> 1, key))  # type: ignore[arg-type]
-        words = jnp.where((position & 1) == 0, even, odd)
-        most = min(round(self.dropout_rate * 2**32), 2**32 - 1) - 2**31
-        dropped = (words ^ np.int32(-(2**31))) < np.int32(most)  # compares them without sign
-        return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
+        return self.dropout_by_query(tile, dtype)

@@ -275,7 +275,7 @@ class ScoreRule:
         if self.dropout_seed is None:
             return None
         rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))
-        first, second = lax.bitcast_convert_type(self.dropout_seed, jnp.int32)
+        first, second = (lax.bitcast_convert_type(word, jnp.int32) for word in self.dropout_seed)
         even, odd = random_words((first, second), (lax.shift_right_arithmetic(rows, jnp.int32(1)), columns))
         return self._kept(lax.bitcast_convert_type(jnp.where((rows & 1) == 1, odd, even), jnp.uint32), dtype)
 

@@ -109,6 +109,14 @@ def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
     return max(-(-length // size), 1), size
 
 
+def occupancy(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> Occupancy:
+    """Computes the occupancy of the grid of one head; in numpy where the mask is known while tracing."""
+    grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
+    everything = np.ones(grid.counts, bool)
+    some, full = (everything, everything) if mask is None else mask.occupancy(grid)
+    return Occupancy(some & everything, full & everything)
+
+
 def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
     """The mask of one head over whole tiles, which masks the padding that fills them."""
     if tiling.inside is None:
@@ -173,11 +181,7 @@ class _Runs(NamedTuple):
 
 def _runs(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> _Runs:
     """Finds the runs of one head; in numpy where the mask is known while tracing."""
-    grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
-    everything = np.ones(grid.counts, bool)
-    occupancy = Occupancy(everything, everything) if mask is None else mask.occupancy(grid)
-    split = (tiling.rows, tiling.bands, tiling.cells)
-    some, full = ((x & everything).reshape(split) for x in occupancy)
+    some, full = (x.reshape(tiling.rows, tiling.bands, tiling.cells) for x in occupancy(tiling, mask, offsets))
     if isinstance(some, jax.core.Tracer):  # then a run is a cell
         start = np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells))
     else:
