@@ -30,6 +30,13 @@ TABLES = {
         SHAPE | {"mask": "mask", "pass": "pass"},
         {"dtype": "bfloat16"},
     ),
+    "short": Table(
+        "short-cpu",
+        {"length": "length", "mask": "mask", "pass": "pass"},
+        {"implementation": "flax_mha automatic"},
+        across="head_dim",
+        value="to_jax_nn",
+    ),
     "module": Table("module-cpu", {"shape": "batch, length, features, heads", "pass": "pass"}),
     "module_memory": Table(
         "module-cpu",
@@ -96,9 +103,11 @@ def _heading(table: Table, column: Any) -> str:
 
 
 def _cell(row: Row | None, value: str) -> str:
-    """Milliseconds with their spread, or MiB; a dash where nothing was measured."""
+    """Milliseconds with their spread, a ratio, or MiB; a dash where nothing was measured."""
     if row is None or row.get(value) is None:
         return "-"
     number = row[value]
+    if value == "to_jax_nn":
+        return f"{number:.2f}"
     shown = f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 10 else f"{number:.0f}"
     return f"{shown} ± {row['spread']:.0f} %" if value == "ms" else shown
