@@ -4,7 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,7 +20,7 @@ from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha.modules.call import Arrays, FlaxModule, call_module, core_of, dot_general, reach
 from flax_mha.modules.explain import ExplainedAttention, explaining
-from flax_mha.modules.options import check_options
+from flax_mha.modules.options import NormKind, check_options, norm_of
 from flax_mha.rope import RoPE
 
 STORED = ("cached_key", "cached_value", "cached_lengths")  # for cross-attention
@@ -46,7 +46,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
       normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
         does, "rms_norm" without subtracting the mean, "rms_norm_all_heads" so, but over all heads of a token together,
-        with scales [heads, head size] (OLMo 2).
+        with scales [heads, head size] (OLMo 2), "rms_norm_after_rope" after the rotation (Hunyuan); "layer_norm_bias"
+        with a learned bias (Phi), "layer_norm_each_head" with scales [heads, head size] (Command R+).
       qk_norm_epsilon: What these norms add to the variance; None means 1e-6, as Flax does.
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
       per_row: Whether each sequence of a cache counts its own tokens, as `lengths` need it; `cache_index` is then
@@ -73,7 +74,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     scale: float | None = None
     sinks: bool = False
     qk_norm_epsilon: float | None = None
-    normalize_qk: bool | Literal["layer_norm", "rms_norm", "rms_norm_all_heads"] = False  # type: ignore[assignment]
+    normalize_qk: bool | NormKind = False  # type: ignore[assignment]
     rope: RoPE | None = None
     per_row: bool = False
     head_axis: str | None = None
@@ -190,6 +191,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             value=self._dense("value", (num_kv_heads, head_size)),
             out=self._dense("out", self.out_features or features),
             norms=(self._norm("query_ln"), self._norm("key_ln")) if self.normalize_qk else None,
+            norms_after_rope=bool(self.normalize_qk) and norm_of(self.normalize_qk).after_rope,
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
             cache=functools.partial(self._cache, variables),
             stored=self._stored if self.has_variable("cache", "cached_lengths") else None,
@@ -244,12 +246,11 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         return boxed(init, self.head_axis, names[1:] if bias else names)
 
     def _norm(self, name: str) -> nn.Module:
-        kind: Any = functools.partial(nn.LayerNorm, use_bias=False)
-        if self.normalize_qk in ("rms_norm", "rms_norm_all_heads"):
-            axes = (-2, -1) if self.normalize_qk == "rms_norm_all_heads" else -1
-            kind = functools.partial(nn.RMSNorm, reduction_axes=axes, feature_axes=axes)
+        norm = norm_of(self.normalize_qk)
+        options: dict[str, Any] = {"reduction_axes": norm.axes, "feature_axes": norm.scale_axes}
+        kind: Any = nn.RMSNorm if norm.is_rms else functools.partial(nn.LayerNorm, use_bias=norm.has_bias)
         epsilon = 1e-6 if self.qk_norm_epsilon is None else self.qk_norm_epsilon
-        return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name)
+        return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name, **options)
 
     def _flax_arguments(
         self, mask: Array | Mask | None, deterministic: bool | None, dropout_rng: Array | None, sow_weights: bool

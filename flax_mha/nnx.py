@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha.modules.call import Arrays, FlaxModule, call_module, dot_general, reach
 from flax_mha.modules.explain import ExplainedAttention, explaining
-from flax_mha.modules.options import check_options, check_rngs
+from flax_mha.modules.options import Norm, NormKind, check_options, check_rngs, norm_of
 from flax_mha.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -59,7 +59,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       decode: Whether calls decode; None leaves it to the call.
       normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
         does, "rms_norm" without subtracting the mean, "rms_norm_all_heads" so, but over all heads of a token together,
-        with scales [heads, head size] (OLMo 2).
+        with scales [heads, head size] (OLMo 2), "rms_norm_after_rope" after the rotation (Hunyuan); "layer_norm_bias"
+        with a learned bias (Phi), "layer_norm_each_head" with scales [heads, head size] (Command R+).
       qk_norm_epsilon: What these norms add to the variance; None means 1e-6, as Flax does.
       qkv_promote_dtype: Promotes inputs and parameters of the projections.
       out_promote_dtype: Promotes those of the output projection.
@@ -121,7 +122,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         use_bias: bool = True,
         attention_fn: Callable[..., Array] = default_attention_fn,
         decode: bool | None = None,
-        normalize_qk: bool | Literal["layer_norm", "rms_norm", "rms_norm_all_heads"] = False,
+        normalize_qk: bool | NormKind = False,
         qk_norm_epsilon: float | None = None,
         qkv_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
         out_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
@@ -192,10 +193,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             query_ln_scale_metadata=query_ln_scale_metadata,
             key_ln_scale_metadata=key_ln_scale_metadata,
         )
-        if normalize_qk in ("rms_norm", "rms_norm_all_heads"):
-            all_heads = normalize_qk == "rms_norm_all_heads"
+        self.norms_after_rope = bool(normalize_qk) and norm_of(normalize_qk).after_rope
+        if normalize_qk not in (False, True, "layer_norm"):
             self.query_ln, self.key_ln = (  # type: ignore[assignment]
-                self._rms_norm(layer_norm, heads if all_heads else None, rngs)
+                self._norm(norm_of(normalize_qk), layer_norm, heads, rngs)
                 for layer_norm, heads in ((self.query_ln, num_heads), (self.key_ln, self.num_kv_heads))
             )
         if qk_norm_epsilon is not None:
@@ -292,6 +293,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             value=value,
             out=self.out if out_sharding is None else functools.partial(self.out, out_sharding=out_sharding),
             norms=None if self.query_ln is None or self.key_ln is None else (self.query_ln, self.key_ln),
+            norms_after_rope=self.norms_after_rope,
             sinks=None if self.sinks is None else self.sinks[...],
             cache=self._cache,
             stored=None if self.cached_lengths is None else self._stored,
@@ -446,21 +448,24 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         for variable, array in zip(variables, arrays, strict=True):
             variable[...] = array  # type: ignore[index]
 
-    def _rms_norm(self, layer_norm: nnx.LayerNorm | None, heads: int | None, rngs: nnx.Rngs) -> nnx.RMSNorm:
-        """The same parameter `scale`, another norm; over this many heads together, with a scale for each."""
-        axes: Any = -1 if heads is None else (-2, -1)
-        norm = nnx.RMSNorm(
+    def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
+        """The norm of this kind, with the parameter `scale` of Flax's, if it has that shape, and its metadata."""
+        options: dict[str, Any] = {} if kind.is_rms else {"use_bias": False}
+        norm: Any = (nnx.RMSNorm if kind.is_rms else nnx.LayerNorm)(
             self.head_dim,
-            reduction_axes=axes,
-            feature_axes=axes,
+            reduction_axes=kind.axes,
+            feature_axes=kind.scale_axes,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             promote_dtype=self.ln_promote_dtype,
             rngs=rngs,
+            **options,
         )
-        norm.scale = scale = layer_norm.scale  # type: ignore[union-attr]
-        if heads is not None:
-            norm.scale = nnx.Param(jnp.ones((heads, self.head_dim), scale.dtype), **scale.get_metadata())  # type: ignore
+        norm.scale = scale = flax_norm.scale
+        if len(kind.scale_axes) > 1:
+            norm.scale = nnx.Param(jnp.ones((heads, self.head_dim), scale.dtype), **scale.get_metadata())
+        if kind.has_bias:
+            norm.bias = nnx.Param(jnp.zeros(self.head_dim, scale.dtype), **scale.get_metadata())
         return norm
 
     def _first_given(self, name: str, argument: bool | None) -> bool:

@@ -802,7 +802,7 @@ def test_sharded_projections():
         ({"logits_soft_cap": -1}, "logits_soft_cap must be .*got -1"),
         (
             {"normalize_qk": "batch_norm"},
-            'normalize_qk must be False, True, "layer_norm", "rms_norm" or "rms_norm_all_heads"',
+            'normalize_qk must be False, True or one of "layer_norm", .*"rms_norm", "rms_norm_all_heads"',
         ),
         ({"normalize_qk": ""}, "normalize_qk must be .*got ''"),
         ({"implementation": "fast"}, "implementation must be \"xla\".*but got 'fast'"),

@@ -45,6 +45,7 @@ class FlaxModule(NamedTuple):
       value: Projects values.
       out: Projects heads back to features.
       norms: Normalize the heads of queries and keys; None if there are none.
+      norms_after_rope: Whether they normalize what is rotated.
       sinks: The learned sinks [N].
       cache: Reads cached keys, values and index, given query and key; None where this call makes them.
       stored: Reads keys, values and lengths that an earlier call stored; None if none did.
@@ -62,6 +63,7 @@ class FlaxModule(NamedTuple):
     stored: Callable[[], Arrays] | None
     arguments: dict[str, Any]
     features: tuple[int, int] | None = None
+    norms_after_rope: bool = False
 
 
 def call_module(
@@ -102,6 +104,8 @@ def call_module(
     if module.rope is not None or positions is not None:
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
         query, key = sequences.rotate(query, key, module.rope, positions, self_attention, start, keys == "stored")
+    if flax.norms_after_rope:
+        query, key = _normalize(flax, query, key, keys)
     ours = by_sequence | {"mask": mask, "bias": bias, "sinks": flax.sinks, "score_mod": score_mod}
     ours |= {name: getattr(module, name) for name in OPTIONS}
     ours["is_causal"] = is_causal if is_causal is not False and keys in ("inputs", "cache") else None
@@ -125,7 +129,7 @@ def call_module(
 def _project(
     flax: FlaxModule, keys: KeySource, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Array | None]:
-    """Returns query, key and value, normalized, and the lengths of keys that an earlier call stored."""
+    """Returns query, key and value, normalized unless rotation comes first, and the lengths of keys that are stored."""
     used = None
     if keys == "stored":
         check_inputs(inputs_q, inputs_q, inputs_q, None)
@@ -134,9 +138,18 @@ def _project(
     else:
         inputs_k, inputs_v = check_inputs(inputs_q, inputs_k, inputs_v, flax.features)
         query, key, value = flax.query(inputs_q), flax.key(inputs_k), flax.value(inputs_v)
-    if flax.norms is not None:
-        query, key = flax.norms[0](query), key if keys == "stored" else flax.norms[1](key)
+    if not flax.norms_after_rope:
+        query, key = _normalize(flax, query, key, keys)
     return query, key, value, used
+
+
+def _normalize(
+    flax: FlaxModule, query: Array, key: Array, keys: KeySource
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"]]:
+    """Normalizes query and key; stored keys were normalized when they were stored."""
+    if flax.norms is None:
+        return query, key
+    return flax.norms[0](query), key if keys == "stored" else flax.norms[1](key)
 
 
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:

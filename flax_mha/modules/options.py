@@ -1,6 +1,6 @@
 """Checks of the constructor's arguments that both modules share."""
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from flax_mha.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha.core import validation
@@ -8,6 +8,40 @@ from flax_mha.core.integers import is_int, is_number
 from flax_mha.distributed.tensor_parallel import check_head_axis
 from flax_mha.impl.registry import check_name
 from flax_mha.rope import RoPE
+
+NormKind = Literal[
+    "layer_norm",
+    "layer_norm_bias",
+    "layer_norm_each_head",
+    "rms_norm",
+    "rms_norm_all_heads",
+    "rms_norm_after_rope",
+]
+
+
+class Norm(NamedTuple):
+    """A kind of norm of queries and keys [B..., T, N, H]."""
+
+    is_rms: bool = False
+    axes: tuple[int, ...] = (-1,)  # over which mean and variance are taken
+    scale_axes: tuple[int, ...] = (-1,)
+    has_bias: bool = False
+    after_rope: bool = False
+
+
+NORMS: dict[str, Norm] = {
+    "layer_norm": Norm(),
+    "layer_norm_bias": Norm(has_bias=True),
+    "layer_norm_each_head": Norm(scale_axes=(-2, -1)),
+    "rms_norm": Norm(is_rms=True),
+    "rms_norm_all_heads": Norm(is_rms=True, axes=(-2, -1), scale_axes=(-2, -1)),
+    "rms_norm_after_rope": Norm(is_rms=True, after_rope=True),
+}
+
+
+def norm_of(normalize_qk: bool | str) -> Norm:
+    """Returns the norm of a `normalize_qk` that is not False."""
+    return NORMS[normalize_qk if isinstance(normalize_qk, str) else "layer_norm"]
 
 
 def check_options(
@@ -32,11 +66,9 @@ def check_options(
     check_soft_cap(module.logits_soft_cap)
     validation.flag("sinks", sinks)
     check_scale(module.scale, validation.Shape((), 1, 1, 1, 1, 1, 1))
-    if normalize_qk not in (False, True, "layer_norm", "rms_norm", "rms_norm_all_heads"):
-        raise ValueError(
-            'normalize_qk must be False, True, "layer_norm", "rms_norm" or "rms_norm_all_heads", but got '
-            f"{normalize_qk!r}."
-        )
+    if normalize_qk not in (False, True, *NORMS):
+        names = '", "'.join(NORMS)
+        raise ValueError(f'normalize_qk must be False, True or one of "{names}", but got {normalize_qk!r}.')
     if qk_norm_epsilon is not None:
         _norm_epsilon(qk_norm_epsilon, normalize_qk)
     check_head_axis(module.head_axis)
