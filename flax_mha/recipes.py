@@ -25,8 +25,10 @@ Example:
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -119,31 +121,41 @@ def alibi(num_heads: int) -> Arguments:
     """
     if not is_int(num_heads) or num_heads < 1:
         raise ValueError(f"num_heads must be an int >= 1, but got {num_heads!r}.")
-    below = 2 ** (int(num_heads).bit_length() - 1)
+    return {"mask": CausalMask(), "score_mod": _alibi(int(num_heads))}
+
+
+@functools.cache
+def _alibi(num_heads: int) -> Callable[..., Array]:
+    below = 2 ** (num_heads.bit_length() - 1)
     exponents = [*(8 * np.arange(1, below + 1) / below), *(4 * np.arange(1, 2 * (num_heads - below), 2) / below)]
-    slopes = jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
+    with jax.ensure_compile_time_eval():
+        slopes = jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
 
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         return score - slopes[h].astype(score.dtype) * (q_idx - kv_idx).astype(score.dtype)
 
-    return {"mask": CausalMask(), "score_mod": score_mod}
+    return score_mod
 
 
-def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128) -> Arguments:
+def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirectional: bool = False) -> Arguments:
     """A learned bias by distance, in buckets that widen; `table` gets a gradient. Raffel et al., arXiv:1910.10683, 2.1.
 
-    Half of the buckets hold one distance each, the others grow logarithmically up to `max_distance`; causal.
+    Half of the buckets hold one distance each, the others grow logarithmically up to `max_distance`; causal. With
+    `bidirectional`, as in encoders, the upper half of the table is for keys after the query.
     """
-    table, exact = jnp.asarray(table), table.shape[0] // 2
+    table = jnp.asarray(table)
+    buckets = table.shape[0] // (2 if bidirectional else 1)
+    exact = buckets // 2
 
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        distance = jnp.maximum(q_idx - kv_idx, 0)
+        distance = jnp.abs(q_idx - kv_idx) if bidirectional else jnp.maximum(q_idx - kv_idx, 0)
         ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / jnp.log(max_distance / exact)
-        large = exact + (ratio * (table.shape[0] - exact)).astype(jnp.int32)
-        bucket = jnp.where(distance < exact, distance, jnp.minimum(large, table.shape[0] - 1))
+        large = exact + (ratio * (buckets - exact)).astype(jnp.int32)
+        bucket = jnp.where(distance < exact, distance, jnp.minimum(large, buckets - 1))
+        bucket += jnp.where(kv_idx > q_idx, buckets, 0) if bidirectional else 0
         return score + table[bucket, h].astype(score.dtype)
 
-    return {"mask": CausalMask(), "score_mod": score_mod}
+    return {"score_mod": score_mod} if bidirectional else {"mask": CausalMask(), "score_mod": score_mod}
 
 
 def soft_cap(cap: float = 50.0) -> Arguments:

@@ -22,13 +22,17 @@ SINKS = rng.standard_normal(N).astype(np.float32)
 SLOPES = 2.0 ** -np.array([2, 4, 6, 8, 1, 3])  # of six heads: those of four, and every second one of eight
 
 
-def t5_buckets():
+def t5_buckets(distance, buckets=12):
     """Raffel et al.: exact up to half of the buckets, then logarithmic up to the largest distance, 40 here."""
-    distance = np.maximum(row - column, 0)
-    large = 6 + (np.log(np.maximum(distance, 1) / 6) / np.log(40 / 6) * 6).astype(int)
-    return np.where(distance < 6, distance, np.minimum(large, 11))
+    exact, distance = buckets // 2, np.maximum(distance, 0)
+    large = exact + (np.log(np.maximum(distance, 1) / exact) / np.log(40 / exact) * (buckets - exact)).astype(int)
+    return np.where(distance < exact, distance, np.minimum(large, buckets - 1))
 
 
+BUCKETS = {
+    "T5 bias": t5_buckets(row - column),
+    "T5 bias of an encoder": t5_buckets(abs(row - column), 6) + 6 * (column > row),
+}
 # how to make it (of what is learned), what is learned, and the arguments of the dense formula
 RECIPES = {
     "causal": (recipes.causal, None, {"mask": CAUSAL}),
@@ -47,7 +51,12 @@ RECIPES = {
     "T5 bias": (
         lambda table: recipes.t5_bias(table, max_distance=40),
         TABLE,
-        {"mask": CAUSAL, "added": np.moveaxis(TABLE[t5_buckets()], -1, 0)},
+        {"mask": CAUSAL, "added": np.moveaxis(TABLE[BUCKETS["T5 bias"]], -1, 0)},
+    ),
+    "T5 bias of an encoder": (
+        lambda table: recipes.t5_bias(table, max_distance=40, bidirectional=True),
+        TABLE,
+        {"mask": np.ones_like(CAUSAL), "added": np.moveaxis(TABLE[BUCKETS["T5 bias of an encoder"]], -1, 0)},
     ),
     "soft cap": (lambda: recipes.soft_cap(1.5), None, {"mask": CAUSAL, "logits_soft_cap": 1.5}),
     "attention sinks": (
@@ -96,9 +105,9 @@ def dense(name, inputs, cotangent, keep=None):
     (output, _), grads = oracle.attention(**arrays, **arguments, keep=keep, cotangents=cotangents)
     if "added" in arguments:
         d_added = grads.pop(0)
-        if name == "T5 bias":
+        if name in BUCKETS:
             d_table = np.zeros((12, N))
-            np.add.at(d_table, t5_buckets(), np.moveaxis(d_added.sum(0), 0, -1))
+            np.add.at(d_table, BUCKETS[name], np.moveaxis(d_added.sum(0), 0, -1))
             grads.append(d_table)
     return output, grads
 
@@ -222,6 +231,7 @@ def test_memory_at_16k(name, monkeypatch):
         "documents": lambda: recipes.documents(jnp.arange(length) // 1024),
         "ALiBi": lambda: recipes.alibi(heads),
         "T5 bias": lambda: recipes.t5_bias(jnp.ones((32, heads))),
+        "T5 bias of an encoder": lambda: recipes.t5_bias(jnp.ones((32, heads)), bidirectional=True),
         "attention sinks": lambda: recipes.attention_sinks(jnp.ones(heads)),
         "block-sparse": lambda: recipes.block_sparse(jnp.asarray(rng.random((heads, 32, 32)) < 0.2), 512),
     }
