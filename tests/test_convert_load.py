@@ -9,7 +9,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import convert, linen
-from flax_mha.rope import RoPE, YaRN
+from flax_mha.rope import NTK, RoPE, YaRN
 
 N, K, H, D = 4, 2, 8, 24
 LLAMA = {"model_type": "llama", "num_attention_heads": N, "num_key_value_heads": K, "hidden_size": D, "head_dim": H}
@@ -405,6 +405,35 @@ DESCRIBED = {
         {"local_window_size": None, "rope": RoPE(1e6), "scale": 1 / 8, "normalize_qk": "rms_norm"},
     ),
     "gpt_oss": (LLAMA | {"model_type": "gpt_oss"}, 0, {"sinks": True, "local_window_size": (127, 0), "use_bias": True}),
+    "a key that Llama does not read": (LLAMA | {"partial_rotary_factor": 0.5, "clip_qkv": 1.0}, 0, {"rope": RoPE()}),
+    "a cap that Gemma 3 does not read": (
+        {"model_type": "gemma3_text", "hidden_size": 2560, "attn_logit_softcapping": 50.0},
+        0,
+        {"logits_soft_cap": None},
+    ),
+    "smollm3, a layer that rotates": (LLAMA | {"model_type": "smollm3"}, 2, {"rope": RoPE(1e4)}),
+    "smollm3, one that does not": (LLAMA | {"model_type": "smollm3"}, 3, {"rope": None}),
+    "cohere2": (LLAMA | {"model_type": "cohere2"}, 2, {"rope": RoPE(interleaved=True), "local_window_size": (4095, 0)}),
+    "cohere2, a global layer": (LLAMA | {"model_type": "cohere2"}, 3, {"rope": None, "local_window_size": None}),
+    "exaone4 without windows": (LLAMA | {"model_type": "exaone4", "sliding_window": None}, 3, {"rope": RoPE()}),
+    "granite_swa": (
+        LLAMA | {"model_type": "granite_swa", "layer_rope_theta": [0, 5.0]},
+        1,
+        {"rope": RoPE(5.0), "scale": 1.0, "sinks": True, "local_window_size": (127, 0)},
+    ),
+    "hunyuan with NTK": (
+        LLAMA | {"model_type": "hunyuan_v1_moe", "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+        0,
+        {"rope": RoPE(scaling=NTK(1000.0)), "normalize_qk": "rms_norm_after_rope"},
+    ),
+    "zamba": (
+        {"model_type": "zamba", "hidden_size": 8, "num_attention_heads": 2, "layers_block_type": ["mamba", "hybrid"]},
+        1,
+        {"in_features": 16, "qkv_features": 16, "out_features": 8, "scale": 0.5, "rope": None},
+    ),
+    "jamba": (LLAMA | {"model_type": "jamba"}, 4, {"rope": None}),
+    "glm4_moe with norms": (LLAMA | {"model_type": "glm4_moe", "use_qk_norm": True}, 0, {"normalize_qk": "rms_norm"}),
+    "minimax_m2": (LLAMA | {"model_type": "minimax_m2", "rotary_dim": 4}, 0, {"rope": RoPE(fraction=0.5)}),
     "t5": (T5, 0, {"qkv_features": 384, "in_features": 512, "scale": 1.0, "use_bias": False, "rope": None}),
     "gpt2": ({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "scale_attn_weights": False}, 0, {"scale": 1.0}),
     "vit": ({"model_type": "vit", "hidden_size": 8, "num_attention_heads": 2}, 0, {"use_bias": True, "rope": None}),
@@ -423,7 +452,9 @@ def test_describe(config, layer, expected):
     ("config", "layer", "message"),
     [
         (object(), 0, "config must be a dict, but got object; use config.to_dict"),
-        ({}, 0, "model_type must be one of llama, .*, but got None"),
+        ({}, 0, "model_type must be one that .*FAMILIES holds, but got None"),
+        ({"model_type": "deepseek_v3"}, 0, "model_type must be one that .* but got 'deepseek_v3': .* latent array"),
+        ({"model_type": "qwen3_next"}, 0, "got 'qwen3_next': its attention's output is multiplied by a gate"),
         ({"model_type": "mamba"}, 0, "but got 'mamba'"),
         ({"model_type": "llama"}, 0, "config must hold num_attention_heads or .* but got None"),
         (LLAMA | {"hidden_size": "24"}, 0, "hidden_size or .* positive integer, but got '24'"),
@@ -432,10 +463,21 @@ def test_describe(config, layer, expected):
         (LLAMA, 1.0, "layer must be .* got 1.0"),
         ({"model_type": "clip", "text_config": {}, "vision_config": {}}, 0, r'pass config\["text_config"\] or'),
         (GEMMA_2 | {"use_bidirectional_attention": True}, 0, "without use_bidirectional_attention=True"),
-        (GEMMA_2 | {"layer_types": ["chunked_attention"]}, 0, "layer_types must be .* got 'chunked_attention'"),
+        (
+            GEMMA_2 | {"layer_types": ["chunked_attention"]},
+            0,
+            "layer_types is .*, but layer 0 of gemma2 is of type 'chunked_",
+        ),
         (T5 | {"model_type": "bert", "position_embedding_type": "relative_key"}, 0, "'relative_key'.* as bias"),
         ({"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}, 0, "must be equal"),
-        (LLAMA | {"model_type": "phi", "qk_layernorm": True}, 0, "norms have biases"),
+        (LLAMA | {"model_type": "jamba"}, 0, "layer 0 of jamba is of type 'no attention'"),
+        (LLAMA | {"model_type": "zamba"}, 0, "config must hold layer_types or layers_block_type"),
+        (LLAMA | {"model_type": "stablelm", "qk_layernorm": True}, 0, "norms have weights of each head"),
+        (LLAMA | {"model_type": "olmoe", "clip_qkv": 1.0}, 0, "without clip_qkv=1.0: it clips what its norms return"),
+        (LLAMA | {"model_type": "olmo", "clip_qkv": 1.0, "attention_bias": True}, 0, "without biases where it clips"),
+        (LLAMA | {"model_type": "big_bird"}, 0, "without attention_type='block_sparse': .* 'original_full'"),
+        (LLAMA | {"model_type": "gpt_bigcode", "multi_query": False}, 0, "multi_query=True, but got False"),
+        (LLAMA | {"model_type": "mpt", "attn_config": {"alibi": False}}, 0, "alibi=True, but got False"),
         (LLAMA | {"model_type": "falcon", "alibi": True}, 0, "without alibi=True"),
     ],
 )

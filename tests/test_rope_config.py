@@ -237,6 +237,11 @@ REFUSED_CONFIGS = {
     ),
     "rotary_dim alone": ({"rotary_dim": 64, "rope_theta": 1e4}, {}, "config must hold head_dim"),
     "no original length": (scaled(rope_type="yarn", factor=4.0), {}, "must hold original_max_position_embeddings"),
+    "layers that do not rotate": (
+        {"model_type": "cohere2", "rope_theta": 1e4},
+        FULL,
+        "layer_type must be sliding_attention, as cohere2 .* rope=None",
+    ),
     "no factor": (
         scaled(rope_type="yarn", original_max_position_embeddings=4096),
         {},

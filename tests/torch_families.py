@@ -17,6 +17,12 @@ def linear(w: Weights, name: str, x: Tensor) -> Tensor:
     return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
 
+def layer_norm(w: Weights, name: str, x: Tensor, epsilon: float = 1e-5) -> Tensor:
+    """Of each head, whose weights may be its own."""
+    normalized = F.layer_norm(x, x.shape[-1:], eps=epsilon) * w[f"{name}.weight"]
+    return normalized + w.get(f"{name}.bias", torch.zeros(()))
+
+
 def conv1d(w: Weights, name: str, x: Tensor) -> Tensor:
     return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
 
@@ -65,10 +71,13 @@ def projected(w: Weights, x: Tensor, number: int, kv_number: int, names: str) ->
     return [heads(linear(w, q, x), number), heads(linear(w, k, x), kv_number), heads(linear(w, v, x), kv_number)]
 
 
-def llama(w: Weights, x: Tensor, number: int, kv_number: int, base: float, window: int | None = None) -> Tensor:
-    """Llama, Mistral, Qwen 2 and Gemma; Phi-4 and others with fewer key heads."""
+def llama(
+    w: Weights, x: Tensor, number: int, kv_number: int, base: float | None, window: int | None = None, scale=None
+) -> Tensor:
+    """Llama, Mistral, Qwen 2 and Gemma; Granite with its scale; SmolLM 3, of which some layers do not rotate."""
     q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    return linear(w, "o_proj", core(rotated(q, base), rotated(k, base), v, visible=causal(x.shape[1], window)))
+    q, k = (q, k) if base is None else (rotated(q, base), rotated(k, base))
+    return linear(w, "o_proj", core(q, k, v, scale=scale, visible=causal(x.shape[1], window)))
 
 
 def gemma_2(w: Weights, x: Tensor, number: int, kv_number: int, scalar: int, window: int | None) -> Tensor:
@@ -78,10 +87,13 @@ def gemma_2(w: Weights, x: Tensor, number: int, kv_number: int, scalar: int, win
     return linear(w, "o_proj", out)
 
 
-def qwen_3(w: Weights, x: Tensor, number: int, kv_number: int, epsilon: float) -> Tensor:
+def qwen_3(
+    w: Weights, x: Tensor, number: int, kv_number: int, epsilon: float, out: str = "o_proj", norm: str = "norm"
+) -> Tensor:
+    """LFM 2 has other names."""
     q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    q, k = rms_norm(q, w["q_norm.weight"], epsilon), rms_norm(k, w["k_norm.weight"], epsilon)
-    return linear(w, "o_proj", core(rotated(q, 1e6), rotated(k, 1e6), v, visible=causal(x.shape[1])))
+    q, k = rms_norm(q, w[f"q_{norm}.weight"], epsilon), rms_norm(k, w[f"k_{norm}.weight"], epsilon)
+    return linear(w, out, core(rotated(q, 1e6), rotated(k, 1e6), v, visible=causal(x.shape[1])))
 
 
 def olmo_2(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
@@ -136,6 +148,78 @@ def gpt_neox(w: Weights, x: Tensor, number: int) -> Tensor:
     angle = angles(positions(x), default_frequencies(10_000.0, q.shape[-1] // 4))
     q, k = (partially(rotate_halves, y, angle) for y in (q, k))
     return linear(w, "dense", core(q, k, v, visible=causal(x.shape[1])))
+
+
+def hunyuan(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+    """Norms come after the rotation."""
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    q = rms_norm(rotated(q, 10_000.0), w["query_layernorm.weight"], 1e-5)
+    k = rms_norm(rotated(k, 10_000.0), w["key_layernorm.weight"], 1e-5)
+    return linear(w, "o_proj", core(q, k, v, visible=causal(x.shape[1])))
+
+
+def nanochat(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+    """Rotates the other way; norms have no weights."""
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    angle = angles(-positions(x), default_frequencies(10_000.0, q.shape[-1]))
+    q, k = (rms_norm(rotate_halves(y, angle), torch.ones(()), 1e-6) for y in (q, k))
+    return linear(w, "o_proj", core(q, k, v, visible=causal(x.shape[1])))
+
+
+def llama_4(w: Weights, x: Tensor, number: int, kv_number: int, chunk: int | None) -> Tensor:
+    """Layers that rotate see their chunk, and normalize; the queries of the others grow by their position."""
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    place = torch.arange(x.shape[1])
+    if chunk is None:
+        q = q * (torch.log1p(torch.floor((place + 1.0) / 3)) * 0.5 + 1.0)[:, None, None]
+        return linear(w, "o_proj", core(q, k, v, visible=causal(x.shape[1])))
+    angle = angles(positions(x), default_frequencies(500_000.0, q.shape[-1]))
+    q, k = (rms_norm(rotate_every_two(y, angle), torch.ones(()), 1e-6) for y in (q, k))
+    visible = causal(x.shape[1]) & (place[:, None] // chunk == place // chunk)
+    return linear(w, "o_proj", core(q, k, v, visible=visible))
+
+
+def ministral_3(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    q = rotated(q, 1e6) * (1 + 0.5 * torch.log(1 + torch.floor(positions(x) / 3.0)))[..., None, None]
+    return linear(w, "o_proj", core(q, rotated(k, 1e6), v, visible=causal(x.shape[1])))
+
+
+def cohere(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    angle = angles(positions(x), default_frequencies(500_000.0, q.shape[-1]))
+    q, k = rotate_every_two(layer_norm(w, "q_norm", q), angle), rotate_every_two(layer_norm(w, "k_norm", k), angle)
+    return linear(w, "o_proj", core(q, k, v, visible=causal(x.shape[1])))
+
+
+def persimmon(w: Weights, x: Tensor, number: int) -> Tensor:
+    """As GPT-NeoX, with norms that have biases."""
+    q, k, v = linear(w, "query_key_value", x).unflatten(-1, (number, 3, -1)).unbind(-2)
+    angle = angles(positions(x), default_frequencies(10_000.0, q.shape[-1] // 2))
+    q, k = layer_norm(w, "q_layernorm", q), layer_norm(w, "k_layernorm", k)
+    q, k = (partially(rotate_halves, y, angle) for y in (q, k))
+    return linear(w, "dense", core(q, k, v, visible=causal(x.shape[1])))
+
+
+def olmo(w: Weights, x: Tensor, number: int, kv_number: int, limit: float) -> Tensor:
+    q, k, v = (y.clamp(-limit, limit) for y in projected(w, x, number, kv_number, "q_proj k_proj v_proj"))
+    return linear(w, "o_proj", core(rotated(q, 10_000.0), rotated(k, 10_000.0), v, visible=causal(x.shape[1])))
+
+
+def mpt(w: Weights, x: Tensor, number: int, limit: float) -> Tensor:
+    q, k, v = (heads(y, number) for y in linear(w, "Wqkv", x).clamp(-limit, limit).chunk(3, dim=-1))
+    slopes = torch.tensor([2.0 ** (-8 * (i + 1) / number) for i in range(number)])
+    bias = slopes[:, None, None] * torch.arange(1 - x.shape[1], 1)
+    return linear(w, "out_proj", core(q, k, v, bias=bias, visible=causal(x.shape[1])))
+
+
+def codegen(w: Weights, x: Tensor, number: int, size: int) -> Tensor:
+    """Four blocks of rows, each with queries, values and keys, in this order."""
+    q, v, k = linear(w, "qkv_proj", x).unflatten(-1, (4, -1)).chunk(3, dim=-1)
+    q, k, v = (y.flatten(-2).unflatten(-1, (number, -1)) for y in (q, k, v))
+    angle = angles(positions(x), default_frequencies(10_000.0, size))
+    q, k = (partially(rotate_every_two, y, angle) for y in (q, k))
+    return linear(w, "out_proj", core(q, k, v, visible=causal(x.shape[1])))
 
 
 def bloom(w: Weights, x: Tensor, number: int) -> Tensor:

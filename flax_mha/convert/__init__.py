@@ -16,6 +16,7 @@ where `state_dict` is `model.state_dict()`, or what a safetensors file holds, wi
 """
 
 from flax_mha.convert.config import describe as describe
+from flax_mha.convert.layer import from_hf as from_hf
 from flax_mha.convert.layouts import ALL as ALL
 from flax_mha.convert.layouts import LAYOUTS as LAYOUTS
 from flax_mha.convert.layouts import LayoutName as LayoutName

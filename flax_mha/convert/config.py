@@ -1,22 +1,30 @@
 """`describe`: the attention of one layer of a Hugging Face model as arguments of `MultiHeadAttention`."""
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from flax_mha.convert.layouts import MODEL_TYPE
+from flax_mha.convert.scores import scores_of
 from flax_mha.core.integers import is_int
-from flax_mha.hf_config.families import ALIASES, DESCRIBED, LAYER_TYPES, Family, Values, read
+from flax_mha.hf_config.families import ALIASES, FAMILIES, Family, read
+from flax_mha.hf_config.layers import CHUNKED, FULL, SLIDING, Values
+from flax_mha.modules.attention_fn import attention_fn
+from flax_mha.modules.call import dot_general
 from flax_mha.rope import RoPE
 
 
 def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | None = None) -> dict[str, Any]:
     """Turns a Hugging Face config into the arguments of `MultiHeadAttention` for one layer, less `rngs` and `decode`.
 
-    They are `num_heads`, `in_features`, `qkv_features`, `num_kv_heads`, `use_bias`, `rope`, `scale`,
+    They are `num_heads`, `in_features`, `qkv_features`, `out_features`, `num_kv_heads`, `use_bias`, `rope`, `scale`,
     `local_window_size`, `logits_soft_cap`, `sinks`, `normalize_qk`, `qk_norm_epsilon`, and `kernel_metadata`, by which
-    `load_torch` knows the model. `flax.linen` takes all but `in_features` and `kernel_metadata`.
+    `load_torch` knows the model. Models that need it also get an `attention_fn` that changes scores by their positions
+    (ALiBi, the temperature of Llama 4), or a `qkv_dot_general` that clips projections (OLMo). `flax.linen` takes all
+    but `in_features` and `kernel_metadata`.
 
-    Some things belong to calls: decoders want `is_causal=True`, Bloom `recipes.alibi(num_heads)`, and every layer of T5
+    Two things are not among them, which `from_hf` adds: decoders want `is_causal=True` in calls, and every layer of T5
     the relative bias of its first, `score_mod=recipes.t5_bias(table)["score_mod"]` in the decoder.
 
     Args:
@@ -28,7 +36,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
 
     Raises:
       ValueError: If `config` is no dict, of a model that is not known, lacks a size, or asks for what the module
-        cannot compute.
+        cannot compute, or if the layer has no attention.
 
     Example:
       >>> from flax_mha import convert
@@ -37,60 +45,119 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
       >>> arguments["num_kv_heads"], arguments["local_window_size"], arguments["use_bias"]
       (8, (15, 0), False)
     """
-    family, given = read(config)
-    if family.bias is None:
-        raise ValueError(f"model_type must be one of {', '.join(DESCRIBED)}, but got {given.get('model_type')!r}.")
-    values = family.defaults | given
-    _check_layer(layer, values)
-    _check_supported(values)
-    layer_type = _layer_type(family, values, layer)
-    heads, features = _size(values, "num_attention_heads"), _size(values, "hidden_size")
-    head_size = values.get("head_dim") or features // heads
-    return {
-        "num_heads": heads,
-        "in_features": features,
-        "qkv_features": heads * head_size,
-        "num_kv_heads": _kv_heads(values, heads),
-        "use_bias": bool(values.get(family.bias, False)) if isinstance(family.bias, str) else family.bias,
-        "rope": RoPE.from_config(config, layer_type, max_length) if "rope_theta" in family.defaults else None,
-        "scale": _scale(values, layer, head_size),
-        "local_window_size": _window(values) if layer_type == "sliding_attention" else None,
+    family, values = _read(config, layer)
+    kind = _layer_type(family, values, layer)
+    sizes = _sizes(values)
+    rope = None
+    if "rope_theta" in family.keys and family.rotates(values, layer, kind):
+        rope = RoPE.from_config(config, SLIDING if kind == SLIDING else FULL, max_length)
+        base = (values.get("layer_rope_theta") or {layer: rope.base})[layer]
+        rope = dataclasses.replace(rope, base=base)
+    norm = (
+        family.norm if values.get(family.norm_key, True) and (rope or "after_rope" not in str(family.norm)) else False
+    )
+    described = sizes | {
+        "use_bias": _use_bias(family, values),
+        "rope": rope,
+        "scale": family.scale or _scale(values, layer, sizes["qkv_features"] // sizes["num_heads"]),
+        "local_window_size": _window(values) if kind == SLIDING else None,
         "logits_soft_cap": values.get("attn_logit_softcapping"),
         "sinks": family.sinks,
-        "normalize_qk": family.norm,
-        "qk_norm_epsilon": float(values.get("rms_norm_eps", 1e-6)) if family.norm else None,
-        "kernel_metadata": {MODEL_TYPE: given["model_type"]},
+        "normalize_qk": norm,
+        "qk_norm_epsilon": float(values.get("rms_norm_eps", 1e-6)) if norm else None,
+        "kernel_metadata": {MODEL_TYPE: values["model_type"]},
     }
+    if changes := scores_of(family, values, sizes["num_heads"], rope is not None, kind == CHUNKED):
+        described["attention_fn"] = attention_with(**changes)
+    if values.get("clip_qkv"):
+        described["qkv_dot_general"] = _clipped(values["clip_qkv"])
+    return described
+
+
+@functools.cache
+def attention_with(**arguments: Any) -> Any:
+    """Returns the attention function with arguments of its calls, one for all layers that have them."""
+    return functools.partial(attention_fn, **arguments)
+
+
+@functools.cache
+def _clipped(limit: float) -> Any:
+    """Returns a product of projections, without biases, whose values stay within a limit."""
+    return lambda *operands, **options: dot_general(*operands, **options).clip(-limit, limit)
+
+
+def _read(config: Any, layer: Any) -> tuple[Family, Values]:
+    """Returns the family and the values of a config that can be described."""
+    family, given = read(config)
+    model_type = given.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type must be one that flax_mha.hf_config.families.FAMILIES holds, but got {model_type!r}; give the "
+            "module its options by hand, if it can compute this attention."
+        )
+    if family.refused:
+        raise ValueError(
+            f"model_type must be one that the module can compute, but got {model_type!r}: {family.refused}."
+        )
+    values = family.keys | given
+    if "local_attention" in values and values["sliding_window"] is None:  # of ModernBERT: on both sides together
+        values["sliding_window"] = (values["local_attention"] or 0) // 2
+    _check_layer(layer, values)
+    _check_supported(family, values)
+    return family, values
 
 
 def _check_layer(layer: Any, values: Values) -> None:
-    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers")
+    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
     layers = max((values[name] for name in names if name in values), default=None)
     if not is_int(layer) or layer < 0 or (layers is not None and layer >= layers):
         counted = "" if layers is None else f" below {layers}"
         raise ValueError(f"layer must be an integer of 0 or more{counted}, but got {layer!r}.")
 
 
-def _check_supported(values: Values) -> None:
-    reasons = {
-        "use_bidirectional_attention": "windows look one way here",
-        "qk_layernorm": "its norms have biases, and the module's have none",
-        "clip_qkv": "it clips queries, keys and values",
-    }
-    if values["model_type"] == "falcon":
-        reasons["alibi"] = "its scores get ALiBi before their scale"
-    if values.get("position_embedding_type", "absolute") != "absolute":
+UNSUPPORTED = {  # keys, the values that are refused (True: all that are true), and why
+    "use_bidirectional_attention": (True, "windows look one way here"),
+    "alibi": ("falcon", "its scores get ALiBi before their scale"),
+    "qk_layernorm": ("stablelm", "its norms have weights of each head"),
+    "clip_qkv": ("olmoe", "it clips what its norms return"),
+    "rotary_value": (True, "it rotates values"),
+    "use_shared_attention_adapter": (True, "layers add adapters to shared weights"),
+}
+
+
+def _check_supported(family: Family, values: Values) -> None:
+    model_type, reasons = values["model_type"], {key: reason for key, (_, reason) in UNSUPPORTED.items()}
+    if not values.get("position_embedding_type", "absolute").startswith(("absolute", "rope", "nope")):
         reasons["position_embedding_type"] = (
             "it adds relative positions to the scores; pass them as bias in every call, and 'absolute' here"
         )
+    if values.get("attention_type") == "block_sparse":
+        reasons["attention_type"] = "a query sees blocks that are drawn at random; 'original_full' is described"
     for key, reason in reasons.items():
-        if values.get(key):
+        if values.get(key) and UNSUPPORTED.get(key, (True,))[0] in (True, model_type):
             raise ValueError(f"config must do without {key}={values[key]!r}: {reason}.")
+    if values.get("clip_qkv") and _use_bias(family, values):
+        raise ValueError("config must do without biases where it clips queries, keys and values, but got both.")
+    if values.get("model_type") == "gpt_bigcode" and not values["multi_query"]:
+        raise ValueError("config must hold multi_query=True, but got False: weights then stand in another order.")
+    if not values.get("alibi", True) and family.alibi:
+        raise ValueError("attn_config must hold alibi=True, but got False: Transformers adds ALiBi in either case.")
     names = ("encoder_attention_heads", "decoder_attention_heads")
     if len({values[name] for name in names if name in values}) > 1:
         raise ValueError(
             f"{' and '.join(names)} must be equal, but differ; set both to those of the part that you want."
         )
+
+
+def _layer_type(family: Family, values: Values, layer: int) -> str:
+    """Returns the type of the layer, if that has an attention."""
+    kind = family.layer_type(values, layer)
+    if kind not in (FULL, SLIDING) and (kind != CHUNKED or "attention_chunk_size" not in values):
+        raise ValueError(
+            f"layer must be one whose layer_types is {FULL} or {SLIDING}, but layer {layer} of {values['model_type']} "
+            f"is of type {kind!r}."
+        )
+    return kind
 
 
 def _size(values: Values, name: str) -> int:
@@ -101,38 +168,45 @@ def _size(values: Values, name: str) -> int:
     return found
 
 
+def _sizes(values: Values) -> dict[str, Any]:
+    """Returns the heads and features of the module."""
+    heads, hidden = _size(values, "num_attention_heads"), _size(values, "hidden_size")
+    features = hidden
+    if "attention_hidden_size" in values:  # of Zamba, whose attention also gets the embeddings
+        features = values["attention_hidden_size"] or 2 * hidden
+    return {
+        "num_heads": heads,
+        "in_features": features,
+        "qkv_features": heads * (values.get("head_dim") or features // heads),
+        "out_features": hidden,
+        "num_kv_heads": _kv_heads(values, heads),
+    }
+
+
 def _kv_heads(values: Values, heads: int) -> int:
-    if values["model_type"] == "falcon" and not values["new_decoder_architecture"]:
-        return 1 if values["multi_query"] else heads
-    if values["model_type"] == "falcon":
-        return values.get("num_kv_heads", heads)
-    number = values.get("num_key_value_heads")
-    return heads if number is None else number
+    if values.get("multi_query") and not values.get("new_decoder_architecture"):  # of Falcon and GPT-BigCode
+        return 1
+    number = values.get("num_key_value_heads") if "num_kv_heads" not in values else values["num_kv_heads"]
+    is_old_falcon = not values.get("new_decoder_architecture", True)
+    return heads if number is None or is_old_falcon else number
+
+
+def _use_bias(family: Family, values: Values) -> bool:
+    return family.bias if isinstance(family.bias, bool) else any(values.get(key) for key in family.bias.split())
 
 
 def _scale(values: Values, layer: int, head_size: int) -> float | None:
     """Returns the factor of query . key; None means 1 / sqrt(head size)."""
+    for key in ("attention_multiplier", "softmax_scale"):
+        if values.get(key) is not None:
+            return values[key]
     if "query_pre_attn_scalar" in values:
         return values["query_pre_attn_scalar"] ** -0.5
+    if "attention_hidden_size" in values:
+        return (head_size / 2) ** -0.5
     is_scaled, by_layer = values.get("scale_attn_weights", True), values.get("scale_attn_by_inverse_layer_idx", False)
-    if is_scaled and not by_layer:
-        return None
-    return (head_size**-0.5 if is_scaled else 1.0) / (layer + 1 if by_layer else 1)
-
-
-def _layer_type(family: Family, values: Values, layer: int) -> str:
-    if family.sliding != "none" and layer < len(values.get("layer_types", ())):
-        layer_type = values["layer_types"][layer]
-        if layer_type not in LAYER_TYPES:
-            raise ValueError(f"layer_types must be {' or '.join(LAYER_TYPES)}, but got {layer_type!r}.")
-        return layer_type
-    is_sliding = {
-        "none": False,
-        "all": True,
-        "listed": (layer + 1) % values.get("sliding_window_pattern", 1) != 0,
-        "last": values.get("use_sliding_window", False) and layer >= values.get("max_window_layers", 0),
-    }[family.sliding]
-    return "sliding_attention" if is_sliding and values.get("sliding_window") is not None else "full_attention"
+    factor = values.get("key_multiplier", 1.0) / (layer + 1 if by_layer else 1)
+    return None if is_scaled and factor == 1 else (head_size**-0.5 if is_scaled else 1.0) * factor
 
 
 def _window(values: Values) -> tuple[int, int] | None:

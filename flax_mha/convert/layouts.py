@@ -13,7 +13,9 @@ LayoutName = (
     | Literal["note_mha", "bert_self_attention", "d2l_mha", "masked_self_attention"]  # those of tests/torch_port.py
     | Literal["hf_bert", "hf_distilbert"]  # BERT, RoBERTa, ELECTRA
     | Literal["hf_llama", "hf_qwen2"]  # Llama, Mistral, Qwen 3, Gemma, gpt-oss; Qwen 2 has no bias after the attention
-    | Literal["hf_phi", "hf_phi3", "hf_neox"]  # the last also of Falcon and Bloom
+    | Literal["hf_hunyuan", "hf_lfm2", "hf_modernbert", "hf_moshi"]  # as Llama's, with other names
+    | Literal["hf_phi", "hf_phi3", "hf_neox"]  # the last also of Falcon, Bloom and Persimmon
+    | Literal["hf_codegen", "hf_mpt", "hf_ctrl"]  # the second also of DBRX
     | Literal["hf_clip", "hf_whisper", "hf_gpt_neo", "hf_gptj"]  # CLIP, SigLIP, OPT, BART, Wav2Vec2; three others
     | Literal["hf_gpt2", "nanogpt"]  # one with the weights [in, out] of Conv1D, the other with those of Linear
     | Literal["hf_vit", "timm"]  # ViT and DINO; Transformers 5 names their weights as Llama's
@@ -25,15 +27,15 @@ ALL = (*QKV, "out")
 KERNELS = tuple(f"{name}/kernel" for name in ALL)
 PATHS = (*KERNELS, *(f"{name}/bias" for name in ALL))
 NORMS = ("query_ln/scale", "key_ln/scale")
+NORM_BIASES = ("query_ln/bias", "key_ln/bias")
 # The axes of each parameter. N query heads, K key and value heads of H features; A = N * H and B = K * H.
 FLAX_AXES = dict(zip(PATHS, ("QNH", "SKH", "VKH", "NHO", "NH", "KH", "KH", "O"), strict=True))
 TORCH_AXES = dict(zip(PATHS, ("AQ", "BS", "BV", "OA", "A", "B", "B", "O"), strict=True))
-OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N"}  # on both sides
-NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # in Flax; one axis in PyTorch
+OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N", NORM_BIASES[0]: "H", NORM_BIASES[1]: "H"}  # on both sides
+NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # in Flax; one axis in PyTorch, but for Cohere
 SIZES = {"Q": "query in", "S": "key in", "V": "value in", "A": "query out", "B": "key out", "O": "out"}
 
 MODEL_TYPE = "model_type"  # metadata of a module's kernels, by which `describe` tells `load_torch` the model
-ONE_PLUS_WEIGHT = ("gemma3_text",)  # models whose norms of queries and keys multiply by 1 + weight
 
 
 class Layout(NamedTuple):
@@ -43,7 +45,7 @@ class Layout(NamedTuple):
     equal: str  # the letters of axes of one and the same size
     biased: tuple[tuple[str, ...], ...]  # the choices of projections with a bias
     ignored: tuple[str, ...] = ()  # prefixes of keys that are no part of the attention
-    by_group: bool = False  # stacked rows are [K, N / K + 2, H], key heads after their query heads; else queries first
+    groups: int = 1  # stacked rows are [groups, heads of a group, H], where 0 means a group for each key head
     transposed: bool = False  # weights are [in, out]
     rotary: str = ""  # the models with these keys that need rotary positions
     scale: float | None = None  # the factor of query . key of every model with these keys, if not 1 / sqrt(H)
@@ -71,7 +73,7 @@ def _layout(
     """Makes a row from the keys of query, key, value and out, `*` being `weight` or `bias`, and of `OTHER_AXES`."""
     names = f"{keys.replace('*', 'weight')} {(biases or keys).replace('*', 'bias')}".split()
     stacks = {name: [path for path, other in zip(PATHS, names, strict=True) if other == name] for name in names}
-    stacks |= {name: [path] for name, path in zip(others.split(), OTHER_AXES, strict=False)}
+    stacks |= {name: [path] for name, path in zip(others.split(), OTHER_AXES, strict=False) if name != "-"}
     return Layout(stacks, equal, biased, tuple(ignored.split()), **rest)
 
 
@@ -79,11 +81,13 @@ PACKED = "in_proj_* in_proj_* in_proj_* out_proj.*"
 SQUARE = "QSVABO"
 LLAMA = "q_proj.* k_proj.* v_proj.* o_proj.*"
 LLAMA_OTHERS = "q_norm.weight k_norm.weight sinks"
+PHI_OTHERS = "q_layernorm.weight k_layernorm.weight - q_layernorm.bias k_layernorm.bias"
 CLIP = "q_proj.* k_proj.* v_proj.* out_proj.*"
 GPT_2 = "c_attn.* c_attn.* c_attn.* c_proj.*"
 VIT = "attention.query.* attention.key.* attention.value.* output.dense.*"
 NEOX = "query_key_value.* query_key_value.* query_key_value.* dense.*"
 BUFFERS = "bias masked_bias rotary_emb."  # of older files
+BERT_NORMS = "output.LayerNorm. LayerNorm. ln. self_attn_layer_norm."  # before or after the attention
 LLAMA_KIN = "Llama, Mistral, Qwen, Gemma, gpt-oss, ... (not those of ViT and DINO in Transformers 5)"
 NEOX_KIN = "GPT-NeoX and Falcon (not those of Bloom, whose calls take recipes.alibi)"
 LAYOUTS: dict[LayoutName, Layout] = {
@@ -93,25 +97,40 @@ LAYOUTS: dict[LayoutName, Layout] = {
     "bert_self_attention": _layout("query.* key.* value.* dense.*", SQUARE, ALL),
     "d2l_mha": _layout("W_q.* W_k.* W_v.* W_o.*", "ABO", ()),
     "masked_self_attention": _layout("q.* k.* v.* out_proj.*", SQUARE, ALL),
-    "hf_bert": _layout("self.query.* self.key.* self.value.* output.dense.*", SQUARE, ALL, ignored="output.LayerNorm."),
+    "hf_bert": _layout("self.query.* self.key.* self.value.* output.dense.*", SQUARE, ALL, ignored=BERT_NORMS),
     "hf_distilbert": _layout("q_lin.* k_lin.* v_lin.* out_lin.*", SQUARE, ALL),
-    "hf_llama": _layout(LLAMA, "QSVO", ALL, QKV, (), ignored="rotary_emb.", others=LLAMA_OTHERS, rotary=LLAMA_KIN),
+    "hf_llama": _layout(LLAMA, "QSV", ALL, QKV, (), ignored="rotary_emb.", others=LLAMA_OTHERS, rotary=LLAMA_KIN),
     "hf_qwen2": _layout(LLAMA, "QSVO", QKV, ignored="rotary_emb.", rotary="Qwen 2"),
-    "hf_phi": _layout("q_proj.* k_proj.* v_proj.* dense.*", "QSVO", ALL, ignored="rotary_emb.", rotary="Phi"),
+    "hf_hunyuan": _layout(
+        LLAMA, "QSVO", ALL, (), others="query_layernorm.weight key_layernorm.weight", rotary="Hunyuan"
+    ),
+    "hf_modernbert": _layout("q_proj.* k_proj.* v_proj.* Wo.*", "QSVO", ALL, (), rotary="ModernBERT's decoder"),
+    "hf_moshi": _layout(LLAMA.replace("proj", "proj.linear"), "QSVO", (), rotary="Moshi"),
+    "hf_phi": _layout(
+        "q_proj.* k_proj.* v_proj.* dense.*", "QSVO", ALL, ignored="rotary_emb.", others=PHI_OTHERS, rotary="Phi"
+    ),
     "hf_phi3": _layout(
         "qkv_proj.* qkv_proj.* qkv_proj.* o_proj.*", "QSVO", (), ignored="rotary_emb.", rotary="Phi-3 and Phi-4"
     ),
-    "hf_neox": _layout(NEOX, "QSVO", ALL, (), ignored=BUFFERS, by_group=True, rotary=NEOX_KIN),
+    "hf_neox": _layout(
+        NEOX, "QSVO", ALL, (), ignored=f"{BUFFERS} dense_bias", others=PHI_OTHERS, groups=0, rotary=NEOX_KIN
+    ),
+    "hf_codegen": _layout("qkv_proj.* qkv_proj.* qkv_proj.* out_proj.*", "QSVO", (), groups=4, rotary="CodeGen"),
+    "hf_mpt": _layout("Wqkv.* Wqkv.* Wqkv.* out_proj.*", "QSVO", ()),
+    "hf_ctrl": _layout("Wq.* Wk.* Wv.* dense.*", SQUARE, ALL),
     "hf_clip": _layout(CLIP, "QABO", ALL),
     "hf_whisper": _layout(CLIP, "QABO", ("query", "value", "out")),
     "hf_gpt_neo": _layout(CLIP, SQUARE, ("out",), ignored="bias masked_bias", scale=1.0),
     "hf_gptj": _layout(CLIP, "QABO", (), ignored=BUFFERS, rotary="GPT-J (not those of OPT without biases)"),
+    "hf_lfm2": _layout(CLIP, "QSVO", (), others=PHI_OTHERS, rotary="LFM2"),
     "hf_gpt2": _layout(GPT_2, SQUARE, ALL, ignored="bias masked_bias", transposed=True),
     "nanogpt": _layout(GPT_2, "QSVO", ALL, (), ignored="bias"),
     "hf_vit": _layout(VIT, SQUARE, ALL),
     "hf_vit_unbiased": _layout(VIT, SQUARE, ("out",)),
-    "hf_vit5_unbiased": _layout(LLAMA, SQUARE, ("out",)),
+    "hf_vit5_unbiased": _layout(LLAMA, "QSVO", ("out",)),  # and RecurrentGemma
     "timm": _layout("qkv.* qkv.* qkv.* proj.*", "QSVO", ALL, ()),
     "timm_unbiased": _layout("qkv.* qkv.* qkv.* proj.*", "QSVO", ("out",)),
     "hf_t5": _layout("q.* k.* v.* o.*", "QSVO", (), scale=1.0),
 }
+CODEGEN = LAYOUTS["hf_codegen"]
+CODEGEN.stacks["qkv_proj.weight"][1:] = ["value/kernel", "key/kernel"]

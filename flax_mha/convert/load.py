@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flax_mha.convert.layouts import ALL, LAYOUTS, MODEL_TYPE, NORMS, OTHER_AXES, PATHS, LayoutName
+from flax_mha.convert.layouts import ALL, LAYOUTS, MODEL_TYPE, NORM_BIASES, NORMS, OTHER_AXES, PATHS, LayoutName
 from flax_mha.convert.shapes import Arrays
 from flax_mha.convert.state_dict import T5_TABLE, attention_entries
-from flax_mha.convert.weights import fill_with_zeros, known_offset, read
+from flax_mha.convert.weights import fill_with_zeros, known_family, norm_offset, read
 
 SHOWN = 8  # parameters in an error
 OPTIONS = {"bias": "use_bias", "scale": "normalize_qk", "sinks": "sinks"}  # of the module, by the ends of parameters
@@ -70,16 +70,19 @@ def load_torch(
         raise ValueError(
             f"module must be an nnx.MultiHeadAttention, but got {type(module).__name__}; for linen, use from_torch."
         )
-    offset = known_offset(module.query.kernel) if qk_norm_offset is None else qk_norm_offset
+    family = known_family(module.query.kernel)
+    offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
     variables = _variables(module)
+    if family.norm_scale == "none":
+        arrays |= {path: np.ones(variables[path].shape, np.float32) for path in NORMS if path in variables}
     if "query/bias" in variables:
         arrays = fill_with_zeros(arrays)
     problems = _mismatches(variables, arrays)
     if not problems and check_options and not module.query.kernel.get_metadata().get(MODEL_TYPE):
         problems = _other_heads(module, layout, state_dict, prefix)
         problems += _missing_options(module, layout, arrays, state_dict, prefix)
-        if qk_norm_offset is None and NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1:
+        if qk_norm_offset is None and NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1 and not _has_biases(arrays):
             problems.append(
                 "qk_norm_offset is not known: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
             )
@@ -97,7 +100,9 @@ def load_torch(
 def _variables(module: Any) -> dict[str, nnx.Variable]:
     """Returns the module's parameters, by path."""
     found = {f"{name}/{leaf}": getattr(getattr(module, name), leaf) for name in ALL for leaf in ("kernel", "bias")}
-    found |= {path: getattr(getattr(module, path.split("/")[0], None), "scale", None) for path in NORMS}
+    for path in (*NORMS, *NORM_BIASES):
+        name, leaf = path.split("/")
+        found[path] = getattr(getattr(module, name, None), leaf, None)
     found["sinks"] = getattr(module, "sinks", None)
     return {path: variable for path, variable in found.items() if variable is not None}
 
@@ -106,13 +111,14 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
     """Lists the parameters that do not fit, a line for each."""
     problems = []
     for path in (*PATHS, *OTHER_AXES):
-        name, option = path.replace("/", "."), OPTIONS.get(path.split("/")[-1], "")
+        name, option = path.replace("/", "."), OPTIONS.get("scale" if "_ln/" in path else path.split("/")[-1], "")
         if path not in arrays:
             if path in variables:
                 problems.append(f"{name} is missing in state_dict; make the module with {option}=False")
             continue
         array = arrays[path]
-        value = "True" if path not in NORMS else '"rms_norm"' if array.ndim == 1 else '"rms_norm_all_heads"'
+        value = "True" if "_ln/" not in path else '"rms_norm"' if array.ndim == 1 else '"rms_norm_all_heads"'
+        value = '"layer_norm_bias"' if "_ln/" in path and _has_biases(arrays) else value
         if path not in variables:
             problems.append(f"{name} is missing in the module; make it with {option}={value}")
         elif variables[path].shape != array.shape:
@@ -121,6 +127,11 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
         elif np.iscomplexobj(array) and not jnp.issubdtype(variables[path].dtype, jnp.complexfloating):
             problems.append(f"{name} must be {variables[path].dtype}, but got {array.dtype}")
     return problems
+
+
+def _has_biases(arrays: Arrays) -> bool:
+    """Tells norms that subtract the mean, as far as weights tell."""
+    return NORM_BIASES[0] in arrays
 
 
 def _other_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
@@ -150,7 +161,7 @@ def _missing_options(
         problems.append(f"rope is None: {layout.rotary} rotate; use rope=RoPE.from_config(config), or {rest}")
     if layout.scale is not None and scale != layout.scale:
         problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not divide")
-    if NORMS[0] in arrays and not isinstance(module.query_ln, nnx.RMSNorm):
+    if NORMS[0] in arrays and not _has_biases(arrays) and not isinstance(module.query_ln, nnx.RMSNorm):
         problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
     beside = prefix.rstrip(".").rpartition(".")[0]
     if f"{beside}.{GEMMA}" in state_dict and NORMS[0] not in arrays and cap is None:

@@ -22,26 +22,23 @@ def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) 
     array = array.T if layout.transposed else array
     if len(layout.stacks[key]) == 1:
         return [array]
+    groups = layout.groups or kv_heads
     size, rest = divmod(len(array), heads + 2 * kv_heads)
-    if rest:
+    if rest or heads % groups or kv_heads % groups:
         raise ValueError(
             f"num_heads and num_kv_heads must cut the {len(array)} features of {key} into query heads and twice as "
             f"many key heads of one size, got {heads} and {kv_heads}; pass those of the model's config."
         )
-    if not layout.by_group:
-        return np.split(array, [heads * size, (heads + kv_heads) * size])
-    groups = heads // kv_heads
-    grouped = array.reshape(kv_heads, groups + 2, size, *array.shape[1:])
-    return [part.reshape(-1, *array.shape[1:]) for part in np.split(grouped, [groups, groups + 1], axis=1)]
+    counts = [(heads if path.startswith("query") else kv_heads) // groups for path in layout.stacks[key]]
+    parts = np.split(array.reshape(groups, -1, size, *array.shape[1:]), np.cumsum(counts)[:-1], axis=1)
+    return [part.reshape(-1, *array.shape[1:]) for part in parts]
 
 
 def join(layout: Layout, arrays: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
     """Stacks weights or biases in one new array in C order, the inverse of `cut`."""
-    if len(arrays) > 1 and layout.by_group:
-        rows = [array.reshape(sizes["K"], -1, *array.shape[1:]) for array in arrays]
-        array = np.concatenate(rows, axis=1).reshape(-1, *arrays[0].shape[1:])
-    else:
-        array = np.concatenate(arrays)
+    groups = (layout.groups or sizes["K"]) if len(arrays) > 1 else 1
+    rows = [array.reshape(groups, -1, *array.shape[1:]) for array in arrays]
+    array = np.concatenate(rows, axis=1).reshape(-1, *arrays[0].shape[1:])
     return (array.T if layout.transposed else array).copy()
 
 
@@ -78,6 +75,8 @@ def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
     for key, paths in layout.stacks.items():
         if len(dtypes := {str(arrays[path].dtype) for path in paths if path in arrays}) > 1:
             return f"{key} must stack arrays of one dtype, got {', '.join(sorted(dtypes))}"
+    if layout.groups > 1 and any(sizes.get(c, 0) % layout.groups for c in "NK"):
+        return f"its heads must be a multiple of {layout.groups}, got {sizes['N']} and {sizes['K']}"
     for letters, reason in ((layout.equal, "features must be one number"), ("QSV", "weights stack inputs of one size")):
         if len({sizes[c] for c in letters}) > 1 and (letters == layout.equal or layout.is_stacked):
             return f"its {reason}, got {', '.join(f'{SIZES[c]} {sizes[c]}' for c in letters)}"

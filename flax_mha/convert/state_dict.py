@@ -14,6 +14,8 @@ QUANTIZED: tuple[str, ...] = ("SCB", "absmax", "quant_map", "weight_format", "qw
 QUANTIZED += ("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "_packed_params", "zero_point")
 FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 T5_TABLE = "relative_attention_bias.weight"
+# Attentions beside the self-attention of a text model's layers.
+OTHERS = re.compile(r"vision|visual|image|audio|cross|encoder_attn|EncDecAttention|mtp")
 SHOWN = 6  # keys or layers in an error
 
 
@@ -95,6 +97,19 @@ def attention_layers(keys: Iterable[str]) -> list[str]:
             if prefix != key and prefix.endswith(".") and known.issuperset(prefix + name for name in names):
                 found[prefix] = None
     return [layer for layer in found if not any(layer != other and layer.startswith(other) for other in found)]
+
+
+def layer_prefix(state_dict: Any, layer: int, prefix: str) -> str:
+    """Returns the start of the keys of a layer's self-attention: one that names it, or else the prefix as it is."""
+    prefix, entries = attention_entries(state_dict, prefix)
+    found = [name for name in attention_layers(entries) if not OTHERS.search(name)]
+    found = [name for name in found if re.findall(r"(?:^|\.)(\d+)\.", name)[:1] == [str(layer)]]
+    found = [name for name in found if "decoder." in name] or found
+    if len(found) > 1:
+        raise ValueError(
+            f"prefix must lead to one attention of layer {layer}, but got {prefix!r}.{_list_layers(found, prefix)}"
+        )
+    return prefix + "".join(found)
 
 
 def to_numpy(name: str, value: Any) -> np.ndarray:

@@ -14,7 +14,6 @@ from flax_mha.convert.layouts import (
     MODEL_TYPE,
     NORMS,
     NORMS_OF_ALL_HEADS,
-    ONE_PLUS_WEIGHT,
     OTHER_AXES,
     PATHS,
     TORCH_AXES,
@@ -23,6 +22,7 @@ from flax_mha.convert.layouts import (
 )
 from flax_mha.convert.shapes import Arrays, check_heads, cut, find_sizes, head_sizes, join, misfit
 from flax_mha.convert.state_dict import attention_entries, recognize, to_numpy
+from flax_mha.hf_config.families import FAMILIES, Family
 
 Params = dict[str, Any]
 
@@ -107,15 +107,21 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     axes |= {path: letters for path, letters in NORMS_OF_ALL_HEADS.items() if path in given and given[path].ndim == 2}
     sizes = find_sizes(given, axes)
     sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
+    family = known_family(params["query"]["kernel"])
+    if family.norm_scale == "none":
+        given = {path: array for path, array in given.items() if path not in NORMS}
     arrays = _drop_zeros(LAYOUTS[layout], given)
     if reason := misfit(LAYOUTS[layout], arrays, sizes):
         fit = [name for name, other in LAYOUTS.items() if not misfit(other, _drop_zeros(other, given), sizes)]
         raise ValueError(
             f"layout {layout!r} cannot hold params: {reason}; layouts that can: {', '.join(fit) or 'none'}"
         )
-    offset = known_offset(params["query"]["kernel"]) if qk_norm_offset is None else qk_norm_offset
+    offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     for path, array in arrays.items():
-        arrays[path] = array.reshape([sizes[c] for c in TORCH_AXES[path][::-1]]).T if path in PATHS else array.ravel()
+        if path in PATHS:
+            arrays[path] = array.reshape([sizes[c] for c in TORCH_AXES[path][::-1]]).T
+        elif family.norm != "layer_norm_each_head":
+            arrays[path] = array.ravel()
         if offset and path in NORMS:
             arrays[path] = arrays[path] - array.dtype.type(offset)
     stacks = LAYOUTS[layout].stacks.items()
@@ -126,10 +132,14 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     }
 
 
-def known_offset(kernel: Any) -> float:
-    """Returns the offset of the model's norms, from the metadata of a parameter; 0 where there is none."""
+def known_family(kernel: Any) -> Family:
+    """Returns the model's family, from the metadata of a parameter; one that says nothing where there is none."""
     metadata = kernel.get_metadata() if hasattr(kernel, "get_metadata") else {}  # an nnx.Variable
-    return 1.0 if metadata.get(MODEL_TYPE) in ONE_PLUS_WEIGHT else 0.0
+    return FAMILIES.get(metadata.get(MODEL_TYPE, ""), Family({}))
+
+
+def norm_offset(family: Family) -> float:
+    return 1.0 if family.norm_scale == "1 + weight" else 0.0
 
 
 def read(
@@ -159,16 +169,16 @@ def read(
 
 def _to_flax(path: str, array: np.ndarray, arrays: Arrays, sizes: Mapping[str, int], offset: float) -> np.ndarray:
     norm = arrays.get(NORMS[0])  # as many numbers as all heads have tell a norm over all of them
-    norms = NORMS_OF_ALL_HEADS if norm is not None and norm.shape == (sizes["A"],) != (sizes["H"],) else {}
+    norms = NORMS_OF_ALL_HEADS if norm is not None and norm.size == sizes["A"] != sizes["H"] else {}
     shape = tuple(sizes[c] for c in (FLAX_AXES | OTHER_AXES | norms)[path])
-    if path in OTHER_AXES and array.shape != (np.prod(shape),):
+    if path in OTHER_AXES and array.shape not in (shape, (np.prod(shape),)):
         raise ValueError(
             f"{path} must have shape ({np.prod(shape)},) for {sizes['N']} and {sizes['K']} heads, got {array.shape}."
         )
     if offset and path in NORMS:
         wide = np.promote_types(array.dtype, np.float32)
         array = array.astype(wide) + wide.type(offset)
-    return array.T.reshape(shape).copy()
+    return (array if path in OTHER_AXES else array.T).reshape(shape).copy()
 
 
 def fill_with_zeros(arrays: Arrays) -> Arrays:

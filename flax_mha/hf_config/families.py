@@ -1,102 +1,356 @@
-"""The table of Hugging Face's model families: the attention of each `model_type`, and the defaults of its config."""
+"""The table of Hugging Face's model families: the attention of each `model_type`, and the defaults of its config.
+
+A family is a line, and those with the same attention share one. tests/hf_families.py compares every family with the
+models of Transformers.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Values = dict[str, Any]
+from flax_mha.hf_config import layers
+from flax_mha.hf_config.layers import FULL, LayerType, Rotates, Values, cycle, first_of, full, last_of, listed, sliding
 
 
 class Family(NamedTuple):
     """The attention of one `model_type`.
 
     Attributes:
-      defaults: The values of keys that a config leaves out, as in Transformers' configuration classes. Families whose
-        layers rotate queries and keys have a `rope_theta`.
-      bias: Whether projections have biases, or the key that tells. None if `describe` does not know the family.
+      keys: What its config may say besides `COMMON`, with the values of keys that are left out, as in Transformers'
+        configuration classes. Keys of other families alone are not read. Families that rotate queries and keys have a
+        `rope_theta`.
+      bias: Whether projections have biases, or the keys that tell: one of them is enough.
       norm: The `normalize_qk` of the module.
+      norm_key: The key that switches the norms on; if empty they are.
+      norm_scale: What the norms multiply by.
       sinks: Whether heads have sinks.
-      sliding: Which layers have a window: those of `layer_types`, or all but each `sliding_window_pattern`-th
-        ("listed"), or those from `max_window_layers` on ("last").
+      scale: The factor of query . key, where it is the same for all sizes.
+      alibi: Whether scores get ALiBi.
+      layer_type: The type of a layer.
+      rotates: Whether a layer rotates.
+      causal: Whether a token sees only those before it, or the key that tells. None: in a decoder, not in an encoder.
+      refused: Why `describe` refuses it; its keys then serve `RoPE.from_config` alone.
     """
 
-    defaults: Values
-    bias: str | bool | None = None
-    norm: Literal[False, "rms_norm", "rms_norm_all_heads"] = False
+    keys: Values
+    bias: str | bool = False
+    norm: str | Literal[False] = False
+    norm_key: str = ""
+    norm_scale: Literal["weight", "1 + weight", "none"] = "weight"
     sinks: bool = False
-    sliding: Literal["none", "all", "listed", "last"] = "none"
+    scale: float | None = None
+    alibi: bool = False
+    layer_type: LayerType = full
+    rotates: Rotates = layers.all_rotate
+    causal: str | bool | None = True
+    refused: str = ""
 
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
-ALIASES = {  # other keys of the same meaning; the first in a config counts
-    "num_attention_heads": ("n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_num_attention_heads"),
-    "hidden_size": ("d_model", "n_embd", "dim"),
-    "head_dim": ("d_kv",),
+def like(family: Family, keys: Values, **fields: Any) -> Family:
+    """Returns a family with more keys, or other defaults, and other fields."""
+    return family._replace(keys=family.keys | keys, **fields)
+
+
+def alike(names: str, family: Family) -> dict[str, Family]:
+    return dict.fromkeys(names.split(), family)
+
+
+ALIASES: dict[str, tuple[str, ...]] = {  # other keys of the same meaning; the first in a config counts
+    "num_attention_heads": ("n_head", "num_heads", "n_heads", "attention_heads", "encoder_attention_heads"),
+    "num_key_value_heads": ("kv_n_heads",),
+    "hidden_size": ("d_model", "n_embd", "dim", "emb_dim"),
+    "head_dim": ("d_kv", "attention_head_dim"),
     "rope_theta": ("global_rope_theta", "rotary_emb_base"),
     "rope_local_base_freq": ("local_rope_theta",),
     "partial_rotary_factor": ("rotary_pct",),
+    "sliding_window": ("attention_window_size", "window_size"),
+    "layer_types": ("layers_block_type",),
+    "rms_norm_eps": ("norm_eps", "layer_norm_eps"),
 }
-NULL_COUNTS = ("sliding_window", "attn_logit_softcapping", "num_key_value_heads")  # null is not "left out" for these
+ALIASES["num_attention_heads"] += ("decoder_attention_heads", "decoder_num_attention_heads")
+COMMON = {"num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "rms_norm_eps"}
+COMMON |= {"rope_theta", "rope_parameters", "rope_scaling", "layer_types", "position_embedding_type"}
+# null is not "left out" for these
+NULL_COUNTS = ("sliding_window", "attn_logit_softcapping", "num_key_value_heads", "local_attention")
+# The text models of models with several parts, whose `text_config` may lack a `model_type`.
+PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
 
+# Keys and their defaults.
 ROPE: Values = {"rope_theta": 10_000.0}
-PAIRS: Values = ROPE | {"rope_interleave": True}
+MILLION: Values = {"rope_theta": 1e6}
+BIAS: Values = ROPE | {"attention_bias": False}
+PAIRS: Values = BIAS | {"rope_pairs": True}
+INTERLEAVE: Values = BIAS | {"rope_interleave": True}
 GPT_J: Values = PAIRS | {"rotary_dim": 64}
-HALF: Values = ROPE | {"partial_rotary_factor": 0.5}
+HALF: Values = BIAS | {"partial_rotary_factor": 0.5}
 QUARTER: Values = ROPE | {"partial_rotary_factor": 0.25}
-COHERE: Values = PAIRS | {"rope_theta": 500_000.0}
-FALCON: Values = ROPE | {"bias": False, "new_decoder_architecture": False, "multi_query": True}
-QWEN: Values = ROPE | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-GEMMA_2: Values = ROPE | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_size": 2304}
+WINDOW: Values = ROPE | {"num_key_value_heads": 8, "sliding_window": None}
+WHOLE: Values = ROPE | {"sliding_window": None, "partial_rotary_factor": 1.0}
+COHERE: Values = PAIRS | {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5}
+COHERE_2: Values = PAIRS | {"sliding_window": 4096, "sliding_window_pattern": 4}
+COHERE_MOE: Values = COHERE_2 | {"prefix_dense_sliding_window_pattern": 1, "mlp_layer_types": None}
+COHERE_MOE |= {"first_k_dense_replace": 0}
+ERNIE: Values = PAIRS | {"rope_theta": 500_000.0, "use_bias": False}
+FALCON: Values = ROPE | {"bias": False, "new_decoder_architecture": False, "multi_query": True, "num_kv_heads": None}
+FALCON |= {"alibi": False}
+QWEN: Values = BIAS | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+DOTS: Values = BIAS | {"sliding_window": 4096, "max_window_layers": 62}
+EXAONE: Values = ROPE | {"sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5}
+GEMMA: Values = BIAS | {"head_dim": 256, "use_bidirectional_attention": False}
+GEMMA_2: Values = GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304}
 GEMMA_2 |= {"query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 2}
 GEMMA_3: Values = GEMMA_2 | {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6}
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 YARN |= {"original_max_position_embeddings": 4096}
-GPT_OSS: Values = {"attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128}
-GPT_OSS |= {"sliding_window_pattern": 2, "rope_theta": 150_000.0, "rope_parameters": YARN}
+GPT_OSS: Values = BIAS | {"attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128}
+GPT_OSS |= {"rope_theta": 150_000.0, "rope_parameters": YARN}
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 8192}
+APERTUS: Values = BIAS | {"rope_theta": 12e6, "rope_parameters": LLAMA_3, "rms_norm_eps": 1e-5}
+CWM: Values = MILLION | {"rope_parameters": LLAMA_3 | {"factor": 16.0}, "sliding_window": 8192, "head_dim": 128}
+LLAMA_4: Values = COHERE | {"head_dim": 128, "num_key_value_heads": 8, "use_qk_norm": True, "attn_scale": 0.1}
+LLAMA_4 |= {"no_rope_layers": None, "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192}
+LLAMA_4 |= {"attn_temperature_tuning": True}
+MINISTRAL = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384, "mscale": 1.0}
+MINISTRAL |= {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+MODERNBERT: Values = BIAS | {
+    "rope_theta": 160_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "local_attention": 128,
+    "sliding_window": None,
+}
+MPT: Values = {"alibi": True, "clip_qkv": None, "softmax_scale": None}
+SMOLLM: Values = BIAS | {"rope_theta": 2e6, "num_key_value_heads": 4, "use_sliding_window": False}
+SMOLLM |= {"sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4}
+LFM: Values = MILLION | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "full_attn_idxs": None}
+CROSS: Values = {"rope_theta": 500_000.0, "num_key_value_heads": 8}
+CROSS |= {"cross_attention_layers": (3, 8, 13, 18, 23, 28, 33, 38)}
+GLM: Values = HALF | {"rope_pairs": True, "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128}
+MINIMAX: Values = {"rope_theta": 5e6, "partial_rotary_factor": 1.0, "head_dim": 128, "num_key_value_heads": 8}
+NEMOTRON_H: Values = {"attention_bias": False, "num_key_value_heads": 8, "head_dim": 128}
+NEMOTRON_H |= {"hybrid_override_pattern": None}
+GPT_NEO: Values = {"sliding_window": 256, "attention_layers": None}
+GPT_NEO |= {"attention_types": [[["global", "local"], 12]]}
+ZAMBA: Values = {"attention_hidden_size": None, "use_shared_attention_adapter": False}
+
+# Attention that several families share, or nearly.
+RMS: Any = "rms_norm"
+LLAMA = Family(BIAS, "attention_bias")
+BERT = Family({"is_decoder": False}, True, causal="is_decoder")
+BART = Family({}, True, causal=None)
+ENCODER = Family({}, True, causal=False)
+MISTRAL = Family(WINDOW, layer_type=sliding)
+QWEN_2 = Family(QWEN, True, layer_type=listed(layers.upper))
+QWEN_3 = like(QWEN_2, {"head_dim": 128}, bias="attention_bias", norm=RMS)
+OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_all_heads")
+EXAONE_4 = Family(EXAONE, norm=RMS, layer_type=last_of(4), rotates=layers.sliding_or_all_rotate)
+SWA: Values = {"attention_multiplier": 1.0, "sliding_window": 128, "layer_rope_theta": None}
+GRANITE_SWA = like(LLAMA, SWA, sinks=True, layer_type=first_of(4), rotates=layers.with_theta_rotate)
+HUNYUAN = like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_after_rope")
+LATENT = Family(
+    INTERLEAVE, refused="its keys and values are compressed into one latent array (multi-head latent attention)"
+)
+INDEXED = Family(INTERLEAVE, refused="an indexer chooses the keys that a query sees")
+GATED = Family(BIAS, refused="its attention's output is multiplied by a gate that the input makes")
+SHARED_KEYS = Family(ROPE, refused="it normalizes values, and layers use the keys and values of earlier ones")
+RECURRENT = Family({}, refused="it is recurrent and has no softmax over keys")
+RELATIVE = Family({}, refused="scores depend on products of queries with embeddings of distances")
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(ROPE, "attention_bias"),
-    "mistral": Family(ROPE | {"num_key_value_heads": 8, "sliding_window": 4096}, False, sliding="all"),
-    "qwen2": Family(QWEN, True, sliding="last"),
-    "qwen3": Family(QWEN | {"head_dim": 128}, "attention_bias", "rms_norm", sliding="last"),
-    "gemma": Family(ROPE | {"head_dim": 256}, "attention_bias"),
-    "gemma2": Family(GEMMA_2 | {"attn_logit_softcapping": 50.0}, "attention_bias", sliding="listed"),
-    "gemma3_text": Family(GEMMA_3, "attention_bias", "rms_norm", sliding="listed"),
-    "gpt_oss": Family(GPT_OSS, "attention_bias", sinks=True, sliding="listed"),
-    "olmo2": Family(ROPE | {"rms_norm_eps": 1e-5}, "attention_bias", "rms_norm_all_heads"),
-    "phi3": Family(ROPE, False, sliding="all"),
-    "phi": Family(HALF, True),
+    **alike("llama arcee aria_text internlm3 iquestcoder", LLAMA),
+    "jais2": like(LLAMA, {"attention_bias": True}),
+    "emu3_text_model": like(LLAMA, MILLION | {"num_key_value_heads": 8}),
+    "hyperclovax": like(LLAMA, {"attention_multiplier": None}),
+    **alike("granite granitemoe granitemoeshared", like(LLAMA, {"attention_multiplier": 1.0})),
+    "granite_swa": like(GRANITE_SWA, {"num_key_value_heads": 4}),
+    "granitemoe_swa": GRANITE_SWA,
+    "seed_oss": like(
+        LLAMA, {"attention_bias": True, "attention_out_bias": False}, bias="attention_bias attention_out_bias"
+    ),
+    "nemotron": like(LLAMA, HALF),
+    "solar_open": like(LLAMA, MILLION | {"partial_rotary_factor": 1.0, "num_key_value_heads": 8, "head_dim": 128}),
+    "falcon_h1": like(LLAMA, {"key_multiplier": 1.0, "num_key_value_heads": 8}),
+    "mllama_text_model": Family(CROSS, layer_type=layers.cross_listed),
+    "moshi": Family(ROPE),
+    "cwm": Family(CWM | {"num_key_value_heads": 8}, layer_type=first_of(4)),
+    "mistral": like(MISTRAL, {"sliding_window": 4096}),
+    "ministral": like(MISTRAL, {"sliding_window": 4096}, layer_type=listed(sliding)),
+    "ministral3": like(MISTRAL, MILLION | {"rope_parameters": MINISTRAL, "head_dim": 128}),
+    "mixtral": like(MISTRAL, MILLION),
+    "phimoe": like(MISTRAL, MILLION | {"attention_bias": False}, bias="attention_bias"),
+    "starcoder2": like(MISTRAL, {"num_key_value_heads": 2, "use_bias": True}, bias="use_bias"),
+    "minimax": like(MISTRAL, MILLION, layer_type=layers.windowed(listed(cycle("", FULL, "linear_attention")))),
+    "phi3": Family(WHOLE, layer_type=sliding),
+    "phi4_multimodal": Family(WHOLE | {"num_key_value_heads": 8}, layer_type=sliding),
+    "qwen2": QWEN_2,
+    "qwen2_moe": like(QWEN_2, {"qkv_bias": True}, bias="qkv_bias", layer_type=listed(layers.lower_even)),
+    "qwen3": QWEN_3,
+    "qwen3_moe": like(QWEN_3, {"head_dim": None, "num_key_value_heads": 4}, layer_type=sliding),
+    "dots1": Family(DOTS, "attention_bias", RMS, layer_type=listed(layers.upper)),
+    "apertus": Family(APERTUS, "attention_bias", RMS),
+    "hy_v3": like(LLAMA, {"rope_theta": 11_158_840.0, "head_dim": 128, "rms_norm_eps": 1e-5}, norm=RMS),
+    "mellum": like(
+        LLAMA,
+        {"rope_theta": 5e5, "rope_local_base_freq": 1e4, "sliding_window": 1024},
+        norm=RMS,
+        layer_type=listed(full),
+    ),
+    **alike("exaone4 exaone_moe", EXAONE_4),
+    "kolibri1": like(EXAONE_4, {"sliding_window": 513, "rms_norm_eps": 1e-6}, layer_type=last_of(5, "")),
+    "flint": like(
+        LLAMA,
+        {"sliding_window": 513, "head_dim": 128, "num_key_value_heads": 4},
+        norm=RMS,
+        sinks=True,
+        layer_type=listed(layers.flint),
+        rotates=layers.sliding_rotate,
+    ),
+    **alike("lfm2 lfm2_moe", Family(LFM, norm=RMS, layer_type=listed(layers.indices("full_attn_idxs", full)))),
+    "nanochat": Family(BIAS | {"rope_reversed": True}, "attention_bias", "rms_norm_after_rope", norm_scale="none"),
+    **alike("hunyuan_v1_dense hunyuan_v1_moe", HUNYUAN),
+    "gemma": Family(GEMMA, "attention_bias"),
+    "gemma2": Family(GEMMA_2 | {"attn_logit_softcapping": 50.0}, "attention_bias", layer_type=last_of(2)),
+    "vaultgemma": Family(GEMMA_2 | {"attn_logit_softcapping": 50.0}, "attention_bias", layer_type=last_of(2)),
+    "gemma3_text": Family(GEMMA_3, "attention_bias", RMS, norm_scale="1 + weight", layer_type=last_of(6)),
+    "gpt_oss": Family(GPT_OSS, "attention_bias", sinks=True, layer_type=last_of(2)),
+    "olmo": like(LLAMA, {"clip_qkv": None}),
+    "olmoe": like(OLMO_2, {"clip_qkv": None}),
+    "olmo2": OLMO_2,
+    "flex_olmo": like(OLMO_2, {"rope_theta": 5e5, "rms_norm_eps": 1e-6}),
+    "olmo3": like(
+        OLMO_2, {"rope_theta": 5e5, "rope_local_base_freq": 5e5, "sliding_window": 4096}, layer_type=last_of(4)
+    ),
+    "olmo_hybrid": like(
+        OLMO_2,
+        {"rms_norm_eps": 1e-6},
+        layer_type=listed(cycle("", *["linear_attention"] * 3, FULL)),
+        rotates=layers.given_theta_rotates,
+    ),
+    "minimax_m2": Family(MINIMAX | {"rotary_dim": None}, norm="rms_norm_all_heads"),
+    "minimax_m3_vl_text": Family(
+        MINIMAX | {"num_key_value_heads": 4}, norm=RMS, norm_scale="1 + weight", layer_type=listed(full)
+    ),
+    "glm4_moe": Family(
+        HALF | {"use_qk_norm": False, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        "attention_bias",
+        RMS,
+        "use_qk_norm",
+    ),
+    **alike("glm glm4", Family(GLM, "attention_bias")),
+    "helium": Family(PAIRS | {"rope_theta": 100_000.0, "head_dim": 128}, "attention_bias"),
+    "ernie4_5": Family(ERNIE | {"num_key_value_heads": 2, "head_dim": 128}, "use_bias"),
+    "ernie4_5_moe": Family(ERNIE | {"num_key_value_heads": 4}, "use_bias"),
+    "cohere": Family(COHERE | {"use_qk_norm": False}, "attention_bias", "layer_norm_each_head", "use_qk_norm"),
+    "cohere2": Family(COHERE_2, "attention_bias", layer_type=last_of(4), rotates=layers.sliding_rotate),
+    "cohere2_moe": Family(
+        COHERE_MOE, "attention_bias", layer_type=listed(layers.cohere_moe), rotates=layers.cohere_moe_rotates
+    ),
+    "cohere_compass_text": Family(
+        COHERE_2 | {"rope_pairs": False}, "attention_bias", layer_type=listed(full), rotates=layers.given_rotate
+    ),
+    "smollm3": Family(
+        SMOLLM, "attention_bias", layer_type=listed(layers.unrotated_slide), rotates=layers.listed_rotate
+    ),
+    "llama4_text": Family(
+        LLAMA_4,
+        "attention_bias",
+        "rms_norm_after_rope",
+        "use_qk_norm",
+        "none",
+        layer_type=listed(layers.chunked),
+        rotates=layers.listed_rotate,
+    ),
+    "stablelm": Family(QUARTER | {"use_qkv_bias": False, "qk_layernorm": False}, "use_qkv_bias"),
+    "persimmon": Family(HALF | {"qk_layernorm": True, "rms_norm_eps": 1e-5}, True, "layer_norm_bias", "qk_layernorm"),
+    "phi": Family(HALF | {"qk_layernorm": False, "rms_norm_eps": 1e-5}, True, "layer_norm_bias", "qk_layernorm"),
     "gpt_neox": Family(QUARTER | {"attention_bias": True}, "attention_bias"),
-    "falcon": Family(FALCON, "bias"),
-    "bloom": Family({}, True),
-    "gpt2": Family({}, True),
-    "gptj": Family(GPT_J, False),
-    "t5": Family({"head_dim": 64, "query_pre_attn_scalar": 1}, False),
-    "opt": Family({"enable_bias": True}, "enable_bias"),
-    **dict.fromkeys(("vit", "dinov2", "bert", "roberta", "distilbert", "bart", "whisper"), Family({}, True)),
-    **dict.fromkeys(("wav2vec2", "clip", "siglip", "clip_text_model", "clip_vision_model"), Family({}, True)),
-    **dict.fromkeys(("siglip_text_model", "siglip_vision_model"), Family({}, True)),
-    # Of the others only rotary positions are known.
-    **dict.fromkeys(("granite", "olmo", "qwen2_moe", "qwen3_moe", "starcoder2"), Family(ROPE)),
-    **dict.fromkeys(("cohere2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu"), Family(PAIRS)),
-    **dict.fromkeys(("bamba", "glm4_moe", "nemotron", "persimmon", "recurrent_gemma"), Family(HALF)),
-    **dict.fromkeys(("cohere", "ernie4_5", "ernie4_5_moe", "llama4_text"), Family(COHERE)),
-    **dict.fromkeys(("glm", "glm4"), Family(HALF | PAIRS)),
-    **dict.fromkeys(("mixtral", "phimoe"), Family({"rope_theta": 1e6})),
-    **dict.fromkeys(("qwen3_next", "stablelm"), Family(QUARTER)),
+    "gpt_neox_japanese": Family(ROPE | {"partial_rotary_factor": 1.0}),
+    "gptj": Family(GPT_J),
     "codegen": Family(GPT_J),
-    "gemma3n_text": Family({"rope_theta": 1e6, "rope_local_base_freq": 10_000.0}),
-    "helium": Family(PAIRS | {"rope_theta": 100_000.0}),
-    "longcat_flash": Family(PAIRS | {"rope_theta": 1e7}),
-    "modernbert": Family({"rope_theta": 160_000.0, "rope_local_base_freq": 10_000.0}),
-    "moonshine": Family(PAIRS | {"partial_rotary_factor": 0.9}),
-    "olmo3": Family({"rope_theta": 500_000.0, "rope_local_base_freq": 500_000.0}),  # sliding layers have no scaling
-    "smollm3": Family({"rope_theta": 2e6}),
+    "dbrx": Family(ROPE | {"clip_qkv": None, "num_key_value_heads": 1}),
+    "falcon": Family(FALCON, "bias"),
+    "modernbert-decoder": Family(MODERNBERT, "attention_bias", layer_type=first_of(3, "global_attn_every_n_layers")),
+    # Without rotary positions.
+    "mpt": Family(MPT, alibi=True),
+    "bloom": Family({}, True, alibi=True),
+    **alike("gpt2 gpt-sw3", Family({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}, True)),
+    "gpt_bigcode": Family({"scale_attn_weights": True, "multi_query": True}, True),
+    "gpt_neo": Family(GPT_NEO, True, scale=1.0, layer_type=layers.gpt_neo),
+    "opt": Family({"enable_bias": True}, "enable_bias"),
+    **alike("openai-gpt ctrl xglm biogpt git", Family({}, True)),
+    "xlm": Family({"causal": False}, True, causal="causal"),
+    **alike("musicgen_decoder musicgen_melody_decoder", Family({})),
+    "jamba": Family(
+        {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4}, layer_type=layers.periodic
+    ),
+    "nemotron_h": Family(
+        NEMOTRON_H, "attention_bias", layer_type=listed(cycle("hybrid_override_pattern", "-", "-", FULL, "-"))
+    ),
+    "zamba": Family(ZAMBA, layer_type=listed(layers.unknown)),
+    # Hybrids with rotary positions.
+    "bamba": like(
+        LLAMA,
+        HALF | {"num_key_value_heads": 8, "attn_layer_indices": ()},
+        layer_type=layers.indices("attn_layer_indices", layers.none),
+    ),
+    "granitemoehybrid": like(
+        LLAMA,
+        {"attention_multiplier": 1.0, "position_embedding_type": None},
+        layer_type=listed(layers.none),
+        rotates=layers.if_key("position_embedding_type", "rope"),
+    ),
+    "recurrent_gemma": Family(
+        HALF | {"sliding_window": 2048, "block_types": ("recurrent", "recurrent", "attention")},
+        True,
+        layer_type=layers.windowed(cycle("block_types")),
+    ),
+    "zamba2": Family(
+        ZAMBA | ROPE | {"use_mem_rope": False}, layer_type=listed(layers.unknown), rotates=layers.if_key("use_mem_rope")
+    ),
+    # Encoders, and decoders that are made from them.
+    "t5": Family({"head_dim": 64}, scale=1.0, causal=None),
+    **alike("bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert roberta", BERT),
+    **alike("roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod", BERT),
+    "roformer": like(BERT, ROPE | {"rope_pairs": True, "rotary_value": False}),
+    "big_bird": like(BERT, {"use_bias": True, "attention_type": "block_sparse"}, bias="use_bias"),
+    **alike("bart blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr whisper", BART),
+    "bigbird_pegasus": Family({"use_bias": False}, "use_bias", causal=None),
+    **alike("vit dinov2 distilbert wav2vec2 clip siglip clip_vision_model", ENCODER),
+    **alike("siglip_text_model siglip_vision_model", ENCODER),
+    "clip_text_model": Family({}, True),
+    # What the module cannot compute.
+    **alike("deepseek_v2 deepseek_v3 kimi_k2 youtu glm4_moe_lite minicpm3 axk1 kimi_linear", LATENT),
+    "longcat_flash": like(LATENT, {"rope_theta": 1e7}),
+    **alike("axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 qwen4_exp_text", INDEXED),
+    **alike("afmoe beam hrm_text laguna lfm3 bailing_hybrid", GATED),
+    **alike("qwen3_next qwen3_5_text qwen3_5_moe_text", like(GATED, QUARTER)),
+    "gemma3n_text": like(SHARED_KEYS, {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0}),
+    **alike("gemma4_text gemma4_unified_text gemma4_assistant gemma4_unified_assistant", SHARED_KEYS),
+    **alike("mamba mamba2 falcon_mamba rwkv xlstm", RECURRENT),
+    **alike("xlnet prophetnet inkling_text inkling2_text", RELATIVE),
+    "bitnet": Family(
+        ROPE | {"rope_theta": 500_000.0}, refused="a norm stands between its attention and the projection back"
+    ),
+    "blt": Family(ROPE, refused="it has several transformers, each with a config of its own"),
+    "cpmant": Family({}, refused="its scores get learned biases by segment and distance"),
+    "diffllama": Family(ROPE, refused="its heads subtract one softmax from another"),
+    "doge": Family(ROPE, refused="its values decide which keys are seen"),
+    "jetmoe": Family(ROPE, refused="each token chooses among experts for queries and outputs"),
+    "mimo_v2_flash": Family(ROPE, refused="its values have another head size than its keys"),
+    "reformer": Family({}, refused="hashes decide which keys a query sees"),
+    "zaya": Family(ROPE, refused="its queries, keys and values pass through convolutions"),
+    # Of the others only rotary positions are known.
+    "modernbert": Family(MODERNBERT, refused="it is not known"),
+    "moonshine": Family(PAIRS | {"partial_rotary_factor": 0.9}, refused="it is not known"),
 }
-DESCRIBED = tuple(name for name, family in FAMILIES.items() if family.bias is not None)
+DESCRIBED = tuple(name for name, family in FAMILIES.items() if not family.refused)
+OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON
 
 
 def read(config: Any) -> tuple[Family, Values]:
-    """Returns the family of a config and what the config says, less nulls; `ALIASES` stand under both names."""
+    """Returns the family of a config, and what the config says to it; values of `ALIASES` stand under the first name.
+
+    Nulls are left out, and so are keys that other families read and this one does not.
+    """
     if not isinstance(config, Mapping):
         raise ValueError(f"config must be a dict, but got {type(config).__name__}; use config.to_dict().")
     model_type = config.get("model_type")
@@ -105,15 +359,21 @@ def read(config: Any) -> tuple[Family, Values]:
             'config must be that of one part, but got that of both; pass config["text_config"] or '
             'config["vision_config"].'
         )
-    text = config.get("text_config") or config
+    text = config.get("text_config") or (config.get("decoder") if "musicgen" in str(model_type) else None) or config
     if not isinstance(text, Mapping):
         raise ValueError(f"text_config must be a dict, but got {text!r}.")
     values = {key: value for key, value in text.items() if value is not None or key in NULL_COUNTS}
-    if model_type == "gemma3":
-        values["model_type"] = "gemma3_text"
+    if isinstance(values.get("attn_config"), Mapping):  # of MPT and DBRX, whose other keys do not tell
+        others = {key: x for key, x in values.items() if key not in OPTIONAL}
+        values = dict(values["attn_config"]) | others
+    if isinstance(model_type, str) and model_type in PARTS:
+        values["model_type"] = PARTS[model_type]
     if not isinstance(values.get("model_type", ""), str):
         raise ValueError(f"model_type must be a string, but got {values['model_type']!r}.")
     for name, others in ALIASES.items():
         found = [values[key] for key in (name, *others) if key in values]
         values |= {name: found[0]} if found else {}
-    return FAMILIES.get(values.get("model_type", ""), Family({})), values
+    family = FAMILIES.get(values.get("model_type", ""))
+    if family is None:
+        return Family({}, refused="unknown"), values
+    return family, {key: value for key, value in values.items() if key not in OPTIONAL or key in family.keys}

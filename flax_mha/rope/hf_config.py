@@ -10,11 +10,13 @@ from typing import Any
 
 from flax_mha.core.integers import is_int
 from flax_mha.hf_config import families
-from flax_mha.hf_config.families import LAYER_TYPES, Values
-from flax_mha.rope.scaling import Linear, Llama3, LongRoPE, Scaling, YaRN, check_number
+from flax_mha.hf_config.layers import FULL, SLIDING, Values, sliding_rotate
+from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Reversed, Scaling, YaRN, check_number
 
+LAYER_TYPES = (FULL, SLIDING)
 # Keys in the parameters of every type, and the optional and required ones of each; `_scaling` says what is missing.
 COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+COMMON |= {"llama_4_scaling_beta", "max_position_embeddings"}  # of Ministral 3, which scales queries by their position
 ORIGINAL = "original_max_position_embeddings"
 YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
 LONGROPE = {"factor", "attention_factor", "short_mscale", "long_mscale"}
@@ -23,10 +25,11 @@ KEYS: dict[str, tuple[set[str], set[str]]] = {
     "linear": (set(), {"factor"}),
     "llama3": ({ORIGINAL}, {"factor", "low_freq_factor", "high_freq_factor"}),
     "yarn": ({ORIGINAL, "factor", *YARN}, set()),
+    "ntk_alpha": ({"factor", *YARN}, {"alpha"}),
     "longrope": ({ORIGINAL, *LONGROPE}, {"short_factor", "long_factor"}),
 }
 KNOWN = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "rope_interleave"}
-KNOWN |= {"rotary_dim", "rotary_pct", "rotary_emb_base"}
+KNOWN |= {"rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_value"}
 
 
 def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[str, Any]:
@@ -39,13 +42,21 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
         raise ValueError(
             f"config must hold known keys, but got {', '.join(sorted(unknown))}; if it changes no rotation, remove it."
         )
-    values = family.defaults | given
+    if layer_type == FULL and family.rotates is sliding_rotate:
+        raise ValueError(
+            f"layer_type must be {SLIDING}, as {given['model_type']} rotates no other layers, but got {FULL}; they "
+            "need rope=None."
+        )
+    values = family.keys | given
     parameters = _parameters(values, layer_type)
+    if family.keys and "partial_rotary_factor" not in family.keys:
+        parameters.pop("partial_rotary_factor", None)  # not read by its models
+    scaling = _scaling(_rope_type(parameters), parameters, values, max_length)
     return {
-        "scaling": _scaling(_rope_type(parameters), parameters, values, max_length),
+        "scaling": Reversed(scaling or Scaling()) if "rope_reversed" in family.keys else scaling,
         "base": parameters["rope_theta"],
-        "fraction": _fraction(parameters, given, family.defaults),
-        "interleaved": values.get("rope_interleave", False),
+        "fraction": _fraction(parameters, given, family.keys),
+        "interleaved": values.get("rope_interleave", values.get("rope_pairs", False)),
     }
 
 
@@ -92,6 +103,8 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
 def _rope_type(parameters: Values) -> str:
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     rope_type = "longrope" if rope_type == "su" else rope_type
+    if rope_type == "dynamic" and parameters.get("alpha"):  # of Hunyuan, whose frequencies stay
+        rope_type = "ntk_alpha"
     if rope_type == "dynamic":
         raise ValueError(
             "rope_type must not depend on the current length, but got 'dynamic': its frequencies change as a sequence "
@@ -113,8 +126,8 @@ def _rope_type(parameters: Values) -> str:
 def _scaling(rope_type: str, given: Values, values: Values, max_length: Any) -> Scaling | None:
     if rope_type == "default":
         return None
-    if rope_type == "linear":
-        return Linear(given["factor"])
+    if rope_type in ("linear", "ntk_alpha"):
+        return Linear(given["factor"]) if rope_type == "linear" else NTK(given["alpha"])
     longest = values.get("max_position_embeddings")
     original = values.get(ORIGINAL, given.get(ORIGINAL, longest))
     if original is None:

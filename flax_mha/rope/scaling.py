@@ -61,6 +61,24 @@ class Linear(Scaling):
 
 
 @dataclasses.dataclass(frozen=True)
+class Reversed(Scaling):
+    """Rotation in the other direction, as in nanochat, by the frequencies of another scaling.
+
+    Attributes:
+      scaling: The change of the frequencies beside their sign.
+    """
+
+    scaling: Scaling = Scaling()
+
+    def frequencies(self, base: float, size: int) -> np.ndarray:
+        return -self.scaling.frequencies(base, size)
+
+    @property
+    def cos_sin_factor(self) -> float:
+        return self.scaling.cos_sin_factor
+
+
+@dataclasses.dataclass(frozen=True)
 class NTK(Scaling):
     """NTK-aware interpolation with a fixed factor: base * factor^(R / (R - 2)), for R rotated features.
 

@@ -1,0 +1,107 @@
+"""`from_hf`: a layer of a Hugging Face model as an nnx module, from the model's config and weights."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+
+from flax_mha.attention import Implementation
+from flax_mha.convert.config import attention_with, describe
+from flax_mha.convert.load import load_torch
+from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy
+from flax_mha.hf_config.families import Family, read
+from flax_mha.hf_config.layers import Values
+from flax_mha.modules.attention_fn import attention_fn
+from flax_mha.nnx import MultiHeadAttention
+from flax_mha.recipes import t5_bias
+
+HEADS = ("encoder_attention_heads", "decoder_attention_heads")
+
+
+def from_hf(
+    config: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
+    layer: int = 0,
+    prefix: str = "",
+    *,
+    max_length: int | None = None,
+    dtype: Dtype | None = None,
+    param_dtype: Dtype = jnp.float32,
+    decode: bool = False,
+    implementation: Implementation | None = None,
+    head_axis: str | None = None,
+) -> MultiHeadAttention:
+    """Makes the self-attention of one layer of a Hugging Face model, which computes what the model's does.
+
+    It is `MultiHeadAttention(**describe(config, layer))` with the weights that `load_torch` loads, and an
+    `attention_fn` that has what calls would have to pass: `is_causal=True` in decoders, and T5's table of biases.
+
+    Args:
+      config: The dict of a `config.json`, or `config.to_dict()`; see `describe`.
+      state_dict: PyTorch tensors, or numpy or JAX arrays (`safetensors.flax.load_file`): of the whole model, of one of
+        its parts, or of this attention alone.
+      layer: The layer, from 0.
+      prefix: The start of the keys of the part that is meant, such as `"model.language_model."` or `"encoder."`, or of
+        the attention itself. Decoders are preferred to encoders, and towers for images and sound are left out.
+      max_length: The longest sequence; see `describe`.
+      dtype: Dtype of the computation; None infers it from inputs and parameters.
+      param_dtype: Dtype of the parameters.
+      decode: Whether calls decode; `init_cache` makes the cache.
+      implementation: Which implementation of the attention; None chooses.
+      head_axis: Split the heads over this mesh axis; see `MultiHeadAttention`.
+
+    Raises:
+      ValueError: If the config cannot be described, if the layer has no attention or `state_dict` several that fit, or
+        if weights do not fit the config.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax_mha import convert
+      >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2}
+      >>> shapes = {"c_attn.weight": (8, 24), "c_attn.bias": 24, "c_proj.weight": (8, 8), "c_proj.bias": 8}
+      >>> weights = {f"h.{i}.attn.{name}": jnp.ones(shape) for i in range(2) for name, shape in shapes.items()}
+      >>> attention = convert.from_hf(config, weights, layer=1)
+      >>> attention(jnp.ones((1, 5, 8))).shape  # causal, as the model's
+      (1, 5, 8)
+    """
+    prefix = layer_prefix(state_dict, layer, prefix)
+    family, values = read(config)
+    is_decoder = "decoder" in prefix or ("encoder" not in prefix and bool(values.get("is_decoder")))
+    described = describe(_without_other_part(config, is_decoder), layer, max_length=max_length)
+    options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "decode": decode}
+    options |= {"implementation": implementation, "head_axis": head_axis}
+    options["attention_fn"] = _attention(family, family.keys | values, described, state_dict, is_decoder)
+    module = nnx.eval_shape(lambda: MultiHeadAttention(**described | options, rngs=nnx.Rngs(0)))
+    load_torch(module, {key: x for key, x in state_dict.items() if not key.endswith(T5_TABLE)}, prefix)
+    return module
+
+
+def _without_other_part(config: Mapping[str, Any], is_decoder: bool) -> dict[str, Any]:
+    """Leaves out the heads of the encoder for the decoder, and of the decoder for the encoder."""
+    mine, other = HEADS[::-1] if is_decoder else HEADS
+    return {key: value for key, value in config.items() if key != other or mine not in config}
+
+
+def _attention(
+    family: Family, values: Values, described: dict[str, Any], state_dict: Mapping[str, Any], is_decoder: bool
+) -> Any:
+    """Returns the attention function with all arguments that the calls of a layer need."""
+    causal = values[family.causal] if isinstance(family.causal, str) else family.causal
+    causal = bool(is_decoder if causal is None else causal)
+    if not values.get("is_causal", True):
+        raise ValueError("config must do without is_causal=False; a module made with describe sees all keys.")
+    if not causal and described["local_window_size"] is not None:
+        raise ValueError("config must have causal layers where they have windows, which look one way here.")
+    preset: dict[str, Any] = {"is_causal": True} if causal else {}
+    if "attention_fn" in described:
+        preset |= described["attention_fn"].keywords
+    for key in state_dict:
+        if key.endswith(T5_TABLE) and ("decoder" in key) == is_decoder:
+            length = values.get("relative_attention_max_distance", 128)
+            bias = t5_bias(jnp.asarray(to_numpy(key, state_dict[key])), length, bidirectional=not causal)
+            preset |= {"score_mod": bias["score_mod"]}
+            return functools.partial(attention_fn, **preset)
+    return attention_with(**preset) if preset else attention_fn
