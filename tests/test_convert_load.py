@@ -470,6 +470,8 @@ def test_describe(config, layer, expected):
         ),
         (T5 | {"model_type": "bert", "position_embedding_type": "relative_key"}, 0, "'relative_key'.* as bias"),
         ({"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}, 0, "must be equal"),
+        (LLAMA | {"model_type": "smollm3", "no_rope_layers": [1]}, 1, "no_rope_layers must be a list with .* layer 1"),
+        (LLAMA | {"model_type": "mistral", "sliding_window": "x"}, 0, "sliding_window must be .* got 'x'"),
         (LLAMA | {"model_type": "jamba"}, 0, "layer 0 of jamba is of type 'no attention'"),
         (LLAMA | {"model_type": "zamba"}, 0, "config must hold layer_types or layers_block_type"),
         (LLAMA | {"model_type": "stablelm", "qk_layernorm": True}, 0, "norms have weights of each head"),

@@ -8,8 +8,9 @@ from typing import Any
 from flax_mha.convert.layouts import MODEL_TYPE
 from flax_mha.convert.scores import scores_of
 from flax_mha.core.integers import is_int
-from flax_mha.hf_config.families import ALIASES, FAMILIES, Family, read
-from flax_mha.hf_config.layers import CHUNKED, FULL, SLIDING, Values
+from flax_mha.hf_config.config import ALIASES, read_config
+from flax_mha.hf_config.families import FAMILIES, Family
+from flax_mha.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry
 from flax_mha.modules.attention_fn import attention_fn
 from flax_mha.modules.call import dot_general
 from flax_mha.rope import RoPE
@@ -51,8 +52,8 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     rope = None
     if "rope_theta" in family.keys and family.rotates(values, layer, kind):
         rope = RoPE.from_config(config, SLIDING if kind == SLIDING else FULL, max_length)
-        base = (values.get("layer_rope_theta") or {layer: rope.base})[layer]
-        rope = dataclasses.replace(rope, base=base)
+        if values.get("layer_rope_theta"):
+            rope = dataclasses.replace(rope, base=entry(values, "layer_rope_theta", layer))
     norm = (
         family.norm if values.get(family.norm_key, True) and (rope or "after_rope" not in str(family.norm)) else False
     )
@@ -88,7 +89,7 @@ def _clipped(limit: float) -> Any:
 
 def _read(config: Any, layer: Any) -> tuple[Family, Values]:
     """Returns the family and the values of a config that can be described."""
-    family, given = read(config)
+    family, given = read_config(config)
     model_type = given.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
@@ -212,4 +213,8 @@ def _scale(values: Values, layer: int, head_size: int) -> float | None:
 def _window(values: Values) -> tuple[int, int] | None:
     """Returns the window: a token itself and those before it, `sliding_window` in all."""
     width = values.get("sliding_window")
-    return None if width is None or not values.get("use_sliding_window", True) else (width - 1, 0)
+    if width is None or not values.get("use_sliding_window", True):
+        return None
+    if not is_int(width) or width < 1:
+        raise ValueError(f"sliding_window must be a positive integer, but got {width!r}.")
+    return width - 1, 0

@@ -12,7 +12,8 @@ from flax_mha.attention import Implementation
 from flax_mha.convert.config import attention_with, describe
 from flax_mha.convert.load import load_torch
 from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy
-from flax_mha.hf_config.families import Family, read
+from flax_mha.hf_config.config import read_config
+from flax_mha.hf_config.families import Family
 from flax_mha.hf_config.layers import Values
 from flax_mha.modules.attention_fn import attention_fn
 from flax_mha.nnx import MultiHeadAttention
@@ -68,13 +69,13 @@ def from_hf(
       (1, 5, 8)
     """
     prefix = layer_prefix(state_dict, layer, prefix)
-    family, values = read(config)
+    family, values = read_config(config)
     is_decoder = "decoder" in prefix or ("encoder" not in prefix and bool(values.get("is_decoder")))
     described = describe(_without_other_part(config, is_decoder), layer, max_length=max_length)
     options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "decode": decode}
-    options |= {"implementation": implementation, "head_axis": head_axis}
+    options |= {"implementation": implementation, "head_axis": head_axis, "kernel_init": nnx.initializers.zeros_init()}
     options["attention_fn"] = _attention(family, family.keys | values, described, state_dict, is_decoder)
-    module = nnx.eval_shape(lambda: MultiHeadAttention(**described | options, rngs=nnx.Rngs(0)))
+    module = MultiHeadAttention(**described | options, rngs=nnx.Rngs(0))
     load_torch(module, {key: x for key, x in state_dict.items() if not key.endswith(T5_TABLE)}, prefix)
     return module
 

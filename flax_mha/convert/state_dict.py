@@ -91,8 +91,9 @@ def attention_layers(keys: Iterable[str]) -> list[str]:
     known = {*keys}
     found: dict[str, None] = {}
     needed = [layout.difference(())[1] for layout in LAYOUTS.values()]
+    first = tuple({names[0] for names in needed})
     for key in keys:
-        for names in needed:
+        for names in needed if key.endswith(first) else ():
             prefix = key.removesuffix(names[0])
             if prefix != key and prefix.endswith(".") and known.issuperset(prefix + name for name in names):
                 found[prefix] = None

@@ -11,6 +11,14 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": SLIDING}  # of other configs
 
 
+def entry(values: Values, key: str, layer: int) -> Any:
+    """Returns what a list says of the layer."""
+    found = values[key]
+    if not isinstance(found, list | tuple) or layer >= len(found):
+        raise ValueError(f"{key} must be a list with an entry for layer {layer}, but got {found!r}.")
+    return found[layer]
+
+
 def full(values: Values, layer: int) -> str:
     return FULL
 
@@ -130,8 +138,9 @@ def all_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 def listed_rotate(values: Values, layer: int, layer_type: str) -> bool:
     """Layers rotate whose number in `no_rope_layers` is 1; without the list, all but each fourth."""
-    listed = values.get("no_rope_layers")
-    return bool(listed[layer]) if listed else bool((layer + 1) % values["no_rope_layer_interval"])
+    if values.get("no_rope_layers"):
+        return bool(entry(values, "no_rope_layers", layer))
+    return bool((layer + 1) % values["no_rope_layer_interval"])
 
 
 def sliding_rotate(values: Values, layer: int, layer_type: str) -> bool:
@@ -143,8 +152,8 @@ def sliding_or_all_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 
 def cohere_moe_rotates(values: Values, layer: int, layer_type: str) -> bool:
-    dense = values.get("first_k_dense_replace") or 0
-    is_dense = (values.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layer + 1))[layer] == "dense"
+    is_dense = layer < (values.get("first_k_dense_replace") or 0)
+    is_dense = entry(values, "mlp_layer_types", layer) == "dense" if values.get("mlp_layer_types") else is_dense
     return layer_type == SLIDING or (is_dense and values["prefix_dense_sliding_window_pattern"] == 1)
 
 
@@ -153,8 +162,7 @@ def if_key(key: str, value: Any = True) -> Rotates:
 
 
 def with_theta_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    found = values.get("layer_rope_theta")
-    return found is None or bool(found[layer])
+    return values.get("layer_rope_theta") is None or bool(entry(values, "layer_rope_theta", layer))
 
 
 def given_rotate(values: Values, layer: int, layer_type: str) -> bool:

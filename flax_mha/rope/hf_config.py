@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax_mha.core.integers import is_int
-from flax_mha.hf_config import families
+from flax_mha.hf_config.config import read_config
 from flax_mha.hf_config.layers import FULL, SLIDING, Values, sliding_rotate
 from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Reversed, Scaling, YaRN, check_number
 
@@ -36,7 +36,7 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
     """Returns the fields of the `RoPE` of one kind of layer; see `RoPE.from_config`."""
     if layer_type is not None and layer_type not in LAYER_TYPES:
         raise ValueError(f"layer_type must be None or one of {', '.join(LAYER_TYPES)}, but got {layer_type!r}.")
-    family, given = families.read(config)
+    family, given = read_config(config)
     _check_numbers(given)
     if unknown := {key for key in given if str(key).startswith(("rope_", "rotary_"))} - KNOWN:
         raise ValueError(
@@ -49,7 +49,7 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
         )
     values = family.keys | given
     parameters = _parameters(values, layer_type)
-    if family.keys and "partial_rotary_factor" not in family.keys:
+    if family.keys and not family.refused and "partial_rotary_factor" not in family.keys:
         parameters.pop("partial_rotary_factor", None)  # not read by its models
     scaling = _scaling(_rope_type(parameters), parameters, values, max_length)
     return {

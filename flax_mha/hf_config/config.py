@@ -1,0 +1,61 @@
+"""Reads the config of a Hugging Face model by the table of families."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax_mha.hf_config.families import FAMILIES, Family
+from flax_mha.hf_config.layers import Values
+
+ALIASES: dict[str, tuple[str, ...]] = {  # other keys of the same meaning; the first in a config counts
+    "num_attention_heads": ("n_head", "num_heads", "n_heads", "attention_heads", "encoder_attention_heads"),
+    "num_key_value_heads": ("kv_n_heads",),
+    "hidden_size": ("d_model", "n_embd", "dim", "emb_dim"),
+    "head_dim": ("d_kv", "attention_head_dim"),
+    "rope_theta": ("global_rope_theta", "rotary_emb_base"),
+    "rope_local_base_freq": ("local_rope_theta",),
+    "partial_rotary_factor": ("rotary_pct",),
+    "sliding_window": ("attention_window_size", "window_size"),
+    "layer_types": ("layers_block_type",),
+    "rms_norm_eps": ("norm_eps", "layer_norm_eps"),
+}
+ALIASES["num_attention_heads"] += ("decoder_attention_heads", "decoder_num_attention_heads")
+COMMON = {"num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "rms_norm_eps"}
+COMMON |= {"rope_theta", "rope_parameters", "rope_scaling", "layer_types", "position_embedding_type"}
+# null is not "left out" for these
+NULL_COUNTS = ("sliding_window", "attn_logit_softcapping", "num_key_value_heads", "local_attention")
+# The text models of models with several parts, whose `text_config` may lack a `model_type`.
+PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
+OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read by some families alone
+UNKNOWN = Family({}, refused="it is not known")
+
+
+def read_config(config: Any) -> tuple[Family, Values]:
+    """Returns the family of a config, and what the config says to it; values of `ALIASES` stand under the first name.
+
+    Nulls are left out, and so are keys that other families read and this one does not, if it is described.
+    """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config must be a dict, but got {type(config).__name__}; use config.to_dict().")
+    model_type = config.get("model_type")
+    if model_type in ("clip", "siglip") and "text_config" in config and "vision_config" in config:
+        raise ValueError(
+            'config must be that of one part, but got that of both; pass config["text_config"] or '
+            'config["vision_config"].'
+        )
+    text = config.get("text_config") or (config.get("decoder") if "musicgen" in str(model_type) else None) or config
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config must be a dict, but got {text!r}.")
+    values = {key: value for key, value in text.items() if value is not None or key in NULL_COUNTS}
+    if isinstance(values.get("attn_config"), Mapping):  # of MPT and DBRX, whose other keys do not tell
+        values = dict(values["attn_config"]) | {key: x for key, x in values.items() if key not in OPTIONAL}
+    if isinstance(model_type, str) and model_type in PARTS:
+        values["model_type"] = PARTS[model_type]
+    if not isinstance(values.get("model_type", ""), str):
+        raise ValueError(f"model_type must be a string, but got {values['model_type']!r}.")
+    for name, others in ALIASES.items():
+        found = [values[key] for key in (name, *others) if key in values]
+        values |= {name: found[0]} if found else {}
+    family = FAMILIES.get(values.get("model_type", ""), UNKNOWN)
+    if family.refused:
+        return family, values
+    return family, {key: value for key, value in values.items() if key not in OPTIONAL or key in family.keys}
