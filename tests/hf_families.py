@@ -1,0 +1,235 @@
+"""Compares every decoder family of Transformers with `convert.from_hf`, and writes the table of the documentation.
+
+A family is a tiny random model of four layers. What goes into the projection of its queries and what comes out of its
+last projection is captured, and each layer is made anew, from the model's config and weights: its output may differ by
+5e-5 of the largest value. Of one layer a cache is tried, too.
+
+    python tests/hf_families.py                 # all, and writes tests/hf_families.md; needs Transformers and PyTorch
+    python tests/hf_families.py llama gemma2    # these
+    python tests/hf_families.py --set '{"partial_rotary_factor": 0.5}' llama    # with other values in the config
+"""
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
+
+from flax_mha import convert
+from flax_mha.convert.layouts import LAYOUTS
+from flax_mha.convert.state_dict import attention_entries, layer_prefix, recognize
+from flax_mha.hf_config.config import UNKNOWN
+from flax_mha.hf_config.families import FAMILIES
+
+TABLE = Path(__file__).with_suffix(".md")
+LAYERS, LENGTH, PROMPT, TOLERANCE = 4, 13, 5, 5e-5
+D, N, K, H, WINDOW = 64, 4, 2, 24, 5
+SIZES = {
+    D: "hidden_size d_model n_embd emb_dim embedding_size lru_width",
+    N: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads "
+    "num_encoder_attention_heads num_decoder_attention_heads num_hidden_layers n_layer n_layers num_layers "
+    "encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_experts num_local_experts "
+    "n_routed_experts mamba_n_heads",
+    K: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token num_codebooks expand_ratio",
+    H: "head_dim",
+    WINDOW: "sliding_window attention_window_size window_size attention_chunk_size",
+    8: "rotary_dim mamba_dt_rank",
+    2 * WINDOW: "local_attention",
+    16: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
+    32: "mamba_d_head attention_head_dim",
+    48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff n_inner",
+    99: "vocab_size n_vocab",
+    128: "max_position_embeddings n_positions n_ctx mamba_d_ssm attention_hidden_size",
+}
+SMALL: dict[str, Any] = {name: size for size, names in SIZES.items() for name in names.split()}
+SMALL |= {"mamba_n_groups": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 0}
+SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "image_token_id": 3, "image_token_index": 3}
+SMALL |= {"is_decoder": True, "is_encoder_decoder": False}
+MADE_ANEW = "transformers_version architectures id2label label2id model_type max_seq_len layer_types layers_block_type "
+MADE_ANEW += "mlp_layer_types no_rope_layers attention_layers layer_rope_theta"
+KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
+ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"] * 2}
+SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW}
+OWN_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None}
+SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 3}
+OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what shows more of them
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "big_bird": {"attention_type": "original_full"},
+    "cohere_compass_text": KINDS | {"rope_parameters": OWN_ROPE},
+    "dbrx": {"attn_config": {"clip_qkv": 1.0, "kv_n_heads": K, "rope_theta": 500.0}},
+    "dots1": {"max_window_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granite_swa": {"layer_rope_theta": [1e4, 0, 1e3, 1e4]},
+    "granitemoehybrid": HYBRID | {"position_embedding_type": "rope"},
+    "helium": {"head_dim": D // N},
+    "hunyuan_v1_dense": {"head_dim": H},
+    "hunyuan_v1_moe": {"head_dim": H},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"full_attn_idxs": [1, 3]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"floor_scale": 3, "attn_scale": 0.5},
+    "mellum": KINDS,
+    "minimax_m2": {"rotary_dim": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 4},
+    "ministral": {"head_dim": H},
+    "ministral3": {"rope_parameters": SCALED | {"llama_4_scaling_beta": 0.5}},
+    "mllama_text_model": {"cross_attention_layers": [2]},
+    "musicgen_decoder": {"num_codebooks": 1},
+    "musicgen_melody_decoder": {"num_codebooks": 1},
+    "nemotron": {"num_key_value_heads": K},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"]},
+    "olmo": {"clip_qkv": 1.0},
+    "olmo_hybrid": HYBRID,
+    "qwen2": SLIDING | {"max_window_layers": 2},
+    "qwen2_moe": SLIDING | {"max_window_layers": 2},
+    "qwen3": SLIDING | {"max_window_layers": 2},
+    "qwen3_moe": SLIDING,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "smollm3": SLIDING,
+    "xlm": {"causal": True},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": ZAMBA,
+    "zamba2": ZAMBA | {"use_mem_rope": True, "mamba_headdim": 16, "hybrid_layer_ids": [1, 3]},
+}
+ATTENTIONS = ("attn", "attention", "self_att", "temporal_block", "mixer")  # in the names of modules
+
+
+class Result(NamedTuple):
+    """The layers of a family that were compared and their largest difference, or why it is refused."""
+
+    model_type: str
+    layers: list[int]
+    difference: float = 0.0
+    refused: str = ""
+
+
+def shrink(config: dict[str, Any]) -> dict[str, Any]:
+    """Makes a config small, and leaves out what its class makes of other values."""
+    small = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and not key.startswith("rope_"):
+            small[key] = shrink(value)
+        elif key not in MADE_ANEW.split():
+            small[key] = SMALL[key] if key in SMALL and value is not None and not isinstance(value, list) else value
+    return small
+
+
+def tiny(name: str, changes: dict[str, Any]) -> Any:
+    """Makes a random model whose scores are about 1."""
+    kind = getattr(transformers, MODELS[name])
+    others = OTHERS.get(kind.config_class.model_type, {})
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**shrink(kind.config_class().to_dict()) | others | changes)).eval()
+    for key, parameter in model.named_parameters():
+        if any(part in key for part in ATTENTIONS) and "vision" not in key:
+            drawn = torch.randn_like(parameter)
+            drawn = drawn * parameter.shape[0] ** -0.5 if parameter.ndim > 1 else parameter + 0.3 * drawn
+            parameter.data.copy_(drawn.data)
+    return model
+
+
+def capture(model: nn.Module, prefixes: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Runs a model, and returns what its layers project to queries and what they return, by prefix."""
+    state_dict = model.state_dict()
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    for prefix in prefixes:
+        stacks = LAYOUTS[recognize(attention_entries(state_dict, prefix)[1])].stacks
+        names = {paths[0]: key.rpartition(".")[0] for key, paths in stacks.items()}
+        first, last = (model.get_submodule(prefix + names[path]) for path in ("query/kernel", "out/kernel"))
+        first.register_forward_hook(lambda _, x, y, prefix=prefix: inputs.__setitem__(prefix, x[0]))
+        last.register_forward_hook(lambda _, x, y, prefix=prefix: outputs.__setitem__(prefix, y))
+    with torch.no_grad():
+        model(input_ids=torch.arange(LENGTH)[None] * 7 % 90 + 5)
+    return {p: (inputs[p].reshape(1, LENGTH, -1), outputs[p].reshape(1, LENGTH, -1)) for p in prefixes}
+
+
+def model_type_of(name: str) -> str:
+    """Returns the model type that counts: of the text model, where a model has several parts."""
+    config = getattr(transformers, MODELS[name]).config_class
+    text = config.sub_configs.get("text_config", config)
+    return getattr(text, "model_type", "") or config().to_dict()["text_config"]["model_type"]
+
+
+def check(name: str, changes: dict[str, Any]) -> Result:
+    """Compares all layers of a family with ours, and the decoding of the last one."""
+    model_type = model_type_of(name)
+    if refused := FAMILIES.get(model_type, UNKNOWN).refused:
+        return Result(model_type, [], refused=refused)
+    model = tiny(name, changes)
+    config, state_dict = model.config.to_dict(), model.state_dict()
+    prefixes: dict[int, str] = {}
+    for layer in range(LAYERS):
+        try:
+            convert.describe(config, layer)
+        except ValueError as error:
+            refused = str(error)
+        else:
+            prefixes[layer] = layer_prefix(state_dict, layer, "")
+    if not prefixes:
+        return Result(model_type, [], refused=refused)
+    arrays, differences = capture(model, list(prefixes.values())), []
+    for layer, prefix in prefixes.items():
+        x, expected = jnp.asarray(arrays[prefix][0].numpy()), arrays[prefix][1].numpy()
+        module = convert.from_hf(config, state_dict, layer)
+        results = [module(x)]
+        if layer == max(prefixes):
+            module.init_cache(x.shape)
+            steps = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, LENGTH))]
+            results.append(jnp.concatenate([module(x[:, i:j], decode=True) for i, j in steps], axis=1))
+        differences += [np.abs(result - expected).max() / max(1.0, np.abs(expected).max()) for result in results]
+    return Result(model_type, list(prefixes), float(max(differences)))
+
+
+def table(results: dict[str, Result]) -> str:
+    """Returns the tables of what is described and of what is refused, as Markdown."""
+    described = {name: result for name, result in results.items() if not result.refused}
+    lines = [
+        f"Of the {len(results)} families of Transformers {transformers.__version__} that generate text, "
+        f"{len(described)} are described. Their layers differ from the model's own by at most "
+        f"{max(result.difference for result in described.values()):.0e} of the largest value, in float32.",
+        "",
+        "| family | its `model_type` | layers of a model of four | difference |",
+        "|---|---|---|---|",
+    ]
+    for name, result in described.items():
+        layers = "all" if len(result.layers) == LAYERS else ", ".join(map(str, result.layers))
+        lines.append(f"| `{name}` | `{result.model_type}` | {layers} | {result.difference:.0e} |")
+    lines += ["", "These are refused:", "", "| family | its `model_type` | why |", "|---|---|---|"]
+    for name, result in results.items():
+        if result.refused:
+            lines.append(f"| `{name}` | `{result.model_type}` | {result.refused} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--set", type=json.loads, default={}, help="values of the config, as JSON")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    results = {}
+    for name in arguments.families or sorted(MODELS):
+        results[name] = result = check(name, arguments.set)
+        print(name, result.refused or f"{result.layers} {result.difference:.1e}", flush=True)
+    wrong = [name for name, result in results.items() if result.difference > TOLERANCE]
+    print("wrong:", *wrong or ["none"])
+    if not (arguments.families or arguments.set or wrong):
+        TABLE.write_text(table(results))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
