@@ -3,13 +3,11 @@
 from pathlib import Path
 
 from flax_mha.convert import LAYOUTS
-from flax_mha.hf_config.families import DESCRIBED
 
 
 def write(folder: Path) -> None:
-    """Writes a Markdown file for each list."""
+    """Writes a Markdown file for the list."""
     folder.mkdir(exist_ok=True)
-    (folder / "model_types.md").write_text(", ".join(f"`{name}`" for name in sorted(DESCRIBED)) + ".\n")
     lines = ["| layout | keys of the weights |", "|---|---|"]
     for name, layout in LAYOUTS.items():
         weights = [key for key, paths in layout.stacks.items() if paths[0].endswith("kernel")]

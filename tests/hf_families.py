@@ -159,6 +159,8 @@ def capture(model: nn.Module, prefixes: list[str]) -> dict[str, tuple[Tensor, Te
 def model_type_of(name: str) -> str:
     """Returns the model type that counts: of the text model, where a model has several parts."""
     config = getattr(transformers, MODELS[name]).config_class
+    if config.model_type in FAMILIES:
+        return config.model_type
     text = config.sub_configs.get("text_config", config)
     return getattr(text, "model_type", "") or config().to_dict()["text_config"]["model_type"]
 

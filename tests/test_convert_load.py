@@ -1,5 +1,8 @@
 """`load_torch` and `describe` as far as they go without PyTorch; test_torch_families.py compares outputs."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,6 +12,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import convert, linen
+from flax_mha.hf_config.families import FAMILIES
 from flax_mha.rope import NTK, RoPE, YaRN
 
 N, K, H, D = 4, 2, 8, 24
@@ -438,6 +442,18 @@ DESCRIBED = {
     "gpt2": ({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "scale_attn_weights": False}, 0, {"scale": 1.0}),
     "vit": ({"model_type": "vit", "hidden_size": 8, "num_attention_heads": 2}, 0, {"use_bias": True, "rope": None}),
 }
+
+
+@pytest.mark.core
+def test_the_table_of_the_documentation_is_that_of_the_code():
+    """tests/hf_families.py writes it where Transformers is installed."""
+    root = Path(__file__).parent.parent
+    rows = re.findall(r"^\| `.+` \| `(.+)` \| (.+) \|$", (root / "tests/hf_families.md").read_text(), re.MULTILINE)
+    described = [name for name, rest in rows if not FAMILIES[name].refused]
+    for name, rest in rows:
+        assert rest == FAMILIES[name].refused or float(rest.split()[-1]) < 5e-5
+    assert f"{len(described)} families of decoders" in (root / "CHANGELOG.md").read_text()
+    assert f"{len(described)} families of decoders" in (root / "README.md").read_text()
 
 
 @pytest.mark.core

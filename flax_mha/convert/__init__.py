@@ -1,18 +1,18 @@
 """Attention weights between PyTorch and Flax, exactly, by way of numpy; PyTorch is never imported.
 
-`describe` turns a Hugging Face config into the arguments of the module, `load_torch` loads a layer's weights::
+`from_hf` makes a layer of a Hugging Face model, which computes what the model's does::
 
     config = json.load(open("config.json"))
-    attention = flax_mha.MultiHeadAttention(**convert.describe(config, layer=3), decode=False, rngs=nnx.Rngs(0))
-    convert.load_torch(attention, state_dict, prefix="model.layers.3.self_attn.")
+    attention = convert.from_hf(config, state_dict, layer=3)
 
 where `state_dict` is `model.state_dict()`, or what a safetensors file holds, without PyTorch::
 
     from safetensors.flax import load_file
     state_dict = load_file("model.safetensors")
 
-`from_torch` returns the parameters as numpy arrays, for `flax.linen` too, and `to_torch` turns parameters back.
-`LAYOUTS` lists the names of weights that are known.
+It is made of `describe`, which turns the config into the arguments of the module, and `load_torch`, which loads
+weights into a module. `from_torch` returns the parameters as numpy arrays, for `flax.linen` too, and `to_torch` turns
+parameters back. `LAYOUTS` lists the names of weights that are known.
 """
 
 from flax_mha.convert.config import describe as describe

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
+import flax_mha.nnx
 from flax_mha.attention import Implementation
 from flax_mha.convert.config import attention_with, describe
 from flax_mha.convert.load import load_torch
@@ -16,7 +17,6 @@ from flax_mha.hf_config.config import read_config
 from flax_mha.hf_config.families import Family
 from flax_mha.hf_config.layers import Values
 from flax_mha.modules.attention_fn import attention_fn
-from flax_mha.nnx import MultiHeadAttention
 from flax_mha.recipes import t5_bias
 
 HEADS = ("encoder_attention_heads", "decoder_attention_heads")
@@ -34,7 +34,7 @@ def from_hf(
     decode: bool = False,
     implementation: Implementation | None = None,
     head_axis: str | None = None,
-) -> MultiHeadAttention:
+) -> flax_mha.nnx.MultiHeadAttention:
     """Makes the self-attention of one layer of a Hugging Face model, which computes what the model's does.
 
     It is `MultiHeadAttention(**describe(config, layer))` with the weights that `load_torch` loads, and an
@@ -75,7 +75,7 @@ def from_hf(
     options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "decode": decode}
     options |= {"implementation": implementation, "head_axis": head_axis, "kernel_init": nnx.initializers.zeros_init()}
     options["attention_fn"] = _attention(family, family.keys | values, described, state_dict, is_decoder)
-    module = MultiHeadAttention(**described | options, rngs=nnx.Rngs(0))
+    module = flax_mha.nnx.MultiHeadAttention(**described | options, rngs=nnx.Rngs(0))
     load_torch(module, {key: x for key, x in state_dict.items() if not key.endswith(T5_TABLE)}, prefix)
     return module
 
