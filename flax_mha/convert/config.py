@@ -14,6 +14,16 @@ from flax_mha.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry
 from flax_mha.modules.attention_fn import attention_fn
 from flax_mha.modules.call import dot_general
 from flax_mha.rope import RoPE
+from flax_mha.rope.scaling import check_number
+
+UNSUPPORTED = (  # keys, the family that they are refused of, if not of all, and why
+    ("use_bidirectional_attention", "", "windows look one way here"),
+    ("alibi", "falcon", "its scores get ALiBi before their scale"),
+    ("qk_layernorm", "stablelm", "its norms have weights of each head"),
+    ("clip_qkv", "olmoe", "it clips what its norms return"),
+    ("rotary_value", "", "it rotates values"),
+    ("use_shared_attention_adapter", "", "layers add adapters to shared weights"),
+)
 
 
 def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | None = None) -> dict[str, Any]:
@@ -54,9 +64,8 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
         rope = RoPE.from_config(config, SLIDING if kind == SLIDING else FULL, max_length)
         if values.get("layer_rope_theta"):
             rope = dataclasses.replace(rope, base=entry(values, "layer_rope_theta", layer))
-    norm = (
-        family.norm if values.get(family.norm_key, True) and (rope or "after_rope" not in str(family.norm)) else False
-    )
+    has_norm = values.get(family.norm_key, True) and (rope is not None or family.norm != "rms_norm_after_rope")
+    norm = family.norm if has_norm else False
     described = sizes | {
         "use_bias": _use_bias(family, values),
         "rope": rope,
@@ -71,6 +80,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     if changes := scores_of(family, values, sizes["num_heads"], rope is not None, kind == CHUNKED):
         described["attention_fn"] = attention_with(**changes)
     if values.get("clip_qkv"):
+        check_number("clip_qkv", values["clip_qkv"], above=0.0)
         described["qkv_dot_general"] = _clipped(values["clip_qkv"])
     return described
 
@@ -116,30 +126,20 @@ def _check_layer(layer: Any, values: Values) -> None:
         raise ValueError(f"layer must be an integer of 0 or more{counted}, but got {layer!r}.")
 
 
-UNSUPPORTED = {  # keys, the values that are refused (True: all that are true), and why
-    "use_bidirectional_attention": (True, "windows look one way here"),
-    "alibi": ("falcon", "its scores get ALiBi before their scale"),
-    "qk_layernorm": ("stablelm", "its norms have weights of each head"),
-    "clip_qkv": ("olmoe", "it clips what its norms return"),
-    "rotary_value": (True, "it rotates values"),
-    "use_shared_attention_adapter": (True, "layers add adapters to shared weights"),
-}
-
-
 def _check_supported(family: Family, values: Values) -> None:
-    model_type, reasons = values["model_type"], {key: reason for key, (_, reason) in UNSUPPORTED.items()}
-    if not values.get("position_embedding_type", "absolute").startswith(("absolute", "rope", "nope")):
+    reasons = {key: reason for key, name, reason in UNSUPPORTED if name in ("", values["model_type"])}
+    if values.get("position_embedding_type", "absolute") not in ("absolute", "rope", "nope"):
         reasons["position_embedding_type"] = (
             "it adds relative positions to the scores; pass them as bias in every call, and 'absolute' here"
         )
     if values.get("attention_type") == "block_sparse":
         reasons["attention_type"] = "a query sees blocks that are drawn at random; 'original_full' is described"
     for key, reason in reasons.items():
-        if values.get(key) and UNSUPPORTED.get(key, (True,))[0] in (True, model_type):
+        if values.get(key):
             raise ValueError(f"config must do without {key}={values[key]!r}: {reason}.")
     if values.get("clip_qkv") and _use_bias(family, values):
         raise ValueError("config must do without biases where it clips queries, keys and values, but got both.")
-    if values.get("model_type") == "gpt_bigcode" and not values["multi_query"]:
+    if values["model_type"] == "gpt_bigcode" and not values["multi_query"]:
         raise ValueError("config must hold multi_query=True, but got False: weights then stand in another order.")
     if not values.get("alibi", True) and family.alibi:
         raise ValueError("attn_config must hold alibi=True, but got False: Transformers adds ALiBi in either case.")

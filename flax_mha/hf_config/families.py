@@ -98,6 +98,9 @@ MODERNBERT: Values = BIAS | {
     "sliding_window": None,
 }
 MPT: Values = {"alibi": True, "clip_qkv": None, "softmax_scale": None}
+SEED: Values = {"attention_bias": True, "attention_out_bias": False, "num_key_value_heads": 8, "head_dim": 128}
+MELLUM: Values = {"rope_theta": 5e5, "rope_local_base_freq": 1e4, "sliding_window": 1024}
+MELLUM |= {"num_key_value_heads": 4, "head_dim": 128}
 SMOLLM: Values = BIAS | {"rope_theta": 2e6, "num_key_value_heads": 4, "use_sliding_window": False}
 SMOLLM |= {"sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4}
 LFM: Values = MILLION | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "full_attn_idxs": None}
@@ -105,8 +108,7 @@ CROSS: Values = {"rope_theta": 500_000.0, "num_key_value_heads": 8}
 CROSS |= {"cross_attention_layers": (3, 8, 13, 18, 23, 28, 33, 38)}
 GLM: Values = HALF | {"rope_pairs": True, "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128}
 MINIMAX: Values = {"rope_theta": 5e6, "partial_rotary_factor": 1.0, "head_dim": 128, "num_key_value_heads": 8}
-NEMOTRON_H: Values = {"attention_bias": False, "num_key_value_heads": 8, "head_dim": 128}
-NEMOTRON_H |= {"hybrid_override_pattern": None}
+NEMOTRON_H: Values = {"num_key_value_heads": 8, "head_dim": 128, "hybrid_override_pattern": None}
 GPT_NEO: Values = {"sliding_window": 256, "attention_layers": None}
 GPT_NEO |= {"attention_types": [[["global", "local"], 12]]}
 ZAMBA: Values = {"attention_hidden_size": None, "use_shared_attention_adapter": False}
@@ -142,9 +144,7 @@ FAMILIES: dict[str, Family] = {
     **alike("granite granitemoe granitemoeshared", like(LLAMA, {"attention_multiplier": 1.0})),
     "granite_swa": like(GRANITE_SWA, {"num_key_value_heads": 4}),
     "granitemoe_swa": GRANITE_SWA,
-    "seed_oss": like(
-        LLAMA, {"attention_bias": True, "attention_out_bias": False}, bias="attention_bias attention_out_bias"
-    ),
+    "seed_oss": like(LLAMA, SEED, bias="attention_bias attention_out_bias"),
     "nemotron": like(LLAMA, HALF),
     "solar_open": like(LLAMA, MILLION | {"partial_rotary_factor": 1.0, "num_key_value_heads": 8, "head_dim": 128}),
     "falcon_h1": like(LLAMA, {"key_multiplier": 1.0, "num_key_value_heads": 8}),
@@ -166,15 +166,16 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": like(QWEN_3, {"head_dim": None, "num_key_value_heads": 4}, layer_type=sliding),
     "dots1": Family(DOTS, "attention_bias", RMS, layer_type=listed(layers.upper)),
     "apertus": Family(APERTUS, "attention_bias", RMS),
-    "hy_v3": like(LLAMA, {"rope_theta": 11_158_840.0, "head_dim": 128, "rms_norm_eps": 1e-5}, norm=RMS),
-    "mellum": like(
-        LLAMA,
-        {"rope_theta": 5e5, "rope_local_base_freq": 1e4, "sliding_window": 1024},
-        norm=RMS,
-        layer_type=listed(full),
+    "hy_v3": like(
+        LLAMA, {"rope_theta": 11_158_840.0, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}, norm=RMS
     ),
+    "mellum": like(LLAMA, MELLUM, norm=RMS, layer_type=listed(full)),
     **alike("exaone4 exaone_moe", EXAONE_4),
-    "kolibri1": like(EXAONE_4, {"sliding_window": 513, "rms_norm_eps": 1e-6}, layer_type=last_of(5, "")),
+    "kolibri1": like(
+        EXAONE_4,
+        {"sliding_window": 513, "rms_norm_eps": 1e-6, "head_dim": 128, "num_key_value_heads": 4},
+        layer_type=last_of(5, ""),
+    ),
     "flint": like(
         LLAMA,
         {"sliding_window": 513, "head_dim": 128, "num_key_value_heads": 4},
@@ -261,9 +262,7 @@ FAMILIES: dict[str, Family] = {
     "jamba": Family(
         {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4}, layer_type=layers.periodic
     ),
-    "nemotron_h": Family(
-        NEMOTRON_H, "attention_bias", layer_type=listed(cycle("hybrid_override_pattern", "-", "-", FULL, "-"))
-    ),
+    "nemotron_h": Family(NEMOTRON_H, layer_type=listed(cycle("hybrid_override_pattern", "-", "-", FULL, "-"))),
     "zamba": Family(ZAMBA, layer_type=listed(layers.unknown)),
     # Hybrids with rotary positions.
     "bamba": like(

@@ -113,7 +113,8 @@ class RoPE:
         The keys are `rope_theta` (`rotary_emb_base`), `partial_rotary_factor` (`rotary_pct`, or `rotary_dim` with the
         head size), `rope_scaling` and `rope_parameters`; where they are missing, the defaults of `model_type` count.
         `model_type` also tells whether pairs are interleaved; types that are not known to be are taken as halves. Which
-        layers are rotated at all, and factors of the softmax scale (DeepSeek's mscale), are not read here.
+        layers are rotated at all, which `convert.describe` tells, and factors of the softmax scale (DeepSeek's mscale),
+        are not read here.
 
         Args:
           config: The dict. A multimodal model's `text_config` is found in it.
