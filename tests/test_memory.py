@@ -106,3 +106,13 @@ def test_heads_of_a_group_share_their_keys():
     saved = gradient(8, 8) - gradient(8, 1)
     one_head = np.float32(0).nbytes * 4096 * H
     assert saved >= 2 * 7 * one_head  # the keys and values of seven heads, at the least
+
+
+@pytest.mark.core
+def test_the_backward_pass_gets_no_more_than_inputs_output_and_rows():
+    """A condition on rows must not be saved for every feature."""
+    x = jax.ShapeDtypeStruct((1, 1024, 2, H), jnp.float32)
+    saved = jax.eval_shape(lambda *qkv: jax.vjp(functools.partial(dot_product_attention, is_causal=True), *qkv), x, x, x)
+    sizes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved[1]))
+    arrays = 4 * x.size * x.dtype.itemsize
+    assert arrays <= sizes <= 1.15 * arrays

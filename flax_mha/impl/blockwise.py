@@ -233,7 +233,7 @@ def _tangent(
     if head.inputs.sink is not None and d_head.inputs.sink is not None:
         d_lse = d_lse + jnp.exp(head.inputs.sink - lse) * d_head.inputs.sink
     d_output = of_output - output * d_lse[:, None]
-    return jnp.where(finite[:, None], d_output, jnp.zeros_like(d_output)), jnp.where(finite, d_lse, jnp.zeros_like(lse))
+    return nonfinite.zero_rows(d_output, lse), jnp.where(finite, d_lse, jnp.zeros_like(lse))
 
 
 def _arguments(head: Head) -> list[Array]:

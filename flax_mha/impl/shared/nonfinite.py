@@ -13,8 +13,10 @@ touched, are guarded by `when_finite.py`; `decode.py` looks for what is not fini
 This is written in `lax`, whose operations are traced faster than those of `jax.numpy`.
 """
 
+import functools
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -82,6 +84,7 @@ def flag_rows(x: Float[Array, "*L F"], row_scales: bool = False) -> Float[Array,
     return lax.select(lax.ne(half_mean, half_mean), lax.full_like(half_mean, jnp.inf), half_mean)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)  # saves the flags for the backward pass, not all conditions
 def zero_rows(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
     """Zeros where the flags are infinite."""
     infinite = lax.broadcast_in_dim(_is_infinite(flags), x.shape, tuple(range(flags.ndim)))
