@@ -9,6 +9,9 @@ function captures, and the floats in it.
 Example: after `slope = 0.5`, the function `lambda score, b, h, q_idx, kv_idx: score - slope * (q_idx - kv_idx)` has one
 captured array, 0.5. With `slope = 0.6` it is traced into an equal value with another captured array, and nothing is
 compiled.
+
+That is so for every call that Python makes. A program that a user has jitted calls no Python function again: there the
+slope stays that of its trace, unless it is an argument of that program.
 """
 
 import functools

@@ -26,7 +26,8 @@ class FunctionMask(Mask):
 
     Its arguments are int32 scalars: the index of the batch entry (flattened if there are several batch axes), the index
     of the head, the position of the query (including `query_offset`) and the position of the key (including
-    `key_value_offset`). It may capture arrays and numbers; their values are read at every call of the attention.
+    `key_value_offset`). It may capture arrays and numbers; their values are read at every call of the attention (in a
+    function that you jit, when it is traced).
 
     Where the captured arrays are known while tracing, and the offsets are numbers, the function is evaluated once for
     all positions, to find the tiles that can be skipped; else in every call.
