@@ -291,7 +291,7 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
 
 
 def _differs_by_slot(x: Any) -> bool:
-    """Whether a bias or mask has an entry for each slot."""
+    """Returns True if a bias or mask has an entry for each slot."""
     if isinstance(x, Mask):
         return x.lengths[1] > 0
     try:
@@ -301,7 +301,7 @@ def _differs_by_slot(x: Any) -> bool:
 
 
 def _of_first_slots(x: Any, number: int) -> Any:
-    """What an array says of the first slots, in which the prompt stands."""
+    """Cuts out the entries for the first slots, in which the prompt stands."""
     if isinstance(x, Mask) or not _differs_by_slot(x):
         return x
     return (x if isinstance(x, np.ndarray) else jnp.asarray(x))[..., :number]

@@ -67,8 +67,8 @@ class HeadIds(NamedTuple):
     """Indices and random words by batch entry and head; None where the call does not use them.
 
     Attributes:
-      batch: HeadIds of the batch entries, counted through all batch axes; for `score_mod`.
-      head: HeadIds of the query heads; for `score_mod`.
+      batch: Indices of the batch entries, counted through all batch axes; for `score_mod`.
+      head: Indices of the query heads; for `score_mod`.
       dropout_seed: Two random words for each head, or for all of them.
     """
 
@@ -141,7 +141,7 @@ class Options(NamedTuple):
       scale: What multiplies query . key, where that is a number; else 1.
       cached: Whether keys and values are a cache, which is read in place.
       dtype: Of softmax and sums: float32, or float64 for such inputs.
-      ring: Whether the keys form a ring (`_tiles.Tile`); the key's offset is then the position of the newest one.
+      ring: Whether the keys form a ring (`core.tile.Tile`); the key's offset is then the position of the newest one.
       score_mod: The traced function.
       target: What the call is compiled for.
       has_known_sizes: Whether all sizes are numbers; `jax.export` knows sizes that are symbols.

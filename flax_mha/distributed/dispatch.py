@@ -27,6 +27,9 @@ from flax_mha.impl.shared.head import head_ids
 
 # Where fused kernels are chosen first by published speeds; nothing of ours has been timed on a GPU or a TPU.
 PREFERRED_ON = {"gpu": ["cudnn"], "tpu": ["splash"]}
+# These run on every platform and have derivatives of every order. All others are kernels: `_fused_attention` adds the
+# derivatives that they lack and, where they were chosen, another way for CPUs.
+PORTABLE = ("xla", "blockwise")
 
 
 def run(call: Call, implementation: str | None) -> Output:
@@ -85,7 +88,7 @@ def _attention_of(call: Call, implementation: str | None) -> Callable[[Call], Ou
     else:
         registry.check_computes(name, registry.refusals(name, call))
     attention = _variant_of(name, call)
-    if name in ("xla", "blockwise"):
+    if name in PORTABLE:
         return attention
     return functools.partial(_fused_attention, attention, _variant_of("blockwise", call), elsewhere)
 
@@ -149,7 +152,7 @@ def _on_cpu(call: Call, name: str) -> Call | None:
 
     See `lower_for_platform.py`.
     """
-    if name in ("xla", "blockwise") or not being_traced():
+    if name in PORTABLE or not being_traced():
         return None
     target = call.options.target._replace(platform="cpu")
     return call._replace(options=call.options._replace(target=target))

@@ -6,6 +6,9 @@ output and log-sum-exp of each hop are merged with those before. The backward pa
 merged output and log-sum-exp, the attention's own backward pass computes the share of each hop in the gradients. The
 gradients of keys and values travel with these, and are back home after N hops.
 
+No hop is skipped: keys travel N times, whatever the mask. All devices run one program, so the positions of a hop's keys
+are data, and its block mask is made while it runs; tiles that are masked throughout are not computed.
+
 Hops return float32 at least, so that nothing is rounded before it is merged or added up. They may still multiply
 matrices in the dtype of the call, as a kernel does.
 """

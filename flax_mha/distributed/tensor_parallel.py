@@ -85,12 +85,12 @@ class _Unboxing:
 
 @struct.dataclass
 class Box(_Unboxing, nn.Partitioned):
-    """A parameter with the mesh axis of each of its axes."""
+    """A parameter, and for each of its axes the mesh axis that splits it."""
 
 
 @struct.dataclass
 class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
-    """A parameter with the logical axis of each of its axes."""
+    """A parameter, and for each of its axes the logical axis that stands for the mesh axis that splits it."""
 
 
 def _size(head_axis: str) -> int:

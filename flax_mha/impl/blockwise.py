@@ -293,6 +293,8 @@ def _backward(
 ) -> list[Array]:
     """Cotangents of queries, keys, values, bias and captured arrays, from those of `_tangent_of_tile`."""
     query, lse, key, value, *inputs = residuals
+    # By the last lines of `_tangent`, transposed, `d_lse` is the cotangent of the log-sum-exp minus that of the output
+    # times the output, summed over features: FlashAttention-2's delta, negative.
     d_output, d_lse = cotangents
     d_output = d_output.astype(query.dtype)
     may_be_nan = has_bias or rule.score_mod is not None

@@ -50,7 +50,15 @@ def device(platform: str) -> Device:
 
 
 class Kernel(NamedTuple):
-    """All that a cuDNN plan depends on."""
+    """All that a cuDNN plan depends on.
+
+    Attributes:
+      query: Shape of the padded queries [B, T, N, H].
+      key: Shape of the padded keys [B, S, K, H].
+      is_causal: The right side of the window: True ends it at the query itself, False does not limit it.
+      window: Its left side, (left, 0); None does not limit it.
+      padded: Whether lengths are given.
+    """
 
     query: tuple[int, ...]
     key: tuple[int, ...]

@@ -50,15 +50,16 @@ from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
 
 class BatchSlice(NamedTuple):
-    """Some of the batch entries: all, or one, whose axes have length 1 then.
+    """Queries of all batch entries, or of one, whose batch axes then have length 1, and what makes their scores.
 
     Attributes:
-      first: The first of them, an index for each batch axis.
+      first: The first of these batch entries, an index for each batch axis.
       query: Their queries, scaled, in the dtype of the products; like the rest with leading axes for batch and heads.
-      flags: Of queries that are 0 where they were not finite (`nonfinite.py`); None: that was not looked for.
-      row: The first of these queries.
-      inputs: What is added to the rule.
-      rule: How products become rule.
+      flags: Infinity for the queries that were not finite and are 0 now (`nonfinite.py`); None where none was looked
+        for.
+      row: The row of the first of these queries.
+      inputs: Bias, sink and captured arrays, which enter the scores besides the products.
+      rule: How products become scores.
     """
 
     first: tuple[Scalar, ...]
@@ -117,9 +118,10 @@ def _differentiable_jvp(
 
 
 def _mapped(blocks: KeyBlocks) -> Callable[..., tuple[Array, Array]]:
-    """Returns `_attend`, of which `jax.vmap` makes a call with one more batch axis.
+    """Returns `_attend` with a rule for `jax.vmap`, which makes the mapped axis one more batch axis.
 
-    Else it would run every choice between two ways both ways, and as many blocks for all as one of them needs.
+    Without this rule `jax.vmap` would compute both branches of every `lax.cond`, and visit for each entry as many
+    blocks as the longest one needs.
     """
     call = jax.custom_batching.custom_vmap(functools.partial(_attend, blocks))
 
@@ -205,7 +207,7 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
 def _blocks_of_rows(
     blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
-    """Output and log-sum-exp, a block of queries after the other, and `_nonfinite_flag` of all block_diagonal."""
+    """Output and log-sum-exp, a block of queries after the other, and `_nonfinite_flag` of all products."""
     length, axis = part.query.shape[-2], part.query.ndim - 2
     count = -(-length // blocks.height)
     if count == 1:

@@ -40,5 +40,5 @@ RESIDUALS = ("attention_output", "attention_lse")
 def name_residuals(
     output: Float[Array, "..."], lse: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Gives them these names."""
+    """Names the two by `RESIDUALS`."""
     return checkpoint_name(output, RESIDUALS[0]), checkpoint_name(lse, RESIDUALS[1])

@@ -9,6 +9,7 @@ from flax_mha.impl.cudnn import CUDNN
 from flax_mha.impl.implementation import Implementation as Registered
 from flax_mha.impl.shared import schedule
 
+# What the argument `implementation` may be. The class of the objects, here `Registered`, has the same name elsewhere.
 Implementation = Literal["xla", "blockwise", "cudnn", "splash", "pallas"]
 NAMES: tuple[str, ...] = get_args(Implementation)
 

@@ -29,7 +29,7 @@ def _is_finite(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The frequencies as they are, and the base of the methods that change them."""
+    """Frequencies as they are; the base class of those that change them."""
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         """Returns the radians per position of each pair: float64 `[size / 2]`."""

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     """The arrays that a kernel is given.
 
     Attributes:
-      values: Of the outer part of `score_mod`: numbers, then tables.
+      values: What the outer part of `score_mod` computed (`split_function.py`): numbers, then tables.
       mask: What is visible, if anything may be masked.
       offsets: Positions of the first query and the first key.
       seed: Two random words, for dropout.
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
       query_poison: 0, or infinity where a query is not finite.
       d_output: The gradient of the output.
       lse: Log-sum-exp; infinity in rows without gradient.
-      delta: What is subtracted from the gradients of the weights.
+      delta: Subtracted from the gradients of the weights; see `nonfinite.backward_rows`.
     """
 
     query: Block

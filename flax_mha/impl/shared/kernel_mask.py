@@ -131,7 +131,7 @@ def refusals(call: Call, mask: KernelMask, caps: bool = False, sinks: bool = Fal
 
 
 def pad_to(x: Array, axis: int, multiple: int) -> Array:
-    """`x` lengthened with zeros along `axis`."""
+    """`x` with zeros at the end of `axis`, whose length becomes a multiple of `multiple`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, widths)

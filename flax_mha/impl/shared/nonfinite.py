@@ -5,7 +5,7 @@ therefore replaced by zeros before they are multiplied, and so are queries where
 (`zero_keys`, `zero_rows`). Flags keep which ones these were. To the visible scores of such a key, and of such a query,
 infinity is added, the *poison*, which makes the softmax of the row NaN. What concerns a whole row can instead be added,
 as NaN, to its largest score, if the row sees anything (`poison_rows`). Such rows get zero gradients, so the gradients
-of the other rows stay finite (`backward_rows`).
+of the other rows stay finite (`derivative_rows`).
 
 If nothing can be masked, none of this is needed, because NaN propagates by itself. Fused kernels, whose arrays are not
 touched, are guarded by `when_finite.py`; `decode.py` looks for what is not finite only if its output is not.
@@ -156,7 +156,8 @@ def backward_rows(
     """Query, output cotangent, log-sum-exp and delta for the backward pass; FlashAttention-2, algorithm 2, line 4.
 
     The log-sum-exp's own cotangent d enters through `weights * d`, so it is subtracted from delta. Rows without
-    derivatives are those of `derivative_rows`.
+    derivatives are those of `derivative_rows`. For the kernels of "pallas" alone: "blockwise" gets the same number,
+    negative, by transposing its tangent (`blockwise._tangent`).
     """
     d_output, d_lse = cotangents
     query, output, lse, finite = derivative_rows(query, result, keys_are_finite)
@@ -170,7 +171,7 @@ def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_na
 
     Args:
       s: Scores.
-      lse: Of `backward_rows`, in a shape that broadcasts to the scores.
+      lse: Of `derivative_rows`, in a shape that broadcasts to the scores.
       may_be_nan: Whether scores of rows without a gradient may be NaN, as with a bias or a `score_mod`.
     """
     s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s

@@ -70,7 +70,7 @@ class ScoreRule:
       dropout_rate: Share of the weights that are dropped.
       precision: Of the matrix products, as in `jax.lax.dot_general`.
       scale: What multiplies products of queries and keys, if the queries are not scaled.
-      ring: The number of keys if they form a ring, else None; see `_tiles.Tile`.
+      ring: The number of keys if they form a ring, else None; see `core.tile.Tile`.
     """
 
     mask: Mask | None
@@ -214,8 +214,8 @@ class ScoreRule:
         """
         if self.is_harmless or not products.size:
             return self.tile(products, inputs, tile, mask)
-        fixed_products, fixed_params = lax.stop_gradient((products, inputs))
-        visible = self.tile(fixed_products, fixed_params, tile, mask) != -jnp.inf
+        fixed_products, fixed_inputs = lax.stop_gradient((products, inputs))
+        visible = self.tile(fixed_products, fixed_inputs, tile, mask) != -jnp.inf
         row, column = jnp.unravel_index(jnp.argmax(visible), visible.shape)
         rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
         columns = jnp.where(visible, tile.key_positions, tile.key_positions[0, column])
