@@ -112,7 +112,9 @@ def test_heads_of_a_group_share_their_keys():
 def test_the_backward_pass_gets_no_more_than_inputs_output_and_rows():
     """A condition on rows must not be saved for every feature."""
     x = jax.ShapeDtypeStruct((1, 1024, 2, H), jnp.float32)
-    saved = jax.eval_shape(lambda *qkv: jax.vjp(functools.partial(dot_product_attention, is_causal=True), *qkv), x, x, x)
+    saved = jax.eval_shape(
+        lambda *qkv: jax.vjp(functools.partial(dot_product_attention, is_causal=True), *qkv), x, x, x
+    )
     sizes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved[1]))
     arrays = 4 * x.size * x.dtype.itemsize
     assert arrays <= sizes <= 1.15 * arrays
