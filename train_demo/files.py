@@ -5,12 +5,9 @@ import json
 import os
 import select
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from train_demo.errors import UserError, reason
 
 PATIENCE = 10  # seconds in which something has to be written to a pipe
 
@@ -29,43 +26,6 @@ def write_atomically(path: Path, content: bytes) -> None:
             temporary.unlink(missing_ok=True)  # half a file is of no use, and the disk may be full
         error.filename = error.filename or str(path)
         raise
-
-
-def write_lines(path: Path, values: list[Any]) -> None:
-    """Writes a file of one JSON value per line, atomically."""
-    write_atomically(path, "".join(json.dumps(value) + "\n" for value in values).encode())
-
-
-class Lines:
-    """A file to which JSON values are added, one per line; each can be read as soon as it is written."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._file = path.open("ab", buffering=0)
-
-    def add(self, value: Any) -> None:
-        """Adds a value."""
-        with self._writing():
-            line = json.dumps(value).encode() + b"\n"
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def sync(self) -> None:
-        """Brings all lines to the disk, which a checkpoint must find done: a resumed run never writes them again."""
-        with self._writing():
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            fix = "free some space, then go on with --resume"
-            raise UserError(f"cannot write {self._path} ({reason(error)}): {fix}") from error
 
 
 def read_lines(path: Path) -> list[Any]:

@@ -1,18 +1,22 @@
 """What a run leaves to read: `metrics.jsonl`, `samples.jsonl` and `resources.json`."""
 
+import errno
 import json
 import math
+import os
 import platform
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 import jax
 
-from train_demo.errors import UserError
-from train_demo.files import Lines, read_json, read_lines, write_atomically, write_lines
+from train_demo.errors import UserError, reason
+from train_demo.files import read_json, read_lines, write_atomically
 
 METRICS, SAMPLES, RESOURCES = "metrics.jsonl", "samples.jsonl", "resources.json"
 DIVERGED = 100  # times the loss of guessing: no training comes back from there to anything of use
@@ -20,30 +24,23 @@ DIVERGED = 100  # times the loss of guessing: no training comes back from there 
 
 def read(out: Path) -> list[dict[str, Any]]:
     """Reads a run's metrics: `step` with `loss` or `val_loss`, in nats per token, and `seconds` since the start."""
-    return [line for line in read_lines(out / METRICS) if _is_metric(line)]
-
-
-def _is_metric(line: Any) -> bool:
-    if not isinstance(line, dict) or line.keys() not in ({"step", "loss", "seconds"}, {"step", "val_loss", "seconds"}):
-        return False
-    numbers = [value for name, value in line.items() if name != "step"]
-    right = all(type(number) is float and math.isfinite(number) for number in numbers)
-    return right and line["seconds"] >= 0 and _is_step(line["step"])
+    kinds = ({"step": int, name: float, "seconds": float} for name in ("loss", "val_loss"))
+    return _read(out / METRICS, *kinds)
 
 
 def read_samples(out: Path) -> list[dict[str, Any]]:
     """Reads what the model wrote while it was trained: `step`, `prompt` and `text`."""
-    return [line for line in read_lines(out / SAMPLES) if _is_sample(line)]
+    return _read(out / SAMPLES, {"step": int, "prompt": str, "text": str})
 
 
-def _is_sample(line: Any) -> bool:
-    if not isinstance(line, dict) or line.keys() != {"step", "prompt", "text"}:
-        return False
-    return isinstance(line["prompt"], str) and isinstance(line["text"], str) and _is_step(line["step"])
+def _read(path: Path, *kinds: dict[str, type]) -> list[dict[str, Any]]:
+    def fits(line: Any) -> bool:
+        if not isinstance(line, dict) or {name: type(value) for name, value in line.items()} not in kinds:
+            return False
+        finite = all(math.isfinite(value) for value in line.values() if isinstance(value, float))
+        return finite and 0 < line["step"] < 2**31
 
-
-def _is_step(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**31
+    return [line for line in read_lines(path) if fits(line)]
 
 
 def mean_of_last(measured: list[dict[str, Any]]) -> tuple[float, int]:
@@ -64,13 +61,14 @@ class Log:
 
     def __init__(self, out: Path | None, start: int, guess: float, began: float):
         self._highest, self._began = DIVERGED * max(guess, 1.0), began
-        self._metrics = self._samples = None
+        self._files: dict[str, FileIO] = {}
         if out is not None:
             kept = [metric for metric in read(out) if metric["step"] <= start]
             self._began -= max((metric["seconds"] for metric in kept), default=0.0)
-            write_lines(out / METRICS, kept)
-            write_lines(out / SAMPLES, [sample for sample in read_samples(out) if sample["step"] <= start])
-            self._metrics, self._samples = Lines(out / METRICS), Lines(out / SAMPLES)
+            samples = [sample for sample in read_samples(out) if sample["step"] <= start]
+            for name, lines in ((METRICS, kept), (SAMPLES, samples)):
+                write_atomically(out / name, b"".join(map(_line, lines)))
+                self._files[name] = FileIO(out / name, "a")  # each line can be read as soon as it is written
 
     @property
     def seconds(self) -> float:
@@ -84,26 +82,43 @@ class Log:
             what = name.replace("val_loss", "validation loss")
             fix = "take a lower --learning-rate and another --out"
             raise UserError(f"training diverged: the {what} is {number:.4g} at step {step}: {fix}")
-        if self._metrics:
-            self._metrics.add({"step": step, name: number, "seconds": self.seconds})
+        self._add(METRICS, {"step": step, name: number, "seconds": self.seconds})
         return number
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Notes what the model wrote after a prompt."""
-        if self._samples:
-            self._samples.add({"step": step, "prompt": prompt, "text": text})
+        self._add(SAMPLES, {"step": step, "prompt": prompt, "text": text})
 
     def sync(self) -> None:
         """Brings all lines to the disk, which a checkpoint must find done: a resumed run never writes them again."""
-        for lines in (self._metrics, self._samples):
-            if lines:
-                lines.sync()
+        for file in self._files.values():
+            with _writing(file):
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         """Closes the files."""
-        for lines in (self._metrics, self._samples):
-            if lines:
-                lines.close()
+        for file in self._files.values():
+            file.close()
+
+    def _add(self, name: str, value: dict[str, Any]) -> None:
+        line = _line(value)
+        for file in [self._files[name]] if self._files else []:
+            with _writing(file):
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+@contextmanager
+def _writing(file: FileIO) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fix = "free some space, then go on with --resume"
+        raise UserError(f"cannot write {file.name} ({reason(error)}): {fix}") from error
 
 
 def write_resources(out: Path, mesh: jax.sharding.Mesh | None, tokens_per_second: float) -> None:
