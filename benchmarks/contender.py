@@ -67,7 +67,8 @@ def by_jax(clock: Clock, text: data.Text, windows, settings: Settings, options: 
         structure, _ = nnx.split(transformer, nnx.Param)
     params = model.initial_params(len(text.vocabulary), settings)
     state = update.State(params, jax.jit(update.make_optimizer(settings).init)(params))
-    updates, validate = update.make_updates(structure, settings), update.make_validate(structure)
+    updates = update.make_updates(update.make_update(structure, settings))
+    validate = update.make_validate(structure)
     characters = jnp.asarray(text.training)
     for step in range(0, min(settings.steps, options.until), options.every):
         taken = min(options.every, settings.steps - step)

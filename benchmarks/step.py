@@ -137,8 +137,7 @@ def training(
 ) -> measure.Ready:
     """One update after the other."""
     structure, params = model(cell, change)
-    update = make_update(structure, cell.settings)
-    update = update if donate else jax.jit(update.__wrapped__)
+    update = jax.jit(make_update(structure, cell.settings), donate_argnums=(0,) if donate else ())
     state, characters = State(params, make_optimizer(cell.settings).init(params)), jnp.asarray(cell.characters)
     program, costs = measure.program(update, state, 1, characters, memory=memory)
     steps = itertools.count(1)

@@ -114,7 +114,7 @@ def step_of_jax(text: data.Text, settings: Settings, flax: bool = False) -> meas
         structure, _ = nnx.split(transformer, nnx.Param)
     characters = jnp.asarray(text.training)
     state = update.State(params, update.make_optimizer(settings).init(params))
-    updates, starts = update.make_updates(structure, settings), itertools.count(1)
+    updates, starts = update.make_updates(update.make_update(structure, settings)), itertools.count(1)
 
     def call() -> jax.Array:
         nonlocal state

@@ -14,7 +14,7 @@ from train_demo import data, run_folder, vocabulary
 from train_demo.errors import UserError
 from train_demo.model import blueprint
 from train_demo.settings import Layout, Settings
-from train_demo.update import State, make_optimizer, make_update, make_validate
+from train_demo.update import State, compiled, make_optimizer, make_update, make_validate
 from train_demo.vocabulary import Bytes, Characters, Subwords, Writer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40 + "\n$_%"
@@ -291,7 +291,7 @@ def test_an_update_predicts_no_first_token(model, windows, layout):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         expected, gradients = jax.value_and_grad(loss_of)(params)
         _, optimizer_state = optimizer.update(gradients, optimizer.init(params), params)
-        update = make_update(structure, SETTINGS, layout=layout, packed=True)
+        update = compiled(make_update(structure, SETTINGS, layout=layout, packed=True))
         state, loss = update(State(jax.tree.map(jnp.copy, params), optimizer.init(params)), 1, text)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     # The optimizer's moments hold the gradients before their sizes are divided away.

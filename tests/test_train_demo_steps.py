@@ -12,7 +12,7 @@ from train_demo.errors import UserError
 from train_demo.model import blueprint, initial_params
 from train_demo.run_folder import prepare
 from train_demo.settings import LEARNING_RATES, SIZES, Layout, Settings, completed
-from train_demo.update import NEWTON_SCHULZ, WARM_UP, State, make_optimizer, make_updates
+from train_demo.update import NEWTON_SCHULZ, WARM_UP, State, make_optimizer, make_update, make_updates
 
 VOCABULARY = 11
 SMALL = Settings(steps=20, batch_size=2, context_length=8, layers=1, heads=2, features=8, dropout_rate=0.1)
@@ -30,7 +30,7 @@ def run(settings, *dispatches):
     structure, _ = blueprint(VOCABULARY, settings)
     params = initial_params(VOCABULARY, settings)
     state, losses = State(params, make_optimizer(settings).init(params)), []
-    updates = make_updates(structure, settings)
+    updates = make_updates(make_update(structure, settings))
     for last, steps in zip(itertools.accumulate(dispatches), dispatches, strict=True):
         state, some = updates(state, last - steps + 1, steps, TEXT)
         losses += np.asarray(some)[:steps].tolist()

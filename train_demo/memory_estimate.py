@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from train_demo import collectives, mesh
 from train_demo.model import blueprint
 from train_demo.settings import Layout, Settings
-from train_demo.update import State, make_optimizer, make_update
+from train_demo.update import State, compiled, make_optimizer, make_update
 
 # The machine code is never run, so LLVM need not work on it. Memory and collectives are settled before.
 UNOPTIMIZED: dict[str, str | bool] = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": "0"}
@@ -44,9 +44,9 @@ def estimate(
     whole = NamedSharding(over, P()) if over else alone
     step, text = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in ((), (characters,)))
     with mesh.use(over):
-        update = make_update(structure, settings, (), layout, shardings)
-        compiled = update.lower(placed, step, text).compile(UNOPTIMIZED)
-    used, hlo = compiled.memory_analysis(), compiled.as_text()
+        update = compiled(make_update(structure, settings, (), layout), shardings)
+        program = update.lower(placed, step, text).compile(UNOPTIMIZED)
+    used, hlo = program.memory_analysis(), program.as_text()
     assert used is not None
     assert hlo is not None
     memory = {

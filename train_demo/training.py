@@ -23,7 +23,7 @@ from train_demo.generate import generate
 from train_demo.model import Params, Transformer, blueprint, chosen_dtype, initial_params
 from train_demo.run_folder import Config, sole_writer, write_config
 from train_demo.settings import Layout
-from train_demo.update import MOST_STEPS, State, make_optimizer, make_updates, make_validate
+from train_demo.update import MOST_STEPS, State, make_optimizer, make_update, make_updates, make_validate
 from train_demo.vocabulary import visible
 
 SAMPLE = 64  # tokens of what is written at each validation
@@ -217,10 +217,10 @@ def next_stop(step: int, last: Iterable[int], *every: int) -> int:
 def _programs(run: Run) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Makes what takes steps, and what validates, both of which compile when they are called first."""
     config, settings, packed = run.config, run.config.settings, run.text.packed
-    updates = make_updates(run.blueprint[0], settings, config.earlier_ends, run.layout, run.shardings, packed)
+    update = make_update(run.blueprint[0], settings, config.earlier_ends, run.layout, packed)
     # The windows are not accumulated.
     structure, _ = blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))
-    return updates, make_validate(structure, packed)
+    return make_updates(update, run.shardings), make_validate(structure, packed)
 
 
 def _inputs(run: Run) -> tuple[Array, Array]:

@@ -74,54 +74,14 @@ def make_update(
     settings: Settings,
     earlier_ends: tuple[int, ...] = (),
     layout: Layout | None = None,
-    shardings: State | None = None,
     packed: bool = False,
-) -> jax.stages.Wrapped:
-    """Makes `update(state, step, characters) -> (state, loss)`, compiled: one step of the training.
+) -> Step:
+    """Makes `update(state, step, characters) -> (state, loss)`, to be compiled: one step of the training.
 
     The batch and the dropout are drawn from the seed and the step alone, so that a resumed run draws the same ones.
-    (Dropout of an accumulated batch depends on how it is split, too.) The state that is given is used up.
+    (Dropout of an accumulated batch depends on how it is split, too.)
     """
-    update = _step(structure, settings, earlier_ends, layout or Layout(), packed)
-    return jax.jit(update, donate_argnums=0, out_shardings=None if shardings is None else (shardings, P()))
-
-
-def make_updates(
-    structure: nnx.GraphDef[Transformer],
-    settings: Settings,
-    earlier_ends: tuple[int, ...] = (),
-    layout: Layout | None = None,
-    shardings: State | None = None,
-    packed: bool = False,
-) -> jax.stages.Wrapped:
-    """Makes `updates(state, first, steps, characters) -> (state, losses)`, compiled: several steps of `make_update`.
-
-    The number of steps, at most `MOST_STEPS`, is an argument of one and the same loop: however a run is cut into
-    dispatches, it computes the same bits. Of the `[MOST_STEPS]` losses only those of the steps taken mean something.
-    """
-    update = _step(structure, settings, earlier_ends, layout or Layout(), packed)
-
-    def updates(
-        state: State, first: Int[Array, ""], steps: Int[Array, ""], characters: Int[Array, " S"]
-    ) -> tuple[State, Float[Array, " MOST_STEPS"]]:
-        def body(i: Int[Array, ""], carry: tuple[State, Array]) -> tuple[State, Array]:
-            state, loss = update(carry[0], first + i, characters)
-            return state, carry[1].at[i].set(loss)
-
-        return jax.lax.fori_loop(0, steps, body, (state, jnp.zeros(MOST_STEPS)))
-
-    return jax.jit(updates, donate_argnums=0, out_shardings=None if shardings is None else (shardings, P()))
-
-
-def _step(
-    structure: nnx.GraphDef[Transformer],
-    settings: Settings,
-    earlier_ends: tuple[int, ...],
-    layout: Layout,
-    packed: bool,
-) -> Step:
-    """One step of the training, to be compiled."""
-    optimizer = make_optimizer(settings, earlier_ends)
+    optimizer, layout = make_optimizer(settings, earlier_ends), layout or Layout()
 
     def loss_of(params: Params, windows: Int[Array, "B T+1"], key: Key[Array, ""]) -> Float[Array, ""]:
         return _loss(nnx.merge(structure, params), windows, nnx.Rngs(dropout=key), layout.remat, packed)
@@ -142,6 +102,30 @@ def _step(
         return State(optax.apply_updates(state.params, updates), optimizer_state), loss
 
     return update
+
+
+def compiled(function: Callable[..., tuple[State, Array]], shardings: State | None = None) -> jax.stages.Wrapped:
+    """Compiles a function of a state, which is used up, that returns the next one, and losses."""
+    return jax.jit(function, donate_argnums=0, out_shardings=None if shardings is None else (shardings, P()))
+
+
+def make_updates(update: Step, shardings: State | None = None) -> jax.stages.Wrapped:
+    """Makes `updates(state, first, steps, characters) -> (state, losses)`, compiled: several steps of `update`.
+
+    The number of steps, at most `MOST_STEPS`, is an argument of one and the same loop: however a run is cut into
+    dispatches, it computes the same bits. Of the `[MOST_STEPS]` losses only those of the steps taken mean something.
+    """
+
+    def updates(
+        state: State, first: Int[Array, ""], steps: Int[Array, ""], characters: Int[Array, " S"]
+    ) -> tuple[State, Float[Array, " MOST_STEPS"]]:
+        def body(i: Int[Array, ""], carry: tuple[State, Array]) -> tuple[State, Array]:
+            state, loss = update(carry[0], first + i, characters)
+            return state, carry[1].at[i].set(loss)
+
+        return jax.lax.fori_loop(0, steps, body, (state, jnp.zeros(MOST_STEPS)))
+
+    return compiled(updates, shardings)
 
 
 def _accumulated(

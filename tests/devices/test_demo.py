@@ -13,7 +13,7 @@ from train_demo import checkpoint, memory_estimate, mesh
 from train_demo.data import FIRST
 from train_demo.model import blueprint, initial_params
 from train_demo.settings import Layout, Settings
-from train_demo.update import State, make_optimizer, make_update
+from train_demo.update import State, compiled, make_optimizer, make_update
 
 STEPS, VOCABULARY = 20, 31
 SETTINGS = Settings(
@@ -62,16 +62,16 @@ def seen(name, settings=SETTINGS):
         params = initial_params(VOCABULARY, settings, params_at)
         state = State(params, jax.jit(optimizer.init, out_shardings=optimizer_at)(params))
         text = mesh.put(over, TEXT)
-        update = make_update(structure, settings, (), layout, shardings)
-        compiled = update.lower(state, np.int32(1), text).compile()
+        update = compiled(make_update(structure, settings, (), layout), shardings)
+        program = update.lower(state, np.int32(1), text).compile()
         held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
         losses = []
         for step in range(1, STEPS + 1):
-            state, loss = compiled(state, np.int32(step), text)
+            state, loss = program(state, np.int32(step), text)
             losses.append(float(loss))
-    memory = compiled.memory_analysis()
+    memory = program.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return Seen(np.array(losses), held, compiled.as_text(), used - memory.alias_size_in_bytes)
+    return Seen(np.array(losses), held, program.as_text(), used - memory.alias_size_in_bytes)
 
 
 def reduced(hlo):
@@ -168,7 +168,7 @@ def packed_losses(layout, devices):
         params = initial_params(VOCABULARY, SETTINGS)
         params = params if over is None else jax.device_put(params, mesh.shardings(over, params))
         state, found = State(params, make_optimizer(SETTINGS).init(params)), []
-        update = make_update(structure, SETTINGS, layout=layout, packed=True)
+        update = compiled(make_update(structure, SETTINGS, layout=layout, packed=True))
         for step in range(1, 4):
             state, loss = update(state, step, mesh.put(over, text))
             found.append(float(loss))
