@@ -153,9 +153,11 @@ def test_a_damaged_checkpoint_is_passed_over(copy, harm):
 def test_sample_and_plot(copy, capfd):
     (copy / "loss.png").unlink()
     (copy / "attention.png").write_bytes(b"")
+    (copy / "report.html").unlink()
     assert here(capfd, "plot", "--out", copy).count(".png") == 2
     assert (copy / "loss.png").stat().st_size > 1000
     assert (copy / "attention.png").stat().st_size > 1000
+    assert (copy / "report.html").exists()
 
     prompt = "The quick brown fox jumps"  # longer than the context
     command = ("sample", "--out", copy, "--prompt", prompt, "--max-new-tokens", 30)

@@ -1,4 +1,4 @@
-"""The commands `train`, `sample`, `plot`, `report`, `export` and `plan`, and their options.
+"""The commands `train`, `sample`, `plot` (or `report`), `export` and `plan`, and their options.
 
 The options are the fields of `Settings` and `Layout`. The standard library's argparse makes commands of them; what it
 lacks, an error in one line, is a method.
@@ -142,19 +142,12 @@ def _show(prompts: Sequence[str], num_samples: int, pieces: Iterator[list[str]])
 
 def _plot(chosen: argparse.Namespace) -> int:
     run = load(_chosen_folder(chosen))
-    from train_demo import plots
-
-    plots.draw(run.out, run.model, run.config)
-    return _done(f"{run.out / 'loss.png'} and {run.out / 'attention.png'} are drawn")
-
-
-def _report(chosen: argparse.Namespace) -> int:
-    run = load(_chosen_folder(chosen))
     from train_demo import plots, report
 
     plots.draw(run.out, run.model, run.config)
     report.write(run.out, run.config)
-    return _done(f"{run.out / report.FILE} is written: open it in a browser")
+    pictures = " and ".join(str(run.out / name) for name in plots.PICTURES)
+    return _done(f"{pictures} are drawn, {run.out / report.FILE} is written: open it in a browser")
 
 
 def _export(chosen: argparse.Namespace) -> int:
@@ -198,8 +191,8 @@ def _parser() -> Parser:
     )
     commands = parser.add_subparsers(metavar="command", required=True)
 
-    def command(function: Any, explanation: str, where: str = "the newest of runs") -> Parser:
-        made = commands.add_parser(function.__name__[1:], help=explanation, allow_abbrev=False)
+    def command(function: Any, explanation: str, where: str = "the newest of runs", also: Sequence[str] = ()) -> Parser:
+        made = commands.add_parser(function.__name__[1:], help=explanation, aliases=also, allow_abbrev=False)
         made.set_defaults(command=function)
         if function is not _plan:
             made.add_argument("--out", type=folder, metavar="DIR", help=f"the run's folder (default: {where})")
@@ -222,8 +215,7 @@ def _parser() -> Parser:
         sample.add_argument(option_of(name), type=parse, default=default, help=explanation + ending)
     sample.add_argument("--stop", metavar="TEXT", help="end a text before this")
 
-    command(_plot, "draw loss.png and attention.png, also while the training runs")
-    command(_report, "write report.html: curves, samples, attention, time and memory")
+    command(_plot, "draw the pictures and write report.html anew, also while the training runs", also=("report",))
     export = command(_export, "write the model as safetensors, with a config and its PyTorch code")
     export.add_argument("--to", type=folder, metavar="DIR", help="where to write (default: export in the run's folder)")
 

@@ -46,24 +46,15 @@ seed = parser(int, "a whole number from 0 to 4294967295", lambda number: 0 <= nu
 positive = parser(float, "a finite number above 0", lambda number: number > 0)
 rate = parser(float, "a number from 0 up to, but not including, 1", lambda number: 0 <= number < 1)
 shift = parser(int, "a whole number from 0 to 1024", lambda number: 0 <= number <= 1024)
+not_negative = parser(float, "a finite number, 0 or above", lambda number: number >= 0)
+probability = parser(float, "a number above 0, up to and including 1", lambda number: 0 < number <= 1)
+ratio = parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 SAMPLING = {
     "max_new_tokens": (count, 500, "tokens to write"),
-    "temperature": (
-        parser(float, "a finite number, 0 or above", lambda number: number >= 0),
-        0.7,
-        "lower is safer, 0 takes the likeliest",
-    ),
+    "temperature": (not_negative, 0.7, "lower is safer, 0 takes the likeliest"),
     "top_k": (count, None, "choose among the N likeliest tokens"),
-    "top_p": (
-        parser(float, "a number above 0, up to and including 1", lambda number: 0 < number <= 1),
-        None,
-        "choose among the likeliest tokens that are this probable together",
-    ),
-    "min_p": (
-        parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1),
-        None,
-        "choose among tokens that are so many times as likely as the likeliest",
-    ),
+    "top_p": (probability, None, "choose among the likeliest tokens that are this probable together"),
+    "min_p": (ratio, None, "choose among tokens that are so many times as likely as the likeliest"),
     "num_samples": (several, 1, "texts for each prompt"),
     "seed": (seed, 0, "another seed writes another text"),
 }
