@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from demo_runs import STEPS, TEXT, TINY, as_users_have_it, refusal
 
-from train_demo import files, generate, metrics, plots, report, run_folder, training
+from train_demo import generate, metrics, plots, report, run_folder, training
 from train_demo.__main__ import main
 from train_demo.errors import UserError
 
@@ -43,12 +43,11 @@ def test_bad_numbers(capsys, tmp_path):
         (b"short", ["holds 5 characters", "at least 90"]),
         (b"x" * 89, ["holds 89 characters", "at least 90"]),
         (b"abc\xff" * 50, ["not UTF-8", "byte 3"]),
-        ("pipe", ["cannot read --data", "a pipe, and nothing was written to it within 0.1 s"]),
-        ("device", ["cannot read --data", "it is a device or a socket"]),
+        ("pipe", ["cannot read --data", "it is no file"]),
+        ("device", ["cannot read --data", "it is no file"]),
     ],
 )
-def test_bad_text(capsys, monkeypatch, tmp_path, content, words):
-    monkeypatch.setattr(files, "PATIENCE", 0.1)
+def test_bad_text(capsys, tmp_path, content, words):
     path = tmp_path / "text.txt"
     if content == "pipe":
         os.mkfifo(path)

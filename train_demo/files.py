@@ -1,15 +1,11 @@
-"""Files that appear whole or not at all, lines of JSON that may be damaged, pipes to which nobody writes."""
+"""Files that appear whole or not at all, and lines of JSON that may be damaged."""
 
 import errno
 import json
 import os
-import select
-import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-PATIENCE = 10  # seconds in which something has to be written to a pipe
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -50,18 +46,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a file, or what is written to a pipe; from a device nothing, because that might never end.
-
-    Raises:
-      OSError: It cannot be read, is neither a file nor a pipe, or nothing was written to the pipe.
-    """
-    mode = path.stat().st_mode
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return path.read_bytes()
-    if not stat.S_ISFIFO(mode):
-        raise OSError(errno.EINVAL, "it is a device or a socket", str(path))
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
-        if not select.select([pipe], [], [], PATIENCE)[0]:
-            raise OSError(errno.EAGAIN, f"it is a pipe, and nothing was written to it within {PATIENCE:g} s", str(path))
-        os.set_blocking(pipe.fileno(), True)
-        return pipe.read()
+    """Reads a file, and nothing else: a pipe or a device might never end, and holds no data to resume a run with."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return path.read_bytes()
