@@ -2,13 +2,12 @@
 
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train_demo.errors import UserError, enough_memory, fitted, reason
+from train_demo.errors import UserError, enough_memory, printable, reason
 from train_demo.run_folder import Config, prepare, read_config
 from train_demo.settings import SAMPLING, SIZES, Layout, Settings, checked, completed
 
@@ -235,7 +234,7 @@ def start(
         several = f"{text.documents:,} documents in " if text.packed else ""
         skipped = f" ({text.skipped} other files hold no UTF-8 text)" if text.skipped else ""
         found = several + (config.data or "the Python documentation") + skipped
-        print(fitted(f"{len(text):,} {unit}s of {found}, {kinds:,} kinds of {unit}s", sys.stdout), flush=True)
+        print(printable(f"{len(text):,} {unit}s of {found}, {kinds:,} kinds of {unit}s"), flush=True)
     # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
     flags = os.environ.get("XLA_FLAGS", "")
     if DETERMINISTIC not in flags.split():  # a program may train several times

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from train_demo import data
 from train_demo.api import RUNS, SETTINGS, default_folder, load, start
-from train_demo.errors import UserError, enough_memory, fitted, printable
+from train_demo.errors import UserError, enough_memory, printable, reason
 from train_demo.run_folder import newest, read_config
 from train_demo.settings import SAMPLING, SIZES, Layout, Settings, completed, count, one_of, option_of
 
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
-        self.exit(2, fitted(f"{self.prog}: error: {' '.join(message.split())}", sys.stderr) + "\n")
+        self.exit(2, printable(f"{self.prog}: error: {' '.join(message.split())}") + "\n")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,16 +47,9 @@ def run(arguments: Sequence[str]) -> int:
     except UserError as error:
         parser.error(error.for_command)
     except OSError as error:  # say a full disk; what is written to stdout alone names no file
-        parser.error(str(error) if error.filename else f"cannot write to {_stdout()} ({error.strerror or error})")
+        parser.error(str(error) if error.filename else f"cannot write to standard output ({reason(error)})")
     except ModuleNotFoundError as error:
         parser.error(f"{error.name} is not installed: run pip install 'flax-mha[demo]'")
-
-
-def _stdout() -> str:
-    try:
-        return f"standard output, {os.readlink('/proc/self/fd/1')}"
-    except OSError:
-        return "standard output"
 
 
 def _train(chosen: argparse.Namespace) -> int:
@@ -90,7 +83,7 @@ def _chosen_folder(chosen: argparse.Namespace) -> Path:
     if chosen.out is not None:
         return chosen.out
     out = newest(RUNS)
-    print(fitted(f"The newest run: {out}", sys.stderr), file=sys.stderr)
+    print(printable(f"The newest run: {out}"), file=sys.stderr)
     return out
 
 
@@ -147,16 +140,13 @@ def _plot(chosen: argparse.Namespace) -> int:
     plots.draw(run.out, run.model, run.config)
     report.write(run.out, run.config)
     pictures = " and ".join(str(run.out / name) for name in plots.PICTURES)
-    return _done(f"{pictures} are drawn, {run.out / report.FILE} is written: open it in a browser")
+    print(printable(f"{pictures} are drawn, {run.out / report.FILE} is written: open it in a browser"))
+    return 0
 
 
 def _export(chosen: argparse.Namespace) -> int:
     to = load(_chosen_folder(chosen)).export(chosen.to)
-    return _done(f"{to} holds {', '.join(sorted(path.name for path in to.iterdir()))}")
-
-
-def _done(line: str) -> int:
-    print(fitted(line, sys.stdout))
+    print(printable(f"{to} holds {', '.join(sorted(path.name for path in to.iterdir()))}"))
     return 0
 
 

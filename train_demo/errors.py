@@ -1,11 +1,8 @@
 """The error that is shown as one line, and text that is safe to show."""
 
 import re
-import shutil
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
 
 # Control characters except newline and tab, lone surrogates, and what reverses the direction of writing.
 UNSAFE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\ud800-\\udfff\\u202a-\\u202e\\u2066-\\u2069]")
@@ -51,15 +48,6 @@ def printable(text: str) -> str:
       red: \x1b[31m
     """
     return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def fitted(text: str, stream: TextIO) -> str:
-    """Makes a line safe for a stream, and breaks it between words where that is a terminal that is narrower."""
-    text = printable(text)
-    if not stream.isatty():
-        return text
-    width = shutil.get_terminal_size().columns
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from train_demo import checkpoint
-from train_demo.errors import UserError, fitted
+from train_demo.errors import UserError, printable
 from train_demo.model import Transformer, blueprint
 from train_demo.run_folder import Config
 from train_demo.vocabulary import Vocabulary, Writer
@@ -83,7 +83,7 @@ def load_model(out: Path, config: Config) -> Transformer:
         why = f" ({'; '.join(passed_over)})" if passed_over else ""
         raise UserError(f"{out} holds no finished checkpoint{why}: run python -m train_demo --resume --out {out}")
     for message in passed_over:
-        print(fitted(message, sys.stderr), file=sys.stderr)
+        print(printable(message), file=sys.stderr)
     return nnx.merge(structure, jax.device_put(restored.trees["params"]))
 
 
