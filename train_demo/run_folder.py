@@ -152,7 +152,7 @@ def read_config(out: Path) -> Config:
     try:
         saved = read_json(out / CONFIG)
         version = saved.get("model_version", 1) if isinstance(saved, dict) and "sentence" in saved else MODEL_VERSION
-        if version == MODEL_VERSION or type(version) is not int:
+        if version == MODEL_VERSION:
             return _checked(saved, out)
     except FileNotFoundError:
         raise UserError(f"{out} holds no run: start one with python -m train_demo --out {out}") from None
@@ -170,12 +170,10 @@ def _checked(saved: Any, out: Path) -> Config:
         settings = Settings(**saved["settings"])
         tokens, ends = _vocabulary(saved["vocabulary"], out), tuple(saved["earlier_ends"])
         config = Config(**saved | {"settings": settings, "vocabulary": tokens, "earlier_ends": ends})
-        steps = [*ends, settings.steps]
-        size = len(tokens.encode(config.sentence))
-        sane = steps == sorted(set(steps)) and steps[0] > 0
+        steps, size = [0, *ends, settings.steps], len(tokens.encode(config.sentence))
+        sane = steps == sorted(set(steps)) and set(map(type, steps)) == {int}
         sane &= size > 0 and (size <= settings.context_length or len(config.sentence) == 1)
         sane &= isinstance(config.data, str | None) and isinstance(config.sha256, str)
-        sane &= {type(number) for number in (*ends, config.model_version)} == {int}
     except (AttributeError, KeyError, TypeError, UserError) as error:
         raise ValueError("it is not a run's configuration") from error
     if not sane or json.dumps(_as_json(config), sort_keys=True) != json.dumps(saved, sort_keys=True):

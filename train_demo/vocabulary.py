@@ -20,7 +20,7 @@ LONGEST = 64  # numbers that may wait for the rest of a character
 
 @dataclass(frozen=True)
 class Characters:
-    """Every character is a token.
+    """Every one of these characters, which are in the order of their code points, is a token.
 
     Example:
       >>> Characters("ab").encode("abba")
@@ -33,28 +33,20 @@ class Characters:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "Characters":
-        """The distinct characters of texts."""
-        codes = [np.flatnonzero(np.bincount(codes_of(text))) for text in texts]
-        return cls(np.unique(np.concatenate(codes)).astype("<u4").tobytes().decode("utf-32-le"))
+        """The distinct characters of texts, in the order of their code points."""
+        return cls("".join(sorted(set[str]().union(*texts))))
 
     def __len__(self) -> int:
         return len(self.characters)
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
         """Turns characters into their numbers, int32."""
-        codes = codes_of(text)
-        numbers = self._numbers[np.minimum(codes, len(self._numbers) - 1)]
-        if (numbers < 0).any():
-            named = " ".join(repr(chr(code)) for code in np.unique(codes[numbers < 0]).tolist())
+        known, codes = (np.frombuffer(encoded(each, "utf-32-le"), np.uint32) for each in (self.characters, text))
+        numbers = np.searchsorted(known, codes).astype(np.int32)
+        unknown = known[np.minimum(numbers, len(known) - 1)] != codes
+        if unknown.any():
+            named = " ".join(repr(chr(code)) for code in np.unique(codes[unknown]).tolist())
             raise UserError(f"the model never saw {named}: leave these characters out")
-        return numbers
-
-    @cached_property
-    def _numbers(self) -> Int[np.ndarray, " C"]:
-        """The number of each code point, -1 where it has none; the last one stands for all that are larger."""
-        codes = codes_of(self.characters)
-        numbers = np.full(int(codes.max(initial=0)) + 2, -1, np.int32)
-        numbers[codes] = np.arange(len(codes))
         return numbers
 
     def decode(self, numbers: Iterable[int]) -> str:
@@ -79,7 +71,7 @@ class Bytes:
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
         """Turns a text into its bytes, int32."""
-        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
+        return np.frombuffer(encoded(text), np.uint8).astype(np.int32)
 
     def decode(self, numbers: Iterable[int]) -> str:
         """Turns bytes into text; those that are no character become U+FFFD."""
@@ -118,7 +110,7 @@ class Subwords:
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
         """Turns a text into the numbers of its tokens, int32; no special tokens are added."""
-        utf8(text)
+        encoded(text)  # or says which character is none
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, numbers: Iterable[int]) -> str:
@@ -177,16 +169,10 @@ def chosen(tokenizer: str) -> Vocabulary | None:
     return found
 
 
-def codes_of(text: str) -> np.ndarray:
-    """The code points of a text, uint32."""
-    utf8(text)
-    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
-
-
-def utf8(text: str) -> bytes:
+def encoded(text: str, encoding: str = "utf-8") -> bytes:
     """Encodes a text."""
     try:
-        return text.encode()
+        return text.encode(encoding)
     except UnicodeEncodeError as error:
         raise UserError(f"{text[error.start]!r} is no character: leave it out") from None
 
