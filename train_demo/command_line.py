@@ -5,9 +5,9 @@ lacks, an error in one line, is a method.
 """
 
 import argparse
+import itertools
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -29,7 +29,6 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with exit code 2."""
         self.exit(2, printable(f"{self.prog}: error: {' '.join(message.split())}") + "\n")
 
 
@@ -100,37 +99,23 @@ def _sample(chosen: argparse.Namespace) -> int:
     model = generate.load_model(out, config)
     sampling = generate.Sampling(chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
     options = {"num_samples": chosen.num_samples, "stop": chosen.stop, "seed": chosen.seed}
-
-    def pieces() -> Iterator[list[str]]:
-        return generate.generate(model, config.vocabulary, chosen.prompt, chosen.max_new_tokens, sampling, **options)
-
     with enough_memory("--num-samples, or give fewer prompts"):
-        begin = time.perf_counter()
-        next(pieces())  # compiles; these characters are written again below
-        compiled = time.perf_counter()
-        size = _show(chosen.prompt, chosen.num_samples, pieces())
-    seconds = time.perf_counter() - compiled
-    speed = f"{size:,} characters in {seconds:.2f} s: {size / seconds:,.0f} characters/s"
-    print(f"{speed} (before that, compiling took {compiled - begin:.1f} s)", file=sys.stderr)
+        pieces = generate.generate(model, config.vocabulary, chosen.prompt, chosen.max_new_tokens, sampling, **options)
+        _show(chosen.prompt, chosen.num_samples, pieces)
     return 0
 
 
-def _show(prompts: Sequence[str], num_samples: int, pieces: Iterator[list[str]]) -> int:
-    """Prints one text as it is written, several ones at the end; returns their characters, all together."""
+def _show(prompts: Sequence[str], num_samples: int, pieces: Iterator[list[str]]) -> None:
+    """Prints one text as it is written, several ones at the end."""
     if len(prompts) * num_samples == 1:
-        print(printable(prompts[0]), end="", flush=True)
-        size = 0
-        for (piece,) in pieces:
+        for (piece,) in itertools.chain([prompts], pieces):
             print(printable(piece), end="", flush=True)
-            size += len(piece)
         print(flush=True)
-        return size
-    texts = ["".join(parts) for parts in zip(*pieces, strict=True)]
-    for number, text in enumerate(texts):
+        return
+    for number, parts in enumerate(zip(*pieces, strict=True)):
         prompt, sample = divmod(number, num_samples)
         print(f"--- prompt {prompt + 1} of {len(prompts)}, sample {sample + 1} of {num_samples} ---")
-        print(printable(prompts[prompt] + text), flush=True)
-    return sum(map(len, texts))
+        print(printable(prompts[prompt] + "".join(parts)), flush=True)
 
 
 def _plot(chosen: argparse.Namespace) -> int:
