@@ -43,7 +43,6 @@ class Run:
 
     @property
     def val_loss(self) -> float:
-        """The last validation loss."""
         if not self.val_losses:
             raise UserError(f"{self.out} holds no validation loss yet: train it for eval_every steps")
         return self.val_losses[max(self.val_losses)]

@@ -20,7 +20,6 @@ class SafeConsole(Console):
         super().__init__(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=quiet)
 
     def print(self, *texts: Any, **options: Any) -> None:
-        """Prints texts with their control characters escaped."""
         super().print(*(printable(text) if isinstance(text, str) else text for text in texts), **options)
 
 

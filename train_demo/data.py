@@ -53,7 +53,6 @@ class Text:
 
     @property
     def packed(self) -> bool:
-        """Whether windows may hold parts of several documents."""
         return self.documents > 1
 
     def sentence(self, limit: int) -> str:

@@ -38,7 +38,6 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file."""
     try:
         return json.loads(path.read_bytes())
     except RecursionError:

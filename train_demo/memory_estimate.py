@@ -61,14 +61,11 @@ def estimate(
 
 
 def _local(tree: State) -> int:
-    """Adds up the bytes of arrays on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def table(found: Estimate) -> str:
-    """Puts an estimate in a table."""
-
     def line(name: str, size: float) -> str:
         return f"  {name:<20} {size:>18,.0f} bytes  {size / 2**20:>13,.2f} MiB"
 

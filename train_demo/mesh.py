@@ -72,7 +72,6 @@ def current() -> AbstractMesh | None:
 
 
 def batch_parts() -> int:
-    """How many parts the batch is split into."""
     mesh = current()
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
 

@@ -86,7 +86,6 @@ class Log:
         return number
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Notes what the model wrote after a prompt."""
         self._add(SAMPLES, {"step": step, "prompt": prompt, "text": text})
 
     def sync(self) -> None:
@@ -96,7 +95,6 @@ class Log:
                 os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Closes the files."""
         for file in self._files.values():
             file.close()
 

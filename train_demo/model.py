@@ -74,7 +74,6 @@ class MLP(nnx.Module):
         self.activation = settings.mlp
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Computes each position by itself."""
         hidden = self.widen(x)
         if self.gate is not None:
             hidden = jax.nn.silu(self.gate(x)) * hidden
@@ -122,7 +121,6 @@ class Block(nnx.Module):
         rngs: nnx.Rngs | None,
         sow_weights: bool,
     ) -> Float[Array, "B T D"]:
-        """Adds to each position what it reads from the positions before it, then what it makes of that."""
         fixed = rngs is None
         heard = self.attention(
             self.attention_norm(x),

@@ -98,7 +98,6 @@ def _hide_logs(layout: Layout) -> subprocess.Popen:
 
 
 def wait(name: str) -> None:
-    """Waits until all processes have come here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 

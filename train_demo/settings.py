@@ -36,7 +36,6 @@ def parser(kind: Callable[[str], Any], expected: str, is_sane: Callable[[Any], b
 
 
 def one_of(*names: str) -> Parse:
-    """Makes a function that reads one of these names."""
     return parser(str, f"one of {', '.join(names)}", lambda name: name in names)
 
 
@@ -141,7 +140,6 @@ class Sizes(NamedTuple):
 
 
 def address(text: str) -> str:
-    """Reads HOST:PORT."""
     host, _, port = text.rpartition(":")
     if not host or any(c.isspace() for c in host) or not port.isascii() or not port.isdecimal():
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
@@ -182,7 +180,6 @@ class Layout:
 
     @property
     def first(self) -> bool:
-        """Whether this process prints and writes."""
         return self.process_id in (None, 0)
 
     def sizes(self, devices: int, settings: Settings) -> Sizes:
@@ -218,7 +215,6 @@ class Layout:
         return Sizes(data, self.fsdp, self.context, self.tensor)
 
     def alone(self) -> "Layout":
-        """The same, without other processes."""
         return replace(self, coordinator=None, num_processes=None, process_id=None, start_timeout=60)
 
 

@@ -20,7 +20,6 @@ class Attention(nn.Module):
         self.query_ln, self.key_ln = (nn.RMSNorm(self.size, EPSILON) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Reads, at each position, from those before it: `[batch, length, features]` to the same."""
         batch, length, features = x.shape
         query, key, value = (
             project(x).view(batch, length, self.heads, self.size) for project in (self.query, self.key, self.value)
@@ -54,7 +53,6 @@ class MLP(nn.Module):
         self.gate = nn.Linear(features, width, bias=False) if kind == "swiglu" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes each position by itself."""
         hidden = self.widen(x)
         if self.gate is not None:
             hidden = F.silu(self.gate(x)) * hidden
@@ -73,7 +71,6 @@ class Block(nn.Module):
         self.mlp = MLP(features, mlp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds to each position what the attention and the network make of it."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.network_norm(x))
 
@@ -86,7 +83,6 @@ class TokenShift(nn.Module):
         self.scale = nn.Parameter(torch.zeros(distance, features))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mixes embeddings `[batch, length, features]`."""
         shifted = [F.pad(x, (0, 0, i, 0))[:, : x.shape[1]] for i in range(1, len(self.scale) + 1)]
         return x + sum(scale * before for scale, before in zip(self.scale, shifted, strict=True))
 

@@ -46,12 +46,10 @@ class Run:
 
     @cached_property
     def blueprint(self) -> tuple[nnx.GraphDef[Transformer], Params]:
-        """The model's structure, and the shapes of its parameters."""
         return blueprint(len(self.text.vocabulary), self.config.settings, self.layout)
 
     @cached_property
     def shapes(self) -> State:
-        """The shapes of the state."""
         params = self.blueprint[1]
         return State(params, jax.eval_shape(make_optimizer(self.config.settings).init, params))
 
@@ -61,8 +59,6 @@ class Run:
         return mesh.shardings(self.mesh, self.shapes)
 
     def first_state(self) -> State:
-        """Draws the state before the first step."""
-
         def draw() -> State:
             params = initial_params(len(self.text.vocabulary), self.config.settings)
             return State(params, make_optimizer(self.config.settings).init(params))
@@ -70,7 +66,6 @@ class Run:
         return jax.jit(draw, out_shardings=self.shardings)()
 
     def alone(self, params: Params) -> Transformer:
-        """Makes the model on one device, of parameters that lie there."""
         structure, _ = blueprint(len(self.text.vocabulary), self.config.settings)
         return nnx.merge(structure, params)
 

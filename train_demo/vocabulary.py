@@ -40,7 +40,6 @@ class Characters:
         return len(self.characters)
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """Turns characters into their numbers, int32."""
         known, codes = (np.frombuffer(encoded(each, "utf-32-le"), np.uint32) for each in (self.characters, text))
         numbers = np.searchsorted(known, codes).astype(np.int32)
         unknown = known[np.minimum(numbers, len(known) - 1)] != codes
@@ -50,7 +49,6 @@ class Characters:
         return numbers
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """Turns numbers into their characters."""
         return "".join(self.characters[number] for number in numbers)
 
 
@@ -87,7 +85,6 @@ class Subwords:
 
     @property
     def name(self) -> str:
-        """The file's fingerprint."""
         return f"a file with the sha256 {hashlib.sha256(self.content).hexdigest()[:12]}"
 
     @cached_property
@@ -114,7 +111,6 @@ class Subwords:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """Turns numbers into text."""
         return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
 
 
@@ -170,7 +166,6 @@ def chosen(tokenizer: str) -> Vocabulary | None:
 
 
 def encoded(text: str, encoding: str = "utf-8") -> bytes:
-    """Encodes a text."""
     try:
         return text.encode(encoding)
     except UnicodeEncodeError as error:
