@@ -1,4 +1,4 @@
-"""The demo's steps: the same bits however they are dispatched, what Muon does, sizes, and what programs send."""
+"""The demo's steps: the same bits however they are dispatched, what Muon does, and sizes."""
 
 import itertools
 from dataclasses import replace
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from train_demo import collectives, model, training
+from train_demo import model, training
 from train_demo.errors import UserError
 from train_demo.model import blueprint, initial_params
 from train_demo.run_folder import prepare
@@ -139,60 +139,3 @@ def test_the_model_is_built_once(monkeypatch):
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), params
     )
-
-
-# Collectives
-
-HLO = """HloModule jit_step
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  ROOT %add.1 = f32[] add(%x, %y)
-}
-
-%inner (carry: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
-  %hop = bf16[4,8]{1,0} collective-permute(%part), channel_id=1, source_target_pairs={{0,1},{1,0}}
-}
-
-%outer (carry: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
-  %gathered = f32[16,8]{1,0} all-gather(%part), replica_groups=[2,4]<=[8], dimensions={0}
-  %loop = (s32[], bf16[4,8]) while(%tuple), condition=%more, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
-}
-
-%more (carry: (s32[], bf16[4,8])) -> pred[] {
-  ROOT %compare = pred[] compare(%i, %n), direction=LT
-}
-
-%little (x: f32[]) -> f32[] {
-  ROOT %r = f32[] all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
-}
-
-%much (x: f32[]) -> f32[] {
-  ROOT %r = (f32[], /*index=1*/f32[100]{0}) all-reduce(%x, %y), replica_groups={}, to_apply=%add
-}
-
-ENTRY %main (a: f32[]) -> f32[] {
-  %loop = (s32[], bf16[4,8]) while(%tuple), condition=%more, body=%outer, backend_config={"known_trip_count":{"n":"5"}}
-  %either = f32[] conditional(%p, %a, %a), branch_computations={%little, %much}
-  %start = (f32[4]{0}, f32[8]{0}) all-gather-start(%a), replica_groups=mesh['x'=4,'y'=2], device_ids=([8]) {'y'}
-  %done = f32[8]{0} all-gather-done(%start)
-  ROOT %scattered = f32[2]{0} reduce-scatter(%b), replica_groups=mesh['x'=4,'y'=2] {'x':(1)2,'y'}, dimensions={0}
-}
-"""
-
-
-@pytest.mark.core
-def test_collectives_are_counted_with_the_trips_of_their_loops():
-    calls, size, sent = collectives.count(HLO, 8)
-    assert calls == {"all-gather": 5 + 1, "all-reduce": 1, "collective-permute": 5 * 3, "reduce-scatter": 1}
-    assert size["all-gather"], size["all-reduce"] == (5 * 16 * 8 * 4 + 8 * 4, 101 * 4)  # the branch that sends most
-    assert sent == {
-        "all-gather": 5 * 16 * 8 * 4 * 3 / 4 + 8 * 4 / 2,
-        "all-reduce": 2 * 101 * 4 * 7 / 8,
-        "collective-permute": 15 * 4 * 8 * 2,
-        "reduce-scatter": 2 * 4 * 3,
-    }
-
-
-def test_groups_in_a_form_that_nobody_knows_are_no_guess():
-    with pytest.raises(ValueError, match="unknown form"):
-        collectives.count(HLO.replace("[2,4]<=[8]", "<all>"), 8)

@@ -194,7 +194,7 @@ def _parser() -> Parser:
     export = command(_export, "write the model as safetensors, with a config and its PyTorch code")
     export.add_argument("--to", type=folder, metavar="DIR", help="where to write (default: export in the run's folder)")
 
-    plan = command(_plan, "memory and traffic of a training step on many devices, without them")
+    plan = command(_plan, "memory of a training step on many devices, without them")
     plan.add_argument("--devices", type=count, metavar="N", help="devices (default: 1)")
     for each in (train, plan):
         each.add_argument("--data", metavar="PATH", help=source)

@@ -1,19 +1,19 @@
-"""What a training step needs of each device, known without running it: compiled with shapes in place of arrays."""
+"""The memory that a training step needs of each device, known without running it: compiled with shapes, not arrays."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import P
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 
-from train_demo import collectives, mesh
+from train_demo import mesh
 from train_demo.model import blueprint
 from train_demo.settings import Layout, Settings
 from train_demo.update import State, compiled, make_optimizer, make_update
 
-# The machine code is never run, so LLVM need not work on it. Memory and collectives are settled before.
+# The machine code is never run, so LLVM need not work on it. Memory is settled before.
 UNOPTIMIZED: dict[str, str | bool] = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": "0"}
 
 
@@ -23,7 +23,6 @@ class Estimate(NamedTuple):
     devices: int
     numbers: int
     memory: dict[str, int]
-    traffic: collectives.Counts
 
 
 def estimate(
@@ -33,46 +32,31 @@ def estimate(
     sizes = layout.sizes(len(devices), settings)
     devices = devices[: math.prod(sizes)]
     structure, params = blueprint(vocabulary_size, settings, layout)
-    state = State(params, jax.eval_shape(make_optimizer(settings).init, params))
-    over, alone = mesh.make(sizes, devices), SingleDeviceSharding(devices[0])
-    shardings = mesh.shardings(over, state)
-    placed = jax.tree.map(
-        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
-        state,
-        shardings or jax.tree.map(lambda leaf: alone, state),
-    )
-    whole = NamedSharding(over, P()) if over else alone
+    over = mesh.make(sizes, devices)
+    state = mesh.placed(over, State(params, jax.eval_shape(make_optimizer(settings).init, params)))
+    whole = NamedSharding(over, P()) if over else None
     step, text = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in ((), (characters,)))
     with mesh.use(over):
-        update = compiled(make_update(structure, settings, (), layout), shardings)
-        program = update.lower(placed, step, text).compile(UNOPTIMIZED)
-    used, hlo = program.memory_analysis(), program.as_text()
+        update = compiled(make_update(structure, settings, (), layout), mesh.shardings(over, state))
+        used = update.lower(state, step, text).compile(UNOPTIMIZED).memory_analysis()
     assert used is not None
-    assert hlo is not None
     memory = {
-        "parameters": _local(placed.params),
-        "optimizer state": _local(placed.optimizer),
+        "parameters": _local(state.params),
+        "optimizer state": _local(state.optimizer),
         "text": 4 * characters,
         "temporaries": used.temp_size_in_bytes,
         "results": used.output_size_in_bytes - used.alias_size_in_bytes,
     }
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return Estimate(len(devices), numbers, memory, collectives.count(hlo, len(devices)))
+    return Estimate(len(devices), sum(leaf.size for leaf in jax.tree.leaves(params)), memory)
 
 
-def _local(tree: State) -> int:
+def _local(tree: Any) -> int:
     leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    shapes = [leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape for leaf in leaves]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
 
 
 def table(found: Estimate) -> str:
-    def line(name: str, size: float) -> str:
-        return f"  {name:<20} {size:>18,.0f} bytes  {size / 2**20:>13,.2f} MiB"
-
-    calls, sizes, sent = found.traffic
+    rows = {**found.memory, "together": sum(found.memory.values())}.items()
     lines = [f"{found.numbers:,} parameters on {found.devices} devices", "", "memory of each device"]
-    lines += [line(*row) for row in {**found.memory, "together": sum(found.memory.values())}.items()]
-    lines += ["", "sent in a step, by each device"]
-    for kind in sorted(calls):
-        lines += [f"{line(kind, sent[kind])}   {calls[kind]} calls of {sizes[kind]:,.0f} bytes in all"]
-    return "\n".join([*lines, line("together", sent.total())])
+    return "\n".join([*lines, *(f"  {name:<20} {size:>18,} bytes  {size / 2**20:>13,.2f} MiB" for name, size in rows)])

@@ -83,6 +83,15 @@ def shardings(mesh: Mesh | None, tree: Tree) -> Tree | None:
     return jax.tree.map_with_path(lambda path, leaf: NamedSharding(mesh, _spec(path, leaf)), tree)
 
 
+def placed(mesh: Mesh | None, shapes: Tree) -> Tree:
+    """Adds to the shapes of arrays where these lie; nothing on one device."""
+    if mesh is None:
+        return shapes
+    return jax.tree.map(
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, shardings(mesh, shapes)
+    )
+
+
 def as_stored(params: Tree) -> Tree:
     """Constrains parameters, or gradients, to lie as the parameters do between two steps."""
     return _constrain(params, lambda path, leaf: _spec(path, leaf))

@@ -51,7 +51,7 @@ class Run:
     @cached_property
     def shapes(self) -> State:
         params = self.blueprint[1]
-        return State(params, jax.eval_shape(make_optimizer(self.config.settings).init, params))
+        return mesh.placed(self.mesh, State(params, jax.eval_shape(make_optimizer(self.config.settings).init, params)))
 
     @cached_property
     def shardings(self) -> State | None:
@@ -125,12 +125,7 @@ def train(
 
 
 def _restored(run: Run) -> tuple[int, State]:
-    like = run.shapes
-    if run.shardings is not None:
-        like = jax.tree.map(
-            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), like, run.shardings
-        )
-    restored = checkpoint.restore_newest(run.out, like._asdict(), run.console.print)
+    restored = checkpoint.restore_newest(run.out, run.shapes._asdict(), run.console.print)
     step = restored.step if restored else 0
     processes.refuse_differences("the checkpoints", str(step))
     if run.layout.first:

@@ -1,4 +1,4 @@
-"""The demo's training step on a mesh: the losses of one device, in less memory, with the traffic that was planned."""
+"""The demo's training step on a mesh: the losses of one device, in less memory, as much as was planned."""
 
 import functools
 import re
@@ -32,9 +32,6 @@ LAYOUTS = {
     "accumulate": Layout(data_parallel=2, fsdp=4, accumulate=4, remat=True),
     "context": Layout(data_parallel=2, context=4),
 }
-MATRIX = 4 * SETTINGS.features**2  # bytes
-GATHERED_IN_BLOCK = 12 * MATRIX
-OTHERS = 2 * VOCABULARY * SETTINGS.features * 4  # the embedding, and the head
 
 
 @pytest.fixture(autouse=True)
@@ -122,20 +119,6 @@ def test_the_plan_knows_the_memory(name):
     assert memory["parameters"] + memory["optimizer state"] == seen(name).held
 
 
-def test_the_plan_counts_what_is_sent():
-    layers, rounds = SETTINGS.layers, LAYOUTS["accumulate"].accumulate
-    calls, size, sent = planned("fsdp").traffic
-    assert calls["all-gather"] == 6 * layers + 2
-    assert size["all-gather"] == layers * GATHERED_IN_BLOCK + OTHERS
-    assert sent["all-gather"] == pytest.approx(size["all-gather"] * 7 / 8, abs=calls["all-gather"])
-    # In each round each block is gathered for its output, and again for its gradient.
-    calls, size, _ = planned("accumulate").traffic
-    assert calls["all-gather"] - 2 == rounds * layers * 2 * 6
-    assert size["all-gather"] == rounds * layers * 2 * GATHERED_IN_BLOCK + OTHERS
-    numbers = planned("fsdp").numbers
-    assert numbers * 4 <= size["all-reduce"] <= numbers * 4 + 100  # and the loss, and parts of the gradient's norm
-
-
 def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
     _, shapes = blueprint(VOCABULARY, SETTINGS)
 
@@ -149,7 +132,7 @@ def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
         like, at = shapes, None
         if layout is not None:
             at = shardings(layout)
-            like = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), like, at)
+            like = mesh.placed(mesh.make(layout.sizes(8, SETTINGS)), shapes)
         found = checkpoint.restore_newest(tmp_path, {"params": like}, pytest.fail).trees["params"]
         for leaf, saved in zip(*map(jax.tree.leaves, (found, params)), strict=True):
             np.testing.assert_array_equal(leaf, saved, strict=True)
