@@ -51,7 +51,6 @@ def test_samples(run):
     first = run.sample("fox", 20)
     assert len(first) == 20
     assert first == run.sample("fox", 20) != run.sample("fox", 20, seed=1)
-    assert run.sample("fox", 20, stop=first[5:8]) == first[: first.index(first[5:8])]
     assert run.sample("fox", 5, temperature=0, top_k=3, top_p=0.9, min_p=0.1) == run.sample("fox", 5, temperature=0)
 
 
@@ -145,8 +144,6 @@ def test_a_run_resumes_with_the_default_dtype_spelled_out(run, text):
         ("fox", {"temperature": -1.0}, ["temperature"]),
         ("fox", {"top_p": 0.0}, ["top_p"]),
         ("fox", {"top_k": True}, ["top_k"]),
-        ("fox", {"stop": ""}, ["stop is empty"]),
-        ("fox", {"stop": 5}, ["stop: expected a text, got 5"]),
         (5, {}, ["prompt: expected a text, got 5"]),
     ],
 )

@@ -198,31 +198,10 @@ def test_one_compilation_for_prompts_of_similar_lengths(model):
             texts(model, [first, second], 40 + seed, Sampling(0.1 + seed), num_samples=2, seed=2**32 - 1 - seed)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("number", [1, 31, 32, 33, 70])
 def test_texts_have_the_length_that_was_asked_for(model, number):
     (text,) = texts(model, ["abc"], number)
     assert len(text) == number
     assert texts(model, ["abc"], 70)[0].startswith(text)
 
-
-@pytest.mark.core
-def test_stop_ends_a_text_also_across_chunks(model):
-    whole = texts(model, ["abc", "k"], 100, WILD)
-    for stop in (whole[0][30:34], whole[0][:3], whole[1][62:66], whole[0][95:], whole[0][:40], whole[0][60:]):
-        assert texts(model, ["abc", "k"], 100, WILD, stop=stop) == [text.split(stop)[0] for text in whole]
-    ended = list(generate.generate(model, VOCABULARY, ["abc"], 10_000, WILD, stop=whole[0][40]))
-    assert len(ended) <= 2
-
-
-@pytest.mark.parametrize("stop", ["a", "ab", "aab", "abab", "b" * 10, "aabaabaabb", "baaba"])
-def test_until_shows_all_before_the_stop_and_nothing_of_it(stop):
-    drawn = np.random.default_rng(1)
-    for size in (1, 2, 3, 7):
-        whole = ["".join(drawn.choice(list("ab"), 42)) for _ in range(5)]
-        pieces = [[text[start : start + size] for text in whole] for start in range(0, 42, size)]
-        shown = [""] * 5
-        for new in generate.until(stop, pieces):
-            shown = [text + piece for text, piece in zip(shown, new, strict=True)]
-            for text, end in zip(shown, whole, strict=True):
-                assert end.split(stop)[0].startswith(text)
-        assert shown == [text.split(stop)[0] for text in whole]

@@ -56,7 +56,6 @@ class Run:
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        stop: str | None = None,
         seed: int = 0,
     ) -> str:
         """Continues a text.
@@ -68,7 +67,6 @@ class Run:
           top_k: Choose among so many likeliest tokens.
           top_p: Choose among the likeliest tokens that are this probable together, above 0 and at most 1.
           min_p: Choose among tokens that are so many times as likely as the likeliest, from 0 to 1.
-          stop: End before this.
           seed: Another seed writes another text.
 
         Returns:
@@ -80,15 +78,12 @@ class Run:
         given = {name: value for name, value in locals().items() if name in SAMPLING and value is not None}
         from train_demo.generate import Sampling, generate
 
-        for name, text in (("prompt", prompt), ("stop", stop)):
-            if not isinstance(text, str) and (name, text) != ("stop", None):
-                raise UserError(f"{name}: expected a text, got {text!r}")
-        if stop == "":
-            raise UserError("stop is empty: give at least one character, or None")
+        if not isinstance(prompt, str):
+            raise UserError(f"prompt: expected a text, got {prompt!r}")
         given = {name: checked(name, value, float, SAMPLING[name][0]) for name, value in given.items()}
         sampling = Sampling(**{name: given[name] for name in Sampling._fields if name in given})
         length, seed, vocabulary = given["max_new_tokens"], given["seed"], self.config.vocabulary
-        pieces = generate(self.model, vocabulary, [prompt], length, sampling, stop=stop, seed=seed)
+        pieces = generate(self.model, vocabulary, [prompt], length, sampling, seed=seed)
         return "".join(piece for (piece,) in pieces)
 
     def export(self, to: str | Path | None = None) -> Path:

@@ -87,18 +87,17 @@ def _chosen_folder(chosen: argparse.Namespace) -> Path:
 
 
 def _sample(chosen: argparse.Namespace) -> int:
-    for option, texts in (("--prompt", chosen.prompt), ("--stop", [] if chosen.stop is None else [chosen.stop])):
-        if not all(texts):
-            raise UserError(f"{option} is empty: give at least one character")
+    if not all(chosen.prompt):
+        raise UserError("--prompt is empty: give at least one character")
     out = _chosen_folder(chosen)
     config = read_config(out)
-    config.vocabulary.encode("".join([*chosen.prompt, chosen.stop or ""]))  # before anything slow begins
+    config.vocabulary.encode("".join(chosen.prompt))  # before anything slow begins
     _keep_compiled()
     from train_demo import generate
 
     model = generate.load_model(out, config)
     sampling = generate.Sampling(chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
-    options = {"num_samples": chosen.num_samples, "stop": chosen.stop, "seed": chosen.seed}
+    options = {"num_samples": chosen.num_samples, "seed": chosen.seed}
     with enough_memory("--num-samples, or give fewer prompts"):
         pieces = generate.generate(model, config.vocabulary, chosen.prompt, chosen.max_new_tokens, sampling, **options)
         _show(chosen.prompt, chosen.num_samples, pieces)
@@ -188,7 +187,6 @@ def _parser() -> Parser:
     for name, (parse, default, explanation) in SAMPLING.items():
         ending = "" if default is None else f" (default: {default})"
         sample.add_argument(option_of(name), type=parse, default=default, help=explanation + ending)
-    sample.add_argument("--stop", metavar="TEXT", help="end a text before this")
 
     command(_plot, "draw the pictures and write report.html anew, also while the training runs", also=("report",))
     export = command(_export, "write the model as safetensors, with a config and its PyTorch code")

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,7 +95,6 @@ def generate(
     sampling: Sampling = Sampling(),  # noqa: B008
     *,
     num_samples: int = 1,
-    stop: str | None = None,
     seed: int = 0,
 ) -> Iterator[list[str]]:
     """Continues prompts, all of them at the same time.
@@ -107,19 +106,7 @@ def generate(
       For each text what was written since the last time, which may be nothing: all samples of the first prompt, then
       those of the second, and so on.
     """
-    pieces = _chunks(model, vocabulary, prompts, max_new_tokens, sampling.in_32_bits(), num_samples, seed)
-    return pieces if stop is None else until(stop, pieces)
-
-
-def _chunks(
-    model: Transformer,
-    vocabulary: Vocabulary,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    sampling: Sampling,
-    num_samples: int,
-    seed: int,
-) -> Iterator[list[str]]:
+    sampling = sampling.in_32_bits()
     structure, params = nnx.split(model, nnx.Param)
     # No prediction depends on what comes before the model's reach.
     rows = [vocabulary.encode(prompt)[-model.reach :] for prompt in prompts]
@@ -197,22 +184,3 @@ def _decoding(structure: nnx.GraphDef[Transformer], params: nnx.State, batch: in
     """Makes the model as it decodes, with an empty cache."""
     return nnx.view(nnx.merge(structure, params), decode=True, batch_size=batch, max_length=ENDLESS, per_row=True)
 
-
-def until(stop: str, pieces: Iterable[list[str]]) -> Iterator[list[str]]:
-    """Ends each text before the first `stop` in it, and holds back what may be the beginning of one.
-
-    Example:
-      >>> list(until("stop", [["to s"], ["to"], ["rm, to stop"], ["ping"]]))
-      [['t'], ['o '], ['storm, to ']]
-    """
-    texts: list[str] = []
-    shown: list[int] = []
-    for new in pieces:
-        texts = [old + piece for old, piece in zip(texts or [""] * len(new), new, strict=True)]
-        shown = shown or [0] * len(new)
-        ends = [text.find(stop) if stop in text else max(len(text) - len(stop) + 1, 0) for text in texts]
-        yield [text[start:end] for text, start, end in zip(texts, shown, ends, strict=True)]
-        shown = ends
-        if all(stop in text for text in texts):
-            return
-    yield ["" if stop in text else text[start:] for text, start in zip(texts, shown, strict=True)]
