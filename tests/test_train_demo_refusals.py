@@ -40,8 +40,8 @@ def test_bad_numbers(capsys, tmp_path):
     [
         (None, ["cannot read", "No such file"]),
         (b"", ["is empty"]),
-        (b"short", ["holds 5 characters", "at least 90"]),
-        (b"x" * 89, ["holds 89 characters", "at least 90"]),
+        (b"short", ["holds 5 characters to train on and 0 to validate", "at least 10 and 9"]),
+        (b"x" * 89, ["holds 81 characters to train on and 8 to validate", "at least 10 and 9"]),
         (b"abc\xff" * 50, ["not UTF-8", "byte 3"]),
         ("pipe", ["cannot read --data", "it is no file"]),
         ("device", ["cannot read --data", "it is no file"]),
@@ -67,8 +67,6 @@ def test_bad_text(capsys, tmp_path, content, words):
         (["--heads", "3"], ["--features 128", "--heads 3"]),
         (["--heads", "128"], ["--features 128", "--heads 128", "rotary"]),
         (["--data", "."], ["--data .", "holds no UTF-8 text in its 0 files"]),
-        (["--tokenizer", "no-such-file"], ["cannot read --tokenizer no-such-file", "characters, bytes, or a JSON"]),
-        (["--tokenizer", __file__], ["is not a tokenizer", "characters, bytes, or a JSON"]),
         (["--token-shift", "64"], ["--token-shift 64", "at most 63"]),
         (["--size", "huge"], ["--size", "tiny, small, medium, gpt2", "'huge'"]),
         (["--optimizer", "sgd"], ["--optimizer", "muon, adamw", "'sgd'"]),
@@ -82,7 +80,7 @@ def test_bad_text(capsys, tmp_path, content, words):
         (["sample", "--out", "x"], ["--prompt"]),
         *(
             (["sample", "--out", "x", "--prompt", "x", f"--temperature={bad}"], ["--temperature", f"got '{bad}'"])
-            for bad in ("-0.1", "nan", "inf", "-inf", "x")
+            for bad in ("-0.1", "nan", "inf", "-inf", "1e7", "x")
         ),
         *(
             (["sample", "--out", "x", "--prompt", "x", f"--{option}={bad}"], [f"--{option}", f"got '{bad}'"])
@@ -313,24 +311,9 @@ def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
 
 CONFIG_HARMS = {
     "settings": [None, 3, {}, {"steps": 4}],
-    "data": [3, []],
-    "sha256": [None, 3],
-    "vocabulary": [
-        None,
-        3,
-        ["a"],
-        "",
-        "ba",
-        "ab",
-        "\ud800",
-        {},
-        {"bytes": 255},
-        {"bytes": 256},
-        {"tokenizer.json": "0"},
-    ],
-    "earlier_ends": [None, 3, [0], [4], [2, 1], ["1"], [True]],
-    "model_version": [None, "2", True, 2.0, 1, 3],
-    "sentence": [None, 3, "", "?", "The quick brown fox"],
+    "vocabulary": [None, 3, ["a"], "ab", {}, {"characters": ""}, {"characters": "\ud800"}],
+    "model_version": [None, "2", True, 2.0, 1, 4],
+    "sentence": [None, 3, "?"],
 }
 SETTING_HARMS = {
     "steps": [None, "4", True, 0, 4.5, [], 10**400],
@@ -343,8 +326,7 @@ SETTING_HARMS = {
 
 
 # These are sane, and only do not fit the checkpoint or the text.
-FITTING = [("model_version", 3), ("vocabulary", {"bytes": 256}), ("earlier_ends", [4])]
-FITTING += [("layers", 2), ("context_length", 16), ("features", 8)]
+FITTING = [("model_version", 4), ("layers", 2), ("context_length", 16), ("features", 8)]
 
 
 @pytest.mark.core
@@ -367,10 +349,6 @@ def test_a_damaged_configuration(copy, where):
 
 
 def test_damaged_lines_of_metrics(tmp_path):
-    for line in [
-        *("[]", "7", '"step"', "{}", '{"step": 1}', '{"loss": 1.5}', '{"step": "1", "loss": 1.5}'),
-        *('{"step": 1, "loss": "x"}', '{"step": 1, "loss": NaN}', '{"step": 1e400, "loss": 1.5}', "\\ud800"),
-        *('{"step": 1, "loss": [1.5]}', '{"step": true, "loss": 1.5}', '{"step": 1, "val_loss": null}'),
-    ]:
+    for line in ("[]", "7", '"step"', "{}", '{"step": 1}', '{"loss": 1.5}', "\\ud800", '{"step": 3, "lo'):
         (tmp_path / metrics.METRICS).write_text(line + '\n{"step": 1, "loss": 1.5, "seconds": 1.0}\n')
         assert metrics.read(tmp_path) == [{"step": 1, "loss": 1.5, "seconds": 1.0}]

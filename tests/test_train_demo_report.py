@@ -8,7 +8,7 @@ import pytest
 
 from train_demo import files, metrics, report, run_folder, training
 from train_demo.settings import Settings
-from train_demo.vocabulary import Bytes, Characters
+from train_demo.vocabulary import Vocabulary
 
 HOSTILE = "</pre><script>alert(1)</script><!-- &amp; \u2028 \u202e \x1b[31m \0 \ud800 ]]> 😀"
 SETTINGS = Settings(context_length=8, batch_size=2, layers=1, heads=2, features=8, steps=9)
@@ -38,8 +38,8 @@ def out(tmp_path):
     return tmp_path
 
 
-def config(vocabulary=None, data=None):
-    return run_folder.Config(SETTINGS, data, "0" * 64, vocabulary or Characters(" abc"), "ab c")
+def config(data=None):
+    return run_folder.Config(SETTINGS, data, "0" * 64, Vocabulary(" abc"), "ab c")
 
 
 def shown(out, run=None):
@@ -84,7 +84,7 @@ def test_what_the_report_says_is_what_the_run_measured(out):
 def test_a_run_without_much(out, lines):
     (out / metrics.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (out / metrics.RESOURCES).write_text("[1")
-    assert "256 different bytes" in shown(out, config(Bytes()))
+    assert "4 different characters" in shown(out)
 
 
 def test_a_full_disk_leaves_the_old_report(out, monkeypatch):
@@ -104,11 +104,11 @@ def test_a_full_disk_leaves_the_old_report(out, monkeypatch):
 def test_a_sample_takes_one_line_of_a_terminal(text):
     line = training.one_line("a" + text)
     assert line.isprintable()
-    assert len(line) <= training.COLUMNS
+    assert len(line) <= training.WIDTH
 
 
 def test_every_sentence_has_a_prompt():
     for sentence in (" ab", "ab c", " "):
-        prompt = run_folder.Config(SETTINGS, None, "", Characters(" abc"), sentence).prompt
+        prompt = run_folder.Config(SETTINGS, None, "", Vocabulary(" abc"), sentence).prompt
         assert prompt
         assert prompt in sentence

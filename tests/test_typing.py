@@ -49,7 +49,7 @@ arrays: dict[str, np.ndarray] = convert.to_torch({}, "hf_llama", qk_norm_offset=
 recipes.alibi(num_heads=2)
 plot.plot_mask(mask, 3, 4)
 version: str = flax_mha.__version__
-run: train_demo.Run = train_demo.train("text", steps=3, tokenizer="bytes", layout=train_demo.Layout(fsdp=2))
+run: train_demo.Run = train_demo.train("text", steps=3, resume=True, layout=train_demo.Layout(fsdp=2))
 text: str = train_demo.load(run.out).sample("a", 9, temperature=0)
 """
 

@@ -13,13 +13,7 @@ SELDOM = 200_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-      arguments: Those after `python -m train_demo`; None takes the process's.
-
-    Returns:
-      The exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM during the training.
+    """Runs one command; returns the exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM during the training.
 
     Raises:
       SystemExit: With code 2 and one line on stderr, for whatever the user can fix.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from train_demo.errors import UserError, enough_memory, printable, reason
 from train_demo.run_folder import Config, prepare, read_config
-from train_demo.settings import SAMPLING, SIZES, Layout, Settings, checked, completed
+from train_demo.settings import SAMPLING, Layout, Settings, checked, completed
 
 if TYPE_CHECKING:
     from train_demo.model import Transformer
@@ -29,7 +29,7 @@ class Run:
       out: Its folder.
       config: Its settings, its vocabulary, and where its data lies.
       model: The `flax.nnx` module, with the parameters of the newest checkpoint.
-      losses: The training loss after each step, in nats per token, by the step.
+      losses: The training loss after each step, in nats per character, by the step.
       val_losses: The validation losses, likewise.
       seconds: How long the training took, with the time that compiling takes.
     """
@@ -62,11 +62,11 @@ class Run:
 
         Args:
           prompt: What the model goes on writing.
-          max_new_tokens: Tokens to write.
-          temperature: 0 takes the likeliest token.
-          top_k: Choose among so many likeliest tokens.
-          top_p: Choose among the likeliest tokens that are this probable together, above 0 and at most 1.
-          min_p: Choose among tokens that are so many times as likely as the likeliest, from 0 to 1.
+          max_new_tokens: Characters to write.
+          temperature: 0 takes the likeliest character.
+          top_k: Choose among so many likeliest characters.
+          top_p: Choose among the likeliest characters that are this probable together, above 0 and at most 1.
+          min_p: Choose among characters that are so many times as likely as the likeliest, from 0 to 1.
           seed: Another seed writes another text.
 
         Returns:
@@ -92,16 +92,13 @@ class Run:
         Args:
           to: The folder, which takes the place of an earlier export there; None means `export` in the run's folder.
 
-        Returns:
-          The folder.
-
         Raises:
-          UserError: The folder holds something else, or is the current one, or cannot be written.
+          UserError: The folder holds something else, or cannot be written.
         """
         from train_demo import export
 
         if to == "":
-            raise UserError("to is empty: name a folder, or leave it out")
+            raise UserError("--to is empty: name a folder, or leave it out")
         folder = self.out / "export" if to is None else Path(to)
         try:
             export.write(folder, self.model, self.config)
@@ -110,12 +107,11 @@ class Run:
         return folder
 
 
-def train(  # noqa: D417, the settings are explained below
+def train(  # noqa: D417, the settings are explained where they are defined
     data: str | Path | None = None,
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    tokenizer: str | Path | None = None,
     quiet: bool = False,
     samples: bool = True,
     layout: Layout | None = None,
@@ -129,15 +125,13 @@ def train(  # noqa: D417, the settings are explained below
     layers: int | None = None,
     heads: int | None = None,
     features: int | None = None,
-    mlp: str | None = None,
-    head: str | None = None,
     token_shift: int | None = None,
     dtype: str | None = None,
     dropout_rate: float | None = None,
     eval_every: int | None = None,
     save_every: int | None = None,
 ) -> Run:
-    """Trains a model as `python -m train_demo` does, with the options of that command.
+    """Trains a model as `python -m train_demo` does, with the options of that command, which its `--help` explains.
 
     An argument that is None is as the resumed run has it, or otherwise the default of the command.
 
@@ -145,7 +139,6 @@ def train(  # noqa: D417, the settings are explained below
       data: A UTF-8 text file, or a folder of them; None means Python's documentation.
       out: The run's folder; None means `runs/` and the name of the data.
       resume: Go on from the newest whole checkpoint; larger `steps` extend the run.
-      tokenizer: "characters", "bytes", or a JSON file of the package `tokenizers`.
       quiet: Print nothing.
       samples: Write a short text at each validation, which is compiled the first time.
       layout: How it is computed, and on which devices.
@@ -166,33 +159,20 @@ def train(  # noqa: D417, the settings are explained below
       ```
     """
     given = {name: value for name, value in locals().items() if name in SETTINGS and value is not None}
-    for name, value in given.items():
-        given[name] = checked(name, value, type(SETTINGS[name].default), SETTINGS[name].metadata["parse"])
     if size is not None:
-        if not isinstance(size, str) or size not in SIZES:
-            raise UserError(f"size: expected one of {', '.join(SIZES)}, got {size!r}")
         given = completed(size, given)
     if layout is not None and layout.num_processes is not None:
         raise UserError("layout names several processes: start each with the command python -m train_demo")
     if out == "":
-        raise UserError("out is empty: name a folder, or leave it out")
-    source, kind = (None if name is None else str(name) for name in (data, tokenizer))
+        raise UserError("--out is empty: name a folder, or leave it out")
+    source = None if data is None else str(data)
     where = Path(out) if out is not None else default_folder(source)
-    code = start(where, source, kind, given, resume=resume, layout=layout or Layout(), quiet=quiet, samples=samples)
+    code = start(where, source, given, resume, layout or Layout(), quiet, samples)
     if code == 128 + signal.SIGTERM:
         raise SystemExit(code)
     if code:
         raise KeyboardInterrupt(f"stopped and saved: train(out={str(where)!r}, resume=True) goes on")
     return load(where)
-
-
-# The settings are explained once, where they are defined.
-train.__doc__ = (train.__doc__ or "").replace(
-    "\n    Returns:",
-    "".join(f"      {name}: {option.metadata['help'].capitalize()}.\n" for name, option in SETTINGS.items())
-    + "\n    Returns:",
-    1,
-)
 
 
 def load(out: str | Path) -> Run:
@@ -212,9 +192,7 @@ def load(out: str | Path) -> Run:
 def start(
     out: Path,
     data: str | None,
-    tokenizer: str | None,
     given: dict[str, Any],
-    *,
     resume: bool,
     layout: Layout,
     quiet: bool = False,
@@ -222,13 +200,14 @@ def start(
 ) -> int:
     """Trains; returns the exit code of the command: 0, 130 after Ctrl-C, or 143 after SIGTERM."""
     began = time.perf_counter()
-    config, text = prepare(out, data, given, resume, tokenizer)
+    config, text = prepare(out, data, given, resume)
     if layout.first and not quiet:  # before JAX is imported, which takes a second
-        unit, kinds = text.vocabulary.unit, len(text.vocabulary)
         several = f"{text.documents:,} documents in " if text.packed else ""
         skipped = f" ({text.skipped} other files hold no UTF-8 text)" if text.skipped else ""
         found = several + (config.data or "the Python documentation") + skipped
-        print(printable(f"{len(text):,} {unit}s of {found}, {kinds:,} kinds of {unit}s"), flush=True)
+        print(
+            printable(f"{len(text):,} characters of {found}, {len(text.vocabulary):,} kinds of characters"), flush=True
+        )
     # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
     flags = os.environ.get("XLA_FLAGS", "")
     if DETERMINISTIC not in flags.split():  # a program may train several times

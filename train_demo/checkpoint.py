@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,13 +23,6 @@ from train_demo.run_folder import CHECKPOINTS, CONFIG
 
 KEPT = 3
 Trees = dict[str, Any]
-
-
-class Restored(NamedTuple):
-    """A checkpoint that was read: its step and its trees of arrays."""
-
-    step: int
-    trees: Trees
 
 
 def save(out: Path, step: int, trees: Trees) -> None:
@@ -51,7 +44,7 @@ def save(out: Path, step: int, trees: Trees) -> None:
         raise UserError(f"checkpoint {step} cannot be saved in {folder} ({reason(error)}): {fix}") from error
 
 
-def restore_newest(out: Path, like: Trees, say: Callable[[str], Any]) -> Restored | None:
+def restore_newest(out: Path, like: Trees, say: Callable[[str], Any]) -> tuple[int, Trees] | None:
     """Reads the newest checkpoint that is whole.
 
     Args:
@@ -61,13 +54,13 @@ def restore_newest(out: Path, like: Trees, say: Callable[[str], Any]) -> Restore
       say: Told of each checkpoint that is passed over.
 
     Returns:
-      The trees, or None where no checkpoint is whole.
+      Its step and the trees, or None where no checkpoint is whole.
     """
     for step, path in reversed(_entries(out)):
         try:
             content = path.read_bytes()
             if path.name == f"{step}-{_fingerprint(content)}.safetensors":
-                return Restored(step, _placed(like, load(content)))
+                return step, _placed(like, load(content))
             flaw = "it is damaged"
         except OSError as error:
             flaw = f"it cannot be read: {reason(error)}"

@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        parser.error(error.for_command)
+        parser.error(str(error))
     except OSError as error:  # say a full disk; what is written to stdout alone names no file
         parser.error(str(error) if error.filename else f"cannot write to standard output ({reason(error)})")
     except ModuleNotFoundError as error:
@@ -57,8 +57,7 @@ def _train(chosen: argparse.Namespace) -> int:
         given = completed(chosen.size, given)
     out, layout = chosen.out or default_folder(chosen.data), Layout(**_given(chosen, LAYOUT))
     _keep_compiled()
-    options: dict[str, Any] = {"resume": chosen.resume, "layout": layout, "samples": not chosen.no_samples}
-    return start(out, chosen.data, chosen.tokenizer, given, **options)
+    return start(out, chosen.data, given, chosen.resume, layout, samples=not chosen.no_samples)
 
 
 def _given(chosen: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -174,8 +173,6 @@ def _parser() -> Parser:
 
     train = command(_train, "train, or go on training (the default)", "runs/<the text's name>")
     source = "a UTF-8 text file, or a folder of them (default: Python's own documentation)"
-    kinds = "characters, bytes, or a JSON file of the package tokenizers (default: characters)"
-    train.add_argument("--tokenizer", metavar="KIND", help=kinds)
     again = "go on from the folder's newest good checkpoint; a larger --steps extends the run"
     train.add_argument("--resume", action="store_true", help=again)
     train.add_argument("--no-samples", action="store_true", help="write no short text at each validation")

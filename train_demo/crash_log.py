@@ -7,9 +7,7 @@ a long log. No handler in Python runs then, so the line has to come from another
 import re
 import signal
 import sys
-from collections import deque
 
-KEPT = 200  # lines at the end of the log
 AGAIN = "start all processes again with --resume"
 
 
@@ -34,13 +32,7 @@ def summary(log: str) -> str | None:
     return f"JAX ended this process ({fatal[1].split('absl::Status: ')[-1][:200]}): {AGAIN}"
 
 
-if __name__ == "__main__":  # reads to where the process ends, or begins to list its stack
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    last: deque[str] = deque(maxlen=KEPT)
-    for line in sys.stdin.buffer:
-        last.append(line.decode(errors="replace"))
-        if line.startswith(b"*** Check failure"):
-            break
-    if words := summary("".join(last)):
+    if words := summary(sys.stdin.buffer.read().decode(errors="replace")):
         print(f"python -m train_demo: error: {words}", file=sys.stderr, flush=True)
-    sys.stdin.buffer.read()

@@ -1,31 +1,29 @@
-"""The data of a run: the tokens of a file, of a folder of files, or of Python's documentation.
+"""The data of a run: the characters of a file, of a folder of files, or of Python's documentation.
 
-Where the data has several documents, windows are cut from all of them, one after the other. A token attends only to
-tokens of its own document, and the first token of a document, which nothing announces, is not predicted: it has a mark,
-from which everything else follows. Positions are not counted anew, because only their differences matter.
+Where the data has several documents, windows are cut from all of them, one after the other. A character attends
+only to characters of its own document, and the first one of a document, which nothing announces, is not predicted: it
+has a mark, from which everything else follows. Positions are not counted anew, because only their differences matter.
 """
 
+import collections
+import errno
 import hashlib
-import io
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from train_demo.errors import UserError, reason
-from train_demo.files import read_bytes
-from train_demo.vocabulary import UNFINISHED, Characters, Vocabulary
+from train_demo.vocabulary import Vocabulary
 
-# Large texts are validated on evenly spread windows that hold this many tokens; smaller ones on all of them.
-VALIDATION_TOKENS = 2**16
+# Large texts are validated on evenly spread windows that hold this many characters; smaller ones on all of them.
+VALIDATED = 2**16
 WINDOWS = 32  # validated at a time
-FIRST = 2**30  # set in the number of the first token of a document
-LARGE = 2**26  # characters; a longer text is turned into tokens piece by piece
-PIECE = 2**20  # characters; a piece ends where a line ends
+FIRST = 2**30  # set in the number of the first character of a document
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Text:
     """The data of a run.
 
     Attributes:
-      vocabulary: Its tokens.
+      vocabulary: Its distinct characters.
       training: Nine tenths of it, or what is not held out, int32; `FIRST` is set where one of several documents starts.
       validation: Its last tenth, likewise; of several documents about a tenth, but whole documents.
       sha256: Its fingerprint, by which a resumed run knows its own data.
@@ -57,39 +55,28 @@ class Text:
 
     def sentence(self, limit: int) -> str:
         """Finds the validation part's first sentence that stands on one line, or its start."""
-        start = self.vocabulary.decode((self.validation[:VALIDATION_TOKENS] % FIRST).tolist())
+        start = self.vocabulary.decode((self.validation[:VALIDATED] % FIRST).tolist())
         found = re.search(r"(?<=\s)[A-Z][a-z]+ [a-z][^.\n]{20,38}\.(?=\s)", start)
-        sentence = found[0] if found else start.strip(UNFINISHED)[:40] or start[:1]
-        while len(sentence) > 1 and len(self.vocabulary.encode(sentence)) > limit:
-            sentence = sentence[:-1]
-        return sentence
+        return (found[0] if found else start[:40])[:limit]
 
 
-class Document(NamedTuple):
-    """A text and its fingerprint."""
-
-    text: str
-    sha256: str
-
-
-def load(path: str | None, context_length: int, vocabulary: Vocabulary | None = None) -> Text:
+def load(path: str | None, context_length: int) -> Text:
     """Reads the data of a run.
 
     Args:
       path: A UTF-8 file, or a folder whose UTF-8 files all count; None means the topics of Python's `help()`, about
         460,000 characters of English.
-      context_length: Tokens of the windows that both parts have to hold.
-      vocabulary: The tokens; None means the distinct characters of the data.
+      context_length: Characters of the windows that both parts have to hold.
     """
     documents, skipped = _found(path)
-    if not any(each.text for each in documents):
+    if not any(documents):
         raise UserError(f"--data {path} is empty: give a UTF-8 text file")
-    fingerprints = [each.sha256 for each in documents]
-    sha256 = fingerprints[0] if len(documents) == 1 else hashlib.sha256("".join(fingerprints).encode()).hexdigest()
-    vocabulary = vocabulary or Characters.of(each.text for each in documents)
+    fingerprints = [fingerprint(each) for each in documents]
+    sha256 = fingerprints[0] if len(documents) == 1 else fingerprint("".join(fingerprints))
+    vocabulary = Vocabulary.of(documents)
     held = _held_out(documents) if len(documents) > 1 else set()
     training, validation = (
-        _tokens([each for each in documents if (each.sha256 in held) == side], vocabulary) for side in (False, True)
+        _numbers([each for each in documents if (each in held) == side], vocabulary) for side in (False, True)
     )
     if not held:
         training, validation = np.split(training % FIRST, [len(training) - len(training) // 10])
@@ -98,14 +85,14 @@ def load(path: str | None, context_length: int, vocabulary: Vocabulary | None = 
     return text
 
 
-def _found(path: str | None) -> tuple[list[Document], int]:
+def _found(path: str | None) -> tuple[list[str], int]:
     """Reads the documents of a path; returns them, and how many other files there are."""
     if path is None:
         from pydoc_data.topics import topics
 
-        return [_document("\n".join(topics[name] for name in sorted(topics)))], 0
+        return ["\n".join(topics[name] for name in sorted(topics))], 0
     try:
-        return _found_in(Path(path)) if Path(path).is_dir() else ([_document(_read(Path(path)))], 0)
+        return _found_in(Path(path)) if Path(path).is_dir() else ([_read(Path(path))], 0)
     except UnicodeDecodeError as error:
         raise UserError(f"--data {path} is not UTF-8 (byte {error.start}): convert it, or give another file") from error
     except (OSError, ValueError) as error:  # a ValueError: a path that no file can have
@@ -114,7 +101,7 @@ def _found(path: str | None) -> tuple[list[Document], int]:
         raise UserError(f"cannot read --data {where} ({reason(error)}): {fix}") from error
 
 
-def _found_in(folder: Path) -> tuple[list[Document], int]:
+def _found_in(folder: Path) -> tuple[list[str], int]:
     """Reads the files below a folder in the order of their paths, but no hidden ones, and skips those that are no text.
 
     Files are skipped that are binary, not UTF-8, or shorter than two characters.
@@ -128,7 +115,7 @@ def _found_in(folder: Path) -> tuple[list[Document], int]:
         except UnicodeDecodeError:
             continue
         if len(text) > 1 and "\0" not in text:
-            documents.append(_document(text))
+            documents.append(text)
     if not documents:
         raise UserError(f"--data {folder} holds no UTF-8 text in its {len(files)} files: give another folder")
     return documents, len(files) - len(documents)
@@ -136,57 +123,45 @@ def _found_in(folder: Path) -> tuple[list[Document], int]:
 
 def _read(path: Path) -> str:
     """Reads a text without a byte order mark; its lines end with a newline only."""
-    return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig").read()
+    if path.exists() and not path.is_file():  # a pipe or a device might never end
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return path.read_text("utf-8-sig")
 
 
-def _document(text: str) -> Document:
-    return Document(text, hashlib.sha256(text.encode()).hexdigest())
+def fingerprint(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _held_out(documents: Sequence[Document]) -> set[str]:
-    """Chooses the documents that validate, by their fingerprints: about a tenth of all characters.
+def _held_out(documents: Sequence[str]) -> set[str]:
+    """Chooses the documents that validate: about a tenth of all characters, but at least one document.
 
     They are taken in the order of their fingerprints, which has nothing to do with what is in them, as long as they
-    make up no more than a tenth; where already every document is larger than that, the smallest one. Equal documents
-    go to the same side.
+    make up no more than a tenth; where already the first is larger, the smallest one. Equal documents go to the same
+    side.
     """
-    sizes: dict[str, int] = {}
-    for each in documents:
-        sizes[each.sha256] = sizes.get(each.sha256, 0) + len(each.text)
-    taken, room = set(), sum(sizes.values()) // 10
-    for sha256 in sorted(sizes):
-        if sizes[sha256] <= room:
-            taken.add(sha256)
-            room -= sizes[sha256]
-    return taken or {min(sorted(sizes), key=lambda sha256: sizes[sha256])}
+    numbers = collections.Counter(documents)
+    ordered = sorted(numbers, key=fingerprint)
+    sums = itertools.accumulate(numbers[each] * len(each) for each in ordered)
+    room = sum(map(len, documents)) // 10
+    taken = {each for each, size in zip(ordered, sums, strict=True) if size <= room}
+    return taken or {min(ordered, key=lambda each: numbers[each] * len(each))}
 
 
-def _tokens(documents: Sequence[Document], vocabulary: Vocabulary) -> Int[np.ndarray, " S"]:
+def _numbers(documents: Sequence[str], vocabulary: Vocabulary) -> Int[np.ndarray, " S"]:
     """Turns documents into numbers, one after the other, with `FIRST` set in the first of each."""
-    found = [np.zeros(0, np.int32)]
-    for each in documents:
-        file = io.StringIO(each.text, newline="")
-        size = PIECE if len(each.text) > LARGE else len(each.text)
-        start = len(found)
-        while piece := file.read(size):
-            found.append(vocabulary.encode(piece + file.readline(PIECE)))
-        found[start] = np.concatenate([found[start][:1] | FIRST, found[start][1:]])
-    return np.concatenate(found)
+    parts = [np.zeros(0, np.int32), *(vocabulary.encode(each) for each in documents)]
+    for part in parts:
+        part[:1] |= FIRST
+    return np.concatenate(parts)
 
 
 def _refuse_short(text: Text, path: str | None, context_length: int) -> None:
-    # The validation part holds one window and the token that follows it; the training part two windows.
-    unit, needed = text.vocabulary.unit, context_length + 1
-    fix = f"--context-length {context_length}"
-    if not text.packed and len(text) < 10 * needed:
+    # The validation part holds one window and the character that follows it; the training part two windows.
+    if len(text.validation) <= context_length or len(text.training) <= context_length + 1:
         raise UserError(
-            f"{path or 'the text'} holds {len(text)} {unit}s, but {fix} needs at least {10 * needed}: give a longer "
-            "text or a shorter context"
-        )
-    if len(text.validation) < needed or len(text.training) <= needed:
-        raise UserError(
-            f"{path} holds {len(text.training)} {unit}s to train on and, in other documents, {len(text.validation)} to "
-            f"validate, but {fix} needs at least {needed} of each: give more text or a shorter context"
+            f"{path or 'the text'} holds {len(text.training)} characters to train on and {len(text.validation)} to "
+            f"validate, but --context-length {context_length} needs at least {context_length + 2} and "
+            f"{context_length + 1}: give more text or a shorter context"
         )
 
 
@@ -196,10 +171,10 @@ def validation_windows(
     """Cuts the validation part into the same windows every time.
 
     Returns:
-      C chunks of windows that are evenly spread: together they predict every token after the first, as long as the part
-      holds no more than `VALIDATION_TOKENS`.
+      C chunks of windows that are evenly spread: together they predict every character after the first, as long as the
+      part holds no more than `VALIDATED`.
     """
-    predicted = min(len(part) - 1, VALIDATION_TOKENS)
+    predicted = min(len(part) - 1, VALIDATED)
     chunks = -(-predicted // (context_length * windows))  # the division rounded up: the windows may overlap a little
     starts = np.linspace(0, len(part) - 1 - context_length, chunks * windows).astype(int)
     return part[starts[:, None] + np.arange(context_length + 1)].reshape(chunks, windows, context_length + 1)

@@ -6,32 +6,10 @@ from contextlib import contextmanager
 
 # Control characters except newline and tab, lone surrogates, and what reverses the direction of writing.
 UNSAFE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\ud800-\\udfff\\u202a-\\u202e\\u2066-\\u2069]")
-# A command that a text ends with, and options: `--resume` takes no value.
-COMMAND = re.compile(r"python -m train_demo( --resume)? --out (.+)$")
-OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?![\w-])")
 
 
 class UserError(Exception):
-    """Something that the user can mend; its text is one line and says how.
-
-    Args:
-      for_command: The text as the command line shows it, with its options. `str(error)` names the arguments of the
-        functions of `train_demo` instead.
-
-    Example:
-      >>> str(UserError("--batch-size 3 is odd: pass --resume, or run python -m train_demo --out here"))
-      "batch_size 3 is odd: pass resume=True, or run train_demo.train(out='here')"
-    """
-
-    def __init__(self, for_command: str):
-        super().__init__(for_command)
-        self.for_command = for_command
-
-    def __str__(self) -> str:
-        text = COMMAND.sub(
-            lambda found: f"train_demo.train({'resume=True, ' if found[1] else ''}out={found[2]!r})", self.for_command
-        )
-        return OPTION.sub(lambda found: found[1].replace("-", "_") + "=True" * (found[1] == "resume"), text)
+    """Something that the user can mend; its text is one line, names the options of the command, and says how."""
 
 
 def reason(error: Exception) -> str:

@@ -8,12 +8,10 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save
 
-from train_demo import vocabulary
 from train_demo.errors import UserError
 from train_demo.files import write_atomically
 from train_demo.model import Transformer
-from train_demo.run_folder import MODEL_VERSION, Config, saved_vocabulary
-from train_demo.vocabulary import Subwords
+from train_demo.run_folder import MODEL_VERSION, Config
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -31,38 +29,27 @@ def write(to: Path, model: Transformer, config: Config) -> None:
         CONFIG: json.dumps(described(config), indent=2).encode(),
         CODE.name: CODE.read_bytes(),
     }
-    if isinstance(config.vocabulary, Subwords):
-        files[vocabulary.FILE] = config.vocabulary.content
     to.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         write_atomically(to / name, content)
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether all that it holds was written here; so it may be replaced."""
+    """Whether all that it holds was written here, with the code that only an export has; so it may be replaced."""
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
-    if not names <= {WEIGHTS, CONFIG, CODE.name, vocabulary.FILE}:
-        return False
-    try:
-        return not names or "model_version" in json.loads((folder / CONFIG).read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
+    return not names or (names <= {WEIGHTS, CONFIG, CODE.name} and CODE.name in names)
 
 
 def described(config: Config) -> dict[str, Any]:
-    """What `config.json` says: `model` is what the PyTorch model is made with, `vocabulary` what its tokens are.
-
-    `vocabulary` is a text whose characters are the tokens, or `{"bytes": 256}`, or an object that names the tokenizer
-    file beside it.
-    """
+    """What `config.json` says: `model` is what the PyTorch model is made with, `vocabulary` its characters."""
     settings = config.settings
-    names = ("layers", "features", "heads", "context_length", "mlp", "head", "token_shift")
+    names = ("layers", "features", "heads", "context_length", "token_shift")
     sizes = {name: getattr(settings, name) for name in names}
     return {
         "model": {"vocabulary_size": len(config.vocabulary), **sizes},
-        "vocabulary": saved_vocabulary(config.vocabulary),
+        "vocabulary": config.vocabulary.characters,
         "model_version": MODEL_VERSION,
     }
 

@@ -1,4 +1,4 @@
-"""Text from a model: prompts fill its cache, then a compiled loop draws a chunk of tokens at a time."""
+"""Text from a model: prompts fill its cache, then a compiled loop draws a chunk of characters at a time."""
 
 import functools
 import sys
@@ -16,34 +16,28 @@ from train_demo import checkpoint
 from train_demo.errors import UserError, printable
 from train_demo.model import Transformer, blueprint
 from train_demo.run_folder import Config
-from train_demo.vocabulary import Vocabulary, Writer
+from train_demo.vocabulary import Vocabulary
 
-CHUNK = 32  # tokens that are written to each text between two looks at them
+CHUNK = 32  # characters that are written to each text between two looks at them
 SHORTEST = 16  # places for a prompt; a longer one gets the next power of two, so that few lengths are compiled
-ENDLESS = 2**31 - 1  # tokens that the cache is asked to hold; because of the model's window it is a small ring
+ENDLESS = 2**31 - 1  # characters that the cache is asked to hold; because of the model's window it is a small ring
 Number = float | Float[Array, ""]
 
 
 class Sampling(NamedTuple):
-    """How to choose a token; None switches a filter off. Numbers may be traced, so that other ones compile nothing.
+    """How to choose a character; None switches a filter off. Numbers may be traced, so that other ones compile nothing.
 
     Attributes:
-      temperature: Divides the logits, 0 or above; 0 takes the likeliest token, the first one of equals.
-      top_k: Keeps the k likeliest tokens, and all that are as likely as the last of them.
-      top_p: Keeps the likeliest tokens whose probabilities add up to p, above 0 and at most 1.
-      min_p: Keeps the tokens that are at least p times as likely as the likeliest one, from 0 to 1.
+      temperature: Divides the logits, 0 or above; 0 takes the likeliest one, the first one of equals.
+      top_k: Keeps the k likeliest characters, and all that are as likely as the last of them.
+      top_p: Keeps the likeliest characters whose probabilities add up to p, above 0 and at most 1.
+      min_p: Keeps the characters that are at least p times as likely as the likeliest one, from 0 to 1.
     """
 
     temperature: Number = 0.7
     top_k: int | Int[Array, ""] | None = None
     top_p: Number | None = None
     min_p: Number | None = None
-
-    def in_32_bits(self) -> "Sampling":
-        """Makes the same choice with numbers that JAX can hold; none may be traced."""
-        temperature = min(self.temperature, float(np.finfo(np.float32).max))
-        top_k = self.top_k if self.top_k is None else min(self.top_k, np.iinfo(np.int32).max)
-        return self._replace(temperature=temperature, top_k=top_k)
 
 
 def filtered(logits: Float[Array, " V"], sampling: Sampling) -> Float[Array, " V"]:
@@ -68,7 +62,7 @@ def filtered(logits: Float[Array, " V"], sampling: Sampling) -> Float[Array, " V
 
 
 def draw(key: Key[Array, ""], logits: Float[Array, " V"], sampling: Sampling) -> Int[Array, ""]:
-    """Draws the number of a token, int32; the same key draws the same one. Use `jax.vmap` for several rows."""
+    """Draws the number of a character, int32; the same key draws the same one. Use `jax.vmap` for several rows."""
     greedy = jnp.asarray(sampling.temperature) <= 0
     scores = filtered(logits, sampling._replace(temperature=jnp.where(greedy, 1.0, sampling.temperature)))
     return jnp.where(greedy, logits.argmax(), jax.random.categorical(key, scores)).astype(jnp.int32)
@@ -84,7 +78,7 @@ def load_model(out: Path, config: Config) -> Transformer:
         raise UserError(f"{out} holds no finished checkpoint{why}: run python -m train_demo --resume --out {out}")
     for message in passed_over:
         print(printable(message), file=sys.stderr)
-    return nnx.merge(structure, jax.device_put(restored.trees["params"]))
+    return nnx.merge(structure, jax.device_put(restored[1]["params"]))
 
 
 def generate(
@@ -106,22 +100,19 @@ def generate(
       For each text what was written since the last time, which may be nothing: all samples of the first prompt, then
       those of the second, and so on.
     """
-    sampling = sampling.in_32_bits()
     structure, params = nnx.split(model, nnx.Param)
     # No prediction depends on what comes before the model's reach.
     rows = [vocabulary.encode(prompt)[-model.reach :] for prompt in prompts]
     for prompt, row in zip(prompts, rows, strict=True):
         if not len(row):
-            raise UserError(f"the prompt {prompt!r} holds no {vocabulary.unit}: give a longer one")
+            raise UserError(f"the prompt {prompt!r} holds no character: give a longer one")
     numbers, lengths = padded(rows)
     cache, logits = prefill(structure, params, numbers, lengths, num_samples)
     key, samples = jax.random.key(seed), np.tile(np.arange(num_samples, dtype=np.int32), len(prompts))
-    writers = [Writer(vocabulary) for _ in samples]
     for start in range(0, max_new_tokens, CHUNK):
         cache, logits, written = write(structure, params, cache, logits, key, samples, start, sampling)
-        last = start + CHUNK >= max_new_tokens
         texts = np.asarray(written)[:, : max_new_tokens - start].tolist()
-        yield [writer(text, last) for writer, text in zip(writers, texts, strict=True)]
+        yield [vocabulary.decode(text) for text in texts]
 
 
 def padded(rows: Sequence[np.ndarray]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
@@ -165,7 +156,7 @@ def write(
     start: int | Int[Array, ""],
     sampling: Sampling,
 ) -> tuple[nnx.State, Float[Array, "B V"], Int[Array, "B CHUNK"]]:
-    """Writes `CHUNK` tokens to each text."""
+    """Writes `CHUNK` characters to each text."""
 
     def step(carry: tuple[nnx.State, Array], place: Int[Array, ""]) -> tuple[tuple[nnx.State, Array], Array]:
         cache, logits = carry
@@ -183,4 +174,3 @@ def write(
 def _decoding(structure: nnx.GraphDef[Transformer], params: nnx.State, batch: int) -> Transformer:
     """Makes the model as it decodes, with an empty cache."""
     return nnx.view(nnx.merge(structure, params), decode=True, batch_size=batch, max_length=ENDLESS, per_row=True)
-

@@ -35,7 +35,6 @@ PARAMS = {
     "value": P("fsdp", "model", None),
     "out": P("model", None, "fsdp"),  # [heads, head size, features]
     "widen": P("fsdp", "model"),  # [features, width]
-    "gate": P("fsdp", "model"),
     "narrow": P("model", "fsdp"),  # [width, features]
     "head": P("fsdp", None),  # [features, vocabulary]
 }
@@ -109,13 +108,8 @@ def gathered(module: Module) -> Module:
     return nnx.merge(structure, whole)
 
 
-def one_per_part(params: Tree) -> Tree:
-    """Constrains gradients of each part of the batch, `[batch_parts(), ...]`, to lie where they are computed."""
-    return _constrain(params, lambda path, leaf: P(BATCH, *tuple(_without_fsdp(_spec(path, leaf)))))
-
-
 def split_batch(windows: Array, axis: int = 0) -> Array:
-    """Constrains windows to be split along one axis, that of the batch or of its parts."""
+    """Constrains windows to be split along the axis of the batch."""
     return _constrain(windows, lambda path, leaf: P(*[None] * axis, BATCH))
 
 

@@ -2,9 +2,7 @@
 
 import errno
 import json
-import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -16,31 +14,25 @@ from typing import Any, SupportsFloat
 import jax
 
 from train_demo.errors import UserError, reason
-from train_demo.files import read_json, read_lines, write_atomically
+from train_demo.files import read_lines, write_atomically
 
 METRICS, SAMPLES, RESOURCES = "metrics.jsonl", "samples.jsonl", "resources.json"
 DIVERGED = 100  # times the loss of guessing: no training comes back from there to anything of use
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    """Reads a run's metrics: `step` with `loss` or `val_loss`, in nats per token, and `seconds` since the start."""
-    kinds = ({"step": int, name: float, "seconds": float} for name in ("loss", "val_loss"))
-    return _read(out / METRICS, *kinds)
+    """Reads a run's metrics: `step` with `loss` or `val_loss`, in nats per character, and `seconds` since the start."""
+    return [line for line in read_lines(out / METRICS) if {"step", "seconds"} <= line.keys()]
 
 
 def read_samples(out: Path) -> list[dict[str, Any]]:
     """Reads what the model wrote while it was trained: `step`, `prompt` and `text`."""
-    return _read(out / SAMPLES, {"step": int, "prompt": str, "text": str})
+    return [line for line in read_lines(out / SAMPLES) if {"step", "prompt", "text"} <= line.keys()]
 
 
-def _read(path: Path, *kinds: dict[str, type]) -> list[dict[str, Any]]:
-    def fits(line: Any) -> bool:
-        if not isinstance(line, dict) or {name: type(value) for name, value in line.items()} not in kinds:
-            return False
-        finite = all(math.isfinite(value) for value in line.values() if isinstance(value, float))
-        return finite and 0 < line["step"] < 2**31
-
-    return [line for line in read_lines(path) if fits(line)]
+def read_resources(out: Path) -> dict[str, Any]:
+    """Reads what a run noted of its device, speed and memory; nothing where there is no such file."""
+    return (read_lines(out / RESOURCES) or [{}])[0]
 
 
 def mean_of_last(measured: list[dict[str, Any]]) -> tuple[float, int]:
@@ -55,7 +47,7 @@ class Log:
     Args:
       out: The run's folder; None checks the losses, and writes nothing.
       start: The step that the run goes on from; what a killed run noted beyond it is dropped.
-      guess: The loss of a model that guesses: the logarithm of the number of tokens.
+      guess: The loss of a model that guesses: the logarithm of the number of characters.
       began: When the training began, of `time.perf_counter`; a resumed run counts on from what it goes on from.
     """
 
@@ -125,23 +117,13 @@ def write_resources(out: Path, mesh: jax.sharding.Mesh | None, tokens_per_second
     memory = [device.memory_stats() or {} for device in devices if device.process_index == jax.process_index()]
     found = {
         "device": f"{len(devices)} x {devices[0].device_kind}",
-        "processes": jax.process_count(),
-        "versions": f"JAX {jax.__version__}, Python {platform.python_version()}",
         "tokens_per_second": round(tokens_per_second),
-        "memory_of_device": max((stats.get("peak_bytes_in_use", 0) for stats in memory), default=0),
     }
+    if any(memory):  # CPUs do not say
+        found["memory_of_device"] = max(stats.get("peak_bytes_in_use", 0) for stats in memory)
     with suppress(ImportError):  # Windows
         import resource
 
         unit = 1 if sys.platform == "darwin" else 1024
         found["memory_of_process"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    write_atomically(out / RESOURCES, json.dumps(found, indent=2).encode())
-
-
-def read_resources(out: Path) -> dict[str, Any]:
-    """Reads what a run noted; nothing where there is no such file, or it is damaged."""
-    try:
-        found = read_json(out / RESOURCES)
-    except (OSError, ValueError):
-        return {}
-    return {name: value for name, value in found.items() if type(value) in (str, int)} if type(found) is dict else {}
+    write_atomically(out / RESOURCES, _line(found))

@@ -28,7 +28,7 @@ PICTURES = ("loss.png", "attention.png")
 def draw(out: Path, model: Transformer, config: Config) -> None:
     """Writes `loss.png` and `attention.png` into a run's folder."""
     figures = (
-        loss_figure(metrics.read(out), config.vocabulary.unit),
+        loss_figure(metrics.read(out)),
         attention_figure(attention_weights(model, config), pieces(config)),
     )
     for name, figure in zip(PICTURES, figures, strict=True):
@@ -40,10 +40,10 @@ def draw(out: Path, model: Transformer, config: Config) -> None:
         write_atomically(out / name, picture.getvalue())
 
 
-def loss_figure(measured: list[dict[str, Any]], unit: str = "token") -> Figure:
+def loss_figure(measured: list[dict[str, Any]]) -> Figure:
     """Draws the training loss, its running mean, and the validation loss, over the steps and over the seconds."""
     figure = Figure(figsize=(12, 5), layout="constrained")
-    figure.suptitle(f"How well the next {unit} is predicted")
+    figure.suptitle("How well the next character is predicted")
     grid = figure.subplots(1, 2, sharey=True)
     for axes, over in zip(grid, ("step", "seconds"), strict=True):
         places, losses = np.array([(m[over], m["loss"]) for m in measured if "loss" in m]).reshape(-1, 2).T
@@ -53,7 +53,7 @@ def loss_figure(measured: list[dict[str, Any]], unit: str = "token") -> Figure:
         ending = f": {checks[-1, 1]:.3f} at {over} {checks[-1, 0]:.0f}" if len(checks) else ""
         axes.plot(*checks.T, "o-", color="tab:orange", markersize=4, label=f"validation{ending}")
         axes.grid(alpha=0.3)
-    grid[0].set(xlabel="step", ylabel=f"loss (nats per {unit})")
+    grid[0].set(xlabel="step", ylabel="loss (nats per character)")
     grid[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[0].legend()
     grid[1].set(xlabel="seconds of training, with compiling")
@@ -69,9 +69,8 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def pieces(config: Config) -> list[str]:
-    """Writes out each token of a run's sentence, white space and control characters made visible."""
-    numbers = config.vocabulary.encode(config.sentence).tolist()
-    return [printable(visible(config.vocabulary.decode([number]))) for number in numbers]
+    """Makes white space and control characters of a run's sentence visible."""
+    return [printable(visible(character)) for character in config.sentence]
 
 
 def attention_weights(model: Transformer, config: Config) -> np.ndarray:
@@ -88,24 +87,24 @@ def attention_weights(model: Transformer, config: Config) -> np.ndarray:
     return np.stack(weights).astype(np.float32)
 
 
-def attention_figure(weights: np.ndarray, tokens: Sequence[str]) -> Figure:
-    """Draws a grid of layers by heads: the row's token looks at the columns' tokens."""
+def attention_figure(weights: np.ndarray, characters: Sequence[str]) -> Figure:
+    """Draws a grid of layers by heads: the row's character looks at the columns' characters."""
     layers, heads, *_ = weights.shape
     figure = Figure(figsize=(4.4 * heads + 1, 4.4 * layers + 1), layout="constrained")
     grid = figure.subplots(layers, heads, squeeze=False)
     hidden = np.triu(np.ones(weights.shape[-2:], bool), k=1)
-    places, rotation = range(len(tokens)), 90 if max(map(len, tokens)) > 2 else 0
+    places, rotation = range(len(characters)), 90 if max(map(len, characters)) > 2 else 0
     for (layer, head), axes in np.ndenumerate(grid):
         # The square root spreads the many small weights over the scale.
         shown = axes.imshow(np.ma.array(weights[layer, head], mask=hidden), cmap="magma_r", norm=PowerNorm(0.5, 0, 1))
         axes.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=13)
-        axes.set_xticks(places, tokens, fontsize=8, family="monospace", parse_math=False, rotation=rotation)
-        axes.set_yticks(places, tokens, fontsize=8, family="monospace", parse_math=False)
+        axes.set_xticks(places, characters, fontsize=8, family="monospace", parse_math=False, rotation=rotation)
+        axes.set_yticks(places, characters, fontsize=8, family="monospace", parse_math=False)
         axes.tick_params(length=0, pad=1)
         axes.set_facecolor("0.93")
-    figure.suptitle(f"What each head looks at in “{''.join(tokens)}”", fontsize=18, parse_math=False)
-    figure.supxlabel("token that is looked at (␣ is a space, ↵ the end of a line, ⇥ a tab)", fontsize=15)
-    figure.supylabel("token that looks (it predicts the one after it)", fontsize=15)
+    figure.suptitle(f"What each head looks at in “{''.join(characters)}”", fontsize=18, parse_math=False)
+    figure.supxlabel("character that is looked at (␣ is a space, ↵ the end of a line, ⇥ a tab)", fontsize=15)
+    figure.supylabel("character that looks (it predicts the one after it)", fontsize=15)
     figure.colorbar(shown, ax=grid, shrink=0.6, pad=0.01).set_label(
         "attention weight (each row adds up to 1)", fontsize=15
     )

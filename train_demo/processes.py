@@ -103,11 +103,7 @@ def wait(name: str) -> None:
 
 
 def refuse_differences(what: str, text: str) -> None:
-    """Compares a text with that of process 0.
-
-    Raises:
-      UserError: It is another one.
-    """
+    """Raises a `UserError` where a text is not that of process 0."""
     if jax.process_count() == 1:
         return
     own = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)

@@ -29,7 +29,8 @@ def write(out: Path, config: Config) -> None:
     name = "Python's documentation" if config.data is None else Path(config.data).name
     title, measured = _text(f"Training on {name}"), metrics.read(out)
     last = max((metric["step"] for metric in measured), default=0)
-    kinds = f"{len(config.vocabulary):,} different {config.vocabulary.unit}s"
+    kinds = f"{len(config.vocabulary):,} different characters"
+    pictures = {name: base64.b64encode((out / name).read_bytes()).decode() for name in PICTURES}
     settings = (
         (option_of(field.name), getattr(config.settings, field.name), field.metadata["help"])
         for field in fields(config.settings)
@@ -42,7 +43,7 @@ def write(out: Path, config: Config) -> None:
         f"<title>{title}</title>\n<style>{STYLE}</style>\n<h1>{title}</h1>",
         f"<p>{last:,} of {config.settings.steps:,} steps; {kinds}</p>",
         _table(_facts(measured, metrics.read_resources(out), config)),
-        *(f'<p><img alt="{name}" src="data:image/png;base64,{_base64(out / name)}">' for name in PICTURES),
+        *(f'<p><img alt="{name}" src="data:image/png;base64,{content}">' for name, content in pictures.items()),
         "<h2>What it wrote</h2>\n<p>At each validation the model went on writing after the same words.</p>",
     ]
     for sample in reversed(metrics.read_samples(out)):
@@ -57,43 +58,23 @@ def _text(text: object) -> str:
     return html.escape(printable(str(text)))
 
 
-def _base64(path: Path) -> str:
-    return base64.b64encode(path.read_bytes()).decode()
-
-
 def _table(rows: Iterable[tuple[object, ...]]) -> str:
     lines = ("".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows)
     return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
 
 
 def _facts(measured: list[dict[str, Any]], used: dict[str, Any], config: Config) -> Iterator[tuple[str, object, str]]:
-    unit = config.vocabulary.unit
     if checks := [metric["val_loss"] for metric in measured if "val_loss" in metric]:
-        yield "validation loss", f"{checks[-1]:.4f}", f"nats per {unit}"
+        yield "validation loss", f"{checks[-1]:.4f}", "nats per character"
     loss, number = metrics.mean_of_last(measured)
     if number:
-        yield "training loss", f"{loss:.4f}", f"nats per {unit}, the mean of the last {number} steps"
-        yield "training", _time(measured[-1]["seconds"]), "with compiling, validation, samples and checkpoints"
-        yield "first step", _time(measured[0]["seconds"]), "after the start; most of it is compiling"
-    speed = used.pop("tokens_per_second", 0)
-    if isinstance(speed, int) and speed:
+        yield "training loss", f"{loss:.4f}", f"nats per character, the mean of the last {number} steps"
+        yield "training", f"{measured[-1]['seconds']:,.1f} s", "with compiling, validation, samples and checkpoints"
+        yield "first step", f"{measured[0]['seconds']:,.1f} s", "after the start; most of it is compiling"
+    if speed := used.pop("tokens_per_second", 0):
         note = "without compiling, validation and saving; since the run was started or resumed"
-        yield f"{unit}s per second", f"{speed:,}", note
+        yield "characters per second", f"{speed:,}", note
     for name, value in used.items():
-        size = name.startswith("memory") and isinstance(value, int)
+        size = name.startswith("memory")
         yield name.replace("_", " "), f"{value / 2**20:,.0f} MiB" if size else value, "the largest" if size else ""
     yield "data", "Python's documentation" if config.data is None else config.data, f"sha256 {config.sha256[:12]}"
-    yield "tokenizer", config.vocabulary.name, ""
-
-
-def _time(seconds: float) -> str:
-    """Puts a duration in words.
-
-    Example:
-      >>> _time(12.34), _time(75), _time(7400)
-      ('12.3 s', '1 min 15 s', '2 h 3 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds) // 60
-    return f"{minutes} min {int(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

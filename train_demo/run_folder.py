@@ -1,18 +1,17 @@
 """A run's folder: the configuration it was started with, and one writer at a time."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from train_demo import data, vocabulary
-from train_demo.errors import UserError, printable, reason
-from train_demo.files import read_json, write_atomically
+from train_demo import data
+from train_demo.errors import UserError, reason
+from train_demo.files import write_atomically
 from train_demo.settings import Settings, completed, option_of
-from train_demo.vocabulary import Bytes, Characters, Subwords, Vocabulary
+from train_demo.vocabulary import Vocabulary
 
 try:
     import fcntl
@@ -21,9 +20,10 @@ except ImportError:  # Windows: nothing keeps two runs out of one folder there
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
-# What the parameters of a checkpoint mean. Version 1, which had no number, learned an embedding of each position;
-# version 2 normalized queries and keys with LayerNorm and saw each character alone.
-MODEL_VERSION = 3
+# What the configuration and the parameters of a checkpoint mean. Version 1, which had no number, learned an embedding
+# of each position; version 2 normalized queries and keys with LayerNorm and saw each character alone; version 3 had
+# another configuration.
+MODEL_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,8 @@ class Config:
       settings: The run's numbers.
       data: The text file or folder; None means Python's documentation.
       sha256: The text's fingerprint.
-      vocabulary: Its tokens.
+      vocabulary: Its characters.
       sentence: The piece of the validation part that the attention picture shows.
-      earlier_ends: The numbers of steps that the run had before it was extended, in order.
       model_version: The version of the model that the run trains.
     """
 
@@ -45,19 +44,15 @@ class Config:
     sha256: str
     vocabulary: Vocabulary
     sentence: str
-    earlier_ends: tuple[int, ...] = ()
     model_version: int = MODEL_VERSION
 
     @property
     def prompt(self) -> str:
         """The first word of the sentence, which the run's samples continue."""
-        word = self.sentence.split(" ")[0]
-        return word if len(self.vocabulary.encode(word)) else self.sentence
+        return self.sentence.split(" ")[0] or self.sentence
 
 
-def prepare(
-    out: Path, path: str | None, given: dict[str, Any], resume: bool, tokenizer: str | None = None
-) -> tuple[Config, data.Text]:
+def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) -> tuple[Config, data.Text]:
     """Settles a run's configuration and text without writing anything.
 
     Args:
@@ -66,9 +61,9 @@ def prepare(
       given: The settings that were named; the others come from the resumed run, or are the defaults. More `steps` than
         the resumed run has extend it.
       resume: Whether a run that is there already may go on.
-      tokenizer: "characters", "bytes" or a file; None means the resumed run's, or characters.
     """
-    _refuse_unusable(out, path, tokenizer)
+    if path == "":  # a variable of the shell that is not set
+        raise UserError("--data is empty: name a file or a folder, or leave it out")
     saved = read_config(out) if (out / CONFIG).exists() else None
     if saved and not resume:
         raise UserError(f"{out} holds a run already: pass --resume to go on with it, or another --out")
@@ -78,28 +73,12 @@ def prepare(
         given = {name: value for name, value in given.items() if name != "dtype"}
     settings = replace(saved.settings, **given) if saved else Settings(**completed("tiny", given))
     path = saved.data if path is None and saved else path
-    tokens = vocabulary.chosen(tokenizer or Characters.name)
-    if tokenizer is None and saved and not isinstance(saved.vocabulary, Characters):
-        tokens = saved.vocabulary
-    text = data.load(path, settings.context_length, tokens)
+    text = data.load(path, settings.context_length)
     found = None if path is None else str(Path(path).resolve())
     config = Config(settings, found, text.sha256, text.vocabulary, text.sentence(settings.context_length))
     if saved:
-        extended = settings.steps > saved.settings.steps
-        ends = (*saved.earlier_ends, saved.settings.steps) if extended else saved.earlier_ends
-        config = replace(config, earlier_ends=ends)
         _refuse_differences(out, saved, config)
     return config, text
-
-
-def _refuse_unusable(out: Path, path: str | None, tokenizer: str | None) -> None:
-    for name, given in (("--data", path), ("--tokenizer", tokenizer)):
-        if given == "":  # a variable of the shell that is not set
-            raise UserError(f"{name} is empty: name a file or a folder, or leave it out")
-    try:
-        str(out.absolute()).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{printable(str(out))} is no UTF-8, as checkpoints need it: choose another --out") from None
 
 
 def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
@@ -115,7 +94,7 @@ def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
 def _named(config: Config) -> dict[str, Any]:
     options = {option_of(name): value for name, value in asdict(config.settings).items()}
     # The text counts, not where it lies.
-    return {**options, "--data with the sha256": config.sha256[:12], "--tokenizer": config.vocabulary.name}
+    return {**options, "--data with the sha256": config.sha256[:12]}
 
 
 def newest(runs: Path) -> Path:
@@ -127,75 +106,38 @@ def newest(runs: Path) -> Path:
 
 
 def write_config(out: Path, config: Config) -> None:
-    """Writes the configuration that marks a folder as a run's, and its tokenizer file if it has one."""
-    if isinstance(config.vocabulary, Subwords):
-        write_atomically(out / vocabulary.FILE, config.vocabulary.content)
-    write_atomically(out / CONFIG, json.dumps(_as_json(config), indent=2).encode())
-
-
-def _as_json(config: Config) -> dict[str, Any]:
-    saved = {field.name: getattr(config, field.name) for field in fields(config)}
-    return saved | {"settings": asdict(config.settings), "vocabulary": saved_vocabulary(config.vocabulary)}
-
-
-def saved_vocabulary(tokens: Vocabulary) -> Any:
-    """Puts a vocabulary in JSON: a text that holds all characters, or an object."""
-    if isinstance(tokens, Characters):
-        return tokens.characters
-    if isinstance(tokens, Subwords):
-        return {vocabulary.FILE: hashlib.sha256(tokens.content).hexdigest()}
-    return {Bytes.name: len(tokens)}
+    """Writes the configuration that marks a folder as a run's."""
+    write_atomically(out / CONFIG, json.dumps(asdict(config), indent=2).encode())
 
 
 def read_config(out: Path) -> Config:
     """Reads the configuration of the run in a folder."""
     try:
-        saved = read_json(out / CONFIG)
-        version = saved.get("model_version", 1) if isinstance(saved, dict) and "sentence" in saved else MODEL_VERSION
+        saved = json.loads((out / CONFIG).read_bytes())
+        version = saved.get("model_version", 1) if isinstance(saved, dict) and "settings" in saved else MODEL_VERSION
         if version == MODEL_VERSION:
-            return _checked(saved, out)
+            return _checked(saved)
     except FileNotFoundError:
         raise UserError(f"{out} holds no run: start one with python -m train_demo --out {out}") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{out / CONFIG} is damaged ({reason(error)}): start anew with another --out") from error
     raise UserError(
-        f"{out} holds a run of version {version} of the demo's model, whose parameters do not fit version "
-        f"{MODEL_VERSION}, which this program trains: train anew with another --out"
+        f"{out} holds a run of version {version} of the demo's model, but this program goes on with version "
+        f"{MODEL_VERSION} only: train anew with another --out"
     )
 
 
-def _checked(saved: Any, out: Path) -> Config:
+def _checked(saved: Any) -> Config:
     """Rebuilds a configuration of which this was saved."""
     try:
-        settings = Settings(**saved["settings"])
-        tokens, ends = _vocabulary(saved["vocabulary"], out), tuple(saved["earlier_ends"])
-        config = Config(**saved | {"settings": settings, "vocabulary": tokens, "earlier_ends": ends})
-        steps, size = [0, *ends, settings.steps], len(tokens.encode(config.sentence))
-        sane = steps == sorted(set(steps)) and set(map(type, steps)) == {int}
-        sane &= size > 0 and (size <= settings.context_length or len(config.sentence) == 1)
-        sane &= isinstance(config.data, str | None) and isinstance(config.sha256, str)
-    except (AttributeError, KeyError, TypeError, UserError) as error:
+        settings, vocabulary = Settings(**saved["settings"]), Vocabulary(**saved["vocabulary"])
+        config = Config(**saved | {"settings": settings, "vocabulary": vocabulary})
+        vocabulary.encode(config.sentence)
+    except (AttributeError, LookupError, TypeError, UserError) as error:
         raise ValueError("it is not a run's configuration") from error
-    if not sane or json.dumps(_as_json(config), sort_keys=True) != json.dumps(saved, sort_keys=True):
+    if asdict(config) != saved:
         raise ValueError("it is not a run's configuration")
     return config
-
-
-def _vocabulary(saved: Any, out: Path) -> Vocabulary:
-    """Rebuilds a vocabulary; ValueError or TypeError where that cannot be done."""
-    if isinstance(saved, str):
-        if not saved or list(saved) != sorted(set(saved)):
-            raise ValueError("its vocabulary is not in order")
-        return Characters(saved)
-    if vocabulary.FILE not in saved:
-        return Bytes()
-    try:
-        content = (out / vocabulary.FILE).read_bytes()
-    except OSError as error:
-        raise ValueError(f"its {vocabulary.FILE} cannot be read: {reason(error)}") from error
-    if hashlib.sha256(content).hexdigest() != saved[vocabulary.FILE]:
-        raise ValueError(f"its {vocabulary.FILE} is not the run's")
-    return Subwords(content)
 
 
 @contextmanager

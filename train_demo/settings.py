@@ -45,15 +45,15 @@ seed = parser(int, "a whole number from 0 to 4294967295", lambda number: 0 <= nu
 positive = parser(float, "a finite number above 0", lambda number: number > 0)
 rate = parser(float, "a number from 0 up to, but not including, 1", lambda number: 0 <= number < 1)
 shift = parser(int, "a whole number from 0 to 1024", lambda number: 0 <= number <= 1024)
-not_negative = parser(float, "a finite number, 0 or above", lambda number: number >= 0)
+warmth = parser(float, "a number from 0 to 1000000", lambda number: 0 <= number <= 1e6)
 probability = parser(float, "a number above 0, up to and including 1", lambda number: 0 < number <= 1)
 ratio = parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 SAMPLING = {
-    "max_new_tokens": (count, 500, "tokens to write"),
-    "temperature": (not_negative, 0.7, "lower is safer, 0 takes the likeliest"),
-    "top_k": (count, None, "choose among the N likeliest tokens"),
-    "top_p": (probability, None, "choose among the likeliest tokens that are this probable together"),
-    "min_p": (ratio, None, "choose among tokens that are so many times as likely as the likeliest"),
+    "max_new_tokens": (count, 500, "characters to write"),
+    "temperature": (warmth, 0.7, "lower is safer, 0 takes the likeliest"),
+    "top_k": (count, None, "choose among the N likeliest characters"),
+    "top_p": (probability, None, "choose among the likeliest characters that are this probable together"),
+    "min_p": (ratio, None, "choose among characters that are so many times as likely as the likeliest"),
     "num_samples": (several, 1, "texts for each prompt"),
     "seed": (seed, 0, "another seed writes another text"),
 }
@@ -98,8 +98,6 @@ class Settings:
     layers: int = option(SIZES["tiny"]["layers"], count, "transformer blocks")
     heads: int = option(SIZES["tiny"]["heads"], count, "attention heads a block")
     features: int = option(SIZES["tiny"]["features"], count, "width of the model")
-    mlp: str = option("relu2", one_of("relu2", "gelu", "swiglu"), "the small networks: squared ReLU, GELU or SwiGLU")
-    head: str = option("untied", one_of("untied", "tied"), "whether the head shares the embedding's parameters: tied")
     token_shift: int = option(2, shift, "earlier characters that are mixed into each character's embedding")
     dtype: str = option("auto", one_of("auto", "float32", "bfloat16"), "to compute in; auto: bfloat16 on GPUs and TPUs")
     dropout_rate: float = option(0.0, rate, "share of the activations dropped while training")
@@ -121,12 +119,13 @@ class Settings:
 
 
 def completed(size: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to the settings that were named those that `--size` and `--optimizer` stand for.
+    """Adds to the settings that were named those that a size and an optimizer stand for.
 
     Example:
       >>> completed("small", {"layers": 6, "optimizer": "adamw"})["learning_rate"]
       0.004
     """
+    checked("size", size, str, one_of(*SIZES))
     return {**SIZES[size], "learning_rate": LEARNING_RATES[given.get("optimizer", "muon")], **given}
 
 
@@ -219,10 +218,4 @@ class Layout:
 
 
 def option_of(name: str) -> str:
-    """The option of the command line for a field.
-
-    Example:
-      >>> option_of("batch_size")
-      '--batch-size'
-    """
     return f"--{name.replace('_', '-')}"

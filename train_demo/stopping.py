@@ -79,21 +79,15 @@ def _set_handlers(handlers: dict[Any, Any]) -> None:
 
 
 def _watch(reader: socket.socket, say: Callable[[str], Any]) -> None:
-    """Reads the numbers of signals until the socket is closed."""
-    timers = []
-    while numbers := reader.recv(1):
-        if numbers[0] == signal.SIGTERM:
-            timers.append(threading.Timer(GRACE, _end))
-            timers[-1].daemon = True
-            timers[-1].start()
-        if numbers[0] in STOPPING:
-            with suppress(OSError):
-                say(STOPPING[signal.Signals(numbers[0])])
-    for timer in timers:
-        timer.cancel()
-
-
-def _end() -> None:
-    with suppress(OSError, ValueError, AttributeError):
-        os.write(sys.stderr.fileno(), TOO_LATE)
-    os._exit(128 + signal.SIGTERM)
+    """Reads the numbers of signals until the socket is closed; ends the process where that takes too long."""
+    try:
+        while numbers := reader.recv(1):
+            if numbers[0] == signal.SIGTERM:
+                reader.settimeout(GRACE)
+            if numbers[0] in STOPPING:
+                with suppress(OSError):
+                    say(STOPPING[signal.Signals(numbers[0])])
+    except TimeoutError:
+        with suppress(OSError, ValueError, AttributeError):
+            os.write(sys.stderr.fileno(), TOO_LATE)
+        os._exit(128 + signal.SIGTERM)

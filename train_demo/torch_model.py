@@ -43,32 +43,27 @@ def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Squared ReLU, GELU or SwiGLU between two matrices."""
+    """Squared ReLU between two matrices."""
 
-    def __init__(self, features: int, kind: str) -> None:
+    def __init__(self, features: int) -> None:
         super().__init__()
-        self.kind = kind
-        width = 8 * features // 3 // 8 * 8 if kind == "swiglu" else 4 * features
-        self.widen, self.narrow = nn.Linear(features, width, bias=False), nn.Linear(width, features, bias=False)
-        self.gate = nn.Linear(features, width, bias=False) if kind == "swiglu" else None
+        self.widen, self.narrow = (
+            nn.Linear(features, 4 * features, bias=False),
+            nn.Linear(4 * features, features, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.widen(x)
-        if self.gate is not None:
-            hidden = F.silu(self.gate(x)) * hidden
-        else:
-            hidden = F.gelu(hidden, approximate="tanh") if self.kind == "gelu" else F.relu(hidden) ** 2
-        return self.narrow(hidden)
+        return self.narrow(F.relu(self.widen(x)) ** 2)
 
 
 class Block(nn.Module):
     """Attention, then a small network; each adds to its input."""
 
-    def __init__(self, features: int, heads: int, context_length: int, mlp: str) -> None:
+    def __init__(self, features: int, heads: int, context_length: int) -> None:
         super().__init__()
         self.attention_norm, self.network_norm = (nn.RMSNorm(features, EPSILON) for _ in range(2))
         self.attention = Attention(features, heads, context_length)
-        self.mlp = MLP(features, mlp)
+        self.mlp = MLP(features)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -97,25 +92,21 @@ class Transformer(nn.Module):
         features: int,
         heads: int,
         context_length: int,
-        mlp: str = "relu2",
-        head: str = "untied",
         token_shift: int = 2,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary_size, features)
         self.shift = TokenShift(token_shift, features) if token_shift else nn.Identity()
-        self.blocks = nn.ModuleList([Block(features, heads, context_length, mlp) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(features, heads, context_length) for _ in range(layers)])
         self.norm = nn.RMSNorm(features, EPSILON)
-        self.head = nn.Linear(features, vocabulary_size, bias=False) if head == "untied" else None
+        self.head = nn.Linear(features, vocabulary_size, bias=False)
 
     def forward(self, numbers: Tensor) -> Tensor:
         """Returns the logits of the token after each: int64 `[batch, length]` to `[batch, length, vocabulary]`."""
-        x = self.embedding(numbers)
-        x = self.shift(x if self.head is not None else x * x.shape[-1] ** 0.5)
+        x = self.shift(self.embedding(numbers))
         for block in self.blocks:
             x = block(x)
-        x = self.norm(x)
-        return x @ self.embedding.weight.T if self.head is None else self.head(x)
+        return self.head(self.norm(x))
 
 
 @torch.no_grad()

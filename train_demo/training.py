@@ -4,7 +4,7 @@ import contextlib
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +14,11 @@ import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
+from rich.cells import set_cell_size
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn
 
 from train_demo import checkpoint, mesh, metrics, processes, stopping
-from train_demo.console import SafeConsole, bar
 from train_demo.data import WINDOWS, Text, validation_windows
 from train_demo.errors import printable
 from train_demo.generate import generate
@@ -27,7 +29,7 @@ from train_demo.update import MOST_STEPS, State, make_optimizer, make_update, ma
 from train_demo.vocabulary import visible
 
 SAMPLE = 64  # tokens of what is written at each validation
-COLUMNS = 66  # of it on the terminal
+WIDTH = 66  # columns of it on the terminal
 DISPATCH = 0.25  # seconds of steps that are dispatched at once: so soon Ctrl-C is heeded, and the bar moves
 IN_STEP = 8  # steps in each dispatch of several processes, which must not disagree
 
@@ -41,7 +43,7 @@ class Run:
     out: Path
     layout: Layout
     mesh: jax.sharding.Mesh | None  # None on one device
-    console: SafeConsole
+    console: Console
     began: float  # of time.perf_counter
 
     @cached_property
@@ -57,6 +59,10 @@ class Run:
     def shardings(self) -> State | None:
         """Where the arrays of the state lie; None on one device."""
         return mesh.shardings(self.mesh, self.shapes)
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Shows a text on the terminal, which it cannot command."""
+        self.console.print(printable(text), style=style)
 
     def first_state(self) -> State:
         def draw() -> State:
@@ -104,8 +110,9 @@ def train(
     """Trains to the last step, or until Ctrl-C or SIGTERM; leaves checkpoints, metrics and pictures in the folder."""
     config = replace(config, settings=replace(config.settings, dtype=chosen_dtype(config.settings)))
     devices = mesh.make(layout.sizes(jax.device_count(), config.settings))
-    run = Run(config, text, out, layout, devices, SafeConsole(quiet), began)
-    options = (config.settings, config.sha256, config.vocabulary.name, config.earlier_ends, layout.alone(), resume)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
+    run = Run(config, text, out, layout, devices, console, began)
+    options = (config.settings, config.sha256, layout.alone(), resume)
     processes.refuse_differences("the options", repr(options))  # and every process has looked at the folder
     with mesh.use(devices), sole_writer(out) if layout.first else contextlib.nullcontext():
         if layout.first:
@@ -114,9 +121,9 @@ def train(
         _introduce(run, state, samples)
         step, state, stopped = _loop(run, start, state, samples)
         if stopped:
-            run.console.print(f"Stopped and saved at step {step}. Go on with:")
-            run.console.print(f"python -m train_demo --resume --out {_shell(out)}", soft_wrap=True)  # to be copied
-            run.console.print(f"Its pictures: python -m train_demo plot --out {_shell(out)}")
+            run.say(f"Stopped and saved at step {step}. Go on with:")
+            run.say(f"python -m train_demo --resume --out {shlex.quote(str(out))}")
+            run.say(f"Its pictures: python -m train_demo plot --out {shlex.quote(str(out))}")
             return 128 + stopped
         params = mesh.fetch(devices, state.params)
     if layout.first:
@@ -125,46 +132,48 @@ def train(
 
 
 def _restored(run: Run) -> tuple[int, State]:
-    restored = checkpoint.restore_newest(run.out, run.shapes._asdict(), run.console.print)
-    step = restored.step if restored else 0
+    restored = checkpoint.restore_newest(run.out, run.shapes._asdict(), run.say)
+    step, trees = restored or (0, {})
     processes.refuse_differences("the checkpoints", str(step))
     if run.layout.first:
         checkpoint.delete_after(run.out, step)
-    if restored is None:
-        run.console.print(f"{run.out} holds no finished checkpoint: starting from the beginning")
+    if not step:
+        run.say(f"{run.out} holds no finished checkpoint: starting from the beginning")
         return 0, run.first_state()
-    run.console.print(f"Going on from the checkpoint of step {step}")
-    state = State(**restored.trees)
+    run.say(f"Going on from the checkpoint of step {step}")
+    state = State(**trees)
     return step, jax.device_put(state) if run.mesh is None else state
 
 
 def _introduce(run: Run, state: State, samples: bool) -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     devices = "" if run.mesh is None else f"{run.mesh.size} x "
-    run.console.print(f"{size:,} parameters on {devices}{jax.devices()[0].device_kind}; compiling a training step ...")
+    run.say(f"{size:,} parameters on {devices}{jax.devices()[0].device_kind}; compiling a training step ...")
     if samples:
-        run.console.print("in the samples ␣ is a space, ↵ the end of a line, ⇥ a tab", style="dim")
+        run.say("in the samples ␣ is a space, ↵ the end of a line, ⇥ a tab", style="dim")
 
 
 def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State, int | None]:
     """Trains from after `start`; returns the last step, its state, and the number of the signal that stopped it."""
-    settings, ends = run.config.settings, {*run.config.earlier_ends, run.config.settings.steps}
+    settings = run.config.settings
     updates, validate = _programs(run)
     characters, windows = _inputs(run)
     step, unread, dispatch = start, list[tuple[range, Array]](), Dispatch(run.layout.num_processes is not None)
     tokens = settings.batch_size * settings.context_length
     log = metrics.Log(run.out if run.layout.first else None, start, math.log(len(run.text.vocabulary)), run.began)
+    columns = (SpinnerColumn(), *Progress.get_default_columns(), MofNCompleteColumn())
     with (
         contextlib.closing(log),
-        stopping.heeded(run.console.print, run.layout.num_processes is not None) as stop_request,
-        bar(run.console, start, settings) as show,
+        stopping.heeded(run.say, run.layout.num_processes is not None) as stop_request,
+        Progress(*columns, console=run.console) as progress,
     ):
+        task = progress.add_task("compiling", total=settings.steps, completed=start)
         while step < settings.steps:
-            end = min(step + dispatch.steps, next_stop(step, ends, settings.eval_every, settings.save_every))
+            end = min(step + dispatch.steps, next_stop(step, settings.steps, settings.eval_every, settings.save_every))
             state, losses = updates(state, step + 1, end - step, characters)
             unread.append((range(step + 1, end + 1), losses))
             step = end
-            stop, last = stop_request.asked(), step in ends
+            stop, last = stop_request.asked(), step == settings.steps
             measure, keep = last or step % settings.eval_every == 0, last or stop or step % settings.save_every == 0
             # Reading losses waits for them: a dispatch late, when the device has the next one to do.
             while len(unread) > (0 if measure or keep else 1):
@@ -172,12 +181,13 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
                 for number, loss in zip(taken, np.asarray(losses), strict=False):  # there are fewer steps than places
                     last_loss = log.loss("loss", number, loss)
                     if number == start + 1:
-                        run.console.print(f"the first step is done {log.seconds:.1f} s after the start")
+                        run.say(f"the first step is done {log.seconds:.1f} s after the start")
                 dispatch.took(len(taken))
-                show(taken[-1], last_loss, tokens * dispatch.speed)
+                shown = f"loss {last_loss:.3f}, {tokens * dispatch.speed:,.0f} tokens/s"
+                progress.update(task, description=shown, completed=taken[-1])
             if measure:
                 val_loss = log.loss("val_loss", step, validate(state.params, windows))
-                run.console.print(f"step {step:>6}  validation loss {val_loss:.4f}")
+                run.say(f"step {step:>6}  validation loss {val_loss:.4f}")
                 if samples:
                     _sample(run, log, step, state.params)
             if keep:
@@ -194,23 +204,16 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
     return step, state, stop_request.number
 
 
-def next_stop(step: int, last: Iterable[int], *every: int) -> int:
-    """Finds the first step after `step` that a dispatch must not go beyond.
-
-    Example:
-      >>> next_stop(10, [14, 100], 4, 200)
-      12
-    """
-    return min([end for end in last if end > step] + [step + number - step % number for number in every])
+def next_stop(step: int, last: int, *every: int) -> int:
+    """Finds the first step after `step` that a dispatch must not go beyond."""
+    return min(last, *(step + number - step % number for number in every))
 
 
 def _programs(run: Run) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Makes what takes steps, and what validates, both of which compile when they are called first."""
-    config, settings, packed = run.config, run.config.settings, run.text.packed
-    update = make_update(run.blueprint[0], settings, config.earlier_ends, run.layout, packed)
-    # The windows are not accumulated.
-    structure, _ = blueprint(len(run.text.vocabulary), settings, replace(run.layout, accumulate=1))
-    return make_updates(update, run.shardings), make_validate(structure, packed)
+    structure, _ = run.blueprint
+    update = make_update(structure, run.config.settings, run.layout, run.text.packed)
+    return make_updates(update, run.shardings), make_validate(structure, run.text.packed)
 
 
 def _inputs(run: Run) -> tuple[Array, Array]:
@@ -229,7 +232,7 @@ def _sample(run: Run, log: metrics.Log, step: int, params: Params) -> None:
         with mesh.leave():
             text = _written(run, run.alone(params), SAMPLE)
         log.sample(step, prompt, text)
-        run.console.print(f"{'':13}{one_line(prompt + text)}", style="dim")
+        run.say(f"{'':13}{one_line(prompt + text)}", style="dim")
 
 
 def _written(run: Run, model: Transformer, tokens: int) -> str:
@@ -238,37 +241,31 @@ def _written(run: Run, model: Transformer, tokens: int) -> str:
 
 def one_line(text: str) -> str:
     """Shows the beginning of a text on one line of a terminal."""
-    from rich.cells import set_cell_size
-
-    return set_cell_size(printable(visible(text)), COLUMNS).rstrip()
+    return set_cell_size(printable(visible(text)), WIDTH).rstrip()
 
 
 def _conclude(run: Run, step: int, steps_per_second: float, tokens_per_second: float) -> None:
     """Says what the report says, too: the speed, and the loss at the end."""
     if tokens_per_second:
         speed = f"{1000 / steps_per_second:,.1f} ms a step: {tokens_per_second:,.0f} tokens/s"
-        run.console.print(f"{speed}, without compiling, validation and saving")
+        run.say(f"{speed}, without compiling, validation and saving")
     if run.layout.first:
         loss, number = metrics.mean_of_last(metrics.read(run.out))
-        run.console.print(f"step {step:>6}  training loss {loss:.4f}, the mean of the last {number} steps")
+        run.say(f"step {step:>6}  training loss {loss:.4f}, the mean of the last {number} steps")
         metrics.write_resources(run.out, run.mesh, tokens_per_second)
 
 
 def _finish(run: Run, model: Transformer) -> None:
     from train_demo import plots, report  # Matplotlib takes half a second, and no step needs it
 
-    out, prompt, console = run.out, run.config.prompt, run.console
-    console.print("Drawing the pictures, and writing a sample ...")
+    out, prompt = run.out, run.config.prompt
+    run.say("Drawing the pictures, and writing a sample ...")
     plots.draw(out, model, run.config)
     report.write(out, run.config)
     text = _written(run, model, 500)
-    console.rule("a sample", style="dim")
-    console.print(prompt + text)
-    console.rule(style="dim")
-    console.print(f"{out} holds report.html, loss.png, attention.png, metrics.jsonl and the checkpoints. More text:")
-    again = f" {_shell('--prompt=' + prompt)}" if printable(prompt) == prompt else ""  # else it could not be copied
-    console.print(f"python -m train_demo sample {_shell(f'--out={out}')}{again}", soft_wrap=True)
-
-
-def _shell(argument: Path | str) -> str:
-    return shlex.quote(str(argument))
+    run.console.rule("a sample", style="dim")
+    run.say(prompt + text)
+    run.console.rule(style="dim")
+    run.say(f"{out} holds report.html, loss.png, attention.png, metrics.jsonl and the checkpoints. More text:")
+    options = [f"--out={out}", f"--prompt={prompt}"] if printable(prompt) == prompt else [f"--out={out}"]
+    run.say(f"python -m train_demo sample {shlex.join(options)}")

@@ -1,7 +1,7 @@
 """The pure functions of training: one update of the state, or several, and the loss over the validation windows."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from train_demo.settings import Layout, Settings
 # By the name of the layer: the axes that Muon takes for the rows and for the columns of a matrix.
 _heads_out, _heads_in = MuonDimensionNumbers(0, (1, 2)), MuonDimensionNumbers((0, 1), 2)
 ORTHOGONALIZED = dict.fromkeys(("query", "key", "value"), _heads_out) | {"out": _heads_in}
-ORTHOGONALIZED |= {name: MuonDimensionNumbers(0, 1) for name in ("widen", "gate", "narrow")}
+ORTHOGONALIZED |= {name: MuonDimensionNumbers(0, 1) for name in ("widen", "narrow")}
 # Coefficients of the steps that make a matrix roughly orthogonal, each `a X + b (X X^T) X + c (X X^T)^2 X`: the first
 # three of the five of Dion (arXiv 2504.05295). The other two make singular values more alike, which took time and gave
 # the same loss.
@@ -38,25 +38,13 @@ class State(NamedTuple):
     optimizer: optax.OptState
 
 
-Validate = Callable[[Params, Int[Array, "C W T+1"]], Float[Array, ""]]
-
-
-def make_optimizer(settings: Settings, earlier_ends: Sequence[int] = ()) -> optax.GradientTransformation:
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     """The optimizer; the learning rate warms up, then falls linearly to 0 at the last step.
 
     Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon) makes the momentum of each matrix orthogonal, so that
     all directions learn at one speed; AdamW has what is no matrix between features: embedding, head, scales.
-
-    Args:
-      settings: The run's numbers.
-      earlier_ends: The last steps that the run had before it was extended. Up to each of them the learning rate is
-        what it was then, so that a step which has to be repeated gives the same bits.
     """
-    schedules = [_schedule(settings.learning_rate, steps) for steps in (*earlier_ends, settings.steps)]
-    schedule = schedules[0]
-    if earlier_ends:
-        starts = (0, *earlier_ends)
-        schedule = optax.join_schedules([_shifted(*pair) for pair in zip(schedules, starts, strict=True)], earlier_ends)
+    schedule = _schedule(settings.learning_rate, settings.steps)
     if settings.optimizer == "adamw":
         adamw = optax.adamw(schedule, b2=0.99, weight_decay=0.1, mask=_matrices)
         return optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -72,7 +60,6 @@ Step = Callable[[State, Int[Array, ""], Int[Array, " S"]], tuple[State, Float[Ar
 def make_update(
     structure: nnx.GraphDef[Transformer],
     settings: Settings,
-    earlier_ends: tuple[int, ...] = (),
     layout: Layout | None = None,
     packed: bool = False,
 ) -> Step:
@@ -81,7 +68,7 @@ def make_update(
     The batch and the dropout are drawn from the seed and the step alone, so that a resumed run draws the same ones.
     (Dropout of an accumulated batch depends on how it is split, too.)
     """
-    optimizer, layout = make_optimizer(settings, earlier_ends), layout or Layout()
+    optimizer, layout = make_optimizer(settings), layout or Layout()
 
     def loss_of(params: Params, windows: Int[Array, "B T+1"], key: Key[Array, ""]) -> Float[Array, ""]:
         return _loss(nnx.merge(structure, params), windows, nnx.Rngs(dropout=key), layout.remat, packed)
@@ -135,23 +122,16 @@ def _accumulated(
     key: Key[Array, ""],
     rounds: int,
 ) -> tuple[Float[Array, ""], Params]:
-    """Computes the loss and its gradients in rounds, in each of which every part of the mesh has a few windows.
-
-    Each part adds up its own gradients, which is why they have an axis for the parts: they are added up over the parts
-    once, after the last round.
-    """
-    parts = mesh.batch_parts()
-    windows = mesh.split_batch(windows.reshape(rounds, parts, -1, windows.shape[-1]), axis=1)
-    keys = jax.random.split(key, (rounds, parts))
-    of_parts = jax.vmap(jax.value_and_grad(loss_of), (None, 0, 0), spmd_axis_name=mesh.BATCH)
+    """Computes the loss and its gradients in rounds, one after the other."""
+    windows = mesh.split_batch(windows.reshape(rounds, -1, windows.shape[-1]), axis=1)
 
     def add(total: tuple[Array, Params], some: tuple[Array, Array]) -> tuple[tuple[Array, Params], None]:
-        loss, gradients = jax.tree.map(jnp.add, total, of_parts(params, *some))
-        return (loss, mesh.one_per_part(gradients)), None
+        loss, gradients = jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, *some))
+        return (loss, mesh.as_stored(gradients)), None
 
-    zeros = jax.tree.map(lambda array: jnp.zeros((parts, *array.shape), array.dtype), params)
-    total, _ = jax.lax.scan(add, (jnp.zeros(parts), mesh.one_per_part(zeros)), (windows, keys))
-    return jax.tree.map(lambda array: array.sum(0) / (rounds * parts), total)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    total, _ = jax.lax.scan(add, (jnp.zeros(()), zeros), (windows, jax.random.split(key, rounds)))
+    return jax.tree.map(lambda array: array / rounds, total)
 
 
 def make_validate(structure: nnx.GraphDef[Transformer], packed: bool = False) -> jax.stages.Wrapped:
@@ -165,16 +145,8 @@ def make_validate(structure: nnx.GraphDef[Transformer], packed: bool = False) ->
     return jax.jit(validate)
 
 
-class Packed(NamedTuple):
-    """Windows of several documents: the tokens, the document of each, and whether it is the first of its document."""
-
-    numbers: Int[Array, "*B T"]
-    segment_ids: Int[Array, "*B T"]
-    first: Bool[Array, "*B T"]
-
-
-def unpack(windows: Int[Array, "*B T"]) -> Packed:
-    """Takes the marks off the first tokens of documents.
+def unpack(windows: Int[Array, "*B T"]) -> tuple[Int[Array, "*B T"], Int[Array, "*B T"], Bool[Array, "*B T"]]:
+    """Takes the marks off the first tokens of documents: returns the tokens, their documents, and where marks were.
 
     Example:
       >>> numbers, segment_ids, first = unpack(jnp.array([7, 8, 5 | FIRST, 6]))
@@ -182,12 +154,12 @@ def unpack(windows: Int[Array, "*B T"]) -> Packed:
       ([7, 8, 5, 6], [0, 0, 1, 1], [False, False, True, False])
     """
     first = windows >= FIRST
-    return Packed(windows % FIRST, jnp.cumsum(first, axis=-1, dtype=jnp.int32), first)
+    return windows % FIRST, jnp.cumsum(first, axis=-1, dtype=jnp.int32), first
 
 
 def predicted_share(windows: Int[Array, "*B T+1"]) -> Float[Array, ""]:
     """Computes the share of the tokens after the first of each window that are predicted."""
-    return 1 - unpack(windows).first[..., 1:].mean()
+    return 1 - (windows[..., 1:] >= FIRST).mean()
 
 
 def _schedule(learning_rate: float, steps: int) -> optax.Schedule:
@@ -195,11 +167,6 @@ def _schedule(learning_rate: float, steps: int) -> optax.Schedule:
     rising = optax.linear_schedule(learning_rate / max(warm_up, 1), learning_rate, warm_up)
     falling = optax.linear_schedule(learning_rate, 0.0, steps - warm_up)
     return optax.join_schedules([rising, falling], [warm_up]) if warm_up else falling
-
-
-def _shifted(schedule: optax.Schedule, start: int) -> optax.Schedule:
-    """Undoes that `optax.join_schedules` counts the steps of each schedule from its own start."""
-    return lambda count: schedule(count + start)
 
 
 def _matrices(params: Params) -> Params:

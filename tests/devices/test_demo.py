@@ -59,7 +59,7 @@ def seen(name, settings=SETTINGS):
         params = initial_params(VOCABULARY, settings, params_at)
         state = State(params, jax.jit(optimizer.init, out_shardings=optimizer_at)(params))
         text = mesh.put(over, TEXT)
-        update = compiled(make_update(structure, settings, (), layout), shardings)
+        update = compiled(make_update(structure, settings, layout), shardings)
         program = update.lower(state, np.int32(1), text).compile()
         held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
         losses = []
@@ -99,13 +99,6 @@ def test_fsdp_holds_an_eighth_and_sends_no_activations():
     assert activations not in shapes
 
 
-def test_accumulation_adds_up_over_the_devices_once():
-    assert "/while/body" in seen("accumulate").hlo
-    assert [in_loop for _, in_loop in reduced(seen("accumulate").hlo) if in_loop] == []
-    gradients = [sizes for sizes, _ in reduced(seen("accumulate").hlo) if max(sizes) > 1]
-    assert len(gradients) == 1
-
-
 @functools.cache
 def planned(name):
     number = 1 if name == "alone" else 8
@@ -114,9 +107,9 @@ def planned(name):
 
 @pytest.mark.parametrize("name", ["fsdp", "tensor", "accumulate"])
 def test_the_plan_knows_the_memory(name):
-    memory = planned(name).memory
+    memory = planned(name)
     assert sum(memory.values()) == pytest.approx(seen(name).memory, rel=0.15)
-    assert memory["parameters"] + memory["optimizer state"] == seen(name).held
+    assert memory["state and text"] == seen(name).held + TEXT.nbytes + 4  # and the number of the step
 
 
 def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
@@ -133,7 +126,7 @@ def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
         if layout is not None:
             at = shardings(layout)
             like = mesh.placed(mesh.make(layout.sizes(8, SETTINGS)), shapes)
-        found = checkpoint.restore_newest(tmp_path, {"params": like}, pytest.fail).trees["params"]
+        found = checkpoint.restore_newest(tmp_path, {"params": like}, pytest.fail)[1]["params"]
         for leaf, saved in zip(*map(jax.tree.leaves, (found, params)), strict=True):
             np.testing.assert_array_equal(leaf, saved, strict=True)
         assert at is None or all(
