@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.arguments import Arguments, canonical
+from flax_mha.call.arguments import Arguments, CallArguments, canonical
 from flax_mha.call.operands import ScoreMod, Sharding
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Explanation, Implementation
@@ -42,6 +42,19 @@ def dot_product_attention(
     return_residual: Literal[True],
     **arguments: Unpack[Arguments],
 ) -> tuple[Array, Array]: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    implementation: Implementation | None = ...,
+    return_residual: bool = ...,
+    return_max_score: Literal[True],
+    **arguments: Unpack[Arguments],
+) -> tuple[Array, ...]: ...
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -66,9 +79,10 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     implementation: Implementation | None = None,
     return_residual: bool = False,
+    return_max_score: bool = False,
     precision: lax.PrecisionLike = None,
     qkv_sharding: Sharding | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Scaled dot-product attention of many heads, exact, in memory that grows linearly with the lengths.
 
     For each head, with the softmax over the visible keys in float32 at least::
@@ -126,6 +140,7 @@ def dot_product_attention(
         supports nearly every argument; it has never been timed on a TPU, so None never selects it. All have derivatives
         of every order, in forward and reverse mode.
       return_residual: Also return the log-sum-exp of the scores.
+      return_max_score: Also return the largest visible score of each head, as QK-Clip needs it.
       precision: Of the matrix products; None means `jax.default_matmul_precision`.
       qkv_sharding: How a mesh splits the batch axes and heads of `query`, and of key and value alike, say
         `jax.P("data", None, "model")`; fewer key heads than devices are the same on several of them. Every device then
@@ -135,7 +150,9 @@ def dot_product_attention(
 
     Returns:
       [B..., T, N, Hv] in the dtype of `query`; with `return_residual` also the log-sum-exp [B..., T, N] (float32, or
-      float64 for such inputs; -inf where all keys are masked), differentiable too.
+      float64 for such inputs; -inf where all keys are masked), differentiable too. With `return_max_score` also, and
+      last, the maximum [B..., N], in the same dtype, over the scores that a softmax sees, without sinks: -inf if all
+      are masked, NaN if the log-sum-exp of a query is; it has no gradient.
 
     Raises:
       ValueError: If arguments do not fit together, or if `score_mod` or a `mask_mod` leaves an array that it looks up;
@@ -177,11 +194,14 @@ def dot_product_attention(
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
         return_residual=return_residual,
+        return_max_score=return_max_score,
         precision=precision,
         qkv_sharding=qkv_sharding,
     )
-    output, lse = dispatch.run(call, implementation)
-    return (output, lse) if return_residual else output  # type: ignore[return-value]  # then lse is an array
+    output, lse, *max_score = dispatch.run(call, implementation)
+    if return_residual:
+        return (output, lse, *max_score)  # type: ignore[arg-type]  # then lse is an array
+    return (output, *max_score) if max_score else output
 
 
 def explain_implementation(
@@ -193,7 +213,7 @@ def explain_implementation(
     *,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[CallArguments],
 ) -> Explanation:
     """Explains which implementation computes a call of `dot_product_attention`, and why the others do not.
 

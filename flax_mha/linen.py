@@ -99,6 +99,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         positions: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
         store_keys: bool = False,
         qkv_sharding: Sharding | None = None,
+        sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
@@ -122,6 +123,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           positions: For `rope`: [B..., T] or [T], or a pair for queries and keys; None counts.
           store_keys: Keep keys, values and their `lengths` in the cache, for cross-attention by later calls.
           qkv_sharding: Sharding of query, key and value [B..., T, N, H]; see `dot_product_attention`.
+          sow_max_score: Sow the largest visible score of each head [B..., N] as `attention_max_score` in the collection
+            `intermediates`, as QK-Clip needs it.
 
         Returns:
           The output.
@@ -151,6 +154,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             positions=positions,
             store_keys=store_keys,
             qkv_sharding=qkv_sharding,
+            sow_max_score=sow_max_score,
         )
         if arrays is not None:  # now that nothing has raised
             for variable, x in zip(variables, arrays, strict=False):
@@ -342,6 +346,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         score_mod: ScoreMod | None = None,
         positions: Int[Array, "*B T"] | None = None,
         qkv_sharding: Sharding | None = None,
+        sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
@@ -358,6 +363,7 @@ class SelfAttention(MultiHeadDotProductAttention):
           score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
           positions: Of the tokens, for `rope`.
           qkv_sharding: Sharding of query, key and value.
+          sow_max_score: Sow the largest visible score of each head.
 
         Returns:
           The output.
@@ -375,6 +381,7 @@ class SelfAttention(MultiHeadDotProductAttention):
             score_mod=score_mod,
             positions=positions,
             qkv_sharding=qkv_sharding,
+            sow_max_score=sow_max_score,
         )
 
     explain = nn.nowrap(

@@ -227,6 +227,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         score_mod: ScoreMod | None = None,
         positions: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
         store_keys: bool = False,
+        sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
@@ -261,6 +262,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           store_keys: Keep this call's keys, values and their `lengths` in the cache, for cross-attention: later calls
             that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k`, and decoding. Those
             calls take no mask object, `score_mod` or window, for which they would have to know their position.
+          sow_max_score: Sow the largest visible score of each head [B..., N] as `nnx.Intermediate` variable
+            `attention_max_score`, as QK-Clip needs it.
 
         Returns:
           The output.
@@ -316,6 +319,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             positions=positions,
             store_keys=store_keys,
             qkv_sharding=qkv_sharding,
+            sow_max_score=sow_max_score,
         )
         if arrays is not None:  # now that nothing has raised
             self._write(arrays, store_keys)

@@ -24,8 +24,11 @@ def attention(
     added=None,
     keep=None,
     cotangents=None,
+    return_max_score=False,
 ):
     """(output, lse), and given their cotangents also the gradients of query, key, value, bias and sinks.
+
+    With `return_max_score` the largest score per head follows the log-sum-exp.
 
     `added` [..., N, T, S] is what a `score_mod` adds to the scores; -inf hides. Its gradient comes first of all.
     `keep` [..., N, T, S] is what dropout multiplies the weights with.
@@ -68,6 +71,8 @@ def attention(
         lse = (np.log(total) + np.where(largest == -np.inf, 0, largest))[..., 0]
     keep = np.ones(()) if keep is None else keep
     answer = np.moveaxis((weights * keep) @ v, -3, -2), np.moveaxis(lse, -2, -1)
+    if return_max_score:
+        answer = *answer, scores.max((-2, -1), initial=-np.inf)
     if cotangents is None:
         return answer
 

@@ -30,12 +30,15 @@ def call(case, implementation, arrays, traced, **more):
 
 
 def gradients(case, implementation, arrays, cotangents, traced, **more):
-    """Output, log-sum-exp and all gradients. A log-sum-exp of -inf takes part in no loss, so its cotangent is 0."""
+    """What is returned, and all gradients. A log-sum-exp of -inf takes part in no loss, so its cotangent is 0.
+
+    Neither has the largest score an effect on any gradient.
+    """
 
     def loss(arrays):
-        output, lse = call(case, implementation, arrays, traced, **more)
-        total = jnp.sum(output * cotangents[0]).astype(lse.dtype)
-        return total + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) * cotangents[1]), (output, lse)
+        output, lse, *max_score = answer = call(case, implementation, arrays, traced, **more)
+        total = jnp.sum(output * cotangents[0]).astype(lse.dtype) + sum(map(jnp.sum, max_score))
+        return total + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) * cotangents[1]), answer
 
     grads, answer = jax.grad(loss, has_aux=True)(arrays)
     return answer, [grads[name] for name in case.shapes]  # jax sorts the names of a dict
@@ -62,9 +65,11 @@ def terms(case):
 def test_forward_and_gradients_under_jit(name, implementation):
     case = CASES[name]
     arrays, cotangents = case.arrays(), case.cotangents()
-    answer, grads = jax.jit(lambda a, c, t: gradients(case, implementation, a, c, t))(arrays, cotangents, case.traced)
+    more = {"return_max_score": True}
+    run = jax.jit(lambda a, c, t: gradients(case, implementation, a, c, t, **more))
+    answer, grads = run(arrays, cotangents, case.traced)
 
-    expected, expected_grads = oracle.attention(**arrays, **case.traced, **case.static, cotangents=cotangents)
+    expected, expected_grads = oracle.attention(**arrays, **case.traced, **case.static, cotangents=cotangents, **more)
     for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
         assert got.shape == want.shape
         assert_close(got, want, terms(case))

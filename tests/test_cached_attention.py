@@ -87,6 +87,23 @@ def test_a_sequence_without_room_answers_nan_and_keeps_its_cache(number):
         assert np.asarray(old).tobytes() == np.asarray(now).tobytes()
 
 
+@pytest.mark.parametrize("window", [None, (WINDOW, 0)])
+def test_the_largest_scores_of_all_calls(window):
+    """Together they have that of the whole sequence; one that finds no room has NaN."""
+    attend = jax.jit(functools.partial(cached_attention, local_window_size=window, return_max_score=True))
+    cache, largest = empty(per_row=True, window=window and window[0]), []
+    for first, end in ((0, 20), (20, 30), (30, 31)):
+        output, cache, max_score = attend(*cut(X, first, end), cache)
+        np.testing.assert_allclose(output, in_full(X, local_window_size=window)[:, first:end], rtol=0, atol=1e-5)
+        largest.append(max_score)
+    _, expected = in_full(X, local_window_size=window, return_max_score=True)
+    np.testing.assert_allclose(np.max(largest, 0), expected, rtol=1e-6)
+    if window is None:
+        *_, max_score = attend(*cut(X, 0, 20), cache.truncate([31, 5]))
+        assert np.isnan(max_score[0]).all()
+        assert np.isfinite(max_score[1]).all()
+
+
 @pytest.mark.core
 def test_padding_needs_no_room():
     """A prompt that is padded beyond the cache, with a bias for each slot."""

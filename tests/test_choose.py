@@ -131,6 +131,7 @@ NOT_FUSED = {
     "sinks": (inputs(), {"sinks": jnp.zeros(N)}, "sinks"),
     "score_mod": (inputs(), {"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
     "residual": (inputs(), {"return_residual": True}, "return_residual"),
+    "largest score": (inputs(), {"return_max_score": True}, "return_max_score needs the running maximum"),
     "window ahead": (inputs(), {"local_window_size": (100, 5)}, "window must end"),
     "window ahead only": (inputs(), {"local_window_size": (None, 5)}, "window must end"),
     "offset": (inputs(), {"is_causal": True, "query_offset": 7}, "window must end"),

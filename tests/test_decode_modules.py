@@ -206,23 +206,28 @@ def test_attention_functions_of_flax(api, window):
 
 @pytest.mark.parametrize("kind", SLOTS)
 def test_sown_weights(kind):
-    """Of every slot; in a ring of the slots and then the new tokens, by position."""
+    """Of every slot; in a ring of the slots and then the new tokens, by position. Also the largest score."""
     module = Linen(**EVERYTHING)
 
     @functools.partial(jax.jit, static_argnums=0)
     def sowing(layer, x, variables):
         mutable = [*variables, "intermediates"]
-        output, changed = layer.apply({"params": module.params, **variables}, x, sow_weights=True, mutable=mutable)
-        return output, changed.get("cache"), changed["intermediates"]["attention_weights"][0]
+        sow = {"sow_weights": True, "sow_max_score": True}
+        output, changed = layer.apply({"params": module.params, **variables}, x, **sow, mutable=mutable)
+        [weights], [max_score] = (changed["intermediates"][f"attention_{name}"] for name in ("weights", "max_score"))
+        return output, changed.get("cache"), weights, max_score
 
     module.start(SLOTS[kind], per_row=False)
     causal = module.layer.clone(decode=False)
-    causal = jax.jit(functools.partial(causal.apply, is_causal=True, sow_weights=True, mutable=["intermediates"]))
+    sow = {"sow_weights": True, "sow_max_score": True, "mutable": ["intermediates"]}
+    causal = jax.jit(functools.partial(causal.apply, is_causal=True, **sow))
     expected, sown = causal({"params": module.params}, X[:, :48])
-    whole, outputs, cache = sown["intermediates"]["attention_weights"][0], [], module.cache
+    whole, outputs, largest, cache = sown["intermediates"]["attention_weights"][0], [], [], module.cache
     for first, end in ((0, 40), (40, 47), (47, 48)):
-        output, cache, last = sowing(module.layer, X[:, first:end], {"cache": cache})
+        output, cache, last, max_score = sowing(module.layer, X[:, first:end], {"cache": cache})
         outputs.append(output)
+        largest.append(max_score)
+    np.testing.assert_allclose(np.max(largest, 0), sown["intermediates"]["attention_max_score"][0], rtol=1e-5)
     np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
     slots = cache["cached_key"].shape[1]
     assert last.shape == (B, N, 1, slots + (kind == "ring"))

@@ -111,6 +111,7 @@ REFUSED = {
     "window of floats": ({"local_window_size": 1.5}, "local_window_size must be .*got 1.5"),
     "causal as a number": ({"is_causal": 1}, "is_causal must be True or False, but got 1"),
     "residual as a string": ({"return_residual": "yes"}, "return_residual must be True or False, but got 'yes'"),
+    "max score as a number": ({"return_max_score": 1}, "return_max_score must be True or False, but got 1"),
     "broadcast as None": ({"broadcast_dropout": None}, "broadcast_dropout must be True or False, but got None"),
     "scale NaN": ({"scale": float("nan")}, "scale must be one finite number, but got nan"),
     "scale a vector": ({"scale": jnp.ones(2)}, r"scale must be one number, but got an array of shape \(2,\)"),

@@ -65,7 +65,8 @@ def both_ways(call):
 
 
 def attend(query, key, value, **arguments):
-    return dot_product_attention(query, key, value, implementation="xla", return_residual=True, **arguments)
+    more = {"return_residual": True, "return_max_score": True}
+    return dot_product_attention(query, key, value, implementation="xla", **more, **arguments)
 
 
 def assert_same(got, expected, tolerance=1e-5):
@@ -118,7 +119,7 @@ def derivatives(name, second):
         given = dict(static)
         if "score_mod" in given:
             given["score_mod"] = sloped(slopes)
-        output, lse = attend(query, key, value, **learned, **given)
+        output, lse, _ = attend(query, key, value, **learned, **given)
         return jnp.sin(output).sum() + jnp.cos(jnp.where(lse == -jnp.inf, 0, lse)).sum()
 
     def run(x):
@@ -179,9 +180,10 @@ def test_one_block_in_bfloat16(monkeypatch):
 def test_a_mapped_axis_of_length_0():
     query, key, value = (jnp.zeros((0, *x.shape)) for x in arrays(1))
     call = functools.partial(attend, key_value_seq_lengths=INDEX)
-    output, lse = jax.vmap(call)(query, key, value)
+    output, lse, max_score = jax.vmap(call)(query, key, value)
     assert output.shape == (0, *BATCH, 1, N, HV)
     assert lse.shape == (0, *BATCH, 1, N)
+    assert max_score.shape == (0, *BATCH, N)
 
 
 @pytest.mark.parametrize("shared", ["nothing", "query", "keys", "lengths"])

@@ -289,6 +289,31 @@ def test_sown_weights_are_those_of_flax(case):
     assert_close(result, expected)
 
 
+def test_sown_largest_scores():
+    """Those of the heads, in float32 whatever the dtype; the output, its gradient and `explain` know of them."""
+    module, x = make_quickly(OURS, dtype=jnp.bfloat16), normal(0, BATCH, QUERIES, FEATURES)
+    query, key, value = module.query(x), module.key(x), module.value(x)
+    with jax.numpy_dtype_promotion("standard"):
+        _, expected = flax_mha.dot_product_attention(query, key, value, is_causal=True, return_max_score=True)
+
+    @functools.partial(nnx.jit, static_argnums=2)
+    def run(module, x, sows):
+        def loss(module, x):
+            output, sown = nnx.capture(module, nnx.Intermediate)(x, is_causal=True, sow_max_score=sows)
+            return jnp.sin(output.astype(jnp.float32)).sum(), nnx.to_pure_dict(sown)
+
+        return nnx.value_and_grad(loss, argnums=1, has_aux=True)(module, x)
+
+    (value, sown), gradient = run(module, x, True)
+    [max_score] = sown["attention_max_score"]
+    assert max_score.dtype == jnp.float32
+    np.testing.assert_allclose(max_score, expected, rtol=1e-2)
+    (plain, nothing), plain_gradient = run(module, x, False)
+    assert nothing == {}
+    assert_close((value, gradient), (plain, plain_gradient))
+    assert "return_max_score" in module.explain(x, sow_max_score=True).refusals["cudnn"][0]
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sown_weights_have_the_dtype_of_the_module(dtype):
     _, sown = capture(make_quickly(OURS, dtype=dtype), normal(0, BATCH, QUERIES, FEATURES))

@@ -64,9 +64,8 @@ def program(score_mod, arguments, implementation, causal, mask):
         given = dict(given)
         slopes = given.pop("slopes", None)
         mod = {} if slopes is None else {"score_mod": SCORE_MODS[score_mod](slopes)}
-        outputs = dot_product_attention(
-            **given, **static, **mod, is_causal=causal, implementation=implementation.split()[0], return_residual=True
-        )
+        more = {"is_causal": causal, "return_residual": True, "return_max_score": True}
+        outputs = dot_product_attention(**given, **static, **mod, **more, implementation=implementation.split()[0])
         return sum(jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in outputs), outputs
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -74,7 +73,9 @@ def program(score_mod, arguments, implementation, causal, mask):
 
 def run(given, **which):
     (_, outputs), gradients = jax.device_get(program(**{"mask": True} | which)(given))
-    return dict(zip(("output", "lse"), outputs, strict=True)) | {f"d_{name}": x for name, x in gradients.items()}
+    return dict(zip(("output", "lse", "max_score"), outputs, strict=True)) | {
+        f"d_{name}": x for name, x in gradients.items()
+    }
 
 
 def given_arrays(score_mod, arguments):
@@ -168,7 +169,10 @@ def visible_is_seen(*, mask=True, **which):
             assert np.isnan(got["output"][rows]).any(-1).all()
         np.testing.assert_array_equal(got["output"][~rows], want["output"][~rows])
         np.testing.assert_array_equal(got["lse"][~rows], want["lse"][~rows])
+        heads = rows.any(1)
+        np.testing.assert_array_equal(got["max_score"][~heads], want["max_score"][~heads])
         if mask:
+            assert np.isnan(got["max_score"][heads]).all()
             unseen = ~rows.any(-1)
             np.testing.assert_array_equal(got["d_query"][unseen], want["d_query"][unseen])
             assert all(np.isfinite(x).all() for gradient, x in got.items() if gradient.startswith("d_"))

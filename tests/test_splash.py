@@ -369,6 +369,7 @@ REFUSED = {
     "dropout": (abstract(), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
     "score_mod": (abstract(), {"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
     "residual": (abstract(), {"return_residual": True}, "return_residual"),
+    "largest score": (abstract(), {"return_max_score": True}, "return_max_score needs the running maximum"),
     "offset as data": (abstract(), {"is_causal": True, "query_offset": lengths(7, 9)}, "query_offset"),
     "scale as data": (abstract(), {"scale": jnp.float32(0.3)}, "scale"),
     "precision": (abstract(), {"precision": "highest"}, "this asks for highest"),

@@ -27,6 +27,7 @@ x = jnp.ones((1, 8, 2, 4))
 mask: Mask = CausalMask() & flax_mha.LocalMask(3, 0) | ~SegmentMask(jnp.ones(8, int), jnp.ones(8, int))
 output: jax.Array = flax_mha.dot_product_attention(x, x, x, mask=mask, is_causal=True, query_offset=jnp.array([3]))
 both: tuple[jax.Array, jax.Array] = flax_mha.dot_product_attention(x, x, x, return_residual=True, key_value_offset=1)
+most: tuple[jax.Array, ...] = flax_mha.dot_product_attention(x, x, x, return_max_score=True, scale=0.5)
 chosen: str = flax_mha.explain_implementation(x, x, x, local_window_size=(3, None)).chosen
 other: jax.Array = flax_mha.attention_fn(x, x, x, scale=0.5, implementation="xla")
 attention = flax_mha.MultiHeadAttention(
@@ -42,6 +43,7 @@ crossed: jax.Array = linen.MultiHeadAttention(num_heads=2, decode=True, per_row=
 cache = flax_mha.kv_cache.KVCache.create(1, 9, num_kv_heads=2, head_size=4, window=None, per_row=True)
 decoded: jax.Array
 decoded, cache = flax_mha.cached_attention.cached_attention(x, x, x, cache.truncate(0), lengths=jnp.array([3]))
+decoded, cache, largest = flax_mha.cached_attention.cached_attention(x, x, x, cache, scale=0.5, return_max_score=True)
 convert.from_torch({}, num_heads=2, prefix="layers.0.")
 convert.load_torch(attention, {}, "layers.0.", check_options=False)
 convert.load_torch(flax_mha.MultiHeadAttention(**convert.describe({}, layer=3), rngs=nnx.Rngs(0)), {})
@@ -66,6 +68,8 @@ a1 = flax_mha.dot_product_attention(x, x, x, is_casual=True)
 a2 = flax_mha.dot_product_attention(x, x, x, local_window_size="9")
 a3 = flax_mha.dot_product_attention(x, x, x, implementation="flash")
 a4 = flax_mha.dot_product_attention(x, x, x, return_residual=True, logit_soft_cap=1.0)
+a6 = flax_mha.dot_product_attention(x, x, x, return_max_scores=True)
+a7: str = flax_mha.dot_product_attention(x, x, x, return_max_score=True)
 a5: str = flax_mha.dot_product_attention(x, x, x)
 b1 = flax_mha.explain_implementation(x, x, x, query_offst=3)
 b2 = flax_mha.explain_implementation(x, x, x, mask=flax_mha.CausalMask)
@@ -90,6 +94,7 @@ i2 = attention(x, store_key=True)
 i3 = flax_mha.rope.RoPE(theta=10000.0)
 i4 = flax_mha.kv_cache.KVCache.create(1, 9, 2, 4, per_rows=True)
 i5 = flax_mha.cached_attention.cached_attention(x, x, x, x)
+i0 = flax_mha.cached_attention.cached_attention(x, x, x, cache, is_causal=True)
 i6 = attention.init_cache((1, 9, 8), per_row="yes")
 i7 = train_demo.train(step=3)
 i8 = train_demo.train(steps="3")
@@ -143,5 +148,5 @@ def test_right_uses_are_right(reported):
 def test_every_mistake_is_reported(reported):
     lines = {int(line.split(":")[1]) for line in reported["wrong"]}
     mistakes = {n for n, line in enumerate(WRONG.splitlines(), 1) if line[:1] in "abcdefghi" and line[1:2].isdigit()}
-    assert len(mistakes) == 33
+    assert len(mistakes) == 36
     assert lines == mistakes

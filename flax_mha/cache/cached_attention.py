@@ -1,7 +1,7 @@
 """`cached_attention`: attention of new tokens over those in a cache and themselves."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +11,19 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha.cache.kv_cache import Appended, KVCache
 from flax_mha.cache.write import by_device
-from flax_mha.call.arguments import Arguments, Scoring, check_inputs, check_scoring, check_window, given_mask, with_keys
+from flax_mha.call.arguments import (
+    CallArguments,
+    CommonArguments,
+    Scoring,
+    check_inputs,
+    check_scoring,
+    check_window,
+    given_mask,
+    with_keys,
+)
 from flax_mha.call.operands import Call, Output, ScoreMod, Sharding
 from flax_mha.core.tile import Offsets
-from flax_mha.core.tracing import readable, target_of, varying_alike
+from flax_mha.core.tracing import T, readable, target_of, varying_alike
 from flax_mha.core.validation import Shape
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Implementation
@@ -24,6 +33,34 @@ from flax_mha.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
 Run = Callable[[Call, Implementation | None], Output]
 
 
+@overload
+def cached_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    cache: KVCache,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    lengths: ArrayLike | None = ...,
+    implementation: Implementation | None = ...,
+    return_max_score: Literal[False] = ...,
+    **arguments: Unpack[CommonArguments],
+) -> tuple[Array, KVCache]: ...
+@overload
+def cached_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    cache: KVCache,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    lengths: ArrayLike | None = ...,
+    implementation: Implementation | None = ...,
+    return_max_score: Literal[True],
+    **arguments: Unpack[CommonArguments],
+) -> tuple[Array, KVCache, Array]: ...
 def cached_attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B T K H"],
@@ -42,9 +79,10 @@ def cached_attention(
     dropout_rng: Array | None = None,
     broadcast_dropout: bool = False,
     implementation: Implementation | None = None,
+    return_max_score: bool = False,
     precision: lax.PrecisionLike = None,
     qkv_sharding: Sharding | None = None,
-) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
+) -> tuple[Array, KVCache] | tuple[Array, KVCache, Array]:
     """Causal attention of T new tokens over the tokens in a cache and themselves; they are added to the cache.
 
     Token i of a sequence stands at position `cache.index + i`. Any split of a sequence into calls gives what
@@ -72,12 +110,13 @@ def cached_attention(
       dropout_rng: Key of `jax.random`.
       broadcast_dropout: Drop the same weights in every batch entry and head.
       implementation: Which one; None chooses. A named one gets keys and values as arrays, all that the cache can hold.
+      return_max_score: Also return the largest visible score of each head; see `dot_product_attention`.
       precision: Of the matrix products.
       qkv_sharding: How a mesh splits the query, and the cache alike.
 
     Returns:
-      The output, and the cache with the new tokens. Under `jit`, a sequence whose tokens find no room returns NaN, and
-      its cache is left as it was.
+      The output, the cache with the new tokens and, with `return_max_score`, the maximum [B..., N]. Under `jit`, a
+      sequence whose tokens find no room returns NaN, and its cache is left as it was.
 
     Raises:
       ValueError: If arguments do not fit together, or if there is no room and the index is known.
@@ -99,7 +138,7 @@ def cached_attention(
         raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
     key, value = jnp.asarray(key), jnp.asarray(value)
     cache.check_fits(key, value)
-    return over_cache(
+    return over_cache(  # type: ignore[return-value]  # of so many
         dispatch.run,
         query,
         key,
@@ -117,6 +156,7 @@ def cached_attention(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
+        return_max_score=return_max_score,
         precision=precision,
         qkv_sharding=qkv_sharding,
     )
@@ -132,8 +172,8 @@ def over_cache(
     mask: ArrayLike | Mask | None = None,
     lengths: ArrayLike | None = None,
     implementation: Implementation | None = None,
-    **arguments: Unpack[Arguments],
-) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
+    **arguments: Unpack[CallArguments],
+) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
     """Computes `cached_attention` by a function that runs calls, or that explains them instead.
 
     If it is not known whether the cache is empty, the call of an empty one is run first, then the other. The caller has
@@ -155,16 +195,16 @@ def over_cache(
     is_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
     by_slot = not (is_known and number <= length) and any(map(_differs_by_slot, (bias, mask)))
     if (is_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
-        output = run(step.call(False, in_place), implementation)[0]
+        output, _, *max_score = run(step.call(False, in_place), implementation)
     else:
 
-        def compute(is_empty: bool) -> Array:
-            output, _ = run(step.call(is_empty, in_place), implementation)
-            # Inside `jax.shard_map`, both may vary over the same axes of a mesh.
-            return varying_alike((output, new.arrays))[0]
+        def compute(is_empty: bool) -> list[Array]:
+            output, _, *max_score = run(step.call(is_empty, in_place), implementation)
+            # Inside `jax.shard_map`, all may vary over the same axes of a mesh.
+            return varying_alike(([output, *max_score], new.arrays))[0]
 
-        output = _by_emptiness(compute, cache)
-    return appended.checked(output), new
+        output, *max_score = _by_emptiness(compute, cache)
+    return appended.checked(output), new, *map(appended.checked, max_score)
 
 
 class Step(NamedTuple):
@@ -251,7 +291,7 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
     return keys, values, first
 
 
-def _by_emptiness(compute: Callable[[bool], Array], cache: KVCache) -> Array:
+def _by_emptiness(compute: Callable[[bool], T], cache: KVCache) -> T:
     """Calls `compute(empty)`, with both if it is not known whether the cache is empty."""
     if not readable(cache.index):
         return lax.cond(jnp.all(cache.index == 0), lambda: compute(True), lambda: compute(False))

@@ -333,11 +333,12 @@ class Appended(NamedTuple):
     tokens: Int[Array, "..."]
     room: Bool[Array, "..."] | bool
 
-    def checked(self, output: Float[Array, "*B T N Hv"]) -> Float[Array, "*B T N Hv"]:
-        """Sets the output of a sequence whose tokens found no room to NaN: nothing is lost silently."""
+    def checked(self, x: Array) -> Array:
+        """Sets a result for a sequence whose tokens found no room to NaN: nothing is lost silently."""
         if self.room is True:
-            return output
-        return jnp.where(jnp.asarray(self.room)[..., None, None, None], output, jnp.nan)
+            return x
+        own_axes = (None,) * (x.ndim - len(self.cache.batch))
+        return jnp.where(jnp.asarray(self.room)[(..., *own_axes)], x, jnp.nan)
 
 
 def _check_floating(dtype: DTypeLike) -> None:

@@ -31,18 +31,11 @@ from flax_mha.masks.function import functions_of
 LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
 
-class Arguments(TypedDict, total=False):
-    """The keyword arguments of `dot_product_attention` that describe the scores."""
+class CommonArguments(TypedDict, total=False):
+    """The keyword arguments of `dot_product_attention` that `cached_attention` has, too."""
 
     scale: float | ArrayLike | None
-    is_causal: bool
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
     local_window_size: int | tuple[int | None, int | None] | None
-    query_offset: int | ArrayLike
-    key_value_offset: int | ArrayLike
-    query_segment_ids: ArrayLike | None
-    key_value_segment_ids: ArrayLike | None
     logits_soft_cap: float | None
     sinks: ArrayLike | None
     score_mod: ScoreMod | None
@@ -51,6 +44,24 @@ class Arguments(TypedDict, total=False):
     broadcast_dropout: bool
     precision: lax.PrecisionLike
     qkv_sharding: Sharding | None
+
+
+class Arguments(CommonArguments, total=False):
+    """The keyword arguments of `dot_product_attention` that describe the scores."""
+
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    query_offset: int | ArrayLike
+    key_value_offset: int | ArrayLike
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+
+
+class CallArguments(Arguments, total=False):
+    """The same, and what else a call returns besides the output."""
+
+    return_max_score: bool
 
 
 def check_inputs(
@@ -247,10 +258,10 @@ def canonical(
     mask: ArrayLike | Mask | None = None,
     *,
     return_residual: bool = False,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[CallArguments],
 ) -> Call:
     """Checks the arguments of `dot_product_attention` and combines all that masks scores into one mask."""
-    if unknown := arguments.keys() - Arguments.__optional_keys__:
+    if unknown := arguments.keys() - CallArguments.__optional_keys__:
         raise TypeError(f"dot_product_attention() got an unexpected keyword argument {min(unknown)!r}")
     query, key, value, shape = check_inputs(query, key, value)
     scoring = check_scoring(query, shape, arguments, target_of((query, key, value)), return_residual)
@@ -281,7 +292,7 @@ class Scoring(NamedTuple):
 
 
 def check_scoring(
-    query: Array, shape: Shape, arguments: Arguments, target: Target, return_residual: bool = False
+    query: Array, shape: Shape, arguments: CallArguments, target: Target, return_residual: bool = False
 ) -> Scoring:
     """Checks the arguments that do not depend on keys."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
@@ -302,6 +313,7 @@ def check_scoring(
         sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
         has_known_sizes=False,  # set with the keys
         dtype=dtype,
+        return_max_score=_flag("return_max_score", arguments.get("return_max_score", False)),
     )
     sinks = check_sinks(arguments.get("sinks"), shape)
     return Scoring(query, sinks, captured, constants, scale_array, dropout_rng if rate else None, options)

@@ -17,9 +17,10 @@ from flax_mha.masks import Mask
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
-# Output, and log-sum-exp; None where a kernel keeps that to itself.
-Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None]
-OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]
+# Output, and log-sum-exp; None where a kernel keeps that to itself. With `return_max_score` also the largest score of
+# each row, of which `distributed/dispatch.py` makes that of each head.
+Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None, *tuple[Float[Array, "*B T N"], ...]]
+OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"], *tuple[Float[Array, "*B T N"], ...]]
 
 Axes = str | tuple[str, ...] | None  # the mesh axes that split one axis of an array
 Strategy = Literal["ring", "ulysses", "allgather"]
@@ -161,6 +162,7 @@ class Options(NamedTuple):
     dtype: jnp.dtype
     cached: bool = False
     ring: bool = False
+    return_max_score: bool = False
 
 
 class Call(NamedTuple):

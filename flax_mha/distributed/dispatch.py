@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from flax_mha.call.operands import Call, Context, Operands, Options, Output
 from flax_mha.core.tracing import being_traced
@@ -33,7 +33,7 @@ PORTABLE = ("xla", "blockwise")
 
 
 def run(call: Call, implementation: str | None) -> Output:
-    """Computes output and log-sum-exp of a call by the implementation that is named or chosen.
+    """Computes output, log-sum-exp and, if asked for, largest score [B..., N] by the implementation named or chosen.
 
     Raises:
       ValueError: If there is no such implementation.
@@ -44,12 +44,25 @@ def run(call: Call, implementation: str | None) -> Output:
     parts = split_of(call)
     if parts is None:
         call = call if call.options.sharding is None else _unsplit(call)
-        return _attention_of(call, implementation)(call)
-    if call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
+        results = _attention_of(call, implementation)(call)
+    elif call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
         explain(call, implementation)  # raises what computing it would raise
-        return _empty_output(call, parts)
-    on_mesh = run_on_mesh if being_traced() else _compiled_on_mesh
-    return on_mesh(call.operands, call.options, parts, _run_part(implementation, parts.context))
+        results = _empty_output(call, parts)
+    else:
+        on_mesh = run_on_mesh if being_traced() else _compiled_on_mesh
+        results = on_mesh(call.operands, call.options, parts, _run_part(implementation, parts.context))
+    if not call.options.return_max_score:
+        return results
+    output, lse = results[:2]
+    return output, lse, _max_score(lse, results[-1])
+
+
+@jax.jit
+def _max_score(lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]) -> Float[Array, "*B N"]:
+    """The largest score of each head, from those of its rows; NaN if a row is NaN; without a gradient."""
+    lse, largest = lax.stop_gradient((lse, largest))
+    largest = jnp.max(largest, axis=-2, initial=-jnp.inf)
+    return jnp.where(jnp.isnan(lse).any(-2), jnp.nan, largest)  # XLA's maximum may lose NaN
 
 
 def explain(call: Call, implementation: str | None) -> Explanation:

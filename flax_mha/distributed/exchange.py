@@ -6,6 +6,7 @@ DeepSpeed Ulysses, arXiv:2309.14509. "allgather" collects all keys and values, f
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -32,9 +33,7 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Output]) -> O
     operands = operands._replace(query=query, key=key, value=value)
     if is_zigzag:
         operands = slices.reorder_keys(operands, np.argsort(order), and_queries=True)
-    output, lse = attend(Call(operands, options))
-    dimension = output.ndim - 3
-    return to_positions(output, dimension), None if lse is None else to_positions(lse, dimension)
+    return jax.tree.map(lambda x: to_positions(x, query.ndim - 3), attend(Call(operands, options)))
 
 
 def allgather(call: Call, context: Context, attend: Callable[[Call], Output]) -> Output:
@@ -54,6 +53,4 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Output]) ->
         first = slices.chunk_of(rank, number, devices) * length
         part = slices.slice_call(operands, axes, (number * length, length), None, (first, 0))
         results.append(attend(Call(part, options)))
-    outputs, residuals = zip(*results, strict=True)
-    lse = None if residuals[0] is None else jnp.concatenate(residuals, -2)
-    return jnp.concatenate(outputs, -3), lse
+    return jax.tree.map(lambda *x: jnp.concatenate(x, operands.query.ndim - 3), *results)

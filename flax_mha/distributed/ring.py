@@ -109,10 +109,10 @@ def ring_attention(call: Call, context: Context, implementation: str | None) -> 
     if implementation is not None:
         registry.check_computes(implementation, _refusals(implementation, _first_slice(call, context)))
     operands, (ring, inner) = call.operands, _ring_of(call, context, implementation or DEFAULT)
-    output, lse = _ring(ring, _trainable(inner), inner)
+    output, lse, *largest = _ring(ring, _trainable(inner), inner)
     if operands.sinks is not None:
         output, lse = _with_sinks(output, lse, operands.sinks[..., None, :].astype(lse.dtype))
-    return output.astype(operands.query.dtype), lse
+    return output.astype(operands.query.dtype), lse, *largest
 
 
 def explain(call: Call, context: Context, implementation: str | None) -> Explanation:
@@ -160,7 +160,7 @@ def _trainable(operands: Operands) -> Trainable:
     return Trainable(*(getattr(operands, name) for name in Trainable._fields))
 
 
-def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> OutputAndLse:
+def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> tuple[Array, Array]:
     """Adds to the softmax one more score, which has no value."""
     # Rows that saw NaN or infinity stay as they are, and have no gradient; so do those without any score.
     proper = (lse < jnp.inf) & ((lse > -jnp.inf) | (sinks > -jnp.inf))
@@ -186,15 +186,18 @@ def _ring(ring: Ring, trainable: Trainable, operands: Operands) -> OutputAndLse:
         return (ring.for_pairs(merge)(merged), following), None
 
     nothing = State(jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, features), dtype))
+    if ring.options.return_max_score:
+        nothing = nothing._replace(largest=nothing.running_max)
     state = nothing, slices.travelling_arrays(operands, ring.axes)
     (merged, _), _ = lax.scan(hop, state, jnp.arange(ring.size, dtype=jnp.int32))
-    return online_softmax.finish(merged)
+    output, lse, largest = online_softmax.finish(merged)
+    return (output, lse) if largest is None else (output, lse, largest)
 
 
 def _flatten_rows(state: State) -> State:
     """Makes the rows of all heads one axis."""
     rows = state.running_sum.size
-    return State(*(x.reshape(rows, *x.shape[state.running_sum.ndim :]) for x in state))
+    return jax.tree.map(lambda x: x.reshape(rows, *x.shape[state.running_sum.ndim :]), state)
 
 
 def _merge(merged: State, chunk: Scalar, result: OutputAndLse) -> State:
@@ -203,12 +206,14 @@ def _merge(merged: State, chunk: Scalar, result: OutputAndLse) -> State:
     To the running softmax a result is one more key, whose score is the log-sum-exp and whose value is the output. The
     state is a maximum and a sum: a merged log-sum-exp would be rounded in every hop, and errors of large scores add up.
     """
-    output, lse = result
+    output, lse, *largest = result
     before = _rows(merged, chunk, lse.shape[-2], lse.ndim - 2)
     values = output.reshape(lse.size, output.shape[-1])
     after = online_softmax.update(_flatten_rows(before), lse.reshape(lse.size, 1), lambda weights: weights * values)
+    if before.largest is not None:  # of scores, not of log-sum-exps
+        after = after._replace(largest=lax.max(before.largest, *largest))
     put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk * lse.shape[-2], axis=lse.ndim - 2)
-    return State(*(put(x, rows.reshape(old.shape)) for x, rows, old in zip(merged, after, before, strict=True)))
+    return jax.tree.map(lambda x, rows, old: put(x, rows.reshape(old.shape)), merged, after, before)
 
 
 def _rows(results: T, chunk: Scalar, size: int, axis: int) -> T:
@@ -223,6 +228,7 @@ def _forward(ring: Ring, trainable: Trainable, operands: Operands) -> tuple[Outp
 
 def _backward(ring: Ring, saved: tuple, cotangents: OutputAndLse) -> tuple[Trainable, None]:
     trainable, operands, known = saved
+    ring = ring._replace(options=ring.options._replace(return_max_score=False))  # which has no gradient
     operands = operands._replace(**trainable._asdict())
     dtype, rank = ring.options.dtype, lax.axis_index(ring.axis)
     axis = operands.query.ndim - 3
@@ -238,9 +244,9 @@ def _backward(ring: Ring, saved: tuple, cotangents: OutputAndLse) -> tuple[Train
         def add(i: Scalar, j: Scalar, sums: Trainable) -> Trainable:
             def result(own: Trainable) -> OutputAndLse:
                 part = ring.wide_slice(held._replace(**own._asdict()), source, i, j)
-                return ring.hop(part, rows(known, i))
+                return ring.hop(part, rows(known[:2], i))
 
-            [gradients] = jax.vjp(result, own)[1](rows(cotangents, i))
+            [gradients] = jax.vjp(result, own)[1](rows(cotangents[:2], i))
             return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, gradients)
 
         sums = ring.for_pairs(add)(sums)

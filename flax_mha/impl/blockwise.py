@@ -20,6 +20,7 @@ from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, accumu
 from flax_mha.core.tile import Tile, pad
 from flax_mha.core.tracing import varying_alike, varying_as
 from flax_mha.impl import dense
+from flax_mha.impl.dense import ResultsOfHead
 from flax_mha.impl.implementation import Implementation, name_residuals
 from flax_mha.impl.shared import nonfinite, online_softmax, schedule
 from flax_mha.impl.shared.derivatives import Function
@@ -66,11 +67,11 @@ def _all_heads(
     looped_axes = plan.looped_axes
     if looped_axes is not None and not blocks.single:
         looped_axes = max([looped_axes, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
-    known = None if result is None else from_caller(*result, operands.groups)
+    known = None if result is None else from_caller(result[0], result[1], operands.groups)
     one_head = functools.partial(blockwise_head, plan.tiling, blocks.single and plan.fuses_rows)
     operands_of_heads = varying_alike((head, blocks, known))
-    output, lse = map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.vmap_batch)
-    return to_caller(output, lse, operands.query.dtype)
+    results = map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.vmap_batch)
+    return to_caller(results, operands.query.dtype)
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
@@ -85,8 +86,8 @@ def blockwise_head(
     tiling: Tiling,
     fuse_rows: bool,
     operands: tuple[Head, BlockMask, tuple[Float[Array, "T Hv"], Float[Array, " T"]] | None],
-) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    """Output and log-sum-exp of one head.
+) -> ResultsOfHead:
+    """Output, log-sum-exp and, if they are asked for, largest scores of one head.
 
     Args:
       tiling: How the scores are cut.
@@ -99,8 +100,8 @@ def blockwise_head(
     known, rows = None, tiling.shape[0]
     if result is not None:
         known = pad(result[0], (rows, features)), pad(result[1][:, None], (rows, 1))[:, 0]
-    output, lse = _Attention.of(tiling, fuse_rows, head, blocks, known)
-    return output[:queries], lse[:queries]
+    results = [x[:queries] for x in _Attention.of(tiling, fuse_rows, head, blocks, known)]
+    return results[0], results[1], results[2] if head.rule.returns_max else None
 
 
 def _pad(head: Head, tiling: Tiling) -> Head:
@@ -122,9 +123,9 @@ def _pad(head: Head, tiling: Tiling) -> Head:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Attention(Function):
-    """Output and log-sum-exp of one head, from the leaves of its operands, block mask and, if known, result.
+    """The results of one head, from the leaves of its operands, block mask and, if known, output and log-sum-exp.
 
-    If it is known, only its derivatives compute anything.
+    If they are known, only their derivatives compute anything.
 
     Attributes:
       tiling: How the scores are cut.
@@ -135,7 +136,7 @@ class _Attention(Function):
 
     tiling: Tiling
     structure: Any
-    outputs: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
     fuse_rows: bool = False
 
     @classmethod
@@ -143,59 +144,63 @@ class _Attention(Function):
         """Calls it; `known` are output and log-sum-exp."""
         leaves, structure = jax.tree.flatten((head, blocks, known))
         (rows, _), dtype = tiling.shape, head.rule.dtype
-        shapes = (rows, head.value.shape[1]), (rows,)
+        shapes = (rows, head.value.shape[1]), *((rows,) for _ in range(1 + head.rule.returns_max))
         outputs = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-        return cls(tiling, structure, outputs, fuse_rows)(*leaves)  # type: ignore[arg-type]  # two
+        return cls(tiling, structure, outputs, fuse_rows)(*leaves)
 
-    def evaluate(self, *arguments: Any) -> tuple[Array, Array]:
-        """Computes both, or returns them if they are known."""
+    def evaluate(self, *arguments: Any) -> Sequence[Array]:
+        """Computes them, or returns them if they are known."""
         head, blocks, known = jax.tree.unflatten(self.structure, arguments)
         if known is not None:
             return known
         if self.fuse_rows:
-            return _output_of_single_tiles(self.tiling, True, head, blocks)
-        return _output(self.tiling, head, blocks)
+            return jax.tree.leaves(_output_of_single_tiles(self.tiling, True, head, blocks))
+        return jax.tree.leaves(_output(self.tiling, head, blocks))
 
     def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Computes both and their tangents, which are linear in those of the head."""
+        """Computes them and their tangents, which are linear in those of the head."""
         head, blocks, known = jax.tree.unflatten(self.structure, arguments)
-        result = known or name_residuals(*dataclasses.replace(self, fuse_rows=False)(*arguments))
+        output, lse, *largest = known or dataclasses.replace(self, fuse_rows=False)(*arguments)
+        result = known or name_residuals(output, lse)
         moved = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)]
-        return result, _tangent(self.tiling, head, blocks, result, jax.tree.unflatten(self.structure, moved)[0])
+        tangent = _tangent(self.tiling, head, blocks, result, jax.tree.unflatten(self.structure, moved)[0])
+        return [*result, *largest], [*tangent, *(None for _ in largest)]
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
+def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
     if blocks.single:
         return _output_of_single_tiles(tiling, False, head, blocks)
     rule, flags = head.rule, head.nonfinite
 
-    def row(own: tuple) -> tuple[Array, Array]:
+    def row(own: tuple) -> ResultsOfHead:
         i, blocks, q, q_flags = own
 
         def visit_tile(visit: TileVisit, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
             keys, values = visit.keys(head.key), visit.keys(head.value)
             own_flags = None if flags is None else NonfiniteFlags(visit.rows(q_flags), visit.keys(flags.key))
             s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, mask, own_flags)
-            before = online_softmax.State(*map(visit.rows, state))
+            before = jax.tree.map(visit.rows, state)
             after = online_softmax.update(before, s, lambda p: rule.weigh(p, values, visit.tile), row_poison)
-            return online_softmax.State(*map(visit.put_rows, state, after))
+            return jax.tree.map(visit.put_rows, state, after)
 
-        nothing = online_softmax.start(tiling.height, head.value.shape[1], head.inputs.sink, rule.dtype)
+        features, sink = head.value.shape[1], head.inputs.sink
+        nothing = online_softmax.start(tiling.height, features, sink, rule.dtype, rule.returns_max)
         return online_softmax.finish(over_keys(blocks, tiling, rule, i, visit_tile, varying_as(q, nothing)))
 
-    output, lse = lax.map(row, by_row(tiling, blocks, head.query, None if flags is None else flags.query))
-    return output.reshape(tiling.shape[0], head.value.shape[1]), lse.reshape(-1)
+    return _joined(lax.map(row, by_row(tiling, blocks, head.query, None if flags is None else flags.query)))
 
 
-def _output_of_single_tiles(
-    tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask
-) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
+def _joined(results: Any) -> ResultsOfHead:
+    return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
+
+
+def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> ResultsOfHead:
     attend = dense.fused_rows if fuse_rows else dense.plain_rows
     mask = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None
     flags = head.nonfinite
 
-    def row(own: tuple) -> tuple[Array, Array]:
+    def row(own: tuple) -> ResultsOfHead:
         i, blocks, q, q_flags = own
         tile = tiling.tile(
             i * tiling.height, element(blocks.column, 0, 0), (tiling.height, tiling.width), head.rule.offsets.values
@@ -211,8 +216,7 @@ def _output_of_single_tiles(
         return attend(part, tile, mask)
 
     rows = by_row(tiling, blocks, head.query, None if flags is None else flags.query)
-    output, lse = jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows)
-    return output.reshape(tiling.shape[0], head.value.shape[1]), lse.reshape(-1)
+    return _joined(jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows))
 
 
 def _tangent(

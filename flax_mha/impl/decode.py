@@ -48,6 +48,9 @@ from flax_mha.impl.shared.schedule import KeyBlocks
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
+# Output, log-sum-exp and, if they are asked for, largest scores of rows.
+Results = tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None]
+
 
 class BatchSlice(NamedTuple):
     """Queries of all batch entries, or of one, whose batch axes then have length 1, and what makes their scores.
@@ -96,12 +99,11 @@ def _differentiable(
     scale: Float[Array, ""],
     inputs: ScoreInputs,
     rule: ScoreRule,
-) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
+) -> OutputAndLse:
     query, key, value, scale, inputs, rule = varying_alike((query, key, value, scale, inputs, rule))
     groups, dtype = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
     queries = split_heads(query.astype(dtype) * scale.astype(dtype), groups)
-    output, lse = _mapped(blocks)(queries, key, value, inputs, rule)
-    return to_caller(output, lse, query.dtype)
+    return to_caller(_mapped(blocks)(queries, key, value, inputs, rule), query.dtype)
 
 
 @_differentiable.defjvp
@@ -117,7 +119,7 @@ def _differentiable_jvp(
     return jax.jvp(dense_of, primals[:5], tangents[:5])
 
 
-def _mapped(blocks: KeyBlocks) -> Callable[..., tuple[Array, Array]]:
+def _mapped(blocks: KeyBlocks) -> Callable[..., Results]:
     """Returns `_attend` with a rule for `jax.vmap`, which makes the mapped axis one more batch axis.
 
     Without this rule `jax.vmap` would compute both branches of every `lax.cond`, and visit for each entry as many
@@ -126,8 +128,8 @@ def _mapped(blocks: KeyBlocks) -> Callable[..., tuple[Array, Array]]:
     call = jax.custom_batching.custom_vmap(functools.partial(_attend, blocks))
 
     @call.def_vmap
-    def one_more_axis(size: int, is_batched: tuple, *operands: Any) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        def here(*operands: Any) -> tuple[Array, Array]:
+    def one_more_axis(size: int, is_batched: tuple, *operands: Any) -> tuple[Results, Any]:
+        def here(*operands: Any) -> Results:
             has_queries, *has_keys_and_values = is_batched[:3]
             if not (size and all(has_keys_and_values)):  # what all share would have to be copied for each
                 axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
@@ -137,7 +139,8 @@ def _mapped(blocks: KeyBlocks) -> Callable[..., tuple[Array, Array]]:
             queries = queries if has_queries else jnp.broadcast_to(queries, (len(others[0]), *queries.shape[1:]))
             return _mapped(blocks)(queries, *others)
 
-        return by_mapped_axis(here, operands, tuple(is_batched)), (True, True)
+        results = by_mapped_axis(here, operands, tuple(is_batched))
+        return results, jax.tree.map(lambda _: True, results)
 
     return call
 
@@ -149,48 +152,48 @@ def _attend(
     value: Float[Array, "*B S K Hv"],
     inputs: ScoreInputs,
     rule: ScoreRule,
-) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
+) -> Results:
     length = key.shape[-3]
     everything = BatchSlice((0,) * (queries.ndim - 4), queries, None, 0, inputs, rule)
 
     run, masks = _entries_in_turn if blocks.sequential else _blocks_of_rows, rule.masks_scores(inputs)
 
-    def in_one_block() -> tuple[Array, ...]:
+    def in_one_block() -> tuple[Results, Array]:
         blocks_of_all = KeyBlocks(blocks.height, length, sequential=False, block_diagonal=True)
         return _blocks_of_rows(blocks_of_all, everything._replace(query=queries.astype(blocks.whole_dtype)), key, value)
 
-    def again() -> tuple[Array, ...]:
+    def again() -> Results:
         part = everything
         if masks:  # else NaN and infinity propagate by themselves, if no product mixes heads
             flags = nonfinite.flag_rows(queries)
             part = part._replace(query=nonfinite.zero_rows(queries, flags), flags=flags)
-        return run(blocks._replace(block_diagonal=False), part, key, value)[:2]
+        return run(blocks._replace(block_diagonal=False), part, key, value)[0]
 
     may_be_whole = blocks.whole_dtype is not None and math.prod(queries.shape[:-1]) * length <= blocks.max_scores
     if may_be_whole:
         most_seen = _seen(blocks, everything, length).mean() > 0.5
-        output, lse, flag = lax.cond(most_seen, in_one_block, lambda: run(blocks, everything, key, value))
+        results, flag = lax.cond(most_seen, in_one_block, lambda: run(blocks, everything, key, value))
     else:
-        output, lse, flag = run(blocks, everything, key, value)
+        results, flag = run(blocks, everything, key, value)
     if masks or blocks.block_diagonal or may_be_whole:
-        finite = jnp.isfinite(output).all() & jnp.isfinite(flag).all()
-        output, lse = lax.cond(finite, lambda: (output, lse), again)
-    return output, lse
+        finite = jnp.isfinite(results[0]).all() & jnp.isfinite(flag).all()
+        results = lax.cond(finite, lambda: results, again)
+    return results
 
 
 def _entries_in_turn(
     blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array
-) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
+) -> tuple[Results, Float[Array, "..."]]:
     """As `_blocks_of_rows`, a batch entry after the other."""
     batch = part.query.shape[:-4]
 
-    def one_entry(i: Int[Array, ""]) -> tuple[Array, Array, Array]:
+    def one_entry(i: Int[Array, ""]) -> tuple[Results, Array]:
         place = jnp.unravel_index(i, batch)
         query, flags, inputs, rule = _of_entry((part.query, part.flags, part.inputs, part.rule), place)
         return _blocks_of_rows(blocks, BatchSlice(place, query, flags, part.row, inputs, rule), key, value)
 
     answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
-    return tuple(x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in answers)
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[len(batch) + 1 :]), answers)
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
@@ -206,14 +209,14 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
 
 def _blocks_of_rows(
     blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array
-) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "..."]]:
-    """Output and log-sum-exp, a block of queries after the other, and `_nonfinite_flag` of all products."""
+) -> tuple[Results, Float[Array, "..."]]:
+    """The results, a block of queries after the other, and `_nonfinite_flag` of all products."""
     length, axis = part.query.shape[-2], part.query.ndim - 2
     count = -(-length // blocks.height)
     if count == 1:
         return _rows(blocks, part, key, value)
 
-    def rows(row: Scalar) -> tuple[Array, Array, Array]:
+    def rows(row: Scalar) -> tuple[Results, Array]:
         query, flags = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, row, blocks.height, axis), (part.query, part.flags)
         )
@@ -221,25 +224,26 @@ def _blocks_of_rows(
 
     # The last block ends at the last query: it computes some queries of the one before again.
     firsts = np.minimum(np.arange(count) * blocks.height, length - blocks.height)
-    output, lse, flag = lax.map(rows, jnp.asarray(firsts, jnp.int32))
+    results, flag = lax.map(rows, jnp.asarray(firsts, jnp.int32))
     again = count * blocks.height - length
 
     def joined(x: Float[Array, "blocks ..."]) -> Float[Array, "..."]:
         return jnp.concatenate([*x[:-1], lax.slice_in_dim(x[-1], again, blocks.height, axis=axis)], axis=axis)
 
-    return joined(output), joined(lse), flag.sum(0)  # a sum passes NaN on
+    return jax.tree.map(joined, results), flag.sum(0)  # a sum passes NaN on
 
 
-def _rows(blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array) -> tuple[Array, Array, Array]:
+def _rows(blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array) -> tuple[Results, Array]:
     """As `_blocks_of_rows`, for one block of queries."""
     heads, dtype = part.query.shape[:-2], part.rule.dtype
-    state = online_softmax.start((*heads, blocks.height), value.shape[-1], part.inputs.sink, dtype)
+    shape = (*heads, blocks.height)
+    state = online_softmax.start(shape, value.shape[-1], part.inputs.sink, dtype, part.rule.returns_max)
     nothing = varying_as(part.query, (state, jnp.zeros(heads, dtype)))
     step = functools.partial(_step, blocks, part, key, value)
     begin, end = _visited(blocks, part, key.shape[-3])
     # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
     state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
-    return *online_softmax.finish(state), flag
+    return online_softmax.finish(state), flag
 
 
 def _step(

@@ -24,7 +24,8 @@ from flax_mha.impl.shared.schedule import DensePlan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import Mask
 
-OutputAndLseOfHead = tuple[Float[Array, "t Hv"], Float[Array, " t"]]
+# The largest scores are None, unless they are asked for.
+ResultsOfHead = tuple[Float[Array, "t Hv"], Float[Array, " t"], Float[Array, " t"] | None]
 
 
 def attention(call: Call) -> OutputAndLse:
@@ -46,12 +47,11 @@ def map_dense_heads(
 ) -> OutputAndLse:
     """Output, in this dtype, and log-sum-exp of heads [B..., K, G]."""
     one_head = functools.partial(dense_head, fuse_rows=fuse_rows)
-    output, lse = map_heads(one_head, head, head.query.ndim - 2, looped_axes, vmap_batch)
-    return to_caller(output, lse, dtype)
+    return to_caller(map_heads(one_head, head, head.query.ndim - 2, looped_axes, vmap_batch), dtype)
 
 
-def dense_head(head: Head, fuse_rows: bool = False) -> OutputAndLseOfHead:
-    """Output and log-sum-exp of one head: 0 and -inf for a row whose keys are all masked.
+def dense_head(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
+    """Output, log-sum-exp and largest scores of one head: 0, -inf and -inf for a row whose keys are all masked.
 
     Differentiable any number of times, forward and reverse.
 
@@ -67,24 +67,22 @@ def dense_head(head: Head, fuse_rows: bool = False) -> OutputAndLseOfHead:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _head(fuse_rows: bool, head: Head) -> OutputAndLseOfHead:
+def _head(fuse_rows: bool, head: Head) -> ResultsOfHead:
     return (fused_rows if fuse_rows else plain_rows)(head, _whole(head), head.rule.mask)
 
 
 @_head.defjvp
-def _head_jvp(
-    fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]
-) -> tuple[OutputAndLseOfHead, OutputAndLseOfHead]:
+def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> tuple[ResultsOfHead, ResultsOfHead]:
     [head], [tangent] = primals, tangents  # what `rule` and `nonfinite` hold has no gradient
 
-    def differentiable(query: Array, key: Array, value: Array, inputs: ScoreInputs) -> OutputAndLseOfHead:
+    def differentiable(query: Array, key: Array, value: Array, inputs: ScoreInputs) -> ResultsOfHead:
         return _differentiable(dataclasses.replace(head, query=query, key=key, value=value, inputs=inputs))
 
     primal, of_tangents = ((x.query, x.key, x.value, x.inputs) for x in (head, tangent))
     return jax.jvp(differentiable, primal, of_tangents)
 
 
-def plain_rows(head: Head, tile: Tile, mask: Mask | None) -> OutputAndLseOfHead:
+def plain_rows(head: Head, tile: Tile, mask: Mask | None) -> ResultsOfHead:
     """Output and log-sum-exp of the rows of a tile that see this tile alone; without gradients.
 
     All of `head` is the tile's own part. Keys and queries that are not finite are NaN, and so are their scores. A
@@ -110,7 +108,7 @@ def _with_flags(head: Head) -> Head:
     return dataclasses.replace(head, query=query, key=key, nonfinite=flags)
 
 
-def fused_rows(head: Head, tile: Tile, mask: Mask | None) -> OutputAndLseOfHead:
+def fused_rows(head: Head, tile: Tile, mask: Mask | None) -> ResultsOfHead:
     """As `plain_rows`, from flags with row scales.
 
     Written so that XLA's CPU can compile it into one kernel: if nobody asks for the log-sum-exp, no score is written to
@@ -138,7 +136,7 @@ def _shrunk(x: Float[Array, "n H"], row_scale: Float[Array, " n"]) -> tuple[Floa
     return x * factor.astype(x.dtype), jnp.where(is_large, one * 2.0**exponent, one)
 
 
-def _differentiable(head: Head, fuse_rows: bool = False) -> OutputAndLseOfHead:
+def _differentiable(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
     head = _with_flags(head)
     rule, whole = head.rule, _whole(head)
     products = checkpoint_name(rule.products(head.query, head.key), "attention_scores")
@@ -149,10 +147,11 @@ def _differentiable(head: Head, fuse_rows: bool = False) -> OutputAndLseOfHead:
     sees_nonfinite = (s != -jnp.inf) & (head.nonfinite.score_poison() == jnp.inf)
     poisoned = jnp.any(sees_nonfinite | jnp.isnan(s) | (s == jnp.inf), axis=1)
     s = jnp.where(poisoned[:, None], jnp.zeros_like(s), s)
-    output, lse = _softmax(s, head.value, head.inputs, rule, whole)
+    output, lse, largest = _softmax(s, head.value, head.inputs, rule, whole)
     return (
         jnp.where(poisoned[:, None], jnp.full_like(output, jnp.nan), output),
         jnp.where(poisoned, jnp.full_like(lse, jnp.nan), lse),
+        largest,
     )
 
 
@@ -163,13 +162,16 @@ def _softmax(
     rule: ScoreRule,
     tile: Tile,
     fused: bool = False,
-) -> OutputAndLseOfHead:
+) -> ResultsOfHead:
     lowest = jnp.finfo(s.dtype).min
     # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` gives it to visible ones.
     replaced = s.size > 0 and not (fused or inputs.bias is not None or rule.score_mod is not None)
     s = jnp.where(s == -jnp.inf, lowest, s) if replaced else s
     # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
     largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=None if replaced else -jnp.inf))
+    of_rows = None
+    if rule.returns_max:
+        of_rows = (jnp.where(largest <= lowest, -jnp.inf, largest) if replaced else largest)[:, 0]
     if inputs.sink is not None:
         largest = jnp.maximum(largest, lax.stop_gradient(inputs.sink))
     # XLA's CPU computes difference and exp faster if no other operation stands between them and the maximum.
@@ -181,11 +183,11 @@ def _softmax(
     products, total = name_residuals(rule.weigh(e, value, tile), total)
     if not replaced:
         divisor = jnp.maximum(total, 0.5)  # it is 0, if nothing is visible, or at least 1
-        return products / divisor, (jnp.log(divisor) + largest)[:, 0]
+        return products / divisor, (jnp.log(divisor) + largest)[:, 0], of_rows
     # A row that sees nothing weighs all masked values alike. XLA's maximum of a row of NaN may be -inf, its sum is NaN.
     sees_nothing = (largest <= lowest) & ~jnp.isnan(total)
     output = jnp.where(sees_nothing, 0, products) / jnp.where(sees_nothing, 1, total)
-    return output, jnp.where(sees_nothing, -jnp.inf, jnp.log(total) + largest)[:, 0]
+    return output, jnp.where(sees_nothing, -jnp.inf, jnp.log(total) + largest)[:, 0], of_rows
 
 
 def _whole(head: Head) -> Tile:

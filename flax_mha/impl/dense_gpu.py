@@ -61,12 +61,11 @@ def attention(call: Call) -> OutputAndLse:
 @functools.partial(jax.jit, static_argnames=("options", "dtype"))
 def _all_heads(operands: Operands, options: Options, dtype: jnp.dtype) -> OutputAndLse:
     head = varying_alike(heads_of(operands, options, "unchanged", dtype))
-    output, lse = map_heads(dense_head_on_gpu, head, head.query.ndim - 2)
-    return to_caller(output, lse, operands.query.dtype)
+    return to_caller(map_heads(dense_head_on_gpu, head, head.query.ndim - 2), operands.query.dtype)
 
 
-def dense_head_on_gpu(head: Head) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    """Output and log-sum-exp of one head: 0 and -inf for a row whose keys are all masked.
+def dense_head_on_gpu(head: Head) -> tuple[Float[Array, "T Hv"], Float[Array, " T"], Float[Array, " T"] | None]:
+    """Output, log-sum-exp and largest scores of one head: 0, -inf and -inf for a row whose keys are all masked.
 
     Differentiable any number of times, forward and reverse. The head's arrays hold what they held in the call, finite
     or not. The output has the dtype of the value.
@@ -80,7 +79,8 @@ def dense_head_on_gpu(head: Head) -> tuple[Float[Array, "T Hv"], Float[Array, " 
     s = _scores_of(products, inputs, rule, whole) if guards else rule.tile(products, inputs, whole, None)
     kept = rule.dropout_by_query(whole, s.dtype)
     output, lse = _attention(dot._replace(dtype=value.dtype), s, inputs.sink, kept, value)
-    return output, lse[:, 0]
+    largest = jnp.max(lax.stop_gradient(s), axis=1, initial=-jnp.inf) if rule.returns_max else None
+    return output, lse[:, 0], largest
 
 
 def _scores_of(products: Float[Array, "T S"], inputs: ScoreInputs, rule: ScoreRule, whole: Tile) -> Float[Array, "T S"]:

@@ -43,8 +43,8 @@ def attention(kernel: Attend, portable: Attend, operands: Operands, platform: st
         return kernel(operands)
     count = len(jaxpr.out_avals)  # without the log-sum-exp, if the kernel keeps it for itself
     functions = _Functions(of_leaves(kernel), lambda leaves: of_leaves(portable)(leaves)[:count], platform)
-    output, *lse = _Attention(functions, count, jaxpr)(*leaves)
-    return output, lse[0] if lse else None
+    output, *rows = _Attention(functions, count, jaxpr)(*leaves)
+    return (output, rows[0], *rows[1:]) if rows else (output, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,8 @@ class _Attention(Function):
         saving = self if self.places == places else self._with_gradient(places, arguments)
         outputs = saving(*arguments)
         results, saved = outputs[: self.num_results], outputs[self.num_results :]
-        results = [checkpoint_name(x, name) for x, name in zip(results, RESIDUALS, strict=False)]
+        named = [checkpoint_name(x, name) for x, name in zip(results, RESIDUALS, strict=False)]
+        results = [*named, *results[len(RESIDUALS) :]]
         tangent = _Tangent(self.functions, places, len(arguments), saving.pull, tuple(self.outputs[: self.num_results]))
         moved = tangent(*arguments, *saved, *(tangents[i] for i in places))
         own = [*results, *saved] if saving is self or self.places is None else self(*arguments)

@@ -4,6 +4,7 @@ Modules of ours do not call it: they find its `CoreAttention`, and call the core
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,6 +58,7 @@ def attention_fn(
     sinks: Array | None = None,
     score_mod: ScoreMod | None = None,
     qkv_sharding: Sharding | None = None,
+    max_score_module: Any = None,
 ) -> Array:
     """`flax_mha.dot_product_attention` for the `attention_fn=` of a Flax module, ours or Flax's own.
 
@@ -94,6 +96,8 @@ def attention_fn(
       sinks: [N].
       score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
       qkv_sharding: How a mesh splits the query.
+      max_score_module: Where to sow the largest visible score of each head [B..., N] as `attention_max_score`; None
+        does not.
 
     Returns:
       [B..., T, N, Hv].
@@ -137,20 +141,27 @@ def attention_fn(
         "broadcast_dropout": broadcast_dropout,
     }
     if jnp.iscomplexobj(query) or any(flax_only.values()):
-        _check_flax_computes(implementation=implementation, mask=mask if isinstance(mask, Mask) else None, **extra)
+        extra |= {"mask": mask if isinstance(mask, Mask) else None, "max_score_module": max_score_module}
+        _check_flax_computes(implementation=implementation, **extra)
         flax_only |= {"module": module, "force_fp32_for_softmax": force_fp32_for_softmax, "precision": precision}
         return _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_only)
     scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
     if module is not None:
         weights = attention_weights(query, key, **scored)
-        weights = weights if force_fp32_for_softmax else weights.astype(query.dtype)
-        module.sow(
-            nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", "attention_weights", weights
-        )
-    return dot_product_attention(query, key, value, implementation=implementation, **scored, **dropout)
+        _sow(module, "attention_weights", weights if force_fp32_for_softmax else weights.astype(query.dtype))
+    attend = functools.partial(dot_product_attention, implementation=implementation, **scored, **dropout)
+    if max_score_module is None:
+        return attend(query, key, value)
+    output, max_score = attend(query, key, value, return_max_score=True)
+    _sow(max_score_module, "attention_max_score", max_score)
+    return output
 
 
-FROM_MODULE = ("query", "key", "value", "dropout_rng", "dropout_rate", "module")
+def _sow(module: Any, name: str, x: Array) -> None:
+    module.sow(nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x)
+
+
+FROM_MODULE = ("query", "key", "value", "dropout_rng", "dropout_rate", "module", "max_score_module")
 STATIC = (bool, int, float, str, tuple)
 
 

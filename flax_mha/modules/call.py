@@ -83,6 +83,7 @@ def call_module(
     positions: Any,
     store_keys: bool,
     qkv_sharding: Any,
+    sow_max_score: bool = False,
 ) -> tuple[Float[Array, "*B T Dout"], Arrays | None]:
     """Computes the output of a module, and what its cache then holds: keys, values, and their index or lengths.
 
@@ -109,6 +110,7 @@ def call_module(
     ours = by_sequence | {"mask": mask, "bias": bias, "sinks": flax.sinks, "score_mod": score_mod}
     ours |= {name: getattr(module, name) for name in OPTIONS}
     ours["is_causal"] = is_causal if is_causal is not False and keys in ("inputs", "cache") else None
+    ours["max_score_module"] = module if sow_max_score else None
     ours["qkv_sharding"] = _attention_sharding(module, core, qkv_sharding, query)
     # Without those that are not given, any function with Flax's signature will do.
     arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None}
@@ -210,7 +212,7 @@ def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = {name: x for name, x in arguments.items() if name in CORE and name not in dropout and x is not None}
     if not isinstance(known.get("mask"), Mask | None):
         known["mask"] = validation.mask_of_numbers(known["mask"])
-    return known
+    return known | {"return_max_score": arguments.get("max_score_module") is not None}
 
 
 def _decoding(
@@ -222,7 +224,7 @@ def _decoding(
     cache: KVCache,
     lengths: Any,
     arguments: dict[str, Any],
-) -> Callable[[], tuple[Float[Array, "*B T N Hv"], KVCache]]:
+) -> Callable[[], Any]:
     """Returns what computes attention of new tokens over the cache and themselves, and adds them to the cache.
 
     The function itself is called only if it is not ours (`functools.partial`s aside), or if it has to do what only it

@@ -101,6 +101,39 @@ def test_on_a_mesh_of_data_context_and_heads(strategy, axis_type):
         assert moved(program.as_text()) == {"collective-permute": 8}
 
 
+class Sown:
+    """A module that keeps the last array that was sown."""
+
+    def sow(self, collection, name, x):
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axis_type"),
+    [("ring", AxisType.Explicit), ("ulysses", AxisType.Auto), ("allgather", AxisType.Explicit)],
+)
+def test_the_largest_score_of_each_head(strategy, axis_type):
+    """That of all devices; the output and its gradients are as without it."""
+    (arguments, x), mesh = CASES["everything"], mesh_of(axis_type, data=2, context=2, model=2)
+
+    def run(attention_fn, x):
+        def attend(x):
+            sown = Sown()
+            given = [x[name] for name in QKV]
+            return attention_fn(*given, **arguments(x, lambda x, axis: x), max_score_module=sown), sown.x
+
+        (output, max_score), pull = jax.vjp(attend, x)
+        return max_score, (output, pull((jnp.cos(output), jnp.ones_like(max_score)))[0])
+
+    axes = {"batch_axes": "data", "head_axis": "model"} if axis_type == AxisType.Auto else {}
+    attention_fn = flax_mha.context_parallel("context", strategy, **axes)
+    with jax.set_mesh(mesh) if axes else contextlib.nullcontext():
+        got, results = jax.jit(functools.partial(run, attention_fn))(placed(x, mesh, "data", "model"))
+    want, _ = jax.jit(functools.partial(run, functools.partial(flax_mha.attention_fn, implementation="xla")))(x)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    compare(results, on_one_device("everything"))
+
+
 @pytest.mark.parametrize(("segments", "count"), [(False, 2), (True, 3)])
 def test_the_ring_forward_sends_keys_and_values(segments, count):
     mesh = mesh_of(data=2, context=2, model=2)

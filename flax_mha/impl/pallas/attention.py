@@ -127,7 +127,7 @@ def attend(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
 
     def backward(saved: tuple, cotangents: tuple) -> tuple:
         wanted, values, results = saved
-        output, lse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
+        output, lse, *_ = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
         return _backward(call_of(*values), wanted, results, (output, lse)), None, None
 
     run.defvjp(forward, backward, symbolic_zeros=True)
@@ -149,7 +149,7 @@ def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangen
     """The gradients of the inputs; None where there is none."""
     inputs = _round_operands(call.plan, call.inputs)
     query, d_output, lse, delta = nonfinite.backward_rows(
-        inputs.query, results, cotangents, keys_are_finite=inputs.key_poison is not None
+        inputs.query, results[:2], cotangents[:2], keys_are_finite=inputs.key_poison is not None
     )
     inputs = inputs._replace(query=query, d_output=d_output, lse=lse, delta=delta, key_poison=None, query_poison=None)
     call = call._replace(inputs=inputs)

@@ -71,10 +71,10 @@ def _attention(
 ) -> OutputAndLse:
     known = None
     if result is not None:
-        output, lse = head.from_caller(*result, operands.groups)
+        output, lse = head.from_caller(result[0], result[1], operands.groups)
         known = output.astype(operands.query.dtype), lse
-    output, lse = attend(prepare(operands, options, tiling, dtype, interpret), known)
-    return head.to_caller(output, lse, operands.query.dtype)
+    output, lse, *largest = attend(prepare(operands, options, tiling, dtype, interpret), known)
+    return head.to_caller((output, lse, largest[0] if largest else None), operands.query.dtype)
 
 
 def refusals(call: Call) -> list[str]:

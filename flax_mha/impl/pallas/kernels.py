@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from flax_mha.call.operands import OutputAndLse
 from flax_mha.impl.pallas.grid import LANES
 from flax_mha.impl.pallas.inputs import Inputs, LoadedTile, repeat_lanes
 from flax_mha.impl.pallas.launch import Kernel, KernelCall, Result, launch
@@ -23,13 +24,16 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 Refs = Sequence[Any]
 
 
-def forward(call: KernelCall) -> tuple[Array, Array]:
-    """Output [..., T, Hv] and log-sum-exp [..., T]."""
+def forward(call: KernelCall) -> OutputAndLse:
+    """Output [..., T, Hv], log-sum-exp [..., T] and, if they are asked for, largest scores [..., T]."""
     plan, inputs, _ = call
     (*heads, length, _), value_size, height = inputs.query.shape, inputs.value.shape[-1], plan.tiling.height
 
     def end(inputs: Inputs, results: Refs, sums: Refs) -> None:
         running_max, running_sum, weighted = (ref[...] for ref in sums)
+        output, lse, *largest = results
+        for ref in largest:
+            ref[...] = jnp.transpose(running_max)[:1]
         if inputs.query_poison is not None:
             running_sum = jnp.where((inputs.query_poison > 0) & (running_max > -jnp.inf), jnp.nan, running_sum)
         if inputs.sink is not None:
@@ -39,20 +43,20 @@ def forward(call: KernelCall) -> tuple[Array, Array]:
             running_sum = running_sum * decay + jnp.exp(inputs.sink - shift)
             weighted = weighted * repeat_lanes(decay, value_size)
         divisor = jnp.where(running_sum == 0, 1.0, running_sum)
-        output, lse = results
         output[...] = plan.to_rows(weighted / repeat_lanes(divisor, value_size)).astype(output.dtype)
         lse[...] = jnp.transpose(jnp.log(divisor) + running_max)[:1]
 
+    of_rows = Result("T", (length,), jnp.float32)
     kernel = Kernel(
         name="flax_mha_forward",
         heads=tuple(heads),
-        results=[Result("T H", (length, value_size), plan.dtype), Result("T", (length,), jnp.float32)],
+        results=[Result("T H", (length, value_size), plan.dtype), *[of_rows] * (1 + plan.rule.returns_max)],
         sums=[((height, LANES), -jnp.inf), ((height, LANES), 0.0), ((height, value_size), 0.0)],
         add=_add_to_softmax,
         end=end,
     )
-    output, lse = launch(kernel, call)
-    return output, lse
+    output, lse, *largest = launch(kernel, call)
+    return output, lse, *largest
 
 
 def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha.call.operands import Call, HeadIds, Operands, Options
+from flax_mha.call.operands import Call, HeadIds, Operands, Options, OutputAndLse
 from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import being_traced
 from flax_mha.impl.shared import nonfinite
@@ -135,6 +135,7 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
         dropout_rate=options.dropout_rate,
         precision=options.precision,
         ring=operands.key.shape[-3] if options.ring else None,
+        returns_max=options.return_max_score,
     )
     return inputs, rule
 
@@ -189,10 +190,13 @@ def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float
 
 
 def to_caller(
-    output: Float[Array, "*B K G T Hv"], lse: Float[Array, "*B K G T"], dtype: DTypeLike
-) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
-    """Output, in this dtype, and log-sum-exp in the caller's layout."""
-    return join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
+    results: tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None],
+    dtype: DTypeLike,
+) -> OutputAndLse:
+    """Output, in this dtype, log-sum-exp and, if there are any, largest scores in the caller's layout."""
+    output, lse, largest = results
+    output, lse = join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
+    return (output, lse) if largest is None else (output, lse, join_heads(largest[..., None])[..., 0])
 
 
 def from_caller(

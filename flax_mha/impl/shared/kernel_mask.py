@@ -116,6 +116,7 @@ def refusals(call: Call, mask: KernelMask, caps: bool = False, sinks: bool = Fal
         "score_mod": options.score_mod is not None and "is not supported by fused kernels",
         "dropout_rate": options.dropout_rate > 0 and "needs the random numbers of the key given",
         "return_residual": options.return_residual and "needs a log-sum-exp with a gradient, in float32",
+        "return_max_score": options.return_max_score and "needs the running maximum, which the kernel does not return",
         "query_offset": has_band and operands.offsets.query_array is not None and fixed,
         "key_value_offset": has_band and operands.offsets.key_array is not None and fixed,
         "scale": operands.scale is not None and "must be a number known while tracing",

@@ -197,7 +197,8 @@ def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
 
 def _may_fuse(call: Call, scores: int) -> bool:
     operands, options = call
-    plain = options.score_mod is None and operands.dropout_rng is None and not options.return_residual
+    plain = options.score_mod is None and operands.dropout_rng is None
+    plain = plain and not (options.return_residual or options.return_max_score)
     return call.options.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target == ON_ONE_CPU
 
 

@@ -71,6 +71,7 @@ class ScoreRule:
       precision: Of the matrix products, as in `jax.lax.dot_general`.
       scale: What multiplies products of queries and keys, if the queries are not scaled.
       ring: The number of keys if they form a ring, else None; see `core.tile.Tile`.
+      returns_max: Whether the largest score of each row is returned, too.
     """
 
     mask: Mask | None
@@ -86,6 +87,7 @@ class ScoreRule:
     precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     ring: int | None = dataclasses.field(default=None, metadata={"static": True})
+    returns_max: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def masks_scores(self, inputs: ScoreInputs) -> bool:
         """Returns whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
