@@ -185,6 +185,15 @@ def test_every_setting_is_an_argument_with_the_type_of_its_default():
         assert arguments[field.name].annotation == type(field.default) | None
 
 
+def test_the_largest_attention_score_is_noted_and_changes_nothing(run, text, tmp_path):
+    noted = train_demo.train(text, out=tmp_path / "run", quiet=True, max_score=True, **SETTINGS)
+    assert noted.losses == run.losses
+    checked = {metric["step"]: metric["max_score"] for metric in metrics.read(noted.out) if "val_loss" in metric}
+    assert checked.keys() == run.val_losses.keys()
+    assert min(checked.values()) > 0
+    assert f"<td>{checked[12]:.1f}</td>" in (noted.out / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("data", "folder"),
     [(None, "python-docs"), ("a/fox.txt", "fox"), ("a/my.texts/", "my.texts"), (".", "here"), ("a/..", "here")],

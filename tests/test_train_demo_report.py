@@ -67,13 +67,16 @@ def test_what_the_report_says_is_what_the_run_measured(out):
     for step in range(1, 201):
         lines.append({"step": step, "loss": 5 - step / 100, "seconds": 3 + step / 10})
         if step % 50 == 0:
-            lines.append({"step": step, "val_loss": 4 - step / 100, "seconds": 3 + step / 10})
+            lines.append(
+                {"step": step, "val_loss": 4 - step / 100, "max_score": 150 - step / 2, "seconds": 3 + step / 10}
+            )
     (out / metrics.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     used = {"device": "1 x cpu", "memory_of_process": 512 * 2**20, "tokens_per_second": 1600}
     (out / metrics.RESOURCES).write_text(json.dumps(used))
     shown(out)
     facts = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", (out / report.FILE).read_text()))
     assert facts["validation loss"] == "2.0000"
+    assert facts["largest attention score"] == "50.0"
     assert facts["training loss"] == "3.4950"  # of the steps 101 to 200
     assert (facts["training"], facts["first step"]) == ("23.0 s", "3.1 s")
     assert (facts["memory of process"], facts["characters per second"]) == ("512 MiB", "1,600")

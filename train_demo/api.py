@@ -129,6 +129,7 @@ def train(  # noqa: D417, the settings are explained where they are defined
     dtype: str | None = None,
     dropout_rate: float | None = None,
     eval_every: int | None = None,
+    max_score: bool | None = None,
     save_every: int | None = None,
 ) -> Run:
     """Trains a model as `python -m train_demo` does, with the options of that command, which its `--help` explains.

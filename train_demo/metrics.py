@@ -67,14 +67,15 @@ class Log:
         """Seconds of training so far, with the time that compiling takes."""
         return round(time.perf_counter() - self._began, 3)
 
-    def loss(self, name: str, step: int, value: SupportsFloat) -> float:
-        """Waits for a loss, notes it, and returns it."""
+    def loss(self, name: str, step: int, value: SupportsFloat, **others: SupportsFloat) -> float:
+        """Waits for a loss, notes it and other numbers, and returns it."""
         number = float(value)
         if not number <= self._highest:  # also where it is not a number
             what = name.replace("val_loss", "validation loss")
             fix = "take a lower --learning-rate and another --out"
             raise UserError(f"training diverged: the {what} is {number:.4g} at step {step}: {fix}")
-        self._add(METRICS, {"step": step, name: number, "seconds": self.seconds})
+        numbers = {name: number} | {name: float(other) for name, other in others.items()}
+        self._add(METRICS, {"step": step, **numbers, "seconds": self.seconds})
         return number
 
     def sample(self, step: int, prompt: str, text: str) -> None:

@@ -111,6 +111,7 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
         rngs: nnx.Rngs | None,
         sow_weights: bool,
+        sow_max_score: bool,
     ) -> Float[Array, "B T D"]:
         fixed = rngs is None
         heard = self.attention(
@@ -121,6 +122,7 @@ class Block(nnx.Module):
             deterministic=fixed,
             rngs=rngs,
             sow_weights=sow_weights,
+            sow_max_score=sow_max_score,
             qkv_sharding=None if mesh.current() is None else self.qkv_sharding,
         )
         x = x + self.dropout(heard, deterministic=fixed, rngs=rngs)
@@ -160,6 +162,7 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         rngs: nnx.Rngs | None = None,
         sow_weights: bool = False,
+        sow_max_score: bool = False,
         remat: bool = False,
     ) -> Float[Array, "B T V"]:
         """Returns the logits of the next character, float32.
@@ -170,12 +173,14 @@ class Transformer(nnx.Module):
           segment_ids: The document of each character, which sees no other one; None means a single one.
           rngs: The stream `dropout`; None means no dropout.
           sow_weights: Sow every block's `attention_weights`, `[B, N, T, T]`, for `nnx.capture`.
+          sow_max_score: Sow every block's `attention_max_score`, `[B, N]`, likewise.
           remat: For the gradient, compute each block again instead of keeping what it computed.
         """
         x = mesh.gathered(self.embedding)(characters)
         if self.shift is not None:
             x = self.shift(x, lengths, segment_ids)
         run = functools.partial(Block.__call__, lengths=lengths, segment_ids=segment_ids, sow_weights=sow_weights)
+        run = functools.partial(run, sow_max_score=sow_max_score)
         if remat:
             x = _rematerialized(run, self.blocks, x, rngs)
         else:

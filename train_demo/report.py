@@ -66,6 +66,8 @@ def _table(rows: Iterable[tuple[object, ...]]) -> str:
 def _facts(measured: list[dict[str, Any]], used: dict[str, Any], config: Config) -> Iterator[tuple[str, object, str]]:
     if checks := [metric["val_loss"] for metric in measured if "val_loss" in metric]:
         yield "validation loss", f"{checks[-1]:.4f}", "nats per character"
+    if scores := [metric["max_score"] for metric in measured if "max_score" in metric]:
+        yield "largest attention score", f"{scores[-1]:.1f}", f"at the last validation; at most {max(scores):.1f}"
     loss, number = metrics.mean_of_last(measured)
     if number:
         yield "training loss", f"{loss:.4f}", f"nats per character, the mean of the last {number} steps"

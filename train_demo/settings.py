@@ -102,6 +102,7 @@ class Settings:
     dtype: str = option("auto", one_of("auto", "float32", "bfloat16"), "to compute in; auto: bfloat16 on GPUs and TPUs")
     dropout_rate: float = option(0.0, rate, "share of the activations dropped while training")
     eval_every: int = option(250, count, "steps between two validation losses")
+    max_score: bool = option(False, None, "note the largest attention score at each validation, as for QK-Clip")
     save_every: int = option(250, count, "steps between two checkpoints")
 
     def __post_init__(self) -> None:

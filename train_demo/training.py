@@ -25,7 +25,7 @@ from train_demo.generate import generate
 from train_demo.model import Params, Transformer, blueprint, chosen_dtype, initial_params
 from train_demo.run_folder import Config, sole_writer, write_config
 from train_demo.settings import Layout
-from train_demo.update import MOST_STEPS, State, make_optimizer, make_update, make_updates, make_validate
+from train_demo.update import MOST_STEPS, State, largest_score, make_optimizer, make_update, make_updates, make_validate
 from train_demo.vocabulary import visible
 
 SAMPLE = 64  # tokens of what is written at each validation
@@ -186,7 +186,7 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
                 shown = f"loss {last_loss:.3f}, {tokens * dispatch.speed:,.0f} tokens/s"
                 progress.update(task, description=shown, completed=taken[-1])
             if measure:
-                val_loss = log.loss("val_loss", step, validate(state.params, windows))
+                val_loss = log.loss("val_loss", step, validate(state.params, windows), **_scores(run, state.params))
                 run.say(f"step {step:>6}  validation loss {val_loss:.4f}")
                 if samples:
                     _sample(run, log, step, state.params)
@@ -222,6 +222,19 @@ def _inputs(run: Run) -> tuple[Array, Array]:
     together = -(-WINDOWS // parts) * parts  # so many that every part of the mesh has equally many of them
     windows = validation_windows(run.text.validation, run.config.settings.context_length, together)
     return mesh.put(run.mesh, run.text.training), mesh.put(run.mesh, windows, None, mesh.BATCH)
+
+
+def _scores(run: Run, params: Params) -> dict[str, Array]:
+    """Computes the largest attention score in the first windows of the validation part, in one process, if asked."""
+    if not run.config.settings.max_score:
+        return {}
+    params = mesh.fetch(run.mesh, params)
+    if not run.layout.first:
+        return {}
+    structure, _ = blueprint(len(run.text.vocabulary), run.config.settings)
+    windows, *_ = validation_windows(run.text.validation, run.config.settings.context_length, WINDOWS)
+    with mesh.leave():
+        return {"max_score": largest_score(structure, params, windows[:, :-1], run.text.packed)}
 
 
 def _sample(run: Run, log: metrics.Log, step: int, params: Params) -> None:

@@ -145,6 +145,17 @@ def make_validate(structure: nnx.GraphDef[Transformer], packed: bool = False) ->
     return jax.jit(validate)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def largest_score(
+    structure: nnx.GraphDef[Transformer], params: Params, windows: Int[Array, "W T"], packed: bool
+) -> Float[Array, ""]:
+    """Computes the largest attention score of all layers and heads."""
+    characters, segment_ids, _ = unpack(windows)
+    sowing = nnx.capture(nnx.merge(structure, params), nnx.Intermediate)
+    _, sown = sowing(characters, segment_ids=segment_ids if packed else None, sow_max_score=True)
+    return jnp.stack(jax.tree.leaves(nnx.to_pure_dict(sown))).max()
+
+
 def unpack(windows: Int[Array, "*B T"]) -> tuple[Int[Array, "*B T"], Int[Array, "*B T"], Bool[Array, "*B T"]]:
     """Takes the marks off the first tokens of documents: returns the tokens, their documents, and where marks were.
 
