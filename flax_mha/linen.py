@@ -44,6 +44,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
       scale: What multiplies query . key; None means 1 / sqrt(head size).
       sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
+      gate: Multiply each head's output by a sigmoid of the input, feature by feature, before `out`, as Qwen3-Next does
+        (arXiv:2505.06708): one more projection, the parameters `gate` in the shapes of `query`'s.
       normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
         does, "rms_norm" without subtracting the mean, "rms_norm_all_heads" so, but over all heads of a token together,
         with scales [heads, head size] (OLMo 2), "rms_norm_after_rope" after the rotation (Hunyuan); "layer_norm_bias"
@@ -73,6 +75,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     logits_soft_cap: float | None = None
     scale: float | None = None
     sinks: bool = False
+    gate: bool = False
     qk_norm_epsilon: float | None = None
     normalize_qk: bool | NormKind = False  # type: ignore[assignment]
     rope: RoPE | None = None
@@ -183,6 +186,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             qkv_features,
             self.dropout_rate,
             self.sinks,
+            self.gate,
             self.normalize_qk,
             self.qk_norm_epsilon,
         )
@@ -196,6 +200,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             out=self._dense("out", self.out_features or features),
             norms=(self._norm("query_ln"), self._norm("key_ln")) if self.normalize_qk else None,
             norms_after_rope=bool(self.normalize_qk) and norm_of(self.normalize_qk).after_rope,
+            gate=self._dense("gate", (self.num_heads, head_size)) if self.gate else None,
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
             cache=functools.partial(self._cache, variables),
             stored=self._stored if self.has_variable("cache", "cached_lengths") else None,
@@ -222,7 +227,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     def _dense(self, name: str, features: int | tuple[int, int]) -> nn.DenseGeneral:
         """Makes the projection to heads, or "out" back to features."""
-        out, axes = name == "out", "key" if name == "value" else name
+        out, axes = name == "out", {"value": "key", "gate": "query"}.get(name, name)
         kernel_init, bias_init = (self.out_kernel_init, self.out_bias_init) if out else (None, None)
         ours, made_by = self.qkv_dot_general, self.qkv_dot_general_cls
         if out:

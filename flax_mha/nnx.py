@@ -83,6 +83,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         `dot_product_attention`.
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
       sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
+      gate: Multiply each head's output by a sigmoid of the input, feature by feature, before `out`, as Qwen3-Next does
+        (arXiv:2505.06708): one more projection, the parameters `gate` in the shapes of `query`'s.
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
       head_axis: Split the heads over this mesh axis (tensor parallelism), or over that of a logical axis: parameters
         and caches get the metadata `out_sharding`, and are placed by it if the module is made under `jax.set_mesh`.
@@ -144,6 +146,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
         sinks: bool = False,
+        gate: bool = False,
         rope: RoPE | None = None,
         head_axis: str | None = None,
     ) -> None:
@@ -154,7 +157,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.rope = rope
         self.head_axis = head_axis
         features = in_features if qkv_features is None else qkv_features
-        check_options(self, num_heads, num_kv_heads, features, dropout_rate, sinks, normalize_qk, qk_norm_epsilon)
+        check_options(self, num_heads, num_kv_heads, features, dropout_rate, sinks, gate, normalize_qk, qk_norm_epsilon)
         check_rngs(rngs, nnx.Rngs)
         super().__init__(
             num_heads,
@@ -203,6 +206,24 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             self.query_ln.epsilon = self.key_ln.epsilon = float(qk_norm_epsilon)  # type: ignore[union-attr]
         self.cached_lengths: nnx.Cache[Array] | None = nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
+        self.gate: nnx.LinearGeneral | None = nnx.data(None)
+        if gate:
+            self.gate = nnx.LinearGeneral(
+                in_features,
+                (num_heads, self.head_dim),
+                kernel_init=kernel_init,
+                bias_init=bias_init,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                precision=precision,
+                promote_dtype=qkv_promote_dtype,
+                dot_general=self.qkv_dot_general,
+                dot_general_cls=qkv_dot_general_cls,
+                kernel_metadata=kernel_metadata,
+                bias_metadata=bias_metadata,
+                rngs=rngs,
+            )
         if head_axis is not None:
             self._split_parameters(tensor_parallel.parameter_names(head_axis, num_heads, self.num_kv_heads))
 
@@ -275,9 +296,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """
         if rngs is not None:
             check_rngs(rngs, nnx.Rngs, nnx.RngStream)
-        query, key, value = layers = self.query, self.key, self.value
+        query, key, value, gate = layers = self.query, self.key, self.value, self.gate
         if qkv_sharding is not None and tensor_parallel.explicit(inputs_q):
-            query, key, value = (functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
+            query, key, value, gate = (x and functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
         flax_arguments: dict[str, Any] = {
             "mask": None,
             "is_causal": False,
@@ -298,6 +319,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             norms=None if self.query_ln is None or self.key_ln is None else (self.query_ln, self.key_ln),
             norms_after_rope=self.norms_after_rope,
             sinks=None if self.sinks is None else self.sinks[...],
+            gate=gate,
             cache=self._cache,
             stored=None if self.cached_lengths is None else self._stored,
             arguments=flax_arguments,
@@ -425,7 +447,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
         """Gives parameters the metadata that says how they are split, and places them where there is a mesh."""
-        for layer, name in (self.query, "query"), (self.key, "key"), (self.value, "key"), (self.out, "out"):
+        layers = (self.query, "query"), (self.key, "key"), (self.value, "key"), (self.out, "out"), (self.gate, "query")
+        for layer, name in layers:
+            if layer is None:
+                continue
             of_kernel = names[name]
             layer.kernel = _split(layer.kernel, of_kernel)
             if layer.bias is not None:

@@ -14,7 +14,9 @@ FEATURES = HEADS * HEAD_DIM
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
 
 
-def make_params(sizes=(FEATURES,) * 4, biased=convert.ALL, kv_heads=HEADS, dtype=np.float32, norms=False, sinks=False):
+def make_params(
+    sizes=(FEATURES,) * 4, biased=convert.ALL, kv_heads=HEADS, dtype=np.float32, norms=False, sinks=False, gate=False
+):
     """Makes parameters of random bits; sizes are the inputs of query, key, value and the output."""
     rng = np.random.default_rng(0)
     params = {}
@@ -26,6 +28,8 @@ def make_params(sizes=(FEATURES,) * 4, biased=convert.ALL, kv_heads=HEADS, dtype
     for name in ("query_ln", "key_ln") if norms else ():
         leaves = ("scale",) if norms is True else norms
         params[name] = {leaf: rng.normal(size=HEAD_DIM).astype(dtype) for leaf in leaves}
+    if gate:
+        params["gate"] = {leaf: rng.normal(size=x.shape).astype(dtype) for leaf, x in params["query"].items()}
     if sinks:
         params["sinks"] = rng.normal(size=HEADS).astype(dtype)
     return params
@@ -55,6 +59,9 @@ HOLDS = [
     ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1, "biased": convert.ALL[:3]}),
     ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1, "biased": (), "norms": True}),
     ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1, "sinks": True}),
+    ("hf_llama", {"sizes": (7,) * 4, "kv_heads": 1, "gate": True}),
+    ("hf_qwen3_next", {"kv_heads": 1, "biased": (), "norms": True, "gate": True}),
+    ("hf_qwen3_next", {"kv_heads": 1, "gate": True}),
     ("hf_qwen2", {"kv_heads": 1, "biased": convert.ALL[:3]}),
     ("hf_phi", {"kv_heads": 1}),
     ("hf_phi", {"norms": ("scale", "bias")}),

@@ -153,6 +153,19 @@ WRONG = {
         {},
         "sinks is missing in state_dict; make the module with sinks=False",
     ),
+    "gate there": (
+        state_dict(q_proj__weight=np.ones((2 * N * H, D))),
+        {},
+        {},
+        "layout 'hf_qwen3_next':\n  gate.kernel is missing in the module; make it with gate=True$",
+    ),
+    "gate here": (state_dict(), {"gate": True}, {}, "gate.kernel is missing in state_dict; make the .* gate=False$"),
+    "gate of other heads": (
+        state_dict(q_proj__weight=np.ones((42, D)), o_proj__weight=np.ones((D, 21))),
+        {},
+        {},
+        "cut the 42 features of q_proj.weight into heads of query and gate of one size, got 4 and 2",
+    ),
     "no rotary positions": (
         state_dict(),
         {"rope": None},
@@ -408,6 +421,12 @@ DESCRIBED = {
         5,
         {"local_window_size": None, "rope": RoPE(1e6), "scale": 1 / 8, "normalize_qk": "rms_norm"},
     ),
+    "qwen3_next": (
+        LLAMA | {"model_type": "qwen3_next", "head_dim": None},
+        3,
+        {"gate": True, "rope": RoPE(fraction=0.25), "normalize_qk": "rms_norm", "qkv_features": 4 * 256},
+    ),
+    "afmoe, a global layer": (LLAMA | {"model_type": "afmoe"}, 3, {"gate": True, "rope": None}),
     "gpt_oss": (LLAMA | {"model_type": "gpt_oss"}, 0, {"sinks": True, "local_window_size": (127, 0), "use_bias": True}),
     "a key that Llama does not read": (LLAMA | {"partial_rotary_factor": 0.5, "clip_qkv": 1.0}, 0, {"rope": RoPE()}),
     "a cap that Gemma 3 does not read": (
@@ -476,7 +495,8 @@ def test_describe(config, layer, expected):
         (object(), 0, "config must be a dict, but got object; use config.to_dict"),
         ({}, 0, "model_type must be one that .*FAMILIES holds, but got None"),
         ({"model_type": "deepseek_v3"}, 0, "model_type must be one that .* but got 'deepseek_v3': .* latent array"),
-        ({"model_type": "qwen3_next"}, 0, "got 'qwen3_next': its attention's output is multiplied by a gate"),
+        (LLAMA | {"model_type": "qwen3_next"}, 0, "layer 0 of qwen3_next is of type 'linear_attention'"),
+        ({"model_type": "laguna"}, 0, "got 'laguna': the gate of its attention's output is not a sigmoid"),
         ({"model_type": "mamba"}, 0, "but got 'mamba'"),
         ({"model_type": "llama"}, 0, "config must hold num_attention_heads or .* but got None"),
         (LLAMA | {"hidden_size": "24"}, 0, "hidden_size or .* positive integer, but got '24'"),

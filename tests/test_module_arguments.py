@@ -67,6 +67,29 @@ def test_scale(api):
 
 
 @pytest.mark.core
+def test_gate():
+    """A sigmoid of the input multiplies heads before they are projected back; the padding's is not asked."""
+    options = {"gate": True, "use_bias": False, "num_kv_heads": K}
+    module, layer = Nnx.make(**options), Linen.make(**options)
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    query, key, value, gate = (
+        jnp.einsum("btd,dnh->btnh", X, params[x]["kernel"]) for x in ("query", "key", "value", "gate")
+    )
+    output = flax_mha.dot_product_attention(query, key, value, is_causal=True) / (1 + jnp.exp(-gate))
+    expected = jnp.einsum("btnh,nhd->btd", output, params["out"]["kernel"])
+    padded = X.at[1, 5:].set(jnp.nan)
+    for call in (module, functools.partial(layer.apply, {"params": params})):
+        np.testing.assert_allclose(call(X, is_causal=True), expected, atol=1e-5)
+        got = call(padded, is_causal=True, lengths=jnp.array([T, 5]))
+        np.testing.assert_allclose(got, expected.at[1, 5:].set(0), atol=1e-5)
+    assert jax.tree.map(jnp.shape, layer.init(jax.random.key(0), X)["params"]) == jax.tree.map(jnp.shape, params)
+    with jax.debug_nans(True):  # values of 0 have gradients
+        nnx.update(module, {"value": {"kernel": jnp.zeros_like(params["value"]["kernel"])}})
+        slopes = nnx.grad(lambda module: module(X).sum())(module)
+    assert jnp.abs(slopes["value"]["kernel"][...]).max() > 0
+
+
+@pytest.mark.core
 @APIS
 def test_lengths_are_a_mask_of_padding(api):
     lengths = jnp.array([9, 4])
@@ -386,6 +409,7 @@ REFUSED = {
         {},
         r"num_heads \(4\) must be divisible by num_kv_heads",
     ),
+    "gate": ({"gate": 1}, {}, "gate must be True or False, but got 1"),
     "no such implementation": (
         {"implementation": "flash"},
         {},

@@ -131,6 +131,20 @@ FAMILIES = {
         "hf_llama",
         transformers="qwen3.Qwen3Attention",
     ),
+    "qwen3_next": Family(
+        GROUPED | {"model_type": "qwen3_next", "full_attention_interval": 2},
+        linears(LLAMA_NAMES, D, K) | NORMS | {"q_proj.weight": (2 * N * H, D)},
+        functools.partial(port.qwen_3_next, number=N, kv_number=K),
+        "hf_qwen3_next",
+        transformers="qwen3_next.Qwen3NextAttention",
+    ),
+    "afmoe": Family(
+        GROUPED | {"model_type": "afmoe", "sliding_window": WINDOW},
+        linears(LLAMA_NAMES, D, K) | NORMS | {"gate_proj.weight": (N * H, D)},
+        functools.partial(port.afmoe, number=N, kv_number=K, window=WINDOW),
+        "hf_llama",
+        transformers="afmoe.AfmoeAttention",
+    ),
     "gemma": Family(
         GROUPED | {"model_type": "gemma", "rope_theta": 10000.0},
         linears(LLAMA_NAMES, D, K),
@@ -468,7 +482,7 @@ FAMILIES = {
         "wav2vec2.Wav2Vec2Attention",
     ),
 }
-CORE = ("llama", "gemma2 with a window", "gpt_oss", "falcon", "llama4", "cohere with norms")
+CORE = ("llama", "qwen3_next", "gemma2 with a window", "gpt_oss", "falcon", "llama4", "cohere with norms")
 # Every option in a cache once; the other families differ from these in numbers and layouts alone.
 DECODED = (
     "llama",
@@ -481,10 +495,34 @@ DECODED = (
     "phi",
     "gptj",
 )
-DECODED += ("falcon with one key head", "bloom", "gpt2", "t5", "olmo", "llama4", "ministral3", "hunyuan", "persimmon")
+DECODED += (
+    "qwen3_next",
+    "falcon with one key head",
+    "bloom",
+    "gpt2",
+    "t5",
+    "olmo",
+    "llama4",
+    "ministral3",
+    "hunyuan",
+    "persimmon",
+)
 
 
-FROM_HF = ("llama", "mistral", "bloom", "t5", "bert", "gpt2", "opt", "whisper", "llama4", "mpt", "nanochat")
+FROM_HF = (
+    "llama",
+    "qwen3_next",
+    "mistral",
+    "bloom",
+    "t5",
+    "bert",
+    "gpt2",
+    "opt",
+    "whisper",
+    "llama4",
+    "mpt",
+    "nanochat",
+)
 
 
 def each(chosen, core=CORE):
@@ -586,13 +624,14 @@ def test_from_hf(name):
 
 @each_family
 def test_round_trip_is_exact(name):
-    """Also by way of the module. Norms of Gemma 3 are 1 + weight, which float32 holds to 2^-24."""
+    """Also by way of the module. Norms of Gemma 3 and Qwen3-Next are 1 + weight, which float32 holds to 2^-24."""
     family, module = FAMILIES[name], module_of(name)
     weights = family.weights()
     back = convert.to_torch(nnx.state(module, nnx.Param), family.layout)
     assert back.keys() == weights.keys()
     for key, weight in weights.items():
-        tolerance = 2.0**-23 if "gemma3" in family.config["model_type"] and "norm" in key else 0.0
+        rounded = module.query.kernel.get_metadata()["model_type"] in ("gemma3_text", "qwen3_next")
+        tolerance = 2.0**-23 if rounded and "norm" in key else 0.0
         np.testing.assert_allclose(back[key], weight.numpy(), rtol=0, atol=tolerance)
     arrays = convert.from_torch(weights, N, module.num_kv_heads, fill_biases=True)
     without_weights = {"query_ln", "key_ln"} if name in ("llama4", "nanochat") else set()

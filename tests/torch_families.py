@@ -96,6 +96,26 @@ def qwen_3(
     return linear(w, out, core(rotated(q, 1e6), rotated(k, 1e6), v, visible=causal(x.shape[1])))
 
 
+def qwen_3_next(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+    """In each head query and gate stand side by side; a quarter rotates; norms multiply by 1 + weight."""
+    q, gate = heads(linear(w, "q_proj", x), number).chunk(2, dim=-1)
+    k, v = (heads(linear(w, name, x), kv_number) for name in ("k_proj", "v_proj"))
+    angle = angles(positions(x), default_frequencies(10_000.0, q.shape[-1] // 4))
+    q, k = (
+        partially(rotate_halves, rms_norm(y, 1 + w[f"{name}_norm.weight"], 1e-6), angle)
+        for name, y in (("q", q), ("k", k))
+    )
+    return linear(w, "o_proj", core(q, k, v, visible=causal(x.shape[1])) * torch.sigmoid(gate.flatten(2)))
+
+
+def afmoe(w: Weights, x: Tensor, number: int, kv_number: int, window: int | None) -> Tensor:
+    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
+    q, k = rms_norm(q, w["q_norm.weight"], 1e-5), rms_norm(k, w["k_norm.weight"], 1e-5)
+    q, k = (q, k) if window is None else (rotated(q, 10_000.0), rotated(k, 10_000.0))
+    out = core(q, k, v, visible=causal(x.shape[1], window))
+    return linear(w, "o_proj", out * torch.sigmoid(linear(w, "gate_proj", x)))
+
+
 def olmo_2(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
     """Norms come before the heads."""
     q, k = (

@@ -30,10 +30,10 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     """Turns a Hugging Face config into the arguments of `MultiHeadAttention` for one layer, less `rngs` and `decode`.
 
     They are `num_heads`, `in_features`, `qkv_features`, `out_features`, `num_kv_heads`, `use_bias`, `rope`, `scale`,
-    `local_window_size`, `logits_soft_cap`, `sinks`, `normalize_qk`, `qk_norm_epsilon`, and `kernel_metadata`, by which
-    `load_torch` knows the model. Models that need it also get an `attention_fn` that changes scores by their positions
-    (ALiBi, the temperature of Llama 4), or a `qkv_dot_general` that clips projections (OLMo). `flax.linen` takes all
-    but `in_features` and `kernel_metadata`.
+    `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, `qk_norm_epsilon`, and `kernel_metadata`,
+    by which `load_torch` knows the model. Models that need it also get an `attention_fn` that changes scores by their
+    positions (ALiBi, the temperature of Llama 4), or a `qkv_dot_general` that clips projections (OLMo). `flax.linen`
+    takes all but `in_features` and `kernel_metadata`.
 
     Two things are not among them, which `from_hf` adds: decoders want `is_causal=True` in calls, and every layer of T5
     the relative bias of its first, `score_mod=recipes.t5_bias(table)["score_mod"]` in the decoder.
@@ -73,6 +73,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
         "local_window_size": _window(values) if kind == SLIDING else None,
         "logits_soft_cap": values.get("attn_logit_softcapping"),
         "sinks": family.sinks,
+        "gate": family.gate,
         "normalize_qk": norm,
         "qk_norm_epsilon": float(values.get("rms_norm_eps", 1e-6)) if norm else None,
         "kernel_metadata": {MODEL_TYPE: values["model_type"]},

@@ -13,6 +13,7 @@ LayoutName = (
     | Literal["note_mha", "bert_self_attention", "d2l_mha", "masked_self_attention"]  # those of tests/torch_port.py
     | Literal["hf_bert", "hf_distilbert"]  # BERT, RoBERTa, ELECTRA
     | Literal["hf_llama", "hf_qwen2"]  # Llama, Mistral, Qwen 3, Gemma, gpt-oss; Qwen 2 has no bias after the attention
+    | Literal["hf_qwen3_next"]  # and Qwen 3.5: query and gate of a head side by side
     | Literal["hf_hunyuan", "hf_lfm2", "hf_modernbert", "hf_moshi"]  # as Llama's, with other names
     | Literal["hf_phi", "hf_phi3", "hf_neox"]  # the last also of Falcon, Bloom and Persimmon
     | Literal["hf_codegen", "hf_mpt", "hf_ctrl"]  # the second also of DBRX
@@ -26,11 +27,13 @@ QKV = ("query", "key", "value")
 ALL = (*QKV, "out")
 KERNELS = tuple(f"{name}/kernel" for name in ALL)
 PATHS = (*KERNELS, *(f"{name}/bias" for name in ALL))
+GATES = ("gate/kernel", "gate/bias")
 NORMS = ("query_ln/scale", "key_ln/scale")
 NORM_BIASES = ("query_ln/bias", "key_ln/bias")
 # The axes of each parameter. N query heads, K key and value heads of H features; A = N * H and B = K * H.
-FLAX_AXES = dict(zip(PATHS, ("QNH", "SKH", "VKH", "NHO", "NH", "KH", "KH", "O"), strict=True))
-TORCH_AXES = dict(zip(PATHS, ("AQ", "BS", "BV", "OA", "A", "B", "B", "O"), strict=True))
+WITH_GATES = (*PATHS, *GATES)
+FLAX_AXES = dict(zip(WITH_GATES, ["QNH", "SKH", "VKH", "NHO", "NH", "KH", "KH", "O", "QNH", "NH"], strict=True))
+TORCH_AXES = dict(zip(WITH_GATES, ["AQ", "BS", "BV", "OA", "A", "B", "B", "O", "AQ", "A"], strict=True))
 OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N", NORM_BIASES[0]: "H", NORM_BIASES[1]: "H"}  # on both sides
 NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # in Flax; one axis in PyTorch, but for Cohere
 SIZES = {"Q": "query in", "S": "key in", "V": "value in", "A": "query out", "B": "key out", "O": "out"}
@@ -45,7 +48,7 @@ class Layout(NamedTuple):
     equal: str  # the letters of axes of one and the same size
     biased: tuple[tuple[str, ...], ...]  # the choices of projections with a bias
     ignored: tuple[str, ...] = ()  # prefixes of keys that are no part of the attention
-    groups: int = 1  # stacked rows are [groups, heads of a group, H], where 0 means a group for each key head
+    groups: int = 1  # stacked rows are [groups, heads of a group, H], where 0 means a group for each key head, or query
     transposed: bool = False  # weights are [in, out]
     rotary: str = ""  # the models with these keys that need rotary positions
     scale: float | None = None  # the factor of query . key of every model with these keys, if not 1 / sqrt(H)
@@ -53,7 +56,11 @@ class Layout(NamedTuple):
     @property
     def is_stacked(self) -> bool:
         """Whether kernels of query, key and value are one array."""
-        return any(len(paths) > 1 and paths[0] in KERNELS for paths in self.stacks.values())
+        return any({"query/kernel", "key/kernel"} <= {*paths} for paths in self.stacks.values())
+
+    def key_of(self, path: str) -> str:
+        """Returns the key of the weight that holds a kernel."""
+        return next(key for key, paths in self.stacks.items() if path in paths)
 
     def difference(self, keys: Collection[str]) -> tuple[list[str], list[str]]:
         """Names the keys that are too many and the weights that are missing."""
@@ -68,11 +75,22 @@ class Layout(NamedTuple):
 
 
 def _layout(
-    keys: str, equal: str, *biased: tuple[str, ...], biases: str = "", ignored: str = "", others: str = "", **rest: Any
+    keys: str,
+    equal: str,
+    *biased: tuple[str, ...],
+    biases: str = "",
+    ignored: str = "",
+    others: str = "",
+    gate: str = "",
+    **rest: Any,
 ) -> Layout:
-    """Makes a row from the keys of query, key, value and out, `*` being `weight` or `bias`, and of `OTHER_AXES`."""
-    names = f"{keys.replace('*', 'weight')} {(biases or keys).replace('*', 'bias')}".split()
-    stacks = {name: [path for path, other in zip(PATHS, names, strict=True) if other == name] for name in names}
+    """Makes a row from the keys of `WITH_GATES`, where `*` is `weight` or `bias`, and of `OTHER_AXES`."""
+    names = f"{keys} {biases or keys}".split() + [gate] * bool(gate) * 2
+    names = [
+        name.replace("*", "bias" if path.endswith("bias") else "weight")
+        for name, path in zip(names, WITH_GATES, strict=False)
+    ]
+    stacks = {name: [path for path, other in zip(WITH_GATES, names, strict=False) if other == name] for name in names}
     stacks |= {name: [path] for name, path in zip(others.split(), OTHER_AXES, strict=False) if name != "-"}
     return Layout(stacks, equal, biased, tuple(ignored.split()), **rest)
 
@@ -99,7 +117,20 @@ LAYOUTS: dict[LayoutName, Layout] = {
     "masked_self_attention": _layout("q.* k.* v.* out_proj.*", SQUARE, ALL),
     "hf_bert": _layout("self.query.* self.key.* self.value.* output.dense.*", SQUARE, ALL, ignored=BERT_NORMS),
     "hf_distilbert": _layout("q_lin.* k_lin.* v_lin.* out_lin.*", SQUARE, ALL),
-    "hf_llama": _layout(LLAMA, "QSV", ALL, QKV, (), ignored="rotary_emb.", others=LLAMA_OTHERS, rotary=LLAMA_KIN),
+    "hf_llama": _layout(
+        LLAMA, "QSV", ALL, QKV, (), ignored="rotary_emb.", others=LLAMA_OTHERS, gate="gate_proj.*", rotary=LLAMA_KIN
+    ),
+    "hf_qwen3_next": _layout(
+        LLAMA,
+        "QSVO",
+        ALL,
+        (),
+        ignored="rotary_emb.",
+        others=LLAMA_OTHERS,
+        gate="q_proj.*",
+        groups=0,
+        rotary="Qwen3-Next",
+    ),
     "hf_qwen2": _layout(LLAMA, "QSVO", QKV, ignored="rotary_emb.", rotary="Qwen 2"),
     "hf_hunyuan": _layout(
         LLAMA, "QSVO", ALL, (), others="query_layernorm.weight key_layernorm.weight", rotary="Hunyuan"

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flax_mha.convert.layouts import ALL, LAYOUTS, MODEL_TYPE, NORM_BIASES, NORMS, OTHER_AXES, PATHS, LayoutName
+from flax_mha.convert.layouts import LAYOUTS, MODEL_TYPE, NORM_BIASES, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
 from flax_mha.convert.shapes import Arrays
 from flax_mha.convert.state_dict import T5_TABLE, attention_entries
 from flax_mha.convert.weights import fill_with_zeros, known_family, norm_offset, read
 
 SHOWN = 8  # parameters in an error
-OPTIONS = {"bias": "use_bias", "scale": "normalize_qk", "sinks": "sinks"}  # of the module, by the ends of parameters
+# Options of the module, by the ends of parameters.
+OPTIONS = {"bias": "use_bias", "scale": "normalize_qk", "sinks": "sinks", "kernel": "gate"}
 # What stands beside the attention in the layers of Gemma, from 2 on. Gemma 2 and its kin have no norms of queries.
 GEMMA = "pre_feedforward_layernorm.weight"
 
@@ -99,8 +100,8 @@ def load_torch(
 
 def _variables(module: Any) -> dict[str, nnx.Variable]:
     """Returns the module's parameters, by path."""
-    found = {f"{name}/{leaf}": getattr(getattr(module, name), leaf) for name in ALL for leaf in ("kernel", "bias")}
-    for path in (*NORMS, *NORM_BIASES):
+    found = {}
+    for path in (*TORCH_AXES, *NORMS, *NORM_BIASES):
         name, leaf = path.split("/")
         found[path] = getattr(getattr(module, name, None), leaf, None)
     found["sinks"] = getattr(module, "sinks", None)
@@ -110,7 +111,7 @@ def _variables(module: Any) -> dict[str, nnx.Variable]:
 def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[str]:
     """Lists the parameters that do not fit, a line for each."""
     problems = []
-    for path in (*PATHS, *OTHER_AXES):
+    for path in (*TORCH_AXES, *OTHER_AXES):
         name, option = path.replace("/", "."), OPTIONS.get("scale" if "_ln/" in path else path.split("/")[-1], "")
         if path not in arrays:
             if path in variables:

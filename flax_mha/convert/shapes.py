@@ -22,21 +22,24 @@ def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) 
     array = array.T if layout.transposed else array
     if len(layout.stacks[key]) == 1:
         return [array]
-    groups = layout.groups or kv_heads
-    size, rest = divmod(len(array), heads + 2 * kv_heads)
-    if rest or heads % groups or kv_heads % groups:
+    counts = [heads if path.startswith(("query", "gate")) else kv_heads for path in layout.stacks[key]]
+    groups = layout.groups or min(counts)
+    size, rest = divmod(len(array), sum(counts))
+    if rest or any(count % groups for count in counts):
+        into = "query heads and twice as many key heads" if layout.is_stacked else "heads of query and gate"
         raise ValueError(
-            f"num_heads and num_kv_heads must cut the {len(array)} features of {key} into query heads and twice as "
-            f"many key heads of one size, got {heads} and {kv_heads}; pass those of the model's config."
+            f"num_heads and num_kv_heads must cut the {len(array)} features of {key} into {into} of one size, got "
+            f"{heads} and {kv_heads}; pass those of the model's config."
         )
-    counts = [(heads if path.startswith("query") else kv_heads) // groups for path in layout.stacks[key]]
-    parts = np.split(array.reshape(groups, -1, size, *array.shape[1:]), np.cumsum(counts)[:-1], axis=1)
+    rows = array.reshape(groups, -1, size, *array.shape[1:])
+    parts = np.split(rows, np.cumsum(counts)[:-1] // groups, axis=1)
     return [part.reshape(-1, *array.shape[1:]) for part in parts]
 
 
-def join(layout: Layout, arrays: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+def join(layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, int]) -> np.ndarray:
     """Stacks weights or biases in one new array in C order, the inverse of `cut`."""
-    groups = (layout.groups or sizes["K"]) if len(arrays) > 1 else 1
+    groups = 1 if len(paths) == 1 else layout.groups or sizes["K" if layout.is_stacked else "N"]
+    arrays = [found[path] for path in paths]
     rows = [array.reshape(groups, -1, *array.shape[1:]) for array in arrays]
     array = np.concatenate(rows, axis=1).reshape(-1, *arrays[0].shape[1:])
     return (array.T if layout.transposed else array).copy()
@@ -72,6 +75,8 @@ def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
         return f"biases must be on {choices}, got them on {', '.join(biased) or 'none'}"
     if others := arrays.keys() - {*PATHS} - {path for paths in layout.stacks.values() for path in paths}:
         return f"it has no {', '.join(sorted(others))}"
+    if missing := [x for paths in layout.stacks.values() if paths[0] in arrays for x in paths if x not in arrays]:
+        return f"it has {', '.join(missing)}, too"
     for key, paths in layout.stacks.items():
         if len(dtypes := {str(arrays[path].dtype) for path in paths if path in arrays}) > 1:
             return f"{key} must stack arrays of one dtype, got {', '.join(sorted(dtypes))}"

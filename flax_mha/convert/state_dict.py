@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from flax_mha.convert.layouts import KERNELS, LAYOUTS, Layout, LayoutName
+from flax_mha.convert.layouts import LAYOUTS, Layout, LayoutName
 
 # The ends of quantized weights' keys: bitsandbytes, GPTQ and AWQ, compressed-tensors and FP8, PyTorch's own.
 QUANTIZED: tuple[str, ...] = ("SCB", "absmax", "quant_map", "weight_format", "qweight", "qzeros", "g_idx")
@@ -77,12 +77,15 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
     )
 
 
-def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Returns whether stacked rows, the longer axis, are where this layout has them, and whether biases are."""
-    key = next(key for key, paths in layout.stacks.items() if paths[0] in KERNELS)
-    shape = tuple(getattr(entries[key], "shape", ()))
+def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+    """Returns whether stacked rows, the longer axis, a gate and biases are where this layout has them."""
+    key = layout.key_of("query/kernel")
+    shape, of_out = (tuple(getattr(entries[x], "shape", ())) for x in (key, layout.key_of("out/kernel")))
+    is_doubled = len(shape) == len(of_out) == 2 and shape[0] == 2 * of_out[1]
+    has_gate = is_doubled == ("gate/kernel" in layout.stacks[key])
     is_square = not layout.is_stacked or len(shape) != 2 or shape[0] == shape[1]
-    return is_square or (shape[1] > shape[0]) == layout.transposed, layout.biases(entries) in layout.biased
+    is_turned = is_square or (shape[1] > shape[0]) == layout.transposed
+    return is_turned, has_gate, layout.biases(entries) in layout.biased
 
 
 def attention_layers(keys: Iterable[str]) -> list[str]:

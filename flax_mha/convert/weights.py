@@ -15,7 +15,6 @@ from flax_mha.convert.layouts import (
     NORMS,
     NORMS_OF_ALL_HEADS,
     OTHER_AXES,
-    PATHS,
     TORCH_AXES,
     Layout,
     LayoutName,
@@ -55,9 +54,9 @@ def from_torch(
     Returns:
       A dict of dicts. `query`, `key` and `value` have a `kernel` (in, heads, head size) and a `bias` (heads, head
       size); `out` has a `kernel` (heads, head size, out) and a `bias` (out,); `query_ln` and `key_ln` have a `scale`
-      (head size,), or (heads, head size) if a norm spans all heads (OLMo 2); `sinks` is an array (heads,). Biases,
-      norms and sinks are there if `state_dict` has them. Arrays are new and keep their dtypes, but for norms with an
-      offset, which become float32 at least, as the models compute them.
+      (head size,), or (heads, head size) if a norm spans all heads (OLMo 2); `sinks` is an array (heads,); `gate` is
+      like `query`. Biases, norms, sinks and gate are there if `state_dict` has them. Arrays are new and keep their
+      dtypes, but for norms with an offset, which become float32 at least, as the models compute them.
 
     Raises:
       ValueError: If the keys fit no layout (with the attention layers found, if there are any), if `bias_k` or
@@ -118,18 +117,14 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
         )
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     for path, array in arrays.items():
-        if path in PATHS:
+        if path in TORCH_AXES:
             arrays[path] = array.reshape([sizes[c] for c in TORCH_AXES[path][::-1]]).T
         elif family.norm != "layer_norm_each_head":
             arrays[path] = array.ravel()
         if offset and path in NORMS:
             arrays[path] = arrays[path] - array.dtype.type(offset)
     stacks = LAYOUTS[layout].stacks.items()
-    return {
-        key: join(LAYOUTS[layout], [arrays[path] for path in paths], sizes)
-        for key, paths in stacks
-        if paths[0] in arrays
-    }
+    return {key: join(LAYOUTS[layout], paths, arrays, sizes) for key, paths in stacks if paths[0] in arrays}
 
 
 def known_family(kernel: Any) -> Family:
@@ -160,7 +155,7 @@ def read(
             f"num_heads and num_kv_heads must cut the stacked weights into {out.shape[1]} query features, which the "
             f"output takes, got {num_heads} and {num_kv_heads}, which make {queries}; pass those of the model's config."
         )
-    sizes = find_sizes({path: arrays[path] for path in PATHS if path in arrays}, TORCH_AXES)
+    sizes = find_sizes({path: arrays[path] for path in TORCH_AXES if path in arrays}, TORCH_AXES)
     if reason := misfit(layout, arrays, sizes):
         raise ValueError(f"state_dict has the keys of layout {name!r}, but {reason}: is it whole and unchanged?")
     sizes |= head_sizes(sizes, num_heads, num_kv_heads)
@@ -185,7 +180,7 @@ def fill_with_zeros(arrays: Arrays) -> Arrays:
     """Adds biases of zeros beside those that there are, if there are any."""
     if not any(path.endswith("/bias") for path in arrays):
         return arrays
-    kernels = {name: arrays[f"{name}/kernel"] for name in ALL}
+    kernels = {name: arrays[f"{name}/kernel"] for name in (*ALL, "gate") if f"{name}/kernel" in arrays}
     shapes = {name: kernel.shape[-1:] if name == "out" else kernel.shape[1:] for name, kernel in kernels.items()}
     return {f"{name}/bias": np.zeros(shapes[name], kernel.dtype) for name, kernel in kernels.items()} | arrays
 
@@ -195,6 +190,7 @@ def _drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
     biased = {name for name in ALL if f"{name}/bias" in arrays}
     for choice in layout.biased:
         dropped = {f"{name}/bias" for name in biased - {*choice}}
+        dropped |= {"gate/bias"} & {*arrays} if "query/bias" in dropped else set()
         if biased.issuperset(choice) and not any(arrays[path].any() for path in dropped):
             return {path: array for path, array in arrays.items() if path not in dropped}
     return dict(arrays)
@@ -205,13 +201,13 @@ def _flatten(params: Any) -> Arrays:
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a module, its nnx.State or a dict of its parameters, but got {params!r:.80}")
     leaves: dict[str, Any] = {name: params[name] for name in params if name == "sinks"}
-    for name in ("query_ln", "key_ln", *ALL):
+    for name in ("query_ln", "key_ln", "gate", *ALL):
         if name in params:
             if not isinstance(params[name], Mapping):
                 raise ValueError(f"params must hold a dict of arrays as {name}, but got {params[name]!r:.80}")
             leaves |= {f"{name}/{leaf}": value for leaf, value in params[name].items()}
-    known = (*PATHS, *OTHER_AXES)
-    extra = sorted({*params, *leaves} - {*ALL, "query_ln", "key_ln", *known})
+    known = (*TORCH_AXES, *OTHER_AXES)
+    extra = sorted({*params, *leaves} - {*ALL, "query_ln", "key_ln", "gate", *known})
     missing = sorted({*KERNELS} - {*leaves})
     if extra or missing:
         raise ValueError(f"params must be one attention's parameters alone; missing {missing}, extra {extra}")

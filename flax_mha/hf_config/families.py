@@ -22,6 +22,7 @@ class Family(NamedTuple):
       norm_key: The key that switches the norms on; if empty they are.
       norm_scale: What the norms multiply by.
       sinks: Whether heads have sinks.
+      gate: Whether a gate multiplies the attention's output.
       scale: The factor of query . key, where it is the same for all sizes.
       alibi: Whether scores get ALiBi.
       layer_type: The type of a layer.
@@ -36,6 +37,7 @@ class Family(NamedTuple):
     norm_key: str = ""
     norm_scale: Literal["weight", "1 + weight", "none"] = "weight"
     sinks: bool = False
+    gate: bool = False
     scale: float | None = None
     alibi: bool = False
     layer_type: LayerType = full
@@ -111,6 +113,8 @@ MINIMAX: Values = {"rope_theta": 5e6, "partial_rotary_factor": 1.0, "head_dim": 
 NEMOTRON_H: Values = {"num_key_value_heads": 8, "head_dim": 128, "hybrid_override_pattern": None}
 GPT_NEO: Values = {"sliding_window": 256, "attention_layers": None}
 GPT_NEO |= {"attention_types": [[["global", "local"], 12]]}
+AFMOE: Values = BIAS | {"head_dim": 128, "sliding_window": 1024, "global_attn_every_n_layers": 4}
+QWEN_NEXT: Values = BIAS | QUARTER | {"head_dim": 256, "num_key_value_heads": 2, "full_attention_interval": 4}
 ZAMBA: Values = {"attention_hidden_size": None, "use_shared_attention_adapter": False}
 
 # Attention that several families share, or nearly.
@@ -131,7 +135,10 @@ LATENT = Family(
     INTERLEAVE, refused="its keys and values are compressed into one latent array (multi-head latent attention)"
 )
 INDEXED = Family(INTERLEAVE, refused="an indexer chooses the keys that a query sees")
-GATED = Family(BIAS, refused="its attention's output is multiplied by a gate that the input makes")
+QWEN_3_NEXT = Family(
+    QWEN_NEXT, "attention_bias", RMS, norm_scale="1 + weight", gate=True, layer_type=listed(layers.each_last)
+)
+GATED = Family(BIAS, refused="the gate of its attention's output is not a sigmoid for each feature")
 SHARED_KEYS = Family(ROPE, refused="it normalizes values, and layers use the keys and values of earlier ones")
 RECURRENT = Family({}, refused="it is recurrent and has no softmax over keys")
 RELATIVE = Family({}, refused="scores depend on products of queries with embeddings of distances")
@@ -249,6 +256,17 @@ FAMILIES: dict[str, Family] = {
     "dbrx": Family(ROPE | {"clip_qkv": None, "num_key_value_heads": 1}),
     "falcon": Family(FALCON, "bias"),
     "modernbert-decoder": Family(MODERNBERT, "attention_bias", layer_type=first_of(3, "global_attn_every_n_layers")),
+    # With a gate.
+    **alike("qwen3_next qwen3_5_moe_text", QWEN_3_NEXT),
+    "qwen3_5_text": like(QWEN_3_NEXT, {"num_key_value_heads": 4}),
+    "afmoe": Family(
+        AFMOE | {"rms_norm_eps": 1e-5},
+        "attention_bias",
+        RMS,
+        gate=True,
+        layer_type=last_of(4, "global_attn_every_n_layers"),
+        rotates=layers.sliding_rotate,
+    ),
     # Without rotary positions.
     "mpt": Family(MPT, alibi=True),
     "bloom": Family({}, True, alibi=True),
@@ -299,8 +317,8 @@ FAMILIES: dict[str, Family] = {
     **alike("deepseek_v2 deepseek_v3 kimi_k2 youtu glm4_moe_lite minicpm3 axk1 kimi_linear", LATENT),
     "longcat_flash": like(LATENT, {"rope_theta": 1e7}),
     **alike("axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 qwen4_exp_text", INDEXED),
-    **alike("afmoe beam hrm_text laguna lfm3 bailing_hybrid", GATED),
-    **alike("qwen3_next qwen3_5_text qwen3_5_moe_text", like(GATED, QUARTER)),
+    **alike("beam laguna lfm3 bailing_hybrid", GATED),
+    "hrm_text": Family(BIAS, refused="its layers stand in two stacks, which run several times"),
     "gemma3n_text": like(SHARED_KEYS, {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0}),
     **alike("gemma4_text gemma4_unified_text gemma4_assistant gemma4_unified_assistant", SHARED_KEYS),
     **alike("mamba mamba2 falcon_mamba rwkv xlstm", RECURRENT),

@@ -80,6 +80,11 @@ def cohere_moe(values: Values, layer: int) -> str:
     return SLIDING if (layer + 1 if layer < dense else layer + 1 - dense) % number else FULL
 
 
+def each_last(values: Values, layer: int) -> str:
+    """Of each `full_attention_interval` layers the last has attention."""
+    return "linear_attention" if (layer + 1) % values["full_attention_interval"] else FULL
+
+
 def chunked(values: Values, layer: int) -> str:
     return CHUNKED if listed_rotate(values, layer, "") else FULL
 

@@ -47,6 +47,7 @@ class FlaxModule(NamedTuple):
       norms: Normalize the heads of queries and keys; None if there are none.
       norms_after_rope: Whether they normalize what is rotated.
       sinks: The learned sinks [N].
+      gate: Projects inputs [B..., T, D] to what the sigmoid makes a gate [B..., T, N, H] of; None if there is none.
       cache: Reads cached keys, values and index, given query and key; None where this call makes them.
       stored: Reads keys, values and lengths that an earlier call stored; None if none did.
       arguments: Flax's own arguments of the attention function.
@@ -64,6 +65,15 @@ class FlaxModule(NamedTuple):
     arguments: dict[str, Any]
     features: tuple[int, int] | None = None
     norms_after_rope: bool = False
+    gate: Layer | None = None
+
+    def output(self, x: Float[Array, "*B T N H"], inputs_q: Float[Array, "*B T D"]) -> Float[Array, "*B T Dout"]:
+        """Multiplies the attention's output by the gate that the inputs make, if there is one, and projects it back."""
+        if self.gate is None:
+            return self.out(x)
+        gate = jax.nn.sigmoid(self.gate(inputs_q))
+        # Where there is no output the gate is not asked: what stands in padding stays there.
+        return self.out(x * jnp.where((x == 0) & jnp.isnan(gate), 0, gate).astype(x.dtype))
 
 
 def call_module(
@@ -116,7 +126,7 @@ def call_module(
     arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None}
     if cache is not None:
         x, new = _decoding(module.attention_fn, core, query, key, value, cache, lengths, arguments)()
-        return flax.out(x), (new.key, new.value, new.index)
+        return flax.output(x, inputs_q), (new.key, new.value, new.index)
     if core is not None and core.preset:
         # Of queries that use stored keys the positions are not known.
         arguments = core.combine(arguments, without=("is_causal",) if keys in ("stored", "to store") else ())
@@ -125,7 +135,7 @@ def call_module(
     else:
         x = (module.attention_fn if core is None else core.function)(query, key, value, **arguments)
     stored = (key, value, sequences.lengths_of(by_sequence, key)) if keys == "to store" else None
-    return flax.out(x), stored
+    return flax.output(x, inputs_q), stored
 
 
 def _project(

@@ -51,6 +51,7 @@ def check_options(
     qkv_features: int,
     dropout_rate: float,
     sinks: bool,
+    gate: bool,
     normalize_qk: bool | str,
     qk_norm_epsilon: float | None,
 ) -> None:
@@ -65,6 +66,7 @@ def check_options(
     check_window(module.local_window_size)
     check_soft_cap(module.logits_soft_cap)
     validation.flag("sinks", sinks)
+    validation.flag("gate", gate)
     check_scale(module.scale, validation.Shape((), 1, 1, 1, 1, 1, 1))
     if normalize_qk not in (False, True, *NORMS):
         names = '", "'.join(NORMS)

@@ -25,7 +25,7 @@ LAYERS = with_core_tuples(
     (1, "explicit, set_mesh"),
 )
 RING = (10, 0)
-OPTIONS = {"rope": RoPE(), "normalize_qk": "rms_norm", "sinks": True, "dropout_rate": 0.1}
+OPTIONS = {"rope": RoPE(), "normalize_qk": "rms_norm", "sinks": True, "gate": True, "dropout_rate": 0.1}
 
 
 def inputs(length=24):
