@@ -1,5 +1,6 @@
 """`cached_attention`: full caches, NaN in slots, transformations, implementations, refusals, any split into calls."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -493,6 +494,7 @@ class Structure(NamedTuple):
     ring: bool = False
     dtype: str = "float32"
     cached: str = "float32"
+    value_size: int | None = None
     tolerance: float = 1e-5
 
     @property
@@ -506,15 +508,17 @@ class Structure(NamedTuple):
 
     def cache(self, garbage=0.0):
         window = WINDOW if self.ring else None
-        cache = KVCache.create(self.batch, 999 if self.ring else SLOTS, self.kv_heads, H, self.cached, window)
-        shape = (*cache.key.shape[:-1], HV)
-        index = jnp.zeros(self.batch if self.per_row else (), jnp.int32)
-        return KVCache(jnp.full_like(cache.key, garbage), jnp.full(shape, garbage, self.cached), index, cache.window)
+        options = {"window": window, "per_row": self.per_row, "value_size": self.value_size}
+        cache = KVCache.create(self.batch, 999 if self.ring else SLOTS, self.kv_heads, H, self.cached, **options)
+        shape = (*cache.key.shape[:-1], HV if self.value_size is None else 0)
+        key, value = jnp.full_like(cache.key, garbage), jnp.full(shape, garbage, self.cached)
+        return dataclasses.replace(cache, key=key, value=value)
 
     def tokens(self, seed=0):
         rng = np.random.default_rng(seed)
         shapes = ((N, H), (self.kv_heads, H), (self.kv_heads, HV))
         query, *cached = (rng.standard_normal((*self.batch, self.length, *shape), np.float32) for shape in shapes)
+        cached = cached if self.value_size is None else cached[:1]
         return [np.asarray(jnp.asarray(query, self.dtype)), *(np.asarray(jnp.asarray(x, self.cached)) for x in cached)]
 
 
@@ -538,12 +542,14 @@ STRUCTURES = {
     "narrow cache": Structure(cached="bfloat16", per_row=True),
     "narrow ring": Structure(WINDOWED, cached="float16", ring=True, kv_heads=4),
     # One rounding of an output of this size, and of each product's operands in 16 bits.
+    "values in keys": Structure(LOGITS, kv_heads=1, value_size=4, per_row=True),
+    "values in a narrow ring": Structure(WINDOWED, cached="bfloat16", ring=True, value_size=4),
     "bfloat16": Structure(dtype="bfloat16", cached="bfloat16", tolerance=2**-6),
     "float16": Structure(dtype="float16", cached="float16", per_row=True, tolerance=2**-9),
 }
 
 
-def whole_call(structure, query, key, value):
+def whole_call(structure, query, key, value=None):
     """One causal call of all tokens."""
     arguments = dict(structure.arguments)
     if "bias" in arguments:
@@ -554,6 +560,7 @@ def whole_call(structure, query, key, value):
     elif mask is not None and mask.lengths[1]:
         ids = IDS[: structure.length]
         arguments["mask"] = SegmentMask(np.full_like(ids, IDS[0]), ids) | CausalMask(-3)
+    value = key[..., : structure.value_size] if value is None else value
     key, value = (jnp.asarray(x).astype(query.dtype) for x in (key, value))
     return dot_product_attention(query, key, value, is_causal=True, implementation="xla", **arguments)
 
@@ -562,7 +569,7 @@ def whole_call(structure, query, key, value):
 def programs(name):
     structure = STRUCTURES[name]
 
-    def step(query, key, value, cache, lengths):
+    def step(cache, lengths, query, key, value=None):
         arguments = dict(structure.arguments)
         mask = arguments.get("mask")
         if mask is not None and not isinstance(mask, np.ndarray) and mask.lengths[1]:
@@ -603,7 +610,7 @@ def split(name, seed):
             lengths = np.full(structure.batch, size)
         pieces = (padded(x, at, lengths, size, garbage) for x in tokens)
         given = jnp.asarray(lengths, jnp.int32) if structure.per_row else None
-        output, cache = step(*pieces, cache, given)
+        output, cache = step(cache, given, *pieces)
         output = np.asarray(output, np.float32).reshape(-1, *output.shape[-3:])
         rows = got.reshape(-1, *got.shape[-3:])
         for row, out, start, length in zip(rows, output, at.ravel(), lengths.ravel(), strict=True):
@@ -621,7 +628,7 @@ def split(name, seed):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
-    "name", with_core(STRUCTURES, "ring, lengths, logits", "positions, lengths", "bias and mask of slots", "bfloat16")
+    "name", with_core(STRUCTURES, "ring, lengths, logits", "positions, lengths", "values in keys", "bfloat16")
 )
 def test_any_split_equals_one_call(name):
     for seed in range(4):
@@ -629,6 +636,7 @@ def test_any_split_equals_one_call(name):
 
 
 EAGER = {"ring, lengths, logits": [90, 1, 40], "bias and mask of slots": [40, 1, 40]}
+EAGER |= {"values in a narrow ring": [90, 1, 40]}
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -638,8 +646,8 @@ def test_where_the_index_is_known(name):
     structure = STRUCTURES[name]
     tokens, cache, at, outputs = structure.tokens(), structure.cache(), 0, []
     for size in EAGER[name]:
-        pieces = (x[:, at : at + size] for x in tokens)
-        output, cache = cached_attention(*pieces, cache, **structure.arguments)
+        query, key, value = (*(x[:, at : at + size] for x in tokens), None)[:3]
+        output, cache = cached_attention(query, key, value, cache, **structure.arguments)
         outputs.append(output)
         at += size
     expected = whole_call(structure, *tokens)

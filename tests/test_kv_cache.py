@@ -226,6 +226,21 @@ def test_take():
 
 
 @pytest.mark.core
+def test_values_that_are_a_part_of_the_keys():
+    """They are not stored, and nobody has to give them."""
+    cache = KVCache.create(B, S, 1, H, per_row=True, value_size=H - 2)
+    key = tokens(0, 7)[0][:, :, :1]
+    grown = jax.jit(KVCache.update)(cache, key, None, jnp.array([7, 3, 5])).take([2, 0]).truncate([4, 6])
+    assert (grown.key.shape, grown.value.nbytes, grown.value_size) == ((2, S, 1, H), 0, H - 2)
+    np.testing.assert_array_equal(grown.key[1, :7], key[0])
+    with pytest.raises(ValueError, match="value must be None where the values are a part of the cached keys"):
+        cache.update(key, key)
+    for size in (0, H + 1, 2.0):
+        with pytest.raises(ValueError, match=rf"value_size must be an int from 1 to head_size \({H}\), but got {size}"):
+            KVCache.create(B, S, 1, H, value_size=size)
+
+
+@pytest.mark.core
 def test_rows_that_do_not_exist_become_nan():
     cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 7))
     beams = jax.jit(KVCache.take)(cache, jnp.array([0, B, -1]))

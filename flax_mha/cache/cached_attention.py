@@ -64,7 +64,7 @@ def cached_attention(
 def cached_attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B T K H"],
-    value: Float[Array, "*B T K Hv"],
+    value: Float[Array, "*B T K Hv"] | None,
     cache: KVCache,
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
@@ -94,7 +94,7 @@ def cached_attention(
     Args:
       query: Of the new tokens.
       key: Likewise; rotated, if there are rotary embeddings.
-      value: Likewise.
+      value: Likewise; None where the cache has a `value_size`: then values are the first features of the keys.
       cache: The tokens before them.
       bias: Broadcasts to [B..., N, T, S], where S counts the slots of the cache; added to the scores.
       mask: bool, broadcasts to [B..., N, T, S]. Or a mask object, which speaks of positions; its arrays with an entry
@@ -136,7 +136,8 @@ def cached_attention(
     """
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
-    key, value = jnp.asarray(key), jnp.asarray(value)
+    key = jnp.asarray(key)
+    value = cache.values(key, value)
     cache.check_fits(key, value)
     return over_cache(  # type: ignore[return-value]  # of so many
         dispatch.run,
@@ -204,7 +205,7 @@ def over_cache(
             return varying_alike(([output, *max_score], new.arrays))[0]
 
         output, *max_score = _by_emptiness(compute, cache)
-    return appended.checked(output), new, *map(appended.checked, max_score)
+    return appended.checked(output[..., : cache.value_size]), new, *map(appended.checked, max_score)
 
 
 class Step(NamedTuple):
@@ -250,6 +251,8 @@ class Step(NamedTuple):
             first = index + tokens - 1
         elif is_ring:
             (key, value, first), in_place = in_order(cache, self.key, self.value), False
+        if cache.value_size is not None:  # of a cache that is read in place a part would be a copy; its output is cut
+            value = key if in_place else key[..., : cache.value_size]
         if not in_place:
             key, value = key.astype(query.dtype), value.astype(query.dtype)
         shape, rank = self.shape._replace(key_length=key.shape[-3]), len(self.shape.batch)

@@ -32,10 +32,11 @@ class KVCache:
 
     Attributes:
       key: [B..., S, K, H].
-      value: [B..., S, K, Hv].
+      value: [B..., S, K, Hv]; without features, Hv = 0, if there is a `value_size`.
       index: The number of tokens so far, int32: one for all sequences, or one for each, [B...]. A negative number marks
         a sequence that has lost tokens; its outputs are NaN.
       window: Number of positions before its own that a query sees; None if the cache is no ring.
+      value_size: If given, the values are the first so many features of the keys, and are not stored again.
 
     Example:
       >>> import jax.numpy as jnp
@@ -53,6 +54,7 @@ class KVCache:
     value: Float[Array, "*B S K Hv"]
     index: Int[Array, "..."]
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    value_size: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(
@@ -65,6 +67,7 @@ class KVCache:
         window: int | None = None,
         per_row: bool = False,
         sharding: Sharding | None = None,
+        value_size: int | None = None,
     ) -> "KVCache":
         """Creates an empty cache.
 
@@ -78,6 +81,8 @@ class KVCache:
             all. If `max_length` is at least window + 1 + 64, the cache is a ring of so many slots.
           per_row: True gives each sequence an index of its own.
           sharding: The split of the batch axes and heads of keys and values [B..., S, K, H] over a mesh.
+          value_size: If given, the values are the first so many features of the keys, and are not stored again, as
+            multi-head latent attention needs it; pass None as the new values then.
 
         Raises:
           ValueError: If an argument is out of its range.
@@ -91,17 +96,27 @@ class KVCache:
         validation.flag("per_row", per_row)
         if window is not None and (not is_int(window) or window < 0):
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
+        if value_size is not None and (not is_int(value_size) or not 1 <= value_size <= head_size):
+            raise ValueError(f"value_size must be an int from 1 to head_size ({head_size}), but got {value_size!r}.")
         slots = max_length if window is None else min(max_length, window + 1 + SPARE)
-        shape = (*axes, slots, num_kv_heads, head_size)
-        key, value = (place(jnp.zeros(shape, dtype), sharding) for _ in range(2))
+        sizes_of = head_size, head_size if value_size is None else 0
+        key, value = (place(jnp.zeros((*axes, slots, num_kv_heads, x), dtype), sharding) for x in sizes_of)
         index = place(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
-        return cls.of_window(key, value, index, window)
+        return cls.of_window(key, value, index, window, value_size)
 
     @classmethod
-    def of_window(cls, key: Array, value: Array, index: Array, window: int | None) -> "KVCache":
+    def of_window(
+        cls, key: Array, value: Array, index: Array, window: int | None, value_size: int | None = None
+    ) -> "KVCache":
         """Makes a cache of these arrays, as `create` does for the window: a ring if it has the slots of one."""
         is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
-        return cls(key, value, index, window if is_ring else None)
+        return cls(key, value, index, window if is_ring else None, value_size)
+
+    def values(self, key: Float[Array, "*B T K H"], value: ArrayLike | None) -> Array:
+        """Returns new values as an array: without features if they are a part of the keys."""
+        if value is not None and self.value_size is not None:
+            raise ValueError("value must be None where the values are a part of the cached keys, but got an array.")
+        return key[..., :0] if self.value_size is not None else jnp.asarray(value)
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
         """Checks that new keys and values can be added.
@@ -210,13 +225,13 @@ class KVCache:
         )
 
     def update(
-        self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K Hv"], lengths: ArrayLike | None = None
+        self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K Hv"] | None, lengths: ArrayLike | None = None
     ) -> "KVCache":
         """Adds T tokens.
 
         Args:
           key: Keys in the dtype of the cache.
-          value: Values in the dtype of the cache.
+          value: Values in the dtype of the cache; None where they are a part of the keys.
           lengths: int [B...]: number of tokens of each sequence before the padding, which stands at the end; None means
             T. Needs an index for each sequence.
 
@@ -226,7 +241,8 @@ class KVCache:
         Raises:
           ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is known.
         """
-        key, value = jnp.asarray(key), jnp.asarray(value)
+        key = jnp.asarray(key)
+        value = self.values(key, value)
         self.check_fits(key, value)
         return self.append(key, value, lengths).cache
 
@@ -236,7 +252,8 @@ class KVCache:
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind = Kind(self.window is not None, all_or_none=lengths is None)
         keys, values = write_entries(kind, (self.key, self.value), (key, value), self.index, added)
-        return Appended(KVCache(keys, values, self.index + added, window=self.window), tokens, room)
+        new = dataclasses.replace(self, key=keys, value=values, index=self.index + added)
+        return Appended(new, tokens, room)
 
     def truncate(self, index: ArrayLike) -> "KVCache":
         """Takes back all tokens after the first `index`, as speculative decoding needs it.
@@ -296,9 +313,8 @@ class KVCache:
         rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
 
         index = take_entries(self.index, rows, -1) if self.is_per_row else self.index
-        return KVCache(
-            take_entries(self.key, rows, math.nan), take_entries(self.value, rows, math.nan), index, self.window
-        )
+        key, value = (take_entries(x, rows, math.nan) for x in (self.key, self.value))
+        return dataclasses.replace(self, key=key, value=value, index=index)
 
     def _check_complete(self) -> None:
         if np.any(np.asarray(self.index) < 0):

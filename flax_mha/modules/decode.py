@@ -43,6 +43,7 @@ def decode_by(
     keys, values, first = appended.cache.key, appended.cache.value, jnp.zeros_like(index)
     if cache.window is not None:
         keys, values, first = in_order(cache, key, value)
+    values = values if cache.value_size is None else keys[..., : cache.value_size]
     steps = cache.counted(query.shape[-3])
     q_idx = (index[..., None] + steps)[..., :, None]
     kv_idx = (first[..., None] + cache.counted(keys.shape[-3]))[..., None, :]
