@@ -18,6 +18,8 @@ LENGTH, HEADS = 32, 8
 IDS = np.repeat(np.arange(4), (9, 5, 12, 6))[None]
 BLOCKS = np.tri(4, dtype=bool) & (np.eye(4, dtype=bool) | (np.arange(4) == 0))
 
+PARENTS = [-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 8]
+
 # What each picture shows; a recipe's picture has its name.
 RECIPES: dict[str, Mapping[str, Any]] = {
     "causal": recipes.causal(),
@@ -30,6 +32,7 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "attention_sinks": recipes.attention_sinks(np.zeros(HEADS, np.float32), 8),
     "dilated": recipes.dilated(4),
     "block_sparse": recipes.block_sparse(BLOCKS[None].repeat(HEADS, 0), LENGTH // 4),
+    "tree_causal": recipes.tree_causal(PARENTS, LENGTH - len(PARENTS)),
 }
 MASKS: dict[str, Mask] = {
     "window_and_first": CausalMask() & (LocalMask(8, 0) | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < 4)),

@@ -1,4 +1,4 @@
-"""Ten kinds of attention in plain Python: each function returns arguments for `dot_product_attention`.
+"""Eleven kinds of attention in plain Python: each function returns arguments for `dot_product_attention`.
 
 Recipes of a mask or a score function are arguments for the call of a module, too; `soft_cap` and `attention_sinks` say
 what a module's constructor takes instead. `combine` makes one of several recipes.
@@ -33,7 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha.core.integers import is_int
+from flax_mha.core.integers import int32, is_int
+from flax_mha.core.tracing import readable
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 
 Arguments = dict[str, Any]
@@ -187,3 +188,42 @@ def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> Arguments:
     """
     table = jnp.asarray(table)
     return {"mask": FunctionMask(lambda b, h, q_idx, kv_idx: table[h, q_idx // block, kv_idx // block])}
+
+
+def tree_causal(parents: Int[Array, "*B T"], index: Int[Array, "*B"] | int = 0) -> Arguments:
+    """Drafted tokens see the branch of a tree that leads to them, and all before it. SpecInfer, arXiv:2305.09781.
+
+    One call over a cache verifies all branches then, and `KVCache.keep` keeps one of them. Modules with rotary
+    positions take `positions` besides: `index` plus the depth of each token.
+
+    Args:
+      parents: For each token of the tree the number of the one before it in its branch, which must come earlier in the
+        array; -1 for one that follows the text. [T], or [B, T] where trees differ.
+      index: Number of tokens before the tree: one, or [B].
+
+    Raises:
+      ValueError: If a parent does not come before its token, and that is known.
+    """
+    parents, index = int32("parents", parents), int32("index", index)
+    if parents.ndim not in (1, 2) or index.ndim > 1 or not parents.size:
+        raise ValueError(
+            f"parents must be [T] or [B, T] and index [] or [B], but got {parents.shape} and {index.shape}."
+        )
+    each = np.arange(parents.shape[-1], dtype=np.int32)
+    if readable(parents) and not np.all(parents < each):
+        raise ValueError(f"parents must come before their tokens, but got {np.asarray(parents).tolist()}.")
+
+    def one_up(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        seen, node = carry
+        above = jnp.take_along_axis(jnp.asarray(parents), jnp.maximum(node, 0), axis=-1)
+        return seen | jax.nn.one_hot(node, each.size, dtype=bool), jnp.where(node < 0, -1, above)
+
+    start = jnp.zeros((*parents.shape, each.size), bool), jnp.broadcast_to(each, parents.shape)
+    seen, _ = jax.lax.fori_loop(0, each.size, one_up, start)
+
+    def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        first = jnp.asarray(index) if index.ndim == 0 else jnp.asarray(index)[b]
+        q, kv = (jnp.clip(x - first, 0, each.size - 1) for x in (q_idx, kv_idx))
+        return (kv_idx < first) | (seen[q, kv] if parents.ndim == 1 else seen[b, q, kv])
+
+    return {"mask": CausalMask() & FunctionMask(visible)}

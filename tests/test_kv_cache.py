@@ -214,6 +214,35 @@ def test_debug_nans_lets_a_ring_be_truncated():
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("jit", [False, True])
+def test_keep(jit):
+    """A path of a tree of drafts; paths of their own, of which one is empty; the tokens that follow."""
+    keep = jax.jit(KVCache.keep) if jit else KVCache.keep
+    key, value = tokens(0, 9)
+    one, rows = (KVCache.create(B, S, K, H, per_row=rows).update(key, value) for rows in (False, True))
+    kept = keep(one, np.array([4, 6, 7]))
+    assert int(kept.index) == 7
+    np.testing.assert_array_equal(kept.key[:, :7], key[:, [0, 1, 2, 3, 4, 6, 7]])
+    np.testing.assert_array_equal(kept.value, -kept.key)
+    slots, lengths = np.array([[4, 5, 7], [5, 0, 0], [3, 4, 8]]), np.array([3, 0, 2])
+    kept = keep(rows, slots, lengths, np.array([4, 3, 3]))
+    np.testing.assert_array_equal(kept.index, [7, 3, 5])
+    for i, path in enumerate(([4, 5, 7], [], [3, 4])):
+        np.testing.assert_array_equal(kept.key[i, : kept.index[i]], key[i, [*range((4, 3, 3)[i]), *path]])
+    assert_holds(KVCache.keep(rows, slots[:, :1], index=slots[:, 0]).truncate([5, 6, 4]), [5, 6, 4])
+    beams = kept.take([2, 2])
+    np.testing.assert_array_equal(beams.update(*tokens(0, 1, (2,))).index, [6, 6])
+
+
+def test_keep_marks_what_is_no_path():
+    cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 9), lengths=[9, 9, 5])
+    slots = np.array([[4, 6], [6, 6], [4, 6]])
+    marked = jax.jit(KVCache.keep)(cache, slots)
+    np.testing.assert_array_equal(marked.index, [6, -1, -1])
+    same_bits(marked.key[1:], cache.key[1:])
+
+
+@pytest.mark.core
 def test_take():
     cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 7), lengths=[7, 3, 5])
     rows = jnp.array([2, 0, 0, 2])
@@ -477,6 +506,17 @@ REFUSED = {
     "truncate each of one index": (lambda: ONE.truncate([1, 1, 1]), r"index must have the shape \(\) of the cache's"),
     "truncate another batch": (lambda: ROWS.truncate([1, 1]), r"index must have the shape \(3,\) of the cache's"),
     "truncate a ring forward": (lambda: RING_CACHE.truncate(1), "index must be from 0, .* to 0"),
+    "keep backwards": (
+        lambda: ONE.keep([4, 3]),
+        r"slots must ascend from index, 4, to 7, the number .* \[4, 3\] and 2",
+    ),
+    "keep what is not there": (lambda: ONE.keep([4, 7]), "slots must ascend from index, 4, to 7"),
+    "keep more than there is": (lambda: ONE.keep([4, 5], 3), "lengths be from 0 to 2, but got .* and 3"),
+    "keep before the text ends": (lambda: ONE.keep([4], index=5), "slots must ascend from index, 5, to 7"),
+    "keep one": (lambda: ONE.keep(3), r"slots must be \(n\), n at least 1, but got \(\)"),
+    "keep one path of many": (lambda: ROWS.keep([1, 2]), r"slots must be \(3, n\), n at least 1, but got \(2,\)"),
+    "keep paths of another batch": (lambda: ROWS.keep([[1]] * 3, [1, 1]), r"lengths must have the shape \(3,\)"),
+    "keep in a ring": (lambda: RING_CACHE.keep([0]), "the cache must be no ring, whose window of 4 positions counts"),
     "rows out of range": (lambda: ONE.take([0, 3]), "rows must be from 0 to 2, but got 0 to 3"),
     "rows from the end": (lambda: ONE.take([-1]), "rows must be from 0 to 2, but got -1 to -1"),
     "one row": (lambda: ONE.take(1), r"rows must be \[B'\], entries of a batch axis, but got \(\) for batch \(3,\)"),

@@ -33,6 +33,12 @@ BUCKETS = {
     "T5 bias": t5_buckets(row - column),
     "T5 bias of an encoder": t5_buckets(abs(row - column), 6) + 6 * (column > row),
 }
+PARENTS = np.array([[-1, 0, 0, 1, 1, 2, 5], [-1, -1, 1, 1, 0, 2, 3]])
+TREES = np.stack([CAUSAL & (column < S - 7)] * B)
+for tree, parents in zip(TREES, PARENTS + S - 7, strict=True):
+    for i, parent in enumerate(parents, S - 7):
+        tree[i] |= (column[0] == i) | (tree[parent] if parent >= S - 7 else False)
+
 # how to make it (of what is learned), what is learned, and the arguments of the dense formula
 RECIPES = {
     "causal": (recipes.causal, None, {"mask": CAUSAL}),
@@ -70,6 +76,7 @@ RECIPES = {
         None,
         {"mask": BLOCKS[:, row // 8, column // 8]},
     ),
+    "tree": (lambda: recipes.tree_causal(jnp.asarray(PARENTS), [S - 7, S - 7]), None, {"mask": TREES[:, None]}),
 }
 
 
@@ -174,6 +181,19 @@ def test_recipes_combine():
 def test_what_does_not_combine(parts, message):
     with pytest.raises(ValueError, match=message):
         recipes.combine(*parts)
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([-1, 2, 0], r"parents must come before their tokens, but got \[-1, 2, 0\]"),
+        (3, r"parents must be \[T\] or \[B, T\] and index \[\] or \[B\], but got \(\) and \(\)"),
+        ([0.0], "parents must be integers"),
+    ],
+)
+def test_a_tree_that_is_none(parents, message):
+    with pytest.raises(ValueError, match=message):
+        recipes.tree_causal(parents)
 
 
 @pytest.mark.parametrize(("name", "implementation"), IN_TURNS)

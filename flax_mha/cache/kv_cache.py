@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha.cache.write import Kind, write_entries
+from flax_mha.cache.write import Kind, by_device, write_entries
 from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
 from flax_mha.core.integers import extremes, int32, is_int
@@ -316,6 +316,66 @@ class KVCache:
         key, value = (take_entries(x, rows, math.nan) for x in (self.key, self.value))
         return dataclasses.replace(self, key=key, value=value, index=index)
 
+    def keep(self, slots: ArrayLike, lengths: ArrayLike | None = None, index: ArrayLike | None = None) -> "KVCache":
+        """Keeps one path of a tree of drafted tokens: moves its tokens together, and takes back all others of the tree.
+
+        Args:
+          slots: int [n], or [B..., n] for a cache with an index for each sequence: where the tokens of the path are, in
+            ascending order, as `recipes.tree_causal` has them.
+          lengths: int [], or [B...] for such a cache: how many of the slots count, the first ones; None means all.
+          index: int, likewise: the number of tokens before the tree, which stay; None means the first slot.
+
+        Raises:
+          ValueError: If the cache is a ring, or the path is not part of it and that is known; under `jit` such a
+            sequence is marked by a negative index.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from flax_mha.cache.kv_cache import KVCache
+          >>> drafts = jnp.arange(7.0).reshape(1, 7, 1, 1)
+          >>> cache = KVCache.create(1, 10, num_kv_heads=1, head_size=1).update(drafts, drafts)
+          >>> cache = cache.keep([3, 4, 6])
+          >>> cache.key[0, : cache.index, 0, 0].tolist()
+          [0.0, 1.0, 2.0, 3.0, 4.0, 6.0]
+        """
+        if self.window is not None:
+            raise ValueError(
+                f"the cache must be no ring, whose window of {self.window} positions counts all branches of a tree, "
+                "but it is one; make it without a window."
+            )
+        slots = int32("slots", slots)
+        if slots.ndim != self.index.ndim + 1 or slots.shape[:-1] != self.index.shape or not slots.shape[-1]:
+            wanted = (*self.index.shape, "n")
+            raise ValueError(f"slots must be ({', '.join(map(str, wanted))}), n at least 1, but got {slots.shape}.")
+        number = slots.shape[-1]
+        lengths = self._for_each("lengths", number if lengths is None else lengths)
+        start = self._for_each("index", slots[..., 0] if index is None else index)
+        steps = self.counted(number)
+        in_order = jnp.diff(slots, axis=-1, prepend=start[..., None] - 1) > 0
+        fine = (in_order & (slots < self.index[..., None])) | (steps >= lengths[..., None])
+        fine = fine.all(-1) & (start >= 0) & (start <= self.index) & (lengths >= 0) & (lengths <= number)
+        if readable(fine) and not np.all(fine):
+            self._check_complete()
+            raise ValueError(
+                f"slots must ascend from index, {np.asarray(start).tolist()}, to {np.asarray(self.index).tolist()}, "
+                f"the number of tokens so far, and lengths be from 0 to {number}, but got "
+                f"{np.asarray(slots).tolist()} and {np.asarray(lengths).tolist()}."
+            )
+        slots = jnp.clip(slots, 0, self.length - 1)
+        moved = [_entries_at(x, slots, self.is_per_row) for x in (self.key, self.value)]
+        added = jnp.where(fine, lengths, 0)
+        key, value = write_entries(Kind(False, all_or_none=False), (self.key, self.value), tuple(moved), start, added)
+        return dataclasses.replace(self, key=key, value=value, index=jnp.where(fine, start + lengths, jnp.int32(-1)))
+
+    def _for_each(self, name: str, given: ArrayLike) -> Int[Array, "..."]:
+        """Returns integers in the shape of the index."""
+        numbers = int32(name, given)
+        if numbers.shape not in ((), self.index.shape):
+            raise ValueError(
+                f"{name} must have the shape {self.index.shape} of the cache's index, but got {numbers.shape}."
+            )
+        return jnp.broadcast_to(numbers, self.index.shape)
+
     def _check_complete(self) -> None:
         if np.any(np.asarray(self.index) < 0):
             raise ValueError(
@@ -355,6 +415,16 @@ class Appended(NamedTuple):
             return x
         own_axes = (None,) * (x.ndim - len(self.cache.batch))
         return jnp.where(jnp.asarray(self.room)[(..., *own_axes)], x, jnp.nan)
+
+
+def _entries_at(cached: Array, slots: Int[Array, "... n"], per_row: bool) -> Array:
+    """Gathers the entries [B..., n, K, H] of these slots [n] or [B..., n]."""
+
+    def gather(cached: Array, slots: Array) -> Array:
+        slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))[..., None, None]
+        return jnp.take_along_axis(cached, slots, axis=-3)
+
+    return by_device(gather, cached, "B S K H", (slots, "B n" if per_row else "n"))
 
 
 def _check_floating(dtype: DTypeLike) -> None:

@@ -57,34 +57,31 @@ def by_device(function: Callable[..., T], like: Array, axes: str, *others: tuple
 
 def write_entries(
     kind: Kind,
-    cached: tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]],
-    new: tuple[Float[Array, "*B T K H"], Float[Array, "*B T K Hv"]],
+    cached: tuple[Shaped[Array, "*B S K _"], ...],
+    new: tuple[Shaped[Array, "*B T K _"], ...],
     index: Int[Array, "..."],
     added: Int[Array, "..."],
-) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
+) -> tuple[Shaped[Array, "*B S K _"], ...]:
     """Writes the first `added` of new entries into the slots of a cache from `index` on.
 
     Args:
       kind: How they are written.
-      cached: Keys and values of the cache.
-      new: New keys and values, in the dtypes of the cache.
+      cached: Arrays of the cache: keys, values.
+      new: New entries of each, in the same dtypes.
       index: [B...], or [] for all sequences: the slot of the first entry; in a ring, its position.
       added: [B...] or [], from 0 to T. If it is 0 nothing changes, whatever the index.
     """
-    keys, values = map(jnp.asarray, cached)  # a checkpoint may have been read as NumPy's arrays
+    first, *rest = map(jnp.asarray, cached)  # a checkpoint may have been read as NumPy's arrays
     index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
     axes = "B" if index.ndim else ""
-    others = [(values, "B S K H"), *((x, "B T K H") for x in new), (index, axes), (added, axes)]
-    return by_device(functools.partial(_write_on_device, kind), keys, "B S K H", *others)
+    others = [*((x, "B S K H") for x in rest), *((x, "B T K H") for x in new), (index, axes), (added, axes)]
+    return by_device(functools.partial(_write_on_device, kind), first, "B S K H", *others)
 
 
-def _write_on_device(
-    kind: Kind, keys: Array, values: Array, new_keys: Array, new_values: Array, index: Array, added: Array
-) -> tuple[Array, Array]:
-    arrays = keys, values, new_keys, new_values, index, added
-    keys, values, new_keys, new_values, index, added = varying_alike(arrays)
-    is_known = all(isinstance(n, int) for x in arrays for n in x.shape)  # else symbols, as in jax.export
-    target = target_of(arrays)
+def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
+    *entries, index, added = varying_alike(given)
+    is_known = all(isinstance(n, int) for x in given for n in x.shape)  # else symbols, as in jax.export
+    target = target_of(given)
 
     def write(cached: Array, new: Array) -> Array:
         if not new.size:
@@ -92,7 +89,8 @@ def _write_on_device(
         on_cpu = target.platform == "cpu" and (not target.may_be_split or _is_converted(cached))
         return (_write_slices if is_known and on_cpu else _scatter)(kind, cached, new, index, added)
 
-    return write(keys, new_keys), write(values, new_values)
+    number = len(entries) // 2
+    return tuple(map(write, entries[:number], entries[number:]))
 
 
 def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
