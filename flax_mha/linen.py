@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax.linen.module import merge_param
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha.attention import Explanation, Implementation, ScoreMod
@@ -54,6 +55,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
       per_row: Whether each sequence of a cache counts its own tokens, as `lengths` need it; `cache_index` is then
         [B...]. With a `local_window_size` and long inputs the cache is a ring; see `flax_mha.kv_cache.KVCache.create`.
+      cache_dtype: Dtype of the cached keys and values; None means that of the keys. `int8` and `float8_e4m3fn` halve
+        the memory of bfloat16; see `flax_mha.kv_cache.KVCache.create`.
       head_axis: Split the heads over this mesh axis (tensor parallelism), or over that of a logical axis: parameters
         are boxed with the names of their axes, as by `nn.with_partitioning`. With fewer key heads than devices, of
         which the mesh of `jax.set_mesh` must tell, every device holds all key heads.
@@ -81,6 +84,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     rope: RoPE | None = None
     per_row: bool = False
     head_axis: str | None = None
+    cache_dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(
@@ -301,20 +305,22 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         starting, window = not self.has_variable("cache", "cached_key"), reach(self.local_window_size)
         *batch, length, num_heads, size = key.shape
 
-        def empty(place: int) -> Array:
-            return KVCache.create(batch, length, num_heads, size, key.dtype, window, self.per_row).arrays[place]
-
-        names = ("cached_key", "cached_value", "cache_index")
-        variables += [self.variable("cache", name, empty, place) for place, name in enumerate(names)]
+        made: Arrays = ()
+        if starting:
+            dtype = key.dtype if self.cache_dtype is None else self.cache_dtype
+            made = KVCache.create(batch, length, num_heads, size, dtype, window, self.per_row).arrays
+        names = ["cached_key", "cached_value", "cache_index"]
+        names += ["cached_scale"] if len(made) > 3 or self.has_variable("cache", "cached_scale") else []
+        variables += [self.variable("cache", name, lambda x=None: x, *made[i : i + 1]) for i, name in enumerate(names)]
         if starting:
             return None
-        key, value, index = (variable.value for variable in variables)
+        key, *others = (variable.value for variable in variables)
         expected = (*key.shape[:-3], query.shape[-3], self.num_heads, key.shape[-1])
         if query.shape != expected:
             raise ValueError(
                 f"Autoregressive cache shape error, expected query shape {expected} instead got {query.shape}."
             )
-        return key, value, index
+        return key, *others
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

@@ -205,6 +205,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if qk_norm_epsilon is not None:
             self.query_ln.epsilon = self.key_ln.epsilon = float(qk_norm_epsilon)  # type: ignore[union-attr]
         self.cached_lengths: nnx.Cache[Array] | None = nnx.data(None)
+        self.cached_scale: nnx.Cache[Array] | None = nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.gate: nnx.LinearGeneral | None = nnx.data(None)
         if gate:
@@ -378,7 +379,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
         Args:
           input_shape: [B..., S, D] of the inputs that are to come, of all calls together; S tokens fit.
-          dtype: Dtype of the cached keys and values; None means the module's `dtype`, or else its `param_dtype`.
+          dtype: Dtype of the cached keys and values; None means the module's `dtype`, or else its `param_dtype`. `int8`
+            and `float8_e4m3fn` halve the memory of bfloat16; see `flax_mha.kv_cache.KVCache.create`.
           per_row: Whether each sequence counts its own tokens, as `lengths` need it; `cache_index` is then [B...].
           sharding: How a mesh splits the batch axes and heads of cached keys and values [B..., S, K, H]; None splits
             the heads as `head_axis` does.
@@ -403,9 +405,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             heads = tensor_parallel.parameter_names(self.head_axis, self.num_heads, self.num_kv_heads)["cache"]
             names = (*(None,) * len(batch), *heads)
         cache = KVCache.create(batch, length, self.num_kv_heads, self.head_dim, dtype, window, per_row, sharding)
-        self.cached_key, self.cached_value, self.cache_index = map(nnx.Cache, cache.arrays)
+        self.cached_key, self.cached_value, self.cache_index, *scale = map(nnx.Cache, cache.arrays)
+        self.cached_scale = scale[0] if scale else nnx.data(None)
         if names is not None:
             self.cached_key, self.cached_value = (_split(x, names) for x in (self.cached_key, self.cached_value))
+            self.cached_scale = _split(scale[0], names) if scale else nnx.data(None)
         self.cached_lengths = nnx.data(None)
 
     def set_view(
@@ -465,17 +469,21 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """Reads the cache variables."""
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
-        return _read(self.cached_key, self.cached_value, self.cache_index)
+        return _read(*self._variables())
 
     def _write(self, arrays: Arrays, stored: bool) -> None:
         """Writes keys, values, and their lengths if a call stored them, or else their index."""
         if stored:
             self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, arrays)
-            self.cache_index = None
+            self.cache_index = self.cached_scale = None
             return
-        variables = (self.cached_key, self.cached_value, self.cache_index)
-        for variable, array in zip(variables, arrays, strict=True):
-            variable[...] = array  # type: ignore[index]
+        for variable, array in zip(self._variables(), arrays, strict=True):
+            variable[...] = array
+
+    def _variables(self) -> list[Any]:
+        """Lists the variables of the cache; the scale is one of a cache in 8 bits."""
+        variables = self.cached_key, self.cached_value, self.cache_index
+        return [*variables, *(() if self.cached_scale is None else (self.cached_scale,))]
 
     def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
         """The norm of this kind, with the parameter `scale` of Flax's, if it has that shape, and its metadata."""

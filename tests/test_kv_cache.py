@@ -455,10 +455,10 @@ REFUSED = {
     "slots, a float": (lambda: create(max_length=1e3), "max_length must be an int >= 1, but got 1000.0"),
     "no heads": (lambda: create(num_kv_heads=0), "num_kv_heads must be an int >= 1, but got 0"),
     "head size, text": (lambda: create(head_size="8"), "head_size must be an int >= 1, but got '8'"),
-    "integers": (lambda: create(dtype=jnp.int8), "dtype must be floating point, but got int8"),
+    "integers": (lambda: create(dtype=jnp.int16), "dtype must be floating point, but got int16"),
     "8 bits": (
-        lambda: KVCache.create(2, 4, 1, 8, jnp.float8_e4m3fn),
-        "dtype must have 16 bits or more, but got float8",
+        lambda: KVCache.create(2, 4, 1, 8, jnp.float8_e5m2),
+        "dtype must have 16 bits or more, or be int8 or float8_e4m3fn, but got float8_e5m2",
     ),
     "no dtype": (lambda: create(dtype=None), "dtype must be floating point, but got None"),
     "no such dtype": (lambda: create(dtype="float33"), "dtype must be floating point, but got 'float33'"),

@@ -27,7 +27,7 @@ from flax_mha.core.tracing import T, readable, target_of, varying_alike
 from flax_mha.core.validation import Shape
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Implementation
-from flax_mha.impl.shared.schedule import MAX_QUERIES_IN_PLACE
+from flax_mha.impl.shared.schedule import MAX_QUERIES_IN_PLACE, blocks_in_place
 from flax_mha.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
 
 Run = Callable[[Call, Implementation | None], Output]
@@ -246,7 +246,8 @@ class Step(NamedTuple):
         if is_empty:
             bias, mask = (_of_first_slots(x, number) for x in (bias, mask))
         else:
-            key, value, index = new.key, new.value, jnp.maximum(cache.index, 0)
+            key, value = (new.key, new.value) if in_place else new.floats(query.dtype)
+            index = jnp.maximum(cache.index, 0)
         if by_one:
             first = index + tokens - 1
         elif is_ring:
@@ -266,7 +267,12 @@ class Step(NamedTuple):
         ]
         query_offset, key_offset = (None if x is None else _by_batch(x, rank) for x in (index, first))
         offsets = Offsets(query_offset, key_offset)
-        return with_keys(self.scoring, key, value, shape, bias, masks, offsets, cached=in_place, ring=by_one)
+        scale = new.scale if in_place else None
+        call = with_keys(
+            self.scoring, key, value, shape, bias, masks, offsets, cached=in_place, ring=by_one, scale=scale
+        )
+        # What is read in place is dequantized by blocks; nothing else reads 8 bits.
+        return call if scale is None or blocks_in_place(call) is not None else self.call(is_empty, False)
 
 
 def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:
@@ -289,7 +295,7 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
 
     keys, values = (
         by_device(ordered, cached, "B S K H", (slots, axes), (new, "B T K H"))
-        for cached, new in ((cache.key, key), (cache.value, value))
+        for cached, new in zip(cache.floats(key.dtype), (key, value), strict=True)
     )
     return keys, values, first
 

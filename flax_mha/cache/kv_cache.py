@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha.cache.write import Kind, by_device, write_entries
 from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
+from flax_mha.core.eight_bits import dequantize, is_quantized, quantize
 from flax_mha.core.integers import extremes, int32, is_int
 from flax_mha.core.tracing import readable
 from flax_mha.distributed.mesh import place, take_entries
@@ -37,6 +38,8 @@ class KVCache:
         a sequence that has lost tokens; its outputs are NaN.
       window: Number of positions before its own that a query sees; None if the cache is no ring.
       value_size: If given, the values are the first so many features of the keys, and are not stored again.
+      scale: [B..., S, K, 2], of keys and values in 8 bits: what each vector is multiplied by; [B..., S, K, 1] if there
+        is a `value_size`. None if they have more bits.
 
     Example:
       >>> import jax.numpy as jnp
@@ -55,6 +58,7 @@ class KVCache:
     index: Int[Array, "..."]
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
     value_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    scale: Float[Array, "*B S K _"] | None = None
 
     @classmethod
     def create(
@@ -76,7 +80,8 @@ class KVCache:
           max_length: Tokens that fit.
           num_kv_heads: K.
           head_size: H, of keys and of values.
-          dtype: Of keys and values: floating point.
+          dtype: Of keys and values: floating point, or `int8` or `float8_e4m3fn`, with one float32 scale for each token
+            and key head.
           window: Number of positions before its own that a query sees, the `left` of `local_window_size`; None means
             all. If `max_length` is at least window + 1 + 64, the cache is a ring of so many slots.
           per_row: True gives each sequence an index of its own.
@@ -92,7 +97,7 @@ class KVCache:
         for name, size in (*(("batch", size) for size in axes), *sizes.items()):
             if not is_int(size) or size < (name != "batch"):
                 raise ValueError(f"{name} must be an int >= {int(name != 'batch')}, but got {size!r}.")
-        _check_floating(dtype)
+        _check_dtype(dtype)
         validation.flag("per_row", per_row)
         if window is not None and (not is_int(window) or window < 0):
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
@@ -102,15 +107,26 @@ class KVCache:
         sizes_of = head_size, head_size if value_size is None else 0
         key, value = (place(jnp.zeros((*axes, slots, num_kv_heads, x), dtype), sharding) for x in sizes_of)
         index = place(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
-        return cls.of_window(key, value, index, window, value_size)
+        scale = None
+        if is_quantized(dtype):
+            number = 2 if value_size is None else 1
+            scale = place(jnp.zeros((*key.shape[:-1], number), jnp.float32), sharding)
+        return cls.of_window(key, value, index, scale, window=window, value_size=value_size)
 
     @classmethod
     def of_window(
-        cls, key: Array, value: Array, index: Array, window: int | None, value_size: int | None = None
+        cls,
+        key: Array,
+        value: Array,
+        index: Array,
+        scale: Array | None = None,
+        *,
+        window: int | None,
+        value_size: int | None = None,
     ) -> "KVCache":
         """Makes a cache of these arrays, as `create` does for the window: a ring if it has the slots of one."""
         is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
-        return cls(key, value, index, window if is_ring else None, value_size)
+        return cls(key, value, index, window if is_ring else None, value_size, scale)
 
     def values(self, key: Float[Array, "*B T K H"], value: ArrayLike | None) -> Array:
         """Returns new values as an array: without features if they are a part of the keys."""
@@ -130,6 +146,7 @@ class KVCache:
         Raises:
           ValueError: If they cannot.
         """
+        self._check_scale()
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
             fits = new.ndim == cached.ndim and (*new.shape[:-3], *new.shape[-2:]) == (
                 *cached.shape[:-3],
@@ -141,7 +158,7 @@ class KVCache:
                     f"Autoregressive cache shape error, expected {name} shape ({', '.join(map(str, sizes))}) instead "
                     f"got {new.shape}."
                 )
-            if number is None and new.dtype != cached.dtype:
+            if number is None and self.scale is None and new.dtype != cached.dtype:
                 raise ValueError(
                     f"{name} must have the dtype of the cache, {cached.dtype}, but got {new.dtype}; use .astype."
                 )
@@ -168,9 +185,31 @@ class KVCache:
         return self.index.ndim > 0
 
     @property
-    def arrays(self) -> tuple[Array, Array, Array]:
-        """Key, value and index."""
-        return self.key, self.value, self.index
+    def arrays(self) -> tuple[Array, ...]:
+        """Key, value, index, and the scale if there is one."""
+        return self.key, self.value, self.index, *(() if self.scale is None else (self.scale,))
+
+    @property
+    def _entries(self) -> tuple[Array, ...]:
+        """The arrays [B..., S, K, _] that have an entry for each token."""
+        return self.key, self.value, *(() if self.scale is None else (self.scale,))
+
+    def _replace(self, entries: Sequence[Array], index: Array) -> "KVCache":
+        key, value, *scale = entries
+        return dataclasses.replace(self, key=key, value=value, index=index, scale=scale[0] if scale else None)
+
+    def _check_scale(self) -> None:
+        if (self.key.dtype.itemsize == 1) != (self.scale is not None):
+            raise ValueError(
+                f"scale must be given for keys and values in 8 bits, and only for those, but got "
+                f"{'none' if self.scale is None else 'one'} for {self.key.dtype}; use KVCache.create(..., dtype=...)."
+            )
+
+    def floats(self, dtype: DTypeLike) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
+        """Returns all keys and values in this dtype."""
+        if self.scale is None:
+            return self.key.astype(dtype), self.value.astype(dtype)
+        return dequantize(self.key, self.scale[..., :1], dtype), dequantize(self.value, self.scale[..., -1:], dtype)
 
     def _tokens(self, number: int, lengths: ArrayLike | None) -> Int[Array, "..."]:
         """Counts the tokens of each sequence that are not padding, in the shape of the index."""
@@ -251,9 +290,13 @@ class KVCache:
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind = Kind(self.window is not None, all_or_none=lengths is None)
-        keys, values = write_entries(kind, (self.key, self.value), (key, value), self.index, added)
-        new = dataclasses.replace(self, key=keys, value=values, index=self.index + added)
-        return Appended(new, tokens, room)
+        entries: tuple[Array, ...] = key, value
+        if self.scale is not None:
+            (key, of_keys), (value, of_values) = (quantize(x, self.key.dtype) for x in entries)
+            scales = of_keys if self.value_size is not None else jnp.concatenate([of_keys, of_values], axis=-1)
+            entries = key, value, scales
+        written = write_entries(kind, self._entries, entries, self.index, added)
+        return Appended(self._replace(written, self.index + added), tokens, room)
 
     def truncate(self, index: ArrayLike) -> "KVCache":
         """Takes back all tokens after the first `index`, as speculative decoding needs it.
@@ -283,14 +326,15 @@ class KVCache:
                 f"index must be from {np.max(kept)}, before which tokens are lost, to {np.min(self.index)}, the number "
                 f"of tokens so far, but got {np.min(new)} to {np.max(new)}."
             )
-        key = self.key
+        poisoned = self.key if self.scale is None else self.scale
         if self.window is not None:
             # What a slot held one round before is lost. A query that would see it after taking back more gets NaN.
             first_lost = jnp.maximum(new, self.length)
             lost = self.positions() >= (first_lost[..., None] if self.is_per_row else first_lost)
             with jax.debug_nans(False):  # not an error
-                key = jnp.where(lost[..., None, None], jnp.asarray(jnp.nan, key.dtype), key)
-        return dataclasses.replace(self, key=key, index=jnp.where(fine, new, jnp.int32(-1)))
+                poisoned = jnp.where(lost[..., None, None], jnp.asarray(jnp.nan, poisoned.dtype), poisoned)
+        entries = (poisoned, self.value) if self.scale is None else (self.key, self.value, poisoned)
+        return self._replace(entries, jnp.where(fine, new, jnp.int32(-1)))
 
     def take(self, rows: ArrayLike) -> "KVCache":
         """Selects sequences, to reorder beams or to continue one prompt in several ways.
@@ -313,8 +357,7 @@ class KVCache:
         rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
 
         index = take_entries(self.index, rows, -1) if self.is_per_row else self.index
-        key, value = (take_entries(x, rows, math.nan) for x in (self.key, self.value))
-        return dataclasses.replace(self, key=key, value=value, index=index)
+        return self._replace([take_entries(x, rows, _missing(x.dtype)) for x in self._entries], index)
 
     def keep(self, slots: ArrayLike, lengths: ArrayLike | None = None, index: ArrayLike | None = None) -> "KVCache":
         """Keeps one path of a tree of drafted tokens: moves its tokens together, and takes back all others of the tree.
@@ -362,10 +405,10 @@ class KVCache:
                 f"{np.asarray(slots).tolist()} and {np.asarray(lengths).tolist()}."
             )
         slots = jnp.clip(slots, 0, self.length - 1)
-        moved = [_entries_at(x, slots, self.is_per_row) for x in (self.key, self.value)]
+        moved = tuple(_entries_at(x, slots, self.is_per_row) for x in self._entries)
         added = jnp.where(fine, lengths, 0)
-        key, value = write_entries(Kind(False, all_or_none=False), (self.key, self.value), tuple(moved), start, added)
-        return dataclasses.replace(self, key=key, value=value, index=jnp.where(fine, start + lengths, jnp.int32(-1)))
+        written = write_entries(Kind(False, all_or_none=False), self._entries, moved, start, added)
+        return self._replace(written, jnp.where(fine, start + lengths, jnp.int32(-1)))
 
     def _for_each(self, name: str, given: ArrayLike) -> Int[Array, "..."]:
         """Returns integers in the shape of the index."""
@@ -427,12 +470,19 @@ def _entries_at(cached: Array, slots: Int[Array, "... n"], per_row: bool) -> Arr
     return by_device(gather, cached, "B S K H", (slots, "B n" if per_row else "n"))
 
 
-def _check_floating(dtype: DTypeLike) -> None:
+def _missing(dtype: jnp.dtype) -> float:
+    """Returns what entries hold that do not exist: NaN, in the scale if there is one."""
+    return 0 if is_quantized(dtype) else math.nan
+
+
+def _check_dtype(dtype: DTypeLike) -> None:
     try:
         known = jnp.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"dtype must be floating point, but got {dtype!r}.") from error
+    if dtype is not None and is_quantized(known):
+        return
     if dtype is None or not jnp.issubdtype(known, jnp.inexact):
         raise ValueError(f"dtype must be floating point, but got {dtype and known}.")
     if known.itemsize < 2:
-        raise ValueError(f"dtype must have 16 bits or more, but got {known}.")
+        raise ValueError(f"dtype must have 16 bits or more, or be int8 or float8_e4m3fn, but got {known}.")

@@ -19,7 +19,8 @@ from flax_mha.core.sharding import by_mapped_axis
 from flax_mha.core.tracing import T, target_of, varying_alike, varying_as
 from flax_mha.distributed.split import Split, mesh_axes, pad_spec
 
-# Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it.
+# Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it. Of all versions
+# it does so with float8, to float16.
 _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
@@ -214,19 +215,20 @@ def _update_slice(
         return lax.dynamic_slice(_bits(cached), start, entries.shape)
 
     def write(cached: Array) -> Array:
-        return lax.bitcast_convert_type(lax.dynamic_update_slice(_bits(cached), _bits(entries), start), jnp.bfloat16)
+        return lax.bitcast_convert_type(lax.dynamic_update_slice(_bits(cached), _bits(entries), start), cached.dtype)
 
     any_in_use = in_use.any()
     if in_use.ndim:
-        nothing = varying_as(cached, jnp.zeros(entries.shape, jnp.uint16))
+        nothing = varying_as(cached, jnp.zeros(entries.shape, _bits(entries).dtype))
         before = lax.cond(any_in_use, read, lambda cached: nothing, cached)
         entries = jnp.where(in_use, entries, before)
     return lax.cond(any_in_use, write, lambda cached: cached, cached)
 
 
 def _is_converted(x: Array) -> bool:
-    return x.dtype == jnp.bfloat16 and _CONVERTS_BFLOAT16
+    return x.dtype == jnp.float8_e4m3fn or (x.dtype == jnp.bfloat16 and _CONVERTS_BFLOAT16)
 
 
 def _bits(x: Array) -> Array:
-    return x if x.dtype == jnp.uint16 else lax.bitcast_convert_type(x, jnp.uint16)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) if is_float else x

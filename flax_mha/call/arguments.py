@@ -329,6 +329,7 @@ def with_keys(
     offsets: Offsets,
     cached: bool = False,
     ring: bool = False,
+    scale: Array | None = None,
 ) -> Call:
     """Makes the call of keys that fit the query, and of masks that have been checked; see `Operands` and `Options`."""
     present = [mask for mask in masks if mask is not None]
@@ -344,6 +345,7 @@ def with_keys(
         offsets=offsets,
         scale=scoring.scale,
         dropout_rng=scoring.dropout_rng,
+        cache_scale=scale,
     )
     options = scoring.options._replace(
         has_known_sizes=all(isinstance(n, int) for x in (scoring.query, key, value) for n in x.shape),

@@ -87,6 +87,7 @@ class Operands(NamedTuple):
       offsets: Positions of the first query and the first key.
       scale: What multiplies query . key, where that is an array.
       head_ids: What depends on the index of batch entry and head, where this is a slice of a larger call.
+      cache_scale: What vectors of keys and values in 8 bits are multiplied by; see `KVCache.scale`.
     """
 
     query: Float[Array, "*B T N H"]
@@ -101,6 +102,7 @@ class Operands(NamedTuple):
     scale: Array | None
     dropout_rng: Array | None
     head_ids: "HeadIds | None" = None
+    cache_scale: Float[Array, "*B S K _"] | None = None
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -127,6 +129,7 @@ class Operands(NamedTuple):
             (self.scale, ""),
             (self.dropout_rng, ""),
             *zip(self.head_ids or (), ("B", "N", "B N words"), strict=False),
+            (self.cache_scale, "B S K H"),
         ]
         return [axes for tree, axes in named for _ in jax.tree.leaves(tree)]
 

@@ -232,8 +232,9 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
         return part
     group_size = whole.query.shape[-2] // whole.key.shape[-2]
     first = lax.axis_index(parts.heads) * part.query.shape[-2] // group_size
-    key, value = (lax.dynamic_slice_in_dim(x, first, 1, axis=-2) for x in (part.key, part.value))
-    return part._replace(key=key, value=value)
+    arrays = part.key, part.value, part.cache_scale
+    key, value, scale = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, 1, axis=-2), arrays)
+    return part._replace(key=key, value=value, cache_scale=scale)
 
 
 def _empty_output(call: Call, parts: Split) -> tuple[Array, Array]:

@@ -26,9 +26,11 @@ import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
+from flax_mha.core.eight_bits import dequantize
 from flax_mha.core.sharding import by_mapped_axis
 from flax_mha.core.tile import Grid, Scalar, Tile
 from flax_mha.core.tracing import platform, varying_alike, varying_as
@@ -63,6 +65,7 @@ class BatchSlice(NamedTuple):
       row: The row of the first of these queries.
       inputs: Bias, sink and captured arrays, which enter the scores besides the products.
       rule: How products become scores.
+      scale: Of all keys and values in 8 bits (`KVCache.scale`).
     """
 
     first: tuple[Scalar, ...]
@@ -71,6 +74,7 @@ class BatchSlice(NamedTuple):
     row: Scalar
     inputs: ScoreInputs
     rule: ScoreRule
+    scale: Float[Array, "*B S K _"] | None = None
 
 
 def attention(call: Call) -> OutputAndLse:
@@ -86,7 +90,8 @@ def _all_heads(operands: Operands, options: Options, blocks: KeyBlocks, looped_a
     inputs, rule = scores_of(operands, options)
     scale = jnp.asarray(options.scale, options.dtype)
     scale = scale if operands.scale is None else operands.scale
-    return _differentiable(blocks, looped_axes, operands.query, operands.key, operands.value, scale, inputs, rule)
+    query, key, value, *_ = operands
+    return _differentiable(blocks, looped_axes, query, key, value, scale, inputs, rule, operands.cache_scale)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -99,20 +104,23 @@ def _differentiable(
     scale: Float[Array, ""],
     inputs: ScoreInputs,
     rule: ScoreRule,
+    cache_scale: Float[Array, "*B S K _"] | None,
 ) -> OutputAndLse:
-    query, key, value, scale, inputs, rule = varying_alike((query, key, value, scale, inputs, rule))
+    arrays = query, key, value, scale, inputs, rule, cache_scale
+    query, key, value, scale, inputs, rule, cache_scale = varying_alike(arrays)
     groups, dtype = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
     queries = split_heads(query.astype(dtype) * scale.astype(dtype), groups)
-    return to_caller(_mapped(blocks)(queries, key, value, inputs, rule), query.dtype)
+    return to_caller(_mapped(blocks)(queries, key, value, inputs, rule, cache_scale), query.dtype)
 
 
 @_differentiable.defjvp
 def _differentiable_jvp(
     blocks: KeyBlocks, looped_axes: int, primals: tuple, tangents: tuple
 ) -> tuple[OutputAndLse, OutputAndLse]:
-    *_, rule = primals  # what it holds has no gradient
+    *_, rule, cache_scale = primals  # what these hold has no gradient
 
     def dense_of(query: Array, key: Array, value: Array, scale: Array, inputs: ScoreInputs) -> OutputAndLse:
+        key, value = (_floats(x, cache_scale, place, rule.dtype) for place, x in enumerate((key, value)))
         head = head_of(query, key, value, scale, inputs, rule, "flags", rule.dtype)
         return dense.map_dense_heads(head, query.dtype, looped_axes)
 
@@ -131,6 +139,7 @@ def _mapped(blocks: KeyBlocks) -> Callable[..., Results]:
     def one_more_axis(size: int, is_batched: tuple, *operands: Any) -> tuple[Results, Any]:
         def here(*operands: Any) -> Results:
             has_queries, *has_keys_and_values = is_batched[:3]
+            has_keys_and_values += jax.tree.leaves(is_batched[-1])
             if not (size and all(has_keys_and_values)):  # what all share would have to be copied for each
                 axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
                 in_blocks = functools.partial(_attend, blocks._replace(whole_dtype=None))
@@ -152,9 +161,10 @@ def _attend(
     value: Float[Array, "*B S K Hv"],
     inputs: ScoreInputs,
     rule: ScoreRule,
+    scale: Float[Array, "*B S K _"] | None,
 ) -> Results:
     length = key.shape[-3]
-    everything = BatchSlice((0,) * (queries.ndim - 4), queries, None, 0, inputs, rule)
+    everything = BatchSlice((0,) * (queries.ndim - 4), queries, None, 0, inputs, rule, scale)
 
     run, masks = _entries_in_turn if blocks.sequential else _blocks_of_rows, rule.masks_scores(inputs)
 
@@ -190,7 +200,7 @@ def _entries_in_turn(
     def one_entry(i: Int[Array, ""]) -> tuple[Results, Array]:
         place = jnp.unravel_index(i, batch)
         query, flags, inputs, rule = _of_entry((part.query, part.flags, part.inputs, part.rule), place)
-        return _blocks_of_rows(blocks, BatchSlice(place, query, flags, part.row, inputs, rule), key, value)
+        return _blocks_of_rows(blocks, BatchSlice(place, query, flags, part.row, inputs, rule, part.scale), key, value)
 
     answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[len(batch) + 1 :]), answers)
@@ -257,7 +267,7 @@ def _step(
     """Takes in block i of the keys."""
     length, axes = key.shape[-3], part.query.ndim - 2
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
-    k, v = (_block(x, part, column, blocks.width) for x in (key, value))
+    k, v = (_floats_of_block(x, part, column, blocks.width, place) for place, x in enumerate((key, value)))
     flags = None
     if part.flags is not None:
         k, v, of_keys = nonfinite.zero_keys(k, v)
@@ -282,18 +292,40 @@ def _step(
     return state._replace(output=state.output + of_values), flag
 
 
-def _block(x: Float[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int) -> Float[Array, "*B s K F"]:
-    """The keys or values of a part from this column on."""
-    batch, (length, num_heads, size), dtype = part.query.shape[:-4], x.shape[-3:], part.query.dtype
+def _floats_of_block(
+    x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, place: int
+) -> Float[Array, "*B s K F"]:
+    """The keys or values of a part from this column on; `place` is 0 for keys and 1 for values."""
+    dtype = part.query.dtype
+    if part.scale is None:
+        return _block(x, part, column, width, dtype)
+    scale = _block(part.scale, part, column, width)
+    return _floats(_block(x, part, column, width), scale, place, dtype)
+
+
+def _floats(x: Array, scale: Array | None, place: int, dtype: DTypeLike) -> Array:
+    """Keys or values, dequantized if they have 8 bits; of a scale that serves both, there is one."""
+    return x if scale is None else dequantize(x, scale[..., min(place, scale.shape[-1] - 1), None], dtype)
+
+
+def _block(
+    x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike | None = None
+) -> Shaped[Array, "*B s K F"]:
+    """A part of keys, values or their scale, in this dtype; None: as it is, or as bits where these are read faster."""
+    by_bits = x.dtype == jnp.float8_e4m3fn and platform() == "cpu"
+    stored = jnp.uint8 if by_bits else x.dtype
+    dtype = stored if dtype is None else dtype
+    batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
     if width == length and batch == x.shape[:-3]:
-        return x.astype(dtype)
+        return lax.bitcast_convert_type(x, stored).astype(dtype)
     start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
     shape = (*batch, width, num_heads, size)
 
     def read() -> Array:
-        return lax.dynamic_slice(x, start, shape, allow_negative_indices=False).astype(dtype)
+        bits = lax.bitcast_convert_type(x, stored)
+        return lax.dynamic_slice(bits, start, shape, allow_negative_indices=False).astype(dtype)
 
-    if x.dtype != jnp.bfloat16 or platform() != "cpu":
+    if not by_bits and (x.dtype != jnp.bfloat16 or platform() != "cpu"):
         return read()
     # XLA's CPU converts an array before it takes a part of it, and would do so with all of it before the loop. Nothing
     # is moved out of a branch; that this one is always taken, XLA must not know.

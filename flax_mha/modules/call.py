@@ -29,7 +29,7 @@ from flax_mha.modules.decode import decode_by
 
 KeySource = Literal["inputs", "cache", "stored", "to store"]
 Layer = Callable[[Array], Array]
-Arrays = tuple[Array, Array, Array]
+Arrays = tuple[Array, ...]
 OPTIONS = ("implementation", "scale", "local_window_size", "logits_soft_cap")
 # Arguments of `attention_fn` that the core knows. Of a call with others the function itself takes care.
 CORE = Arguments.__optional_keys__ | {"bias", "mask", "implementation"}
@@ -48,7 +48,7 @@ class FlaxModule(NamedTuple):
       norms_after_rope: Whether they normalize what is rotated.
       sinks: The learned sinks [N].
       gate: Projects inputs [B..., T, D] to what the sigmoid makes a gate [B..., T, N, H] of; None if there is none.
-      cache: Reads cached keys, values and index, given query and key; None where this call makes them.
+      cache: Reads cached keys, values, index and scale, given query and key; None where this call makes them.
       stored: Reads keys, values and lengths that an earlier call stored; None if none did.
       arguments: Flax's own arguments of the attention function.
       features: Of queries, and of keys and values; None where the projections check them.
@@ -95,7 +95,7 @@ def call_module(
     qkv_sharding: Any,
     sow_max_score: bool = False,
 ) -> tuple[Float[Array, "*B T Dout"], Arrays | None]:
-    """Computes the output of a module, and what its cache then holds: keys, values, and their index or lengths.
+    """Computes the output of a module, and what its cache then holds: keys, values, and lengths or index and scale.
 
     Of the module only attributes are read; its call documents the other arguments.
     """
@@ -126,7 +126,8 @@ def call_module(
     arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None}
     if cache is not None:
         x, new = _decoding(module.attention_fn, core, query, key, value, cache, lengths, arguments)()
-        return flax.output(x, inputs_q), (new.key, new.value, new.index)
+        arrays = new.key, new.value, new.index
+        return flax.output(x, inputs_q), arrays if new.scale is None else (*arrays, new.scale)
     if core is not None and core.preset:
         # Of queries that use stored keys the positions are not known.
         arguments = core.combine(arguments, without=("is_causal",) if keys in ("stored", "to store") else ())
@@ -176,7 +177,7 @@ def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Ar
     arrays = flax.cache(query, key)
     if arrays is None:
         return None
-    cache = KVCache.of_window(*arrays, reach(module.local_window_size))
+    cache = KVCache.of_window(*arrays, window=reach(module.local_window_size))
     cache.check_fits(key, value, query.shape[-3])
     return cache
 
@@ -244,7 +245,8 @@ def _decoding(
         attention_fn = core.function
         arguments = core.combine(arguments, decoding=True) if core.preset or core.context else arguments
     arguments.pop("is_causal", None)  # the call is causal anyhow
-    key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
+    if cache.scale is None:
+        key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
     if core is None or not knows_all((query,), arguments):
         is_ours = core is not None
         return functools.partial(decode_by, attention_fn, is_ours, query, key, value, cache, lengths, arguments)

@@ -40,7 +40,7 @@ def decode_by(
     window = check_cache(cache, arguments.get("bias"), mask, window_size)
     appended = cache.append(key, value, lengths)
     index = jnp.maximum(cache.index, 0)
-    keys, values, first = appended.cache.key, appended.cache.value, jnp.zeros_like(index)
+    (keys, values), first = appended.cache.floats(key.dtype), jnp.zeros_like(index)
     if cache.window is not None:
         keys, values, first = in_order(cache, key, value)
     values = values if cache.value_size is None else keys[..., : cache.value_size]

@@ -334,6 +334,9 @@ def test_steps_of_mapped_sequences_in_shard_map(dtype, kind):
 @pytest.mark.parametrize(
     ("number", "dtype", "per_row", "window", "by_head"),
     [
+        (1, jnp.int8, True, None, False),
+        (18, jnp.int8, False, None, True),
+        (1, jnp.float8_e4m3fn, False, 5, False),
         (1, jnp.bfloat16, True, None, False),
         (1, jnp.float32, False, 5, False),
         (18, jnp.float32, True, None, False),
@@ -343,12 +346,13 @@ def test_steps_of_mapped_sequences_in_shard_map(dtype, kind):
 def test_decoding_in_shard_map(number, dtype, per_row, window, by_head):
     """Batch entries, or query heads over one cache; after other tokens, and in an empty cache."""
     rng, mesh = np.random.default_rng(0), jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    new, old = ([jnp.asarray(rng.standard_normal((8, t, n, 6)), dtype) for n in (8, 1, 1)] for t in (number, 9))
+    of_new = dtype if jnp.dtype(dtype).itemsize > 1 else jnp.float32
+    new, old = ([jnp.asarray(rng.standard_normal((8, t, n, 6)), of_new) for n in (8, 1, 1)] for t in (number, 9))
     empty = KVCache.create(8, 99, 1, 6, dtype, window=window, per_row=per_row)
     attend = functools.partial(cached_attention, local_window_size=window)
     of_query, of_key = (jax.P(None, None, "x"), jax.P()) if by_head else (jax.P("x"),) * 2
     of_index = jax.P("x") if per_row and not by_head else jax.P()
-    of_cache = jax.tree.unflatten(jax.tree.structure(empty), (of_key, of_key, of_index))
+    of_cache = jax.tree.unflatten(jax.tree.structure(empty), (of_key, of_key, of_index, of_key)[: len(empty.arrays)])
     specs = {"in_specs": (of_query, of_key, of_key, of_cache), "out_specs": (of_query, of_cache)}
     both, alone = jax.jit(jax.shard_map(attend, mesh=mesh, **specs)), jax.jit(attend)
     for cache in (empty.update(*old[1:]), empty):
@@ -441,6 +445,36 @@ def test_where_arrays_may_be_split_no_bfloat16_cache_is_copied(per_row, number):
     )
     program = jax.jit(KVCache.update, donate_argnums=0).lower(cache, new, new).compile()
     assert program.memory_analysis().temp_size_in_bytes <= cache.key.size * 2 / 8
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(("kind", "kv_heads"), [("auto", 4), ("explicit", 4), ("explicit", 2)])
+def test_a_cache_in_8_bits(kind, kv_heads, dtype):
+    """Split by batch and heads, its scales alike; with fewer key heads than devices, on all of them."""
+    mesh, spec = mesh_of(kind, (2, 4)), jax.P("data", None, "model" if kv_heads == 4 else None, None)
+    rng = np.random.default_rng(0)
+    prompt, token = (
+        [jnp.asarray(rng.standard_normal((8, t, n, H)), jnp.float32) for n in (4, kv_heads, kv_heads)] for t in (18, 1)
+    )
+
+    def decode(cache, prompt, token):
+        cache = cache.update(*prompt[1:]).keep([5, 7])
+        query, key, value = token
+        return cached_attention(query, key, value, cache)
+
+    expected, after = jax.jit(decode)(KVCache.create(8, 30, kv_heads, H, dtype), prompt, token)
+    with jax.set_mesh(mesh):
+        split = [
+            [jax.device_put(x, jax.NamedSharding(mesh, jax.P("data", None, "model"))) for x in y[:1]]
+            + [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in y[1:]]
+            for y in (prompt, token)
+        ]
+        got, cache = jax.jit(decode)(KVCache.create(8, 30, kv_heads, H, dtype, sharding=spec), *split)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+    for x, want in zip(cache.arrays, after.arrays, strict=True):
+        np.testing.assert_array_equal(x, want)
+    if kind == "explicit":
+        assert cache.scale.sharding.spec == cache.key.sharding.spec == spec
 
 
 @pytest.mark.parametrize("per_row", [False, True])

@@ -226,7 +226,8 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
         return None
     height = min(queries, MAX_HEIGHT_IN_PLACE)
     if not on_cpu:
-        return KeyBlocks(height, min(keys, MAX_WIDTH_ACCELERATOR), sequential=False)
+        width = MAX_WIDTH_ACCELERATOR if operands.cache_scale is None else MAX_WIDTH_IN_PLACE  # of what is converted
+        return KeyBlocks(height, min(keys, width), sequential=False)
     numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
     width = max(MIN_WIDTH_IN_PLACE, min(MAX_NUMBERS_IN_PLACE // numbers // 64 * 64, MAX_WIDTH_IN_PLACE))
     width = min(keys, width)

@@ -1,0 +1,214 @@
+"""Caches in 8 bits: what they hold, that attention reads it as it is, and what has to be refused."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import dot_product_attention, linen
+from flax_mha.cache.kv_cache import SPARE, KVCache
+from flax_mha.cached_attention import cached_attention
+from flax_mha.core.eight_bits import dequantize, quantize
+
+B, N, K, H, S, WINDOW = 2, 4, 2, 16, 700, 5
+DTYPES = ("int8", "float8_e4m3fn")
+rng = np.random.default_rng(0)
+
+
+def tokens(number, heads=(N, K, K), dtype=jnp.float32):
+    return [jnp.asarray(rng.standard_normal((B, number, n, H)), dtype) for n in heads]
+
+
+def empty(dtype, slots=S, **given):
+    return KVCache.create(B, slots, K, H, dtype, **given)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantized(dtype):
+    """Half a step of int8, a sixteenth of float8's own number; zeros, small and large rows, and NaN and infinity."""
+    x = np.float32(rng.standard_normal((5, 7, H)) * 10.0 ** np.array([-30, -3, 0, 3, 30])[:, None, None])
+    numbers, scale = quantize(jnp.asarray(x), jnp.dtype(dtype))
+    error, largest = abs(dequantize(numbers, scale, jnp.float32) - x), abs(x).max(-1, keepdims=True)
+    step = largest / 254 if dtype == "int8" else np.maximum(abs(x) / 16, largest / 448 / 1024)
+    assert (error <= step * 1.0001).all()
+    x = np.float32([[0, 0], [1e-45, 0], [np.nan, 1], [np.inf, 1], [3e38, -3e38]])
+    got = np.asarray(dequantize(*quantize(jnp.asarray(x), jnp.dtype(dtype)), jnp.float32))
+    np.testing.assert_allclose(got, np.float32([[0, 0], [0, 0], [np.nan] * 2, [np.nan] * 2, [3e38, -3e38]]), rtol=1e-6)
+
+
+def test_bits_of_float8_are_its_numbers():
+    bits = np.arange(256, dtype=np.uint8)
+    numbers = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e4m3fn)
+    finite = np.isfinite(np.asarray(numbers, np.float32))
+    got = dequantize(jnp.asarray(bits), jnp.ones(256), jnp.float32)
+    np.testing.assert_array_equal(got[finite], np.asarray(numbers, np.float32)[finite])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["one index", "lengths", "ring"])
+def test_attention_over_a_cache_is_that_over_its_floats(dtype, kind):
+    """A prompt, some tokens, many, one; bytes; beams; tokens that are taken back."""
+    window, lengths = (WINDOW if kind == "ring" else None), (np.array([20, 13]) if kind == "lengths" else None)
+    cache = empty(dtype, per_row=kind == "lengths", window=window)
+    assert cache.length == (WINDOW + 1 + SPARE if kind == "ring" else S)
+    attend = jax.jit(cached_attention, static_argnames="local_window_size")
+    first = tokens(20)
+    output, cache = attend(*first, cache, lengths=lengths, local_window_size=window)
+    in_full = dot_product_attention(*first, is_causal=True, local_window_size=window)
+    np.testing.assert_allclose(output[:, :13], in_full[:, :13], rtol=0, atol=1e-5)  # a prompt is not rounded
+    for number in (1, 5, 30, 1):
+        query, key, value = tokens(number)
+        output, cache = attend(query, key, value, cache, local_window_size=window)
+        index = np.broadcast_to(cache.index, B)
+        positions, slots = np.asarray(cache.positions()), index[:, None] - number + np.arange(number)
+        bias = (
+            np.where(positions[:, None] > slots[..., None], -np.inf, 0) + np.where(positions < 0, -np.inf, 0)[:, None]
+        )
+        if window is not None:
+            bias = np.where(positions[:, None] < slots[..., None] - window, -np.inf, bias)
+        want = dot_product_attention(query, *cache.floats(jnp.float32), jnp.asarray(bias[:, None], jnp.float32))
+        atol = 0.2 if kind == "ring" and number > 1 else 1e-5  # new tokens are not rounded there
+        np.testing.assert_allclose(output, want, rtol=0, atol=atol)
+    back = cache.truncate(cache.index - 2).take([1, 1, 0])
+    again = back.update(key[jnp.array([1, 1, 0])], value[jnp.array([1, 1, 0])])
+    for x, rows in ((back, [1, 1, 0]), (again, [1, 1, 0])):
+        end = int(x.index.max()) - (1 if x is again else 0)
+        held = (np.asarray(x.positions()) >= max(0, end - WINDOW)) & (np.asarray(x.positions()) < end)
+        for mine, old in zip(x.arrays[:2] + x.arrays[3:], cache.arrays[:2] + cache.arrays[3:], strict=True):
+            np.testing.assert_array_equal(np.asarray(mine)[held], np.asarray(old[jnp.array(rows)])[held])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "most"), [(64, 0.56), (128, 0.53)])
+def test_bytes(dtype, size, most):
+    def cost(dtype):
+        cache = jax.eval_shape(lambda: KVCache.create(2, 4096, 8, size, dtype))
+        return sum(x.size * x.dtype.itemsize for x in cache.arrays)
+
+    assert cost(dtype) <= most * cost(jnp.bfloat16)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", ["key", "value"])
+def test_nan_reaches_what_sees_it_and_nothing_else(dtype, place):
+    key, value = tokens(600)[1:]
+    bad = {"key": key, "value": value}[place].at[0, 300, 1, 3].set(jnp.nan)
+    key, value = (bad, value) if place == "key" else (key, bad)
+    cache = empty(dtype).update(key, value)
+    for mask, number in ((None, 4), (jnp.arange(S) != 300, 4), (None, 40), (jnp.arange(S) != 300, 40)):
+        new = [x[:, :number] for x in tokens(40)]
+        output, _ = jax.jit(cached_attention)(*new, cache, mask=mask)
+        wrong = np.isnan(output).any((1, 3))
+        np.testing.assert_array_equal(
+            wrong, [[False, False, True, True], [False] * 4] if mask is None else [[False] * 4] * 2
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_transformations(dtype):
+    """Mapped, in a scan, by NumPy's arrays, over batch axes, without a batch, kept branches, values among the keys."""
+    cache, new = empty(dtype).update(*tokens(9)[1:]), tokens(1)
+    want, after = cached_attention(*new, cache)
+    mapped = jax.tree.map(lambda x: jnp.stack([x, x]) if x.ndim else jnp.stack([x, x - 4]), cache)
+    output, _ = jax.jit(jax.vmap(cached_attention, (None, None, None, 0)))(*new, mapped)
+    np.testing.assert_allclose(output[0], want, rtol=0, atol=1e-5)
+    alone = KVCache(cache.key[0], cache.value[0], cache.index, scale=cache.scale[0])
+    np.testing.assert_allclose(cached_attention(*(x[0] for x in new), alone)[0], want[0], rtol=0, atol=1e-5)
+    restored = jax.tree.map(np.asarray, cache)
+    np.testing.assert_allclose(cached_attention(*new, restored)[0], want, rtol=0, atol=1e-5)
+    branch = after.keep([3, 5, 9]).floats(jnp.float32)
+    for mine, old in zip(branch, after.floats(jnp.float32), strict=True):
+        np.testing.assert_array_equal(mine[:, :6], old[:, [0, 1, 2, 3, 5, 9]])
+    score_mod = jax.custom_vjp(lambda score: score)
+    score_mod.defvjp(lambda score: (score, None), lambda _, g: (g,))
+    output, _ = cached_attention(*new, cache, score_mod=lambda score, b, h, q_idx, kv_idx: score_mod(score))
+    np.testing.assert_allclose(output, want, rtol=0, atol=1e-5)
+    output, _ = cached_attention(*new, cache, implementation="blockwise")
+    np.testing.assert_allclose(output, want, rtol=0, atol=1e-5)
+    latent = KVCache.create(B, S, 1, H, dtype, value_size=6).update(tokens(9)[1][:, :, :1], None)
+    assert latent.scale.shape == (B, S, 1, 1)
+    query, key, _ = tokens(1)
+    output, latent = cached_attention(query, key[:, :, :1], None, latent)
+    keys = latent.floats(jnp.float32)[0][:, :10]
+    np.testing.assert_allclose(output, dot_product_attention(query, keys, keys[..., :6]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_derivatives(dtype):
+    """Of a query they are those of the floats; keys and values that are cached have none."""
+    (query, key, value), old = tokens(1), tokens(9)[1:]
+    cache = empty(dtype, 9 + 1).update(*old)
+
+    def total(query, key, value):
+        return jnp.sum(jnp.sin(cached_attention(query, key, value, cache)[0]))
+
+    floats = cache.update(key, value).floats(jnp.float32)
+    want = jax.grad(lambda query: jnp.sum(jnp.sin(dot_product_attention(query, *floats))))(query)
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(query, key, value), want, rtol=0, atol=1e-5)
+    for place in (1, 2):
+        with pytest.raises(
+            NotImplementedError, match=f"a cache of keys and values in {dtype} has no derivative; use a"
+        ):
+            jax.jit(jax.grad(total, place))(query, key, value)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("foreign", [False, True])
+def test_modules(dtype, foreign):
+    """Both give what attention over the floats of their caches gives, and keep their scales in a variable."""
+    x = jnp.asarray(rng.standard_normal((B, 12, 24)), jnp.float32)
+    options = {"attention_fn": nn.dot_product_attention} if foreign else {}
+    layer = linen.MultiHeadDotProductAttention(N, decode=True, cache_dtype=dtype, **options)
+    variables = layer.init(jax.random.key(0), jnp.zeros((B, 40, 24)))
+    module = flax_mha.MultiHeadAttention(N, 24, decode=True, rngs=nnx.Rngs(0), **options)
+    nnx.update(
+        module,
+        nnx.state({k: nnx.Dict({n: nnx.Param(p) for n, p in v.items()}) for k, v in variables["params"].items()}),
+    )
+    module.init_cache((B, 40, 24), dtype=dtype)
+    exact = linen.MultiHeadDotProductAttention(N, **options).apply(
+        {"params": variables["params"]}, x, mask=np.tri(12, dtype=bool)
+    )
+    for first, last in ((0, 9), (9, 10), (10, 12)):
+        output, changed = layer.apply(variables, x[:, first:last], mutable=["cache"])
+        variables = variables | changed
+        np.testing.assert_allclose(module(x[:, first:last]), output, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(output, exact[:, first:last], rtol=0, atol=0.2)
+    cache = variables["cache"]
+    assert cache["cached_key"].dtype == module.cached_key.dtype == dtype
+    assert cache["cached_scale"].shape == module.cached_scale.shape == (B, 40, N, 2)
+    module.init_cache((B, 40, 24))
+    assert module.cached_scale is None
+
+
+INT8 = jnp.zeros((B, S, K, H), jnp.int8)
+REFUSED = {
+    "no scale": (
+        lambda: cached_attention(*tokens(1), KVCache(INT8, INT8, jnp.int32(0))),
+        r"scale must be given for keys and values in 8 bits, and only for those, but got none for int8; use KVC",
+    ),
+    "a scale for floats": (
+        lambda: KVCache(*tokens(9)[1:], jnp.int32(0), scale=jnp.ones((B, 9, K, 2))).update(*tokens(1)[1:]),
+        "only for those, but got one for float32",
+    ),
+    "8 bits as keys": (
+        lambda: dot_product_attention(tokens(1)[0], INT8, INT8),
+        "query, key, value must share one dtype",
+    ),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
