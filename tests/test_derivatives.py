@@ -73,9 +73,8 @@ def loss_of(structure, fixed, implementation):
     return loss
 
 
-def derivatives(structure, fixed, implementation):
+def derivatives(loss_and_aux):
     """Tangents; Hessian-vector product; gradients of squared tangents, also as in MeanFlow, and of a gradient."""
-    loss_and_aux = loss_of(structure, fixed, implementation)
 
     def loss(x):
         return loss_and_aux(x)[0]
@@ -112,7 +111,9 @@ def check(seed, dtype):
     structure, *arrays = draw(seed)
     with jax.enable_x64(dtype == np.float64):
         learned, fixed, tangents = jax.tree.map(lambda x: x if x.dtype.kind in "bi" else x.astype(dtype), arrays)
-        got, want = (jax.jit(derivatives(structure, fixed, name))(learned, tangents) for name in ("blockwise", "xla"))
+        got, want = (
+            jax.jit(derivatives(loss_of(structure, fixed, name)))(learned, tangents) for name in ("blockwise", "xla")
+        )
         compare(got, want, TOLERANCE[dtype])
 
 

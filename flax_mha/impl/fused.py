@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array
@@ -19,7 +18,7 @@ from flax_mha.call.operands import Operands, Output
 from flax_mha.core.tracing import varying_alike
 from flax_mha.impl.implementation import RESIDUALS
 from flax_mha.impl.lower_for_platform import compile_for
-from flax_mha.impl.shared.derivatives import Function
+from flax_mha.impl.shared.derivatives import Function, move_linear, replace_at
 
 Attend = Callable[[Operands], Output]
 
@@ -64,19 +63,14 @@ class _Functions:
         """Computes the tangents of the results."""
 
         def moved(*some: Array) -> list[Array]:
-            return self.portable(_replace(leaves, tangents, some))
+            return self.portable(replace_at(leaves, tangents, some))
 
         return jax.jvp(moved, tuple(leaves[i] for i in tangents), tuple(tangents.values()))[1]
 
     def portable_gradient(self, leaves: Sequence[Array], places: Sequence[int], cotangents: Any) -> list[Array]:
         """Computes the gradients of these leaves."""
-        _, pull = jax.vjp(lambda *some: self.portable(_replace(leaves, places, some)), *(leaves[i] for i in places))
+        _, pull = jax.vjp(lambda *some: self.portable(replace_at(leaves, places, some)), *(leaves[i] for i in places))
         return list(pull(list(cotangents)))
-
-
-def _replace(leaves: Sequence[Array], places: Any, some: Sequence[Array]) -> list[Array]:
-    replaced = dict(zip(places, some, strict=True))
-    return [replaced.get(i, x) for i, x in enumerate(leaves)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,7 +105,7 @@ class _Attention(Function):
 
         def forward(*leaves: Array) -> list[Array]:
             some = tuple(leaves[i] for i in places)
-            results, pull = jax.vjp(lambda *some: self.functions.kernel(_replace(leaves, places, some)), *some)
+            results, pull = jax.vjp(lambda *some: self.functions.kernel(replace_at(leaves, places, some)), *some)
             saved, structure = jax.tree.flatten(pull)
             structures.append(structure)
             return [*results, *saved]
@@ -164,7 +158,7 @@ class _Tangent(Function):
 
     def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         """Differentiates the portable implementation, unless all that moves are the tangents."""
-        return self(*arguments), _move(self, arguments, tangents)
+        return self(*arguments), move_linear(self, arguments, tangents)
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
         """Computes the gradient by the kernel."""
@@ -205,24 +199,8 @@ class _Gradient(Function):
 
     def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         """Differentiates the portable gradient, unless all that moves are the cotangents."""
-        return self(*arguments), _move(self, arguments, tangents, self._portable)
+        return self(*arguments), move_linear(self, arguments, tangents, self._portable)
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
         """Computes tangents."""
         return self.tangent(*residuals, *cotangents)
-
-
-def _move(
-    function: Function, arguments: Sequence[Any], tangents: Mapping[int, Array], portable: Callable | None = None
-) -> Sequence[Array]:
-    """The tangents of a linear function: of itself if only its linear arguments move, else of what is portable."""
-    first = function.first_linear
-    assert first is not None
-    if min(tangents) >= first:
-        linear = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= first]
-        return function(*arguments[:first], *linear)
-
-    def moved(*some: Array) -> list[Array]:
-        return list((portable or function.evaluate)(*_replace(arguments, tangents, some)))
-
-    return jax.jvp(moved, tuple(arguments[i] for i in tangents), tuple(tangents.values()))[1]

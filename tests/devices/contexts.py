@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import test_derivatives
 from jax.sharding import AxisType
 
 import flax_mha
@@ -40,7 +41,7 @@ def everything(x, order):
     """All that depends on batch entry, head or position, and all that gets a gradient."""
 
     def alibi(score, b, h, q_idx, kv_idx):
-        return score + x["slopes"][h] * (kv_idx - q_idx).astype(jnp.float32) * 0.1 * (b + 1).astype(jnp.float32)
+        return score + x["slopes"][h] * (kv_idx - q_idx).astype(score.dtype) * 0.1 * (b + 1).astype(score.dtype)
 
     segments = order(jnp.asarray(np.repeat([[0, 1, 1, 2], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1)
     return {
@@ -121,6 +122,33 @@ def compare(got, expected):
     assert gradients.keys() == want_gradients.keys()
     for name, value in want_gradients.items():
         np.testing.assert_allclose(gradients[name], value, rtol=0, atol=1e-5 * np.abs(value).max(), err_msg=name)
+
+
+def compare_derivatives(attention_fn, case, layout, mesh, dtype=np.float64):
+    """Compares derivatives of every order with those on one device."""
+    arguments, x = CASES[case]
+
+    def answers(attention_fn, layout):
+        order, back = in_order(layout, mesh.shape["context"])
+
+        def loss(x):
+            output = attention_fn(x["query"], x["key"], x["value"], **arguments(x, order))
+            return jnp.sin(output).sum(), (output,)
+
+        exact = {name: jnp.asarray(order(array, 1) if name in QKV else array, dtype) for name, array in x.items()}
+        tangents = {name: jnp.cos(2 * array) for name, array in exact.items()}
+        results = jax.jit(test_derivatives.derivatives(loss))(exact, tangents)
+        return {
+            name: {key: back(array) if key in QKV else array for key, array in result.items()}
+            if isinstance(result, dict)
+            else back(result)
+            for name, result in jax.device_get(results).items()
+        }
+
+    with jax.enable_x64(dtype == np.float64):
+        one = functools.partial(flax_mha.attention_fn, implementation="xla")
+        want, got = answers(one, "contiguous"), answers(attention_fn, layout)
+    test_derivatives.compare(got, want, test_derivatives.TOLERANCE[dtype])
 
 
 def moved(text):

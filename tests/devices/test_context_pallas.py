@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import compiled_for, forget_programs, interpret
-from contexts import QKV, compare, mesh_of, moved, on_devices, on_one_device
+from contexts import QKV, compare, compare_derivatives, mesh_of, moved, on_devices, on_one_device
 from jax import lax
 from marks import with_core_tuples
 
@@ -57,6 +57,11 @@ def test_as_on_one_device(strategy, layout, devices, case, interpreted):
     compare(results, on_one_device(case))
     if case == "long":
         assert moved(program.as_text()) == {"all-to-all": 8} if strategy == "ulysses" else {"collective-permute": 6}
+
+
+def test_derivatives_of_every_order(interpreted):
+    """Of hops by kernels, which have gradients alone."""
+    compare_derivatives(parallel(2, "ring", "zigzag"), "plain", "zigzag", mesh_of(context=2), np.float32)
 
 
 def test_not_finite(interpreted):

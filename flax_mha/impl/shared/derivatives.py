@@ -8,7 +8,7 @@ not linear in. So this is a primitive that knows all of it.
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,35 @@ class Function(abc.ABC):
     def __call__(self, *arguments: Array) -> list[Array]:
         """Calls the function as one operation, which `jax` can differentiate, transpose and map."""
         return _function.bind(*map(jnp.asarray, arguments), function=self, levels=(), jaxpr=self.jaxpr)
+
+
+def replace_at(leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]) -> list[Array]:
+    """Replaces the entries at these places."""
+    replaced = dict(zip(places, some, strict=True))
+    return [replaced.get(i, x) for i, x in enumerate(leaves)]
+
+
+def move_linear(
+    function: Function, arguments: Sequence[Any], tangents: Mapping[int, Array], portable: Callable | None = None
+) -> Sequence[Array]:
+    """The tangents of a linear function: itself if only its linear arguments move, else those that `jax.jvp` returns.
+
+    Args:
+      function: The function.
+      arguments: Its arguments.
+      tangents: Tangents of some, by their places.
+      portable: Computes the same by operations that `jax` can differentiate; None: `function.evaluate` does.
+    """
+    first = function.first_linear
+    assert first is not None
+    if min(tangents) >= first:
+        linear = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= first]
+        return function(*arguments[:first], *linear)
+
+    def moved(*some: Array) -> list[Array]:
+        return list((portable or function.evaluate)(*replace_at(arguments, tangents, some)))
+
+    return jax.jvp(moved, tuple(arguments[i] for i in tangents), tuple(tangents.values()))[1]
 
 
 _function = Primitive("function")
