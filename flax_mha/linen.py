@@ -103,7 +103,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         segment_ids: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
         lengths: Int[Array, "*B"] | tuple[Array | None, Array | None] | None = None,
         score_mod: ScoreMod | None = None,
-        positions: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
+        positions: Int[Array, "..."] | tuple[Array, Array] | None = None,
         store_keys: bool = False,
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
@@ -127,7 +127,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           lengths: Tokens before the padding: [B...], or a pair for queries and keys. While decoding, one array; this
             needs the attribute `per_row`.
           score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
-          positions: For `rope`: [B..., T] or [T], or a pair for queries and keys; None counts.
+          positions: For `rope`: [B..., T] or [T], or a pair for queries and keys, with a last axis of coordinates if it
+            has sections; None counts.
           store_keys: Keep keys, values and their `lengths` in the cache, for cross-attention by later calls.
           qkv_sharding: Sharding of query, key and value [B..., T, N, H]; see `dot_product_attention`.
           sow_max_score: Sow the largest visible score of each head [B..., N] as `attention_max_score` in the collection
@@ -355,7 +356,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         segment_ids: Int[Array, "*B T"] | None = None,
         lengths: Int[Array, "*B"] | None = None,
         score_mod: ScoreMod | None = None,
-        positions: Int[Array, "*B T"] | None = None,
+        positions: Int[Array, "..."] | None = None,
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:

@@ -247,7 +247,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         segment_ids: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
         lengths: Int[Array, "*B"] | tuple[Array | None, Array | None] | None = None,
         score_mod: ScoreMod | None = None,
-        positions: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
+        positions: Int[Array, "..."] | tuple[Array, Array] | None = None,
         store_keys: bool = False,
         sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
@@ -279,8 +279,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             padding; this needs a cache with an index per sequence (`per_row`).
           score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
           positions: Of the tokens, for `rope`: [B..., T] or [T], or a pair for queries and keys, which is required if
-            keys are not the queries. None counts from 0, or from what the cache holds. Masks and windows do not heed
-            it: they go by the place in the sequence.
+            keys are not the queries; with a last axis of coordinates if `rope` has sections. None counts from 0, or
+            from what the cache holds. Masks and windows do not heed it: they go by the place in the sequence.
           store_keys: Keep this call's keys, values and their `lengths` in the cache, for cross-attention: later calls
             that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k`, and decoding. Those
             calls take no mask object, `score_mod` or window, for which they would have to know their position.

@@ -168,6 +168,29 @@ def test_positions(api):
 
 @pytest.mark.core
 @APIS
+def test_positions_of_several_coordinates(api):
+    """Tokens of an image share a frame, and those after it stand at smaller positions than their slots."""
+    module = api(**EVERYTHING | {"rope": RoPE(sections=(1, 1, 1))})
+    np.testing.assert_allclose(module.full(X), made(api)[1], rtol=0, atol=1e-6)  # text alone
+    text, image = np.arange(11), 11 + np.stack([np.zeros(24, int), *np.divmod(np.arange(24), 6)], axis=-1)
+    positions = np.concatenate([text[:, None].repeat(3, 1), image, np.arange(17, 30)[:, None].repeat(3, 1)])
+    positions = jnp.asarray(np.stack([positions, positions[::-1]]), jnp.int32)
+    expected = np.asarray(module.full(X[:, :48], positions=positions))
+    assert np.abs(expected - made(api)[1][:, :48]).max() > 1e-2
+    module.start(SLOTS["slots"], per_row=True)
+    outputs = [module.step(X[:, a:b], positions=positions[:, a:b]) for a, b in ((0, 40), (40, 47), (47, 48))]
+    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
+    # The same for all sequences; and a number of coordinates that does not fit.
+    np.testing.assert_allclose(module.full(X[:, :48], positions=positions[0])[0], expected[0], rtol=0, atol=1e-6)
+    for wrong in (positions[..., :2], positions[..., 0]):
+        with pytest.raises(
+            ValueError, match=r"positions must be \[batch..., length, coordinates\] or .* so \(2, 48, 3\)"
+        ):
+            module.full(X[:, :48], positions=wrong)
+
+
+@pytest.mark.core
+@APIS
 def test_masks_and_biases_of_the_call(api):
     """Arrays say something of each slot, objects of positions."""
     module = api(num_kv_heads=K)
@@ -416,6 +439,18 @@ def test_rotary_positions(make):
     np.testing.assert_allclose(decode_cross(module, {}, positions), want, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="positions must be one array, of the queries, where rope is used with stored"):
         module(TARGET[:, :1])
+
+
+def test_axial_positions_are_not_counted():
+    module = nnx_cross(rope=RoPE(sections=(2, 1), section_layout="axial"))
+    positions = jnp.stack(jnp.divmod(jnp.arange(7), 3), axis=-1), jnp.stack(jnp.divmod(jnp.arange(11), 4), axis=-1)
+    want = module(TARGET, ENCODED, decode=False, positions=positions)
+    module(TARGET[:, :2], ENCODED, store_keys=True, positions=(positions[0][:2], positions[1]))
+    np.testing.assert_allclose(module(TARGET[:, 2:], positions=positions[0][2:]), want[:, 2:], rtol=0, atol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"positions must be \[..., T, coordinates\] where rope is axial, but got None"
+    ):
+        module(TARGET, ENCODED, decode=False)
 
 
 @pytest.mark.parametrize(

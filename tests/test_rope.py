@@ -176,6 +176,69 @@ def test_jit_vmap_grad(name):
     np.testing.assert_allclose(got, apply_rope(slope, -POSITIONS, rope), rtol=0, atol=atol)
 
 
+SECTIONS = {
+    "contiguous": (RoPE(100.0, sections=(2, 3, 3)), [0, 0, 1, 1, 1, 2, 2, 2], range(8)),
+    "interleaved": (RoPE(100.0, sections=(4, 2, 2), section_layout="interleaved"), [0, 1, 2, 0, 1, 2, 0, 0], range(8)),
+    "axial": (RoPE(100.0, sections=(4, 4), section_layout="axial"), [0] * 4 + [1] * 4, [0, 2, 4, 6] * 2),
+    "axial of two sizes": (RoPE(100.0, sections=(4, 2, 2), section_layout="axial"), [0] * 4 + [1, 1, 2, 2], None),
+    "strided": (
+        RoPE(100.0, sections=(4, 4), section_layout="axial_strided"),
+        [0] * 4 + [1] * 4,
+        [0, 2, 4, 6, 1, 3, 5, 7],
+    ),
+}
+CHANGES = {
+    "": {},
+    "partial, interleaved": {"fraction": 0.5, "interleaved": True},
+    "yarn": {"scaling": YaRN(4.0, 64)},
+    "linear": {"scaling": Linear(2.0)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [(name, change) for name in SECTIONS for change in CHANGES if change != "yarn" or name[0] != "a"],
+)
+def test_each_coordinate_turns_its_pairs(name, change):
+    """As one position after another would, on pairs whose other coordinates are 0; also mapped, and differentiated."""
+    rope, of_pairs, of_frequencies = SECTIONS[name]
+    x = RNG.standard_normal((2, 5, 3, H))
+    if "fraction" in CHANGES[change]:
+        x = RNG.standard_normal((2, 5, 3, 2 * H))
+    rope = dataclasses.replace(rope, **CHANGES[change])
+    assert rope.coordinates(x.shape[-1]).tolist() == of_pairs
+    plain = dataclasses.replace(rope, sections=None, section_layout="contiguous")
+    if of_frequencies is not None:
+        want = plain.frequencies(x.shape[-1])[[*of_frequencies]]
+        np.testing.assert_allclose(rope.frequencies(x.shape[-1]), want, rtol=1e-14)
+    positions = RNG.integers(-50, 300, (2, 5, len(rope.sections)))
+    angles = positions[..., of_pairs] * rope.frequencies(x.shape[-1])
+    pairs = [x[..., :H:2], x[..., 1:H:2]] if rope.interleaved else np.split(x[..., :H], 2, axis=-1)
+    turned = (pairs[0] + 1j * pairs[1]) * np.exp(1j * angles[:, :, None]) * rope.attention_factor
+    want = np.stack([turned.real, turned.imag], axis=-1 if rope.interleaved else -2).reshape(*x.shape[:-1], H)
+    want = np.concatenate([want, x[..., H:]], axis=-1)
+
+    @jax.jit
+    def run(x, positions):
+        output, vjp = jax.vjp(lambda x: apply_rope(x, positions, rope), x)
+        return output, jax.vmap(lambda x, p: apply_rope(x, p, rope))(x, positions), vjp(output)[0]
+
+    output, mapped, back = run(jnp.asarray(x, jnp.float32), jnp.asarray(positions))
+    for got in (output, mapped, apply_rope(jnp.asarray(x, jnp.float32), positions, rope)):
+        np.testing.assert_allclose(got, want, rtol=0, atol=5e-4)
+    size = np.where(np.arange(x.shape[-1]) < H, rope.attention_factor**2, 1)  # the transpose turns back
+    np.testing.assert_allclose(back, x * size, rtol=0, atol=1e-5)
+    of_all = apply_rope(jnp.asarray(x, jnp.float32), positions[1], rope)
+    np.testing.assert_array_equal(of_all[1], apply_rope(jnp.asarray(x, jnp.float32), positions, rope)[1])
+
+
+def test_sections_become_a_tuple_of_integers():
+    for sections in ([2, 3, 3], np.array([2, 3, 3]), (x for x in (2, 3, 3))):
+        assert RoPE(sections=sections) == RoPE(sections=(2, 3, 3))
+        assert hash(RoPE(sections=np.array([2, 3, 3]))) == hash(RoPE(sections=(2, 3, 3)))
+    assert RoPE(sections=(2, 3, 3)) != RoPE(sections=(3, 3, 2))
+
+
 def test_positions_of_each_row_and_of_all():
     x = jnp.asarray(X, jnp.float32)
     for row in range(2):

@@ -1,4 +1,4 @@
-"""What `flax_mha.rope` refuses, and how it reads Hugging Face configs; test_torch_rope.py has those of ten models."""
+"""What `flax_mha.rope` refuses, and how it reads Hugging Face configs; test_torch_rope.py has those of many models."""
 
 import math
 
@@ -63,6 +63,37 @@ REFUSED = {
     "LongRoPE count": (lambda: apply_rope(XS, PS, RoPE(scaling=LongRoPE(FACTORS[1:]))), "so 8 for 16 .* but got 7"),
     "LongRoPE factor": (lambda: LongRoPE([1.0, 0.0]), r"each of LongRoPE\(factors\) must be .* above 0, but got 0"),
     "LongRoPE number": (lambda: LongRoPE(None), r"LongRoPE\(factors\) must be"),
+    "sections without their axis": (
+        lambda: apply_rope(XS, PS, RoPE(sections=(2, 3, 3))),
+        r"positions must be \[batch..., length, coordinates\] or .* so \(2, 5, 3\) or \(5, 3\) .* got \(2, 5\)",
+    ),
+    "another number of coordinates": (
+        lambda: apply_rope(XS, PS[..., None].repeat(2, -1), RoPE(sections=(2, 3, 3))),
+        r"positions must be .* so \(2, 5, 3\) or \(5, 3\) for x .* got \(2, 5, 2\); a token of text .* 3 times",
+    ),
+    "coordinates first, as in Transformers": (
+        lambda: apply_rope(XS, jnp.zeros((3, 2, 5), jnp.int32), RoPE(sections=(2, 3, 3))),
+        r"positions must be .* got \(3, 2, 5\)",
+    ),
+    "coordinates without sections": (lambda: apply_rope(XS, jnp.zeros((2, 5, 3), int), RoPE()), "positions must be"),
+    "sections of another head": (
+        lambda: RoPE(sections=(2, 3)).coordinates(H),
+        r"so to 8 for 16 .* \(2, 3\), which are 5",
+    ),
+    "sections of 0": (lambda: RoPE(sections=(8, 0)), r"sections must be None or positive .* got \(8, 0\)"),
+    "sections of floats": (lambda: RoPE(sections=(4.0, 4.0)), "sections must be None or positive"),
+    "no sections": (lambda: RoPE(sections=()), r"sections must be None or positive .* got \(\)"),
+    "sections is a number": (lambda: RoPE(sections=8), "sections must be None or positive .* got 8"),
+    "sections do not take turns": (
+        lambda: RoPE(sections=(2, 3, 3), section_layout="interleaved").coordinates(H),
+        r"sections must fit alternately into 8 pairs, with the rest for the first, but got \(2, 3, 3\)",
+    ),
+    "strided sections differ": (
+        lambda: RoPE(sections=(2, 6), section_layout="axial_strided"),
+        "sections must be equal",
+    ),
+    "section layout": (lambda: RoPE(sections=(4, 4), section_layout="rows"), "section_layout must be one of contig"),
+    "section layout of none": (lambda: RoPE(section_layout="axial"), "sections must be pairs .* 'axial', but got None"),
     "LongRoPE attention": (lambda: LongRoPE(FACTORS, 0), r"LongRoPE\(attention_factor\) must be"),
 }
 
@@ -204,10 +235,28 @@ def scaled(**scaling):
 REFUSED_CONFIGS = {
     "no dict": (None, {}, "config must be a dict, but got NoneType; use config.to_dict"),
     "dynamic": (scaled(type="dynamic", factor=2.0), {}, "rope_type must not depend .* 'dynamic'.*cached keys"),
-    "unknown type": (scaled(rope_type="mrope"), {}, "rope_type must be one of default, linear.*got 'mrope'"),
+    "mrope without sections": (scaled(rope_type="mrope"), {}, "rope_type must be one of default.*got 'mrope'"),
     "a type that is no text": (scaled(rope_type=3), {}, "rope_type must be one of .* got 3"),
     "unknown parameter": (scaled(rope_type="linear", factor=2.0, beta=3), {}, "must hold factor, but got beta"),
-    "unknown parameter of the default": (scaled(mrope_section=[1]), {}, "no more than the base, but got mrope_section"),
+    "unknown parameter of the default": (scaled(attention=1), {}, "no more than the base, but got attention"),
+    "sections interleaved, but none": (scaled(mrope_interleaved=True), {}, "but got mrope_interleaved"),
+    "sections are text": (scaled(mrope_section="16"), {}, "sections must be None or positive integers, .* got '16'"),
+    "sections in another order": (
+        scaled(mrope_section=[22, 22, 20]) | {"model_type": "ernie4_5_vl_moe_text"},
+        {},
+        "model_type must be one whose sections RoPE can order, but got 'ernie4_5_vl_moe_text'",
+    ),
+    "another vision encoder": (
+        {"model_type": "gemma4_vision", "patch_size": 16, "rope_theta": 100.0},
+        {},
+        "model_type must be one of qwen2_vl, .* with a patch_size, but got 'gemma4_vision'",
+    ),
+    "a vision encoder without sizes": ({"model_type": "pixtral", "patch_size": 16}, {}, "config must hold head_dim"),
+    "a vision encoder with a scaling": (
+        {"model_type": "pixtral", "patch_size": 16, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {},
+        "rope_type must be default or axial for pixtral, but got 'linear'",
+    ),
     "missing parameter": (scaled(rope_type="linear"), {}, "must hold factor, but got no factor"),
     "unknown key": ({"rope_theta": 1e4, "rope_ratio": 500}, {}, "known keys, but got rope_ratio"),
     "scaling is no dict": ({"rope_theta": 1e4, "rope_scaling": "linear"}, {}, "must be dicts, but got 'linear'"),

@@ -1,5 +1,6 @@
-"""`apply_rope` against PyTorch ports of the rotary embeddings of ten models, outputs and gradients."""
+"""`apply_rope` against PyTorch ports of the rotary embeddings of many models, outputs and gradients."""
 
+import dataclasses
 import functools
 
 import jax
@@ -95,8 +96,80 @@ MODELS = {
         96,
     ),
     "phi_3_long": (RoPE(scaling=LongRoPE(torch_rope.LONG_FACTORS, PHI_3_FACTOR)), PHI_3, {"max_length": 4097}, 96),
+    "qwen_2_vl": (
+        RoPE(1_000_000.0, sections=(16, 24, 24)),
+        {"model_type": "qwen2_vl", "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        {},
+        128,
+    ),
+    "qwen_2_vl_yarn": (
+        RoPE(1_000_000.0, scaling=YaRN(4.0, 32_768), sections=(16, 24, 24)),
+        {"model_type": "qwen2_5_vl_text", "rope_theta": 1e6, "rope_scaling": QWEN_SCALING},
+        {},
+        128,
+    ),
+    "qwen_3_vl": (
+        RoPE(5_000_000.0, sections=(24, 20, 20), section_layout="interleaved"),
+        {
+            "model_type": "qwen3_vl",
+            "text_config": {
+                "rope_theta": 5e6,
+                "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+            },
+            "vision_config": {"patch_size": 16},
+        },
+        {},
+        128,
+    ),
+    "qwen_3_omni": (
+        RoPE(5_000_000.0, sections=[24, 20, 20], section_layout="interleaved"),
+        {
+            "model_type": "qwen3_omni_moe_text",
+            "rope_parameters": {"rope_theta": 5e6, "mrope_section": [24, 20, 20], "interleaved": True},
+        },
+        {},
+        128,
+    ),
+    "glm_4v": (
+        RoPE(fraction=0.5, interleaved=True, sections=(8, 12, 12)),
+        {
+            "model_type": "glm4v",
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]},
+        },
+        {},
+        128,
+    ),
+    "qwen_2_vl_vision": (
+        RoPE(sections=(20, 20), section_layout="axial"),
+        {"model_type": "qwen2_vl", "embed_dim": 1280, "hidden_size": 8192, "num_heads": 16, "patch_size": 14},
+        {},
+        80,
+    ),
+    "llama_4_vision": (
+        RoPE(interleaved=True, sections=(22, 22), section_layout="axial"),
+        {"model_type": "llama4_vision_model", "hidden_size": 1408, "num_attention_heads": 16, "patch_size": 14},
+        {},
+        88,
+    ),
+    "pixtral": (
+        RoPE(sections=(16, 16), section_layout="axial_strided"),
+        {
+            "model_type": "pixtral",
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "patch_size": 16,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+        },
+        {},
+        64,
+    ),
 }
 POSITIONS = np.array([[0, 1, 2, 31, 4095, 4096, 8191], [131_072, 131_071, 100_003, 65_537, 32_768, 17, 0]], np.int32)
+COORDINATES = np.stack([POSITIONS, POSITIONS[:, ::-1], POSITIONS // 2 + 3], axis=-1)
+
+
+def positions_of(rope):
+    return COORDINATES[..., : len(rope.sections)] if rope.sections else POSITIONS
 
 
 @functools.cache
@@ -105,12 +178,14 @@ def by_torch(name):
     rng = np.random.default_rng(0)
     x, slope = rng.standard_normal((2, *POSITIONS.shape, 3, MODELS[name][3])).astype(np.float32)
     tensor = torch.from_numpy(x).requires_grad_()
-    output = getattr(torch_rope, name)(tensor, torch.from_numpy(POSITIONS))
+    output = getattr(torch_rope, name)(tensor, torch.from_numpy(positions_of(MODELS[name][0])))
     output.backward(torch.from_numpy(slope))
     return x, output.detach().numpy(), slope, tensor.grad.numpy()
 
 
-@pytest.mark.parametrize("name", with_core(MODELS, "llama_3_1", "gpt_j", "gpt_oss", "phi_3_long"))
+@pytest.mark.parametrize(
+    "name", with_core(MODELS, "llama_3_1", "gpt_j", "gpt_oss", "phi_3_long", "qwen_3_vl", "pixtral")
+)
 def test_same_as_torch(name):
     """Angles have the same bits on both sides. cos and sin are off by 2^-22 in each library at most (4 units in the
     last place), and two products and a sum add 2^-23: for |u|, |v| <= m, in all 2 * 2m * (2^-22 + 2^-23) < m * 2^-19.
@@ -123,11 +198,12 @@ def test_same_as_torch(name):
         output, vjp = jax.vjp(lambda x: apply_rope(x, positions, rope), x)
         return output, *vjp(slope)
 
-    got, got_grad = both(x, slope, POSITIONS)
+    positions = positions_of(rope)
+    got, got_grad = both(x, slope, positions)
     tolerance = 2.0**-19 * rope.attention_factor
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(x).max())
     np.testing.assert_allclose(got_grad, want_grad, rtol=0, atol=tolerance * np.abs(slope).max())
-    np.testing.assert_allclose(apply_rope(jnp.asarray(x), POSITIONS, rope), got, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(apply_rope(jnp.asarray(x), positions, rope), got, rtol=0, atol=tolerance)
 
 
 @pytest.mark.core
@@ -143,5 +219,5 @@ def test_the_other_pairing_is_another_result(name):
     """The comparison would notice it."""
     rope, *_ = MODELS[name]
     x, want, *_ = by_torch(name)
-    other = RoPE(rope.base, rope.fraction, not rope.interleaved, rope.scaling)
-    assert np.abs(apply_rope(jnp.asarray(x), POSITIONS, other) - want).max() > 0.1
+    other = dataclasses.replace(rope, interleaved=not rope.interleaved)
+    assert np.abs(apply_rope(jnp.asarray(x), positions_of(rope), other) - want).max() > 0.1

@@ -1,4 +1,4 @@
-"""PyTorch ports of the rotary embeddings of ten models, each from its definition: x is [batch, length, heads, size].
+"""PyTorch ports of the rotary embeddings of many models, each from its definition: x is [batch, length, heads, size].
 
 Frequencies are computed in float64 and rounded once; angles are float32 position times float32 frequency, rotated in
 float32, as the models do. (Some compute the frequencies in float32 too, which moves an angle by as much again.)
@@ -122,3 +122,60 @@ def phi_3_short(x: Tensor, positions: Tensor) -> Tensor:
 
 def phi_3_long(x: Tensor, positions: Tensor) -> Tensor:
     return phi_3(x, positions, LONG_FACTORS)
+
+
+def angles_of_coordinates(positions: Tensor, frequencies: Tensor) -> list[Tensor]:
+    """Of each coordinate [batch, length, 1, pairs], from positions [batch, length, coordinates]."""
+    return [angles(coordinate, frequencies) for coordinate in positions.unbind(-1)]
+
+
+def sections_in_a_row(positions: Tensor, frequencies: Tensor, sections: list[int]) -> Tensor:
+    """Each coordinate turns as many pairs as its section has, at the frequencies that stand there."""
+    parts = [angle.split(sections, dim=-1) for angle in angles_of_coordinates(positions, frequencies)]
+    return torch.cat([parts[i][i] for i in range(len(sections))], dim=-1)
+
+
+def qwen_2_vl(x: Tensor, positions: Tensor) -> Tensor:
+    """Frame, row and column."""
+    frequencies = default_frequencies(1_000_000.0, x.shape[-1])
+    return rotate_halves(x, sections_in_a_row(positions, frequencies, [16, 24, 24]))
+
+
+def qwen_2_vl_yarn(x: Tensor, positions: Tensor) -> Tensor:
+    frequencies = yarn_frequencies(1_000_000.0, x.shape[-1], 4.0, 32_768, truncate=True)
+    return rotate_halves(x, sections_in_a_row(positions, frequencies, [16, 24, 24]), 0.1 * math.log(4.0) + 1)
+
+
+def qwen_3_vl(x: Tensor, positions: Tensor) -> Tensor:
+    """Of pairs 1 to 59, every third is turned by the row, and those after them by the column."""
+    frame, row, column = angles_of_coordinates(positions, default_frequencies(5_000_000.0, x.shape[-1]))
+    frame[..., 1:60:3] = row[..., 1:60:3]
+    frame[..., 2:60:3] = column[..., 2:60:3]
+    return rotate_halves(x, frame)
+
+
+def qwen_3_omni(x: Tensor, positions: Tensor) -> Tensor:
+    return qwen_3_vl(x, positions)
+
+
+def glm_4v(x: Tensor, positions: Tensor) -> Tensor:
+    """Neighbours are a pair, in the first half of a head."""
+    frequencies = default_frequencies(10_000.0, x.shape[-1] // 2)
+    return partially(rotate_every_two, x, sections_in_a_row(positions, frequencies, [8, 12, 12]))
+
+
+def qwen_2_vl_vision(x: Tensor, positions: Tensor) -> Tensor:
+    """Rows and columns of patches: both have all frequencies of half a head."""
+    row, column = angles_of_coordinates(positions, default_frequencies(10_000.0, x.shape[-1] // 2))
+    return rotate_halves(x, torch.cat([row, column], dim=-1))
+
+
+def llama_4_vision(x: Tensor, positions: Tensor) -> Tensor:
+    column, row = angles_of_coordinates(positions, default_frequencies(10_000.0, x.shape[-1] // 2))
+    return rotate_every_two(x, torch.cat([column, row], dim=-1))
+
+
+def pixtral(x: Tensor, positions: Tensor) -> Tensor:
+    """Rows have every second frequency of a head, and columns the others."""
+    row, column = angles_of_coordinates(positions, default_frequencies(10_000.0, x.shape[-1]))
+    return rotate_halves(x, torch.cat([row[..., ::2], column[..., 1::2]], dim=-1))

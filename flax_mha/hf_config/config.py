@@ -25,6 +25,7 @@ COMMON |= {"rope_theta", "rope_parameters", "rope_scaling", "layer_types", "posi
 NULL_COUNTS = ("sliding_window", "attn_logit_softcapping", "num_key_value_heads", "local_attention")
 # The text models of models with several parts, whose `text_config` may lack a `model_type`.
 PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
+PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
 OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read by some families alone
 UNKNOWN = Family({}, refused="it is not known")
 
@@ -48,7 +49,7 @@ def read_config(config: Any) -> tuple[Family, Values]:
     values = {key: value for key, value in text.items() if value is not None or key in NULL_COUNTS}
     if isinstance(values.get("attn_config"), Mapping):  # of MPT and DBRX, whose other keys do not tell
         values = dict(values["attn_config"]) | {key: x for key, x in values.items() if key not in OPTIONAL}
-    if isinstance(model_type, str) and model_type in PARTS:
+    if isinstance(model_type, str) and model_type in PARTS and "patch_size" not in text:  # of a vision encoder
         values["model_type"] = PARTS[model_type]
     if not isinstance(values.get("model_type", ""), str):
         raise ValueError(f"model_type must be a string, but got {values['model_type']!r}.")

@@ -109,6 +109,7 @@ LFM: Values = MILLION | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "full_a
 CROSS: Values = {"rope_theta": 500_000.0, "num_key_value_heads": 8}
 CROSS |= {"cross_attention_layers": (3, 8, 13, 18, 23, 28, 33, 38)}
 GLM: Values = HALF | {"rope_pairs": True, "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128}
+GLM_4V: Values = PAIRS | {"partial_rotary_factor": 1.0, "num_key_value_heads": 2, "mrope_section": (8, 12, 12)}
 MINIMAX: Values = {"rope_theta": 5e6, "partial_rotary_factor": 1.0, "head_dim": 128, "num_key_value_heads": 8}
 NEMOTRON_H: Values = {"num_key_value_heads": 8, "head_dim": 128, "hybrid_override_pattern": None}
 GPT_NEO: Values = {"sliding_window": 256, "attention_layers": None}
@@ -126,6 +127,7 @@ ENCODER = Family({}, True, causal=False)
 MISTRAL = Family(WINDOW, layer_type=sliding)
 QWEN_2 = Family(QWEN, True, layer_type=listed(layers.upper))
 QWEN_3 = like(QWEN_2, {"head_dim": 128}, bias="attention_bias", norm=RMS)
+QWEN_3_VL = like(LLAMA, {"rope_theta": 5e5, "mrope_section": (24, 20, 20), "mrope_interleaved": True}, norm=RMS)
 OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_all_heads")
 EXAONE_4 = Family(EXAONE, norm=RMS, layer_type=last_of(4), rotates=layers.sliding_or_all_rotate)
 SWA: Values = {"attention_multiplier": 1.0, "sliding_window": 128, "layer_rope_theta": None}
@@ -171,6 +173,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": like(QWEN_2, {"qkv_bias": True}, bias="qkv_bias", layer_type=listed(layers.lower_even)),
     "qwen3": QWEN_3,
     "qwen3_moe": like(QWEN_3, {"head_dim": None, "num_key_value_heads": 4}, layer_type=sliding),
+    **alike("qwen2_vl_text qwen2_5_vl_text", like(QWEN_2, {"max_window_layers": 80, "mrope_section": (16, 24, 24)})),
+    "qwen3_vl_text": like(QWEN_3_VL, {"num_key_value_heads": 32, "head_dim": 128}),
+    "qwen3_vl_moe_text": like(QWEN_3_VL, {"num_key_value_heads": 16, "head_dim": None}),
     "dots1": Family(DOTS, "attention_bias", RMS, layer_type=listed(layers.upper)),
     "apertus": Family(APERTUS, "attention_bias", RMS),
     "hy_v3": like(
@@ -223,6 +228,7 @@ FAMILIES: dict[str, Family] = {
         "use_qk_norm",
     ),
     **alike("glm glm4", Family(GLM, "attention_bias")),
+    "glm4v_text": Family(GLM_4V, True),
     "helium": Family(PAIRS | {"rope_theta": 100_000.0, "head_dim": 128}, "attention_bias"),
     "ernie4_5": Family(ERNIE | {"num_key_value_heads": 2, "head_dim": 128}, "use_bias"),
     "ernie4_5_moe": Family(ERNIE | {"num_key_value_heads": 4}, "use_bias"),

@@ -62,7 +62,8 @@ def rotate(
       query: Normalized, if that is asked for.
       key: Likewise.
       rope: The rotary embeddings, or None.
-      positions: [B..., T] or [T], or a pair for queries and keys; None counts from `start`.
+      positions: [B..., T] or [T], with coordinates [..., D] if `rope` has sections, or a pair for queries and keys;
+        None counts from `start`, the same in all coordinates.
       self_attention: Whether keys are those of the queries' tokens.
       start: The position of the first query, [] or [B...]; that of the first key is 0, if it is another's.
       stored: Whether the keys were rotated when they were stored.
@@ -79,9 +80,15 @@ def rotate(
             )
         return apply_rope(query, positions, rope), key
     if positions is None:
+        if rope.section_layout.startswith("axial"):
+            raise ValueError("positions must be [..., T, coordinates] where rope is axial, but got None.")
         start = jnp.asarray(start, jnp.int32)[..., None]
         query_positions = start + jnp.arange(query.shape[-3], dtype=jnp.int32).reshape((1,) * (start.ndim - 1) + (-1,))
         key_positions = query_positions if self_attention else jnp.arange(key.shape[-3], dtype=jnp.int32)
+        if rope.sections:  # a token of text has the same number in all coordinates
+            query_positions, key_positions = (
+                jnp.repeat(x[..., None], len(rope.sections), axis=-1) for x in (query_positions, key_positions)
+            )
     elif isinstance(positions, tuple):
         if len(positions) != 2:
             raise ValueError(

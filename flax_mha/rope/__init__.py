@@ -9,6 +9,7 @@ Example:
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from flax_mha.core.integers import LARGEST, SMALLEST, extremes, integers
 from flax_mha.rope import hf_config
 from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Scaling, YaRN, check_number
+from flax_mha.rope.sections import SectionLayout, check_sections, coordinates_of_pairs, frequencies_of_pairs
 
 __all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "RoPE", "YaRN", "apply_rope"]
 
@@ -38,6 +40,13 @@ class RoPE:
         without an error.
       scaling: The change of the frequencies for sequences longer than those of the pretraining: None, `Linear`, `NTK`,
         `Llama3`, `YaRN` or `LongRoPE`.
+      sections: The number of pairs that each of the D coordinates of a position turns (`mrope_section` of Qwen2-VL's
+        frame, row and column), R/2 in all. Positions then have a last axis of D. None: positions are numbers.
+      section_layout: Where they are. "contiguous" (Qwen2-VL, Qwen2.5-VL, GLM-4V): one section after another; pair i
+        keeps f[i]. "interleaved" (Qwen3-VL): coordinates take turns, each until it has its pairs, and the first has
+        the rest; pair i keeps f[i]. "axial" (the vision encoders of Qwen-VL and Llama 4): one after another, each with
+        the frequencies of a head of its own, base^(-j / n) for pair j of n. "axial_strided" (Pixtral): one after
+        another, and pair j of section d has f[d + D j].
 
     Raises:
       ValueError: If a field is out of its range. Methods that depend on the length of the current sequence, such as
@@ -55,6 +64,9 @@ class RoPE:
       >>> gpt_j = RoPE(fraction=64 / 256, interleaved=True)  # rotary_dim / head size
       >>> glm_4 = RoPE(fraction=0.5, interleaved=True)
       >>> gpt_oss = RoPE(base=150_000.0, scaling=YaRN(32.0, original_max_position=4096, truncate=False))
+      >>> qwen_2_vl = RoPE(base=1_000_000.0, sections=(16, 24, 24))
+      >>> qwen_3_vl = RoPE(base=5_000_000.0, sections=(24, 20, 20), section_layout="interleaved")
+      >>> qwen_2_vl_vision = RoPE(sections=(20, 20), section_layout="axial")  # of heads with 80 features
 
     Source: Su et al., RoFormer, arXiv:2104.09864.
     """
@@ -63,6 +75,8 @@ class RoPE:
     fraction: float = 1.0
     interleaved: bool = False
     scaling: Scaling | None = None
+    sections: tuple[int, ...] | None = None
+    section_layout: SectionLayout = "contiguous"
 
     def __post_init__(self) -> None:
         check_number("base", self.base, above=0.0)
@@ -78,6 +92,7 @@ class RoPE:
                 "scaling must be None, Linear, NTK, Llama3, YaRN or LongRoPE, but got "
                 f"{self.scaling!r}; RoPE.from_config reads the dicts of Hugging Face."
             )
+        object.__setattr__(self, "sections", check_sections(self.sections, self.section_layout))
 
     def rotated_size(self, head_size: int) -> int:
         """Returns R, the number of rotated features, if it is an even integer of at least 2."""
@@ -93,7 +108,16 @@ class RoPE:
 
     def frequencies(self, head_size: int) -> np.ndarray:
         """Returns the angle of each pair per position, in radians: float64 `[R / 2]`, computed in numpy."""
-        return self._scaling.frequencies(float(self.base), self.rotated_size(head_size))
+        of_size = functools.partial(self._scaling.frequencies, float(self.base))
+        size = self.rotated_size(head_size)
+        if self.sections is None:
+            return of_size(size)
+        return frequencies_of_pairs(self.sections, self.section_layout, size, of_size)
+
+    def coordinates(self, head_size: int) -> np.ndarray:
+        """Returns the coordinate of a position that turns each pair: integers `[R / 2]`, zeros without sections."""
+        size = self.rotated_size(head_size)
+        return coordinates_of_pairs(self.sections or (size // 2,), self.section_layout, size)
 
     @property
     def attention_factor(self) -> float:
@@ -116,6 +140,10 @@ class RoPE:
         layers are rotated at all, which `convert.describe` tells, and factors of the softmax scale (DeepSeek's mscale),
         are not read here.
 
+        `mrope_section` and `mrope_interleaved` become `sections`, whose coordinates are frame, row and column. Pass the
+        `vision_config` of Qwen2-VL to Qwen 3.5, GLM-4V or Pixtral for rows and columns of patches, and that of Llama 4
+        for columns and rows counted from 1, with (0, 0) for its class token.
+
         Args:
           config: The dict. A multimodal model's `text_config` is found in it.
           layer_type: "full_attention" or "sliding_attention", for models in which they differ: Gemma 3 rotates its
@@ -131,8 +159,8 @@ class RoPE:
 
         Example:
           >>> from flax_mha.rope import RoPE
-          >>> RoPE.from_config({"model_type": "qwen3", "rope_theta": 1000000.0, "rope_scaling": None})
-          RoPE(base=1000000.0, fraction=1.0, interleaved=False, scaling=None)
+          >>> RoPE.from_config({"model_type": "qwen3", "rope_theta": 1e6, "rope_scaling": None}) == RoPE(base=1e6)
+          True
           >>> gemma_3 = {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4}
           >>> RoPE.from_config(gemma_3, layer_type="sliding_attention").base
           10000.0
@@ -141,7 +169,9 @@ class RoPE:
 
 
 def apply_rope(
-    x: Float[Array, "*B T N H"], positions: Int[Array, "*B T"] | Int[Array, " T"], rope: RoPE
+    x: Float[Array, "*B T N H"],
+    positions: Int[Array, "*B T"] | Int[Array, " T"] | Int[Array, "*B T D"] | Int[Array, "T D"],
+    rope: RoPE,
 ) -> Float[Array, "*B T N H"]:
     """Rotates each pair of features by the angle of its position; apply it to queries and to keys, not to values.
 
@@ -153,7 +183,8 @@ def apply_rope(
 
     Args:
       x: Queries or keys, floating point.
-      positions: Integers, of each token or the same for every row of the batch; may be negative or traced.
+      positions: Integers, of each token or the same for every row of the batch; may be negative or traced. With
+        `rope.sections`, the last axis holds the D coordinates of a token; Transformers has that axis first.
       rope: The angles.
 
     Returns:
@@ -174,9 +205,14 @@ def apply_rope(
     """
     x, positions = _check(x, positions, rope)
     size, dtype = rope.rotated_size(x.shape[-1]), jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    frequencies = rope.frequencies(x.shape[-1]).astype(dtype).reshape((1,) * (x.ndim - 1) + (size // 2,))
-    positions = positions.reshape((1,) * (x.ndim - 2 - positions.ndim) + positions.shape + (1, 1))
-    angles = positions.astype(dtype) * frequencies
+    by_coordinate = positions if rope.sections else positions[..., None]
+    turned = np.arange(by_coordinate.shape[-1])[:, None] == rope.coordinates(x.shape[-1])
+    frequencies = np.where(turned, rope.frequencies(x.shape[-1]), 0).astype(dtype)  # [D, R / 2]
+    angles: Any = 0
+    for i, of_coordinate in enumerate(frequencies):  # a sum with one term that is not 0, for a lookup is a gather
+        coordinate = by_coordinate[..., i]
+        coordinate = coordinate.reshape((1,) * (x.ndim - 2 - coordinate.ndim) + coordinate.shape + (1, 1))
+        angles += coordinate.astype(dtype) * of_coordinate.reshape((1,) * (x.ndim - 1) + (-1,))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.attention_factor != 1.0:
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
@@ -206,9 +242,14 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
         raise ValueError(f"x must have a floating point dtype, but got {x.dtype}; use .astype.")
     if not isinstance(x.shape[-1], int):
         raise ValueError(f"x must have a head size that is a number, but got the symbol {x.shape[-1]}.")
-    if positions.shape not in (x.shape[:-2], x.shape[-3:-2]):
+    axes = (len(rope.sections),) if rope.sections else ()
+    if positions.shape not in (x.shape[:-2] + axes, x.shape[-3:-2] + axes):
+        name = ", coordinates" if axes else ""
+        fix = (
+            f"a token of text has its position {axes[0]} times" if axes else "use jnp.broadcast_to for other batch axes"
+        )
         raise ValueError(
-            f"positions must be [batch..., length] or [length], so {x.shape[:-2]} or {x.shape[-3:-2]} for x {x.shape}, "
-            f"but got {positions.shape}; use jnp.broadcast_to for other batch axes."
+            f"positions must be [batch..., length{name}] or [length{name}], so {x.shape[:-2] + axes} or "
+            f"{x.shape[-3:-2] + axes} for x {x.shape}, but got {positions.shape}; {fix}."
         )
     return x, jnp.asarray(positions)

@@ -28,6 +28,12 @@ KEYS: dict[str, tuple[set[str], set[str]]] = {
     "ntk_alpha": ({"factor", *YARN}, {"alpha"}),
     "longrope": ({ORIGINAL, *LONGROPE}, {"short_factor", "long_factor"}),
 }
+MROPE = {"mrope_section", "mrope_interleaved", "interleaved"}  # "interleaved" says the same in files of Qwen3-Omni
+OTHER_MROPE = ("ernie4_5_vl", "hunyuan_vl")  # the starts of model types whose sections are in an order of their own
+# Vision encoders with axial positions, less the `_vision` of their model types: section_layout and interleaved.
+QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
+VISION: dict[str, tuple[str, bool]] = dict.fromkeys(QWEN_VISION, ("axial", False))
+VISION |= {"llama4_vision_model": ("axial", True), "pixtral": ("axial_strided", False)}
 KNOWN = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "rope_interleave"}
 KNOWN |= {"rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_value"}
 
@@ -48,7 +54,9 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
             "need rope=None."
         )
     values = family.keys | given
-    parameters = _parameters(values, layer_type)
+    if "patch_size" in values and "rope_theta" not in family.keys:
+        return _read_vision(values)
+    parameters = {key: values[key] for key in MROPE & {*family.keys}} | _parameters(values, layer_type)
     if family.keys and not family.refused and "partial_rotary_factor" not in family.keys:
         parameters.pop("partial_rotary_factor", None)  # not read by its models
     scaling = _scaling(_rope_type(parameters), parameters, values, max_length)
@@ -57,7 +65,34 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
         "base": parameters["rope_theta"],
         "fraction": _fraction(parameters, given, family.keys),
         "interleaved": values.get("rope_interleave", values.get("rope_pairs", False)),
+        **_sections(values, parameters),
     }
+
+
+def _read_vision(values: Values) -> dict[str, Any]:
+    """Returns the fields of a vision encoder, whose heads have as many pairs for each of the two coordinates."""
+    name = values.get("model_type", "")
+    if name.removesuffix("_vision") not in VISION:
+        raise ValueError(f"model_type must be one of {', '.join(VISION)} of those with a patch_size, but got {name!r}.")
+    layout, interleaved = VISION[name.removesuffix("_vision")]
+    parameters = _parameters({"rope_theta": 1e4} | values, None)
+    if parameters.get("rope_type", "default") not in ("default", "axial"):
+        raise ValueError(f"rope_type must be default or axial for {name}, but got {parameters['rope_type']!r}.")
+    head_size = _head_size(values | {"hidden_size": values.get("embed_dim", values.get("hidden_size"))})
+    if head_size is None:
+        raise ValueError("config must hold head_dim, or hidden_size and num_attention_heads, but got neither.")
+    fields = {"base": parameters["rope_theta"], "interleaved": interleaved}
+    return fields | {"sections": (head_size // 4,) * 2, "section_layout": layout}
+
+
+def _sections(values: Values, parameters: Values) -> dict[str, Any]:
+    if "mrope_section" not in parameters:
+        return {}
+    if (name := str(values.get("model_type"))).startswith(OTHER_MROPE):
+        raise ValueError(f"model_type must be one whose sections RoPE can order, but got {name!r} with mrope_section.")
+    interleaved = parameters.get("mrope_interleaved", parameters.get("interleaved", False))
+    layout = "interleaved" if interleaved else "contiguous"
+    return {"sections": parameters["mrope_section"], "section_layout": layout}
 
 
 def _check_numbers(values: Values) -> None:
@@ -103,6 +138,8 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
 def _rope_type(parameters: Values) -> str:
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     rope_type = "longrope" if rope_type == "su" else rope_type
+    of_sections = MROPE if "mrope_section" in parameters else set()
+    rope_type = "default" if rope_type == "mrope" and of_sections else rope_type
     if rope_type == "dynamic" and parameters.get("alpha"):  # of Hunyuan, whose frequencies stay
         rope_type = "ntk_alpha"
     if rope_type == "dynamic":
@@ -112,7 +149,7 @@ def _rope_type(parameters: Values) -> str:
         )
     if not isinstance(rope_type, str) or rope_type not in KEYS:
         raise ValueError(f"rope_type must be one of {', '.join(KEYS)}, but got {rope_type!r}.")
-    optional, required = KEYS[rope_type]
+    optional, required = KEYS[rope_type][0] | of_sections, KEYS[rope_type][1]
     unknown, missing = set(parameters) - COMMON - optional - required, required - set(parameters)
     if unknown or missing:
         raise ValueError(

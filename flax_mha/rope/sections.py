@@ -1,0 +1,59 @@
+"""Positions of several coordinates: which rotated pair turns by which coordinate, and with which frequency."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from flax_mha.core.integers import is_int
+
+SectionLayout = Literal["contiguous", "interleaved", "axial", "axial_strided"]
+LAYOUTS: tuple[str, ...] = get_args(SectionLayout)
+
+
+def check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
+    """Returns the sections as a tuple of positive integers, or None."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"section_layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}.")
+    if sections is None:
+        if layout != "contiguous":
+            raise ValueError(f"sections must be pairs per coordinate for section_layout {layout!r}, but got None.")
+        return None
+    found = tuple(sections) if isinstance(sections, Iterable) else ()
+    if not found or not all(is_int(pairs) and pairs > 0 for pairs in found):
+        raise ValueError(
+            "sections must be None or positive integers, the rotated pairs of each coordinate, such as (16, 24, 24), "
+            f"but got {sections!r}."
+        )
+    if layout == "axial_strided" and len({*found}) > 1:
+        raise ValueError(f"sections must be equal for section_layout 'axial_strided', but got {found}.")
+    return tuple(map(int, found))
+
+
+def coordinates_of_pairs(sections: tuple[int, ...], layout: str, size: int) -> np.ndarray:
+    """Returns the coordinate that turns each pair of `size` features: integers `[size / 2]`."""
+    if 2 * sum(sections) != size:
+        raise ValueError(
+            f"sections must add up to the rotated pairs, so to {size // 2} for {size} rotated features, but got "
+            f"{sections}, which are {sum(sections)}."
+        )
+    if layout != "interleaved":
+        return np.repeat(np.arange(len(sections)), sections)
+    pairs = np.arange(size // 2)
+    turn = pairs % len(sections)
+    found = np.where(pairs // len(sections) < np.asarray(sections)[turn], turn, 0)
+    if tuple(np.bincount(found, minlength=len(sections))) != sections:
+        raise ValueError(
+            f"sections must fit alternately into {size // 2} pairs, with the rest for the first, but got {sections}."
+        )
+    return found
+
+
+def frequencies_of_pairs(
+    sections: tuple[int, ...], layout: str, size: int, of_size: Callable[[int], np.ndarray]
+) -> np.ndarray:
+    """Returns the frequency of each pair, `[size / 2]`, from those of a head without sections, `of_size(size)`."""
+    if layout == "axial":
+        return np.concatenate([of_size(2 * pairs) for pairs in sections])
+    found = of_size(size)
+    return found.reshape(-1, len(sections)).T.ravel() if layout == "axial_strided" else found

@@ -1,0 +1,111 @@
+"""Compares rotary positions of several coordinates with Transformers: whole layers of text models, and the rotations of
+vision encoders.
+
+    python tests/hf_positions.py    # needs Transformers and PyTorch
+"""
+
+import importlib
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+from flax_mha import convert
+from flax_mha.convert.state_dict import layer_prefix
+from flax_mha.rope import RoPE, apply_rope
+
+PROMPT, LENGTH, TOLERANCE = 5, 13, 5e-5
+TEXT: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+TEXT |= {"intermediate_size": 48, "vocab_size": 99, "max_position_embeddings": 128, "pad_token_id": 0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+# Class: what the config of a tiny model holds besides, and its rotary parameters.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen2VLTextModel": ({}, {"mrope_section": [2, 3, 3]}),
+    "Qwen2_5_VLTextModel": (SLIDING, {"mrope_section": [2, 3, 3]}),
+    "Qwen3VLTextModel": ({"head_dim": 24}, {"mrope_section": [4, 4, 4], "mrope_interleaved": True}),
+    "Qwen3VLMoeTextModel": (EXPERTS | {"head_dim": 24}, {"mrope_section": [6, 3, 3], "mrope_interleaved": True}),
+    "Glm4vTextModel": ({}, {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}),
+}
+VISION = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
+VISION |= {"qwen3_5": "Qwen3_5", "glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe", "pixtral": "Pixtral", "llama4": "Llama4"}
+
+
+def coordinates() -> torch.Tensor:
+    """Text, an image of two rows, text: [3, 1, length], as Transformers has them."""
+    image = [(4, 4 + row, 4 + column) for row in range(2) for column in range(3)]
+    tokens = [(i, i, i) for i in range(4)] + image + [(i, i, i) for i in range(7, 10)]
+    return torch.tensor(tokens).T[:, None]
+
+
+def compare_text(name: str) -> float:
+    """Returns the largest difference of the layers of a text model, whole and decoded."""
+    changes, rope = MODELS[name]
+    kind = getattr(transformers.models, name, None) or getattr(transformers, name)
+    rope = {"rope_type": "default", "rope_theta": 100.0} | rope
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**TEXT | changes | {"rope_parameters": rope})).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    state_dict, arrays = model.state_dict(), {}
+    prefixes = [layer_prefix(state_dict, layer, "") for layer in range(TEXT["num_hidden_layers"])]
+    for prefix in prefixes:
+        model.get_submodule(prefix.rstrip(".")).register_forward_hook(
+            lambda _, x, options, y, prefix=prefix: arrays.__setitem__(prefix, (options["hidden_states"], y[0])),
+            with_kwargs=True,
+        )
+    with torch.no_grad():
+        model(inputs_embeds=torch.randn(1, LENGTH, TEXT["hidden_size"]), position_ids=coordinates())
+    positions, differences = jnp.asarray(np.moveaxis(coordinates().numpy(), 0, -1)), []
+    for layer, prefix in enumerate(prefixes):
+        x, expected = jnp.asarray(arrays[prefix][0].numpy()), arrays[prefix][1].numpy()
+        module = convert.from_hf(model.config.to_dict(), state_dict, layer)
+        module.init_cache(x.shape)
+        steps = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, LENGTH))]
+        decoded = [module(x[:, i:j], decode=True, positions=positions[:, i:j]) for i, j in steps]
+        for result in (module(x, positions=positions), jnp.concatenate(decoded, axis=1)):
+            differences.append(np.abs(result - expected).max() / np.abs(expected).max())
+    return float(max(differences))
+
+
+def compare_vision(name: str) -> float:
+    """Returns the largest difference of what the rotation of a vision encoder returns."""
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    config = getattr(transformers, f"{VISION[name]}VisionConfig")()
+    rope = RoPE.from_config(config.to_dict())
+    rotary = getattr(modeling, f"{VISION[name]}VisionRotaryEmbedding")(config)
+    size = 2 * len(rope.coordinates(4 * rope.sections[0]))
+    if name == "llama4":
+        side = config.image_size // config.patch_size
+        places = [(column + 1, row + 1) for row in range(side) for column in range(side)] + [(0, 0)]
+        x = torch.randn(1, len(places), 2, size)
+        expected = modeling.vision_apply_rotary_emb(x, x, rotary(x))[0]
+    else:
+        places = [(row, column) for row in range(3) for column in range(9)]
+        x = torch.randn(1, len(places), 2, size)
+        cos, sin = rotary(x, torch.tensor(places))
+        if name == "pixtral":
+            expected = modeling.apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=-2)[0]
+        else:
+            expected = modeling.apply_rotary_pos_emb_vision(x, x, cos, sin)[0]
+    result = apply_rope(jnp.asarray(x.numpy()), jnp.asarray(places), rope)
+    return float(np.abs(result - expected.numpy()).max() / np.abs(expected.numpy()).max())
+
+
+def main() -> int:
+    differences = {name: compare_text(name) for name in MODELS}
+    differences |= {f"{name}, vision": compare_vision(name) for name in VISION}
+    for name, difference in differences.items():
+        print(f"{name:24} {difference:.1e}")
+    return any(difference > TOLERANCE for difference in differences.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
