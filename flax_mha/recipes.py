@@ -135,6 +135,7 @@ def _alibi(num_heads: int) -> Callable[..., Array]:
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         return score - slopes[h].astype(score.dtype) * (q_idx - kv_idx).astype(score.dtype)
 
+    score_mod.__qualname__ = "alibi.score_mod"  # in errors
     return score_mod
 
 
