@@ -14,6 +14,7 @@ from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha.cached_attention import cached_attention
+from flax_mha.core.jaxprs import equations
 from flax_mha.impl import cudnn
 from flax_mha.impl.shared import schedule
 from flax_mha.kv_cache import KVCache
@@ -311,6 +312,29 @@ def test_derivatives_of_every_order_around_a_kernel(implementation, monkeypatch)
         got, expected = (jax.tree.leaves(derivatives(name, arrays)) for name in (implementation, "xla"))
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("implementation", [None, "cudnn"])
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True, "key_value_seq_lengths": np.int32([300])}])
+def test_what_a_policy_saves_by_name_does_not_run_the_kernel_again(implementation, arguments):
+    """As many kernels as without `jax.checkpoint`; without names each block runs one more, as cuDNN or on a CPU."""
+    save = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse")
+
+    def count(change):
+        def block(x):
+            query, key = jnp.sin(x), jnp.cos(x)
+            return x + dot_product_attention(query, key, 2 * key, implementation=implementation, **arguments)
+
+        def loss(x):
+            return change(block)(change(block)(x)).astype(jnp.float32).sum()
+
+        jaxpr = jax.jit(jax.grad(loss)).trace(jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)).jaxpr
+        return sum(x.primitive.name == "dot_product_attention_fwd_wrapper" for x in equations(jaxpr.jaxpr))
+
+    saved, without = count(functools.partial(jax.checkpoint, policy=save)), count(lambda block: block)
+    assert 0 < saved == without == count(jax.checkpoint) - 2
 
 
 SPOILT = {

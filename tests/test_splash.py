@@ -14,6 +14,7 @@ from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha.cached_attention import cached_attention
+from flax_mha.core.jaxprs import equations
 from flax_mha.impl import splash
 from flax_mha.impl.shared import kernel_mask, tpu_kernels
 from flax_mha.kv_cache import KVCache
@@ -464,3 +465,26 @@ def test_a_prompt_that_meets_an_empty_cache_reaches_the_kernel():
     cache = jax.eval_shape(lambda: KVCache.create(B, 600, key.shape[2], key.shape[3], jnp.bfloat16))
     prompt = jax.jit(lambda *arrays: cached_attention(*arrays)[0])
     assert "tpu_custom_call" in export.export(prompt, platforms=["tpu"])(query, key, value, cache).mlir_module()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("implementation", ["splash", "pallas"])
+@pytest.mark.parametrize("arguments", [{"is_causal": True}, {"local_window_size": 40, "query_offset": -3}])
+def test_what_a_policy_saves_by_name_does_not_run_the_kernel_again(implementation, arguments):
+    """As many kernels in the program as without `jax.checkpoint`; with it and no names, one more for each block."""
+    save = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse")
+
+    def count(change):
+        def block(x):
+            query, key = jnp.sin(x), jnp.cos(x)
+            return x + dot_product_attention(query, key, 2 * key, implementation=implementation, **arguments)
+
+        def loss(x):
+            return change(block)(change(block)(x)).sum()
+
+        traced = jax.jit(jax.grad(loss)).trace(jax.ShapeDtypeStruct((1, T, N, 128), jnp.float32))
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+        return sum(x.primitive.name == "pallas_call" for x in equations(traced.jaxpr.jaxpr))
+
+    saved, without = count(functools.partial(jax.checkpoint, policy=save)), count(lambda block: block)
+    assert saved == without == count(jax.checkpoint) - 2

@@ -10,17 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
 from jaxtyping import Array
 
 from flax_mha.call.operands import Operands, Output
+from flax_mha.core.jaxprs import equations
 from flax_mha.core.tracing import varying_alike
 from flax_mha.impl.implementation import RESIDUALS
 from flax_mha.impl.lower_for_platform import compile_for
 from flax_mha.impl.shared.derivatives import Function, move_linear, replace_at
 
 Attend = Callable[[Operands], Output]
+# What the names of their operations begin with.
+KERNELS = ("pallas_call", "dot_product_attention")
 
 
 def attention(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Output:
@@ -73,14 +78,25 @@ class _Functions:
         return list(pull(list(cotangents)))
 
 
+def _outputs(jaxpr: ClosedJaxpr, wanted: Sequence[bool]) -> ClosedJaxpr:
+    """Leaves out all that these outputs do not need."""
+    return ClosedJaxpr(partial_eval.dce_jaxpr(jaxpr.jaxpr, list(wanted), instantiate=True)[0], jaxpr.consts)
+
+
+def _runs_kernel(jaxpr: ClosedJaxpr) -> bool:
+    return any(x.primitive.name.startswith(KERNELS) for x in equations(jaxpr.jaxpr))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Attention(Function):
-    """The kernel's results and, behind them, what its gradient needs, if there will be one.
+    """The kernel's results and, behind them, what its gradient needs of it, if there will be one.
 
     Attributes:
       functions: Kernel and portable implementation.
       num_results: How many outputs are results.
       jaxpr: Of the kernel, or of it and what it saves.
+      inputs: Of what is saved but does not come from the kernel, as arrays in its layout: cheap to compute again.
+      of_kernel: Which of all that is saved comes from the kernel.
       places: Of the operands that get gradients, among the leaves; None if none does.
       pull: The structure of the function that returns these gradients, whose leaves are what is saved.
     """
@@ -88,6 +104,8 @@ class _Attention(Function):
     functions: _Functions
     num_results: int
     jaxpr: ClosedJaxpr
+    inputs: ClosedJaxpr | None = None
+    of_kernel: tuple[bool, ...] = ()
     places: tuple[int, ...] | None = None
     pull: Any = None
 
@@ -110,20 +128,35 @@ class _Attention(Function):
             structures.append(structure)
             return [*results, *saved]
 
-        jaxpr = jax.make_jaxpr(forward)(*arguments)
-        return _Attention(self.functions, self.num_results, jaxpr, places, structures[0])
+        jaxpr, results = jax.make_jaxpr(forward)(*arguments), self.num_results
+        count = len(jaxpr.out_avals)
+        kept = [i < results or _runs_kernel(_outputs(jaxpr, [i == j for j in range(count)])) for i in range(count)]
+        kept = kept if any(kept[results:]) else [True] * count  # a kernel by another name
+        inputs = _outputs(jaxpr, [not flag for flag in kept])
+        return _Attention(
+            self.functions, results, _outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0]
+        )
+
+    def _saved(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
+        """Returns all that the gradient needs, given what comes from the kernel."""
+        assert self.inputs is not None
+        computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
+        return [next(known if flag else computed) for flag in self.of_kernel]
 
     def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         """Computes outputs and tangents; what is saved has none, for it serves the gradient of the kernel alone."""
         places = tuple(sorted(tangents))
         saving = self if self.places == places else self._with_gradient(places, arguments)
         outputs = saving(*arguments)
-        results, saved = outputs[: self.num_results], outputs[self.num_results :]
+        results, kept = outputs[: self.num_results], outputs[self.num_results :]
         named = [checkpoint_name(x, name) for x, name in zip(results, RESIDUALS, strict=False)]
         results = [*named, *results[len(RESIDUALS) :]]
+        largest = max((x.size for x in kept), default=0)
+        kept = [checkpoint_name(x, RESIDUALS[int(x.size < largest)]) for x in kept]
+        saved = saving._saved(arguments, kept)
         tangent = _Tangent(self.functions, places, len(arguments), saving.pull, tuple(self.outputs[: self.num_results]))
         moved = tangent(*arguments, *saved, *(tangents[i] for i in places))
-        own = [*results, *saved] if saving is self or self.places is None else self(*arguments)
+        own = [*results, *kept] if saving is self or self.places is None else self(*arguments)
         own = own[: len(self.outputs)]
         return own, [*moved, *(None for _ in own[self.num_results :])]
 
