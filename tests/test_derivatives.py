@@ -126,7 +126,7 @@ def test_every_order_in_float32():
     check(3, np.float32)
 
 
-@pytest.mark.parametrize("seed", [4, 6])
+@pytest.mark.parametrize("seed", range(10))
 def test_finite_differences(seed):
     structure, learned, fixed, tangents = draw(seed)
     with jax.enable_x64(True):
