@@ -102,6 +102,21 @@ def test_rules_of_custom_derivatives_are_told_apart(make):
     close(gradient(FIRST), first)
 
 
+@BOTH
+def test_a_custom_vjp_has_gradients_but_no_forward_mode(implementation):
+    """Refused in a line that names the function, traced or not."""
+
+    def loss(query):
+        output = dot_product_attention(query, *ARRAYS[1:], score_mod=custom_vjp(FIRST), implementation=implementation)
+        return jnp.sin(output).sum()
+
+    for change in (lambda f: f, jax.jit):
+        with pytest.raises(NotImplementedError, match=r"^score_mod .* must have a forward mode.*custom_jvp") as error:
+            change(lambda x: jax.jvp(loss, (x,), (x,)))(ARRAYS[0])
+        assert "\n" not in str(error.value)
+    assert jnp.isfinite(jax.jit(jax.grad(loss))(ARRAYS[0])).all()
+
+
 @pytest.mark.core
 @BOTH
 def test_what_a_function_closes_over_counts_as_it_is_now(implementation):

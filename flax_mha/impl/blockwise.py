@@ -260,6 +260,8 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
     def compute(
         rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: Sequence[Array], linear: Sequence[Array], safe: bool
     ) -> tuple:
+        if rule.no_forward_mode:
+            raise NotImplementedError(rule.no_forward_mode)
         query, lse, key, value, *inputs = residuals
         d_query, d_key, d_value, *d_inputs = linear
         d_products = rule.products(d_query, key) + rule.products(query, d_key)

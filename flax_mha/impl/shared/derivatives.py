@@ -8,6 +8,7 @@ not linear in. So this is a primitive that knows all of it.
 """
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,35 @@ class Function(abc.ABC):
     def __call__(self, *arguments: Array) -> list[Array]:
         """Calls the function as one operation, which `jax` can differentiate, transpose and map."""
         return _function.bind(*map(jnp.asarray, arguments), function=self, levels=(), jaxpr=self.jaxpr)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReverseOnly(Function):
+    """The identity of an array, which raises `error` where its tangent is computed, and is not transposed before."""
+
+    outputs: tuple[jax.ShapeDtypeStruct]
+    error: str
+    first_linear: int | None = None  # 0 of the tangent
+
+    @classmethod
+    def of(cls, x: Array, error: str) -> Array:
+        """Calls it."""
+        [x] = cls((jax.ShapeDtypeStruct(x.shape, x.dtype),), error)(x)
+        return x
+
+    def evaluate(self, *arguments: Any) -> Sequence[Array]:
+        """Returns the array."""
+        if self.first_linear is not None:
+            raise NotImplementedError(self.error)
+        return arguments
+
+    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
+        """Returns the array and its tangent, if that is only transposed."""
+        return arguments, dataclasses.replace(self, first_linear=0)(tangents[0])
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
+        """Returns the cotangent."""
+        return cotangents
 
 
 def replace_at(leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]) -> list[Array]:

@@ -18,6 +18,7 @@ from flax_mha.call.operands import accumulation_dtype
 from flax_mha.core.tile import Offsets, Tile
 from flax_mha.core.tracing import any_varies
 from flax_mha.core.user_function import TracedFunction
+from flax_mha.impl.shared.derivatives import ReverseOnly
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.threefry import random_words
 from flax_mha.masks import Mask
@@ -261,8 +262,20 @@ class ScoreRule:
 
     def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
         """The user's function of one score and its positions."""
-        arrays = [*captured, *self.constants]
-        return lambda score, row, column: self.score_mod(arrays, score, self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
+        error, mod = self.no_forward_mode, self.score_mod
+        guard = functools.partial(ReverseOnly.of, error=error) if error else lambda x: x
+        arrays = [*map(guard, captured), *self.constants]
+        return lambda score, row, column: mod(arrays, guard(score), self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
+
+    @property
+    def no_forward_mode(self) -> str | None:
+        """Says why scores have no forward mode, if they do not."""
+        if self.score_mod is None or not self.score_mod.has_custom_vjp:
+            return None
+        return (
+            f"{self.score_mod.name} must have a forward mode for jax.jvp, jax.linearize and jax.hessian, but it calls "
+            "a function with a jax.custom_vjp; give that a jax.custom_jvp instead."
+        )
 
     def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "t s"] | None:
         """The factors by which dropout multiplies the weights of a tile: a function of the seed and positions only.
