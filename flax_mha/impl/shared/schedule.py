@@ -229,7 +229,8 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
         width = MAX_WIDTH_ACCELERATOR if operands.cache_scale is None else MAX_WIDTH_IN_PLACE  # of what is converted
         return KeyBlocks(height, min(keys, width), sequential=False)
     numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
-    width = max(MIN_WIDTH_IN_PLACE, min(MAX_NUMBERS_IN_PLACE // numbers // 64 * 64, MAX_WIDTH_IN_PLACE))
+    most = MAX_NUMBERS_IN_PLACE * (1 if operands.cache_scale is None else 2)  # fewer and larger blocks of 8 bits
+    width = max(MIN_WIDTH_IN_PLACE, min(most // numbers // 64 * 64, MAX_WIDTH_IN_PLACE))
     width = min(keys, width)
     masked = operands.mask is not None or operands.bias is not None or options.score_mod is not None
     if keys % width and not masked:
