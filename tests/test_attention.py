@@ -5,12 +5,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from cases import CASES, DROPOUT_CASES, Case
 from marks import with_core
 
 from flax_mha import dot_product_attention
+from flax_mha.conformance import reference
 from flax_mha.impl.shared import schedule
 
 IMPLEMENTATIONS = ("xla", "blockwise")
@@ -69,7 +69,9 @@ def test_forward_and_gradients_under_jit(name, implementation):
     run = jax.jit(lambda a, c, t: gradients(case, implementation, a, c, t, **more))
     answer, grads = run(arrays, cotangents, case.traced)
 
-    expected, expected_grads = oracle.attention(**arrays, **case.traced, **case.static, cotangents=cotangents, **more)
+    expected, expected_grads = reference.attention(
+        **arrays, **case.traced, **case.static, cotangents=cotangents, **more
+    )
     for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
         assert got.shape == want.shape
         assert_close(got, want, terms(case))
@@ -91,7 +93,7 @@ def test_vmap_is_a_loop(name, implementation):
     pairs = jax.tree.map(lambda *pair: np.stack(pair), *each)
     together = jax.device_get(jax.vmap(lambda a: call(case, implementation, a, case.traced))(pairs))
     for i, arrays in enumerate(each):
-        alone = oracle.attention(**arrays, **case.traced, **case.static)
+        alone = reference.attention(**arrays, **case.traced, **case.static)
         for got, want in zip(together, alone, strict=True):
             assert_close(got[i], want, terms(case))
 
@@ -111,7 +113,9 @@ def test_dropout_and_its_gradient(name, implementation):
     run = jax.jit(lambda a, c: gradients(case, implementation, a, c, case.traced, dropout_rng=KEY))
     answer, grads = run(arrays, cotangents)
     arguments = {k: v for k, v in case.static.items() if k not in ("dropout_rate", "broadcast_dropout")}
-    expected, expected_grads = oracle.attention(**arrays, **arguments, **case.traced, keep=keep, cotangents=cotangents)
+    expected, expected_grads = reference.attention(
+        **arrays, **arguments, **case.traced, keep=keep, cotangents=cotangents
+    )
     for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
         assert_close(got, want, terms(case) / (1 - case.static["dropout_rate"]))
 
@@ -123,7 +127,7 @@ def test_float64(implementation):
         case = CASES["everything"]
         arrays, cotangents = case.arrays(dtype=np.float64), case.cotangents(dtype=np.float64)
         answer, grads = jax.jit(lambda a, c: gradients(case, implementation, a, c, case.traced))(arrays, cotangents)
-        expected, expected_grads = oracle.attention(**arrays, **case.traced, **case.static, cotangents=cotangents)
+        expected, expected_grads = reference.attention(**arrays, **case.traced, **case.static, cotangents=cotangents)
         for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
             assert got.dtype == jnp.float64
             assert_close(got, want, terms(case))
@@ -160,7 +164,7 @@ def test_narrow_products(name, implementation):
     cotangents = case.cotangents(dtype=jnp.bfloat16)[0], case.cotangents()[1]
     answer, grads = jax.jit(lambda a, c, t: gradients(case, implementation, a, c, t))(arrays, cotangents, case.traced)
     exact, exact_cotangents = jax.tree.map(lambda x: np.asarray(x, np.float64), (arrays, cotangents))
-    expected, expected_grads = oracle.attention(**exact, **case.traced, **case.static, cotangents=exact_cotangents)
+    expected, expected_grads = reference.attention(**exact, **case.traced, **case.static, cotangents=exact_cotangents)
     for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
         assert_close(np.asarray(got, np.float64), want, 4, eps=float(jnp.finfo(jnp.bfloat16).eps))
 
@@ -209,7 +213,7 @@ def test_low_precision_by_the_rule_of_flash_attention(implementation, dtype, ope
         naive_grads, naive_output = jax.grad(naive, has_aux=True)(arrays)
     (output, lse), grads = jax.jit(lambda a, c: gradients(case, implementation, a, c, {}))(arrays, (d_output, d_lse))
     exact = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
-    (want, _), want_grads = oracle.attention(**exact, is_causal=True, cotangents=(np.float64(d_output), d_lse))
+    (want, _), want_grads = reference.attention(**exact, is_causal=True, cotangents=(np.float64(d_output), d_lse))
     assert lse.dtype == jnp.float32
     ours, simple = (output, *grads), (naive_output, *(naive_grads[name] for name in case.shapes))
     for got, naive_got, truth in zip(ours, simple, (want, *want_grads), strict=True):

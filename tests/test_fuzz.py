@@ -13,12 +13,12 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention
+from flax_mha.conformance import reference
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask
 
 USUAL_STRUCTURES = 8
@@ -149,8 +149,8 @@ def with_fillings(structure, learned, fixed, rng):
     marks = others.pop("marks", None)
     if marks is not None:
         others["mask"] = masked_by_object(structure, fixed, marks)
-    given = dict.fromkeys(oracle.MASKING) | {"query_offset": 0, "key_value_offset": 0} | others
-    visible = oracle.visible_scores(
+    given = dict.fromkeys(reference.MASKING) | {"query_offset": 0, "key_value_offset": 0} | others
+    visible = reference.visible_scores(
         (*batch, n, t, s), **given, is_causal=structure["is_causal"], local_window_size=structure["window"]
     )
     filling = rng.choice(np.array([np.nan, np.inf, -np.inf, 3e38, -3e38], np.float32))
@@ -181,7 +181,7 @@ def exact(structure, learned, fixed, cotangents, keep):
     distance = abs(position - column)
     if slopes is not None:
         fixed["added"] = -slopes[:, None, None] * distance
-    answer, grads = oracle.attention(
+    answer, grads = reference.attention(
         **learned,
         **fixed,
         is_causal=structure["is_causal"],

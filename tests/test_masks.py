@@ -8,12 +8,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from cases import nothing_is_compiled
 from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, masks, plot
+from flax_mha.conformance import reference
 from flax_mha.core.tile import Grid
 from flax_mha.core.validation import Shape
 from flax_mha.impl.shared import head
@@ -155,7 +155,7 @@ def test_attention_sees_what_the_array_shows(name, implementation, traced):
         return output, pull(jnp.ones_like(output))[0]
 
     output, grads = jax.jit(outputs)(inputs, mask, offset) if traced else outputs(inputs, mask, offset)
-    (want, _), want_grads = oracle.attention(**inputs, mask=array, cotangents=cotangents)
+    (want, _), want_grads = reference.attention(**inputs, mask=array, cotangents=cotangents)
     for got, expected in zip((output, *(grads[n] for n in inputs)), (want, *want_grads), strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=(T + S) * np.finfo(np.float32).eps * 4)
 

@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from cases import compiled_for, forget_programs, interpret
 from contexts import QKV, compare, compare_derivatives, mesh_of, moved, on_devices, on_one_device
@@ -14,6 +13,7 @@ from jax import lax
 from marks import with_core_tuples
 
 import flax_mha
+from flax_mha.conformance import reference
 from flax_mha.impl.shared import tpu_kernels
 
 
@@ -103,7 +103,7 @@ def test_bfloat16_is_as_exact_as_on_one_device(interpreted):
 
     one, eight = (jax.jit(functools.partial(run, fn))(arrays) for fn in (parallel(1, "allgather"), parallel(8)))
     exact, d_exact = [np.float64(x) for x in arrays], (np.float64(d_output), np.zeros((1, 160, 2)))
-    (want, _), gradients = oracle.attention(*exact, is_causal=True, cotangents=d_exact)
+    (want, _), gradients = reference.attention(*exact, is_causal=True, cotangents=d_exact)
     for answer, alone, truth in zip(eight, one, (want, *gradients), strict=True):
         assert answer.dtype == jnp.bfloat16
         error, allowed = (np.abs(np.float64(x) - truth).max() for x in (answer, alone))

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
-import oracle
 import pytest
 from cases import compiled_for, nothing_is_compiled
 from contexts import (
@@ -37,6 +36,7 @@ from marks import with_core_tuples
 
 import flax_mha
 import flax_mha.linen
+from flax_mha.conformance import reference
 from flax_mha.context_parallel import to_zigzag, zigzag_positions
 from flax_mha.impl import blockwise
 from flax_mha.impl.shared import schedule
@@ -236,7 +236,7 @@ def test_bfloat16_is_as_exact_as_on_one_device():
 
     exact = [np.asarray(x[name], np.float64) for name in QKV]
     d_exact = np.float64(jnp.asarray(d_output, jnp.bfloat16)), np.zeros((B, T, N))
-    (want, _), want_gradients = oracle.attention(*exact, is_causal=True, cotangents=d_exact)
+    (want, _), want_gradients = reference.attention(*exact, is_causal=True, cotangents=d_exact)
     one_device = jax.jit(functools.partial(run, flax_mha.attention_fn))(x)
     for strategy in ("ring", "allgather"):
         got = jax.jit(functools.partial(run, flax_mha.context_parallel("context", strategy, mesh=mesh)))(x)
@@ -258,7 +258,7 @@ def test_large_scores_lose_no_digits():
     got, alone = (jax.jit(functools.partial(run, fn))(x) for fn in (on_mesh, flax_mha.attention_fn))
     exact = [np.asarray(x[name], np.float64) for name in QKV]
     cotangents = np.float64(jnp.cos(alone[0])), np.zeros((B, T, N))
-    (want, lse), gradients = oracle.attention(*exact, is_causal=True, cotangents=cotangents)
+    (want, lse), gradients = reference.attention(*exact, is_causal=True, cotangents=cotangents)
     assert lse.max() > 100
     for answer, one, truth in zip(got, alone, (want, *gradients), strict=True):
         error, allowed = (np.abs(np.float64(x) - truth).max() for x in (answer, one))

@@ -1,32 +1,37 @@
 """Attention in float64 numpy: the equation for all heads at once, with its gradient written by hand."""
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
+
+ArrayLike = Any  # of numpy
 
 
 def attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike = None,
+    mask: ArrayLike = None,
     *,
-    scale=None,
-    is_causal=False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
-    query_offset=0,
-    key_value_offset=0,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-    logits_soft_cap=None,
-    sinks=None,
-    added=None,
-    keep=None,
-    cotangents=None,
-    return_max_score=False,
-):
-    """(output, lse), and given their cotangents also the gradients of query, key, value, bias and sinks.
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike = None,
+    key_value_seq_lengths: ArrayLike = None,
+    local_window_size: Any = None,
+    query_offset: ArrayLike = 0,
+    key_value_offset: ArrayLike = 0,
+    query_segment_ids: ArrayLike = None,
+    key_value_segment_ids: ArrayLike = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike = None,
+    added: ArrayLike = None,
+    keep: ArrayLike = None,
+    cotangents: tuple[ArrayLike, ArrayLike] | None = None,
+    return_max_score: bool = False,
+) -> Any:
+    """Computes (output, lse), and given their cotangents also the gradients of query, key, value, bias and sinks.
 
     With `return_max_score` the largest score per head follows the log-sum-exp.
 
@@ -51,7 +56,7 @@ def attention(
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
     )
-    scores, slope = scale * (q @ np.swapaxes(k, -1, -2)), 1.0
+    scores, slope = scale * (q @ np.swapaxes(k, -1, -2)), np.ones(())
     if logits_soft_cap is not None:
         scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
         slope = 1 - (scores / logits_soft_cap) ** 2
@@ -61,7 +66,7 @@ def attention(
             visible = visible & (term != -np.inf)
             scores = scores + np.where(term == -np.inf, 0, term)
     scores = np.where(visible, scores, -np.inf)
-    sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[..., None, None]
+    sink = np.asarray(-np.inf if sinks is None else sinks, np.float64)[..., None, None]
     largest = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), sink)
     shift = np.where(largest == -np.inf, 0, largest)
     e = np.exp(scores - shift)
@@ -70,13 +75,14 @@ def attention(
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + np.where(largest == -np.inf, 0, largest))[..., 0]
     keep = np.ones(()) if keep is None else keep
-    answer = np.moveaxis((weights * keep) @ v, -3, -2), np.moveaxis(lse, -2, -1)
+    answer: Any = np.moveaxis((weights * keep) @ v, -3, -2), np.moveaxis(lse, -2, -1)
     if return_max_score:
         answer = *answer, scores.max((-2, -1), initial=-np.inf)
     if cotangents is None:
         return answer
 
-    d_output, d_lse = np.moveaxis(np.float64(cotangents[0]), -2, -3), np.moveaxis(np.float64(cotangents[1]), -1, -2)
+    d_output = np.moveaxis(np.asarray(cotangents[0], np.float64), -2, -3)
+    d_lse = np.moveaxis(np.asarray(cotangents[1], np.float64), -1, -2)
     d_weights = (d_output @ np.swapaxes(v, -1, -2)) * keep
     d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True) + d_lse[..., None])
     d_dots = scale * slope * d_scores
@@ -107,19 +113,19 @@ MASKING = (
 
 
 def visible_scores(
-    shape,
+    shape: tuple[int, ...],
     *,
-    mask,
-    is_causal,
-    query_seq_lengths,
-    key_value_seq_lengths,
-    local_window_size,
-    query_offset,
-    key_value_offset,
-    query_segment_ids,
-    key_value_segment_ids,
-):
-    """What masks, lengths, segments and positions show of scores [..., N, T, S]."""
+    mask: ArrayLike,
+    is_causal: bool,
+    query_seq_lengths: ArrayLike,
+    key_value_seq_lengths: ArrayLike,
+    local_window_size: Any,
+    query_offset: ArrayLike,
+    key_value_offset: ArrayLike,
+    query_segment_ids: ArrayLike,
+    key_value_segment_ids: ArrayLike,
+) -> NDArray:
+    """Returns which scores [..., N, T, S] masks, lengths, segments and positions show."""
     visible = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
     offset, key_offset, window = query_offset, key_value_offset, local_window_size
     query_lengths, key_lengths = query_seq_lengths, key_value_seq_lengths
@@ -144,11 +150,11 @@ def visible_scores(
     return visible
 
 
-def _over_heads(x):
+def _over_heads(x: ArrayLike) -> NDArray:
     return np.asarray(x)[..., None, None, None]
 
 
-def _sum_to(x, shape):
-    """What broadcasting `shape` to that of `x` did, undone for a gradient."""
+def _sum_to(x: NDArray, shape: tuple[int, ...]) -> NDArray:
+    """Sums a gradient over the axes along which an array of this shape was broadcast."""
     x = x.sum(tuple(range(x.ndim - len(shape))))
     return x.sum(tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1), keepdims=True)

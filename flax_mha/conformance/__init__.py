@@ -1,0 +1,9 @@
+"""What an attention function computes, what it refuses, and what it gets wrong.
+
+`python -m flax_mha.conformance jax.nn.dot_product_attention` calls any function that takes the arguments of
+`jax.nn.dot_product_attention`, some of them or more, and compares it with the equation in float64.
+"""
+
+from flax_mha.conformance.checks import CHECKS as CHECKS
+from flax_mha.conformance.checks import Result as Result
+from flax_mha.conformance.checks import check as check

@@ -1,0 +1,101 @@
+"""Prints what attention functions compute, refuse and get wrong; see `python -m flax_mha.conformance --help`."""
+
+import argparse
+import importlib.metadata
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from flax_mha.conformance.checks import CHECKS, Result, check
+
+SYMBOLS = {"computes": "yes", "refuses": "-", "wrong": "WRONG"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 1 if something was wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flax_mha.conformance",
+        description="Compares attention functions with the equation in float64: output and gradients of many calls, "
+        "what masked NaN reaches, dtypes, transformations. Any function fits that takes the arguments of "
+        "jax.nn.dot_product_attention, some of them or more; what it does not take counts as refused.",
+    )
+    parser.add_argument("functions", nargs="+", metavar="PACKAGE.FUNCTION", help="as jax.nn.dot_product_attention")
+    parser.add_argument("--markdown", action="store_true", help="print a page for the documentation")
+    given = parser.parse_args(arguments)
+    functions = {name: _find(parser, name) for name in given.functions}
+    columns = {name: list(_run(name, function)) for name, function in functions.items()}
+    print("\n".join((_markdown if given.markdown else _text)(columns)))
+    return int(any(result.kind == "wrong" for results in columns.values() for result in results))
+
+
+def _find(parser: argparse.ArgumentParser, name: str) -> Callable[..., Any]:
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        parser.error(f"PACKAGE.FUNCTION must be the name of something that can be imported, but got {name!r}: {error}")
+    if not callable(found):
+        parser.error(f"PACKAGE.FUNCTION must be a function, but {name!r} is of type {type(found).__name__}")
+    return found
+
+
+def _run(name: str, function: Callable[..., Any]) -> Sequence[Result]:
+    results = []
+    for number, question in enumerate(CHECKS, 1):
+        if sys.stderr.isatty():
+            print(f"\r\033[K{name} {number}/{len(CHECKS)} {question}", end="", file=sys.stderr, flush=True)
+        results.append(check(function, question))
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    return results
+
+
+def _versions(names: Sequence[str]) -> str:
+    packages = dict.fromkeys(["jax", *(name.partition(".")[0] for name in names)])
+    found = importlib.metadata.packages_distributions()
+    versions = (f"{name} {importlib.metadata.version(found[name][0])}" for name in packages if name in found)
+    return f"{', '.join(versions)}, on {jax.devices()[0].device_kind}"
+
+
+def _counts(results: Sequence[Result]) -> str:
+    return ", ".join(f"{kind} {sum(result.kind == kind for result in results)}" for kind in SYMBOLS)
+
+
+def _text(columns: dict[str, list[Result]]) -> list[str]:
+    lines = [_versions(list(columns))]
+    width = max(map(len, CHECKS))
+    for name, results in columns.items():
+        lines += ["", f"{name}: {_counts(results)}"]
+        lines += [f"  {x.name:{width}}  {SYMBOLS[x.kind]:5}  {x.detail}".rstrip() for x in results]
+    return lines
+
+
+def _markdown(columns: dict[str, list[Result]]) -> list[str]:
+    lines = ["# What attention functions compute", ""]
+    lines += [
+        "Each line is a call, compared with the equation in float64: output and gradients. *yes*: right within",
+        "rounding; *-*: refused with an error; **WRONG**: something else came out, and no error. The meaning of masked",
+        "rows, of NaN and of positions is that of [Semantics](semantics.md), which a package need not share: `jax.nn`",
+        "gives the mean of the values where a row sees nothing. This page is the output of",
+        "",
+        f"    python -m flax_mha.conformance --markdown {' '.join(columns)}",
+        "",
+        f"with {_versions(list(columns))}.",
+        "",
+        "| call | " + " | ".join(f"`{name}`" for name in columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for row in zip(*columns.values(), strict=True):
+        cells = ("**WRONG**" if x.kind == "wrong" else SYMBOLS[x.kind] for x in row)
+        lines.append(f"| {row[0].name} | {' | '.join(cells)} |")
+    lines.append("| *in all* | " + " | ".join(_counts(results) for results in columns.values()) + " |")
+    for name, results in columns.items():
+        if wrong := [x for x in results if x.kind == "wrong"]:
+            lines += ["", f"## Wrong in `{name}`", "", *(f"- {x.name}: {x.detail}" for x in wrong)]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""What is asked of an attention function, and how its answers are compared with the reference."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from flax_mha.conformance import reference
+from flax_mha.conformance.cases import CASES, Case, H, N, S, T
+
+Attention = Callable[..., Any]
+MARGIN = 64  # times the precision of the dtype and the largest entry: sums of 53 terms in an order that nobody fixes
+
+
+class Result(NamedTuple):
+    """The answer to one check.
+
+    Attributes:
+      name: Of the check.
+      kind: "computes", "refuses" (it raised an error) or "wrong".
+      detail: The error's first line, or the difference.
+    """
+
+    name: str
+    kind: Literal["computes", "refuses", "wrong"]
+    detail: str = ""
+
+
+class WrongAnswerError(Exception):
+    """The function returned something else than the reference."""
+
+
+def check(function: Attention, name: str) -> Result:
+    """Runs one of `CHECKS`.
+
+    Args:
+      function: Takes query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv] and the other arguments of
+        `flax_mha.dot_product_attention` by name, those that it has.
+      name: Of the check.
+    """
+    try:
+        # Accelerators round operands of float32. CPUs do not, and have no highest precision of float16.
+        with jax.default_matmul_precision(None if jax.default_backend() == "cpu" else "highest"):
+            CHECKS[name](function)
+    except WrongAnswerError as wrong:
+        return Result(name, "wrong", str(wrong))
+    except Exception as error:  # whatever another package raises is a refusal
+        lines = str(error).splitlines() or [""]
+        return Result(name, "refuses", f"{type(error).__name__}: {_without_types(lines[0])}")
+    return Result(name, "computes")
+
+
+def _without_types(line: str) -> str:
+    """Shortens JAX's descriptions of traced arrays."""
+    return re.sub(r"JitTracer\((\S+)\)|<?Traced<(\S+)>\S*", r"\1\2", line)[:160]
+
+
+def _compare(what: str, got: Any, want: Any, dtype: Any = np.float32) -> None:
+    got, want = np.asarray(got), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        raise WrongAnswerError(f"{what}: shape {got.shape} instead of {want.shape}")
+    if got.dtype != dtype:
+        raise WrongAnswerError(f"{what}: dtype {got.dtype} instead of {np.dtype(dtype)}")
+    got = got.astype(np.float64)
+    if not np.array_equal(np.isnan(got), np.isnan(want)):
+        count = np.isnan(got).sum() - np.isnan(want).sum()
+        raise WrongAnswerError(
+            f"{what}: {abs(count)} entries {'are NaN' if count > 0 else 'hide a NaN'}, of {got.size}"
+        )
+    same = (got == want) | np.isnan(want)  # infinities, too
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same, 0, np.abs(got - want)).max(initial=0)
+    largest = np.abs(want[np.isfinite(want)]).max(initial=1.0)
+    if not difference <= MARGIN * float(jnp.finfo(dtype).eps) * largest:
+        raise WrongAnswerError(f"{what}: differs by {difference:.2g}, where the largest entry is {largest:.2g}")
+
+
+def _call(function: Attention, arrays: Mapping[str, Any], **arguments: Any) -> Any:
+    named = {name: x for name, x in arrays.items() if name not in ("query", "key", "value")}
+    return function(arrays["query"], arrays["key"], arrays["value"], **named, **arguments)
+
+
+def _compare_gradients(got: Mapping[str, Any], want: list, dtype: Any = np.float32) -> None:
+    names = [name for name in ("query", "key", "value", "bias", "sinks") if name in got]
+    for name, expected in zip(names, want, strict=True):
+        _compare(f"gradient of {name}", got[name], expected, dtype)
+
+
+def _output_and_gradients(function: Attention, case: Case, arrays: Mapping[str, Any], cotangent: Any) -> tuple:
+    def output(arrays: Mapping[str, Any], traced: Mapping[str, Any]) -> Array:
+        return _call(function, arrays, **traced, **case.static)
+
+    def both(arrays: Mapping[str, Any], traced: Mapping[str, Any]) -> tuple[Array, Mapping[str, Any]]:
+        out, pull = jax.vjp(functools.partial(output, traced=traced), arrays)
+        return out, pull(jnp.asarray(cotangent, out.dtype))[0]
+
+    return jax.jit(both)({name: jnp.asarray(x) for name, x in arrays.items()}, case.traced)
+
+
+def _reference(case: Case, arrays: Mapping[str, Any], cotangent: Any) -> tuple[Any, list]:
+    zero = np.zeros(case.output_shapes[1])
+    arguments = {**arrays, **case.traced, **case.static}
+    (output, _), gradients = reference.attention(**arguments, cotangents=(cotangent, zero))
+    return output, gradients
+
+
+def _check_case(case: Case, dtype: Any, function: Attention) -> None:
+    """Output and gradients, in one dtype, of what the inputs are in that dtype."""
+    arrays = {name: np.asarray(jnp.asarray(x, dtype)) for name, x in case.arrays(dtype=np.float64).items()}
+    cotangent = np.asarray(jnp.asarray(case.cotangents()[0], dtype))
+    out, gradients = _output_and_gradients(function, case, arrays, cotangent)
+    exact = {name: x.astype(np.float64) for name, x in arrays.items()}
+    want, want_gradients = _reference(case, exact, cotangent.astype(np.float64))
+    _compare("output", out, want, dtype)
+    _compare_gradients(gradients, want_gradients, dtype)
+
+
+def _check_lse(case: Case, function: Attention) -> None:
+    arrays: dict[str, Any] = case.arrays()
+    cotangents = case.cotangents()
+
+    def lse(arrays: Mapping[str, Any]) -> Array:
+        return _call(function, arrays, **case.static, return_residual=True)[1]
+
+    got, pull = jax.vjp(jax.jit(lse), arrays)
+    zero = np.zeros(case.output_shapes[0])
+    (_, want), gradients = reference.attention(**arrays, **case.static, cotangents=(zero, cotangents[1]))
+    _compare("log-sum-exp", got, want)
+    _compare_gradients(pull(jnp.asarray(cotangents[1]))[0], gradients)
+
+
+def _check_hidden(number: float, places: Mapping[str, tuple], function: Attention) -> None:
+    """One feature that is not finite, of a key that nothing sees, or of a query that sees nothing."""
+    mask = np.ones((2, 1, T, S), bool)
+    for name, (entry, place, *_) in places.items():
+        mask[(entry, 0, place) if name == "query" else (entry, 0, slice(None), place)] = False
+    case = Case(traced={"mask": mask})
+    arrays, cotangent = case.arrays(), case.cotangents()[0]
+    want, want_gradients = _reference(case, arrays, cotangent)
+    for name, place in places.items():
+        arrays[name][place] = number
+    out, gradients = _output_and_gradients(function, case, arrays, cotangent)
+    _compare("output", out, want)
+    _compare_gradients(gradients, want_gradients)
+
+
+def _check_visible_nan(function: Attention) -> None:
+    case = Case(is_causal=True, t=S)
+    arrays = case.arrays()
+    want, _ = _reference(case, arrays, np.zeros(case.output_shapes[0]))
+    arrays["key"][0, 20, 3, 2] = np.nan
+    want[0, 20:, 3] = np.nan
+    _compare("output", jax.jit(lambda a: _call(function, a, is_causal=True))(arrays), want)
+
+
+def _check_large_scores(function: Attention) -> None:
+    case = Case(is_causal=True, t=S)
+    arrays = case.arrays()
+    arrays["query"] *= 2.0**10
+    want, _ = _reference(case, arrays, np.zeros(case.output_shapes[0]))
+    out = jax.jit(lambda a: _call(function, a, is_causal=True))(arrays)
+    if not np.isfinite(out).all():
+        raise WrongAnswerError("output: not finite")
+    if np.abs(out - want).max() > 0.01:  # scores of some thousands are rounded by some 1e-4
+        raise WrongAnswerError(f"output: differs by {np.abs(out - want).max():.2g}")
+
+
+def _check_float64(function: Attention) -> None:
+    with jax.enable_x64(True):
+        _check_case(Case(is_causal=True, k=2), np.float64, function)
+
+
+def _check_vmap(function: Attention) -> None:
+    case = Case(batch=(3, 2), is_causal=True)
+    arrays = case.arrays()
+    want, _ = _reference(case, arrays, np.zeros(case.output_shapes[0]))
+    _compare("output", jax.jit(jax.vmap(lambda a: _call(function, a, is_causal=True)))(arrays), want)
+
+
+def _moved(arrays: Mapping[str, Any], tangents: Mapping[str, Any], step: float) -> dict[str, Any]:
+    return {name: x.astype(np.float64) + step * tangents[name] for name, x in arrays.items()}
+
+
+def _check_jvp(function: Attention) -> None:
+    case, step = Case(is_causal=True), 1e-5
+    arrays, tangents = case.arrays(), case.arrays(seed=3)
+
+    def exact(sign: int) -> Any:
+        moved: dict[str, Any] = {
+            name: x.astype(np.float64) + sign * step * tangents[name] for name, x in arrays.items()
+        }
+        return reference.attention(**moved, is_causal=True)[0]
+
+    _, got = jax.jit(lambda a, t: jax.jvp(lambda a: _call(function, a, is_causal=True), (a,), (t,)))(arrays, tangents)
+    _compare("tangent", got, (exact(1) - exact(-1)) / (2 * step))
+
+
+def _check_hessian_product(function: Attention) -> None:
+    case, step = Case(is_causal=True), 1e-5
+    arrays, tangents, (cotangent, _) = case.arrays(), case.arrays(seed=3), case.cotangents()
+
+    def exact(sign: int) -> list:
+        moved: dict[str, Any] = {
+            name: x.astype(np.float64) + sign * step * tangents[name] for name, x in arrays.items()
+        }
+        return _reference(case, moved, cotangent)[1]
+
+    def gradient(arrays: Mapping[str, Any]) -> Any:
+        return jax.grad(lambda a: jnp.vdot(_call(function, a, is_causal=True), cotangent))(arrays)
+
+    _, got = jax.jit(lambda a, t: jax.jvp(gradient, (a,), (t,)))(arrays, tangents)
+    want = [(a - b) / (2 * step) for a, b in zip(exact(1), exact(-1), strict=True)]
+    _compare_gradients(got, want)
+
+
+def _expect_error(shapes: Mapping[str, tuple[int, ...]], traced: Mapping[str, Any], function: Attention) -> None:
+    arrays = Case().arrays() | {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    try:
+        _call(function, arrays, **traced)
+    except Exception:  # as it should
+        return
+    raise WrongAnswerError("no error")
+
+
+_FLOATS = np.where(np.arange(S) < S // 2, 0.0, -1e9).astype(np.float32)[None, None, None]
+CHECKS: dict[str, Callable[[Attention], None]] = {
+    **{name: functools.partial(_check_case, case, np.float32) for name, case in CASES.items()},
+    "log-sum-exp, causal": functools.partial(_check_lse, Case(is_causal=True)),
+    "log-sum-exp of rows that see nothing": functools.partial(_check_lse, Case(t=S, s=T, local_window_size=(2, 0))),
+    "NaN in a masked key": functools.partial(_check_hidden, np.nan, {"key": (0, 5, 2, 1)}),
+    "NaN in a masked value": functools.partial(_check_hidden, np.nan, {"value": (0, 5, 2, 1)}),
+    "infinity in masked keys and values": functools.partial(
+        _check_hidden, np.inf, {"key": (0, 5, 2, 1), "value": (0, 5, 4, 0)}
+    ),
+    "NaN in a query that sees nothing": functools.partial(_check_hidden, np.nan, {"query": (0, 7, 2, 1)}),
+    "a visible NaN reaches its rows alone": _check_visible_nan,
+    "scores of thousands": _check_large_scores,
+    "bfloat16": functools.partial(_check_case, Case(is_causal=True, k=2), jnp.bfloat16),
+    "float16": functools.partial(_check_case, Case(is_causal=True, k=2), np.float16),
+    "float64": _check_float64,
+    "jax.vmap": _check_vmap,
+    "jax.jvp": _check_jvp,
+    "a Hessian-vector product": _check_hessian_product,
+    "a mask of floats is an error": functools.partial(_expect_error, {}, {"mask": _FLOATS}),
+    "key heads that do not divide the heads are an error": functools.partial(
+        _expect_error, {"key": (2, S, N - 2, H), "value": (2, S, N - 2, H)}, {}
+    ),
+    "other features of keys than of queries are an error": functools.partial(
+        _expect_error, {"key": (2, S, N, H + 1)}, {}
+    ),
+}
