@@ -195,15 +195,18 @@ def over_cache(
     length, in_place = cache.key.shape[-3], implementation is None
     is_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
     by_slot = not (is_known and number <= length) and any(map(_differs_by_slot, (bias, mask)))
-
-    def compute(is_empty: bool) -> list[Array]:
-        output, _, *max_score = run(step.call(is_empty, in_place), implementation)
-        return [output[..., : cache.value_size], *max_score]
-
     if (is_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
-        output, *max_score = compute(False)
-    else:  # inside `jax.shard_map`, both ways may vary over the same axes of a mesh
-        output, *max_score = _by_emptiness(lambda is_empty: varying_alike((compute(is_empty), new.arrays))[0], cache)
+        output, _, *max_score = run(step.call(False, in_place), implementation)
+    else:
+
+        def compute(is_empty: bool) -> list[Array]:
+            output, _, *max_score = run(step.call(is_empty, in_place), implementation)
+            # Values that are a part of the keys are cut here, for an empty cache has them alone. Inside
+            # `jax.shard_map`, all may vary over the same axes of a mesh.
+            return varying_alike(([output[..., : cache.value_size], *max_score], new.arrays))[0]
+
+        output, *max_score = _by_emptiness(compute, cache)
+    output = output[..., : cache.value_size]
     return appended.checked(output), new, *map(appended.checked, max_score)
 
 
