@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import importlib.metadata
 import inspect
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import inventories  # noqa: E402
 import listings  # noqa: E402
 import pictures  # noqa: E402
 import tables  # noqa: E402
@@ -26,8 +28,18 @@ project = "flax_mha"
 author = "The flax_mha authors"
 project_copyright = author
 version = release = importlib.metadata.version("flax-mha")
+urls = dict(line.split(", ") for line in importlib.metadata.metadata("flax-mha").get_all("Project-URL") or [])
+repository = urls["Homepage"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx_copybutton"]
+extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "extlinks", "intersphinx", "napoleon", "viewcode")]
+extlinks = {
+    "repository": (f"{repository}/tree/main/%s", "%s"),
+    "colab": (
+        f"{repository.replace('github.com', 'colab.research.google.com/github')}/blob/main/docs/notebooks/%s",
+        "%s",
+    ),
+}
 exclude_patterns = ["_build", "_generated"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # included results begin at any level
@@ -49,7 +61,8 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_attr_annotations = False
 smartquotes_action = "D"  # dashes; but "xla" is a string
-default_role = "code"  # `x` in a docstring is code, as in Markdown
+default_role = "py:obj"  # `x` in a docstring is code, as in Markdown, and a link if it is a name with a page
+intersphinx_mapping = inventories.write(HERE / "_generated")
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -61,12 +74,45 @@ def setup(app: Sphinx) -> None:
     tables.write(generated)
     listings.write(generated)
     app.connect("autodoc-process-signature", signature_as_written)
+    app.connect("autodoc-process-docstring", add_long_signature, priority=600)  # when napoleon has read it
+    app.connect("html-page-context", break_names)
+
+
+def break_names(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Lets long names in running text and tables break after underscores and dots, where a phone has no room."""
+    for code in set(re.findall(r"<code[^>]*>.*?</code>", context.get("body", ""))):
+        context["body"] = context["body"].replace(code, re.sub(r"(?<=\w)([_.])(?=\w[^<>]*<)", r"\1<wbr>", code))
+
+
+MOST_ARGUMENTS = 6  # of a signature that is shown whole, above the summary
 
 
 def signature_as_written(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str, str] | None:
-    """The signature of the source: evaluated, `Float[Array, "*B T N H"]` and `ArrayLike` would take lines each."""
+    """The signature of the source, or its beginning if it is long, so that a page opens with the summary."""
+    written = arguments_as_written(obj)
+    if written is None or len(written[0]) <= MOST_ARGUMENTS:
+        return written and (f"({', '.join(written[0])})", "" if what == "class" else written[1])
+    names = [
+        re.split("[:=]", argument)[0].strip() for argument in written[0] if "=" not in argument and argument != "*"
+    ]
+    return f"({', '.join([*names, '...'])})", ""
+
+
+def add_long_signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Adds the whole signature after the docstring, where only its beginning stands above."""
+    if what not in ("function", "method", "class") or (written := arguments_as_written(obj)) is None:
+        return
+    arguments, returned = written
+    if len(arguments) > MOST_ARGUMENTS:
+        result = f" -> {returned}" if returned and what != "class" else ""
+        whole = [f"{name.split('.')[-1]}(", *(f"    {argument}," for argument in arguments), f"){result}"]
+        lines += ["", ".. rubric:: Signature", "", ".. code-block:: python", "", *(f"   {line}" for line in whole), ""]
+
+
+def arguments_as_written(obj: Any) -> tuple[list[str], str] | None:
+    """Arguments and result as in the source: evaluated, `Float[Array, "*B T N H"]` would take lines."""
     if dataclasses.is_dataclass(obj) and "def __init__" not in source(obj):
         return fields_as_written(obj), ""
     function = obj.__init__ if inspect.isclass(obj) else inspect.unwrap(getattr(obj, "__func__", obj))
@@ -75,14 +121,26 @@ def signature_as_written(
     definition = ast.parse(source(function)).body[0]
     if not isinstance(definition, ast.FunctionDef):
         return None
-    arguments = definition.args
-    if arguments.args and arguments.args[0].arg in ("self", "cls"):
-        arguments.args = arguments.args[1:]
-    returned = "" if definition.returns is None or what == "class" else ast.unparse(definition.returns)
-    return f"({ast.unparse(arguments)})", returned.strip("'\"")
+    given = definition.args
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults
+    arguments = [
+        one_argument(*pair) for pair in zip(positional, defaults, strict=True) if pair[0].arg not in ("self", "cls")
+    ]
+    if given.vararg or given.kwonlyargs:
+        arguments.append(f"*{one_argument(given.vararg)}" if given.vararg else "*")
+    arguments += [one_argument(*pair) for pair in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    arguments += [f"**{one_argument(given.kwarg)}"] if given.kwarg else []
+    returned = "" if definition.returns is None else ast.unparse(definition.returns)
+    return arguments, returned.strip("'\"")
 
 
-def fields_as_written(kind: type) -> str:
+def one_argument(argument: ast.arg, default: ast.expr | None = None) -> str:
+    """An argument with its type and default."""
+    return ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
+
+
+def fields_as_written(kind: type) -> list[str]:
     """What a dataclass is made of; each field is taken from the last class that writes it."""
     written: dict[str, ast.AnnAssign] = {}
     for base in reversed(kind.__mro__[:-1]):
@@ -95,7 +153,7 @@ def fields_as_written(kind: type) -> str:
             if isinstance(default, ast.Call) and ast.unparse(default.func).endswith("field"):
                 default = next((x.value for x in default.keywords if x.arg == "default"), None)
             shown.append(line if default is None else f"{line} = {ast.unparse(default)}")
-    return f"({', '.join(shown)})"
+    return shown
 
 
 def source(obj: Any) -> str:
