@@ -37,7 +37,7 @@ extlinks = {
     "repository": (f"{repository}/tree/main/%s", "%s"),
     "colab": (
         f"{repository.replace('github.com', 'colab.research.google.com/github')}/blob/main/docs/notebooks/%s",
-        "%s",
+        "Open in Colab: %s",
     ),
 }
 exclude_patterns = ["_build", "_generated"]

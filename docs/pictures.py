@@ -1,7 +1,8 @@
-"""Draws the pictures of the pages, with `plot_mask`, while the pages are built."""
+"""Draws the pictures of the pages while they are built; run as a program, the README's own."""
 
 import ast
 import graphlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,36 @@ def _draw_imports(path: Path) -> None:
     axes.set(xlim=(0, 1), ylim=(-0.5, len(rows) - 0.5))
     axes.axis("off")
     figure.savefig(path, dpi=144)
+
+
+STATIC, RESULTS = Path(__file__).parent / "_static", Path(__file__).parent.parent / "benchmarks" / "results"
+MODULES = {  # the names of benchmarks/module.py, and those of the README's picture
+    "flax_mha.MultiHeadAttention": "flax_mha",
+    "torch.nn.MultiheadAttention": "PyTorch",
+    "flax.nnx.MultiHeadAttention": "Flax",
+}
+
+
+def draw_comparison(path: Path) -> None:
+    """Bars of memory and time of the three modules, value and gradient of the longest sequence that was measured."""
+    report = json.loads((RESULTS / "module-cpu.json").read_text())
+    longest = report["rows"][-1]["shape"]
+    rows = {
+        row["implementation"]: row for row in report["rows"] if (row["shape"], row["pass"]) == (longest, "backward")
+    }
+    figure = Figure(figsize=(7.2, 2.0), layout="constrained")
+    for axes, value, unit in zip(
+        figure.subplots(1, 2), ("temporaries_mib", "ms"), ("MiB of memory", "seconds"), strict=True
+    ):
+        shown = {label: rows[name][value] for name, label in MODULES.items() if rows[name][value] is not None}
+        numbers = [number / 1000 if value == "ms" else number for number in shown.values()]
+        bars = axes.barh(list(shown), numbers, color=["#1f77b4", *["0.65"] * (len(shown) - 1)])
+        axes.bar_label(bars, [f"{n:,.0f}" if n >= 20 else f"{n:.2g}" for n in numbers], padding=3)
+        axes.set(title=unit, xlim=(0, max(numbers) * 1.15), xticks=[])
+        axes.invert_yaxis()
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.savefig(path, dpi=144)
+
+
+if __name__ == "__main__":
+    draw_comparison(STATIC / "comparison.png")

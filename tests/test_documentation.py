@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -109,3 +110,16 @@ def test_the_gallery_shows_every_recipe(monkeypatch):
         assert f"_generated/{name}.png" in text
         assert f":pyobject: {name}\n" in text
         assert f"recipes.{name}(" in text
+
+
+@pytest.mark.core
+def test_notebooks_are_the_pages(monkeypatch):
+    """Where this fails, run `python docs/notebooks.py`."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    notebooks = importlib.import_module("notebooks")
+    assert sorted(path.stem for path in (DOCS / "notebooks").glob("*.ipynb")) == sorted(notebooks.PAGES)
+    for page in notebooks.PAGES:
+        text = (DOCS / "notebooks" / f"{page}.ipynb").read_text()
+        assert text == notebooks.notebook(page)
+        code = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        assert code[1:] == [block.strip() for block in blocks(f"docs/{page}.md")]
