@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,12 @@ project = "flax_mha"
 author = "The flax_mha authors"
 project_copyright = author
 version = release = importlib.metadata.version("flax-mha")
-urls = dict(line.split(", ") for line in importlib.metadata.metadata("flax-mha").get_all("Project-URL") or [])
-repository = urls["Homepage"]
+REPOSITORY = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 extensions = ["myst_parser", "sphinx_copybutton"]
 extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "extlinks", "intersphinx", "napoleon", "viewcode")]
-extlinks = {
-    "repository": (f"{repository}/tree/main/%s", "%s"),
-    "colab": (
-        f"{repository.replace('github.com', 'colab.research.google.com/github')}/blob/main/docs/notebooks/%s",
-        "Open in Colab: %s",
-    ),
-}
+colab = REPOSITORY.replace("github.com", "colab.research.google.com/github")
+extlinks = {"colab": (f"{colab}/blob/main/docs/notebooks/%s", "Open in Colab: %s")}
 exclude_patterns = ["_build", "_generated"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # included results begin at any level
@@ -50,7 +45,12 @@ html_static_path = ["_static"]
 html_css_files = ["style.css"]
 html_copy_source = False
 html_use_index = html_domain_indices = False
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {
+    "navigation_with_keys": True,
+    "source_repository": REPOSITORY,
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 
 # The hook below writes signatures as they stand in the source.
 autodoc_typehints = "none"
@@ -76,6 +76,18 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", signature_as_written)
     app.connect("autodoc-process-docstring", add_long_signature, priority=600)  # when napoleon has read it
     app.connect("html-page-context", break_names)
+    app.connect("source-read", link_to_repository)
+
+
+def link_to_repository(app: Sphinx, page: str, content: list[str]) -> None:
+    """Points links to files beside `docs/`, which pages write as relative ones, to the repository; pictures stay."""
+
+    def link(found: re.Match) -> str:
+        path = (HERE / page).parent.joinpath(found[2]).resolve()
+        inside = path.is_relative_to(HERE)
+        return found[0] if inside else f"{found[1]}({REPOSITORY}/blob/main/{path.relative_to(HERE.parent)})"
+
+    content[0] = re.sub(r"(?<!!)(\[[^\[\]]*\])\((\.\./[^)]+)\)", link, content[0])
 
 
 def break_names(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

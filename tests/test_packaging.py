@@ -126,6 +126,31 @@ def test_the_metadata(metadata):
 
 
 @pytest.mark.core
+def test_every_address_is_that_of_pyproject():
+    """A new address is written there, and this test then names the lines that have another one."""
+    home, wrong = PROJECT["urls"]["Homepage"], []
+    assert all(url.startswith(home) for url in PROJECT["urls"].values())
+    for name in listed("--cached"):
+        text = (ROOT / name).read_text(errors="ignore")
+        found = re.findall(r"(?:github|githubusercontent)\.com/[\w.-]+/flax[-_]mha\b", text)
+        wrong += [(name, address) for address in found if address.partition("/")[2] != home.split("/", 3)[3]]
+    assert not wrong
+
+
+@pytest.mark.core
+def test_the_citation_says_what_pyproject_says():
+    citation = (ROOT / "CITATION.cff").read_text()
+    stated = dict(re.findall(r"^([a-z-]+): \"?(.*?)\"?$", citation, re.MULTILINE))
+    urls = PROJECT["urls"]
+    assert [PROJECT[name] for name in ("version", "license", "description")] == [
+        stated[name] for name in ("version", "license", "abstract")
+    ]
+    assert stated["repository-code"] == urls["Repository"] == urls["Homepage"]
+    assert stated["keywords"] == f"[{', '.join(PROJECT['keywords'])}]"
+    assert PROJECT["version"] in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.core
 def test_the_versions_that_the_readme_states():
     """They are those of pyproject.toml, and the tests run with them."""
     text = (ROOT / "README.md").read_text()
