@@ -56,6 +56,16 @@ def test_links_to_files_lead_somewhere(page):
         assert re.match(r"https?://", target) or (folder / target).exists(), target
 
 
+@pytest.mark.core
+def test_every_known_issue_is_listed_linked_and_asserted():
+    text = (DOCS / "known-issues.md").read_text()
+    _, *entries = re.split(r"^### ", text, flags=re.MULTILINE)
+    assert re.findall(r"^\| \[(.*)\]\(#\S+\) \|", text, re.MULTILINE) == [x.partition("\n")[0] for x in entries]
+    for entry in entries:
+        assert re.search(r"github\.com/\S+/(?:issues|pull)/\d+|No issue that we know of", entry), entry
+        assert re.search(r"```python\n[^`]*^ *assert ", entry, re.MULTILINE), entry
+
+
 MODULES = ("cached_attention", "context_parallel", "convert", "kv_cache", "linen", "masks", "plot", "recipes", "rope")
 # Public by their names alone: what combined masks are, and steps of what the reference does name.
 INTERNAL = ["And", "Or", "Not", "Occupancy", "WrittenMask"]
