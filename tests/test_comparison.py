@@ -18,32 +18,41 @@ from flax_mha.conformance.checks import check
 PAGE = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text()
 
 
-def rows(text):
-    """The cells of each line of a table, without its rule."""
-    lines = re.findall(r"^\| ?(.*)\|$", text, re.MULTILINE)
-    return [[cell.strip(" `") for cell in line.split("|")] for line in lines if not line.startswith("---")]
+def rows(table):
+    """The cells of each line, without the rule under the first."""
+    lines = [line.strip("|").split("|") for line in table.strip().splitlines() if not line.startswith("|---")]
+    return [[cell.strip(" `") for cell in line] for line in lines]
 
 
-TABLE = rows(PAGE.partition("## Which one")[0])
-PACKAGES = TABLE[0][2:]
-TOPICS = [topic for topic, *_ in TABLE[1:] if topic != "version"]
+def answers():
+    """{package: {topic: cell}}, of the tables that compare."""
+    found = {}
+    for table in re.findall(r"(?:^\|.*\n)+", PAGE.partition("## Which one")[0], re.MULTILINE):
+        (_, *packages), *lines = rows(table)
+        found |= {package: {line[0]: line[n] for line in lines} for n, package in enumerate(packages, 1)}
+    return found
+
+
+ANSWERS = answers()
+PEERS = [package for package in ANSWERS if package != "flax_mha"]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", PEERS)
 def test_every_cell_has_a_source(package):
     section = re.search(rf"^### `?{re.escape(package)}`?\n(.*?)(?=^### |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
-    named = [topic for topics, source in rows(section)[1:] if source for topic in topics.split("; ")]
-    cells = {topic: cells[1 + PACKAGES.index(package)] for topic, *cells in TABLE[1:]}
-    unnamed = [topic for topic in TOPICS if topic not in named]
-    assert all(cells[topic] == "no" for topic in unnamed), [x for x in unnamed if cells[x] != "no"]
-    assert set(named) - set(TOPICS) <= {'every "no"'}
+    (table,) = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    named = [topic for topics, source in rows(table)[1:] if source for topic in topics.split("; ")]
     assert len(named) == len(set(named))
+    cells = ANSWERS[package] | {'every "no"': ""}
+    assert set(named) <= set(cells)
+    assert [x for x in cells if x not in named and cells[x] != "no"] == ["version"]
+    assert ANSWERS[package].keys() == ANSWERS["flax_mha"].keys()
 
 
 FUNCTIONS = {"jax.nn": jax.nn.dot_product_attention, "Flax": nnx.dot_product_attention}
 # Topic -> how the cell begins, the check of `python -m flax_mha.conformance` that shows it, and its answer.
-ANSWERS = {
+CHECKS = {
     "rows whose keys are all masked": ("mean of the values", "mask, nothing visible", "wrong"),
     "NaN in masked keys and values": ("spreads", "NaN in a masked value", "wrong"),
     "forward mode": ("in memory T x S", "jax.jvp", "computes"),
@@ -54,12 +63,11 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("topic", with_core(list(ANSWERS), "soft cap"))
+@pytest.mark.parametrize("topic", with_core(list(CHECKS), "soft cap"))
 @pytest.mark.parametrize("package", FUNCTIONS)
 def test_what_jax_and_flax_compute(package, topic):
-    (cell,) = [cells[TABLE[0].index(package)] for cells in TABLE if cells[0] == topic]
-    begins, name, kind = ANSWERS[topic]
-    assert cell.startswith(begins)
+    begins, name, kind = CHECKS[topic]
+    assert ANSWERS[package][topic].startswith(begins)
     assert check(FUNCTIONS[package], name).kind == kind
 
 

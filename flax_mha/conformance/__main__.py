@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import pkgutil
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ def _versions(names: Sequence[str]) -> str:
     packages = dict.fromkeys(["jax", *(name.partition(".")[0] for name in names)])
     found = importlib.metadata.packages_distributions()
     versions = (f"{name} {importlib.metadata.version(found[name][0])}" for name in packages if name in found)
-    return f"{', '.join(versions)}, on {jax.devices()[0].device_kind}"
+    return f"Python {platform.python_version()}, {', '.join(versions)}, on {jax.devices()[0].device_kind}"
 
 
 def _counts(results: Sequence[Result]) -> str:
@@ -77,8 +78,9 @@ def _markdown(columns: dict[str, list[Result]]) -> list[str]:
     lines += [
         "Each line is a call, compared with the equation in float64: output and gradients. *yes*: right within",
         "rounding; *-*: refused with an error; **WRONG**: something else came out, and no error. The meaning of masked",
-        "rows, of NaN and of positions is that of [Semantics](semantics.md), which a package need not share: `jax.nn`",
-        "gives the mean of the values where a row sees nothing. This page is the output of",
+        "rows, of NaN, of positions, and the order of soft cap and bias are those of [Semantics](semantics.md), which",
+        "a package need not share: `jax.nn` gives the mean of the values where a row sees nothing, and tokamax caps the",
+        "sum of score and bias. This page is the output of",
         "",
         f"    python -m flax_mha.conformance --markdown {' '.join(columns)}",
         "",
