@@ -1,4 +1,4 @@
-"""A Llama-style decoder that learns to write its own source code, and generates text with a key/value cache.
+"""A Llama-style decoder that is trained from scratch on its own source code, and generates text with a KV cache.
 
     pip install flax-mha optax
     python examples/llama.py
