@@ -36,7 +36,7 @@ from flax_mha.impl.shared.tiling import TileShape  # noqa: E402
 # Files of the demo's tests name it as a plugin; the search for examples in docstrings may have imported it before.
 pytest.register_assert_rewrite("demo_fixtures")
 # It holds no tests; the tests that use it say that they are skipped.
-OF_TRANSFORMERS = ["torch_transformers.py", "hf_families.py", "hf_positions.py"]
+OF_TRANSFORMERS = ["torch_transformers.py", "hf_decoders.py", "hf_families.py", "hf_positions.py"]
 collect_ignore = [] if importlib.util.find_spec("transformers") else OF_TRANSFORMERS
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,6 +1,7 @@
 """The examples train, and do what they are there to show."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -87,6 +89,79 @@ def test_llama():
         np.testing.assert_array_equal(written[row], tokens[0, len(text) : len(text) + 11])
     assert llama.decode(llama.encode("def train")) == "def train"
     assert model.blocks[0].attention.cached_key is None  # what generates has caches of its own
+
+
+GLM: dict[str, object] = {"model_type": "glm4_moe", "vocab_size": 29, "hidden_size": 12, "num_hidden_layers": 2}
+GLM |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "partial_rotary_factor": 0.5}
+GLM |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+GLM |= {"routed_scaling_factor": 1.5, "norm_topk_prob": True, "tie_word_embeddings": False}
+
+
+def glm_tensors():
+    """A layer with one network, and one with six experts and a shared one."""
+    shapes = {"model.embed_tokens.weight": (29, 12), "model.norm.weight": (12,), "lm_head.weight": (29, 12)}
+    for layer in "01":
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{name}_layernorm.weight": (12,) for name in ("input", "post_attention")}
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (8, 12) for name in "kv"}
+        shapes |= {f"{prefix}self_attn.q_proj.weight": (16, 12), f"{prefix}self_attn.o_proj.weight": (12, 16)}
+    networks = ["0.mlp.", "1.mlp.shared_experts.", *(f"1.mlp.experts.{i}." for i in range(6))]
+    for prefix in networks:
+        shapes |= {f"model.layers.{prefix}{name}_proj.weight": (10, 12) for name in ("gate", "up")}
+        shapes[f"model.layers.{prefix}down_proj.weight"] = (12, 10)
+    shapes |= {"model.layers.1.mlp.gate.weight": (6, 12), "model.layers.1.mlp.gate.e_score_correction_bias": (6,)}
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def save(folder, config, tensors):
+    """Two files and their index."""
+    (folder / "config.json").write_text(json.dumps(config))
+    files = {"a.safetensors": sorted(tensors)[::2], "b.safetensors": sorted(tensors)[1::2]}
+    for file, names in files.items():
+        save_file({name: tensors[name] for name in names}, folder / file)
+    index = {"weight_map": {name: file for file, names in files.items() for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_any_decoder(tmp_path):
+    any_decoder = example("any_decoder")
+    tensors = glm_tensors()
+    model = any_decoder.Decoder(save(tmp_path, GLM, tensors))
+    experts = model.weights["model.layers.1.mlp.experts.up_proj.weight"]
+    np.testing.assert_array_equal(experts[4], tensors["model.layers.1.mlp.experts.4.up_proj.weight"].T)
+    assert len(model.weights) == len([name for name in tensors if "self_attn" not in name]) - 5 * 3  # stacks of 6
+
+    prompts, lengths = jnp.array([[7, 3, 9, 1, 4], [5, 2, 0, 0, 0]]), jnp.array([5, 2])
+    written = any_decoder.generate(model, prompts, lengths, count=6)
+    run = nnx.jit(lambda model, tokens: model(tokens))
+    for prompt, length, continued in zip(prompts, lengths, written, strict=True):
+        text = jnp.concatenate([prompt[:length], continued[:-1], jnp.zeros(5 - length, int)])  # one length, one program
+        chosen = run(model, text[None])[0].argmax(-1)
+        np.testing.assert_array_equal(chosen[length - 1 :][:6], continued)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model.layers.1.mlp.gate.e_score_correction_bias": None}, "must hold model.layers.1.mlp.choice.bias"),
+        ({"model.layers.0.post_attention_layernorm.weight": None}, "must hold .*post_attention_layernorm.weight"),
+        ({"lm_head.weight": None}, "must hold lm_head.weight"),
+        ({"model.layers.0.mlp.up_proj.bias": np.ones(10, np.float32)}, "got model.layers.0.mlp.up_proj.bias, 1 such"),
+        ({"rms_norm_eps": None}, "config.json must hold epsilon or rms_norm_eps"),
+        ({"hidden_act": "xielu"}, "activation must be one of .* got 'xielu'"),
+        ({"model_type": "bloom"}, "model_type must be one of FAMILIES, but got 'bloom'"),
+    ],
+)
+def test_any_decoder_refuses(tmp_path, changed, message):
+    config, tensors = (
+        {name: changed.get(name, value) for name, value in original.items() if changed.get(name, value) is not None}
+        for original in (GLM, glm_tensors())
+    )
+    tensors |= {name: value for name, value in changed.items() if isinstance(value, np.ndarray)}
+    with pytest.raises(ValueError, match=message):
+        example("any_decoder").Decoder(save(tmp_path, config, tensors))
 
 
 def test_encoder_decoder():

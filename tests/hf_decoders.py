@@ -1,0 +1,103 @@
+"""Compares the logits of examples/any_decoder.py with those of whole models of Transformers.
+
+A family is a tiny random model of four layers, saved and loaded anew. Two prompts of different lengths are read in one
+call, and continued by 8 tokens with a cache; Transformers reads each of both sequences alone and at once. No logit may
+differ by more than 1e-4 of the largest, or of 1.
+
+    python tests/hf_decoders.py                # all, and writes tests/hf_decoders.md; needs Transformers and PyTorch
+    python tests/hf_decoders.py llama gpt_oss  # these
+"""
+
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+
+import any_decoder
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from flax import nnx
+from hf_families import MODELS, OTHERS, model_type_of, shrink
+
+TABLE = Path(__file__).with_suffix(".md")
+LENGTHS, STEPS, TOLERANCE = (13, 7), 8, 1e-4
+GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.2}
+CHANGES: dict[str, list[dict[str, Any]]] = {  # other values of the config, one model for each
+    "cohere": [{"logit_scale": 0.5, "use_qk_norm": True}],
+    "falcon": [{"new_decoder_architecture": True, "bias": True}],
+    "gemma3_text": [{"final_logit_softcapping": 2.0}],
+    "glm4_moe": [{"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "use_qk_norm": True}],
+    "gpt_neox": [{}, {"use_parallel_residual": False}],
+    "granite": [GRANITE],
+    "llama": [{}, {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}],
+    "llama4_text": [{}, {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 48}],
+    "qwen3_moe": [{"norm_topk_prob": True, "mlp_only_layers": [1]}],
+}
+
+
+def tiny(name: str, changes: dict[str, Any]) -> Any:
+    """Makes a random model, norms and biases too."""
+    kind = getattr(transformers, MODELS[name])
+    others = OTHERS.get(kind.config_class.model_type, {})
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**shrink(kind.config_class().to_dict()) | others | changes)).eval().float()
+    for x in model.state_dict().values():
+        if x.is_floating_point():
+            drawn = torch.randn_like(x)
+            x.copy_(drawn * x.shape[-1] ** -0.5 if x.ndim > 1 else x + 0.3 * drawn)
+    return model
+
+
+def difference(model: Any) -> float:
+    """Returns the largest difference of logits."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        decoder = any_decoder.Decoder(folder, max_length=max(LENGTHS) + STEPS)
+    size = {"batch_size": 2, "max_length": max(LENGTHS) + STEPS, "per_row": True}
+    decoder = nnx.view(decoder, decode=True, **size)
+    run = nnx.jit(lambda decoder, tokens, lengths=None: decoder(tokens, lengths))
+    tokens, lengths = np.random.default_rng(0).integers(3, 99, (2, max(LENGTHS))), jnp.array(LENGTHS)
+    prefill = run(decoder, jnp.asarray(tokens), lengths)
+    steps = [prefill[jnp.arange(2), lengths - 1]]
+    for _ in range(STEPS):
+        steps.append(run(decoder, steps[-1].argmax(-1)[:, None])[:, 0])
+    continued, differences = np.stack(steps[:-1], axis=1).argmax(-1), []
+    for row, length in enumerate(LENGTHS):
+        text = np.concatenate([tokens[row, :length], continued[row]])
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor(text)[None]).logits[0].numpy()
+        result = np.concatenate([prefill[row, :length], [step[row] for step in steps[1:]]])
+        differences.append(np.abs(result - expected).max() / max(1.0, np.abs(expected).max()))
+    return float(max(differences))
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore")
+    known = {name.partition("+")[0] for name in any_decoder.FAMILIES}
+    names = sys.argv[1:] or [name for name in sorted(MODELS) if {name, model_type_of(name)} <= known]
+    results, refused = {}, []
+    for name in names:
+        try:
+            results[name] = max(difference(tiny(name, changes)) for changes in CHANGES.get(name, [{}]))
+        except ValueError as error:
+            refused.append(name)
+            print(name, error, flush=True)
+        else:
+            print(name, f"{results[name]:.1e}", flush=True)
+    wrong = [name for name, result in results.items() if not result <= TOLERANCE]
+    print("wrong:", *wrong or ["none"])
+    if not (sys.argv[1:] or wrong):
+        lines = [f"| `{name}` | {result:.0e} |" for name, result in results.items()]
+        TABLE.write_text("\n".join(["| family | difference |", "|---|---|", *lines, ""]))
+    return bool(wrong or (sys.argv[1:] and refused))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
