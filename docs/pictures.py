@@ -33,6 +33,12 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "attention_sinks": recipes.attention_sinks(np.zeros(HEADS, np.float32), 8),
     "dilated": recipes.dilated(4),
     "block_sparse": recipes.block_sparse(BLOCKS[None].repeat(HEADS, 0), LENGTH // 4),
+    "shared_prefix": recipes.shared_prefix(np.repeat(np.arange(4), (11, 6, 10, 5))),
+    "block_diffusion": recipes.block_diffusion(LENGTH // 2, 4),
+    "neighborhood": recipes.neighborhood(4, 8, 3),
+    "shifted_windows": recipes.shifted_windows(
+        np.linspace(0, -4, 49, dtype=np.float32)[:, None].repeat(HEADS, 1), 4, 8, window=4, shift=2
+    ),
     "tree_causal": recipes.tree_causal(PARENTS, LENGTH - len(PARENTS)),
 }
 MASKS: dict[str, Mask] = {

@@ -38,15 +38,37 @@ def partial(score, b, h, q_idx, kv_idx, table):
 
 
 REFUSED = {
+    "heads": (
+        mod(lambda b, h, q, k: HEADS[h]),
+        r"score_mod mod.<lambda> must look up entries that its arrays have, but at h = 7 it looks up entry 7 of "
+        r"axis 0 of an array of shape \(4,\); make that axis at least 8 long, or limit the index, as jnp.clip\(",
+    ),
+    "from the end": (mod(lambda b, h, q, k: HEADS[-1 - h]), r"h = 7 it looks up entry -8 .*at least 8 long"),
     "alibi": (
         recipes.alibi(4),
-        r"score_mod alibi.score_mod must look up entries that its arrays have, but at h = 7 it looks up entry 7 of "
-        r"axis 0 of an array of shape \(4,\); make that axis at least 8 long, or limit the index, as jnp.minimum\(",
+        "score_mod alibi.score_mod must be made for as many heads as the call has, 8, but is made for 4",
     ),
-    "t5_bias": (recipes.t5_bias(jnp.zeros((32, 4))), r"score_mod t5_bias.score_mod .* h = 7 .*axis 1 .*\(32, 4\)"),
+    "alibi of more heads": (recipes.alibi(16), "as many heads as the call has, 8, but is made for 16"),
+    "combined": (recipes.combine(mod(lambda b, h, q, k: 0.0), recipes.alibi(16)), "8, but is made for 16"),
+    "t5_bias": (recipes.t5_bias(jnp.zeros((32, 4))), "score_mod t5_bias.score_mod .* 8, but is made for 4"),
+    "t5_bias of more heads": (recipes.t5_bias(jnp.zeros((32, 16))), "8, but is made for 16"),
     "block_sparse, heads": (
-        recipes.block_sparse(jnp.ones((4, 7, 7), bool), 8),
-        r"mask_mod block_sparse.<lambda> .* h = 7 .*axis 0 .*\(4, 7, 7\)",
+        recipes.block_sparse(jnp.ones((16, 7, 7), bool), 8),
+        "mask_mod block_sparse.visible must be .* heads .* 8, but is made for 16",
+    ),
+    "block_diffusion": (recipes.block_diffusion(27, 3), "as many query positions as the call has, 56, but .* for 54"),
+    "neighborhood": (recipes.neighborhood(5, 11, 3), "neighborhood.visible .* query positions .* 56, but .* for 55"),
+    "shifted_windows": (recipes.shifted_windows(jnp.ones((9, 4)), 8, 8, 2), "heads .* 8, but is made for 4"),
+    "tree_causal": (recipes.tree_causal([-1, 0, 1], 52), "query positions .* 56, but is made for 55"),
+    "tree_causal, batch": (recipes.tree_causal([[-1, 0, 1]] * 3, 53), "batch entries as the call has, 2, but .* for 3"),
+    "distance": (mod(lambda b, h, q, k: jnp.ones(40)[abs(q - k)]), "q_idx = 55 and kv_idx = 0 it looks up entry 55"),
+    "distance, causal": (
+        recipes.causal() | mod(lambda b, h, q, k: jnp.ones(40)[q - k]),
+        "q_idx = 55 and kv_idx = 0 it looks up entry 55 of axis 0 of an array of shape .40,.; .* at least 56",
+    ),
+    "distance, window": (
+        recipes.sliding_window(40) | mod(lambda b, h, q, k: jnp.ones(40)[q - k]),
+        "q_idx = 55 and kv_idx = 15 it looks up entry 40",
     ),
     "block_sparse, blocks": (
         recipes.block_sparse(jnp.ones((8, 7, 6), bool), 8),
@@ -96,6 +118,12 @@ KEPT = {
     "fill": mod(lambda b, h, q, k: TABLE.at[k].get(mode="fill", fill_value=0.0)),
     "take": mod(lambda b, h, q, k: jnp.take(TABLE, k, mode="clip")),
     "distance": mod(lambda b, h, q, k: jnp.ones(2 * T)[q - k + T]),
+    "distance from the end": mod(lambda b, h, q, k: jnp.ones(2 * T)[q - k]),
+    "distance in a window": recipes.sliding_window(39) | mod(lambda b, h, q, k: TABLE[q - k]),
+    "distance in documents": recipes.documents(jnp.arange(T) // 28) | mod(lambda b, h, q, k: TABLE[q - k]),
+    "alibi": recipes.alibi(8),
+    "neighborhood": recipes.neighborhood(7, 8, 3),
+    "tree": recipes.tree_causal([-1, 0, 1], 53),
     "vmap": mod(lambda b, h, q, k: jax.vmap(lambda row: row[h])(jnp.ones((3, 8))).sum()),
     "of what was looked up": mod(lambda b, h, q, k: HEADS[jnp.zeros(T, int)[k]]),
 }

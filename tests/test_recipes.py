@@ -29,10 +29,37 @@ def t5_buckets(distance, buckets=12):
     return np.where(distance < exact, distance, np.minimum(large, buckets - 1))
 
 
+def natten(length, size):
+    """What each place along one axis sees, as NATTEN's reference kernel computes it."""
+    place, left, right = np.arange(length)[:, None], size // 2, size // 2 + size % 2 - 1
+    start = np.maximum(place - left, 0) + (place + right >= length) * (length - right - place - 1)
+    ahead = np.arange(length) - start
+    return (ahead >= 0) & (ahead < size)
+
+
+def swin(height, width, window, shift):
+    """Liu et al.: the image is rolled, cut into windows, and masked where rolled parts meet. The mask, and the bias."""
+    places, regions = [], []
+    for axis, length in enumerate((height, width)):
+        rolled = (np.indices((height, width))[axis].ravel() - shift) % length
+        places.append(rolled)
+        regions.append(rolled // window * 3 + (rolled >= length - window) + (rolled >= length - shift))
+    visible = np.logical_and.reduce([x[:, None] == x for x in regions])
+    down, right = ((x % window)[:, None] - x % window + window - 1 for x in places)
+    return visible[:S, :S], (down * (2 * window - 1) + right)[:S, :S]
+
+
+SWIN_MASK, SWIN_OFFSETS = swin(8, 12, window=4, shift=1)
 BUCKETS = {
     "T5 bias": t5_buckets(row - column),
     "T5 bias of an encoder": t5_buckets(abs(row - column), 6) + 6 * (column > row),
+    "shifted windows": SWIN_OFFSETS,
 }
+OFFSETS = rng.standard_normal((49, N)).astype(np.float32)
+CONTINUATIONS = np.stack([np.repeat([0, 1, 2, 3], (30, 12, 15, 10)), np.repeat([0, 7, 5], (11, 40, 16))])
+KEY_IDS, QUERY_IDS = CONTINUATIONS[:, None, None, :], CONTINUATIONS[:, None, :, None]
+# Block diffusion: 34 noised tokens, then clean ones, in blocks of 5; how many blocks the key is behind the query.
+NOISED, BEHIND = np.arange(S) < 34, row % 34 // 5 - column % 34 // 5
 PARENTS = np.array([[-1, 0, 0, 1, 1, 2, 5], [-1, -1, 1, 1, 0, 2, 3]])
 TREES = np.stack([CAUSAL & (column < S - 7)] * B)
 for tree, parents in zip(TREES, PARENTS + S - 7, strict=True):
@@ -76,6 +103,26 @@ RECIPES = {
         None,
         {"mask": BLOCKS[:, row // 8, column // 8]},
     ),
+    "shared prefix": (
+        lambda: recipes.shared_prefix(jnp.asarray(CONTINUATIONS)),
+        None,
+        {"mask": CAUSAL & ((KEY_IDS == 0) | (KEY_IDS == QUERY_IDS))},
+    ),
+    "block diffusion": (
+        lambda: recipes.block_diffusion(34, 5),
+        None,
+        {"mask": np.where(NOISED[:, None], np.where(NOISED, BEHIND == 0, BEHIND > 0), ~NOISED & (BEHIND >= 0))},
+    ),
+    "neighborhood": (
+        lambda: recipes.neighborhood(7, 10, 4),
+        None,
+        {"mask": np.kron(natten(7, 4), natten(10, 4))[:S, :S]},
+    ),
+    "shifted windows": (
+        lambda table: recipes.shifted_windows(table, 8, 12, window=4, shift=1),
+        OFFSETS,
+        {"mask": SWIN_MASK, "added": np.moveaxis(OFFSETS[SWIN_OFFSETS], -1, 0)},
+    ),
     "tree": (lambda: recipes.tree_causal(jnp.asarray(PARENTS), [S - 7, S - 7]), None, {"mask": TREES[:, None]}),
 }
 
@@ -113,7 +160,7 @@ def dense(name, inputs, cotangent, keep=None):
     if "added" in arguments:
         d_added = grads.pop(0)
         if name in BUCKETS:
-            d_table = np.zeros((12, N))
+            d_table = np.zeros_like(RECIPES[name][1], np.float64)
             np.add.at(d_table, BUCKETS[name], np.moveaxis(d_added.sum(0), 0, -1))
             grads.append(d_table)
     return output, grads
@@ -175,6 +222,7 @@ def test_recipes_combine():
     ("parts", "message"),
     [
         ([recipes.soft_cap(3.0), recipes.soft_cap(5.0)], "logits_soft_cap must be in one of the recipes only, .* in 2"),
+        ([recipes.alibi(4), recipes.t5_bias(TABLE)], "recipes must be made for one number of heads, but got 4 and 6"),
         ([recipes.causal(), recipes.causal()["mask"]], r'a recipe must be a dict of arguments, such as {"mask": mask}'),
     ],
 )
@@ -183,17 +231,41 @@ def test_what_does_not_combine(parts, message):
         recipes.combine(*parts)
 
 
-@pytest.mark.parametrize(
-    ("parents", "message"),
-    [
-        ([-1, 2, 0], r"parents must come before their tokens, but got \[-1, 2, 0\]"),
-        (3, r"parents must be \[T\] or \[B, T\] and index \[\] or \[B\], but got \(\) and \(\)"),
-        ([0.0], "parents must be integers"),
-    ],
-)
-def test_a_tree_that_is_none(parents, message):
-    with pytest.raises(ValueError, match=message):
-        recipes.tree_causal(parents)
+BAD = {
+    "tree, order": (lambda: recipes.tree_causal([-1, 2, 0]), r"parents must come before their tokens.* \[-1, 2, 0\]"),
+    "tree, below -1": (lambda: recipes.tree_causal([-2]), r"parents must come before their tokens, or be -1"),
+    "tree, a number": (lambda: recipes.tree_causal(3), r"parents must be \[T\] or \[B, T\] .*\[B\], but got \(\) and "),
+    "tree, batches": (lambda: recipes.tree_causal(np.full((2, 3), -1), [1, 2, 3]), r"got \(2, 3\) and \(3,\)"),
+    "tree, floats": (lambda: recipes.tree_causal([0.0]), "parents must be integers"),
+    "heads": (lambda: recipes.alibi(0), "num_heads must be an int >= 1, but got 0"),
+    "prefix": (lambda: recipes.prefix_lm(2.5), "length must be integers, but got float64"),
+    "step": (lambda: recipes.dilated(0), "step must be an int >= 1, but got 0"),
+    "blocks": (lambda: recipes.block_sparse(BLOCKS, 0), "block must be an int >= 1, but got 0"),
+    "blocks, axes": (lambda: recipes.block_sparse(BLOCKS[0], 8), r"table must be bool .*, but got bool \(9, 9\)"),
+    "blocks, dtype": (lambda: recipes.block_sparse(BLOCKS * 1.0, 8), "table must be bool .*, but got float"),
+    "T5, axes": (
+        lambda: recipes.t5_bias(TABLE[0]),
+        r"table must be \[buckets, heads\] with 2 .*, but got shape \(6,\)",
+    ),
+    "T5, buckets": (lambda: recipes.t5_bias(TABLE[:3], bidirectional=True), r"with 4 buckets or more, .* \(3, 6\)"),
+    "T5, distance": (lambda: recipes.t5_bias(TABLE, max_distance=6), "max_distance must be an int >= 7, but got 6"),
+    "diffusion": (lambda: recipes.block_diffusion(8, 2.0), r"block must be an int >= 1, but got 2\.0"),
+    "neighborhood": (lambda: recipes.neighborhood(3, 9, 5), "size must be at most that of the image, 3 x 9, but got 5"),
+    "windows": (lambda: recipes.shifted_windows(OFFSETS, 8, 10, 4), "multiples of window, 4, but got 8 and 10"),
+    "windows, shift": (lambda: recipes.shifted_windows(OFFSETS, 8, 8, 4, 4), "shift must be less than window, 4, but"),
+    "windows, table": (
+        lambda: recipes.shifted_windows(TABLE, 8, 8, 4),
+        r"heads\] = \(49, N\), but got shape \(12, 6\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    make, message = BAD[name]
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "implementation"), IN_TURNS)
@@ -254,6 +326,11 @@ def test_memory_at_16k(name, monkeypatch):
         "T5 bias of an encoder": lambda: recipes.t5_bias(jnp.ones((32, heads)), bidirectional=True),
         "attention sinks": lambda: recipes.attention_sinks(jnp.ones(heads)),
         "block-sparse": lambda: recipes.block_sparse(jnp.asarray(rng.random((heads, 32, 32)) < 0.2), 512),
+        "shared prefix": lambda: recipes.shared_prefix(jnp.arange(length) // 2048),
+        "block diffusion": lambda: recipes.block_diffusion(length // 2, 32),
+        "neighborhood": lambda: recipes.neighborhood(128, 128, 7),
+        "shifted windows": lambda: recipes.shifted_windows(jnp.ones((225, heads)), 128, 128, window=8, shift=4),
+        "tree": lambda: recipes.tree_causal(PARENTS[0], length - 7),
     }
     make = fixed.get(name, RECIPES[name][0])
 

@@ -15,7 +15,7 @@ from flax_mha.cache.write import Kind, by_device, write_entries
 from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
 from flax_mha.core.eight_bits import dequantize, is_quantized, quantize
-from flax_mha.core.integers import extremes, int32, is_int
+from flax_mha.core.integers import extremes, int32, int_at_least, is_int
 from flax_mha.core.tracing import readable
 from flax_mha.distributed.mesh import place, take_entries
 
@@ -95,8 +95,7 @@ class KVCache:
         axes = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_size": head_size}
         for name, size in (*(("batch", size) for size in axes), *sizes.items()):
-            if not is_int(size) or size < (name != "batch"):
-                raise ValueError(f"{name} must be an int >= {int(name != 'batch')}, but got {size!r}.")
+            int_at_least(name, size, int(name != "batch"))
         _check_dtype(dtype)
         validation.flag("per_row", per_row)
         if window is not None and (not is_int(window) or window < 0):

@@ -362,17 +362,19 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _check_lookups(operands: Operands, options: Options) -> None:
-    """Refuses functions that look up entries that their arrays do not have, as far as positions are known."""
+    """Refuses functions that do not fit the call or look up entries that their arrays do not have, as far as known."""
     functions = [part.function for part in functions_of(operands.mask)]
     functions += [] if options.score_mod is None else [options.score_mod]
     batch, num_heads = math.prod(operands.query.shape[:-3]), operands.query.shape[-2]
     lengths = operands.query.shape[-3], 1 if options.ring else operands.key.shape[-3]
     if not functions or 0 in (batch, *lengths):
         return
-    queries, keys = (_span(*where) for where in zip(operands.offsets.values, lengths, strict=True))
-    ahead = None if operands.mask is None else operands.mask.ahead
+    offsets = operands.offsets.values
+    queries, keys = (_span(*where) for where in zip(offsets, lengths, strict=True))
+    mask = LocalMask(None, None) if operands.mask is None else operands.mask
+    differ = not any(isinstance(x, int) for x in offsets)  # queries and keys at the ends may be of different sequences
     for function in functions:
-        lookups.check(function, batch, num_heads, queries, keys, ahead)
+        lookups.check(function, batch, num_heads, queries, keys, mask.ahead, None if differ else mask.window)
 
 
 def _span(offset: int | Array, length: int) -> tuple[int, int] | None:

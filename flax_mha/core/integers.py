@@ -19,6 +19,17 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def int_at_least(name: str, value: object, least: int) -> int:
+    """Returns an integer of Python or NumPy as Python's.
+
+    Raises:
+      ValueError: If it is none, or less than `least`.
+    """
+    if not is_int(value) or value < least:
+        raise ValueError(f"{name} must be an int >= {least}, but got {value!r}.")
+    return int(value)
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Returns whether `value` is a real number of Python or NumPy, NaN and infinity included; bools are none."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

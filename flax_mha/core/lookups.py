@@ -1,14 +1,14 @@
-"""Checks that a user's function looks up only entries that its arrays have.
+"""Checks that a user's function fits a call, and looks up only entries that its arrays have.
 
 JAX clamps an index that is too large, so a table with too few entries gives wrong numbers and no error. `check` finds
 such lookups while tracing: it evaluates the integers and booleans of the function at the last batch entry, head, query
 and key of a call. Example: `score - slopes[h] * (q_idx - kv_idx)` in a call with 8 heads looks up entry 7; slopes of
 shape (4,) are refused.
 
-A lookup is refused only if it is certain. So these are not checked: an index that is computed from captured arrays or
-from both positions, several indices at once, a `mode` of `jnp.take` or of `array.at[indices].get`, lookups inside
-`jax.vmap` and control flow, and a lookup that a condition on the same index may discard, such as
-`jnp.where(kv_idx < length, table[kv_idx], 0)`.
+A lookup is refused only if it is certain. So these are not checked: an index that is computed from captured arrays, or
+from both positions if other masks than windows may hide these, several indices at once, a `mode` of `jnp.take` or of
+`array.at[indices].get`, lookups inside `jax.vmap` and control flow, and a lookup that a condition on the same index may
+discard, such as `jnp.where(kv_idx < length, table[kv_idx], 0)`.
 """
 
 import functools
@@ -23,8 +23,10 @@ from jax.extend.core import Jaxpr, Literal
 from flax_mha.core.jaxprs import inner_jaxprs
 from flax_mha.core.user_function import POSITIONS, TracedFunction
 
+Window = tuple[int | None, int | None] | None
 Span = tuple[int, int] | None
 """The first and the last position of a call's queries or keys; None if they are not known while tracing."""
+NAMES = {"b": "batch entries", "h": "heads", "q_idx": "query positions", "kv_idx": "key positions"}
 
 
 class _Scalar(NamedTuple):
@@ -37,8 +39,10 @@ class _Scalar(NamedTuple):
 _UNKNOWN = _Scalar(None, frozenset())
 
 
-def check(function: TracedFunction, batch: Any, heads: Any, queries: Span, keys: Span, ahead: int | None) -> None:
-    """Refuses a function of ([score,] b, h, q_idx, kv_idx) that looks up entries that its arrays do not have.
+def check(
+    function: TracedFunction, batch: Any, heads: Any, queries: Span, keys: Span, ahead: int | None, window: Window
+) -> None:
+    """Refuses a function of ([score,] b, h, q_idx, kv_idx) that is made for other sizes, or looks up missing entries.
 
     Args:
       function: The traced function.
@@ -47,14 +51,27 @@ def check(function: TracedFunction, batch: Any, heads: Any, queries: Span, keys:
       queries: The positions of the queries.
       keys: The positions of the keys.
       ahead: How many positions after its own a query sees at most; None means all.
+      window: (left, right), if a query sees all keys in this window and no others; None if that is not known.
 
     Raises:
-      ValueError: If a lookup leaves its array, whatever the captured arrays hold.
+      ValueError: If the sizes differ, or if a lookup leaves its array, whatever the captured arrays hold.
     """
     last = tuple(size - 1 if isinstance(size, int) else None for size in (batch, heads))
-    for query, key in _corners(queries, keys, ahead):
-        if fault := _fault(function, (*last, query, key)):
+    are_visible = dict.fromkeys(_corners(queries, keys, ahead), False)
+    are_visible |= dict.fromkeys(_visible_corners(queries, keys, window), True)
+    for corner, is_visible in are_visible.items():
+        arguments = (*last, *corner)
+        if fault := _misfit(function, arguments) or _fault(function, arguments, is_visible):
             raise ValueError(f"{function.name} {fault}")
+
+
+def _misfit(function: TracedFunction, arguments: tuple[int | None, ...]) -> str | None:
+    """Describes the first size for which the function is not made if these are its last arguments."""
+    for name, value in zip(POSITIONS, arguments, strict=True):
+        size = function.made_for.get(name)
+        if size is not None and value is not None and (value >= size or (name in "bh" and value + 1 < size)):
+            return f"must be made for as many {NAMES[name]} as the call has, {value + 1}, but is made for {size}."
+    return None
 
 
 def _corners(queries: Span, keys: Span, ahead: int | None) -> list[tuple[int | None, int | None]]:
@@ -67,9 +84,25 @@ def _corners(queries: Span, keys: Span, ahead: int | None) -> list[tuple[int | N
     return list(dict.fromkeys(corners if ahead is not None else [*corners, (q_first, k_last)]))
 
 
+def _visible_corners(queries: Span, keys: Span, window: Window) -> list[tuple[int, int]]:
+    """The first and the last query, each with the first and the last key that it sees."""
+    if queries is None or keys is None or window is None:
+        return []
+    left, right = window
+    corners = []
+    for query in queries:
+        first = keys[0] if left is None else max(keys[0], query - left)
+        last = keys[1] if right is None else min(keys[1], query + right)
+        corners += [(query, first), (query, last)] if first <= last else []
+    return corners
+
+
 @functools.lru_cache(maxsize=256)
-def _fault(function: TracedFunction, arguments: tuple[int | None, ...]) -> str | None:
-    """Describes the first lookup that leaves its array if the function is called with these arguments."""
+def _fault(function: TracedFunction, arguments: tuple[int | None, ...], is_visible: bool) -> str | None:
+    """Describes the first lookup that leaves its array if the function is called with these arguments.
+
+    If the query may not see the key, lookups by both are not judged.
+    """
     variables = function.jaxpr.invars[-len(POSITIONS) :]
     scalars = {
         variable: _Scalar(None if value is None else np.int32(value), frozenset({name}))
@@ -82,15 +115,17 @@ def _fault(function: TracedFunction, arguments: tuple[int | None, ...]) -> str |
         shape: Any = equation.invars[0].aval.shape  # type: ignore[attr-defined]
         sizes = equation.params["slice_sizes"]
         for axis, (index, sources) in enumerate(_read(x, scalars) for x in equation.invars[1:]):
-            is_certain = index is not None and sources and not sources >= {"q_idx", "kv_idx"}
+            is_certain = index is not None and sources and (is_visible or not sources >= {"q_idx", "kv_idx"})
             is_certain = is_certain and not sources & conditions[equation.outvars[0]]
             largest = shape[axis] - sizes[axis]
-            if is_certain and index > largest:
+            if is_certain and not 0 <= index <= largest:
                 at = [f"{name} = {value}" for name, value in zip(POSITIONS, arguments, strict=True) if name in sources]
+                entry = index if index >= 0 else index - shape[axis]  # negative ones count from the end
+                length = max(entry + sizes[axis], -entry)
                 return (
-                    f"must look up entries that its arrays have, but at {' and '.join(at)} it looks up entry {index} "
-                    f"of axis {axis} of an array of shape {shape}; make that axis at least {index + sizes[axis]} "
-                    f"long, or limit the index, as jnp.minimum(index, {largest}) does."
+                    f"must look up entries that its arrays have, but at {' and '.join(at)} it looks up entry {entry} "
+                    f"of axis {axis} of an array of shape {shape}; make that axis at least {length} "
+                    f"long, or limit the index, as jnp.clip(index, 0, {largest}) does."
                 )
     return None
 

@@ -15,8 +15,8 @@ slope stays that of its trace, unless it is an argument of that program.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from flax_mha.core.jaxprs import RULES, derivative_is_finite, equations, evaluat
 from flax_mha.core.tracing import any_varies, without_mesh
 
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
+F = TypeVar("F", bound=Callable)
 
 
 class TracedFunction:
@@ -38,10 +39,18 @@ class TracedFunction:
       name: What errors call the function; it does not count when two are compared.
       jaxpr: Takes the captured arrays, then the function's arguments.
       derivative_is_finite: See `jaxprs.derivative_is_finite`.
+      made_for: See `made_for`; it does not count when two are compared.
     """
 
-    def __init__(self, name: str, jaxpr: Jaxpr, derivative: ClosedJaxpr | None, derivative_is_finite: bool) -> None:
-        self.name, self.jaxpr, self.derivative_is_finite = name, jaxpr, derivative_is_finite
+    def __init__(
+        self,
+        name: str,
+        jaxpr: Jaxpr,
+        derivative: ClosedJaxpr | None,
+        derivative_is_finite: bool,
+        made_for: Mapping[str, int],
+    ) -> None:
+        self.name, self.jaxpr, self.derivative_is_finite, self.made_for = name, jaxpr, derivative_is_finite, made_for
         self._derivative = derivative  # kept, for the key has the `id` of objects in it
         with_rules = (equation for equation in equations(jaxpr) if equation.primitive.name in RULES)
         derived = frozenset(key_of(equation.params["call_jaxpr"]) for equation in with_rules)
@@ -74,6 +83,19 @@ class TracedFunction:
         variable = self.jaxpr.invars[POSITIONS.index(position) - len(POSITIONS)]
         used = (*(v for equation in self.jaxpr.eqns for v in equation.invars), *self.jaxpr.outvars)
         return any(v is variable for v in used)
+
+
+def made_for(**sizes: int) -> Callable[[F], F]:
+    """Marks a `mask_mod` or a `score_mod` as one for so many of each of these `POSITIONS`.
+
+    Its calls must have as many batch entries and heads, and positions below these numbers; `lookups.check` holds that.
+    """
+
+    def mark(function: Any) -> Any:
+        function.made_for = sizes
+        return function
+
+    return mark
 
 
 class Trace(NamedTuple):
@@ -113,7 +135,8 @@ def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
     if score is not None and any(equation.primitive.name in RULES for equation in equations(jaxpr)):
         derivative = _derivative(jaxpr, learned, constants)
     name = f"{name} {_qualified_name(function)}"
-    traced = TracedFunction(name, jaxpr, derivative, derivative_is_finite(closed.jaxpr))
+    sizes = getattr(function, "made_for", {})
+    traced = TracedFunction(name, jaxpr, derivative, derivative_is_finite(closed.jaxpr), sizes)
     return Trace(traced, learned, constants)
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_mha.call.operands import Layout, Operands
-from flax_mha.core.integers import is_int
+from flax_mha.core.integers import int_at_least
 from flax_mha.core.tile import Scalar
 
 
@@ -122,9 +122,7 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
     Raises:
       ValueError: If `devices` is not an int >= 1.
     """
-    if not is_int(devices) or devices < 1:
-        raise ValueError(f"devices must be an int >= 1, but got {devices!r}.")
-    ranks = np.arange(devices, dtype=np.int32)
+    ranks = np.arange(int_at_least("devices", devices, 1), dtype=np.int32)
     if layout == "contiguous":
         return ranks
     return np.stack([chunk_of(ranks, number, devices) for number in range(2)], 1).ravel()

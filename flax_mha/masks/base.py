@@ -92,6 +92,11 @@ class Mask:
         """The number of positions after its own that a query sees at most; None where the mask does not limit them."""
         return None
 
+    @property
+    def window(self) -> tuple[int | None, int | None] | None:
+        """(left, right) if the mask is that window, as of `LocalMask`, and nothing else; otherwise None."""
+        return None
+
     def picture(self, queries: int, keys: int) -> Bool[np.ndarray, "queries keys"]:
         """Draws what the first queries and keys of the first batch entry's first head see: a row per query."""
         lengths = max(queries, self.lengths[0]), max(keys, self.lengths[1])
@@ -200,6 +205,14 @@ class And(_Combined):
     @property
     def ahead(self) -> int | None:
         return min((part.ahead for part in self.parts if part.ahead is not None), default=None)
+
+    @property
+    def window(self) -> tuple[int | None, int | None] | None:
+        windows = [part.window for part in self.parts if part.window is not None]
+        if len(windows) < len(self.parts):
+            return None
+        left, right = (min((x for x in side if x is not None), default=None) for side in zip(*windows, strict=True))
+        return left, right
 
     left: Mask
     right: Mask

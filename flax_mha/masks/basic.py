@@ -52,6 +52,10 @@ class LocalMask(Mask):
     def ahead(self) -> int | None:
         return self.right
 
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        return self.left, self.right
+
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         ahead, visible = tile.key_positions - tile.query_positions, jnp.ones((1, 1), bool)
         if self.left is not None:
@@ -104,6 +108,10 @@ class CausalMask(Mask):
     @property
     def ahead(self) -> int | None:
         return self.offset
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        return None, self.offset
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.key_positions - tile.query_positions <= _int32(self.offset)

@@ -1,0 +1,41 @@
+"""Fifteen kinds of attention in plain Python: each function returns arguments for `dot_product_attention`.
+
+Recipes of a mask or a score function are arguments for the call of a module, too; `soft_cap` and `attention_sinks` say
+what a module's constructor takes instead. `combine` makes one of several recipes.
+
+They are as short as they look: copy one, change a line, and it is another attention, still in memory O(T + S).
+The names of the arguments follow PyTorch's FlexAttention, whose recipes can be ported line by line.
+
+Example:
+  >>> import jax
+  >>> from flax_mha import dot_product_attention, recipes
+  >>> query = key = value = jax.random.normal(jax.random.key(0), (1, 1000, 4, 16))
+  >>> dot_product_attention(query, key, value, **recipes.alibi(num_heads=4)).shape
+  (1, 1000, 4, 16)
+  >>> print(recipes.prefix_lm(3)["mask"])
+  ███·····
+  ███·····
+  ███·····
+  ████····
+  █████···
+  ██████··
+  ███████·
+  ████████
+"""
+
+from flax_mha.recipes.arguments import combine as combine
+from flax_mha.recipes.branches import block_diffusion as block_diffusion
+from flax_mha.recipes.branches import shared_prefix as shared_prefix
+from flax_mha.recipes.branches import tree_causal as tree_causal
+from flax_mha.recipes.images import neighborhood as neighborhood
+from flax_mha.recipes.images import shifted_windows as shifted_windows
+from flax_mha.recipes.masks import block_sparse as block_sparse
+from flax_mha.recipes.masks import causal as causal
+from flax_mha.recipes.masks import dilated as dilated
+from flax_mha.recipes.masks import documents as documents
+from flax_mha.recipes.masks import prefix_lm as prefix_lm
+from flax_mha.recipes.masks import sliding_window as sliding_window
+from flax_mha.recipes.scores import alibi as alibi
+from flax_mha.recipes.scores import attention_sinks as attention_sinks
+from flax_mha.recipes.scores import soft_cap as soft_cap
+from flax_mha.recipes.scores import t5_bias as t5_bias

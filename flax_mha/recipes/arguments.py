@@ -1,0 +1,72 @@
+"""The arguments that a recipe returns, and those of several recipes as one."""
+
+import functools
+import operator
+from typing import Any
+
+from jaxtyping import Array
+
+from flax_mha.core.lookups import NAMES
+from flax_mha.core.user_function import made_for
+
+Arguments = dict[str, Any]
+
+
+def combine(*recipes: Arguments) -> Arguments:
+    """The arguments of several recipes as those of one.
+
+    A score is visible where all masks agree. Score functions are applied in the order of the recipes, each to the
+    result of the one before it. A soft cap comes before all score functions, wherever it stands.
+
+    Raises:
+      ValueError: If an argument that cannot be combined, such as `logits_soft_cap`, is in two recipes, or if score
+        functions are made for different numbers of heads.
+
+    Example:
+      >>> from flax_mha import recipes
+      >>> print(recipes.combine(recipes.sliding_window(3), recipes.dilated(2))["mask"])
+      █·······
+      ·█······
+      █·█·····
+      ·█·█····
+      ··█·█···
+      ···█·█··
+      ····█·█·
+      ·····█·█
+    """
+    for recipe in recipes:
+        if not isinstance(recipe, dict):
+            raise ValueError(f'a recipe must be a dict of arguments, such as {{"mask": mask}}, but got {recipe!r}.')
+    given = {name: [recipe[name] for recipe in recipes if name in recipe] for recipe in recipes for name in recipe}
+    combined = {}
+    for name, values in given.items():
+        if name == "mask":
+            combined[name] = functools.reduce(operator.and_, values)
+        elif len(values) == 1:
+            combined[name] = values[0]
+        elif name == "score_mod":
+            combined[name] = made_for(**_common_sizes(values))(_in_order(values))
+        else:
+            raise ValueError(f"{name} must be in one of the recipes only, but got it in {len(values)}.")
+    return combined
+
+
+def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
+    """Returns what the functions are made for; of positions, the least number."""
+    common: dict[str, int] = {}
+    for name, size in (item for one in score_mods for item in getattr(one, "made_for", {}).items()):
+        if name in "bh" and common.get(name, size) != size:
+            raise ValueError(
+                f"recipes must be made for one number of {NAMES[name]}, but got {common[name]} and {size}."
+            )
+        common[name] = min(common.get(name, size), size)
+    return common
+
+
+def _in_order(score_mods: list[Any]) -> Any:
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        for one in score_mods:
+            score = one(score, b, h, q_idx, kv_idx)
+        return score
+
+    return score_mod

@@ -1,0 +1,117 @@
+"""Recipes of images: tokens stand row by row, each of a pixel or a patch."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from flax_mha.core.integers import int_at_least
+from flax_mha.core.user_function import made_for
+from flax_mha.core.validation import as_array
+from flax_mha.masks import FunctionMask
+from flax_mha.recipes.arguments import Arguments
+
+
+def neighborhood(height: int, width: int, size: int) -> Arguments:
+    """Each token of an image sees the `size` x `size` tokens around it. NATTEN; Hassani et al., arXiv:2204.07143.
+
+    At borders by NATTEN's rule: the square is moved into the image, so that every token sees size^2 tokens. With the
+    token in row y and column x, a query sees a key if
+
+        0 <= y_key - clip(y_query - size // 2, 0, height - size) < size, and the same of x and width.
+
+    Raises:
+      ValueError: If `height`, `width` or `size` is no integer of 1 or more, or the square does not fit into the image;
+        when it is called, if there are more than `height` x `width` positions.
+
+    Example:
+      >>> from flax_mha import recipes
+      >>> print(recipes.neighborhood(height=2, width=4, size=2)["mask"])
+      ██··██··
+      ██··██··
+      ·██··██·
+      ··██··██
+      ██··██··
+      ██··██··
+      ·██··██·
+      ··██··██
+    """
+    height, width, size = (
+        int_at_least(name, x, 1) for name, x in (("height", height), ("width", width), ("size", size))
+    )
+    if size > min(height, width):
+        raise ValueError(f"size must be at most that of the image, {height} x {width}, but got {size}.")
+
+    def is_near(q: Array, kv: Array, length: int) -> Array:
+        first = jnp.clip(q - size // 2, 0, length - size)
+        return (first <= kv) & (kv < first + size)
+
+    @made_for(q_idx=height * width, kv_idx=height * width)
+    def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return is_near(q_idx // width, kv_idx // width, height) & is_near(q_idx % width, kv_idx % width, width)
+
+    return {"mask": FunctionMask(visible)}
+
+
+def shifted_windows(
+    table: Float[Array, "offsets N"], height: int, width: int, window: int, shift: int = 0
+) -> Arguments:
+    """Windows of an image, with a learned bias by relative position. Liu et al., Swin Transformer, arXiv:2103.14030.
+
+    The image is cut into squares of `window` x `window` tokens, with the first cuts `shift` rows and columns from its
+    corner; Swin's blocks have shifts of 0 and window // 2 in turns. With the token in row y and column x, a query sees
+    the keys of its own square, and the score becomes
+
+        score + table[(y_query - y_key + window - 1) * (2 * window - 1) + x_query - x_key + window - 1, head].
+
+    That is what Swin computes by rolling the image and masking what only rolling made neighbors.
+
+    Args:
+      table: `relative_position_bias_table` of the model; it gets a gradient.
+      height: Rows of the image, a multiple of `window`.
+      width: Columns of the image, a multiple of `window`.
+      window: Rows and columns of a square.
+      shift: From 0 to window - 1.
+
+    Raises:
+      ValueError: If an argument is none of that; when it is called, if there are other heads than the table has, or
+        more than `height` x `width` positions.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha import recipes
+      >>> print(recipes.shifted_windows(jnp.zeros((9, 8)), height=2, width=4, window=2, shift=1)["mask"])
+      █·······
+      ·██·····
+      ·██·····
+      ···█····
+      ····█···
+      ·····██·
+      ·····██·
+      ·······█
+    """
+    height, width, window = (
+        int_at_least(name, x, 1) for name, x in (("height", height), ("width", width), ("window", window))
+    )
+    table, side = as_array("table", table, "an array [offsets, heads]"), 2 * window - 1
+    if height % window or width % window:
+        raise ValueError(f"height and width must be multiples of window, {window}, but got {height} and {width}.")
+    if int_at_least("shift", shift, 0) >= window:
+        raise ValueError(f"shift must be less than window, {window}, but got {shift}.")
+    if table.ndim != 2 or table.shape[0] != side**2:
+        raise ValueError(f"table must be [(2 * window - 1)^2, heads] = ({side**2}, N), but got shape {table.shape}.")
+
+    def squares(index: Array) -> tuple[list[Array], list[Array]]:
+        """The row and column of the token's square, and those of the token in it."""
+        moved = [x + window - shift for x in (index // width, index % width)]
+        return [x // window for x in moved], [x % window for x in moved]
+
+    @made_for(q_idx=height * width, kv_idx=height * width)
+    def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        (q_row, q_column), (kv_row, kv_column) = squares(q_idx)[0], squares(kv_idx)[0]
+        return (q_row == kv_row) & (q_column == kv_column)
+
+    @made_for(h=table.shape[1])
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        down, right = (q - kv + window - 1 for q, kv in zip(squares(q_idx)[1], squares(kv_idx)[1], strict=True))
+        return score + table[down * side + right, h].astype(score.dtype)
+
+    return {"mask": FunctionMask(visible), "score_mod": score_mod}

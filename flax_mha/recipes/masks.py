@@ -1,0 +1,58 @@
+"""Recipes of masks over one text."""
+
+from jaxtyping import Array, Bool, Int
+
+from flax_mha.core.integers import int32, int_at_least, is_int
+from flax_mha.core.user_function import made_for
+from flax_mha.core.validation import as_array
+from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
+from flax_mha.recipes.arguments import Arguments
+
+
+def causal() -> Arguments:
+    """Each token sees itself and what came before."""
+    return {"mask": CausalMask()}
+
+
+def sliding_window(width: int) -> Arguments:
+    """Each token sees itself and the `width` before it. Beltagy et al., Longformer, arXiv:2004.05150.
+
+    A module that decodes takes `local_window_size=(width, 0)` in its constructor instead: its cache is a ring then.
+    """
+    return {"mask": LocalMask(width, 0)}
+
+
+def prefix_lm(length: int | Int[Array, ""]) -> Arguments:
+    """The first `length` tokens see each other, the others what came before. Raffel et al., T5, arXiv:1910.10683."""
+    length = length if is_int(length) else int32("length", length)
+    return {"mask": CausalMask() | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < length)}
+
+
+def documents(ids: Int[Array, "*B S"]) -> Arguments:
+    """Several documents packed into one sequence: each token sees what came before in its own."""
+    return {"mask": CausalMask() & SegmentMask(ids, ids)}
+
+
+def dilated(step: int) -> Arguments:
+    """Each token sees every `step`-th before it. Child et al., Sparse Transformers, arXiv:1904.10509, section 4.2."""
+    step = int_at_least("step", step, 1)
+    return {"mask": CausalMask() & FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % step == 0)}
+
+
+def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> Arguments:
+    """Blocks of `block` x `block` scores as `table` says, for each head. Zaheer et al., BigBird, arXiv:2007.14062.
+
+    The table must have a row for each block of queries and a column for each block of keys of the call.
+
+    Raises:
+      ValueError: If the table is not boolean with three axes, or `block` no integer of 1 or more.
+    """
+    table, block = as_array("table", table, "a boolean array"), int_at_least("block", block, 1)
+    if table.dtype != bool or table.ndim != 3:
+        raise ValueError(f"table must be bool [heads, rows, columns], but got {table.dtype} {table.shape}.")
+
+    @made_for(h=table.shape[0])
+    def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return table[h, q_idx // block, kv_idx // block]
+
+    return {"mask": FunctionMask(visible)}

@@ -1,0 +1,89 @@
+"""Recipes that change scores."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from flax_mha.core.integers import int_at_least
+from flax_mha.core.user_function import made_for
+from flax_mha.core.validation import as_array
+from flax_mha.masks import CausalMask, LocalMask
+from flax_mha.recipes.arguments import Arguments
+
+
+def alibi(num_heads: int) -> Arguments:
+    """Scores fall with the distance, at another rate in each head. Press et al., ALiBi, arXiv:2108.12409, section 3.
+
+    The slopes are those of the authors' code, as Bloom has them: of n heads, n a power of two, 2^(-8/n), 2^(-16/n), up
+    to 2^-8. Another number of heads takes the slopes of the power of two below it, and then every second one of the
+    power of two above it.
+
+    Raises:
+      ValueError: If `num_heads` is no integer of 1 or more.
+    """
+    return {"mask": CausalMask(), "score_mod": _alibi(int_at_least("num_heads", num_heads, 1))}
+
+
+@functools.cache
+def _alibi(num_heads: int) -> Callable[..., Array]:
+    below = 2 ** (num_heads.bit_length() - 1)
+    exponents = [*(8 * np.arange(1, below + 1) / below), *(4 * np.arange(1, 2 * (num_heads - below), 2) / below)]
+    with jax.ensure_compile_time_eval():
+        slopes = jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
+
+    @made_for(h=num_heads)
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return score - slopes[h].astype(score.dtype) * (q_idx - kv_idx).astype(score.dtype)
+
+    score_mod.__qualname__ = "alibi.score_mod"  # in errors
+    return score_mod
+
+
+def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirectional: bool = False) -> Arguments:
+    """A learned bias by distance, in buckets that widen; `table` gets a gradient. Raffel et al., arXiv:1910.10683, 2.1.
+
+    Half of the buckets hold one distance each, the others grow logarithmically up to `max_distance`; causal. With
+    `bidirectional`, as in encoders, the upper half of the table is for keys after the query.
+
+    Raises:
+      ValueError: If the table does not have two axes, or too few buckets, or if `max_distance` is too small for them.
+    """
+    table = as_array("table", table, "an array [buckets, heads]")
+    least = 4 if bidirectional else 2
+    if table.ndim != 2 or table.shape[0] < least:
+        raise ValueError(f"table must be [buckets, heads] with {least} buckets or more, but got shape {table.shape}.")
+    buckets = table.shape[0] // (2 if bidirectional else 1)
+    exact = buckets // 2
+    max_distance = int_at_least("max_distance", max_distance, exact + 1)
+
+    @made_for(h=table.shape[1])
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        distance = jnp.abs(q_idx - kv_idx) if bidirectional else jnp.maximum(q_idx - kv_idx, 0)
+        ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / jnp.log(max_distance / exact)
+        large = exact + (ratio * (buckets - exact)).astype(jnp.int32)
+        bucket = jnp.where(distance < exact, distance, jnp.minimum(large, buckets - 1))
+        bucket += jnp.where(kv_idx > q_idx, buckets, 0) if bidirectional else 0
+        return score + table[bucket, h].astype(score.dtype)
+
+    return {"score_mod": score_mod} if bidirectional else {"mask": CausalMask(), "score_mod": score_mod}
+
+
+def soft_cap(cap: float = 50.0) -> Arguments:
+    """Causal; scores s become cap * tanh(s / cap). Gemma 2, arXiv:2408.00118, section 2.
+
+    For `dot_product_attention`. A module takes `logits_soft_cap=cap` in its constructor, and `causal()` in its call.
+    """
+    return {"mask": CausalMask(), "logits_soft_cap": cap}
+
+
+def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> Arguments:
+    """One learned logit per head that takes attention and has no value, with a window. gpt-oss, arXiv:2508.10925.
+
+    For `dot_product_attention`. A module takes `sinks=True` and `local_window_size=(width, 0)` in its constructor: the
+    sinks are its parameter.
+    """
+    return {"mask": LocalMask(width, 0), "sinks": sinks}
