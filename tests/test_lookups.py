@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from flax_mha import dot_product_attention, recipes
+from flax_mha import MultiHeadAttention, dot_product_attention, explain_implementation, linen, recipes
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import CausalMask, FunctionMask
@@ -43,6 +44,7 @@ REFUSED = {
         r"score_mod mod.<lambda> must look up entries that its arrays have, but at h = 7 it looks up entry 7 of "
         r"axis 0 of an array of shape \(4,\); make that axis at least 8 long, or limit the index, as jnp.clip\(",
     ),
+    "unsigned": (mod(lambda b, h, q, k: HEADS[h.astype(jnp.uint8)]), "h = 7 it looks up entry 7"),
     "from the end": (mod(lambda b, h, q, k: HEADS[-1 - h]), r"h = 7 it looks up entry -8 .*at least 8 long"),
     "alibi": (
         recipes.alibi(4),
@@ -180,6 +182,29 @@ def test_a_cache_may_be_longer_than_a_table(window, jit):
     if not jit:
         with pytest.raises(ValueError, match=r"idx = 3 .* at least 4 long"):
             step(x, cache)
+
+
+def test_a_recipe_of_other_heads_is_refused_by_every_caller():
+    x, cache = jnp.ones((B, 5, N, 4)), KVCache.create(B, 9, N, 4, jnp.int8, per_row=True)
+    inputs, arguments = jnp.ones((B, 5, 32)), recipes.alibi(2 * N)
+    module = MultiHeadAttention(N, 32, decode=False, rngs=nnx.Rngs(0))
+    decoding = nnx.view(module, decode=True, batch_size=B, max_length=9)
+    attend = functools.partial(dot_product_attention, **arguments)
+    for run in (
+        lambda: jax.eval_shape(lambda module: module(inputs, **arguments), module),
+        lambda: jax.eval_shape(lambda module: module(inputs, **arguments), decoding),
+        lambda: linen.MultiHeadAttention(N).init_with_output(jax.random.key(0), inputs, **arguments),
+        lambda: jax.eval_shape(lambda cache: cached_attention(x, x, x, cache, **arguments), cache),
+        lambda: jax.eval_shape(jax.vmap(attend), x, x, x),
+        lambda: jax.eval_shape(jax.grad(lambda x: attend(x, x, x).sum()), x),
+        lambda: explain_implementation(x, x, x, **arguments),
+    ):
+        with pytest.raises(ValueError, match="as many heads as the call has, 8, but is made for 16"):
+            run()
+    with pytest.raises(ValueError, match="as many heads as the call has, 1, but is made for 8"):
+        jax.eval_shape(
+            jax.vmap(functools.partial(dot_product_attention, **recipes.alibi(N)), 2, 2), *[x[:, :, :, None]] * 3
+        )
 
 
 def test_a_mask_with_a_short_table_is_still_drawn():

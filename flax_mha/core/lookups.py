@@ -120,7 +120,7 @@ def _fault(function: TracedFunction, arguments: tuple[int | None, ...], is_visib
             largest = shape[axis] - sizes[axis]
             if is_certain and not 0 <= index <= largest:
                 at = [f"{name} = {value}" for name, value in zip(POSITIONS, arguments, strict=True) if name in sources]
-                entry = index if index >= 0 else index - shape[axis]  # negative ones count from the end
+                entry = int(index) - (shape[axis] if index < 0 else 0)  # negative ones count from the end
                 length = max(entry + sizes[axis], -entry)
                 return (
                     f"must look up entries that its arrays have, but at {' and '.join(at)} it looks up entry {entry} "
