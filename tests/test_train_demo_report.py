@@ -74,8 +74,12 @@ def test_what_the_report_says_is_what_the_run_measured(out):
     used = {"device": "1 x cpu", "memory_of_process": 512 * 2**20, "tokens_per_second": 1600}
     (out / metrics.RESOURCES).write_text(json.dumps(used))
     shown(out)
-    facts = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", (out / report.FILE).read_text()))
+    page = (out / report.FILE).read_text()
+    facts = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", page))
     assert facts["validation loss"] == "2.0000"
+    assert "2.885 bits: the right one gets 13.5%" in page  # 2 / ln 2, and exp(-2)
+    assert "4 characters has a loss of 1.386" in page  # ln 4
+    assert "try next" not in facts  # the run goes on
     assert facts["largest attention score"] == "50.0"
     assert facts["training loss"] == "3.4950"  # of the steps 101 to 200
     assert (facts["training"], facts["first step"]) == ("23.0 s", "3.1 s")
@@ -83,11 +87,20 @@ def test_what_the_report_says_is_what_the_run_measured(out):
     assert facts["--features"] == "8"
 
 
+@pytest.mark.parametrize(("last", "advice"), [(2.0, "--steps 18 with --resume"), (4.0, "more text or --dropout-rate")])
+def test_a_finished_run_says_what_to_try_next(out, last, advice):
+    losses = {5: 3.0, SETTINGS.steps: last}
+    lines = [json.dumps({"step": step, "val_loss": loss, "seconds": 1.0}) for step, loss in losses.items()]
+    (out / metrics.METRICS).write_text("\n".join(lines))
+    *_, (name, value, meaning) = metrics.facts(out, config())
+    assert f"{name} {value} {meaning}".startswith(f"try next {advice}")
+
+
 @pytest.mark.parametrize("lines", [[], [{"step": 1, "val_loss": 3.0, "seconds": 1.0}], [{"step": 1, "loss": 3.0}]])
 def test_a_run_without_much(out, lines):
     (out / metrics.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (out / metrics.RESOURCES).write_text("[1")
-    assert "4 different characters" in shown(out)
+    assert "Guessing among 4 characters" in shown(out)
 
 
 def test_a_full_disk_leaves_the_old_report(out, monkeypatch):

@@ -122,8 +122,7 @@ def _plot(chosen: argparse.Namespace) -> int:
 
     plots.draw(run.out, run.model, run.config)
     report.write(run.out, run.config)
-    pictures = " and ".join(str(run.out / name) for name in plots.PICTURES)
-    print(printable(f"{pictures} are drawn, {run.out / report.FILE} is written: open it in a browser"))
+    print(printable(f"{run.out / report.FILE} and its pictures are written: open it in a browser"))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ import jax
 
 from train_demo.errors import UserError, reason
 from train_demo.files import read_lines, write_atomically
+from train_demo.run_folder import Config
 
 METRICS, SAMPLES, RESOURCES = "metrics.jsonl", "samples.jsonl", "resources.json"
 DIVERGED = 100  # times the loss of guessing: no training comes back from there to anything of use
@@ -35,10 +37,37 @@ def read_resources(out: Path) -> dict[str, Any]:
     return (read_lines(out / RESOURCES) or [{}])[0]
 
 
-def mean_of_last(measured: list[dict[str, Any]]) -> tuple[float, int]:
-    """Averages the training losses of the last steps; one batch says little."""
-    losses = [metric["loss"] for metric in measured if "loss" in metric][-100:]
-    return (sum(losses) / len(losses) if losses else 0.0), len(losses)
+def facts(out: Path, config: Config) -> Iterator[tuple[str, str, str]]:
+    """Says what a run measured, for its report and the terminal: name, value and meaning."""
+    measured, used, settings = read(out), read_resources(out), config.settings
+    yield from _losses(measured)
+    if measured:
+        yield "training", f"{measured[-1]['seconds']:,.1f} s", "with compiling, validation, samples and checkpoints"
+        yield "first step", f"{measured[0]['seconds']:,.1f} s", "after the start; most of it is compiling"
+    if speed := used.pop("tokens_per_second", 0):
+        milliseconds = 1000 * settings.batch_size * settings.context_length / speed
+        note = f"{milliseconds:,.1f} ms a step, without compiling, validation and saving"
+        yield "characters per second", f"{speed:,}", note
+    for name, value in used.items():
+        size = name.startswith("memory")
+        yield name.replace("_", " "), f"{value / 2**20:,.0f} MiB" if size else str(value), "at most" if size else ""
+    checks = {metric["step"]: metric["val_loss"] for metric in measured if "val_loss" in metric}
+    if settings.steps in checks:
+        best = min(checks, key=checks.__getitem__)
+        more = f"--steps {2 * best}", "with --resume, or a larger --size: the validation loss still fell"
+        enough = "more text", f"or --dropout-rate 0.1, or fewer --steps: validation was lowest at step {best:,}"
+        yield "try next", *(more if best == settings.steps else enough)
+
+
+def _losses(measured: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    if checks := [metric["val_loss"] for metric in measured if "val_loss" in metric]:
+        note = f"{checks[-1] / math.log(2):.3f} bits: the right one gets {math.exp(-checks[-1]):.1%} (geometric mean)"
+        yield "validation loss", f"{checks[-1]:.4f}", f"nats per character that it never trains on, {note}"
+    if losses := [metric["loss"] for metric in measured if "loss" in metric][-100:]:
+        note = f"mean of the last {len(losses)} steps; above validation while it falls, far below if learned by heart"
+        yield "training loss", f"{sum(losses) / len(losses):.4f}", note
+    if scores := [metric["max_score"] for metric in measured if "max_score" in metric]:
+        yield "largest attention score", f"{scores[-1]:.1f}", f"at the last validation; at most {max(scores):.1f}"
 
 
 class Log:

@@ -47,10 +47,8 @@ class MLP(nn.Module):
 
     def __init__(self, features: int) -> None:
         super().__init__()
-        self.widen, self.narrow = (
-            nn.Linear(features, 4 * features, bias=False),
-            nn.Linear(4 * features, features, bias=False),
-        )
+        self.widen = nn.Linear(features, 4 * features, bias=False)
+        self.narrow = nn.Linear(4 * features, features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.narrow(F.relu(self.widen(x)) ** 2)
@@ -86,13 +84,7 @@ class Transformer(nn.Module):
     """The model; its arguments are what `config.json` has as `model`."""
 
     def __init__(
-        self,
-        vocabulary_size: int,
-        layers: int,
-        features: int,
-        heads: int,
-        context_length: int,
-        token_shift: int = 2,
+        self, vocabulary_size: int, layers: int, features: int, heads: int, context_length: int, token_shift: int = 2
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary_size, features)

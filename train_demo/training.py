@@ -17,6 +17,7 @@ from jaxtyping import Array
 from rich.cells import set_cell_size
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn
+from rich.table import Table
 
 from train_demo import checkpoint, mesh, metrics, processes, stopping
 from train_demo.data import WINDOWS, Text, validation_windows
@@ -149,6 +150,8 @@ def _introduce(run: Run, state: State, samples: bool) -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     devices = "" if run.mesh is None else f"{run.mesh.size} x "
     run.say(f"{size:,} parameters on {devices}{jax.devices()[0].device_kind}; compiling a training step ...")
+    guess = math.log(len(run.text.vocabulary))
+    run.say(f"a loss is in nats per character (1 nat = 1.443 bits); guessing has {guess:.3f}", style="dim")
     if samples:
         run.say("in the samples ␣ is a space, ↵ the end of a line, ⇥ a tab", style="dim")
 
@@ -180,10 +183,8 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
                 taken, losses = unread.pop(0)
                 for number, loss in zip(taken, np.asarray(losses), strict=False):  # there are fewer steps than places
                     last_loss = log.loss("loss", number, loss)
-                    if number == start + 1:
-                        run.say(f"the first step is done {log.seconds:.1f} s after the start")
                 dispatch.took(len(taken))
-                shown = f"loss {last_loss:.3f}, {tokens * dispatch.speed:,.0f} tokens/s"
+                shown = f"loss {last_loss:.3f}, {tokens * dispatch.speed:,.0f} characters/s"
                 progress.update(task, description=shown, completed=taken[-1])
             if measure:
                 val_loss = log.loss("val_loss", step, validate(state.params, windows), **_scores(run, state.params))
@@ -200,7 +201,7 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
                 dispatch.pause()
             if stop:
                 break
-    _conclude(run, step, dispatch.speed, tokens * dispatch.speed)
+    _conclude(run, tokens * dispatch.speed)
     return step, state, stop_request.number
 
 
@@ -257,15 +258,13 @@ def one_line(text: str) -> str:
     return set_cell_size(printable(visible(text)), WIDTH).rstrip()
 
 
-def _conclude(run: Run, step: int, steps_per_second: float, tokens_per_second: float) -> None:
-    """Says what the report says, too: the speed, and the loss at the end."""
-    if tokens_per_second:
-        speed = f"{1000 / steps_per_second:,.1f} ms a step: {tokens_per_second:,.0f} tokens/s"
-        run.say(f"{speed}, without compiling, validation and saving")
+def _conclude(run: Run, tokens_per_second: float) -> None:
     if run.layout.first:
-        loss, number = metrics.mean_of_last(metrics.read(run.out))
-        run.say(f"step {step:>6}  training loss {loss:.4f}, the mean of the last {number} steps")
         metrics.write_resources(run.out, run.mesh, tokens_per_second)
+        table = Table.grid(padding=(0, 2))
+        for row in metrics.facts(run.out, run.config):
+            table.add_row(*map(printable, row))
+        run.console.print(table, soft_wrap=False)
 
 
 def _finish(run: Run, model: Transformer) -> None:

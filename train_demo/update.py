@@ -58,10 +58,7 @@ Step = Callable[[State, Int[Array, ""], Int[Array, " S"]], tuple[State, Float[Ar
 
 
 def make_update(
-    structure: nnx.GraphDef[Transformer],
-    settings: Settings,
-    layout: Layout | None = None,
-    packed: bool = False,
+    structure: nnx.GraphDef[Transformer], settings: Settings, layout: Layout | None = None, packed: bool = False
 ) -> Step:
     """Makes `update(state, step, characters) -> (state, loss)`, to be compiled: one step of the training.
 
@@ -195,11 +192,7 @@ def _of_head(params: Params) -> Params:
 
 
 def _loss(
-    model: Transformer,
-    windows: Int[Array, "B T+1"],
-    rngs: nnx.Rngs | None,
-    remat: bool = False,
-    packed: bool = False,
+    model: Transformer, windows: Int[Array, "B T+1"], rngs: nnx.Rngs | None, remat: bool = False, packed: bool = False
 ) -> Float[Array, ""]:
     """The mean over all places, of which those that are not predicted count as 0."""
     segment_ids = None
