@@ -154,7 +154,9 @@ def test_the_citation_says_what_pyproject_says():
 def test_the_versions_that_the_readme_states():
     """They are those of pyproject.toml, and the tests run with them."""
     text = (ROOT / "README.md").read_text()
-    stated = {name: re.search(rf"{name} ([\d.]+) to ([\d.]+\d)", text).groups() for name in ("Python", "jax", "flax")}
+    stated = {
+        name: re.search(rf"{name} ([\d.]+)\s+to\s+([\d.]+\d)", text).groups() for name in ("Python", "jax", "flax")
+    }
     bounds = {Requirement(text).name: str(Requirement(text).specifier) for text in PROJECT["dependencies"]}
     bounds["Python"] = PROJECT["requires-python"]
     running = {"Python": platform.python_version(), "jax": version("jax"), "flax": version("flax")}

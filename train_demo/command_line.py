@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from train_demo import data
 from train_demo.api import RUNS, SETTINGS, default_folder, load, start
 from train_demo.errors import UserError, enough_memory, printable, reason
-from train_demo.run_folder import newest, read_config
+from train_demo.run_folder import CONFIG, newest, read_config
 from train_demo.settings import SAMPLING, SIZES, Layout, Settings, completed, count, one_of, option_of
 
 # JAX, Matplotlib and Orbax are imported where they are used, so that help and refusals come at once.
@@ -55,7 +55,9 @@ def _train(chosen: argparse.Namespace) -> int:
     given = _given(chosen, SETTINGS)
     if chosen.size is not None:
         given = completed(chosen.size, given)
-    out, layout = chosen.out or default_folder(chosen.data), Layout(**_given(chosen, LAYOUT))
+    newest_run = chosen.resume and chosen.data is None and any(RUNS.glob(f"*/{CONFIG}"))
+    out = _chosen_folder(chosen) if newest_run else chosen.out or default_folder(chosen.data)
+    layout = Layout(**_given(chosen, LAYOUT))
     _keep_compiled()
     return start(out, chosen.data, given, chosen.resume, layout, samples=not chosen.no_samples)
 
@@ -172,7 +174,7 @@ def _parser() -> Parser:
 
     train = command(_train, "train, or go on training (the default)", "runs/<the text's name>")
     source = "a UTF-8 text file, or a folder of them (default: Python's own documentation)"
-    again = "go on from the folder's newest good checkpoint; a larger --steps extends the run"
+    again = "go on from the newest good checkpoint of --out, or of the newest run; a larger --steps extends it"
     train.add_argument("--resume", action="store_true", help=again)
     train.add_argument("--no-samples", action="store_true", help="write no short text at each validation")
     size = f"model, batch and steps at once: {', '.join(SIZES)} (default: tiny); options below count more"

@@ -183,6 +183,8 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
                 taken, losses = unread.pop(0)
                 for number, loss in zip(taken, np.asarray(losses), strict=False):  # there are fewer steps than places
                     last_loss = log.loss("loss", number, loss)
+                    if number == start + 1:
+                        run.say(f"the first step is done {log.seconds:.1f} s after the start")
                 dispatch.took(len(taken))
                 shown = f"loss {last_loss:.3f}, {tokens * dispatch.speed:,.0f} characters/s"
                 progress.update(task, description=shown, completed=taken[-1])
