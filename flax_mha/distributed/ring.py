@@ -11,7 +11,7 @@ No hop is skipped: keys travel N times, whatever the mask. All devices run one p
 are data, and its block mask is made while it runs; tiles that are masked throughout are not computed.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +26,7 @@ from flax_mha.distributed.hops import Ring
 from flax_mha.impl import registry
 from flax_mha.impl.implementation import name_residuals
 from flax_mha.impl.registry import IMPLEMENTATIONS, Explanation
-from flax_mha.impl.shared.derivatives import Function, move_linear
+from flax_mha.impl.shared.derivatives import Function, linear_function
 
 
 def ring_attention(call: Call, context: Context, implementation: str | None) -> OutputAndLse:
@@ -43,7 +43,7 @@ def ring_attention(call: Call, context: Context, implementation: str | None) -> 
     if implementation is not None:
         registry.check_computes(implementation, _refusals(implementation, _first_slice(call, context)))
     operands, (ring, inner) = call.operands, _ring_of(call, context, implementation or hops.DEFAULT)
-    output, lse, *largest = _Ring.of(ring, inner)
+    output, lse, *largest = _results(ring, inner)
     if operands.sinks is not None:
         output, lse = _with_sinks(output, lse, operands.sinks[..., None, :].astype(lse.dtype))
     return output.astype(operands.query.dtype), lse, *largest
@@ -99,92 +99,44 @@ def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> tup
     return output * share[..., None], jnp.where(proper, jnp.logaddexp(a, b), lse)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Ring(Function):
-    """The results over all keys, from the leaves of a device's operands.
+def _results(ring: Ring, operands: Operands) -> Any:
+    """The results over all keys, as one operation with derivatives."""
+    leaves, structure = jax.tree.flatten(operands)
+    rows, dtype = operands.query.shape[:-1], ring.options.dtype
+    shapes = (*rows, operands.value.shape[-1]), *(rows for _ in range(1 + ring.options.return_max_score))
 
-    Attributes:
-      ring: The ring.
-      structure: Of the operands.
-      outputs: Shapes and dtypes.
-    """
+    def evaluate(*arguments: Any) -> OutputAndLse:
+        return hops.merged(ring, jax.tree.unflatten(structure, arguments))
 
-    ring: Ring
-    structure: Any
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
-
-    @classmethod
-    def of(cls, ring: Ring, operands: Operands) -> Any:
-        """Calls it."""
-        leaves, structure = jax.tree.flatten(operands)
-        rows, dtype = operands.query.shape[:-1], ring.options.dtype
-        shapes = (*rows, operands.value.shape[-1]), *(rows for _ in range(1 + ring.options.return_max_score))
-        return cls(ring, structure, tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))(*leaves)
-
-    def evaluate(self, *arguments: Any) -> OutputAndLse:
-        """Computes them."""
-        return hops.merged(self.ring, jax.tree.unflatten(self.structure, arguments))
-
-    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Computes them and their tangents, which are linear in those of the operands."""
-        output, lse, *largest = self(*arguments)
+    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
+        output, lse, *largest = attend(*arguments)
         result = name_residuals(output, lse)
         moved = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)]
-        operands, d_operands = (jax.tree.unflatten(self.structure, x) for x in (arguments, moved))
-        ring = self.ring._replace(options=self.ring.options._replace(return_max_score=False))  # which has no tangent
-        tangent = _Linear.of(hops.tangents, ring, operands, result, hops.trainable_of(d_operands))
+        operands, d_operands = (jax.tree.unflatten(structure, x) for x in (arguments, moved))
+        of_hops = ring._replace(options=ring.options._replace(return_max_score=False))  # which has no tangent
+        tangent = _linear(hops.tangents, of_hops, operands, result, hops.trainable_of(d_operands))
         return [*result, *largest], [*tangent, *(None for _ in largest)]
 
+    attend = Function([jax.ShapeDtypeStruct(shape, dtype) for shape in shapes], evaluate, jvp)
+    return attend(*leaves)
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Linear(Function):
-    """`tangents` or `gradients` of `hops.py`, of which each is the transpose of the other.
 
-    Its arguments are the leaves of the operands, of the results, and of tangents or cotangents.
+def _linear(compute: Callable, ring: Ring, operands: Operands, known: OutputAndLse, linear: Any) -> list[Array]:
+    """`tangents` or `gradients` of `hops.py`, of which each is the transpose of the other, as one operation."""
+    leaves, residuals = jax.tree.flatten((operands, known))
+    of_linear, structure = jax.tree.flatten(linear)
+    like, results = jax.tree.flatten(known if compute is hops.tangents else hops.trainable_of(operands))
+    first = len(leaves)
 
-    Attributes:
-      compute: One of these.
-      ring: The ring.
-      residuals: The structure of operands and results.
-      linear: The structure of tangents or cotangents.
-      results: The structure of the outputs.
-      outputs: Shapes and dtypes.
-    """
+    def evaluate(ring: Ring, *arguments: Any) -> Sequence[Array]:
+        operands, known = jax.tree.unflatten(residuals, arguments[:first])
+        return jax.tree.leaves(compute(ring, operands, known, jax.tree.unflatten(structure, arguments[first:])))
 
-    compute: Callable[[Ring, Operands, OutputAndLse, Any], Any]
-    ring: Ring
-    residuals: Any
-    linear: Any
-    results: Any
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    def transpose(residual_leaves: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
+        operands, known = jax.tree.unflatten(residuals, residual_leaves)
+        other = hops.gradients if compute is hops.tangents else hops.tangents
+        return _linear(other, ring, operands, known, jax.tree.unflatten(results, cotangents))
 
-    @classmethod
-    def of(cls, compute: Callable, ring: Ring, operands: Operands, known: OutputAndLse, linear: Any) -> list[Array]:
-        """Calls it."""
-        leaves, residuals = jax.tree.flatten((operands, known))
-        of_linear, structure = jax.tree.flatten(linear)
-        like, results = jax.tree.flatten(known if compute is hops.tangents else hops.trainable_of(operands))
-        outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like)
-        return cls(compute, ring, residuals, structure, results, outputs)(*leaves, *of_linear)
-
-    @property
-    def first_linear(self) -> int:  # type: ignore[override]
-        """The place of the first tangent or cotangent."""
-        return self.residuals.num_leaves
-
-    def evaluate(self, *arguments: Any) -> Sequence[Array]:
-        """Computes them around the ring."""
-        operands, known = jax.tree.unflatten(self.residuals, arguments[: self.first_linear])
-        linear = jax.tree.unflatten(self.linear, arguments[self.first_linear :])
-        return jax.tree.leaves(self.compute(self.ring, operands, known, linear))
-
-    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Differentiates the loop over the hops, unless all that moves are linear arguments."""
-        portable = dataclasses.replace(self, ring=self.ring.portable)
-        return self(*arguments), move_linear(self, arguments, tangents, portable.evaluate)
-
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
-        """Calls the other one."""
-        operands, known = jax.tree.unflatten(self.residuals, residuals)
-        other = hops.gradients if self.compute is hops.tangents else hops.tangents
-        return _Linear.of(other, self.ring, operands, known, jax.tree.unflatten(self.results, cotangents))
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
+    here, portable = (functools.partial(evaluate, x) for x in (ring, ring.portable))
+    return linear_function(outputs, here, transpose, first, portable)(*leaves, *of_linear)

@@ -28,7 +28,7 @@ from flax_mha.impl.shared.head import Head, from_caller, heads_of, map_heads, nu
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.schedule import TilePlan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
-from flax_mha.impl.shared.tile_sum import Argument, TileFunction, TileSum, TileVisit, by_row, element, over_keys
+from flax_mha.impl.shared.tile_sum import Argument, TileFunction, TileVisit, by_row, element, over_keys, tile_sum
 from flax_mha.impl.shared.tiling import BlockMask, Tiling, dynamic_block_mask, padded_mask
 from flax_mha.masks import Mask
 
@@ -100,7 +100,7 @@ def blockwise_head(
     known, rows = None, tiling.shape[0]
     if result is not None:
         known = pad(result[0], (rows, features)), pad(result[1][:, None], (rows, 1))[:, 0]
-    results = [x[:queries] for x in _Attention.of(tiling, fuse_rows, head, blocks, known)]
+    results = [x[:queries] for x in _attention(tiling, fuse_rows, head, blocks, known)]
     return results[0], results[1], results[2] if head.rule.returns_max else None
 
 
@@ -121,50 +121,34 @@ def _pad(head: Head, tiling: Tiling) -> Head:
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Attention(Function):
-    """The results of one head, from the leaves of its operands, block mask and, if known, output and log-sum-exp.
+def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any) -> list[Array]:
+    """The results of one head, or if output and log-sum-exp are known, these: then only derivatives are computed."""
+    leaves, structure = jax.tree.flatten((head, blocks, known))
+    shapes = (tiling.shape[0], head.value.shape[1]), *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max))
+    outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
+    return _function_of_leaves(tiling, fuse_rows, structure, outputs)(*leaves)
 
-    If they are known, only their derivatives compute anything.
 
-    Attributes:
-      tiling: How the scores are cut.
-      structure: Of the arguments.
-      outputs: Shapes and dtypes.
-      fuse_rows: Whether to compute all rows of tiles at once, if there is no gradient.
-    """
-
-    tiling: Tiling
-    structure: Any
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
-    fuse_rows: bool = False
-
-    @classmethod
-    def of(cls, tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any = None) -> Any:
-        """Calls it; `known` are output and log-sum-exp."""
-        leaves, structure = jax.tree.flatten((head, blocks, known))
-        (rows, _), dtype = tiling.shape, head.rule.dtype
-        shapes = (rows, head.value.shape[1]), *((rows,) for _ in range(1 + head.rule.returns_max))
-        outputs = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-        return cls(tiling, structure, outputs, fuse_rows)(*leaves)
-
-    def evaluate(self, *arguments: Any) -> Sequence[Array]:
-        """Computes them, or returns them if they are known."""
-        head, blocks, known = jax.tree.unflatten(self.structure, arguments)
+def _function_of_leaves(
+    tiling: Tiling, fuse_rows: bool, structure: Any, outputs: Sequence[jax.ShapeDtypeStruct]
+) -> Function:
+    def evaluate(*arguments: Any) -> Sequence[Array]:
+        head, blocks, known = jax.tree.unflatten(structure, arguments)
         if known is not None:
             return known
-        if self.fuse_rows:
-            return jax.tree.leaves(_output_of_single_tiles(self.tiling, True, head, blocks))
-        return jax.tree.leaves(_output(self.tiling, head, blocks))
+        if fuse_rows:
+            return jax.tree.leaves(_output_of_single_tiles(tiling, True, head, blocks))
+        return jax.tree.leaves(_output(tiling, head, blocks))
 
-    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Computes them and their tangents, which are linear in those of the head."""
-        head, blocks, known = jax.tree.unflatten(self.structure, arguments)
-        output, lse, *largest = known or dataclasses.replace(self, fuse_rows=False)(*arguments)
+    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
+        head, blocks, known = jax.tree.unflatten(structure, arguments)
+        output, lse, *largest = known or _function_of_leaves(tiling, False, structure, outputs)(*arguments)
         result = known or name_residuals(output, lse)
         moved = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)]
-        tangent = _tangent(self.tiling, head, blocks, result, jax.tree.unflatten(self.structure, moved)[0])
+        tangent = _tangent(tiling, head, blocks, result, jax.tree.unflatten(structure, moved)[0])
         return [*result, *largest], [*tangent, *(None for _ in largest)]
+
+    return Function(outputs, evaluate, jvp)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -232,7 +216,7 @@ def _tangent(
     residuals = [query, lse[:, None], *arguments]
     by_hand = functools.partial(_backward, tiling, head.rule.scale, head.inputs.bias is not None)
     moved = [d_head.query, *_arguments(d_head)]
-    of_output, d_lse = TileSum.of(tiling, function, head.rule, blocks, residuals, moved, by_hand)
+    of_output, d_lse = tile_sum(tiling, function, head.rule, blocks, residuals, moved, by_hand)
     d_lse = d_lse[:, 0]
     if head.inputs.sink is not None and d_head.inputs.sink is not None:
         d_lse = d_lse + jnp.exp(head.inputs.sink - lse) * d_head.inputs.sink
@@ -347,7 +331,7 @@ def _backward(
         ),
     )
     residuals = [query, query, lse, key, value, *inputs]
-    d_query, d_key, d_value, *d_inputs = TileSum.of(
+    d_query, d_key, d_value, *d_inputs = tile_sum(
         tiling, function, rule, blocks, residuals, [d_output, d_output, d_lse]
     )
     return [d_query, d_key.T, d_value.T, *d_inputs]

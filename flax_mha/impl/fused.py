@@ -5,9 +5,8 @@ functions (`shared/derivatives.py`) that a portable implementation evaluates; th
 whose own derivatives are those of the portable gradient.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -21,7 +20,7 @@ from flax_mha.core.jaxprs import equations
 from flax_mha.core.tracing import varying_alike
 from flax_mha.impl.implementation import RESIDUALS
 from flax_mha.impl.lower_for_platform import compile_for
-from flax_mha.impl.shared.derivatives import Function, move_linear, replace_at
+from flax_mha.impl.shared.derivatives import Function, differentiate, linear_function, replace_at
 
 Attend = Callable[[Operands], Output]
 # What the names of their operations begin with.
@@ -39,43 +38,30 @@ def attention(kernel: Attend, portable: Attend, operands: Operands, platform: st
     """
     leaves, structure = jax.tree.flatten(varying_alike(operands))
 
-    def of_leaves(attend: Attend) -> Callable[[Sequence[Array]], list[Array]]:
-        return lambda leaves: jax.tree.leaves(attend(jax.tree.unflatten(structure, leaves)))
+    def of_leaves(attend: Attend) -> Callable[..., list[Array]]:
+        return lambda *leaves: jax.tree.leaves(attend(jax.tree.unflatten(structure, leaves)))
 
-    jaxpr = jax.make_jaxpr(lambda *leaves: of_leaves(kernel)(leaves))(*leaves)
+    jaxpr = jax.make_jaxpr(of_leaves(kernel))(*leaves)
     if jaxpr.effects:  # of a kernel that is interpreted to find races; an operation of ours would lose them
         return kernel(operands)
     count = len(jaxpr.out_avals)  # without the log-sum-exp, if the kernel keeps it for itself
-    functions = _Functions(of_leaves(kernel), lambda leaves: of_leaves(portable)(leaves)[:count], platform)
-    output, *rows = _Attention(functions, count, jaxpr)(*leaves)
+    functions = _Functions(of_leaves(kernel), lambda *leaves: of_leaves(portable)(*leaves)[:count], platform, count)
+    output, *rows = _attention(functions, jaxpr)(*leaves)
     return (output, rows[0], *rows[1:]) if rows else (output, None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Functions:
-    """Both as functions of the operands' leaves, and what the kernel is compiled for."""
+class _Functions(NamedTuple):
+    """Both as functions of the operands' leaves, what the kernel is compiled for, and the number of results."""
 
-    kernel: Callable[[Sequence[Array]], list[Array]]
-    portable: Callable[[Sequence[Array]], list[Array]]
+    kernel: Callable[..., list[Array]]
+    portable: Callable[..., list[Array]]
     platform: str | None
+    num_results: int
 
     def run(self, jaxpr: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
         """Evaluates a part of the kernel, where it is compiled."""
         run = jaxpr_as_fun(jaxpr) if self.platform is None else compile_for(self.platform, jaxpr)
         return run(*arguments)
-
-    def portable_jvp(self, leaves: Sequence[Array], tangents: Mapping[int, Array]) -> list[Array]:
-        """Computes the tangents of the results."""
-
-        def moved(*some: Array) -> list[Array]:
-            return self.portable(replace_at(leaves, tangents, some))
-
-        return jax.jvp(moved, tuple(leaves[i] for i in tangents), tuple(tangents.values()))[1]
-
-    def portable_gradient(self, leaves: Sequence[Array], places: Sequence[int], cotangents: Any) -> list[Array]:
-        """Computes the gradients of these leaves."""
-        _, pull = jax.vjp(lambda *some: self.portable(replace_at(leaves, places, some)), *(leaves[i] for i in places))
-        return list(pull(list(cotangents)))
 
 
 def _outputs(jaxpr: ClosedJaxpr, wanted: Sequence[bool]) -> ClosedJaxpr:
@@ -87,153 +73,103 @@ def _runs_kernel(jaxpr: ClosedJaxpr) -> bool:
     return any(x.primitive.name.startswith(KERNELS) for x in equations(jaxpr.jaxpr))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Attention(Function):
-    """The kernel's results and, behind them, what its gradient needs of it, if there will be one.
+class _Saving(NamedTuple):
+    """How the kernel is run so that its gradient can follow.
 
     Attributes:
-      functions: Kernel and portable implementation.
-      num_results: How many outputs are results.
-      jaxpr: Of the kernel, or of it and what it saves.
+      jaxpr: Of the results, and of what is saved and comes from the kernel.
       inputs: Of what is saved but does not come from the kernel, as arrays in its layout: cheap to compute again.
       of_kernel: Which of all that is saved comes from the kernel.
-      places: Of the operands that get gradients, among the leaves; None if none does.
+      places: Of the operands that get gradients, among the leaves.
       pull: The structure of the function that returns these gradients, whose leaves are what is saved.
     """
 
-    functions: _Functions
-    num_results: int
     jaxpr: ClosedJaxpr
-    inputs: ClosedJaxpr | None = None
-    of_kernel: tuple[bool, ...] = ()
-    places: tuple[int, ...] | None = None
-    pull: Any = None
+    inputs: ClosedJaxpr
+    of_kernel: tuple[bool, ...]
+    places: tuple[int, ...]
+    pull: Any
 
-    @property
-    def outputs(self) -> Sequence[jax.ShapeDtypeStruct]:  # type: ignore[override]
-        """Shapes and dtypes."""
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.out_avals]
-
-    def evaluate(self, *arguments: Any) -> Sequence[Array]:
-        """Runs the kernel."""
-        return self.functions.run(self.jaxpr, arguments)
-
-    def _with_gradient(self, places: tuple[int, ...], arguments: Sequence[Any]) -> "_Attention":
+    @classmethod
+    def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_Saving":
+        """For gradients of the leaves at these places."""
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
             some = tuple(leaves[i] for i in places)
-            results, pull = jax.vjp(lambda *some: self.functions.kernel(replace_at(leaves, places, some)), *some)
+            results, pull = jax.vjp(lambda *some: functions.kernel(*replace_at(leaves, places, some)), *some)
             saved, structure = jax.tree.flatten(pull)
             structures.append(structure)
             return [*results, *saved]
 
-        jaxpr, results = jax.make_jaxpr(forward)(*arguments), self.num_results
+        jaxpr, results = jax.make_jaxpr(forward)(*arguments), functions.num_results
         count = len(jaxpr.out_avals)
         kept = [i < results or _runs_kernel(_outputs(jaxpr, [i == j for j in range(count)])) for i in range(count)]
         kept = kept if any(kept[results:]) else [True] * count  # a kernel by another name
         inputs = _outputs(jaxpr, [not flag for flag in kept])
-        return _Attention(
-            self.functions, results, _outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0]
-        )
+        return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
 
-    def _saved(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
+    def all_saved(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
         """Returns all that the gradient needs, given what comes from the kernel."""
-        assert self.inputs is not None
         computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 
-    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Computes outputs and tangents; what is saved has none, for it serves the gradient of the kernel alone."""
+
+def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saving: _Saving | None = None) -> Function:
+    """Makes the function of the kernel's results and, behind them, of what is saved of it."""
+
+    def evaluate(*arguments: Any) -> Sequence[Array]:
+        return functions.run(jaxpr, arguments)
+
+    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         places = tuple(sorted(tangents))
-        saving = self if self.places == places else self._with_gradient(places, arguments)
-        outputs = saving(*arguments)
-        results, kept = outputs[: self.num_results], outputs[self.num_results :]
+        mine = saving if saving is not None and saving.places == places else _Saving.of(functions, places, arguments)
+        outputs = (attend if mine is saving else _attention(functions, mine.jaxpr, mine))(*arguments)
+        results, kept = outputs[: functions.num_results], outputs[functions.num_results :]
         named = [checkpoint_name(x, name) for x, name in zip(results, RESIDUALS, strict=False)]
         results = [*named, *results[len(RESIDUALS) :]]
         largest = max((x.size for x in kept), default=0)
         kept = [checkpoint_name(x, RESIDUALS[int(x.size < largest)]) for x in kept]
-        saved = saving._saved(arguments, kept)
-        tangent = _Tangent(self.functions, places, len(arguments), saving.pull, tuple(self.outputs[: self.num_results]))
-        moved = tangent(*arguments, *saved, *(tangents[i] for i in places))
-        own = [*results, *kept] if saving is self or self.places is None else self(*arguments)
-        own = own[: len(self.outputs)]
-        return own, [*moved, *(None for _ in own[self.num_results :])]
+        # What is saved has no tangent, for it serves the gradient of the kernel alone.
+        tangent = _tangent(functions, mine, len(arguments), attend.outputs[: functions.num_results])
+        moved = tangent(*arguments, *mine.all_saved(arguments, kept), *(tangents[i] for i in places))
+        own = [*results, *kept] if saving is None or saving is mine else attend(*arguments)
+        own = own[: len(attend.outputs)]
+        return own, [*moved, *(None for _ in own[functions.num_results :])]
+
+    attend = Function(jaxpr.out_avals, evaluate, jvp, jaxpr=jaxpr)
+    return attend
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Tangent(Function):
-    """The tangents of the results, from all operands, what the kernel saved and the tangents of some operands.
+def _tangent(functions: _Functions, saving: _Saving, num_leaves: int, outputs: Sequence[Any]) -> Function:
+    """Makes the tangents of the results, from all operands, what was saved and the tangents of some operands."""
+    places, num_saved = saving.places, saving.pull.num_leaves
+    first = num_leaves + num_saved
 
-    Attributes:
-      functions: Kernel and portable implementation.
-      places: Of the operands that have tangents, among the leaves.
-      num_leaves: How many leaves the operands have.
-      pull: The structure of the kernel's gradient, as in `_Attention`.
-      outputs: Shapes and dtypes.
-    """
+    def evaluate(*arguments: Any) -> Sequence[Array]:
+        tangents = dict(zip(places, arguments[first:], strict=True))
+        return differentiate(functions.portable, arguments[:num_leaves], tangents)
 
-    functions: _Functions
-    places: tuple[int, ...]
-    num_leaves: int
-    pull: Any
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    def portable_gradient(*arguments: Any) -> Sequence[Array]:
+        leaves = arguments[:num_leaves]
+        moved = tuple(leaves[i] for i in places)
+        _, pull = jax.vjp(lambda *some: functions.portable(*replace_at(leaves, places, some)), *moved)
+        return list(pull(list(arguments[first:])))
 
-    @property
-    def first_linear(self) -> int:  # type: ignore[override]
-        """The place of the first tangent."""
-        return self.num_leaves + self.pull.num_leaves
+    def transpose(residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
+        def pull(*both: Array) -> list[Array]:
+            return list(jax.tree.unflatten(saving.pull, both[:num_saved])(list(both[num_saved:])))
 
-    def evaluate(self, *arguments: Any) -> Sequence[Array]:
-        """Computes them by the portable implementation."""
-        tangents = dict(zip(self.places, arguments[self.first_linear :], strict=True))
-        return self.functions.portable_jvp(arguments[: self.num_leaves], tangents)
+        jaxpr = jax.make_jaxpr(pull)(*residuals[num_leaves:], *cotangents)
+        gradient = linear_function(
+            jaxpr.out_avals,
+            lambda *arguments: functions.run(jaxpr, arguments[num_leaves:]),
+            lambda residuals, cotangents: tangent(*residuals, *cotangents),
+            first,
+            portable_gradient,
+            jaxpr,
+        )
+        return gradient(*residuals, *cotangents)
 
-    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Differentiates the portable implementation, unless all that moves are the tangents."""
-        return self(*arguments), move_linear(self, arguments, tangents)
-
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
-        """Computes the gradient by the kernel."""
-
-        def gradient(*both: Array) -> list[Array]:
-            saved = both[: self.pull.num_leaves]
-            return list(jax.tree.unflatten(self.pull, saved)(list(both[len(saved) :])))
-
-        jaxpr = jax.make_jaxpr(gradient)(*residuals[self.num_leaves :], *cotangents)
-        return _Gradient(self, jaxpr)(*residuals, *cotangents)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Gradient(Function):
-    """The transpose of `tangent`: the kernel's gradient, from all operands, what the kernel saved and cotangents."""
-
-    tangent: _Tangent
-    jaxpr: ClosedJaxpr
-
-    @property
-    def outputs(self) -> Sequence[jax.ShapeDtypeStruct]:  # type: ignore[override]
-        """Shapes and dtypes."""
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.out_avals]
-
-    @property
-    def first_linear(self) -> int:  # type: ignore[override]
-        """The place of the first cotangent."""
-        return self.tangent.first_linear
-
-    def evaluate(self, *arguments: Any) -> Sequence[Array]:
-        """Runs the kernel."""
-        return self.tangent.functions.run(self.jaxpr, arguments[self.tangent.num_leaves :])
-
-    def _portable(self, *arguments: Any) -> list[Array]:
-        tangent = self.tangent
-        leaves, cotangents = arguments[: tangent.num_leaves], arguments[self.first_linear :]
-        return tangent.functions.portable_gradient(leaves, tangent.places, cotangents)
-
-    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Differentiates the portable gradient, unless all that moves are the cotangents."""
-        return self(*arguments), move_linear(self, arguments, tangents, self._portable)
-
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
-        """Computes tangents."""
-        return self.tangent(*residuals, *cotangents)
+    tangent = linear_function(outputs, evaluate, transpose, first)
+    return tangent

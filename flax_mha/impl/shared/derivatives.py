@@ -7,7 +7,6 @@ alone, and is forgotten in the body of a loop that is differentiated in reverse 
 not linear in. So this is a primitive that knows all of it.
 """
 
-import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,94 +19,85 @@ from jaxtyping import Array
 
 # For every `jax.vmap` around a call, the innermost first: its size, and which arguments it maps.
 Levels = tuple[tuple[int, tuple[bool, ...]], ...]
+Places = Mapping[int, Array]  # tangents of some arguments, by their places
 
 
-class Function(abc.ABC):
-    """A function of arrays with a rule for `jax.jvp`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """A function of arrays that `jax` takes as one operation, with rules to differentiate, transpose and map it.
 
     Attributes:
-      outputs: Shapes and dtypes of the arrays that it returns.
+      outputs: Arrays like those that it returns: their shapes and dtypes count.
+      evaluate: Computes the outputs by operations that `jax` need not differentiate.
+      jvp: `jvp(arguments, tangents)` computes outputs and their tangents (None: zero) from those of some arguments.
+      transpose: `transpose(residuals, cotangents)` computes the cotangents of the linear arguments from the arguments
+        before them and the cotangents of the outputs.
       first_linear: It is linear in its arguments from this one on, jointly; None if it is not.
       jaxpr: Of what it evaluates, if `jax` has to look through it for operations that need to know their devices.
     """
 
-    outputs: Sequence[jax.ShapeDtypeStruct]
+    outputs: Sequence[Any]
+    evaluate: Callable[..., Sequence[Array]]
+    jvp: Callable[[Sequence[Any], Places], Any]
+    transpose: Callable[[Sequence[Any], Sequence[Array]], Sequence[Array]] | None = None
     first_linear: int | None = None
     jaxpr: ClosedJaxpr | None = None
 
-    @abc.abstractmethod
-    def evaluate(self, *arguments: Any) -> Sequence[Array]:
-        """Computes the outputs by operations that `jax` need not differentiate."""
-
-    @abc.abstractmethod
-    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Computes outputs and their tangents (None: zero) from the tangents of some arguments, by their places."""
-
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
-        """Computes the cotangents of the linear arguments from the arguments before them and those of the outputs."""
-        raise NotImplementedError
-
     def __call__(self, *arguments: Array) -> list[Array]:
-        """Calls the function as one operation, which `jax` can differentiate, transpose and map."""
+        """Calls the function as one operation."""
         return _function.bind(*map(jnp.asarray, arguments), function=self, levels=(), jaxpr=self.jaxpr)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ReverseOnly(Function):
-    """The identity of an array, which raises `error` where its tangent is computed, and is not transposed before."""
+def linear_function(
+    outputs: Sequence[Any],
+    evaluate: Callable[..., Sequence[Array]],
+    transpose: Callable[[Sequence[Any], Sequence[Array]], Sequence[Array]],
+    first: int,
+    portable: Callable[..., Sequence[Array]] | None = None,
+    jaxpr: ClosedJaxpr | None = None,
+) -> Function:
+    """Makes a function that is linear in its arguments from `first` on; see `Function`.
 
-    outputs: tuple[jax.ShapeDtypeStruct]
-    error: str
-    first_linear: int | None = None  # 0 of the tangent
+    If other arguments move, too, `jax` differentiates `portable`, which computes the same; None: `evaluate`.
+    """
 
-    @classmethod
-    def of(cls, x: Array, error: str) -> Array:
-        """Calls it."""
-        [x] = cls((jax.ShapeDtypeStruct(x.shape, x.dtype),), error)(x)
-        return x
+    def jvp(arguments: Sequence[Any], tangents: Places) -> Any:
+        if min(tangents) < first:
+            return function(*arguments), differentiate(portable or evaluate, arguments, tangents)
+        moved = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= first]
+        return function(*arguments), function(*arguments[:first], *moved)
 
-    def evaluate(self, *arguments: Any) -> Sequence[Array]:
-        """Returns the array."""
-        if self.first_linear is not None:
-            raise NotImplementedError(self.error)
-        return arguments
+    function = Function(outputs, evaluate, jvp, transpose, first, jaxpr)
+    return function
 
-    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Returns the array and its tangent, if that is only transposed."""
-        return arguments, dataclasses.replace(self, first_linear=0)(tangents[0])
 
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
-        """Returns the cotangent."""
-        return cotangents
+def reverse_only(x: Array, error: str) -> Array:
+    """Returns the array; raises `error` where its tangent is computed, and is not transposed before."""
+
+    def refuse(*_: Array) -> Sequence[Array]:
+        raise NotImplementedError(error)
+
+    def jvp(arguments: Sequence[Any], tangents: Places) -> Any:
+        return arguments, tangent(tangents[0])
+
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    tangent = Function(like, refuse, jvp, lambda _, cotangents: cotangents, 0)
+    return Function(like, lambda *x: x, jvp)(x)[0]
+
+
+def differentiate(function: Callable, arguments: Sequence[Any], tangents: Places) -> Sequence[Array]:
+    """Computes the tangents of a function's results, a list, from those of some arguments."""
+
+    def moved(*some: Array) -> list[Array]:
+        return list(function(*replace_at(arguments, tangents, some)))
+
+    return jax.jvp(moved, tuple(arguments[i] for i in tangents), tuple(tangents.values()))[1]
 
 
 def replace_at(leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]) -> list[Array]:
     """Replaces the entries at these places."""
     replaced = dict(zip(places, some, strict=True))
     return [replaced.get(i, x) for i, x in enumerate(leaves)]
-
-
-def move_linear(
-    function: Function, arguments: Sequence[Any], tangents: Mapping[int, Array], portable: Callable | None = None
-) -> Sequence[Array]:
-    """The tangents of a linear function: itself if only its linear arguments move, else those that `jax.jvp` returns.
-
-    Args:
-      function: The function.
-      arguments: Its arguments.
-      tangents: Tangents of some, by their places.
-      portable: Computes the same by operations that `jax` can differentiate; None: `function.evaluate` does.
-    """
-    first = function.first_linear
-    assert first is not None
-    if min(tangents) >= first:
-        linear = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= first]
-        return function(*arguments[:first], *linear)
-
-    def moved(*some: Array) -> list[Array]:
-        return list((portable or function.evaluate)(*replace_at(arguments, tangents, some)))
-
-    return jax.jvp(moved, tuple(arguments[i] for i in tangents), tuple(tangents.values()))[1]
 
 
 _function = Primitive("function")
@@ -182,11 +172,12 @@ ad.primitive_jvps[_function] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *arguments: Any, function: Function, levels: Levels, jaxpr: Any) -> list[Any]:
-    first = function.first_linear
+    first, transpose = function.first_linear, function.transpose
     assert first is not None
+    assert transpose is not None
 
     def pull(*both: Any) -> list[Array]:
-        return list(function.transpose(both[:first], both[first:]))
+        return list(transpose(both[:first], both[first:]))
 
     flags = [(*flags[:first], *(True for _ in cotangents)) for _, flags in levels]
     linear = _map(pull, flags)(*arguments[:first], *map(ad.instantiate_zeros, cotangents))

@@ -18,7 +18,7 @@ from flax_mha.call.operands import accumulation_dtype
 from flax_mha.core.tile import Offsets, Tile
 from flax_mha.core.tracing import any_varies
 from flax_mha.core.user_function import TracedFunction
-from flax_mha.impl.shared.derivatives import ReverseOnly
+from flax_mha.impl.shared.derivatives import reverse_only
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.threefry import random_words
 from flax_mha.masks import Mask
@@ -37,18 +37,6 @@ class ScoreInputs(NamedTuple):
         if bias is not None:
             bias = tile.cut(bias).astype(accumulation_dtype(bias.dtype))
         return self._replace(bias=bias)
-
-    def zeros(self) -> "ScoreInputs":
-        """Makes zeros to sum gradients up in, in float32 at least."""
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), self)
-
-    def add(self, tile: Tile, part: "ScoreInputs") -> "ScoreInputs":
-        """A sum with the gradient of one tile's part added to it; the sink belongs to no tile."""
-        bias = self.bias
-        if bias is not None and part.bias is not None:
-            bias = tile.add(bias, part.bias)
-        captured = [x + y.astype(x.dtype) for x, y in zip(self.captured, part.captured, strict=True)]
-        return ScoreInputs(bias, self.sink, captured)
 
 
 @jax.tree_util.register_dataclass
@@ -263,7 +251,7 @@ class ScoreRule:
     def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
         """The user's function of one score and its positions."""
         error, mod = self.no_forward_mode, self.score_mod
-        guard = functools.partial(ReverseOnly.of, error=error) if error else lambda x: x
+        guard = functools.partial(reverse_only, error=error) if error else lambda x: x
         arrays = [*map(guard, captured), *self.constants]
         return lambda score, row, column: mod(arrays, guard(score), self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
 

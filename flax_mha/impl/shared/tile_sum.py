@@ -6,7 +6,6 @@ the transpose of one is a tile sum, whose function is transposed. So all derivat
 holds more than one tile of scores.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -45,6 +44,20 @@ class Argument(NamedTuple):
         """Describes this array."""
         return cls(kind, x.shape, x.dtype)
 
+    def start(self, height: int | None = None) -> Array:
+        """Makes zeros to add up an output in, or a row of tiles of this height.
+
+        A CPU multiplies matrices faster if the result is wide, [F, s], not tall.
+        """
+        shape = self.shape if height is None else (height, self.shape[1])
+        shape = shape[::-1] if self.kind in ("queries transposed", "keys") else shape
+        return jnp.zeros(shape, accumulation_dtype(jnp.dtype(self.dtype)))
+
+    def finish(self, total: Array) -> Array:
+        """Turns such a sum into the output."""
+        total = total.T if self.kind in ("queries transposed", "keys") else total
+        return (total if self.factor == 1.0 else total * self.factor).astype(self.dtype)
+
 
 class TileVisit(NamedTuple):
     """One tile to compute, which begins `first` rows below the top of its row of tiles."""
@@ -67,28 +80,22 @@ class TileVisit(NamedTuple):
 
     def cut(self, kind: Kind, x: Array) -> Array:
         """Cuts the tile's part out of an argument; those of queries are of the row of tiles."""
-        match kind:
-            case "queries" | "queries transposed":
-                return self.rows(x, int(kind == "queries transposed"))
-            case "keys" | "keys transposed":
-                return self.tile.cut_columns(x, int(kind == "keys transposed"))
-            case "scores":
-                return self.tile.cut(x)
-        return x
+        axis = int(kind.endswith("transposed"))
+        if kind.startswith("queries"):
+            return self.rows(x, axis)
+        if kind.startswith("keys"):
+            return self.tile.cut_columns(x, axis)
+        return self.tile.cut(x) if kind == "scores" else x
 
     def add(self, kind: Kind, x: Array, part: Array) -> Array:
         """Adds the tile's part to a sum: of queries those of the row of tiles, of keys transposed, [F, S]."""
-        part = part.astype(x.dtype)
-        match kind:
-            case "queries" | "queries transposed":
-                axis = int(kind == "queries transposed")
-                return self.put_rows(x, self.rows(x, axis) + part, axis)
-            case "keys" | "keys transposed":
-                part = part.T if kind == "keys" else part
-                return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
-            case "scores":
-                return self.tile.add(x, part)
-        return x + part
+        part, axis = part.astype(x.dtype), int(kind.endswith("transposed"))
+        if kind.startswith("queries"):
+            return self.put_rows(x, self.rows(x, axis) + part, axis)
+        if kind.startswith("keys"):
+            part = part if axis else part.T
+            return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
+        return self.tile.add(x, part) if kind == "scores" else x + part
 
 
 class TileFunction(NamedTuple):
@@ -146,129 +153,101 @@ class TileFunction(NamedTuple):
 
 
 def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
-    (height, width), shape = tile.shape, argument.shape
-    match argument.kind:
-        case "queries":
-            return (height, shape[1])
-        case "queries transposed":
-            return (shape[1], height)
-        case "keys":
-            return (width, shape[1])
-        case "keys transposed":
-            return (shape[0], width)
-        case "scores":
-            return tuple(1 if size == 1 else part for size, part in zip(shape, tile.shape, strict=True))
-    return shape
+    kind, shape = argument.kind, argument.shape
+    if kind == "whole":
+        return shape
+    if kind == "scores":
+        return tuple(1 if size == 1 else part for size, part in zip(shape, tile.shape, strict=True))
+    length = tile.shape[int(kind.startswith("keys"))]
+    if kind in ("queries", "keys"):
+        return length, shape[1]
+    return shape[0] if kind == "keys transposed" else shape[1], length
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TileSum(Function):
-    """The sum of a function over all tiles of one head that are visited.
+def tile_sum(
+    tiling: Tiling,
+    function: TileFunction,
+    rule: ScoreRule,
+    blocks: BlockMask,
+    residuals: Sequence[Array],
+    linear: Sequence[Array],
+    by_hand: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None,
+) -> list[Array]:
+    """Sums a function over all tiles of one head that are visited.
 
-    Its arguments are the leaves of the rule and the block mask, then residuals and linear arguments of the function.
-
-    Attributes:
+    Args:
       tiling: The cut into tiles.
       function: The function of one tile.
-      context: The structure of rule and block mask.
+      rule: How products become scores.
+      blocks: Which tiles are visited.
+      residuals: Arguments in which the function is not linear.
+      linear: Arguments in which it is.
       by_hand: Computes the transpose, instead of the sum over transposed functions of tiles.
     """
+    context, structure = jax.tree.flatten((rule, blocks))
+    return _sum_of(tiling, function, structure, by_hand)(*context, *residuals, *linear)
 
-    tiling: Tiling
-    function: TileFunction
-    context: Any
-    by_hand: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        tiling: Tiling,
-        function: TileFunction,
-        rule: ScoreRule,
-        blocks: BlockMask,
-        residuals: Sequence[Array],
-        linear: Sequence[Array],
-        by_hand: Callable | None = None,
-    ) -> list[Array]:
-        """Sums a function over tiles."""
-        context, structure = jax.tree.flatten((rule, blocks))
-        return cls(tiling, function, structure, by_hand)(*context, *residuals, *linear)
+def _sum_of(tiling: Tiling, function: TileFunction, structure: Any, by_hand: Callable | None) -> Function:
+    """The sum as a function of the leaves of rule and block mask, which have this structure, and of all arguments."""
+    count, first = structure.num_leaves, structure.num_leaves + len(function.residuals)
 
-    @property
-    def outputs(self) -> list[jax.ShapeDtypeStruct]:  # type: ignore[override]
-        """Shapes and dtypes."""
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.function.outputs]
+    def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
+        return (*jax.tree.unflatten(structure, arguments[:count]), arguments[count:])
 
-    @property
-    def first_linear(self) -> int:  # type: ignore[override]
-        """The place of the first linear argument."""
-        return self.context.num_leaves + len(self.function.residuals)
-
-    def _split(self, arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
-        count = self.context.num_leaves
-        return (*jax.tree.unflatten(self.context, arguments[:count]), arguments[count:])
-
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
-        """Computes the cotangents of the linear arguments."""
-        rule, blocks, own = self._split(residuals)
-        if self.by_hand is not None:
-            return self.by_hand(rule, blocks, own, cotangents)
-        return TileSum.of(self.tiling, self.function.transposed(), rule, blocks, own, cotangents)
-
-    def jvp(self, arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        """Computes outputs and tangents; rule and block mask have none."""
-        (rule, blocks, own), first = self._split(arguments), self.context.num_leaves
-        along = {i - first: x for i, x in sorted(tangents.items()) if i >= first}
-        if all(first + i >= self.first_linear for i in along):  # then it is a sum of the same function
-            linear = [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(own)][len(self.function.residuals) :]
-            moved = self(*arguments[: self.first_linear], *linear)
+    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
+        rule, blocks, own = split(arguments)
+        along = {i - count: x for i, x in sorted(tangents.items()) if i >= count}  # rule and block mask have none
+        if all(count + i >= first for i in along):  # then it is a sum of the same function
+            linear = [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(own)][len(function.residuals) :]
+            moved = result(*arguments[:first], *linear)
         else:
-            function = self.function.jvp(tuple(along))
-            moved = TileSum.of(self.tiling, function, rule, blocks, own, list(along.values()))
-        return self(*arguments), moved
+            moved = tile_sum(tiling, function.jvp(tuple(along)), rule, blocks, own, list(along.values()))
+        return result(*arguments), moved
 
-    def evaluate(self, *arguments: Any) -> Sequence[Array]:
-        """Computes the sum, a row of tiles after another."""
-        rule, blocks, own = self._split(arguments)
-        tiling, (compute, *described) = self.tiling, self.function
-        kinds = [x.kind for x in (*described[0], *described[1])]
-        output_kinds, count = [x.kind for x in described[2]], len(described[0])
-        of_rows = [i for i, kind in enumerate(kinds) if kind.startswith("queries")]
-        row_outputs = [i for i, kind in enumerate(output_kinds) if kind.startswith("queries")]
+    def transpose(residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
+        rule, blocks, own = split(residuals)
+        if by_hand is not None:
+            return by_hand(rule, blocks, own, cotangents)
+        return tile_sum(tiling, function.transposed(), rule, blocks, own, cotangents)
 
-        def row(sums: dict[int, Array], mine: tuple) -> tuple[dict[int, Array], list[Array]]:
-            i, blocks, *parts = mine
-            values = list(own)
-            for place, part in zip(of_rows, parts, strict=True):
-                values[place] = part.T if kinds[place] == "queries transposed" else part
+    def evaluate(*arguments: Any) -> Sequence[Array]:
+        return _sum_rows(tiling, function, *split(arguments))
 
-            def visit_tile(visit: TileVisit, mask: Mask | None, state: dict[int, Array]) -> dict[int, Array]:
-                cut = [visit.cut(kind, x) for kind, x in zip(kinds, values, strict=True)]
-                parts = compute(rule, visit.tile, mask, cut[:count], cut[count:], False)
-                return {n: visit.add(output_kinds[n], state[n], part) for n, part in enumerate(parts)}
+    result = Function(function.outputs, evaluate, jvp, transpose, first)
+    return result
 
-            start = {n: self._start(n, row=True) for n in row_outputs}
-            state = over_keys(blocks, tiling, rule, i, visit_tile, {**sums, **varying_as(own[-1], start)})
-            return {n: state[n] for n in sums}, [self._finish(n, state[n]) for n in row_outputs]
 
-        sums = {n: self._start(n) for n in range(len(output_kinds)) if n not in row_outputs}
-        rows = by_row(tiling, blocks, *(own[i] for i in of_rows))
-        sums, by_rows = lax.scan(row, varying_as(own[-1], sums), rows)
-        outputs = {n: self._finish(n, x) for n, x in sums.items()}
-        outputs |= {n: x.reshape(described[2][n].shape) for n, x in zip(row_outputs, by_rows, strict=True)}
-        return [outputs[n] for n in range(len(output_kinds))]
+def _sum_rows(
+    tiling: Tiling, function: TileFunction, rule: ScoreRule, blocks: BlockMask, own: Sequence[Any]
+) -> Sequence[Array]:
+    """Computes the sum, a row of tiles after another."""
+    kinds = [x.kind for x in (*function.residuals, *function.linear)]
+    outputs, count = function.outputs, len(function.residuals)
+    of_rows = [i for i, kind in enumerate(kinds) if kind.startswith("queries")]
+    row_outputs = [i for i, x in enumerate(outputs) if x.kind.startswith("queries")]
 
-    def _start(self, n: int, row: bool = False) -> Array:
-        """Zeros to add up output n in. A CPU multiplies matrices faster if the result is wide, [F, s], not tall."""
-        kind, shape, dtype, _ = self.function.outputs[n]
-        shape = (self.tiling.height, shape[1]) if row else shape
-        shape = shape[::-1] if kind in ("queries transposed", "keys") else shape
-        return jnp.zeros(shape, accumulation_dtype(jnp.dtype(dtype)))
+    def row(sums: dict[int, Array], mine: tuple) -> tuple[dict[int, Array], list[Array]]:
+        i, blocks, *parts = mine
+        values = list(own)
+        for place, part in zip(of_rows, parts, strict=True):
+            values[place] = part.T if kinds[place] == "queries transposed" else part
 
-    def _finish(self, n: int, x: Array) -> Array:
-        kind, _, dtype, factor = self.function.outputs[n]
-        x = x.T if kind in ("queries transposed", "keys") else x
-        return (x if factor == 1.0 else x * factor).astype(dtype)
+        def visit_tile(visit: TileVisit, mask: Mask | None, state: dict[int, Array]) -> dict[int, Array]:
+            cut = [visit.cut(kind, x) for kind, x in zip(kinds, values, strict=True)]
+            parts = function.compute(rule, visit.tile, mask, cut[:count], cut[count:], False)
+            return {n: visit.add(outputs[n].kind, state[n], part) for n, part in enumerate(parts)}
+
+        start = {n: outputs[n].start(tiling.height) for n in row_outputs}
+        state = over_keys(blocks, tiling, rule, i, visit_tile, {**sums, **varying_as(own[-1], start)})
+        return {n: state[n] for n in sums}, [outputs[n].finish(state[n]) for n in row_outputs]
+
+    sums = {n: x.start() for n, x in enumerate(outputs) if n not in row_outputs}
+    rows = by_row(tiling, blocks, *(own[i] for i in of_rows))
+    sums, by_rows = lax.scan(row, varying_as(own[-1], sums), rows)
+    results = {n: outputs[n].finish(x) for n, x in sums.items()}
+    results |= {n: x.reshape(outputs[n].shape) for n, x in zip(row_outputs, by_rows, strict=True)}
+    return [results[n] for n in range(len(outputs))]
 
 
 def over_keys(
