@@ -30,7 +30,6 @@ from flax_mha.impl.shared.schedule import TilePlan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.impl.shared.tile_sum import Argument, TileFunction, TileVisit, by_row, element, over_keys, tile_sum
 from flax_mha.impl.shared.tiling import BlockMask, Tiling, dynamic_block_mask, padded_mask
-from flax_mha.masks import Mask
 
 
 def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
@@ -160,10 +159,10 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
     def row(own: tuple) -> ResultsOfHead:
         i, blocks, q, q_flags = own
 
-        def visit_tile(visit: TileVisit, mask: Mask | None, state: online_softmax.State) -> online_softmax.State:
+        def visit_tile(visit: TileVisit, rule: ScoreRule, state: online_softmax.State) -> online_softmax.State:
             keys, values = visit.keys(head.key), visit.keys(head.value)
             own_flags = None if flags is None else NonfiniteFlags(visit.rows(q_flags), visit.keys(flags.key))
-            s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, mask, own_flags)
+            s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, own_flags)
             before = jax.tree.map(visit.rows, state)
             after = online_softmax.update(before, s, lambda p: rule.weigh(p, values, visit.tile), row_poison)
             return jax.tree.map(visit.put_rows, state, after)
@@ -181,8 +180,8 @@ def _joined(results: Any) -> ResultsOfHead:
 
 def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> ResultsOfHead:
     attend = dense.fused_rows if fuse_rows else dense.plain_rows
-    mask = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None
-    flags = head.nonfinite
+    mask, flags = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None, head.nonfinite
+    rule = dataclasses.replace(head.rule, mask=mask)
 
     def row(own: tuple) -> ResultsOfHead:
         i, blocks, q, q_flags = own
@@ -195,9 +194,10 @@ def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks:
             key=tile.cut_columns(head.key, 0),
             value=tile.cut_columns(head.value, 0),
             inputs=head.inputs.cut(tile),
+            rule=rule,
             nonfinite=None if flags is None else NonfiniteFlags(q_flags, tile.cut_columns(flags.key, 0)),
         )
-        return attend(part, tile, mask)
+        return attend(part, tile)
 
     rows = by_row(tiling, blocks, head.query, None if flags is None else flags.query)
     return _joined(jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows))
@@ -241,9 +241,7 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
     has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
     may_be_nan = has_bias or head.rule.score_mod is not None
 
-    def compute(
-        rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: Sequence[Array], linear: Sequence[Array], safe: bool
-    ) -> tuple:
+    def compute(rule: ScoreRule, tile: Tile, residuals: Sequence[Array], linear: Sequence[Array], safe: bool) -> tuple:
         if rule.no_forward_mode:
             raise NotImplementedError(rule.no_forward_mode)
         query, lse, key, value, *inputs = residuals
@@ -251,7 +249,7 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
         d_products = rule.products(d_query, key) + rule.products(query, d_key)
         primals = rule.products(query, key), _inputs(inputs, has_bias)
         scores = rule.differentiable_tile if safe else rule.tile
-        s, d_s = jax.jvp(lambda x, p: scores(x, p, tile, mask), primals, (d_products, _inputs(d_inputs, has_bias)))
+        s, d_s = jax.jvp(lambda x, p: scores(x, p, tile), primals, (d_products, _inputs(d_inputs, has_bias)))
         d_s = d_s if rule.score_mod is None else jnp.where(s == -jnp.inf, jnp.zeros_like(d_s), d_s)
         weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
         d_weights = weights * d_s
@@ -289,15 +287,13 @@ def _backward(
     d_output = d_output.astype(query.dtype)
     may_be_nan = has_bias or rule.score_mod is not None
 
-    def compute(
-        rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: Sequence[Array], linear: Sequence[Array], safe: bool
-    ) -> tuple:
+    def compute(rule: ScoreRule, tile: Tile, residuals: Sequence[Array], linear: Sequence[Array], safe: bool) -> tuple:
         (query, query_transposed, lse, key, value, *inputs), (d_output, d_output_transposed, d_lse) = residuals, linear
         primals = rule.products(query, key), _inputs(inputs, has_bias)
         if safe:
-            s, pull = jax.vjp(lambda x, p: rule.differentiable_tile(x, p, tile, mask), *primals)
+            s, pull = jax.vjp(lambda x, p: rule.differentiable_tile(x, p, tile), *primals)
         else:
-            s, pull = rule.tile_vjp(*primals, tile, mask)
+            s, pull = rule.tile_vjp(*primals, tile)
         weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
         d_weights = _times(rule.dot(d_output, value, transpose_b=True), kept)
         d_products, d_inputs = pull(weights * (d_weights + d_lse))

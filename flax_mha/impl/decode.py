@@ -277,7 +277,7 @@ def _step(
         product, inputs, rule, flags, (state, flag) = own
         tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets.values, ring=rule.ring)
         poison = None if flags is None else flags.key_poison()
-        s = rule.tile(product, inputs.cut(tile), tile, rule.mask, poison)
+        s = rule.tile(product, inputs.cut(tile), tile, poison)
         if length % blocks.width:  # and begins with keys of the one before
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
         row_poison = None if flags is None else flags.row_poison(unmasked=False)

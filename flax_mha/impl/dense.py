@@ -22,7 +22,6 @@ from flax_mha.impl.shared import nonfinite, schedule
 from flax_mha.impl.shared.head import Head, heads_of, map_heads, numbers_as_arrays, to_caller
 from flax_mha.impl.shared.schedule import DensePlan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
-from flax_mha.masks import Mask
 
 # The largest scores are None, unless they are asked for.
 ResultsOfHead = tuple[Float[Array, "t Hv"], Float[Array, " t"], Float[Array, " t"] | None]
@@ -68,7 +67,7 @@ def dense_head(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _head(fuse_rows: bool, head: Head) -> ResultsOfHead:
-    return (fused_rows if fuse_rows else plain_rows)(head, _whole(head), head.rule.mask)
+    return (fused_rows if fuse_rows else plain_rows)(head, _whole(head))
 
 
 @_head.defjvp
@@ -82,7 +81,7 @@ def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> t
     return jax.jvp(differentiable, primal, of_tangents)
 
 
-def plain_rows(head: Head, tile: Tile, mask: Mask | None) -> ResultsOfHead:
+def plain_rows(head: Head, tile: Tile) -> ResultsOfHead:
     """Output and log-sum-exp of the rows of a tile that see this tile alone; without gradients.
 
     All of `head` is the tile's own part. Keys and queries that are not finite are NaN, and so are their scores. A
@@ -96,7 +95,7 @@ def plain_rows(head: Head, tile: Tile, mask: Mask | None) -> ResultsOfHead:
     query, key, flags = head.query, head.key, head.nonfinite
     if rule.score_mod is None and flags is not None:
         query, key = nonfinite.restore_rows(query, flags.query), nonfinite.restore_rows(key, flags.key)
-    s = rule.tile(rule.products(query, key), head.inputs, tile, mask, poison)
+    s = rule.tile(rule.products(query, key), head.inputs, tile, poison)
     return _softmax(s, head.value, head.inputs, rule, tile)
 
 
@@ -108,7 +107,7 @@ def _with_flags(head: Head) -> Head:
     return dataclasses.replace(head, query=query, key=key, nonfinite=flags)
 
 
-def fused_rows(head: Head, tile: Tile, mask: Mask | None) -> ResultsOfHead:
+def fused_rows(head: Head, tile: Tile) -> ResultsOfHead:
     """As `plain_rows`, from flags with row scales.
 
     Written so that XLA's CPU can compile it into one kernel: if nobody asks for the log-sum-exp, no score is written to
@@ -116,13 +115,13 @@ def fused_rows(head: Head, tile: Tile, mask: Mask | None) -> ResultsOfHead:
     """
     rule, inputs, flags = head.rule, head.inputs, head.nonfinite
     if flags is None:
-        s = rule.tile(rule.products(head.query, head.key), inputs, tile, mask)
+        s = rule.tile(rule.products(head.query, head.key), inputs, tile)
         return _softmax(s, head.value, inputs, rule, tile, fused=True)
     # Rows of large numbers are scaled down before the product and up after it. A masked product may then overflow to
     # infinity, but it is never NaN (infinity minus infinity).
     (query, query_factor), (key, key_factor) = _shrunk(head.query, flags.query), _shrunk(head.key, flags.key)
     products = rule.products(query, key) * key_factor.T * query_factor
-    s = rule.tile(products, inputs, tile, mask, flags.score_poison(), fused=True)
+    s = rule.tile(products, inputs, tile, flags.score_poison(), fused=True)
     return _softmax(s, head.value, inputs, rule, tile, fused=True)
 
 
@@ -140,7 +139,7 @@ def _differentiable(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
     head = _with_flags(head)
     rule, whole = head.rule, _whole(head)
     products = checkpoint_name(rule.products(head.query, head.key), "attention_scores")
-    s = rule.differentiable_tile(products, head.inputs, whole, rule.mask)
+    s = rule.differentiable_tile(products, head.inputs, whole)
     if head.nonfinite is None:
         return _softmax(s, head.value, head.inputs, rule, whole, fuse_rows)
     # Rows that see something not finite return NaN, and have no gradient.

@@ -76,7 +76,7 @@ def dense_head_on_gpu(head: Head) -> tuple[Float[Array, "T Hv"], Float[Array, " 
     dot = Products(rule.precision, rule.dtype, guards)
     products = _products(dot, query, key, value)
     products = products if rule.scale == 1.0 else products * rule.scale
-    s = _scores_of(products, inputs, rule, whole) if guards else rule.tile(products, inputs, whole, None)
+    s = _scores_of(products, inputs, rule, whole) if guards else rule.tile(products, inputs, whole)
     kept = rule.dropout_by_query(whole, s.dtype)
     output, lse = _attention(dot._replace(dtype=value.dtype), s, inputs.sink, kept, value)
     largest = jnp.max(lax.stop_gradient(s), axis=1, initial=-jnp.inf) if rule.returns_max else None
@@ -92,9 +92,9 @@ def _scores_of(products: Float[Array, "T S"], inputs: ScoreInputs, rule: ScoreRu
         products = _replaced(0.0, products, ~is_nan)
         products = products if bias is None else rule.guarded(products, bias != -jnp.inf)
     if not rule.is_harmless:
-        s = rule.differentiable_tile(products, inputs, whole, rule.mask)
+        s = rule.differentiable_tile(products, inputs, whole)
         return s if poison is None else jnp.where(s == -jnp.inf, s, s + poison)
-    s, visible = rule.unmasked(products, inputs._replace(bias=None), whole, rule.mask, poison)
+    s, visible = rule.unmasked(products, inputs._replace(bias=None), whole, poison)
     if bias is not None:  # added so that its gradient is that of the scores, not another array
         shows = bias != -jnp.inf
         s = s + _replaced(0.0, bias, shows).astype(s.dtype)

@@ -154,7 +154,6 @@ class LoadedTile(NamedTuple):
     tile: KernelTile
     rule: TileRule
     params: ScoreInputs
-    mask: Mask | None
     entries: list[Array | None]
 
     def over_features(self, rows: Float[Array, "m F"], columns: Array) -> Float[Array, "m n"]:
@@ -172,7 +171,7 @@ class LoadedTile(NamedTuple):
 
     def gradients(self) -> tuple[Float[Array, "m n"], Float[Array, "m n"], ScoreInputs]:
         """The weights after dropout, and the gradients of the products before scaling and of `params`."""
-        s, pull = self.rule.tile_vjp(self.products(), self.params, self.tile, self.mask)
+        s, pull = self.rule.tile_vjp(self.products(), self.params, self.tile)
         may_be_nan = self.params.bias is not None or self.rule.score_mod is not None
         weights, kept = nonfinite.backward_weights(s, self.lse, may_be_nan), self.rule.dropout_multiplier(self.tile)
         d_weights = self.over_features(self.rows[1], self.columns[1])
@@ -212,9 +211,9 @@ def load_tile(
         values, entries = plan.rule.function.look_up((tile.query_positions, tile.key_positions), values)
         pairs = zip(values, plan.learned or [False] * len(values), strict=True)
         learned = [jnp.broadcast_to(x, shape) if is_learned else None for x, is_learned in pairs]
-    rule = dataclasses.replace(plan.rule, dropout_seed=inputs.seed, values=values)  # type: ignore[arg-type]
-    params, mask = ScoreInputs(bias, None, learned), inputs.mask if masked else None
-    return LoadedTile(plan, inputs, rows, columns, lse, delta, tile, rule, params, mask, entries)
+    mask = inputs.mask if masked else None
+    rule = dataclasses.replace(plan.rule, mask=mask, dropout_seed=inputs.seed, values=values)  # type: ignore[arg-type]
+    return LoadedTile(plan, inputs, rows, columns, lse, delta, tile, rule, ScoreInputs(bias, None, learned), entries)
 
 
 def repeat_lanes(columns: Array, width: int) -> Array:

@@ -62,12 +62,12 @@ def forward(call: KernelCall) -> OutputAndLse:
 def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
     """One step of the running softmax: of each row its maximum, the sum of exp(score - maximum), and values by it."""
     running_max, running_sum, weighted = sums
-    poison = tile.inputs.key_poison
-    s = tile.rule.tile(tile.products(), tile.params, tile.tile, tile.mask, None if tile.mask is None else poison)
+    poison, is_masked = tile.inputs.key_poison, tile.rule.mask is not None
+    s = tile.rule.tile(tile.products(), tile.params, tile.tile, poison if is_masked else None)
     before = running_max[...]
     after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
     # What is subtracted is finite: a row that saw nothing has -inf, and -inf - -inf is NaN.
-    may_see_nothing = tile.rule.masks_tile(tile.params, tile.inputs.mask)
+    may_see_nothing = tile.inputs.mask is not None or tile.rule.masks_scores(tile.params)
     shift = jnp.maximum(after, LOWEST) if may_see_nothing else after
     weights = jnp.exp(s - repeat_lanes(shift, s.shape[1]))
     decay = jnp.exp(before - shift)
@@ -76,7 +76,7 @@ def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
     kept = tile.rule.dropout_multiplier(tile.tile)
     values = tile.over_columns(weights if kept is None else weights * kept, tile.columns[1])
     weighted[...] = weighted[...] * repeat_lanes(decay, values.shape[1]) + values
-    if tile.mask is None and poison is not None:  # all rows see all keys of this tile
+    if not is_masked and poison is not None:  # all rows see all keys of this tile
 
         @pl.when(jnp.max(poison) > 0)
         def _spoil() -> None:

@@ -78,14 +78,14 @@ class TileRule(ScoreRule):
         return self.function(arguments, values, tile.shape)  # type: ignore[misc]
 
     def tile_vjp(
-        self, products: Float[Array, "..."], inputs: ScoreInputs, tile: Tile, mask: Mask | None
+        self, products: Float[Array, "..."], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "..."], Callable[[Array], tuple[Array, ScoreInputs]]]:
         """The scores of a tile, and what turns their gradients into those of products and `inputs`.
 
         The gradient of a captured value is a sum over all scores. It is returned score by score, 0 where masked, so
         that what a function's derivative is at masked places reaches nothing.
         """
-        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile, mask), products, inputs)
+        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         if self.score_mod is None:
             return scores, pull  # of masked scores it is 0 already
 

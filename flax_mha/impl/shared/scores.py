@@ -47,7 +47,7 @@ class ScoreRule:
     Its arrays, like those of masks, have leading axes for batch and heads until `map_heads` has mapped them.
 
     Attributes:
-      mask: What is visible; None shows everything.
+      mask: What is visible; None shows everything, as in the rule of a tile that need not be masked.
       offsets: Positions of the first query and the first key.
       dropout_seed: Two random words; None drops nothing.
       batch: Index of the batch entry (flattened), for `score_mod`.
@@ -80,11 +80,7 @@ class ScoreRule:
 
     def masks_scores(self, inputs: ScoreInputs) -> bool:
         """Returns whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
-        return self.masks_tile(inputs, self.mask)
-
-    def masks_tile(self, inputs: ScoreInputs, mask: Mask | None) -> bool:
-        """Returns whether a score may be masked in a tile in which `mask` says what is visible."""
-        return mask is not None or inputs.bias is not None or self.score_mod is not None
+        return self.mask is not None or inputs.bias is not None or self.score_mod is not None
 
     def products(self, query: Float[Array, "t H"], key: Float[Array, "s H"]) -> Float[Array, "t s"]:
         """Scaled products of queries and keys."""
@@ -109,16 +105,15 @@ class ScoreRule:
         key: Float[Array, "s H"],
         inputs: ScoreInputs,
         tile: Tile,
-        mask: Mask | None,
         flags: NonfiniteFlags | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
         """The scores of one tile from its queries and keys, and the poison of its rows; `inputs` are the head's."""
         products, poison, row_poison = self.products(query, key), None, None
         if flags is not None:
             # Without poison of scores, XLA's CPU can fuse the product with the row maximum.
-            masks = self.masks_tile(inputs, mask)
+            masks = self.masks_scores(inputs)
             poison, row_poison = flags.key_poison() if masks else None, flags.row_poison(not masks)
-        return self.tile(products, inputs.cut(tile), tile, mask, poison), row_poison
+        return self.tile(products, inputs.cut(tile), tile, poison), row_poison
 
     def weigh(self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile) -> Float[Array, "t Hv"]:
         """The sum of the values, weighted after dropout."""
@@ -130,7 +125,6 @@ class ScoreRule:
         products: Float[Array, "t s"],
         inputs: ScoreInputs,
         tile: Tile,
-        mask: Mask | None,
         poison: Float[Array, "#t #s"] | None = None,
         fused: bool = False,
     ) -> Float[Array, "t s"]:
@@ -140,12 +134,11 @@ class ScoreRule:
           products: Of scaled queries and keys.
           inputs: The tile's own part.
           tile: Which it is.
-          mask: What is visible in it; None shows everything.
           poison: Added to the visible scores: infinity where query, key or value is not finite, else 0.
           fused: Whether to express the mask so that XLA's CPU backend can fuse it with the product before and the
             softmax after it. The caller must ensure that no masked product is NaN, and must not differentiate.
         """
-        scores, visible = self.unmasked(products, inputs, tile, mask, poison, fused)
+        scores, visible = self.unmasked(products, inputs, tile, poison, fused)
         if visible is None:
             return scores
         if fused and self.score_mod is None:  # XLA's CPU fuses a minimum with the product before it, not a selection
@@ -157,7 +150,6 @@ class ScoreRule:
         products: Float[Array, "t s"],
         inputs: ScoreInputs,
         tile: Tile,
-        mask: Mask | None,
         poison: Float[Array, "#t #s"] | None = None,
         fused: bool = False,
     ) -> tuple[Float[Array, "t s"], Bool[Array, "#t #s"] | None]:
@@ -165,7 +157,7 @@ class ScoreRule:
 
         Arguments are as for `tile`.
         """
-        visible = None if mask is None else mask.tile(tile)
+        visible = None if self.mask is None else self.mask.tile(tile)
         if inputs.bias is not None:
             visible = _both(visible, inputs.bias != -jnp.inf)
         fused = fused and self.score_mod is None
@@ -195,7 +187,7 @@ class ScoreRule:
         return self.score_mod is None or (self.score_mod.derivative_is_finite and self.soft_cap is None)
 
     def differentiable_tile(
-        self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile, mask: Mask | None
+        self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> Float[Array, "t s"]:
         """As `tile`, but derivatives are finite if they are finite at all visible places.
 
@@ -204,9 +196,9 @@ class ScoreRule:
         larger. So masked places are replaced by a visible place of the tile, whose derivative is in the sum anyway.
         """
         if self.is_harmless or not products.size:
-            return self.tile(products, inputs, tile, mask)
+            return self.tile(products, inputs, tile)
         fixed_products, fixed_inputs = lax.stop_gradient((products, inputs))
-        visible = self.tile(fixed_products, fixed_inputs, tile, mask) != -jnp.inf
+        visible = self.tile(fixed_products, fixed_inputs, tile) != -jnp.inf
         row, column = jnp.unravel_index(jnp.argmax(visible), visible.shape)
         rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
         columns = jnp.where(visible, tile.key_positions, tile.key_positions[0, column])
@@ -220,10 +212,10 @@ class ScoreRule:
         return jnp.where(visible, scores, -jnp.inf)
 
     def tile_vjp(
-        self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile, mask: Mask | None
+        self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
         """The scores of a tile, and what turns their cotangents into those of products and `inputs`."""
-        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile, mask), products, inputs)
+        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         if self.score_mod is None:
             return scores, pull
 
@@ -240,7 +232,7 @@ class ScoreRule:
             return d_products, d_inputs._replace(captured=captured)
 
         def again(d_scores: Float[Array, "t s"]) -> list[Array]:
-            _, pull = jax.vjp(lambda p: self.differentiable_tile(products, p, tile, mask), inputs)
+            _, pull = jax.vjp(lambda p: self.differentiable_tile(products, p, tile), inputs)
             return pull(d_scores)[0].captured
 
         return scores, pull_safely

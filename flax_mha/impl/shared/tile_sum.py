@@ -6,6 +6,7 @@ the transpose of one is a tile sum, whose function is transposed. So all derivat
 holds more than one tile of scores.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -22,7 +23,6 @@ from flax_mha.core.tracing import varying_as
 from flax_mha.impl.shared.derivatives import Function
 from flax_mha.impl.shared.scores import ScoreRule
 from flax_mha.impl.shared.tiling import BlockMask, TileBand, Tiling, padded_mask
-from flax_mha.masks import Mask
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class TileFunction(NamedTuple):
     """A function of one tile.
 
     Attributes:
-      compute: `compute(rule, tile, mask, residuals, linear, is_safe)` returns parts of the outputs from parts of the
+      compute: `compute(rule, tile, residuals, linear, is_safe)` returns parts of the outputs from parts of the
         arguments. Where `is_safe`, derivatives of it are finite if they are finite at all visible places.
       residuals: What it is not linear in.
       linear: What it is linear in.
@@ -118,13 +118,11 @@ class TileFunction(NamedTuple):
         """The tangent along these arguments, residuals first, from all arguments and the tangents of these."""
         count = len(self.residuals)
 
-        def compute(
-            rule: ScoreRule, tile: Tile, mask: Mask | None, values: Sequence, tangents: Sequence, _: bool
-        ) -> list:
+        def compute(rule: ScoreRule, tile: Tile, values: Sequence, tangents: Sequence, _: bool) -> list:
             def moved(*some: Array) -> list[Array]:
                 replaced = dict(zip(places, some, strict=True))
                 mine = [replaced.get(i, x) for i, x in enumerate(values)]
-                return list(self.compute(rule, tile, mask, mine[:count], mine[count:], True))
+                return list(self.compute(rule, tile, mine[:count], mine[count:], True))
 
             return jax.jvp(moved, tuple(values[i] for i in places), tuple(tangents))[1]
 
@@ -134,11 +132,9 @@ class TileFunction(NamedTuple):
     def transposed(self) -> "TileFunction":
         """The function that returns cotangents of the linear arguments from those of the outputs."""
 
-        def compute(
-            rule: ScoreRule, tile: Tile, mask: Mask | None, residuals: Sequence, cotangents: Sequence, _: bool
-        ) -> list:
+        def compute(rule: ScoreRule, tile: Tile, residuals: Sequence, cotangents: Sequence, _: bool) -> list:
             def forward(linear: list[Array]) -> list[Array]:
-                return list(self.compute(rule, tile, mask, residuals, linear, True))
+                return list(self.compute(rule, tile, residuals, linear, True))
 
             like = residuals[0]
             zeros = [varying_as(like, jnp.zeros(_part_shape(x, tile), x.dtype)) for x in self.linear]
@@ -233,9 +229,9 @@ def _sum_rows(
         for place, part in zip(of_rows, parts, strict=True):
             values[place] = part.T if kinds[place] == "queries transposed" else part
 
-        def visit_tile(visit: TileVisit, mask: Mask | None, state: dict[int, Array]) -> dict[int, Array]:
+        def visit_tile(visit: TileVisit, rule: ScoreRule, state: dict[int, Array]) -> dict[int, Array]:
             cut = [visit.cut(kind, x) for kind, x in zip(kinds, values, strict=True)]
-            parts = function.compute(rule, visit.tile, mask, cut[:count], cut[count:], False)
+            parts = function.compute(rule, visit.tile, cut[:count], cut[count:], False)
             return {n: visit.add(outputs[n].kind, state[n], part) for n, part in enumerate(parts)}
 
         start = {n: outputs[n].start(tiling.height) for n in row_outputs}
@@ -255,25 +251,25 @@ def over_keys(
     tiling: Tiling,
     rule: ScoreRule,
     i: Int[Array, ""],
-    step: Callable[[TileVisit, Mask | None, T], T],
+    step: Callable[[TileVisit, ScoreRule, T], T],
     state: T,
 ) -> T:
     """Folds `step` over the tiles of row i that are visited; `blocks` is the row's own."""
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
-    def visit(band: TileBand, mask: Mask | None, n: Scalar, state: T) -> T:
+    def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
         columns = tuple(element(blocks.column, n, run) for run in range(band.runs))
         shape = (band.end - band.first, band.runs * tiling.width)
         tile = tiling.tile(i * tiling.height + band.first, columns, shape, rule.offsets.values)
-        return step(TileVisit(band.first, tile), mask, state)
+        return step(TileVisit(band.first, tile), rule, state)
 
     for bands, mask_of_tile, first, end in (
         (blocks.full_bands, None, 0, blocks.num_full),
         (blocks.partial_bands, mask, blocks.num_full, blocks.num_tiles),
     ):
-        visits = [functools.partial(visit, band, mask_of_tile) for band in bands]
-        if not visits:
+        if not bands:
             continue
+        visits = [functools.partial(visit, band, dataclasses.replace(rule, mask=mask_of_tile)) for band in bands]
         one = visits[0] if len(visits) == 1 else functools.partial(_visit_band, blocks.band, visits)
         state = one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
     return state
