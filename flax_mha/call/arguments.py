@@ -1,8 +1,4 @@
-"""The arguments of `dot_product_attention`, each checked before any compute, and the `Call` that they make.
-
-Every message names the argument, what is expected, what was given and, where that is not plain, how to fix it. Values
-are looked at where they are known, so those of tracers are not.
-"""
+"""The arguments of `dot_product_attention`, each checked as in `core/validation.py`, and the `Call` that they make."""
 
 import functools
 import math
@@ -80,12 +76,13 @@ def check_inputs(
         raise ValueError(f"query must be {meaning}, so of rank 3 or more, but got {shapes}.")
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(f"query, key, value batch dims must match, but got {shapes}.")
-    if key.shape[-3] != value.shape[-3]:
-        raise ValueError(f"key, value lengths must match, but got {key.shape[-3]} and {value.shape[-3]} in {shapes}.")
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query, key depths must match, but got {query.shape[-1]} and {key.shape[-1]} in {shapes}.")
-    if key.shape[-2] != value.shape[-2]:
-        raise ValueError(f"key, value heads must match, but got {key.shape[-2]} and {value.shape[-2]} in {shapes}.")
+    for name, x, y, axis in (
+        ("key, value lengths", key, value, -3),
+        ("query, key depths", query, key, -1),
+        ("key, value heads", key, value, -2),
+    ):
+        if x.shape[axis] != y.shape[axis]:
+            raise ValueError(f"{name} must match, but got {x.shape[axis]} and {y.shape[axis]} in {shapes}.")
     num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
@@ -105,18 +102,15 @@ def check_inputs(
     return query, key, value, Shape(query.shape[:-3], *sizes)
 
 
-def check_bias(value: ArrayLike | None, shape: Shape) -> Array | None:
-    """An array of floats that broadcasts to the scores."""
+def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
+    """The bias or the sinks: an array of floats that broadcasts to `shape`, which errors describe as `meaning`."""
     if value is None:
         return None
-    array = as_array("bias", value, "an array of floats")
-    _check_floats("bias", array, "; a boolean array is a mask" if array.dtype == bool else "")
-    return broadcastable("bias", array, shape.scores, "[batch..., heads, queries, keys]")
-
-
-def _check_floats(name: str, array: Array, fix: str = "") -> None:
+    array = as_array(name, value, "an array of floats")
     if array.dtype.name not in DTYPES:
+        fix = "; a boolean array is a mask" if array.dtype == bool and name == "bias" else ""
         raise ValueError(f"{name} must have a dtype out of {', '.join(DTYPES)}, but got {array.dtype}{fix}.")
+    return broadcastable(name, array, shape, meaning)
 
 
 def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) -> Offsets:
@@ -188,15 +182,6 @@ def check_precision(value: Any) -> Any:
 def _dot_with(precision: Any) -> None:
     x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), x)
-
-
-def check_sinks(value: ArrayLike | None, shape: Shape) -> Array | None:
-    """One logit per head, or what broadcasts to [B..., N]."""
-    if value is None:
-        return None
-    array = as_array("sinks", value, "an array of floats, one per head")
-    _check_floats("sinks", array)
-    return broadcastable("sinks", array, (*shape.batch, shape.num_heads), "[batch..., heads]")
 
 
 def check_soft_cap(value: float | None) -> float | None:
@@ -315,7 +300,7 @@ def check_scoring(
         dtype=dtype,
         return_max_score=_flag("return_max_score", arguments.get("return_max_score", False)),
     )
-    sinks = check_sinks(arguments.get("sinks"), shape)
+    sinks = check_floats("sinks", arguments.get("sinks"), (*shape.batch, shape.num_heads), "[batch..., heads]")
     return Scoring(query, sinks, captured, constants, scale_array, dropout_rng if rate else None, options)
 
 
@@ -337,7 +322,7 @@ def with_keys(
         query=scoring.query,
         key=key,
         value=value,
-        bias=None if bias is None else check_bias(bias, shape),
+        bias=check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
         sinks=scoring.sinks,
         mask=functools.reduce(operator.and_, present) if present else None,
         captured=scoring.captured,
@@ -396,8 +381,7 @@ def _length_mask(query_lengths: ArrayLike | None, key_lengths: ArrayLike | None,
 def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape) -> Mask | None:
     if query_ids is None and key_ids is None:
         return None
-    queries, keys = validation.segment_ids(query_ids, key_ids, shape)
-    return None if queries is None or keys is None else SegmentMask(queries, keys)
+    return SegmentMask(*validation.segment_ids(query_ids, key_ids, shape))
 
 
 def given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:

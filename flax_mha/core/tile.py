@@ -171,19 +171,6 @@ class Grid(NamedTuple):
     offsets: tuple[Scalar, Scalar] = (0, 0)
     lengths: tuple[int, int] | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the whole, padding included."""
-        return self.counts[0] * self.tile_shape[0], self.counts[1] * self.tile_shape[1]
-
-    def tile(self, i: Scalar, j: Scalar) -> Tile:
-        """The tile in row `i` and column `j` of the grid."""
-        return Tile(i * self.tile_shape[0], j * self.tile_shape[1], self.tile_shape, self.offsets, self.lengths)
-
-    def row_of_tiles(self, i: Scalar) -> Tile:
-        """All tiles of row `i` as one."""
-        return Tile(i * self.tile_shape[0], 0, (self.tile_shape[0], self.shape[1]), self.offsets, self.lengths)
-
     def bounds(self, axis: int, positions: bool = False) -> tuple[IntMatrix, IntMatrix]:
         """First and last row (axis 0, shape [rows, 1]) or column (axis 1, shape [1, columns]) of the tiles.
 
@@ -205,7 +192,7 @@ class Grid(NamedTuple):
         return k_first - q_last, k_last - q_first
 
 
-def pad(x: Array | np.ndarray, shape: tuple[int, int], mode: str = "constant") -> Array:
-    """`x` [T | 1, S | 1] lengthened to `shape`, by zeros or its own edge; axes of length 1 are broadcast and stay."""
+def pad(x: Array | np.ndarray, shape: tuple[int, int]) -> Array:
+    """`x` [T | 1, S | 1] lengthened to `shape` by zeros; axes of length 1 are broadcast and stay."""
     widths = [(0, 0 if size == 1 else length - size) for size, length in zip(x.shape, shape, strict=True)]
-    return jnp.pad(x, widths, mode=mode) if any(after for _, after in widths) else jnp.asarray(x)
+    return jnp.pad(x, widths) if any(after for _, after in widths) else jnp.asarray(x)

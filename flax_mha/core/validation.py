@@ -96,20 +96,10 @@ def lengths(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
     return array
 
 
-def segment_mask(query_ids: ArrayLike, key_ids: ArrayLike, shape: Shape) -> tuple[Array, Array]:
-    """The ids of a SegmentMask."""
-    queries, keys = segment_ids(query_ids, key_ids, shape)
-    if queries is None or keys is None:
-        raise ValueError("SegmentMask(query_ids, key_value_ids) must hold arrays of integers, but got None.")
-    return queries, keys
-
-
-def segment_ids(
-    query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape
-) -> tuple[Array, Array] | tuple[None, None]:
+def segment_ids(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape) -> tuple[Array, Array]:
     """The segments of queries and keys, of one dtype; one stands for both where the lengths are the same."""
     if query_ids is None and key_ids is None:
-        return None, None
+        raise ValueError("SegmentMask(query_ids, key_value_ids) must hold arrays of integers, but got None.")
     if (query_ids is None or key_ids is None) and shape.query_length != shape.key_length:
         missing = "query_segment_ids" if query_ids is None else "key_value_segment_ids"
         raise ValueError(

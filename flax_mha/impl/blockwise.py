@@ -26,7 +26,7 @@ from flax_mha.impl.shared import nonfinite, online_softmax, schedule
 from flax_mha.impl.shared.derivatives import Function
 from flax_mha.impl.shared.head import Head, from_caller, heads_of, map_heads, numbers_as_arrays, to_caller
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
-from flax_mha.impl.shared.schedule import TilePlan
+from flax_mha.impl.shared.schedule import Plan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 from flax_mha.impl.shared.tile_sum import Argument, TileFunction, TileVisit, by_row, element, over_keys, tile_sum
 from flax_mha.impl.shared.tiling import BlockMask, Tiling, dynamic_block_mask, padded_mask
@@ -40,8 +40,7 @@ def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
       result: Output and log-sum-exp over these and other keys, if they are known: see `blockwise_head`.
     """
     call = schedule.with_occupancy(numbers_as_arrays(call))
-    plan, blocks = schedule.plan_tiles(call)
-    return _all_heads(call.operands, call.options, plan, blocks, result)
+    return _all_heads(call.operands, call.options, *schedule.plan_tiles(call), result)
 
 
 def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndLse:
@@ -52,22 +51,25 @@ def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndL
 BLOCKWISE = Implementation("blockwise", attention, hop=hop)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "plan"))
+@functools.partial(jax.jit, static_argnames=("options", "plan", "tiling"))
 def _all_heads(
-    operands: Operands, options: Options, plan: TilePlan, blocks: BlockMask | None, result: OutputAndLse | None
+    operands: Operands,
+    options: Options,
+    plan: Plan,
+    tiling: Tiling,
+    blocks: BlockMask | None,
+    result: OutputAndLse | None,
 ) -> OutputAndLse:
-    head, axes = (
-        heads_of(operands, options, "flags and scales" if plan.fuses_rows else "flags", plan.dtype),
-        operands.query.ndim - 1,
-    )
+    head = heads_of(operands, options, "flags and scales" if plan.fuses_rows else "flags", plan.dtype)
+    axes = operands.query.ndim - 1
     if blocks is None:
-        blocks = _block_mask(head.rule, plan.tiling, axes)
+        blocks = _block_mask(head.rule, tiling, axes)
     # Heads whose loops visit different numbers of tiles must not be vmapped together: each would run the longest loop.
     looped_axes = plan.looped_axes
     if looped_axes is not None and not blocks.single:
         looped_axes = max([looped_axes, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
     known = None if result is None else from_caller(result[0], result[1], operands.groups)
-    one_head = functools.partial(blockwise_head, plan.tiling, blocks.single and plan.fuses_rows)
+    one_head = functools.partial(blockwise_head, tiling, blocks.single and plan.fuses_rows)
     operands_of_heads = varying_alike((head, blocks, known))
     results = map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.vmap_batch)
     return to_caller(results, operands.query.dtype)

@@ -119,7 +119,7 @@ def refusals(call: Call) -> list[str]:
     mask, here = kernel_mask.kernel_mask(call), device(call.options.target.platform)
     operands = call.operands
     head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
-    reasons = kernel_mask.refusals(call, mask, bias=True) + _refusals_of_bias(call)
+    reasons = kernel_mask.refusals(call, mask, ["bias"]) + _refusals_of_bias(call)
     if here.capability is None:
         reasons.append(f"it runs on NVIDIA GPUs, and this runs on {here.name}")
     elif here.capability < (8, 0):

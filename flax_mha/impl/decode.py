@@ -60,6 +60,8 @@ class BatchSlice(NamedTuple):
     Attributes:
       first: The first of these batch entries, an index for each batch axis.
       query: Their queries, scaled, in the dtype of the products; like the rest with leading axes for batch and heads.
+      key: Of all batch entries, where they are.
+      value: The same.
       flags: Infinity for the queries that were not finite and are 0 now (`nonfinite.py`); None where none was looked
         for.
       row: The row of the first of these queries.
@@ -70,6 +72,8 @@ class BatchSlice(NamedTuple):
 
     first: tuple[Scalar, ...]
     query: Float[Array, "*B K G t H"]
+    key: Shaped[Array, "*B S K H"]
+    value: Shaped[Array, "*B S K Hv"]
     flags: Float[Array, "*B K G t"] | None
     row: Scalar
     inputs: ScoreInputs
@@ -86,7 +90,7 @@ def attention(call: Call) -> OutputAndLse:
 
 
 @functools.partial(jax.jit, static_argnames=("options", "blocks", "looped_axes"))
-def _all_heads(operands: Operands, options: Options, blocks: KeyBlocks, looped_axes: int) -> OutputAndLse:
+def _all_heads(operands: Operands, options: Options, blocks: KeyBlocks, looped_axes: int | None) -> OutputAndLse:
     inputs, rule = scores_of(operands, options)
     scale = jnp.asarray(options.scale, options.dtype)
     scale = scale if operands.scale is None else operands.scale
@@ -97,7 +101,7 @@ def _all_heads(operands: Operands, options: Options, blocks: KeyBlocks, looped_a
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable(
     blocks: KeyBlocks,
-    looped_axes: int,
+    looped_axes: int | None,
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
@@ -115,7 +119,7 @@ def _differentiable(
 
 @_differentiable.defjvp
 def _differentiable_jvp(
-    blocks: KeyBlocks, looped_axes: int, primals: tuple, tangents: tuple
+    blocks: KeyBlocks, looped_axes: int | None, primals: tuple, tangents: tuple
 ) -> tuple[OutputAndLse, OutputAndLse]:
     *_, rule, cache_scale = primals  # what these hold has no gradient
 
@@ -164,43 +168,41 @@ def _attend(
     scale: Float[Array, "*B S K _"] | None,
 ) -> Results:
     length = key.shape[-3]
-    everything = BatchSlice((0,) * (queries.ndim - 4), queries, None, 0, inputs, rule, scale)
-
+    everything = BatchSlice((0,) * (queries.ndim - 4), queries, key, value, None, 0, inputs, rule, scale)
     run, masks = _entries_in_turn if blocks.sequential else _blocks_of_rows, rule.masks_scores(inputs)
 
     def in_one_block() -> tuple[Results, Array]:
         blocks_of_all = KeyBlocks(blocks.height, length, sequential=False, block_diagonal=True)
-        return _blocks_of_rows(blocks_of_all, everything._replace(query=queries.astype(blocks.whole_dtype)), key, value)
+        return _blocks_of_rows(blocks_of_all, everything._replace(query=queries.astype(blocks.whole_dtype)))
 
     def again() -> Results:
         part = everything
         if masks:  # else NaN and infinity propagate by themselves, if no product mixes heads
             flags = nonfinite.flag_rows(queries)
             part = part._replace(query=nonfinite.zero_rows(queries, flags), flags=flags)
-        return run(blocks._replace(block_diagonal=False), part, key, value)[0]
+        return run(blocks._replace(block_diagonal=False), part)[0]
 
     may_be_whole = blocks.whole_dtype is not None and math.prod(queries.shape[:-1]) * length <= blocks.max_scores
     if may_be_whole:
         most_seen = _seen(blocks, everything, length).mean() > 0.5
-        results, flag = lax.cond(most_seen, in_one_block, lambda: run(blocks, everything, key, value))
+        results, flag = lax.cond(most_seen, in_one_block, lambda: run(blocks, everything))
     else:
-        results, flag = run(blocks, everything, key, value)
+        results, flag = run(blocks, everything)
     if masks or blocks.block_diagonal or may_be_whole:
         finite = jnp.isfinite(results[0]).all() & jnp.isfinite(flag).all()
         results = lax.cond(finite, lambda: results, again)
     return results
 
 
-def _entries_in_turn(
-    blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array
-) -> tuple[Results, Float[Array, "..."]]:
+def _entries_in_turn(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
     """As `_blocks_of_rows`, a batch entry after the other."""
     batch = part.query.shape[:-4]
 
     def one_entry(i: Int[Array, ""]) -> tuple[Results, Array]:
         place = jnp.unravel_index(i, batch)
         query, flags, inputs, rule = _of_entry((part.query, part.flags, part.inputs, part.rule), place)
-        return _blocks_of_rows(blocks, BatchSlice(place, query, flags, part.row, inputs, rule, part.scale), key, value)
+        own = part._replace(first=place, query=query, flags=flags, inputs=inputs, rule=rule)
+        return _blocks_of_rows(blocks, own)
 
     answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[len(batch) + 1 :]), answers)
@@ -217,20 +219,18 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
     return jax.tree.map(own, tree)
 
 
-def _blocks_of_rows(
-    blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array
-) -> tuple[Results, Float[Array, "..."]]:
+def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
     """The results, a block of queries after the other, and `_nonfinite_flag` of all products."""
     length, axis = part.query.shape[-2], part.query.ndim - 2
     count = -(-length // blocks.height)
     if count == 1:
-        return _rows(blocks, part, key, value)
+        return _rows(blocks, part)
 
     def rows(row: Scalar) -> tuple[Results, Array]:
         query, flags = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, row, blocks.height, axis), (part.query, part.flags)
         )
-        return _rows(blocks, part._replace(query=query, flags=flags, row=row), key, value)
+        return _rows(blocks, part._replace(query=query, flags=flags, row=row))
 
     # The last block ends at the last query: it computes some queries of the one before again.
     firsts = np.minimum(np.arange(count) * blocks.height, length - blocks.height)
@@ -243,35 +243,28 @@ def _blocks_of_rows(
     return jax.tree.map(joined, results), flag.sum(0)  # a sum passes NaN on
 
 
-def _rows(blocks: KeyBlocks, part: BatchSlice, key: Array, value: Array) -> tuple[Results, Array]:
+def _rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Array]:
     """As `_blocks_of_rows`, for one block of queries."""
     heads, dtype = part.query.shape[:-2], part.rule.dtype
     shape = (*heads, blocks.height)
-    state = online_softmax.start(shape, value.shape[-1], part.inputs.sink, dtype, part.rule.returns_max)
+    state = online_softmax.start(shape, part.value.shape[-1], part.inputs.sink, dtype, part.rule.returns_max)
     nothing = varying_as(part.query, (state, jnp.zeros(heads, dtype)))
-    step = functools.partial(_step, blocks, part, key, value)
-    begin, end = _visited(blocks, part, key.shape[-3])
+    step = functools.partial(_step, blocks, part)
+    begin, end = _visited(blocks, part, part.key.shape[-3])
     # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
     state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
     return online_softmax.finish(state), flag
 
 
-def _step(
-    blocks: KeyBlocks,
-    part: BatchSlice,
-    key: Array,
-    value: Array,
-    i: Scalar,
-    carry: tuple,
-) -> tuple:
+def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple:
     """Takes in block i of the keys."""
-    length, axes = key.shape[-3], part.query.ndim - 2
+    (length, num_heads), axes = part.key.shape[-3:-1], part.query.ndim - 2
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
-    k, v = (_floats_of_block(x, part, column, blocks.width, place) for place, x in enumerate((key, value)))
+    k, v = (_floats_of_block(x, part, column, blocks.width, place) for place, x in enumerate((part.key, part.value)))
     flags = None
     if part.flags is not None:
         k, v, of_keys = nonfinite.zero_keys(k, v)
-        flags = NonfiniteFlags(part.flags, vectors_by_head(of_keys, (key.shape[-2], 1)))
+        flags = NonfiniteFlags(part.flags, vectors_by_head(of_keys, (num_heads, 1)))
 
     def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
         product, inputs, rule, flags, (state, flag) = own

@@ -74,7 +74,7 @@ class Band(splash_masks.Mask):
 def refusals(call: Call) -> list[str]:
     """Why splash attention cannot compute this call with our result."""
     (queries, keys), mask = call.operands.lengths, kernel_mask.kernel_mask(call)
-    reasons = kernel_mask.refusals(call, mask, caps=True, sinks=True) + tpu_kernels.refusals(call)
+    reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"]) + tpu_kernels.refusals(call)
     if math.prod(-(-length // tpu_kernels.tile_size(length)) for length in (queries, keys)) > MOST_TILES:
         reasons.append(f"its table of tiles does not fit, for {queries} queries and {keys} keys")
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]

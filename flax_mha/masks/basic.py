@@ -207,7 +207,7 @@ class SegmentMask(Mask):
         return (0, *np.shape(self.query_ids))[-1], (0, *np.shape(self.key_value_ids))[-1]
 
     def canonical(self, shape: Shape) -> Mask:
-        return SegmentMask(*validation.segment_mask(self.query_ids, self.key_value_ids, shape))
+        return SegmentMask(*validation.segment_ids(self.query_ids, self.key_value_ids, shape))
 
     def occupancy(self, grid: Grid) -> Occupancy:
         """Tiles whose ranges of ids do not overlap are empty, whatever the order of the ids."""

@@ -114,7 +114,8 @@ class TracedMask(Mask):
         (rows, columns), (height, width) = grid.counts, grid.tile_shape
 
         def row(i: Int[Array, ""]) -> tuple[Array, Array]:
-            visible = self.tile(grid.row_of_tiles(i)).reshape(height, columns, width)
+            whole = Tile(i * height, 0, (height, columns * width), grid.offsets, grid.lengths)
+            visible = self.tile(whole).reshape(height, columns, width)
             return visible.any((0, 2)), visible.all((0, 2))
 
         return Occupancy(*lax.map(row, jnp.arange(rows, dtype=jnp.int32)))

@@ -7,6 +7,7 @@ are.
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -94,25 +95,21 @@ def _smaller(a: Any, b: Any) -> Any:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
-def refusals(call: Call, mask: KernelMask, caps: bool = False, sinks: bool = False, bias: bool = False) -> list[str]:
+def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> list[str]:
     """The reasons that hold for every fused kernel why it cannot compute this call.
 
     Args:
       call: The call.
       mask: Its mask.
-      caps: Whether this kernel supports a soft cap.
-      sinks: Whether it supports sinks.
-      bias: Whether it supports a bias.
+      supported: Those of the arguments bias, logits_soft_cap and sinks that this kernel supports.
     """
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
     fixed = "must be a number known while tracing, because the kernel's causal masks and windows stand still"
     unknown = {
-        "bias": operands.bias is not None
-        and not bias
-        and "is not supported: it may mask whole rows, and holds T x S values",
-        "logits_soft_cap": options.soft_cap is not None and not caps and "is not computed by it",
-        "sinks": operands.sinks is not None and not sinks and "are not supported by it",
+        "bias": operands.bias is not None and "is not supported: it may mask whole rows, and holds T x S values",
+        "logits_soft_cap": options.soft_cap is not None and "is not computed by it",
+        "sinks": operands.sinks is not None and "are not supported by it",
         "score_mod": options.score_mod is not None and "is not supported by fused kernels",
         "dropout_rate": options.dropout_rate > 0 and "needs the random numbers of the key given",
         "return_residual": options.return_residual and "needs a log-sum-exp with a gradient, in float32",
@@ -123,7 +120,7 @@ def refusals(call: Call, mask: KernelMask, caps: bool = False, sinks: bool = Fal
         "precision": options.precision not in DEFAULT_PRECISION
         and f"must be the default, all that kernels have, and this asks for {options.precision}",
     }
-    reasons = [f"{name} {why}" for name, why in unknown.items() if why]
+    reasons = [f"{name} {why}" for name, why in unknown.items() if why and name not in supported]
     if mask.segments is not None and mask.segments.query_ids.dtype != jnp.int32:
         reasons.append(f"segment ids must be int32, and are {mask.segments.query_ids.dtype}")
     return reasons + [

@@ -103,55 +103,36 @@ class KeyBlocks(NamedTuple):
     max_scores: int = 0
 
 
-class DensePlan(NamedTuple):
-    """The plan by which "xla" maps the math of one head over all heads.
+class Plan(NamedTuple):
+    """How the math of one head is mapped over all heads.
 
     Attributes:
-      looped_axes: How many of the leading axes [B..., K, G] are looped over.
+      looped_axes: How many of the leading axes [B..., K, G] are looped over, of tiles at least; None: none, as arrays
+        may be split.
       vmap_batch: How many heads run together at most; None: all that are not looped over.
       dtype: Of the operands of matrix products.
-      fuses_rows: Whether XLA's CPU makes one fast kernel of `dense.fused_rows`.
+      fuses_rows: Whether XLA's CPU makes one fast kernel of `dense.fused_rows`, of all scores or of a tile.
     """
 
-    looped_axes: int
-    vmap_batch: int | None
-    dtype: jnp.dtype
-    fuses_rows: bool
-
-
-class TilePlan(NamedTuple):
-    """The plan by which "blockwise" cuts scores and maps the math of one head over all heads.
-
-    Attributes:
-      tiling: How scores are cut.
-      looped_axes: How many of the leading axes [B..., K, G] are looped over at least; None: none, as arrays may be
-        split.
-      vmap_batch: How many heads run together at most; None: all that are not looped over.
-      dtype: Of the operands of matrix products.
-      fuses_rows: Whether XLA's CPU makes one fast kernel of `dense.fused_rows` of a tile.
-    """
-
-    tiling: Tiling
     looped_axes: int | None
     vmap_batch: int | None
     dtype: jnp.dtype
     fuses_rows: bool
 
 
-def plan_dense(call: Call) -> DensePlan:
+def plan_dense(call: Call) -> Plan:
     """Plans a call of which all scores of a head are computed at once."""
     scores = call.operands.query.shape[-3] * call.operands.key.shape[-3]
     looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
-    dtype = product_dtype(call, tiles=False)
-    return DensePlan(looped or 0, _vmap_batch(call, scores), dtype, _fuses_rows(call, scores))
+    return Plan(looped, _vmap_batch(call, scores), product_dtype(call, tiles=False), _fuses_rows(call, scores))
 
 
-def plan_tiles(call: Call) -> tuple[TilePlan, BlockMask | None]:
+def plan_tiles(call: Call) -> tuple[Plan, Tiling, BlockMask | None]:
     """Plans a call that is computed tile by tile, with its block mask if the mask holds arrays that are known."""
     tiling, blocks = tiles(call)
     scores = tiling.height * tiling.width
     looped, together, dtype = _looped_axes(call, scores), _vmap_batch(call, scores), product_dtype(call, tiles=True)
-    return TilePlan(tiling, looped, together, dtype, _fuses_rows(call, scores, tiling.rows)), blocks
+    return Plan(looped, together, dtype, _fuses_rows(call, scores, tiling.rows)), tiling, blocks
 
 
 def with_occupancy(call: Call) -> Call:
