@@ -15,8 +15,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from flax_mha.core.sharding import by_mapped_axis
-from flax_mha.core.tracing import T, target_of, varying_alike, varying_as
+from flax_mha.core.tracing import T, by_mapped_axis, target_of, varying_alike, varying_as
 from flax_mha.distributed.split import Split, mesh_axes, pad_spec
 
 # Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it. Of all versions

@@ -258,18 +258,16 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
         of_values = rule.dot(_times(d_weights, kept), _for_gradients(value)) + rule.dot(_times(weights, kept), d_value)
         return of_values, jnp.sum(d_weights, axis=1, keepdims=True)
 
-    shared = _described(head)
-    linear = (Argument.of("queries", head.query), *shared)
-    dtype = head.rule.dtype
+    shared, dtype = _arguments(head), head.rule.dtype
+    kinds = _kinds(has_bias, shared[2:])
+    linear = Argument.of(("queries", "keys", "keys", *kinds), (head.query, *shared))
     outputs = Argument("queries", (rows, features), dtype), Argument("queries", (rows, 1), dtype)
-    return TileFunction(compute, (linear[0], Argument.of("queries", lse[:, None]), *shared), linear, outputs)
+    return TileFunction(compute, (linear[0], Argument("queries", (rows, 1), lse.dtype), *linear[1:]), linear, outputs)
 
 
-def _described(head: Head) -> tuple[Argument, ...]:
-    inputs = head.inputs
-    bias = () if inputs.bias is None else (Argument.of("scores", inputs.bias),)
-    captured = (Argument.of("whole", x) for x in inputs.captured)
-    return (Argument.of("keys", head.key), Argument.of("keys", head.value), *bias, *captured)
+def _kinds(has_bias: bool, inputs: Sequence[Array]) -> list[str]:
+    """The kinds of a bias, if there is one, and of captured arrays."""
+    return ["scores" if has_bias and i == 0 else "whole" for i, _ in enumerate(inputs)]
 
 
 def _backward(
@@ -305,33 +303,17 @@ def _backward(
         bias = [] if d_inputs.bias is None else [d_inputs.bias]
         return d_query, d_key, d_value, *bias, *d_inputs.captured
 
-    inputs_described = tuple(Argument.of("scores" if has_bias and i == 0 else "whole", x) for i, x in enumerate(inputs))
-    function = TileFunction(
-        compute,
-        (
-            Argument.of("queries", query),
-            Argument.of("queries transposed", query),
-            Argument.of("queries", lse),
-            Argument.of("keys", key),
-            Argument.of("keys", value),
-            *inputs_described,
-        ),
-        (
-            Argument.of("queries", d_output),
-            Argument.of("queries transposed", d_output),
-            Argument.of("queries", d_lse),
-        ),
-        (
-            Argument("queries", query.shape, query.dtype, scale),
-            Argument("keys transposed", key.shape[::-1], key.dtype, scale),
-            Argument("keys transposed", value.shape[::-1], value.dtype),
-            *inputs_described,
-        ),
+    kinds, of_rows = _kinds(has_bias, inputs), ("queries", "queries transposed", "queries")
+    residuals, linear = [query, query, lse, key, value, *inputs], [d_output, d_output, d_lse]
+    outputs = (
+        Argument("queries", query.shape, query.dtype, scale),
+        Argument("keys transposed", key.shape[::-1], key.dtype, scale),
+        Argument("keys transposed", value.shape[::-1], value.dtype),
+        *Argument.of(kinds, inputs),
     )
-    residuals = [query, query, lse, key, value, *inputs]
-    d_query, d_key, d_value, *d_inputs = tile_sum(
-        tiling, function, rule, blocks, residuals, [d_output, d_output, d_lse]
-    )
+    arguments = Argument.of((*of_rows, "keys", "keys", *kinds), residuals), Argument.of(of_rows, linear)
+    function = TileFunction(compute, *arguments, outputs)
+    d_query, d_key, d_value, *d_inputs = tile_sum(tiling, function, rule, blocks, residuals, linear)
     return [d_query, d_key.T, d_value.T, *d_inputs]
 
 

@@ -31,9 +31,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
 from flax_mha.core.eight_bits import dequantize
-from flax_mha.core.sharding import by_mapped_axis
 from flax_mha.core.tile import Grid, Scalar, Tile
-from flax_mha.core.tracing import platform, varying_alike, varying_as
+from flax_mha.core.tracing import by_mapped_axis, platform, varying_alike, varying_as
 from flax_mha.impl import dense
 from flax_mha.impl.shared import nonfinite, online_softmax, schedule
 from flax_mha.impl.shared.head import (

@@ -234,8 +234,8 @@ def _dtype_of_one_block(call: Call) -> jnp.dtype | None:
     # Others would have to be converted, all of them at once. Queries that are scaled by a power of two are not rounded;
     # that the scale is a number is so under jit. Weights are rounded, which makes the log-sum-exp less exact.
     exact = operands.scale is None and options.scale > 0 and math.frexp(options.scale)[0] == 0.5
-    narrow = dtypes == {jnp.dtype(jnp.bfloat16)} and exact and not options.return_residual
-    return jnp.dtype(jnp.bfloat16) if narrow and _may_round(options) and _multiplies_bfloat16() else None
+    narrow = dtypes == {jnp.dtype(jnp.bfloat16)} and exact and not options.return_residual and _may_round(options)
+    return jnp.dtype(jnp.bfloat16) if narrow and {"amx_bf16", "avx512_bf16"} & _cpu_features() else None
 
 
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
@@ -267,11 +267,6 @@ def _may_round(options: Options) -> bool:
     """Returns whether operands of matrix products may be rounded to the dtype of query, key and value."""
     precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
     return all(precision in DEFAULT_PRECISION for precision in precisions)
-
-
-def _multiplies_bfloat16() -> bool:
-    """Returns whether this machine's CPU has instructions for products of bfloat16."""
-    return bool({"amx_bf16", "avx512_bf16"} & _cpu_features())
 
 
 @functools.cache

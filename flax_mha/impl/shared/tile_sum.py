@@ -8,7 +8,7 @@ holds more than one tile of scores.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -40,9 +40,9 @@ class Argument(NamedTuple):
     factor: float = 1.0
 
     @classmethod
-    def of(cls, kind: Kind, x: Array) -> "Argument":
-        """Describes this array."""
-        return cls(kind, x.shape, x.dtype)
+    def of(cls, kinds: Iterable[Any], arrays: Iterable[Array]) -> "tuple[Argument, ...]":
+        """Describes arrays of these kinds."""
+        return tuple(cls(kind, x.shape, x.dtype) for kind, x in zip(kinds, arrays, strict=True))
 
     def start(self, height: int | None = None) -> Array:
         """Makes zeros to add up an output in, or a row of tiles of this height.
