@@ -100,17 +100,10 @@ def _attention_of(call: Call, implementation: str | None) -> Callable[[Call], Ou
         elsewhere = _on_cpu(call, name)
     else:
         registry.check_computes(name, registry.refusals(name, call))
-    attention = _variant_of(name, call)
+    attention = IMPLEMENTATIONS[name].attention
     if name in PORTABLE:
         return attention
-    return functools.partial(_fused_attention, attention, _variant_of("blockwise", call), elsewhere)
-
-
-def _variant_of(name: str, call: Call) -> Callable[[Call], Output]:
-    found = IMPLEMENTATIONS[name]
-    attention = found.attention if found.variant is None else found.variants[found.variant(call)]
-    assert attention is not None
-    return attention
+    return functools.partial(_fused_attention, attention, IMPLEMENTATIONS["blockwise"].attention, elsewhere)
 
 
 def _fused_attention(

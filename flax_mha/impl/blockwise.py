@@ -162,8 +162,10 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
         i, blocks, q, q_flags = own
 
         def visit_tile(visit: TileVisit, rule: ScoreRule, state: online_softmax.State) -> online_softmax.State:
-            keys, values = visit.keys(head.key), visit.keys(head.value)
-            own_flags = None if flags is None else NonfiniteFlags(visit.rows(q_flags), visit.keys(flags.key))
+            keys, values = (visit.tile.cut_columns(x, 0) for x in (head.key, head.value))
+            own_flags = (
+                None if flags is None else NonfiniteFlags(visit.rows(q_flags), visit.tile.cut_columns(flags.key, 0))
+            )
             s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, own_flags)
             before = jax.tree.map(visit.rows, state)
             after = online_softmax.update(before, s, lambda p: rule.weigh(p, values, visit.tile), row_poison)

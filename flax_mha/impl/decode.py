@@ -81,10 +81,11 @@ class BatchSlice(NamedTuple):
 
 
 def attention(call: Call) -> OutputAndLse:
-    """Output and log-sum-exp of all heads; their derivatives are those of dense attention."""
+    """`implementation="xla"`: reads keys in place, with the derivatives of dense attention, or is dense attention."""
     call = numbers_as_arrays(call)
     blocks = schedule.blocks_in_place(call)
-    assert blocks is not None
+    if blocks is None:
+        return dense.attention(call)
     return _all_heads(call.operands, call.options, blocks, schedule.plan_dense(call).looped_axes)
 
 

@@ -67,7 +67,7 @@ def dense_head(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _head(fuse_rows: bool, head: Head) -> ResultsOfHead:
-    return (fused_rows if fuse_rows else plain_rows)(head, _whole(head))
+    return (fused_rows if fuse_rows else plain_rows)(head, head.whole)
 
 
 @_head.defjvp
@@ -137,7 +137,7 @@ def _shrunk(x: Float[Array, "n H"], row_scale: Float[Array, " n"]) -> tuple[Floa
 
 def _differentiable(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
     head = _with_flags(head)
-    rule, whole = head.rule, _whole(head)
+    rule, whole = head.rule, head.whole
     products = checkpoint_name(rule.products(head.query, head.key), "attention_scores")
     s = rule.differentiable_tile(products, head.inputs, whole)
     if head.nonfinite is None:
@@ -187,9 +187,3 @@ def _softmax(
     sees_nothing = (largest <= lowest) & ~jnp.isnan(total)
     output = jnp.where(sees_nothing, 0, products) / jnp.where(sees_nothing, 1, total)
     return output, jnp.where(sees_nothing, -jnp.inf, jnp.log(total) + largest)[:, 0], of_rows
-
-
-def _whole(head: Head) -> Tile:
-    """The tile of all scores."""
-    shape = (head.query.shape[0], head.key.shape[0])
-    return Tile(0, 0, shape, head.rule.offsets.values, ring=head.rule.ring)

@@ -71,7 +71,7 @@ def dense_head_on_gpu(head: Head) -> tuple[Float[Array, "T Hv"], Float[Array, " 
     or not. The output has the dtype of the value.
     """
     query, key, value, inputs, rule = head.query, head.key, head.value, head.inputs, head.rule
-    whole = Tile(0, 0, (query.shape[0], key.shape[0]), rule.offsets.values, ring=rule.ring)
+    whole = head.whole
     guards = rule.masks_scores(inputs)
     dot = Products(rule.precision, rule.dtype, guards)
     products = _products(dot, query, key, value)

@@ -1,7 +1,7 @@
 """The class of implementations: one object each, registered in `registry.py`."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -15,20 +15,18 @@ class Implementation:
 
     Attributes:
       name: What users call it.
-      attention: Computes a call that it does not refuse; None if `variants` do.
+      attention: Computes a call that it does not refuse.
       refusals: Every reason why it cannot compute a call; None if it computes every one.
       hop: `hop(call, result, dtype)`: attention over some of the keys, inputs in float32 at least, which may be rounded
         to `dtype` for matrix products. Given the result over all keys, output and log-sum-exp, it returns that, and its
         gradients are what these keys contribute. None if it has no such thing.
-      variants: What computes a call, for each way that it has, in words.
-      variant: Chooses one of these.
+      variant: Says in which of several ways it computes a call; None if it has one.
     """
 
     name: str
-    attention: Callable[[Call], Output] | None = None
+    attention: Callable[[Call], Output]
     refusals: Callable[[Call], list[str]] | None = None
     hop: Callable[..., OutputAndLse] | None = None
-    variants: Mapping[str, Callable[[Call], Output]] = dataclasses.field(default_factory=dict)
     variant: Callable[[Call], str] | None = None
 
 

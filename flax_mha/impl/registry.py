@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple, get_args
 
 from flax_mha.call.operands import Call
-from flax_mha.impl import decode, dense
+from flax_mha.impl import decode
 from flax_mha.impl.blockwise import BLOCKWISE
 from flax_mha.impl.cudnn import CUDNN
 from flax_mha.impl.implementation import Implementation as Registered
@@ -13,11 +13,7 @@ from flax_mha.impl.shared import schedule
 Implementation = Literal["xla", "blockwise", "cudnn", "splash", "pallas"]
 NAMES: tuple[str, ...] = get_args(Implementation)
 
-XLA = Registered(
-    "xla",
-    variants={schedule.ALL_AT_ONCE: dense.attention, schedule.IN_PLACE: decode.attention},
-    variant=schedule.variant_of_xla,
-)
+XLA = Registered("xla", decode.attention, variant=schedule.variant_of_xla)
 
 
 class _Table(dict[str, Registered]):

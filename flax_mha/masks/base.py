@@ -38,9 +38,9 @@ class Occupancy(NamedTuple):
     all_visible: BoolMatrix
 
 
-def part_rank(axes: str) -> int:
-    """Counts the axes that belong to one head."""
-    return len([name for name in axes.split() if name not in "BN"])
+def part_axes(axes: str) -> list[str]:
+    """Lists the axes that belong to one head."""
+    return [name for name in axes.split() if name not in "BN"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ def _with_axes(change: Callable[[Array, str], Array], axes: str, x: Array) -> Ar
 
 def _first(x: Array, axes: str) -> Array:
     """The part of the first batch entry's first head."""
-    rank = part_rank(axes)
+    rank = len(part_axes(axes))
     return x if not axes or np.ndim(x) <= rank else x.reshape(-1, *x.shape[x.ndim - rank :])[0]
 
 

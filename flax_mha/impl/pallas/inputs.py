@@ -23,6 +23,7 @@ from flax_mha.impl.shared import nonfinite
 from flax_mha.impl.shared.scores import ScoreInputs
 from flax_mha.impl.shared.tiling import Tiling
 from flax_mha.masks import Mask
+from flax_mha.masks.base import part_axes
 
 Block = Any  # an array of all heads, inside a kernel the block of one step; None where there is none
 
@@ -64,7 +65,7 @@ class Inputs(NamedTuple):
         lists = {field: [names.get(field, "")] * len(jax.tree.leaves(x)) for field, x in self._asdict().items()}
         if self.mask is not None:
             of_mask = jax.tree.leaves(self.mask.map_arrays(_axes))
-            lists["mask"] = [" ".join(name for name in axes.split() if name not in "BN") for axes in of_mask]
+            lists["mask"] = [" ".join(part_axes(axes)) for axes in of_mask]
         return [axes for axes_of_field in lists.values() for axes in axes_of_field]
 
     def of_rows(self, transposed: bool) -> list[Block]:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.call.operands import Call, HeadIds, Operands, Options, OutputAndLse
-from flax_mha.core.tile import Offsets
+from flax_mha.core.tile import Offsets, Tile
 from flax_mha.core.tracing import being_traced
 from flax_mha.impl.shared import nonfinite
 from flax_mha.impl.shared.nonfinite import Guard, NonfiniteFlags
@@ -48,6 +48,12 @@ class Head:
     inputs: ScoreInputs
     rule: ScoreRule
     nonfinite: NonfiniteFlags | None
+
+    @property
+    def whole(self) -> Tile:
+        """All scores of one head."""
+        shape = (self.query.shape[0], self.key.shape[0])
+        return Tile(0, 0, shape, self.rule.offsets.values, ring=self.rule.ring)
 
 
 def heads_of(

@@ -73,13 +73,9 @@ def kernel_mask(call: Call) -> KernelMask:
     right = None if right is None or right + shift >= keys - 1 else max(right + shift, -queries)
     if not call.operands.offsets.are_known:  # then any limit is a reason to refuse
         left, right = (None if side is None else 0 for side in (left, right))
-    query_lengths = _less(query_lengths, query_offset)
-    key_lengths = _less(key_lengths, key_offset)
+    query_lengths = None if query_lengths is None else query_lengths - query_offset
+    key_lengths = None if key_lengths is None else key_lengths - key_offset
     return KernelMask(left, right, query_lengths, key_lengths, segments, tuple(others))
-
-
-def _less(lengths: Int[Array, "*B"] | None, offset: Int[Array, "*B"] | int) -> Int[Array, "*B"] | None:
-    return None if lengths is None else lengths - offset
 
 
 def _parts(mask: Mask | None) -> list[Mask]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from flax_mha.call.operands import accumulation_dtype
 from flax_mha.core.tile import Scalar, Tile
@@ -73,10 +73,6 @@ class TileVisit(NamedTuple):
     def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
         """Replaces the tile's part of an array of its row of tiles."""
         return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
-
-    def keys(self, x: Float[Array, "S ..."]) -> Float[Array, "s ..."]:
-        """Cuts the tile's part out of keys or values."""
-        return self.tile.cut_columns(x, 0)
 
     def cut(self, kind: Kind, x: Array) -> Array:
         """Cuts the tile's part out of an argument; those of queries are of the row of tiles."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from flax_mha.core.tile import BoolMatrix, Grid, IntMatrix, Scalar, Tile
 from flax_mha.masks import Mask, Occupancy
+from flax_mha.masks.base import part_axes
 
 # Rows and columns of the squares for which it is decided whether they are empty, where that is known while tracing.
 CELL = 128
@@ -128,13 +129,10 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
 def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
     """An array of one head's mask, with entries for the rows and columns of padding that are like the last one."""
     sizes = {"T": shape[0], "S": shape[1]}
-    names = [name for name in axes.split() if name not in "BN"]
-    broadcast = [name.endswith("|1") and size == 1 for name, size in zip(names, x.shape, strict=False)]
-    targets = [
-        size if shared else sizes.get(name[0], size)
-        for name, size, shared in zip(names, x.shape, broadcast, strict=False)
+    widths = [
+        (0, 0 if name.endswith("|1") and size == 1 else sizes.get(name[0], size) - size)
+        for name, size in zip(part_axes(axes), x.shape, strict=False)
     ]
-    widths = [(0, target - size) for target, size in zip(targets, x.shape, strict=False)]
     if not any(after for _, after in widths):
         return x
     return jnp.pad(x, widths, mode="edge" if x.size else "constant")
