@@ -214,7 +214,6 @@ def check_dropout(rate: float, rng: Any) -> float:
 
 
 def check_sharding(value: Any, rank: int) -> Any:
-    """Checks the sharding of the query."""
     if value is not None and not isinstance(value, NamedSharding | PartitionSpec | Context):
         raise ValueError(f"qkv_sharding must be a jax.P or a NamedSharding, of the query, but got {value!r}.")
     spec: Any = () if value is None or isinstance(value, Context) else getattr(value, "spec", value)
@@ -385,7 +384,6 @@ def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape:
 
 
 def given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
-    """The mask argument, array or object, checked."""
     if mask is None:
         return None
     return mask.canonical(shape) if isinstance(mask, Mask) else ArrayMask(validation.mask(mask, shape))

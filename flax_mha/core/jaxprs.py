@@ -145,5 +145,4 @@ def derivative_is_finite(jaxpr: Jaxpr) -> bool:
 
 
 def is_float(variable: Any) -> bool:
-    """Returns whether a variable or a literal of a jaxpr is a float."""
     return jnp.issubdtype(variable.aval.dtype, jnp.floating)

@@ -37,7 +37,6 @@ class Offsets:
 
     @classmethod
     def of(cls, query: Any, key: Any) -> "Offsets":
-        """From two ints or arrays."""
         query_array, key_array = (None if isinstance(x, int) else x for x in (query, key))
         numbers = query if query_array is None else 0, key if key_array is None else 0
         return cls(query_array, key_array, numbers)
@@ -91,12 +90,10 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> Int[Array, "t 1"]:
-        """Row numbers."""
         return self.row + lax.broadcasted_iota(jnp.int32, (self.shape[0], 1), 0)
 
     @property
     def columns(self) -> Int[Array, "1 s"]:
-        """Column numbers."""
         if not isinstance(self.column, tuple):
             return self.column + lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
         numbers = lax.broadcasted_iota(jnp.int32, (1, self.shape[1] // len(self.column)), 1)

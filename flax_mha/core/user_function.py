@@ -64,7 +64,6 @@ class TracedFunction:
         return self._hash
 
     def __call__(self, captured: Sequence[Array], *arguments: Array) -> Array:
-        """The function's value, given the arrays that it captured."""
         values = (*captured, *arguments)
         return evaluate_varying(self.jaxpr, values) if any_varies(values) else _evaluate(self.jaxpr, values)
 

@@ -43,7 +43,6 @@ class Shape(NamedTuple):
 
 
 def mask(value: ArrayLike | None, shape: Shape) -> Array:
-    """A boolean array that broadcasts to the scores."""
     array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype != bool:
         raise ValueError(
@@ -120,7 +119,6 @@ def segment_ids(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: S
 
 
 def flag(name: str, value: bool) -> bool:
-    """True or False, known while tracing."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, but got {value!r}.")
     return bool(value)

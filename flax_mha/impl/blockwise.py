@@ -33,12 +33,7 @@ from flax_mha.impl.shared.tiling import BlockMask, Tiling, dynamic_block_mask, p
 
 
 def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
-    """Output and log-sum-exp of all heads.
-
-    Args:
-      call: The call.
-      result: Output and log-sum-exp over these and other keys, if they are known: see `blockwise_head`.
-    """
+    """Output and log-sum-exp of all heads; `result` is that over these and other keys: see `blockwise_head`."""
     call = schedule.with_occupancy(numbers_as_arrays(call))
     return _all_heads(call.operands, call.options, *schedule.plan_tiles(call), result)
 
@@ -106,7 +101,6 @@ def blockwise_head(
 
 
 def _pad(head: Head, tiling: Tiling) -> Head:
-    """Lengthens the arrays of a head to whole tiles."""
     (rows, columns), flags = tiling.shape, head.nonfinite
     if flags is not None:
         widths = (rows - tiling.lengths[0], columns - tiling.lengths[1])
@@ -268,7 +262,6 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
 
 
 def _kinds(has_bias: bool, inputs: Sequence[Array]) -> list[str]:
-    """The kinds of a bias, if there is one, and of captured arrays."""
     return ["scores" if has_bias and i == 0 else "whole" for i, _ in enumerate(inputs)]
 
 

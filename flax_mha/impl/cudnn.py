@@ -41,7 +41,6 @@ class Device(NamedTuple):
 
 
 def device(platform: str) -> Device:
-    """The first device of a platform."""
     if platform != "gpu":
         return Device(platform, None)
     first = jax.devices("gpu")[0]

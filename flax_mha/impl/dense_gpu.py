@@ -54,7 +54,6 @@ class Products(NamedTuple):
 
 
 def attention(call: Call) -> OutputAndLse:
-    """Output and log-sum-exp of all heads."""
     return _all_heads(call.operands, call.options, schedule.product_dtype(call, tiles=False))
 
 

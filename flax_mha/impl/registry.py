@@ -70,14 +70,12 @@ def refusals(name: str, call: Call) -> list[str]:
 
 
 def check_name(implementation: str | None) -> None:
-    """Raises ValueError if there is no such implementation."""
     if implementation is not None and implementation not in NAMES:
         known = ", ".join(f'"{name}"' for name in NAMES)
         raise ValueError(f"implementation must be {known} or None, but got {implementation!r}.")
 
 
 def check_computes(implementation: str, reasons: list[str]) -> None:
-    """Raises NotImplementedError if there are reasons why this implementation cannot compute a call."""
     if reasons:
         raise NotImplementedError(
             f'implementation="{implementation}" cannot compute this: {"; ".join(reasons)}. Use None to choose.'

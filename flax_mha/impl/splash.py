@@ -42,7 +42,6 @@ class Band(splash_masks.Mask):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the whole mask."""
         return self.size
 
     @property
@@ -72,7 +71,6 @@ class Band(splash_masks.Mask):
 
 
 def refusals(call: Call) -> list[str]:
-    """Why splash attention cannot compute this call with our result."""
     (queries, keys), mask = call.operands.lengths, kernel_mask.kernel_mask(call)
     reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"]) + tpu_kernels.refusals(call)
     if math.prod(-(-length // tpu_kernels.tile_size(length)) for length in (queries, keys)) > MOST_TILES:

@@ -182,7 +182,6 @@ class _Combined(Mask):
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """The masks that it is made of."""
         return tuple(vars(self).values())
 
     @property

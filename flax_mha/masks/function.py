@@ -65,7 +65,6 @@ class FunctionMask(Mask):
 
     @classmethod
     def tree_unflatten(cls, comparable: "_Comparable", _: tuple) -> "FunctionMask":
-        """The mask of the function."""
         return cls(comparable.mask_mod)
 
 

@@ -78,7 +78,6 @@ def _attention(
 
 
 def refusals(call: Call) -> list[str]:
-    """Why these kernels cannot compute this call."""
     (operands, options), reasons = call, tpu_kernels.refusals(call)
     for name, function, num_captured in _functions(call):
         try:

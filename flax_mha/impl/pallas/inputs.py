@@ -166,7 +166,6 @@ class LoadedTile(NamedTuple):
         return self.rule.dot(tile, columns, transpose_b=not self.plan.features_last)
 
     def products(self) -> Float[Array, "m n"]:
-        """Scaled products of queries and keys."""
         products = self.over_features(self.rows[0], self.columns[0])
         return products if self.rule.scale == 1.0 else products * self.rule.scale
 

@@ -115,7 +115,6 @@ def _scratch(kernel: Kernel, inputs: Inputs, plan: Plan) -> list[Any]:
 
 
 def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: Grid, plan: Plan) -> Callable[..., None]:
-    """What Pallas runs in each step."""
     arrays, structure = jax.tree.flatten(inputs)
     rank, count = len(grid.sizes), len(arrays)
 

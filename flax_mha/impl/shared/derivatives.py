@@ -95,7 +95,6 @@ def differentiate(function: Callable, arguments: Sequence[Any], tangents: Places
 
 
 def replace_at(leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]) -> list[Array]:
-    """Replaces the entries at these places."""
     replaced = dict(zip(places, some, strict=True))
     return [replaced.get(i, x) for i, x in enumerate(leaves)]
 

@@ -51,7 +51,6 @@ class Head:
 
     @property
     def whole(self) -> Tile:
-        """All scores of one head."""
         shape = (self.query.shape[0], self.key.shape[0])
         return Tile(0, 0, shape, self.rule.offsets.values, ring=self.rule.ring)
 
@@ -178,7 +177,6 @@ def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) ->
 
 
 def mask_by_head(mask: Mask, batch_rank: int, groups: tuple[int, int]) -> Mask:
-    """A canonical mask in the layout of one head."""
     return mask.map_arrays(functools.partial(by_head, batch_rank=batch_rank, groups=groups))
 
 

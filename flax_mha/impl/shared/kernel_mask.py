@@ -92,13 +92,7 @@ def _smaller(a: Any, b: Any) -> Any:
 
 
 def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> list[str]:
-    """The reasons that hold for every fused kernel why it cannot compute this call.
-
-    Args:
-      call: The call.
-      mask: Its mask.
-      supported: Those of the arguments bias, logits_soft_cap and sinks that this kernel supports.
-    """
+    """The reasons that hold for every fused kernel why it cannot compute this call; it has the `supported` ones."""
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
     fixed = "must be a number known while tracing, because the kernel's causal masks and windows stand still"

@@ -164,10 +164,7 @@ def on_gpu(call: Call) -> bool:
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
     """Returns whether XLA's CPU makes one kernel of `dense.fused_rows` that writes no score to memory, and a fast one.
 
-    Args:
-      call: The call.
-      scores: How many there are of one head or tile, many of which are computed together.
-      rows: How many tiles of a head are computed together.
+    There are so many `scores` of one head, or of one tile, of which `rows` of a head are computed together.
     """
     if not _may_fuse(call, scores):
         return False
@@ -189,7 +186,6 @@ def _product_size(call: Call) -> int:
 
 
 def variant_of_xla(call: Call) -> str:
-    """Names the way in which "xla" computes a call."""
     return ALL_AT_ONCE if blocks_in_place(call) is None else IN_PLACE
 
 
@@ -243,10 +239,7 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
 
     In their own, 16 bits wide, where that is faster: on accelerators, and in large tiles on CPUs with a matrix unit for
     bfloat16 (AMX). Other CPUs, and whoever asks for more precision than the default, get `options.dtype`.
-
-    Args:
-      call: The call.
-      tiles: Whether it is computed tile by tile.
+    `tiles`: the call is computed tile by tile.
     """
     operands, options = call
     dtype, wide = operands.query.dtype, options.dtype

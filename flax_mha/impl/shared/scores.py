@@ -83,7 +83,6 @@ class ScoreRule:
         return self.mask is not None or inputs.bias is not None or self.score_mod is not None
 
     def products(self, query: Float[Array, "t H"], key: Float[Array, "s H"]) -> Float[Array, "t s"]:
-        """Scaled products of queries and keys."""
         products = self.dot(query, key, transpose_b=True)
         return products if self.scale == 1.0 else products * self.scale
 
@@ -177,7 +176,6 @@ class ScoreRule:
         return jnp.where(visible, products, jnp.zeros_like(products))
 
     def modified(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
-        """Applies `score_mod` to the scores of one tile."""
         one = jax.vmap(jax.vmap(self._one_score(inputs.captured), (0, None, 0)), (0, 0, None))
         return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
 

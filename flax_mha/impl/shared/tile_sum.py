@@ -41,7 +41,6 @@ class Argument(NamedTuple):
 
     @classmethod
     def of(cls, kinds: Iterable[Any], arrays: Iterable[Array]) -> "tuple[Argument, ...]":
-        """Describes arrays of these kinds."""
         return tuple(cls(kind, x.shape, x.dtype) for kind, x in zip(kinds, arrays, strict=True))
 
     def start(self, height: int | None = None) -> Array:
@@ -167,14 +166,7 @@ def tile_sum(
 ) -> list[Array]:
     """Sums a function over all tiles of one head that are visited.
 
-    Args:
-      tiling: The cut into tiles.
-      function: The function of one tile.
-      rule: How products become scores.
-      blocks: Which tiles are visited.
-      residuals: Arguments in which the function is not linear.
-      linear: Arguments in which it is.
-      by_hand: Computes the transpose, instead of the sum over transposed functions of tiles.
+    `by_hand` computes the transpose, instead of the sum over transposed functions of tiles.
     """
     context, structure = jax.tree.flatten((rule, blocks))
     return _sum_of(tiling, function, structure, by_hand)(*context, *residuals, *linear)
@@ -272,7 +264,6 @@ def over_keys(
 
 
 def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar, state: T) -> T:
-    """Visits tile n by the function for its band."""
     return lax.switch(element(band, n), visits, n, state)
 
 

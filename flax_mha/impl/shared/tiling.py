@@ -83,7 +83,6 @@ class Tiling(NamedTuple):
     def tile(
         self, row: Scalar, column: Scalar | tuple[Scalar, ...], shape: tuple[int, int], offsets: tuple[Scalar, Scalar]
     ) -> Tile:
-        """The tile of this shape that begins there."""
         return Tile(row, column, shape, offsets, self.inside)
 
 
