@@ -105,6 +105,5 @@ def xla_on_a_gpu(request, monkeypatch):
 def small_tiles(monkeypatch):
     """Several tiles each way in lengths of a few dozen, cut into cells and bands."""
     monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(16, 32), TileShape(32, 32, 2), TileShape(16, 16)))
-    monkeypatch.setattr(schedule, "GATHERING", (TileShape(16, 8, runs=4),))
     for module in (tiling, schedule):
         monkeypatch.setattr(module, "CELL", 8)

@@ -6,7 +6,6 @@ holds both. Masks, `score_mod` and dropout are told positions; arrays are cut by
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +65,7 @@ class Tile(NamedTuple):
 
     Attributes:
       row: Its first row.
-      column: Its first column. With several it is gathered from as many runs of columns, all of one length.
+      column: Its first column.
       shape: Rows and columns.
       offsets: Positions of query 0 and of key 0.
       lengths: T and S where the tile may reach beyond them, into padding; padding is given the position of the
@@ -77,16 +76,11 @@ class Tile(NamedTuple):
     """
 
     row: Scalar
-    column: Scalar | tuple[Scalar, ...]
+    column: Scalar
     shape: tuple[int, int]
     offsets: tuple[Scalar, Scalar] = (0, 0)
     lengths: tuple[int, int] | None = None
     ring: int | None = None
-
-    @property
-    def runs(self) -> tuple[Scalar, ...]:
-        """The first columns of its runs."""
-        return self.column if isinstance(self.column, tuple) else (self.column,)
 
     @property
     def rows(self) -> Int[Array, "t 1"]:
@@ -94,12 +88,7 @@ class Tile(NamedTuple):
 
     @property
     def columns(self) -> Int[Array, "1 s"]:
-        if not isinstance(self.column, tuple):
-            return self.column + lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
-        numbers = lax.broadcasted_iota(jnp.int32, (1, self.shape[1] // len(self.column)), 1)
-        if len(self.column) == 1:
-            return self.column[0] + numbers
-        return lax.concatenate([first + numbers for first in self.column], 1)
+        return self.column + lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
 
     @property
     def query_positions(self) -> Int[Array, "#t #s"]:
@@ -135,22 +124,14 @@ class Tile(NamedTuple):
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
         """The tile's part of an axis that has an entry for every column."""
-        if not isinstance(self.column, tuple):
-            return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
-        width = self.shape[1] // len(self.column)
-        cut = functools.partial(lax.dynamic_slice_in_dim, slice_size=width, axis=axis, allow_negative_indices=False)
-        pieces = [cut(x, first) for first in self.column]
-        return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, axis)
+        return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
 
     def add(self, x: Array, part: Array) -> Array:
         """`x` with `part` added where `cut` takes it from."""
-        row = jnp.asarray(0 if x.shape[0] == 1 else self.row, jnp.int32)
-        runs = (0,) if x.shape[1] == 1 else self.runs
-        for first, piece in zip(runs, jnp.split(part, len(runs), axis=1) if len(runs) > 1 else [part], strict=True):
-            start = (row, jnp.asarray(first, jnp.int32))
-            piece = piece + lax.dynamic_slice(x, start, piece.shape, allow_negative_indices=False)
-            x = lax.dynamic_update_slice(x, piece, start, allow_negative_indices=False)
-        return x
+        place = (0 if size == 1 else first for size, first in zip(x.shape, (self.row, self.column), strict=True))
+        start = tuple(jnp.asarray(first, jnp.int32) for first in place)
+        part = part + lax.dynamic_slice(x, start, part.shape, allow_negative_indices=False)
+        return lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
 
 
 class Grid(NamedTuple):

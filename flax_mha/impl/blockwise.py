@@ -184,7 +184,7 @@ def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks:
     def row(own: tuple) -> ResultsOfHead:
         i, blocks, q, q_flags = own
         tile = tiling.tile(
-            i * tiling.height, element(blocks.column, 0, 0), (tiling.height, tiling.width), head.rule.offsets.values
+            i * tiling.height, element(blocks.column, 0), (tiling.height, tiling.width), head.rule.offsets.values
         )
         part = dataclasses.replace(
             head,

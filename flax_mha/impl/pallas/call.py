@@ -49,7 +49,7 @@ def _tiling(call: Call) -> Tiling:
     lengths, largest = call.operands.lengths, _largest_tile(call)
     height, width = (tpu_kernels.tile_size(length, largest) for length in lengths)
     rows, columns = -(-lengths[0] // height), -(-lengths[1] // width)
-    return Tiling.make(lengths, rows, height, width, 1, 1, columns, width)
+    return Tiling.make(lengths, rows, height, width, 1, columns, width)
 
 
 def _largest_tile(call: Call) -> int:

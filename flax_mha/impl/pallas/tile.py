@@ -38,7 +38,7 @@ class TransposedTile(KernelTile):
 
     @property
     def columns(self) -> Int[Array, "s 1"]:
-        return self.runs[0] + lax.broadcasted_iota(jnp.int32, (self.shape[0], 1), 0)
+        return self.column + lax.broadcasted_iota(jnp.int32, (self.shape[0], 1), 0)
 
 
 @jax.tree_util.register_dataclass

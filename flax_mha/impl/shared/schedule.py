@@ -43,9 +43,6 @@ TILE_SHAPES = (
     TileShape(256, 512),
     TileShape(128, 128),
 )
-# For masks with arrays besides: a tile may gather what lies apart, at the price of a kernel for every number of runs.
-GATHERING = (TileShape(512, 512, runs=6),)
-
 # The limits below count the scores of one head that are in memory at once: all of them, or those of one tile.
 # Up to this many, XLA's CPU backend compiles product, softmax and product into one fast kernel.
 MAX_SCORES_FUSED = 256 * 256
@@ -302,7 +299,7 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
     known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
     if not operands.offsets.are_known or not known:
         return tiling_of(lengths, TILE_SHAPES[0]), None
-    shapes, gathering = (TILE_SHAPES, GATHERING) if options.target.platform == "cpu" else (TILE_SHAPES[:1], ())
+    shapes = TILE_SHAPES if options.target.platform == "cpu" else TILE_SHAPES[:1]
     if not arrays or operands.mask is None:
         numbers = operands.offsets.numbers
         return _cheapest_of_one(lengths, operands.mask, numbers, shapes, _product_size(call)), None
@@ -311,7 +308,7 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
     head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
     masks = [one_of(mask, place) for place in np.ndindex(head_axes)]
     examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
-    tiling = cheapest(lengths, examples, operands.offsets.numbers, (*shapes, *gathering), _product_size(call))
+    tiling = cheapest(lengths, examples, operands.offsets.numbers, shapes, _product_size(call))
     blocks = static_block_mask(tiling, masks, operands.offsets.numbers)
     return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
 
@@ -336,7 +333,7 @@ def cheapest(
 def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
     _, part, full, some = tiles_of(candidate, mask, offsets)
     number = np.arange(part.shape[1])
-    scores = (part[..., 1] - part[..., 0]) * part[..., 2] * candidate.width
+    scores = (part[..., 1] - part[..., 0]) * candidate.width
     scores = np.where(number < full[:, None], scores, MASKED * scores)
     each = np.where(scores * head_size < PARALLEL, SERIAL * scores, scores + STEP)
     return float(each[number < some[:, None]].sum())

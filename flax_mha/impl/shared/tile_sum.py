@@ -246,9 +246,8 @@ def over_keys(
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
     def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
-        columns = tuple(element(blocks.column, n, run) for run in range(band.runs))
-        shape = (band.end - band.first, band.runs * tiling.width)
-        tile = tiling.tile(i * tiling.height + band.first, columns, shape, rule.offsets.values)
+        row, shape = i * tiling.height + band.first, (band.end - band.first, tiling.width)
+        tile = tiling.tile(row, element(blocks.column, n), shape, rule.offsets.values)
         return step(TileVisit(band.first, tile), rule, state)
 
     for bands, mask_of_tile, first, end in (
@@ -267,10 +266,10 @@ def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar
     return lax.switch(element(band, n), visits, n, state)
 
 
-def element(x: Any, *place: Scalar) -> Int[Array, ""]:
+def element(x: Any, place: Scalar) -> Int[Array, ""]:
     """One entry of an array, in place."""
-    first = [jnp.asarray(i, jnp.int32) for i in place]
-    return lax.dynamic_slice(x, first, (1,) * x.ndim, allow_negative_indices=False).reshape(())
+    first = [jnp.asarray(place, jnp.int32)]
+    return lax.dynamic_slice(x, first, (1,), allow_negative_indices=False).reshape(())
 
 
 def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:

@@ -22,31 +22,29 @@ class TileShape(NamedTuple):
 
     Attributes:
       height: Rows.
-      width: Columns that lie side by side: a run.
+      width: Columns.
       bands: How many bands its rows are cut into; a tile may need only some of them.
-      runs: How many runs it may gather.
     """
 
     height: int
     width: int
     bands: int = 1
-    runs: int = 1
 
 
 class Tiling(NamedTuple):
     """A cut of the scores of one head into rows of tiles.
 
-    Each row of tiles is divided into `bands` horizontally and into `cells` vertically. A tile has `height` rows and up
-    to `runs` runs of `width` adjacent columns; a run may begin at any cell, and a tile may be cut to the bands that it
-    needs. Example: with a height of 1024, a width of 512 and 2 bands, a causal mask has two tiles on the diagonal of
-    each row of tiles: the first needs all 1024 rows, the second only its lower band of 512 rows.
+    Each row of tiles is divided into `bands` horizontally and into `cells` vertically. A tile has `height` rows and
+    `width` columns; it may begin at any cell, and may be cut to the bands that it needs. Example: with a height of
+    1024, a width of 512 and 2 bands, a causal mask has two tiles on the diagonal of each row of tiles: the first needs
+    all 1024 rows, the second only its lower band of 512 rows.
 
     Attributes:
       lengths: T and S, before padding.
       rows: How many rows of tiles there are.
       shape: T and S after padding.
       band_height: Rows of a band.
-      run_cells: How many cells wide a run is.
+      tile_cells: How many cells wide a tile is.
       inside: `lengths`, if tiles reach beyond T or S; else None.
     """
 
@@ -55,34 +53,29 @@ class Tiling(NamedTuple):
     height: int
     width: int
     bands: int
-    runs: int
     cells: int
     cell_width: int
 
     shape: tuple[int, int]
     band_height: int
-    run_cells: int
+    tile_cells: int
     inside: tuple[int, int] | None
 
     @classmethod
     def make(
-        cls, lengths: tuple[int, int], rows: int, height: int, width: int, bands: int, runs: int, cells: int, size: int
+        cls, lengths: tuple[int, int], rows: int, height: int, width: int, bands: int, cells: int, size: int
     ) -> "Tiling":
         """The tiling with cells of this size; what follows from the numbers is stored with them."""
         shape = (rows * height, cells * size)
         inside = None if shape == lengths else lengths
-        return cls(
-            lengths, rows, height, width, bands, runs, cells, size, shape, height // bands, width // size, inside
-        )
+        return cls(lengths, rows, height, width, bands, cells, size, shape, height // bands, width // size, inside)
 
     def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
         """The pieces for which it is decided whether they are empty: a band high, a cell wide."""
         counts, shape = (self.rows * self.bands, self.cells), (self.band_height, self.cell_width)
         return Grid(counts, shape, offsets, self.inside)
 
-    def tile(
-        self, row: Scalar, column: Scalar | tuple[Scalar, ...], shape: tuple[int, int], offsets: tuple[Scalar, Scalar]
-    ) -> Tile:
+    def tile(self, row: Scalar, column: Scalar, shape: tuple[int, int], offsets: tuple[Scalar, Scalar]) -> Tile:
         return Tile(row, column, shape, offsets, self.inside)
 
 
@@ -98,7 +91,7 @@ def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) 
     rows, height = _cut_up(lengths[0], largest.height, bands)
     columns, width = _cut_up(lengths[1], largest.width, 1)
     parts = next(n for n in range(max(width // CELL, 1) if fine else 1, 0, -1) if width % n == 0)
-    return Tiling.make(lengths, rows, height, width, bands, largest.runs, columns * parts, width // parts)
+    return Tiling.make(lengths, rows, height, width, bands, columns * parts, width // parts)
 
 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
@@ -160,11 +153,11 @@ class InsideMask(Mask):
 #
 # A row of tiles first visits the tiles that are visible throughout, without masking, then those that must be masked.
 # Empty tiles are never visited. Where the mask is known while tracing, all of this is NumPy, and a tile may be cut to
-# the rows that it needs and gather runs of columns that lie apart; else the numbers are data, and bound loops.
+# the rows that it needs; else the numbers are data, and bound loops.
 
 
-class _Runs(NamedTuple):
-    """For every row the runs that it may visit, all arrays [rows, runs].
+class _Tiles(NamedTuple):
+    """For every row the tiles that it may visit, all arrays [rows, tiles].
 
     First column; whether all of it is visible; whether it must be masked; the first and one past the last band needed.
     """
@@ -176,33 +169,33 @@ class _Runs(NamedTuple):
     end: IntMatrix
 
 
-def _runs(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> _Runs:
-    """Finds the runs of one head; in numpy where the mask is known while tracing."""
+def _tiles(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> _Tiles:
+    """Finds the tiles of one head; in numpy where the mask is known while tracing."""
     some, full = (x.reshape(tiling.rows, tiling.bands, tiling.cells) for x in occupancy(tiling, mask, offsets))
-    if isinstance(some, jax.core.Tracer):  # then a run is a cell
+    if isinstance(some, jax.core.Tracer):  # then a tile is a cell
         start = np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells))
     else:
-        some, full, start = _of_runs(np.asarray(some), np.asarray(full), tiling)
-    some_of_run, all_of_run = some.any(1), (some & full).all(1)
+        some, full, start = _from_cells(np.asarray(some), np.asarray(full), tiling)
+    some_of_tile, all_of_tile = some.any(1), (some & full).all(1)
     first, last = some.argmax(1), some[:, ::-1].argmax(1)
     column = start.astype(np.int32) * np.int32(tiling.cell_width)
-    return _Runs(column, all_of_run, some_of_run & ~all_of_run, first, tiling.bands - last)  # type: ignore[arg-type]
+    return _Tiles(column, all_of_tile, some_of_tile & ~all_of_tile, first, tiling.bands - last)  # type: ignore[arg-type]
 
 
-def _of_runs(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """From cells [rows, bands, cells] to runs [rows, bands, runs], and the first cell of these [rows, runs]."""
-    start = _starts(np.asarray(some.any(1)), tiling.run_cells)
-    cells = np.minimum(start[:, None, :, None] + np.arange(tiling.run_cells), tiling.cells - 1)
+def _from_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """From cells [rows, bands, cells] to tiles [rows, bands, tiles], and the first cell of these [rows, tiles]."""
+    start = _starts(np.asarray(some.any(1)), tiling.tile_cells)
+    cells = np.minimum(start[:, None, :, None] + np.arange(tiling.tile_cells), tiling.cells - 1)
     row, band = np.arange(tiling.rows)[:, None, None, None], np.arange(tiling.bands)[None, :, None, None]
-    is_run = (start < tiling.cells)[:, None]
-    return some[row, band, cells].any(-1) & is_run, full[row, band, cells].all(-1) & is_run, start
+    is_tile = (start < tiling.cells)[:, None]
+    return some[row, band, cells].any(-1) & is_tile, full[row, band, cells].all(-1) & is_tile, start
 
 
 def _starts(some: np.ndarray, width: int) -> np.ndarray:
-    """For each row the first cells [rows, runs] of runs, `width` cells wide, that cover all that is in `some`.
+    """For each row the first cells [rows, tiles] of tiles, `width` cells wide, that cover all that is in `some`.
 
-    A run begins where something is, if that saves some, and else at a multiple of its width. The number of cells
-    stands for no run.
+    A tile begins where something is, if that saves some, and else at a multiple of its width. The number of cells
+    stands for no tile.
     """
     rows, cells = some.shape
     aligned = some.reshape(rows, -1, width).any(2)
@@ -213,7 +206,7 @@ def _starts(some: np.ndarray, width: int) -> np.ndarray:
     greedy, place = np.full_like(starts, cells), np.zeros(rows, int)
     for step in range(starts.shape[1]):
         start = following[np.arange(rows), place]
-        fits = np.minimum(start, cells - width)  # at the end a run begins earlier, if there is room
+        fits = np.minimum(start, cells - width)  # at the end a tile begins earlier, if there is room
         greedy[:, step] = np.where(start < cells, np.maximum(fits, place), cells)
         place = np.minimum(greedy[:, step] + width, cells)
         if (place == cells).all():
@@ -225,15 +218,14 @@ def _starts(some: np.ndarray, width: int) -> np.ndarray:
 
 
 class TileBand(NamedTuple):
-    """The computed part of a full-size tile: rows `first` to `end` (exclusive), and the number of runs."""
+    """The computed part of a full-size tile: rows `first` to `end` (exclusive)."""
 
     first: int
     end: int
-    runs: int
 
 
 class RowTiles(NamedTuple):
-    """For every row its tiles, the full ones first: column [rows, tiles, runs], band [rows, tiles, 3], how many."""
+    """For every row its tiles, the full ones first: column [rows, tiles], band [rows, tiles, 2], how many."""
 
     column: np.ndarray
     band: np.ndarray
@@ -242,34 +234,16 @@ class RowTiles(NamedTuple):
 
 
 def tiles_of(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> RowTiles:
-    """The tiles of one head whose mask is known while tracing.
-
-    The runs of each row, those that are full and those that are not, are gathered into tiles of about the same size.
-    """
-    runs = _runs(tiling, mask, offsets)
-    order = np.argsort(2 - 2 * runs.full.astype(int) - runs.partial, axis=1, kind="stable")
-    column, first, end = (np.take_along_axis(x, order, 1) for x in (runs.column, runs.first, runs.end))
-    row = np.broadcast_to(np.arange(tiling.rows)[:, None], column.shape)
-    number = np.arange(column.shape[1])
-    full, partial = (np.asarray(kind).sum(1, keepdims=True) for kind in (runs.full, runs.partial))
-    full_tiles, partial_tiles = (-(-count // tiling.runs) for count in (full, partial))
-    some = full_tiles + partial_tiles
-    shape = (tiling.rows, max(int(some.max(initial=0)), 1))
-    columns, part = np.zeros((*shape, tiling.runs), np.int32), np.zeros((*shape, 3), int)
-    part[..., 0] = tiling.bands
-    kinds = ((full * 0, full, full * 0, full_tiles), (full, partial, full_tiles, partial_tiles))
-    for first_run, count, first_tile, tiles in kinds:
-        place = number - first_run
-        tile = place * tiles // np.maximum(count, 1)
-        slot = place - -(-tile * count // np.maximum(tiles, 1))
-        mine = (place >= 0) & (place < count)
-        at = (row[mine], (first_tile + tile)[mine])
-        columns[(*at, slot[mine])] = column[mine]
-        np.minimum.at(part[..., 0], at, first[mine])
-        np.maximum.at(part[..., 1], at, end[mine])
-        np.add.at(part[..., 2], at, 1)
-    part[..., :2] *= tiling.band_height
-    return RowTiles(columns, part, full_tiles[:, 0], some[:, 0])
+    """The tiles of one head whose mask is known while tracing."""
+    tiles = _tiles(tiling, mask, offsets)
+    order = np.argsort(2 - 2 * tiles.full.astype(int) - tiles.partial, axis=1, kind="stable")
+    column, first, end = (np.take_along_axis(x, order, 1) for x in (tiles.column, tiles.first, tiles.end))
+    num_full, num_partial = (np.asarray(kind).sum(1) for kind in (tiles.full, tiles.partial))
+    num_tiles = num_full + num_partial
+    count = max(int(num_tiles.max(initial=0)), 1)
+    column = np.where(np.arange(column.shape[1]) < num_tiles[:, None], column, 0).astype(np.int32)
+    band = np.stack([first, end], -1) * tiling.band_height
+    return RowTiles(column[:, :count], band[:, :count], num_full, num_tiles)
 
 
 @jax.tree_util.register_dataclass
@@ -278,17 +252,17 @@ class BlockMask:
     """In which order each row of tiles meets its keys: the full tiles first, then those to mask; empty ones never.
 
     Attributes:
-      column: First columns of the runs of every tile.
+      column: First columns of all tiles.
       band: For every tile the index of its band in `full_bands`, or in `partial_bands` for tiles that must be masked.
       num_full: The number of full tiles in each row.
       num_tiles: The number of tiles in each row, full and partial.
       full_bands: The distinct bands of full tiles; empty if it is known at trace time that no tile is full.
       partial_bands: The distinct bands of tiles that must be masked, likewise.
-      single: Whether it is known at trace time that every row has exactly one tile, of one run, and that all of these
-        tiles are full or all must be masked.
+      single: Whether it is known at trace time that every row has exactly one tile, and that all of these tiles are
+        full or all must be masked.
     """
 
-    column: Int[Array, "... rows tiles runs"] | np.ndarray
+    column: Int[Array, "... rows tiles"] | np.ndarray
     band: Int[Array, "... rows tiles"] | np.ndarray
     num_full: Int[Array, "... rows"] | np.ndarray
     num_tiles: Int[Array, "... rows"] | np.ndarray
@@ -302,13 +276,12 @@ def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tup
     with jax.ensure_compile_time_eval():
         heads = [tiles_of(tiling, mask, offsets) for mask in masks]
     count = max(head.band.shape[1] for head in heads)
-    column, part = (
-        np.stack([np.pad(head[i], [(0, 0), (0, count - head[i].shape[1]), (0, 0)]) for head in heads]) for i in (0, 1)
-    )
+    column = np.stack([np.pad(head.column, [(0, 0), (0, count - head.column.shape[1])]) for head in heads])
+    part = np.stack([np.pad(head.band, [(0, 0), (0, count - head.band.shape[1]), (0, 0)]) for head in heads])
     full, some = (np.stack([head[i] for head in heads]).astype(np.int32) for i in (2, 3))
     # With at most one tile per row, rows without a tile and full tiles among partial ones are treated as partial.
-    if count == 1 and part[..., 2].max() == 1:
-        whole, chosen, ones = (TileBand(0, tiling.height, 1),), np.zeros_like(column[..., 0]), np.ones_like(full)
+    if count == 1 and some.any():
+        whole, chosen, ones = (TileBand(0, tiling.height),), np.zeros_like(column), np.ones_like(full)
         if full.all():
             return BlockMask(column, chosen, ones, ones, whole, (), single=True)
         return BlockMask(column, chosen, np.zeros_like(full), ones, (), whole, single=True)
@@ -326,9 +299,9 @@ def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tup
 
 def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
     """Makes the block mask of one head whose mask or offset is data: numbers that bound the loops."""
-    column, full, partial, *_ = _runs(tiling, mask, offsets)
+    column, full, partial, *_ = _tiles(tiling, mask, offsets)
     order = jnp.argsort(2 - 2 * full.astype(jnp.int32) - partial.astype(jnp.int32), axis=1, stable=True)
     counts = jnp.sum(full, 1, dtype=jnp.int32), jnp.sum(full | partial, 1, dtype=jnp.int32)
-    whole = (TileBand(0, tiling.height, 1),)
+    whole = (TileBand(0, tiling.height),)
     columns = jnp.take_along_axis(jnp.asarray(column), order, 1)
-    return BlockMask(columns[..., None], jnp.zeros_like(columns), *counts, whole, whole, single=False)
+    return BlockMask(columns, jnp.zeros_like(columns), *counts, whole, whole, single=False)
