@@ -321,7 +321,7 @@ def with_keys(
         query=scoring.query,
         key=key,
         value=value,
-        bias=check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
+        bias=None if bias is None else check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
         sinks=scoring.sinks,
         mask=functools.reduce(operator.and_, present) if present else None,
         captured=scoring.captured,
