@@ -15,6 +15,7 @@ from flax_mha.masks import Mask as Mask
 from flax_mha.masks import SegmentMask as SegmentMask
 from flax_mha.modules.attention_fn import attention_fn as attention_fn
 from flax_mha.nnx import MultiHeadAttention as MultiHeadAttention
+from flax_mha.nnx import MultiHeadLatentAttention as MultiHeadLatentAttention
 
 # What `from flax_mha import *` brings. No modules: `linen`, `nnx`, `plot` are names of others, too.
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "LocalMask",
     "Mask",
     "MultiHeadAttention",
+    "MultiHeadLatentAttention",
     "SegmentMask",
     "attention_fn",
     "context_parallel",

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha.cache.kv_cache import Appended, KVCache
+from flax_mha.cache.latent import Latent
 from flax_mha.cache.write import by_device
 from flax_mha.call.arguments import (
     CallArguments,
@@ -173,13 +174,21 @@ def over_cache(
     mask: ArrayLike | Mask | None = None,
     lengths: ArrayLike | None = None,
     implementation: Implementation | None = None,
+    latent: Latent | None = None,
     **arguments: Unpack[CallArguments],
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
     """Computes `cached_attention` by a function that runs calls, or that explains them instead.
 
     If it is not known whether the cache is empty, the call of an empty one is run first, then the other. The caller has
     checked that keys and values fit the cache.
+
+    With a `latent`, the query is that of heads; key and cache hold latents. A prompt that meets an empty cache attends
+    to keys and values of heads, which are fewer products; queries of later calls are absorbed.
     """
+    heads = query
+    if latent is not None:
+        arguments["scale"] = query.shape[-1] ** -0.5 if arguments.get("scale") is None else arguments["scale"]
+        query = latent.absorb(query)
     query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
     number = query.shape[-3]
     if key.shape[-3] != number:
@@ -192,21 +201,24 @@ def over_cache(
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value)))
     step = Step(scoring, shape, key, value, cache, appended, bias, mask, window, lengths is not None)
 
+    def of_heads(output: Array) -> Array:
+        return output[..., : cache.value_size] if latent is None else latent.project(output)
+
     length, in_place = cache.key.shape[-3], implementation is None
     is_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
     by_slot = not (is_known and number <= length) and any(map(_differs_by_slot, (bias, mask)))
     if (is_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
         output, _, *max_score = run(step.call(False, in_place), implementation)
+        output = of_heads(output)
     else:
 
         def compute(is_empty: bool) -> list[Array]:
-            output, _, *max_score = run(step.call(is_empty, in_place), implementation)
-            # Values that are a part of the keys are cut here, for an empty cache has them alone. Inside
-            # `jax.shard_map`, all may vary over the same axes of a mesh.
-            return varying_alike(([output[..., : cache.value_size], *max_score], new.arrays))[0]
+            made = step.expand(latent, heads, arguments) if is_empty and latent is not None else step
+            output, _, *max_score = run(made.call(is_empty, in_place), implementation)
+            # Inside `jax.shard_map`, all may vary over the same axes of a mesh.
+            return varying_alike(([of_heads(output) if made is step else output, *max_score], new.arrays))[0]
 
         output, *max_score = _by_emptiness(compute, cache)
-    output = output[..., : cache.value_size]
     return appended.checked(output), new, *map(appended.checked, max_score)
 
 
@@ -237,6 +249,12 @@ class Step(NamedTuple):
     window: tuple[int | None, int | None] | None
     is_padded: bool
 
+    def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
+        """Returns the step of a prompt whose keys and values are those of heads, not latents."""
+        query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
+        scoring = check_scoring(query, shape, arguments, target_of((query, key, value)))
+        return self._replace(scoring=scoring, shape=shape, key=key, value=value)
+
     def call(self, is_empty: bool, in_place: bool) -> Call:
         """Makes the call for an empty cache, an ordinary one, or the one that is right whatever the cache holds."""
         (query, *_), number, cache, (new, tokens, _) = self.scoring, self.shape.query_length, self.cache, self.appended
@@ -254,7 +272,8 @@ class Step(NamedTuple):
             first = index + tokens - 1
         elif is_ring:
             (key, value, first), in_place = in_order(cache, self.key, self.value), False
-        if cache.value_size is not None:  # of a cache that is read in place a part would be a copy; its output is cut
+        if cache.value_size is not None and not value.shape[-1]:
+            # Of a cache that is read in place a part would be a copy; its output is cut.
             value = key if in_place else key[..., : cache.value_size]
         if not in_place:
             key, value = key.astype(query.dtype), value.astype(query.dtype)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from flax_mha.cache.cached_attention import over_cache
 from flax_mha.cache.kv_cache import KVCache
+from flax_mha.cache.latent import Latent
 from flax_mha.call.arguments import Arguments, canonical, check_sharding, check_window
 from flax_mha.call.operands import Call
 from flax_mha.core import validation
@@ -41,13 +42,14 @@ class FlaxModule(NamedTuple):
 
     Attributes:
       query: Projects queries [B..., T, D] to heads [B..., T, N, H].
-      key: Projects keys.
-      value: Projects values.
+      key: Projects keys; to [latent, rotary key], if there is a `latent`.
+      value: Projects values; None if there is a `latent`.
       out: Projects heads back to features.
       norms: Normalize the heads of queries and keys; None if there are none.
       norms_after_rope: Whether they normalize what is rotated.
       sinks: The learned sinks [N].
       gate: Projects inputs [B..., T, D] to what the sigmoid makes a gate [B..., T, N, H] of; None if there is none.
+      latent: Computes keys and values of heads; None if `key` and `value` do.
       cache: Reads cached keys, values, index and scale, given query and key; None where this call makes them.
       stored: Reads keys, values and lengths that an earlier call stored; None if none did.
       arguments: Flax's own arguments of the attention function.
@@ -56,7 +58,7 @@ class FlaxModule(NamedTuple):
 
     query: Layer
     key: Layer
-    value: Layer
+    value: Layer | None
     out: Layer
     norms: tuple[Layer, Layer] | None
     sinks: Array | None
@@ -66,6 +68,7 @@ class FlaxModule(NamedTuple):
     features: tuple[int, int] | None = None
     norms_after_rope: bool = False
     gate: Layer | None = None
+    latent: Latent | None = None
 
     def output(self, x: Float[Array, "*B T N H"], inputs_q: Float[Array, "*B T D"]) -> Float[Array, "*B T Dout"]:
         """Multiplies the attention's output by the gate that the inputs make, if there is one, and projects it back."""
@@ -114,7 +117,10 @@ def call_module(
     cache = _cache_of(module, flax, query, key, value) if keys == "cache" else None
     if module.rope is not None or positions is not None:
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
-        query, key = sequences.rotate(query, key, module.rope, positions, self_attention, start, keys == "stored")
+        rotated = None if flax.latent is None else key.shape[-1] - flax.latent.size
+        query, key = sequences.rotate(
+            query, key, module.rope, positions, self_attention, start, keys == "stored", rotated
+        )
     if flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
     ours = by_sequence | {"mask": mask, "bias": bias, "sinks": flax.sinks, "score_mod": score_mod}
@@ -125,9 +131,11 @@ def call_module(
     # Without those that are not given, any function with Flax's signature will do.
     arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None}
     if cache is not None:
-        x, new = _decoding(module.attention_fn, core, query, key, value, cache, lengths, arguments)()
+        x, new = _decoding(module.attention_fn, core, query, key, value, cache, lengths, arguments, flax.latent)()
         arrays = new.key, new.value, new.index
         return flax.output(x, inputs_q), arrays if new.scale is None else (*arrays, new.scale)
+    if flax.latent is not None:
+        key, value = flax.latent.expand(key)
     if core is not None and core.preset:
         # Of queries that use stored keys the positions are not known.
         arguments = core.combine(arguments, without=("is_causal",) if keys in ("stored", "to store") else ())
@@ -150,7 +158,8 @@ def _project(
         key, value, used = flax.stored()  # type: ignore[misc]
     else:
         inputs_k, inputs_v = check_inputs(inputs_q, inputs_k, inputs_v, flax.features)
-        query, key, value = flax.query(inputs_q), flax.key(inputs_k), flax.value(inputs_v)
+        query, key = flax.query(inputs_q), flax.key(inputs_k)
+        value = key[..., :0] if flax.value is None else flax.value(inputs_v)
     if not flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
     return query, key, value, used
@@ -177,7 +186,8 @@ def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Ar
     arrays = flax.cache(query, key)
     if arrays is None:
         return None
-    cache = KVCache.of_window(*arrays, window=reach(module.local_window_size))
+    value_size = None if flax.latent is None else flax.latent.size
+    cache = KVCache.of_window(*arrays, window=reach(module.local_window_size), value_size=value_size)
     cache.check_fits(key, value, query.shape[-3])
     return cache
 
@@ -235,6 +245,7 @@ def _decoding(
     cache: KVCache,
     lengths: Any,
     arguments: dict[str, Any],
+    latent: Latent | None,
 ) -> Callable[[], Any]:
     """Returns what computes attention of new tokens over the cache and themselves, and adds them to the cache.
 
@@ -249,10 +260,10 @@ def _decoding(
         key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
     if core is None or not knows_all((query,), arguments):
         is_ours = core is not None
-        return functools.partial(decode_by, attention_fn, is_ours, query, key, value, cache, lengths, arguments)
+        return functools.partial(decode_by, attention_fn, is_ours, query, key, value, cache, lengths, arguments, latent)
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments)
-    return functools.partial(over_cache, core.run, query, key, value, cache, lengths=lengths, **known)
+    return functools.partial(over_cache, core.run, query, key, value, cache, lengths=lengths, latent=latent, **known)
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:

@@ -8,6 +8,7 @@ from jaxtyping import Array
 
 from flax_mha.cache.cached_attention import check_cache, in_order
 from flax_mha.cache.kv_cache import KVCache
+from flax_mha.cache.latent import Latent
 from flax_mha.core import validation
 from flax_mha.masks import ArrayMask, CausalMask, Mask
 
@@ -21,6 +22,7 @@ def decode_by(
     cache: KVCache,
     lengths: Any,
     arguments: dict[str, Any],
+    latent: Latent | None = None,
 ) -> tuple[Array, KVCache]:
     """Computes attention over a cache by any function with Flax's signature, or by what only ours itself can do.
 
@@ -33,6 +35,7 @@ def decode_by(
       cache: The tokens before them.
       lengths: As in the call of the module.
       arguments: Of the function.
+      latent: What makes keys and values of heads of cached latents, which the function gets.
     """
     arguments = dict(arguments)
     window_size, mask = arguments.pop("local_window_size", None), arguments.pop("mask", None)
@@ -43,7 +46,10 @@ def decode_by(
     (keys, values), first = appended.cache.floats(key.dtype), jnp.zeros_like(index)
     if cache.window is not None:
         keys, values, first = in_order(cache, key, value)
-    values = values if cache.value_size is None else keys[..., : cache.value_size]
+    if latent is not None:
+        keys, values = latent.expand(keys)
+    elif cache.value_size is not None:
+        values = keys[..., : cache.value_size]
     steps = cache.counted(query.shape[-3])
     q_idx = (index[..., None] + steps)[..., :, None]
     kv_idx = (first[..., None] + cache.counted(keys.shape[-3]))[..., None, :]

@@ -49,13 +49,14 @@ def arguments_of(
 
 def rotate(
     query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
+    key: Float[Array, "*B S K Hk"],
     rope: RoPE | None,
     positions: Array | tuple[Array, Array] | None,
     self_attention: bool,
     start: Int[Array, "..."] | int = 0,
     stored: bool = False,
-) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"]]:
+    size: int | None = None,
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K Hk"]]:
     """Rotates query and key by their positions.
 
     Args:
@@ -67,7 +68,12 @@ def rotate(
       self_attention: Whether keys are those of the queries' tokens.
       start: The position of the first query, [] or [B...]; that of the first key is 0, if it is another's.
       stored: Whether the keys were rotated when they were stored.
+      size: Number of features at the end of query and key that `rope` is for; None means all.
     """
+    if size is not None:
+        ends = rotate(query[..., -size:], key[..., -size:], rope, positions, self_attention, start, stored)
+        query, key = (jnp.concatenate([x[..., :-size], end], -1) for x, end in zip((query, key), ends, strict=True))
+        return query, key
     if rope is None:
         if positions is not None:
             raise ValueError("positions must be None without rope, but got an array; pass rope=RoPE() to the module.")

@@ -29,7 +29,204 @@ from flax_mha.rope import RoPE
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
-class MultiHeadAttention(nnx.MultiHeadAttention):
+class AttentionModule(nnx.Module):
+    """The part of an attention module that holds its cache, switches its dropout, and explains its calls.
+
+    Subclasses set the attributes, and say which keys they cache.
+    """
+
+    num_heads: int
+    in_features: int
+    in_kv_features: int
+    dtype: Any
+    param_dtype: Any
+    dropout_rate: float
+    broadcast_dropout: bool
+    precision: Any
+    deterministic: Any
+    decode: Any
+    rngs: Any
+    attention_fn: Any
+    local_window_size: int | tuple[int | None, int | None] | None
+    head_axis: str | None
+    cached_key: Any
+    cached_value: Any
+    cache_index: Any
+    cached_scale: Any
+    cached_lengths: Any
+
+    def _cached_heads(self) -> tuple[int, int, int | None]:
+        """Returns number and size of the cached key heads, and the `value_size` of the cache."""
+        raise NotImplementedError
+
+    def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
+        """Traces a call of a copy of this module whose attention is explained instead of computed."""
+        graph, state = nnx.split(self)
+        explained = ExplainedAttention(self.attention_fn)
+
+        def call() -> Array:
+            # New variables with the same arrays, which are not traced: what the cache holds is known.
+            module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
+            module.attention_fn = explained
+            return module(*inputs, **arguments)
+
+        jax.eval_shape(call)
+        return explained.explanations[0]
+
+    def init_cache(
+        self,
+        input_shape: Sequence[int],
+        dtype: DTypeLike | None = None,
+        *,
+        per_row: bool = False,
+        sharding: Sharding | None = None,
+    ) -> None:
+        """Makes an empty cache, which decoding needs.
+
+        A module with a `local_window_size` makes a ring, which never overflows, if S is larger than the window by
+        enough; see `flax_mha.kv_cache.KVCache.create`.
+
+        Args:
+          input_shape: [B..., S, D] of the inputs that are to come, of all calls together; S tokens fit.
+          dtype: Dtype of the cached keys and values; None means the module's `dtype`, or else its `param_dtype`. `int8`
+            and `float8_e4m3fn` halve the memory of bfloat16; see `flax_mha.kv_cache.KVCache.create`.
+          per_row: Whether each sequence counts its own tokens, as `lengths` need it; `cache_index` is then [B...].
+          sharding: How a mesh splits the batch axes and heads of cached keys and values [B..., S, K, H]; None splits
+            the heads as `head_axis` does.
+
+        Raises:
+          ValueError: If there is no length, D is not the module's, a size is negative, or the dtype is not floating
+            point.
+        """
+        if dtype is None:
+            dtype = self.dtype if self.dtype is not None else self.param_dtype
+        if len(input_shape) < 2:
+            raise ValueError(f"input_shape must be (batch..., length, features), but got {tuple(input_shape)}.")
+        *batch, length, features = input_shape
+        if features not in (self.in_features, self.in_kv_features):
+            raise ValueError(
+                f"input_shape must be (batch..., length, {self.in_features}), the shape of the inputs, but got "
+                f"{tuple(input_shape)}; the cache's heads follow from the module."
+            )
+        heads, size, value_size = self._cached_heads()
+        window = reach(self.local_window_size)
+        names: tuple[str | None, ...] | None = None
+        if self.head_axis is not None and sharding is None:
+            split = tensor_parallel.parameter_names(self.head_axis, self.num_heads, heads)["cache"]
+            names = (*(None,) * len(batch), *(split if value_size is None else (None,) * len(split)))
+        cache = KVCache.create(batch, length, heads, size, dtype, window, per_row, sharding, value_size)
+
+        def variable(x: Array | None) -> Any:
+            if x is None:
+                return nnx.data(None)
+            return nnx.Cache(x) if names is None else split_variable(nnx.Cache(x), names)
+
+        self.cached_key, self.cached_scale = variable(cache.key), variable(cache.scale)
+        self.cached_value = variable(cache.value if value_size is None else None)
+        self.cache_index, self.cached_lengths = nnx.Cache(cache.index), nnx.data(None)
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        max_length: int | None = None,
+        per_row: bool = False,
+    ) -> None:
+        """What `nnx.view` calls: switches dropout and decoding, and makes the cache if its size is given.
+
+        Args:
+          deterministic: True switches dropout off; None leaves it.
+          decode: True makes calls decode; None leaves it.
+          batch_size: Batch axes of a new cache, given together with `max_length`.
+          max_length: Tokens that fit in it.
+          per_row: Whether each sequence counts its own tokens; see `init_cache`.
+
+        Raises:
+          TypeError: If one of the two is given without the other, or decoding starts without a cache.
+        """
+        self.deterministic = self.deterministic if deterministic is None else deterministic
+        self.decode = self.decode if decode is None else decode
+        for name, size, partner in (("batch_size", batch_size, max_length), ("max_length", max_length, batch_size)):
+            if size is None and (partner is not None or (decode and self.cached_key is None)):
+                raise TypeError(f"'{name}' must be provided when initializing cache.")
+        if batch_size is not None and max_length is not None:
+            batch = batch_size if isinstance(batch_size, Sequence) else (batch_size,)
+            self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
+
+    if not TYPE_CHECKING:  # a type checker would take any attribute for one of the module
+
+        def __getattr__(self, name: str) -> Any:
+            # Python's errors about the arguments of a call print all of an object that has no such name.
+            if name == "__qualname__":
+                return type(self).__qualname__
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def _stored(self) -> Any:
+        return _read(self.cached_key, self.cached_value, self.cached_lengths)
+
+    def _cache(self, *_: Array) -> Arrays:
+        """Reads the cache variables."""
+        if self.cached_key is None or self.cache_index is None:
+            raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
+        key, *others = _read(*self._variables())
+        return (key, key[..., :0], *others) if self.cached_value is None else (key, *others)
+
+    def _write(self, arrays: Arrays, stored: bool) -> None:
+        """Writes keys, values, and their lengths if a call stored them, or else their index."""
+        if stored:
+            self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, arrays)
+            self.cache_index = self.cached_scale = None
+            return
+        arrays = arrays if self.cached_value is not None else (arrays[0], *arrays[2:])
+        for variable, array in zip(self._variables(), arrays, strict=True):
+            variable[...] = array
+
+    def _variables(self) -> list[Any]:
+        """Lists the variables of the cache; the scale is one of a cache in 8 bits."""
+        variables = self.cached_key, self.cached_value, self.cache_index, self.cached_scale
+        return [variable for variable in variables if variable is not None]
+
+    def _first_given(self, name: str, argument: bool | None) -> bool:
+        """The call's argument, else the module's attribute."""
+        return first_from(
+            argument,
+            getattr(self, name),
+            error_msg=f"No `{name}` argument was provided to {type(self).__name__} as either a __call__ argument, "
+            "class attribute, or nnx.flag.",
+        )
+
+    def _flax_arguments(
+        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None, sow_weights: bool
+    ) -> dict[str, Any]:
+        """Collects Flax's own arguments of the attention function."""
+        if rngs is not None:
+            check_rngs(rngs, nnx.Rngs, nnx.RngStream)
+        return {
+            "mask": None,
+            "is_causal": False,
+            "broadcast_dropout": self.broadcast_dropout,
+            "dropout_rate": self.dropout_rate,
+            "dtype": self.dtype,
+            "precision": self.precision,
+            "module": self if sow_weights else None,
+            **self._dropout(deterministic, rngs),
+        }
+
+    def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> dict[str, Any]:
+        """The arguments for dropout; a key is drawn where weights are dropped, and only there."""
+        if self.dropout_rate == 0.0 or self._first_given("deterministic", deterministic):
+            return {"deterministic": True, "dropout_rng": None}
+        rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
+            raise ValueError(
+                f"'rngs' must be provided to __call__ method if {type(self).__name__} instance is defined with "
+                "keep_rngs=False."
+            )
+        return {"deterministic": False, "dropout_rng": (rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs)()}
+
+
+class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
 
     Same constructor and call, same parameters (`query`, `key`, `value`: kernel [in, heads, head size], bias [heads,
@@ -204,8 +401,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )
         if qk_norm_epsilon is not None:
             self.query_ln.epsilon = self.key_ln.epsilon = float(qk_norm_epsilon)  # type: ignore[union-attr]
-        self.cached_lengths: nnx.Cache[Array] | None = nnx.data(None)
-        self.cached_scale: nnx.Cache[Array] | None = nnx.data(None)
+        self.cached_lengths = self.cached_scale = nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.gate: nnx.LinearGeneral | None = nnx.data(None)
         if gate:
@@ -295,21 +491,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             its index is known, full. Under `jit` a sequence that has no room returns NaN and leaves its cache as it
             was.
         """
-        if rngs is not None:
-            check_rngs(rngs, nnx.Rngs, nnx.RngStream)
         query, key, value, gate = layers = self.query, self.key, self.value, self.gate
         if qkv_sharding is not None and tensor_parallel.explicit(inputs_q):
             query, key, value, gate = (x and functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
-        flax_arguments: dict[str, Any] = {
-            "mask": None,
-            "is_causal": False,
-            "broadcast_dropout": self.broadcast_dropout,
-            "dropout_rate": self.dropout_rate,
-            "dtype": self.dtype,
-            "precision": self.precision,
-            "module": self if sow_weights else None,
-            **self._dropout(deterministic, rngs),
-        }
+        flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
         if input_positions is not None:
             flax_arguments["input_positions"] = input_positions
         parts = FlaxModule(
@@ -348,106 +533,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             self._write(arrays, store_keys)
         return output
 
-    def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
-        """Traces a call of a copy of this module whose attention is explained instead of computed."""
-        graph, state = nnx.split(self)
-        explained = ExplainedAttention(self.attention_fn)
-
-        def call() -> Array:
-            # New variables with the same arrays, which are not traced: what the cache holds is known.
-            module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
-            module.attention_fn = explained
-            return module(*inputs, **arguments)
-
-        jax.eval_shape(call)
-        return explained.explanations[0]
-
-    explain = explaining(__call__, _explained)
-
-    def init_cache(
-        self,
-        input_shape: Sequence[int],
-        dtype: DTypeLike | None = None,
-        *,
-        per_row: bool = False,
-        sharding: Sharding | None = None,
-    ) -> None:
-        """Makes an empty cache, which decoding needs.
-
-        A module with a `local_window_size` makes a ring, which never overflows, if S is larger than the window by
-        enough; see `flax_mha.kv_cache.KVCache.create`.
-
-        Args:
-          input_shape: [B..., S, D] of the inputs that are to come, of all calls together; S tokens fit.
-          dtype: Dtype of the cached keys and values; None means the module's `dtype`, or else its `param_dtype`. `int8`
-            and `float8_e4m3fn` halve the memory of bfloat16; see `flax_mha.kv_cache.KVCache.create`.
-          per_row: Whether each sequence counts its own tokens, as `lengths` need it; `cache_index` is then [B...].
-          sharding: How a mesh splits the batch axes and heads of cached keys and values [B..., S, K, H]; None splits
-            the heads as `head_axis` does.
-
-        Raises:
-          ValueError: If there is no length, D is not the module's, a size is negative, or the dtype is not floating
-            point.
-        """
-        if dtype is None:
-            dtype = self.dtype if self.dtype is not None else self.param_dtype
-        if len(input_shape) < 2:
-            raise ValueError(f"input_shape must be (batch..., length, features), but got {tuple(input_shape)}.")
-        *batch, length, features = input_shape
-        if features not in (self.in_features, self.in_kv_features):
-            raise ValueError(
-                f"input_shape must be (batch..., length, {self.in_features}), the shape of the inputs, but got "
-                f"{tuple(input_shape)}; the cache's heads follow from the module."
-            )
-        window = reach(self.local_window_size)
-        names: tuple[str | None, ...] | None = None
-        if self.head_axis is not None and sharding is None:
-            heads = tensor_parallel.parameter_names(self.head_axis, self.num_heads, self.num_kv_heads)["cache"]
-            names = (*(None,) * len(batch), *heads)
-        cache = KVCache.create(batch, length, self.num_kv_heads, self.head_dim, dtype, window, per_row, sharding)
-        self.cached_key, self.cached_value, self.cache_index, *scale = map(nnx.Cache, cache.arrays)
-        self.cached_scale = scale[0] if scale else nnx.data(None)
-        if names is not None:
-            self.cached_key, self.cached_value = (_split(x, names) for x in (self.cached_key, self.cached_value))
-            self.cached_scale = _split(scale[0], names) if scale else nnx.data(None)
-        self.cached_lengths = nnx.data(None)
-
-    def set_view(
-        self,
-        deterministic: bool | None = None,
-        decode: bool | None = None,
-        batch_size: int | Sequence[int] | None = None,
-        max_length: int | None = None,
-        per_row: bool = False,
-    ) -> None:
-        """What `nnx.view` calls: switches dropout and decoding, and makes the cache if its size is given.
-
-        Args:
-          deterministic: True switches dropout off; None leaves it.
-          decode: True makes calls decode; None leaves it.
-          batch_size: Batch axes of a new cache, given together with `max_length`.
-          max_length: Tokens that fit in it.
-          per_row: Whether each sequence counts its own tokens; see `init_cache`.
-
-        Raises:
-          TypeError: If one of the two is given without the other, or decoding starts without a cache.
-        """
-        self.deterministic = self.deterministic if deterministic is None else deterministic
-        self.decode = self.decode if decode is None else decode
-        for name, size, partner in (("batch_size", batch_size, max_length), ("max_length", max_length, batch_size)):
-            if size is None and (partner is not None or (decode and self.cached_key is None)):
-                raise TypeError(f"'{name}' must be provided when initializing cache.")
-        if batch_size is not None and max_length is not None:
-            batch = batch_size if isinstance(batch_size, Sequence) else (batch_size,)
-            self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
-
-    if not TYPE_CHECKING:  # a type checker would take any attribute for one of the module
-
-        def __getattr__(self, name: str) -> Any:
-            # Python's errors about the arguments of a call print all of an object that has no such name.
-            if name == "__qualname__":
-                return type(self).__qualname__
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+    explain = explaining(__call__, AttentionModule._explained)
 
     def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
         """Gives parameters the metadata that says how they are split, and places them where there is a mesh."""
@@ -456,34 +542,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             if layer is None:
                 continue
             of_kernel = names[name]
-            layer.kernel = _split(layer.kernel, of_kernel)
+            layer.kernel = split_variable(layer.kernel, of_kernel)
             if layer.bias is not None:
-                layer.bias = _split(layer.bias, names["out_bias"] if layer is self.out else of_kernel[1:])
+                layer.bias = split_variable(layer.bias, names["out_bias"] if layer is self.out else of_kernel[1:])
         if self.sinks is not None:
-            self.sinks = _split(self.sinks, names["sinks"])
+            self.sinks = split_variable(self.sinks, names["sinks"])
 
-    def _stored(self) -> Any:
-        return _read(self.cached_key, self.cached_value, self.cached_lengths)
-
-    def _cache(self, *_: Array) -> Arrays:
-        """Reads the cache variables."""
-        if self.cached_key is None or self.cached_value is None or self.cache_index is None:
-            raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
-        return _read(*self._variables())
-
-    def _write(self, arrays: Arrays, stored: bool) -> None:
-        """Writes keys, values, and their lengths if a call stored them, or else their index."""
-        if stored:
-            self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, arrays)
-            self.cache_index = self.cached_scale = None
-            return
-        for variable, array in zip(self._variables(), arrays, strict=True):
-            variable[...] = array
-
-    def _variables(self) -> list[Any]:
-        """Lists the variables of the cache; the scale is one of a cache in 8 bits."""
-        variables = self.cached_key, self.cached_value, self.cache_index
-        return [*variables, *(() if self.cached_scale is None else (self.cached_scale,))]
+    def _cached_heads(self) -> tuple[int, int, int | None]:
+        return self.num_kv_heads, self.head_dim, None
 
     def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
         """The norm of this kind, with the parameter `scale` of Flax's, if it has that shape, and its metadata."""
@@ -505,33 +571,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             norm.bias = nnx.Param(jnp.zeros(self.head_dim, scale.dtype), **scale.get_metadata())
         return norm
 
-    def _first_given(self, name: str, argument: bool | None) -> bool:
-        """The call's argument, else the module's attribute."""
-        return first_from(
-            argument,
-            getattr(self, name),
-            error_msg=f"No `{name}` argument was provided to MultiHeadAttention as either a __call__ argument, class "
-            "attribute, or nnx.flag.",
-        )
-
-    def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> dict[str, Any]:
-        """The arguments for dropout; a key is drawn where weights are dropped, and only there."""
-        if self.dropout_rate == 0.0 or self._first_given("deterministic", deterministic):
-            return {"deterministic": True, "dropout_rng": None}
-        rngs = self.rngs if rngs is None else rngs
-        if rngs is None:
-            raise ValueError(
-                "'rngs' must be provided to __call__ method if MultiHeadAttention instance is defined with "
-                "keep_rngs=False."
-            )
-        return {"deterministic": False, "dropout_rng": (rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs)()}
-
 
 def _read(*variables: Any) -> Any:
     return tuple(variable[...] for variable in variables)
 
 
-def _split(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
+def split_variable(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
     """The variable with metadata for how it is split; placed if there is a mesh."""
     metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
     if "out_sharding" in metadata:

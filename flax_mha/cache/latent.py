@@ -1,0 +1,57 @@
+"""Latent attention: keys and values of all heads are linear in one short vector per token, which is what is cached.
+
+With the latent c of a token [C], the rotary part r of its key [R], which all heads share, and a head's matrices W, V:
+
+    query . key = q . (W c) + q_r . r = (W^T q) . c + q_r . r        value = V c
+
+So queries can be multiplied into the cache ("absorbed"), where [c, r] is the one key that all heads have, its first C
+features are the value, and V is applied to what the attention returns. Liu et al., DeepSeek-V2, arXiv:2405.04434.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax.nnx.nn import dtypes
+from jaxtyping import Array, Float
+
+
+class Latent(NamedTuple):
+    """The matrices of all heads.
+
+    Attributes:
+      kernel: [C, N, Hn + Hv]: W and V.
+      key_size: Hn, the features of a head's query and key that are not rotary.
+      dtype: Of the products; None infers it.
+      precision: Of the products.
+    """
+
+    kernel: Float[Array, "C N F"]
+    key_size: int
+    dtype: Any = None
+    precision: Any = None
+
+    @property
+    def size(self) -> int:
+        """C, the features of the latent."""
+        return self.kernel.shape[0]
+
+    def expand(self, key: Float[Array, "*B S 1 CR"]) -> tuple[Float[Array, "*B S N H"], Float[Array, "*B S N Hv"]]:
+        """Computes the keys and values of all heads."""
+        heads = self._product("...c,cnf->...nf", key[..., 0, : self.size], self.kernel)
+        content, value = heads[..., : self.key_size], heads[..., self.key_size :]
+        rotary = key[..., self.size :].astype(heads.dtype) + jnp.zeros_like(content[..., :1])  # split as heads are
+        return jnp.concatenate([content, rotary], axis=-1), value
+
+    def absorb(self, query: Float[Array, "*B T N H"]) -> Float[Array, "*B T N CR"]:
+        """Multiplies queries by W^T, so that their products with latents are those with keys."""
+        content, rotary = query[..., : self.key_size], query[..., self.key_size :]
+        absorbed = self._product("...nf,cnf->...nc", content, self.kernel[..., : self.key_size])
+        return jnp.concatenate([absorbed, rotary.astype(absorbed.dtype)], axis=-1)
+
+    def project(self, x: Float[Array, "*B T N CR"]) -> Float[Array, "*B T N Hv"]:
+        """Multiplies averages of latents by V; what stands after their C features is left out."""
+        return self._product("...nc,cnf->...nf", x[..., : self.size], self.kernel[..., self.key_size :])
+
+    def _product(self, axes: str, x: Array, kernel: Array) -> Array:
+        x, kernel = dtypes.promote_dtype((x, kernel), dtype=self.dtype)
+        return jnp.einsum(axes, x, kernel, precision=self.precision)

@@ -1,0 +1,276 @@
+"""`MultiHeadLatentAttention` for `flax.nnx`: DeepSeek's parameters around the attention of this package."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.linear import default_kernel_init
+from flax.typing import Dtype, Initializer, PrecisionLike
+from jaxtyping import Array, Float, Int
+
+from flax_mha.attention import Implementation, ScoreMod
+from flax_mha.cache.latent import Latent
+from flax_mha.call.operands import Sharding
+from flax_mha.distributed import tensor_parallel
+from flax_mha.masks import Mask
+from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
+from flax_mha.modules.call import FlaxModule, call_module, dot_general
+from flax_mha.modules.explain import explaining
+from flax_mha.modules.latent import check_latent, compression, softmax_scale
+from flax_mha.modules.options import check_rngs
+from flax_mha.nnx.multi_head import NO_METADATA, AttentionModule, split_variable
+from flax_mha.rope import RoPE
+
+
+class MultiHeadLatentAttention(AttentionModule):
+    """Multi-head latent attention, as DeepSeek-V2, DeepSeek-V3 and Kimi K2 have it.
+
+    Keys and values of all heads are projections of one latent vector per token, of `kv_lora_rank` features; a rotary
+    part of the key, of `qk_rope_head_dim` features, is shared by all heads. A call that does not decode computes keys
+    and values of all heads. Decoding caches latent and rotary key alone, `kv_lora_rank + qk_rope_head_dim` numbers per
+    token, and multiplies the queries into them; both give the same up to rounding.
+
+    The parameters are named as in DeepSeek's files: `q_proj` [in, heads, size], or `q_a_proj` [in, q_lora_rank],
+    `q_a_layernorm` and `q_b_proj` [q_lora_rank, heads, size]; `kv_a_proj_with_mqa` [in, kv_lora_rank +
+    qk_rope_head_dim], `kv_a_layernorm`, `kv_b_proj` [kv_lora_rank, heads, qk_nope_head_dim + v_head_dim], `o_proj`
+    [heads, v_head_dim, out]. A query head is qk_nope_head_dim features and qk_rope_head_dim rotary ones.
+
+    Args:
+      num_heads: Number of heads N.
+      in_features: Features of the input.
+      out_features: Features of the output; None means `in_features`.
+      kv_lora_rank: Features of the latent.
+      qk_nope_head_dim: Features of a head's query and key that are not rotary.
+      qk_rope_head_dim: Rotary features of a head's query, and of the key.
+      v_head_dim: Features of a head's value.
+      q_lora_rank: Features to which the queries are compressed first; None projects them to heads at once.
+      dtype: Dtype of the computation; None infers it from inputs and parameters.
+      param_dtype: Dtype of the parameters.
+      broadcast_dropout: Drop the same weights in every batch entry and head.
+      dropout_rate: Share of the softmax's weights to drop, in [0, 1).
+      deterministic: True switches dropout off; None leaves it to the call.
+      precision: Precision of the matrix products.
+      kernel_init: Initializer of the kernels.
+      out_kernel_init: Initializer of the output's kernel; None means `kernel_init`.
+      bias_init: Initializer of the biases.
+      use_bias: Whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have biases (`attention_bias` in configs).
+      norm_epsilon: What the norms add to the variance.
+      attention_fn: As in `MultiHeadAttention`, as all arguments that follow.
+      decode: Whether calls decode; None leaves it to the call.
+      rngs: Random streams for parameters and dropout.
+      keep_rngs: Whether to keep the stream for dropout.
+      kernel_metadata: Metadata of all kernels.
+      implementation: Which implementation of the attention; None chooses.
+      scale: What multiplies query . key; None means 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), times
+        (0.1 mscale_all_dim ln(factor) + 1)^2 if `rope` has a `YaRN` with `mscale_all_dim`, as DeepSeek does.
+      local_window_size: (left, right): how many positions before and after its own a query sees.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c).
+      sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
+      rope: Rotary position embeddings of the rotary features; None means none. DeepSeek's are interleaved.
+      head_axis: Split the heads over this mesh axis (tensor parallelism); the compressions and the cache, which has
+        one key head, are on every device.
+
+    Raises:
+      ValueError: If an argument is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import flax_mha
+      >>> attention = flax_mha.MultiHeadLatentAttention(
+      ...     4, 64, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+      ...     rope=flax_mha.rope.RoPE(interleaved=True), rngs=nnx.Rngs(0),
+      ... )
+      >>> attention.init_cache((2, 100, 64))
+      >>> attention(jnp.ones((2, 10, 64)), decode=True).shape, attention.cached_key.shape
+      ((2, 10, 64), (2, 100, 1, 40))
+
+    Source: Liu et al., DeepSeek-V2, arXiv:2405.04434.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        out_features: int | None = None,
+        *,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        q_lora_rank: int | None = None,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        broadcast_dropout: bool = False,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = nnx.initializers.zeros_init(),  # noqa: B008
+        use_bias: bool = False,
+        norm_epsilon: float = 1e-6,
+        attention_fn: Callable[..., Array] = default_attention_fn,
+        decode: bool | None = None,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+        kernel_metadata: Mapping[str, Any] = NO_METADATA,
+        implementation: Implementation | None = None,
+        scale: float | None = None,
+        local_window_size: int | tuple[int | None, int | None] | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: bool = False,
+        rope: RoPE | None = None,
+        head_axis: str | None = None,
+    ) -> None:
+        self.num_heads, self.in_features, self.in_kv_features = num_heads, in_features, in_features
+        self.kv_lora_rank, self.q_lora_rank, self.v_head_dim = kv_lora_rank, q_lora_rank, v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.out_features = in_features if out_features is None else out_features
+        self.dtype, self.param_dtype, self.precision = dtype, param_dtype, precision
+        self.dropout_rate, self.broadcast_dropout = dropout_rate, broadcast_dropout
+        self.deterministic, self.decode = deterministic, decode
+        self.norm_epsilon, self.attention_fn, self.implementation = norm_epsilon, attention_fn, implementation
+        self.scale, self.local_window_size, self.logits_soft_cap = scale, local_window_size, logits_soft_cap
+        self.rope, self.head_axis = rope, head_axis
+        check_latent(self, sinks)
+        check_rngs(rngs, nnx.Rngs)
+        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
+        linear = functools.partial(
+            nnx.LinearGeneral,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            dot_general=dot_general,
+            kernel_metadata=kernel_metadata,
+            rngs=rngs,
+        )
+        norm = functools.partial(nnx.RMSNorm, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        query_head, in_of_heads = (num_heads, qk_nope_head_dim + qk_rope_head_dim), in_features
+        self.q_a_proj: Any = nnx.data(None)
+        self.q_a_layernorm: Any = nnx.data(None)
+        if q_lora_rank is not None:
+            self.q_a_proj = linear(in_features, q_lora_rank, use_bias=use_bias)
+            self.q_a_layernorm, in_of_heads = norm(q_lora_rank), q_lora_rank
+        setattr(self, self._query_name, linear(in_of_heads, query_head, use_bias=False))
+        self.kv_a_proj_with_mqa = linear(in_features, kv_lora_rank + qk_rope_head_dim, use_bias=use_bias)
+        self.kv_a_layernorm = norm(kv_lora_rank)
+        self.kv_b_proj = linear(kv_lora_rank, (num_heads, qk_nope_head_dim + v_head_dim), use_bias=False)
+        self.o_proj = linear(
+            (num_heads, v_head_dim),
+            self.out_features,
+            axis=(-2, -1),
+            use_bias=use_bias,
+            kernel_init=out_kernel_init or kernel_init,
+        )
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else nnx.data(None)
+        self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
+        self.cached_lengths = self.cached_scale = nnx.data(None)
+        if head_axis is not None:
+            self._split_parameters(tensor_parallel.parameter_names(head_axis, num_heads, num_heads))
+
+    def __call__(
+        self,
+        inputs_q: Float[Array, "*B T D"],
+        *,
+        mask: Array | Mask | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Sharding | None = None,
+        bias: Float[Array, "..."] | None = None,
+        segment_ids: Int[Array, "*B T"] | None = None,
+        lengths: Int[Array, "*B"] | None = None,
+        score_mod: ScoreMod | None = None,
+        positions: Int[Array, "..."] | None = None,
+        sow_max_score: bool = False,
+    ) -> Float[Array, "*B T Dout"]:
+        """Projects to latents and heads, attends, and projects back.
+
+        `flax_mha.MultiHeadAttention.__call__` describes the arguments in full.
+
+        Args:
+          inputs_q: The input, of queries, keys and values.
+          mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
+          deterministic: True switches dropout off; None means what the constructor got.
+          rngs: Random streams for dropout; None uses the constructor's.
+          sow_weights: Sow the weights [B..., N, T, S] as `nnx.Intermediate` variable `attention_weights`.
+          decode: Add the T tokens to the cache, and attend to all tokens in it; None means the constructor's.
+          is_causal: Queries see keys up to their own position. A decoding call always does.
+          out_sharding: Sharding of the output, for `o_proj`.
+          qkv_sharding: Sharding of queries, keys and values of heads [B..., T, N, H].
+          bias: Broadcasts to [B..., N, T, S]; added to the scores.
+          segment_ids: [B..., T] of documents packed into one sequence.
+          lengths: [B...], tokens before the padding; while decoding, this needs `per_row`.
+          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
+          positions: Of the tokens, for `rope`: [B..., T] or [T]; None counts.
+          sow_max_score: Sow the largest visible score of each head [B..., N] as `attention_max_score`.
+
+        Returns:
+          The output.
+
+        Raises:
+          ValueError: As `flax_mha.MultiHeadAttention.__call__`.
+        """
+        parts = FlaxModule(
+            query=self._query,
+            key=compression(self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_lora_rank),
+            value=None,
+            latent=Latent(self.kv_b_proj.kernel[...], self.qk_nope_head_dim, self.dtype, self.precision),
+            out=self.o_proj if out_sharding is None else functools.partial(self.o_proj, out_sharding=out_sharding),
+            norms=None,
+            sinks=None if self.sinks is None else self.sinks[...],
+            cache=self._cache,
+            stored=None,
+            arguments=self._flax_arguments(deterministic, rngs, sow_weights) | softmax_scale(self),
+            features=(self.in_features, self.in_features),
+        )
+        output, arrays = call_module(
+            self,
+            parts,
+            inputs_q,
+            None,
+            None,
+            decode=self._first_given("decode", decode),
+            mask=mask,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            store_keys=False,
+            qkv_sharding=qkv_sharding,
+            sow_max_score=sow_max_score,
+        )
+        if arrays is not None:  # now that nothing has raised
+            self._write(arrays, stored=False)
+        return output
+
+    explain = explaining(__call__, AttentionModule._explained)
+
+    @property
+    def _query_name(self) -> str:
+        return "q_proj" if self.q_lora_rank is None else "q_b_proj"
+
+    def _query(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T N H"]:
+        if self.q_lora_rank is not None:
+            x = self.q_a_layernorm(self.q_a_proj(x))
+        return getattr(self, self._query_name)(x)
+
+    def _cached_heads(self) -> tuple[int, int, int | None]:
+        return 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank
+
+    def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
+        """Gives the parameters of heads the metadata that says how they are split; see `MultiHeadAttention`."""
+        for layer, name in ((getattr(self, self._query_name), "query"), (self.kv_b_proj, "key"), (self.o_proj, "out")):
+            layer.kernel = split_variable(layer.kernel, names[name])
+        if self.sinks is not None:
+            self.sinks = split_variable(self.sinks, names["sinks"])
