@@ -1,5 +1,6 @@
 """Flax's modules of `flax.linen` around our attention, and latent attention."""
 
+from flax_mha.linen.latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from flax_mha.linen.multi_head import MultiHeadAttention as MultiHeadAttention
 from flax_mha.linen.multi_head import MultiHeadDotProductAttention as MultiHeadDotProductAttention
 from flax_mha.linen.multi_head import SelfAttention as SelfAttention

@@ -1,33 +1,29 @@
 """Flax's modules of `flax.linen` around our attention: `MultiHeadDotProductAttention` and its two other names."""
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import jax
-from flax.linen.module import merge_param
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha.attention import Explanation, Implementation, ScoreMod
-from flax_mha.cache.kv_cache import KVCache
+from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
-from flax_mha.distributed.tensor_parallel import boxed, parameter_names
+from flax_mha.linen.module import AttentionModule
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import Arrays, FlaxModule, call_module, core_of, dot_general, reach
-from flax_mha.modules.explain import ExplainedAttention, explaining
+from flax_mha.modules.call import FlaxModule, call_module, dot_general
+from flax_mha.modules.explain import explaining
 from flax_mha.modules.options import NormKind, check_options, norm_of
 from flax_mha.rope import RoPE
 
 STORED = ("cached_key", "cached_value", "cached_lengths")  # for cross-attention
 
 
-class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
+class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttention):
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
     Same attributes and call, same parameters, cache variables and sown weights, so Flax checkpoints load unconverted.
@@ -207,28 +203,20 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             norms_after_rope=bool(self.normalize_qk) and norm_of(self.normalize_qk).after_rope,
             gate=self._dense("gate", (self.num_heads, head_size)) if self.gate else None,
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
-            cache=functools.partial(self._cache, variables),
+            cache=functools.partial(self._cache, variables, None),
             stored=self._stored if self.has_variable("cache", "cached_lengths") else None,
-            arguments=self._flax_arguments(mask, deterministic, dropout_rng, sow_weights),
+            arguments=self._flax_arguments(
+                mask,
+                deterministic,
+                dropout_rng,
+                sow_weights,
+                force_fp32_for_softmax=self.force_fp32_for_softmax,
+                qk_attn_weights_einsum=_made(self.qk_attn_weights_einsum_cls),
+                attn_weights_value_einsum=_made(self.attn_weights_value_einsum_cls),
+            ),
         )
 
-    @nn.nowrap
-    def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
-        """Traces a call of a copy of this module: with its variables if it is bound to some, else with new ones."""
-        variables = None if self.scope is None else self.variables  # not traced: what the cache holds is known
-        explained = ExplainedAttention(self.attention_fn)
-        layer = self.clone(attention_fn=explained, parent=None)
-
-        def call(key: Array) -> Any:
-            rngs = {"params": key, "dropout": key}
-            if variables is None:
-                return layer.init_with_output(rngs, *inputs, **arguments)[0]
-            return layer.apply(variables, *inputs, rngs=rngs, mutable=["cache", "intermediates"], **arguments)[0]
-
-        jax.eval_shape(call, jax.random.key(0))
-        return explained.explanations[0]
-
-    explain = nn.nowrap(explaining(__call__, _explained))
+    explain = nn.nowrap(explaining(__call__, AttentionModule._explained))
 
     def _dense(self, name: str, features: int | tuple[int, int]) -> nn.DenseGeneral:
         """Makes the projection to heads, or "out" back to features."""
@@ -251,14 +239,6 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             precision=self.precision,
         )
 
-    def _split(self, init: Callable[..., Any], parameter: str, bias: bool = False) -> Callable[..., Any]:
-        """The initializer, which boxes the parameter with the names of its axes if `head_axis` splits it."""
-        if self.head_axis is None or not self.is_initializing():
-            return init
-        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        names = parameter_names(self.head_axis, self.num_heads, num_kv_heads)[parameter]
-        return boxed(init, self.head_axis, names[1:] if bias else names)
-
     def _norm(self, name: str) -> nn.Module:
         norm = norm_of(self.normalize_qk)
         options: dict[str, Any] = {"reduction_axes": norm.axes, "feature_axes": norm.scale_axes}
@@ -266,62 +246,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         epsilon = 1e-6 if self.qk_norm_epsilon is None else self.qk_norm_epsilon
         return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name, **options)
 
-    def _flax_arguments(
-        self, mask: Array | Mask | None, deterministic: bool | None, dropout_rng: Array | None, sow_weights: bool
-    ) -> dict[str, Any]:
-        """Collects Flax's own arguments of the attention function: those that it has, as in Flax."""
-        keeps_all = self.dropout_rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
-        if not keeps_all and dropout_rng is None:
-            dropout_rng = self.make_rng("dropout")
-        classes = {
-            "qk_attn_weights_einsum": self.qk_attn_weights_einsum_cls,
-            "attn_weights_value_einsum": self.attn_weights_value_einsum_cls,
-        }
-        arguments = {
-            "mask": mask,
-            "dropout_rng": dropout_rng,
-            "dropout_rate": self.dropout_rate,
-            "broadcast_dropout": self.broadcast_dropout,
-            "deterministic": keeps_all,
-            "dtype": self.dtype,
-            "precision": self.precision,
-            "force_fp32_for_softmax": self.force_fp32_for_softmax,
-            **({"module": self} if sow_weights else {}),
-            **{name: einsum_cls() if einsum_cls else None for name, einsum_cls in classes.items()},
-        }
-        if core_of(self.attention_fn) is not None:
-            return arguments
-        known = inspect.signature(self.attention_fn).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        # A function that does not know these must fail.
-        needed = {"module"} | ({"mask"} if mask is not None else set())
-        needed |= set() if keeps_all else {"dropout_rng", "dropout_rate"}
-        return {name: x for name, x in arguments.items() if takes_all or name in known or name in needed}
-
     def _stored(self) -> Any:
         return tuple(self.get_variable("cache", name) for name in STORED)
-
-    def _cache(self, variables: list[nn.Variable], query: Array, key: Array) -> Arrays | None:
-        """Reads the cache variables; None where this call makes them, from its shapes."""
-        starting, window = not self.has_variable("cache", "cached_key"), reach(self.local_window_size)
-        *batch, length, num_heads, size = key.shape
-
-        made: Arrays = ()
-        if starting:
-            dtype = key.dtype if self.cache_dtype is None else self.cache_dtype
-            made = KVCache.create(batch, length, num_heads, size, dtype, window, self.per_row).arrays
-        names = ["cached_key", "cached_value", "cache_index"]
-        names += ["cached_scale"] if len(made) > 3 or self.has_variable("cache", "cached_scale") else []
-        variables += [self.variable("cache", name, lambda x=None: x, *made[i : i + 1]) for i, name in enumerate(names)]
-        if starting:
-            return None
-        key, *others = (variable.value for variable in variables)
-        expected = (*key.shape[:-3], query.shape[-3], self.num_heads, key.shape[-1])
-        if query.shape != expected:
-            raise ValueError(
-                f"Autoregressive cache shape error, expected query shape {expected} instead got {query.shape}."
-            )
-        return key, *others
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
@@ -397,8 +323,12 @@ class SelfAttention(MultiHeadDotProductAttention):
         )
 
     explain = nn.nowrap(
-        explaining(__call__, MultiHeadDotProductAttention._explained)  # type: ignore[assignment]
+        explaining(__call__, AttentionModule._explained)  # type: ignore[assignment]
     )
+
+
+def _made(einsum_cls: Callable[..., Any] | None) -> Any:
+    return einsum_cls() if einsum_cls else None
 
 
 def _deprecated_inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array) -> Array:

@@ -1,0 +1,236 @@
+"""`MultiHeadLatentAttention` for `flax.linen`: DeepSeek's parameters around the attention of this package."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax.linen.linear import default_kernel_init
+from flax.typing import PrecisionLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from flax_mha.attention import Implementation, ScoreMod
+from flax_mha.cache.latent import Latent
+from flax_mha.call.operands import Sharding
+from flax_mha.core import validation
+from flax_mha.linen.module import AttentionModule
+from flax_mha.masks import Mask
+from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
+from flax_mha.modules.call import FlaxModule, call_module, dot_general
+from flax_mha.modules.explain import explaining
+from flax_mha.modules.latent import check_latent, compression, softmax_scale
+from flax_mha.rope import RoPE
+
+Init = Callable[..., Any]
+
+
+class MultiHeadLatentAttention(AttentionModule, nn.Module):
+    """Multi-head latent attention; `flax_mha.MultiHeadLatentAttention` for `flax.linen`, with the same parameters.
+
+    Attributes:
+      num_heads: Number of heads N.
+      kv_lora_rank: Features of the latent, of which keys and values of all heads are projections.
+      qk_nope_head_dim: Features of a head's query and key that are not rotary.
+      qk_rope_head_dim: Rotary features of a head's query, and of the key, which all heads share.
+      v_head_dim: Features of a head's value.
+      q_lora_rank: Features to which the queries are compressed first; None projects them to heads at once.
+      out_features: Features of the output; None means those of the input.
+      dtype: Dtype of the computation; None infers it from inputs and parameters.
+      param_dtype: Dtype of the parameters.
+      broadcast_dropout: Drop the same weights in every batch entry and head.
+      dropout_rate: Share of the softmax's weights to drop, in [0, 1).
+      deterministic: True switches dropout off; None leaves it to the call.
+      precision: Precision of the matrix products.
+      kernel_init: Initializer of the kernels.
+      out_kernel_init: Initializer of the output's kernel; None means `kernel_init`.
+      bias_init: Initializer of the biases.
+      use_bias: Whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have biases.
+      norm_epsilon: What the norms add to the variance.
+      attention_fn: As in `MultiHeadDotProductAttention`, as all attributes that follow.
+      decode: Whether calls decode. The cache holds latents and rotary keys.
+      implementation: Which implementation of the attention; None chooses.
+      scale: What multiplies query . key; see `flax_mha.MultiHeadLatentAttention`.
+      local_window_size: (left, right): how many positions before and after its own a query sees.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c).
+      sinks: Learn one more logit per head.
+      rope: Rotary position embeddings of the rotary features; None means none. DeepSeek's are interleaved.
+      per_row: Whether each sequence of a cache counts its own tokens.
+      head_axis: Split the heads over this mesh axis.
+      cache_dtype: Dtype of the cache; None means that of the keys.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax_mha import linen
+      >>> sizes = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+      >>> layer = linen.MultiHeadLatentAttention(num_heads=4, **sizes)
+      >>> output, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)), is_causal=True)
+      >>> output.shape, variables["params"]["kv_b_proj"]["kernel"].shape
+      ((2, 10, 64), (32, 4, 32))
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    out_features: int | None = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    broadcast_dropout: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    precision: PrecisionLike = None
+    kernel_init: Init = default_kernel_init
+    out_kernel_init: Init | None = None
+    bias_init: Init = nn.initializers.zeros_init()
+    use_bias: bool = False
+    norm_epsilon: float = 1e-6
+    attention_fn: Callable[..., Array] = default_attention_fn
+    decode: bool = False
+    implementation: Implementation | None = None
+    scale: float | None = None
+    local_window_size: int | tuple[int | None, int | None] | None = None
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+    rope: RoPE | None = None
+    per_row: bool = False
+    head_axis: str | None = None
+    cache_dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: Float[Array, "*B T D"],
+        *,
+        mask: Array | Mask | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
+        sow_weights: bool = False,
+        is_causal: bool = False,
+        bias: Float[Array, "..."] | None = None,
+        segment_ids: Int[Array, "*B T"] | None = None,
+        lengths: Int[Array, "*B"] | None = None,
+        score_mod: ScoreMod | None = None,
+        positions: Int[Array, "..."] | None = None,
+        qkv_sharding: Sharding | None = None,
+        sow_max_score: bool = False,
+    ) -> Float[Array, "*B T Dout"]:
+        """Projects to latents and heads, attends, and projects back.
+
+        Args:
+          inputs_q: The input, of queries, keys and values.
+          mask: As in `MultiHeadDotProductAttention`, like all that follow.
+          deterministic: True switches dropout off.
+          dropout_rng: Key for dropout.
+          sow_weights: Sow the weights.
+          is_causal: Queries see keys up to their own position. A decoding call always does.
+          bias: Added to the scores.
+          segment_ids: [B..., T].
+          lengths: [B...].
+          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
+          positions: Of the tokens, for `rope`.
+          qkv_sharding: Sharding of queries, keys and values of heads.
+          sow_max_score: Sow the largest visible score of each head.
+
+        Returns:
+          The output.
+        """
+        check_latent(self, self.sinks)
+        validation.flag("per_row", self.per_row)
+        variables: list[nn.Variable] = []
+        init = self._split(nn.initializers.zeros_init(), "sinks")
+        parts = FlaxModule(
+            query=self._query(),
+            key=compression(
+                self._dense("kv_a_proj_with_mqa", self.kv_lora_rank + self.qk_rope_head_dim, use_bias=self.use_bias),
+                self._norm("kv_a_layernorm"),
+                self.kv_lora_rank,
+            ),
+            value=None,
+            latent=Latent(self._kernel(), self.qk_nope_head_dim, self.dtype, self.precision),
+            out=self._out(inputs_q.shape[-1] if self.out_features is None else self.out_features),
+            norms=None,
+            sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
+            cache=functools.partial(self._cache, variables, self.kv_lora_rank),
+            stored=None,
+            arguments=self._flax_arguments(mask, deterministic, dropout_rng, sow_weights) | softmax_scale(self),
+        )
+        output, arrays = call_module(
+            self,
+            parts,
+            inputs_q,
+            None,
+            None,
+            decode=self.decode,
+            mask=mask,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            store_keys=False,
+            qkv_sharding=qkv_sharding,
+            sow_max_score=sow_max_score,
+        )
+        if arrays is not None:  # now that nothing has raised
+            for variable, x in zip(variables, (arrays[0], *arrays[2:]), strict=True):
+                variable.value = x
+        return output
+
+    explain = nn.nowrap(explaining(__call__, AttentionModule._explained))
+
+    def _dense(self, name: str, features: int | tuple[int, int], use_bias: bool = False, **options: Any) -> Any:
+        options = {"kernel_init": self.kernel_init, "bias_init": self.bias_init} | options
+        return nn.DenseGeneral(
+            features,
+            use_bias=use_bias,
+            name=name,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            dot_general=dot_general,
+            **options,
+        )
+
+    def _norm(self, name: str) -> nn.Module:
+        return nn.RMSNorm(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=self.norm_epsilon, name=name)
+
+    def _query(self) -> Callable[[Array], Array]:
+        """Makes the projection of queries, through the compressed ones if there are any."""
+        head = self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
+        init = self._split(self.kernel_init, "query")
+        if self.q_lora_rank is None:
+            return self._dense("q_proj", head, kernel_init=init)
+        compress = self._dense("q_a_proj", self.q_lora_rank, use_bias=self.use_bias)
+        normalize, project = self._norm("q_a_layernorm"), self._dense("q_b_proj", head, kernel_init=init)
+        return lambda x: project(normalize(compress(x)))
+
+    def _out(self, features: int) -> nn.Module:
+        init = self._split(self.out_kernel_init or self.kernel_init, "out")
+        return self._dense("o_proj", features, self.use_bias, axis=(-2, -1), kernel_init=init)
+
+    def _kernel(self) -> Float[Array, "C N F"]:
+        shape = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim
+        return _Kernel(self._split(_flat(self.kernel_init), "key"), shape, self.param_dtype, name="kv_b_proj")()
+
+
+class _Kernel(nn.Module):
+    """The kernel of a projection, which is multiplied in more ways than one."""
+
+    init_kernel: Init
+    shape: tuple[int, ...]
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self) -> Array:
+        return self.param("kernel", self.init_kernel, self.shape, self.param_dtype)
+
+
+def _flat(init: Init) -> Init:
+    """Initializes a kernel [in, heads, size] as one of [in, heads * size], as `nn.DenseGeneral` does."""
+    return lambda key, shape, dtype: init(key, (shape[0], math.prod(shape[1:])), dtype).reshape(shape)
