@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
 
 from flax_mha import convert
+from flax_mha.convert.latent import is_latent
 from flax_mha.convert.layouts import LAYOUTS
 from flax_mha.convert.state_dict import attention_entries, layer_prefix, recognize
 from flax_mha.hf_config.config import UNKNOWN
@@ -44,10 +45,13 @@ SIZES = {
     K: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token num_codebooks expand_ratio",
     H: "head_dim",
     WINDOW: "sliding_window attention_window_size window_size attention_chunk_size",
-    8: "rotary_dim mamba_dt_rank",
+    8: "rotary_dim mamba_dt_rank qk_rope_head_dim",
+    12: "qk_nope_head_dim",
     2 * WINDOW: "local_attention",
+    20: "v_head_dim qk_head_dim",
+    32: "kv_lora_rank mamba_d_head attention_head_dim",
+    40: "q_lora_rank",
     16: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
-    32: "mamba_d_head attention_head_dim",
     48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff n_inner",
     99: "vocab_size n_vocab",
     128: "max_position_embeddings n_positions n_ctx mamba_d_ssm attention_hidden_size",
@@ -64,12 +68,18 @@ ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"] * 2}
 SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW}
 OWN_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None}
 SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 3}
+HEADS = {"num_key_value_heads": N}
+LATENT = HEADS | {"rope_parameters": SCALED | {"mscale": 0.7, "mscale_all_dim": 1.3}}
 OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what shows more of them
     "bamba": {"attn_layer_indices": [1, 3]},
     "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": KINDS | {"rope_parameters": OWN_ROPE},
+    "axk1": LATENT,
     "dbrx": {"attn_config": {"clip_qkv": 1.0, "kv_n_heads": K, "rope_theta": 500.0}},
+    "deepseek_v2": LATENT | {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": LATENT | {"attention_bias": True},
     "dots1": {"max_window_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "glm4_moe_lite": LATENT,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite_swa": {"layer_rope_theta": [1e4, 0, 1e3, 1e4]},
     "granitemoehybrid": HYBRID | {"position_embedding_type": "rope"},
@@ -77,12 +87,16 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "hunyuan_v1_dense": {"head_dim": H},
     "hunyuan_v1_moe": {"head_dim": H},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": HEADS | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4},
     "lfm2": {"full_attn_idxs": [1, 3]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"floor_scale": 3, "attn_scale": 0.5},
     "mellum": KINDS,
     "minimax_m2": {"rotary_dim": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 4},
+    "minicpm3": LATENT,
+    "mistral4": HEADS
+    | {"rope_parameters": SCALED | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "ministral": {"head_dim": H},
     "ministral3": {"rope_parameters": SCALED | {"llama_4_scaling_beta": 0.5}},
     "mllama_text_model": {"cross_attention_layers": [2]},
@@ -100,6 +114,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "smollm3": SLIDING,
     "xlm": {"causal": True},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "youtu": HEADS | {"q_lora_rank": None},
     "zamba": ZAMBA,
     "zamba2": ZAMBA | {"use_mem_rope": True, "mamba_headdim": 16, "hybrid_layer_ids": [1, 3]},
 }
@@ -140,15 +155,22 @@ def tiny(name: str, changes: dict[str, Any]) -> Any:
     return model
 
 
+def projections(state_dict: dict[str, Tensor], prefix: str) -> list[str]:
+    """Returns the names of the first layer that queries pass, and of the last layer of an attention."""
+    entries = attention_entries(state_dict, prefix)[1]
+    if is_latent(entries):
+        return ["q_a_proj" if "q_a_proj.weight" in entries else "q_proj", "o_proj"]
+    layout = LAYOUTS[recognize(entries)]
+    return [layout.key_of(path).rpartition(".")[0] for path in ("query/kernel", "out/kernel")]
+
+
 def capture(model: nn.Module, prefixes: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
     """Runs a model, and returns what its layers project to queries and what they return, by prefix."""
     state_dict = model.state_dict()
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     for prefix in prefixes:
-        stacks = LAYOUTS[recognize(attention_entries(state_dict, prefix)[1])].stacks
-        names = {paths[0]: key.rpartition(".")[0] for key, paths in stacks.items()}
-        first, last = (model.get_submodule(prefix + names[path]) for path in ("query/kernel", "out/kernel"))
+        first, last = (model.get_submodule(prefix + name) for name in projections(state_dict, prefix))
         first.register_forward_hook(lambda _, x, y, prefix=prefix: inputs.__setitem__(prefix, x[0]))
         last.register_forward_hook(lambda _, x, y, prefix=prefix: outputs.__setitem__(prefix, y))
     with torch.no_grad():

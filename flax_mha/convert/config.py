@@ -5,6 +5,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from flax_mha.convert.latent import latent_sizes
 from flax_mha.convert.layouts import MODEL_TYPE
 from flax_mha.convert.scores import scores_of
 from flax_mha.core.integers import is_int
@@ -35,6 +36,8 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     positions (ALiBi, the temperature of Llama 4), or a `qkv_dot_general` that clips projections (OLMo). `flax.linen`
     takes all but `in_features` and `kernel_metadata`.
 
+    A config of latent attention (DeepSeek's `kv_lora_rank`) becomes the arguments of `MultiHeadLatentAttention`.
+
     Two things are not among them, which `from_hf` adds: decoders want `is_causal=True` in calls, and every layer of T5
     the relative bias of its first, `score_mod=recipes.t5_bias(table)["score_mod"]` in the decoder.
 
@@ -58,12 +61,14 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     """
     family, values = _read(config, layer)
     kind = _layer_type(family, values, layer)
-    sizes = _sizes(values)
     rope = None
     if "rope_theta" in family.keys and family.rotates(values, layer, kind):
         rope = RoPE.from_config(config, SLIDING if kind == SLIDING else FULL, max_length)
         if values.get("layer_rope_theta"):
             rope = dataclasses.replace(rope, base=entry(values, "layer_rope_theta", layer))
+    if family.latent:
+        return _describe_latent(family, values, rope)
+    sizes = _sizes(values)
     has_norm = values.get(family.norm_key, True) and (rope is not None or family.norm != "rms_norm_after_rope")
     norm = family.norm if has_norm else False
     described = sizes | {
@@ -83,6 +88,17 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     if values.get("clip_qkv"):
         check_number("clip_qkv", values["clip_qkv"], above=0.0)
         described["qkv_dot_general"] = _clipped(values["clip_qkv"])
+    return described
+
+
+def _describe_latent(family: Family, values: Values, rope: RoPE | None) -> dict[str, Any]:
+    described = latent_sizes(values) | {
+        "use_bias": _use_bias(family, values),
+        "rope": rope,
+        "kernel_metadata": {MODEL_TYPE: values["model_type"]},
+    }
+    if changes := scores_of(family, values, described["num_heads"], rope is not None, False):
+        described["attention_fn"] = attention_with(**changes)
     return described
 
 

@@ -34,11 +34,12 @@ def from_hf(
     decode: bool = False,
     implementation: Implementation | None = None,
     head_axis: str | None = None,
-) -> flax_mha.nnx.MultiHeadAttention:
+) -> flax_mha.nnx.MultiHeadAttention | flax_mha.nnx.MultiHeadLatentAttention:
     """Makes the self-attention of one layer of a Hugging Face model, which computes what the model's does.
 
-    It is `MultiHeadAttention(**describe(config, layer))` with the weights that `load_torch` loads, and an
-    `attention_fn` that has what calls would have to pass: `is_causal=True` in decoders, and T5's table of biases.
+    It is `MultiHeadAttention(**describe(config, layer))`, or `MultiHeadLatentAttention` for DeepSeek and its kin, with
+    the weights that `load_torch` loads, and an `attention_fn` that has what calls would have to pass: `is_causal=True`
+    in decoders, and T5's table of biases.
 
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`; see `describe`.
@@ -75,7 +76,8 @@ def from_hf(
     options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "decode": decode}
     options |= {"implementation": implementation, "head_axis": head_axis, "kernel_init": nnx.initializers.zeros_init()}
     options["attention_fn"] = _attention(family, family.keys | values, described, state_dict, is_decoder)
-    module = flax_mha.nnx.MultiHeadAttention(**described | options, rngs=nnx.Rngs(0))
+    kind: Any = flax_mha.nnx.MultiHeadLatentAttention if family.latent else flax_mha.nnx.MultiHeadAttention
+    module = kind(**described | options, rngs=nnx.Rngs(0))
     load_torch(module, {key: x for key, x in state_dict.items() if not key.endswith(T5_TABLE)}, prefix)
     return module
 
@@ -94,7 +96,7 @@ def _attention(
     causal = bool(is_decoder if causal is None else causal)
     if not values.get("is_causal", True):
         raise ValueError("config must do without is_causal=False; a module made with describe sees all keys.")
-    if not causal and described["local_window_size"] is not None:
+    if not causal and described.get("local_window_size") is not None:
         raise ValueError("config must have causal layers where they have windows, which look one way here.")
     preset: dict[str, Any] = {"is_causal": True} if causal else {}
     if "attention_fn" in described:

@@ -22,6 +22,7 @@ LayoutName = (
     | Literal["hf_vit", "timm"]  # ViT and DINO; Transformers 5 names their weights as Llama's
     | Literal["hf_vit_unbiased", "hf_vit5_unbiased", "timm_unbiased"]  # no biases of queries, keys and values
     | Literal["hf_t5"]
+    | Literal["hf_deepseek"]  # latent attention, which stands in flax_mha/convert/latent.py
 )
 QKV = ("query", "key", "value")
 ALL = (*QKV, "out")
@@ -37,6 +38,10 @@ TORCH_AXES = dict(zip(WITH_GATES, ["AQ", "BS", "BV", "OA", "A", "B", "B", "O", "
 OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N", NORM_BIASES[0]: "H", NORM_BIASES[1]: "H"}  # on both sides
 NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # in Flax; one axis in PyTorch, but for Cohere
 SIZES = {"Q": "query in", "S": "key in", "V": "value in", "A": "query out", "B": "key out", "O": "out"}
+
+# Keys of every latent attention.
+LATENT: LayoutName = "hf_deepseek"
+LATENT_KEYS = ("kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight", "kv_b_proj.weight", "o_proj.weight")
 
 MODEL_TYPE = "model_type"  # metadata of a module's kernels, by which `describe` tells `load_torch` the model
 

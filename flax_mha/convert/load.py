@@ -9,10 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flax_mha.convert.layouts import LAYOUTS, MODEL_TYPE, NORM_BIASES, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
+from flax_mha.convert.latent import AXES
+from flax_mha.convert.layouts import (
+    LATENT,
+    LAYOUTS,
+    MODEL_TYPE,
+    NORM_BIASES,
+    NORMS,
+    OTHER_AXES,
+    TORCH_AXES,
+    LayoutName,
+)
 from flax_mha.convert.shapes import Arrays
 from flax_mha.convert.state_dict import T5_TABLE, attention_entries
 from flax_mha.convert.weights import fill_with_zeros, known_family, norm_offset, read
+from flax_mha.nnx import MultiHeadLatentAttention
 
 SHOWN = 8  # parameters in an error
 # Options of the module, by the ends of parameters.
@@ -22,7 +33,7 @@ GEMMA = "pre_feedforward_layernorm.weight"
 
 
 def load_torch(
-    module: nnx.MultiHeadAttention,
+    module: nnx.MultiHeadAttention | MultiHeadLatentAttention,
     state_dict: Mapping[str, Any],
     prefix: str = "",
     *,
@@ -44,7 +55,7 @@ def load_torch(
     norms of queries and keys, sinks, the buffer `rotary_emb.inv_freq` of older files, or T5's table of biases.
 
     Args:
-      module: `flax_mha.MultiHeadAttention`, or Flax's.
+      module: `flax_mha.MultiHeadAttention`, or Flax's; `flax_mha.MultiHeadLatentAttention` for DeepSeek's weights.
       state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
       prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`.
       qk_norm_offset: The number that the model adds to the weights of its query and key norms: 1.0 for Gemma 3, 0.0
@@ -67,6 +78,9 @@ def load_torch(
       >>> layers = {f"h.0.attn.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
       >>> flax_mha.convert.load_torch(attention, layers, prefix="h.0.attn.")
     """
+    if isinstance(module, MultiHeadLatentAttention):
+        _load_latent(module, state_dict, prefix, qk_norm_offset, check_options)
+        return
     if not isinstance(module, nnx.MultiHeadAttention):
         raise ValueError(
             f"module must be an nnx.MultiHeadAttention, but got {type(module).__name__}; for linen, use from_torch."
@@ -74,6 +88,8 @@ def load_torch(
     family = known_family(module.query.kernel)
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
+    if layout == LATENT:
+        raise ValueError("module must be a MultiHeadLatentAttention for weights of latent attention, but got another.")
     variables = _variables(module)
     if family.norm_scale == "none":
         arrays |= {path: np.ones(variables[path].shape, np.float32) for path in NORMS if path in variables}
@@ -89,6 +105,38 @@ def load_torch(
             )
         if problems:
             problems.append("convert.describe(config, layer) gives these arguments, for the models that it knows")
+    _fill(variables, arrays, problems, layout)
+
+
+def _load_latent(
+    module: MultiHeadLatentAttention,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    qk_norm_offset: float | None,
+    check_options: bool,
+) -> None:
+    """Loads the weights of a latent attention; see `load_torch`."""
+    if qk_norm_offset is not None:
+        raise ValueError(f"qk_norm_offset must be None for latent attention, but got {qk_norm_offset!r}.")
+    layout, arrays = read(state_dict, module.num_heads, module.num_heads, prefix, 0.0)
+    if layout != LATENT:
+        raise ValueError(f"module must be a MultiHeadAttention for weights of layout {layout!r}, but got another.")
+    layers = {path: getattr(module, path.split("/")[0], None) for path in AXES}
+    found = {path: getattr(layer, path.split("/")[1], None) for path, layer in layers.items()}
+    variables = {path: variable for path, variable in found.items() if variable is not None}
+    problems = []
+    for path in sorted({*variables, *arrays}):
+        shapes = [getattr(x.get(path), "shape", "missing") for x in (variables, arrays)]
+        if shapes[0] != shapes[1]:
+            problems.append(f"{path.replace('/', '.')} is {shapes[0]} in the module and {shapes[1]} in state_dict")
+    is_described = module.kv_b_proj.kernel.get_metadata().get(MODEL_TYPE)
+    if check_options and module.rope is None and not is_described:
+        problems.append("rope is None: these models rotate; pass check_options=False if this layer does not")
+    _fill(variables, arrays, problems, layout)
+
+
+def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[str], layout: LayoutName) -> None:
+    """Sets the variables to the arrays, unless there are problems."""
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])

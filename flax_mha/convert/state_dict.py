@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from flax_mha.convert.layouts import LAYOUTS, Layout, LayoutName
+from flax_mha.convert.layouts import LATENT_KEYS, LAYOUTS, Layout, LayoutName
 
 # The ends of quantized weights' keys: bitsandbytes, GPTQ and AWQ, compressed-tensors and FP8, PyTorch's own.
 QUANTIZED: tuple[str, ...] = ("SCB", "absmax", "quant_map", "weight_format", "qweight", "qzeros", "g_idx")
@@ -93,7 +93,7 @@ def attention_layers(keys: Iterable[str]) -> list[str]:
     keys = list(keys)
     known = {*keys}
     found: dict[str, None] = {}
-    needed = [layout.difference(())[1] for layout in LAYOUTS.values()]
+    needed = [*(layout.difference(())[1] for layout in LAYOUTS.values()), [*LATENT_KEYS]]
     first = tuple({names[0] for names in needed})
     for key in keys:
         for names in needed if key.endswith(first) else ():

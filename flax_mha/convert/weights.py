@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 from flax import nnx, traverse_util
 
+from flax_mha.convert.latent import is_latent, latent_to_torch, read_latent
 from flax_mha.convert.layouts import (
     ALL,
     FLAX_AXES,
     KERNELS,
+    LATENT,
     LAYOUTS,
     MODEL_TYPE,
     NORMS,
@@ -97,10 +99,14 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     Raises:
       ValueError: If there is no such layout, if `params` is no attention's, or if the layout cannot hold it.
     """
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if not isinstance(layout, str) or layout not in (*LAYOUTS, LATENT):
+        raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, LATENT))}, got {layout!r}")
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Param)
+    if (isinstance(params, Mapping) and "kv_b_proj" in params) != (layout == LATENT):
+        raise ValueError(f"layout must be {LATENT!r} for latent attention, and for that alone, got {layout!r}")
+    if layout == LATENT:
+        return latent_to_torch(params)
     given = _flatten(params)
     axes = FLAX_AXES | OTHER_AXES
     axes |= {path: letters for path, letters in NORMS_OF_ALL_HEADS.items() if path in given and given[path].ndim == 2}
@@ -143,6 +149,8 @@ def read(
     """Returns the layout of a state_dict, and its arrays by the paths and in the shapes of Flax."""
     check_heads(num_heads, num_kv_heads)
     prefix, entries = attention_entries(state_dict, prefix)
+    if is_latent(entries):
+        return LATENT, read_latent(entries, prefix, num_heads)
     name = recognize(entries, prefix)
     layout, arrays = LAYOUTS[name], Arrays()
     for key, paths in layout.stacks.items():

@@ -23,6 +23,7 @@ class Family(NamedTuple):
       norm_scale: What the norms multiply by.
       sinks: Whether heads have sinks.
       gate: Whether a gate multiplies the attention's output.
+      latent: Whether keys and values are projections of one latent vector per token.
       scale: The factor of query . key, where it is the same for all sizes.
       alibi: Whether scores get ALiBi.
       layer_type: The type of a layer.
@@ -38,6 +39,7 @@ class Family(NamedTuple):
     norm_scale: Literal["weight", "1 + weight", "none"] = "weight"
     sinks: bool = False
     gate: bool = False
+    latent: bool = False
     scale: float | None = None
     alibi: bool = False
     layer_type: LayerType = full
@@ -116,6 +118,13 @@ GPT_NEO: Values = {"sliding_window": 256, "attention_layers": None}
 GPT_NEO |= {"attention_types": [[["global", "local"], 12]]}
 AFMOE: Values = BIAS | {"head_dim": 128, "sliding_window": 1024, "global_attn_every_n_layers": 4}
 QWEN_NEXT: Values = BIAS | QUARTER | {"head_dim": 256, "num_key_value_heads": 2, "full_attention_interval": 4}
+LATENTS: Values = BIAS | {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+LATENTS |= {"v_head_dim": 128}
+MINICPM: Values = LATENTS | {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+MINICPM |= {"v_head_dim": None}
+MISTRAL_4 = MINISTRAL | {"factor": 128.0, "original_max_position_embeddings": 8192}
+KIMI_LINEAR: Values = {key: x for key, x in LATENTS.items() if key != "rope_theta"}
+KIMI_LINEAR |= {"q_lora_rank": None, "linear_attn_config": None}
 ZAMBA: Values = {"attention_hidden_size": None, "use_shared_attention_adapter": False}
 
 # Attention that several families share, or nearly.
@@ -133,9 +142,7 @@ EXAONE_4 = Family(EXAONE, norm=RMS, layer_type=last_of(4), rotates=layers.slidin
 SWA: Values = {"attention_multiplier": 1.0, "sliding_window": 128, "layer_rope_theta": None}
 GRANITE_SWA = like(LLAMA, SWA, sinks=True, layer_type=first_of(4), rotates=layers.with_theta_rotate)
 HUNYUAN = like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_after_rope")
-LATENT = Family(
-    INTERLEAVE, refused="its keys and values are compressed into one latent array (multi-head latent attention)"
-)
+LATENT = Family(LATENTS | {"rope_interleave": True}, "attention_bias", latent=True)
 INDEXED = Family(INTERLEAVE, refused="an indexer chooses the keys that a query sees")
 QWEN_3_NEXT = Family(
     QWEN_NEXT, "attention_bias", RMS, norm_scale="1 + weight", gate=True, layer_type=listed(layers.each_last)
@@ -273,6 +280,16 @@ FAMILIES: dict[str, Family] = {
         layer_type=last_of(4, "global_attn_every_n_layers"),
         rotates=layers.sliding_rotate,
     ),
+    # Latent attention.
+    **alike("deepseek_v3 kimi_k2 youtu axk1", LATENT),
+    "deepseek_v2": Family(LATENTS | {"rope_pairs": True}, "attention_bias", latent=True),
+    "glm4_moe_lite": like(LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}),
+    "minicpm3": Family(MINICPM, "attention_bias", latent=True),
+    "mistral4": like(
+        LATENT,
+        {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "rope_parameters": MISTRAL_4},
+    ),
+    "kimi_linear": Family(KIMI_LINEAR, "attention_bias", latent=True, layer_type=listed(layers.kimi_linear)),
     # Without rotary positions.
     "mpt": Family(MPT, alibi=True),
     "bloom": Family({}, True, alibi=True),
@@ -320,8 +337,7 @@ FAMILIES: dict[str, Family] = {
     **alike("siglip_text_model siglip_vision_model", ENCODER),
     "clip_text_model": Family({}, True),
     # What the module cannot compute.
-    **alike("deepseek_v2 deepseek_v3 kimi_k2 youtu glm4_moe_lite minicpm3 axk1 kimi_linear", LATENT),
-    "longcat_flash": like(LATENT, {"rope_theta": 1e7}),
+    "longcat_flash": Family(INTERLEAVE | {"rope_theta": 1e7}, refused="it scales its latents, two in each layer"),
     **alike("axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 qwen4_exp_text", INDEXED),
     **alike("beam laguna lfm3 bailing_hybrid", GATED),
     "hrm_text": Family(BIAS, refused="its layers stand in two stacks, which run several times"),

@@ -85,6 +85,13 @@ def each_last(values: Values, layer: int) -> str:
     return "linear_attention" if (layer + 1) % values["full_attention_interval"] else FULL
 
 
+def kimi_linear(values: Values, layer: int) -> str:
+    """The lists of Kimi Linear's own config count from 1."""
+    found = (values["linear_attn_config"] or {}).get("full_attn_layers")
+    is_full = layer and layer % 4 == 0 if found is None else layer + 1 in found
+    return FULL if is_full else "linear_attention"
+
+
 def chunked(values: Values, layer: int) -> str:
     return CHUNKED if listed_rotate(values, layer, "") else FULL
 

@@ -1,0 +1,113 @@
+"""Latent attention: its arguments from a config, and its weights, whose names in Flax are those in PyTorch."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from flax_mha.convert.layouts import LATENT_KEYS
+from flax_mha.convert.shapes import Arrays, find_sizes
+from flax_mha.convert.state_dict import to_numpy
+from flax_mha.core.integers import is_int
+from flax_mha.hf_config.layers import Values
+
+# The axes of each parameter in Flax. N heads, of E query, V value and F features in `kv_b_proj`; latents of C features.
+AXES = {"q_proj/kernel": "DNE", "q_a_proj/kernel": "DR", "q_a_proj/bias": "R", "q_a_layernorm/scale": "R"}
+AXES |= {"q_b_proj/kernel": "RNE", "kv_a_proj_with_mqa/kernel": "DA", "kv_a_proj_with_mqa/bias": "A"}
+AXES |= {"kv_a_layernorm/scale": "C", "kv_b_proj/kernel": "CNF", "o_proj/kernel": "NVO", "o_proj/bias": "O"}
+QUERIES = ({"q_proj/kernel"}, {"q_a_proj/kernel", "q_a_layernorm/scale", "q_b_proj/kernel"})
+
+
+def key_of(path: str) -> str:
+    """Returns the key of a parameter in a state_dict."""
+    name, leaf = path.split("/")
+    return f"{name}.{'bias' if leaf == 'bias' else 'weight'}"
+
+
+PATHS = {key_of(path): path for path in AXES}
+
+
+def is_latent(keys: Collection[str]) -> bool:
+    """Returns whether these are the keys of latent attention."""
+    return {*LATENT_KEYS} <= {*keys}
+
+
+def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arrays:
+    """Returns the arrays of a latent attention by the paths and in the shapes of Flax."""
+    entries = {key: value for key, value in entries.items() if not key.startswith("rotary_emb.")}
+    if extra := sorted({*entries} - {*PATHS}):
+        raise ValueError(f"state_dict must hold a latent attention alone, but got {', '.join(extra[:6])}, too.")
+    queries = {PATHS[key] for key in entries if key.startswith("q_") and key.endswith("weight")}
+    if queries not in QUERIES:
+        raise ValueError(
+            "state_dict must hold q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got "
+            f"{', '.join(sorted(path.split('/')[0] for path in queries)) or 'none'}."
+        )
+    arrays = {PATHS[key]: _to_flax(PATHS[key], to_numpy(prefix + key, x), num_heads) for key, x in entries.items()}
+    find_sizes(arrays, AXES)
+    return arrays
+
+
+def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
+    array = np.atleast_1d(array).T.copy()
+    axis = AXES[path].find("N")
+    if axis < 0:
+        return array
+    shape = (*array.shape[:axis], heads, array.shape[axis] // heads, *array.shape[axis + 1 :])
+    if array.shape[axis] % heads:
+        raise ValueError(
+            f"num_heads must divide the {array.shape[axis]} features of {path}, but got {heads}; pass that of the "
+            "model's config."
+        )
+    return array.reshape(shape)
+
+
+def latent_to_torch(params: Mapping[str, Any]) -> Arrays:
+    """Returns a state_dict, the inverse of `read_latent`."""
+    leaves = {f"{name}/{leaf}": x for name in params for leaf, x in _items(params[name])}
+    missing = {PATHS[key] for key in LATENT_KEYS} - {*leaves}
+    if missing or {*leaves} - {*AXES}:
+        extra = sorted({*leaves} - {*AXES})
+        raise ValueError(f"params must be one attention's parameters alone; missing {sorted(missing)}, extra {extra}")
+    arrays = {path: to_numpy(path, x) for path, x in leaves.items()}
+    find_sizes(arrays, AXES)
+    return {key_of(path): _flatten_heads(AXES[path], array).T.copy() for path, array in arrays.items()}
+
+
+def _items(x: Any) -> Any:
+    return x.items() if isinstance(x, Mapping) else [("", x)]
+
+
+def _flatten_heads(axes: str, array: np.ndarray) -> np.ndarray:
+    axis = axes.find("N")
+    return array if axis < 0 else array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
+
+
+def latent_sizes(values: Values) -> dict[str, Any]:
+    """Returns the sizes of `MultiHeadLatentAttention` that a config holds.
+
+    Raises:
+      ValueError: If one is missing, or contradicts another.
+    """
+    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+    if values.get("v_head_dim") is None and is_int(hidden) and is_int(heads) and heads:
+        values = values | {"v_head_dim": hidden // heads}
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    for name in ("num_attention_heads", "hidden_size", *names):
+        if not is_int(values.get(name)) or values[name] < 1:
+            raise ValueError(f"config must hold {name} as a positive integer, but got {values.get(name)!r}.")
+    rotary, size = values["qk_rope_head_dim"], values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    for name, expected, reason in (
+        ("num_key_value_heads", heads, "num_attention_heads"),
+        ("qk_head_dim", size, "qk_nope_head_dim + qk_rope_head_dim"),
+    ):
+        if values.get(name) not in (None, expected):
+            raise ValueError(f"{name} must be {reason} = {expected} in a config, but got {values[name]!r}.")
+    parameters: Values = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    fraction = parameters.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    if not any(round(fraction * of) == rotary for of in (rotary, size)):
+        raise ValueError(
+            f"partial_rotary_factor must be that of the {rotary} rotary features of {size}, but got {fraction!r}."
+        )
+    sizes = {name: values[name] for name in names}
+    return {"num_heads": heads, "in_features": hidden, "q_lora_rank": values.get("q_lora_rank"), **sizes}
