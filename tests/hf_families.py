@@ -68,7 +68,7 @@ ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"] * 2}
 SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW}
 OWN_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None}
 SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 3}
-HEADS = {"num_key_value_heads": N}
+HEADS = {"num_key_value_heads": N, "head_dim": 8}
 LATENT = HEADS | {"rope_parameters": SCALED | {"mscale": 0.7, "mscale_all_dim": 1.3}}
 OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what shows more of them
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -76,7 +76,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "cohere_compass_text": KINDS | {"rope_parameters": OWN_ROPE},
     "axk1": LATENT,
     "dbrx": {"attn_config": {"clip_qkv": 1.0, "kv_n_heads": K, "rope_theta": 500.0}},
-    "deepseek_v2": LATENT | {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v2": LATENT | {"num_experts_per_tok": K},
     "deepseek_v3": LATENT | {"attention_bias": True},
     "dots1": {"max_window_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "glm4_moe_lite": LATENT,
@@ -95,10 +95,6 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "minimax_m2": {"rotary_dim": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 4},
     "minicpm3": LATENT,
-    "mistral4": HEADS
-    | {"rope_parameters": SCALED | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}},
-    "ministral": {"head_dim": H},
-    "ministral3": {"rope_parameters": SCALED | {"llama_4_scaling_beta": 0.5}},
     "mllama_text_model": {"cross_attention_layers": [2]},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
