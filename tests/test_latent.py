@@ -1,0 +1,224 @@
+"""`MultiHeadLatentAttention`: one latent per token is cached, and gives what keys and values of all heads give."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import linen
+from flax_mha.rope import RoPE, YaRN
+
+B, T, D, N = 2, 83, 24, 3
+C, R = 16, 6
+SIZES = {"kv_lora_rank": C, "qk_nope_head_dim": 5, "qk_rope_head_dim": R, "v_head_dim": 19}
+ROPE = RoPE(interleaved=True, scaling=YaRN(4.0, 16, mscale=0.7, mscale_all_dim=1.3))
+PIECES = (70, 1, 5, 1, 6)  # a prompt, and calls of one and of several tokens
+OPTIONS = {
+    "compressed queries": {"q_lora_rank": 7, "use_bias": True},
+    "scores": {"sinks": True, "logits_soft_cap": 2.0, "rope": RoPE(fraction=1 / 3), "scale": 0.9},
+    "ring": {"local_window_size": (7, 0), "q_lora_rank": 7},
+    "dropout": {"dropout_rate": 0.3, "rope": None},
+    "blockwise": {"implementation": "blockwise"},
+}
+CALLS = {
+    "scores": {"score_mod": lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx).astype(score.dtype)},
+    "blockwise": {"mask": flax_mha.FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 5 != 3)},
+}
+
+
+def inputs(seed=0, shape=(B, T, D)):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def made(**options):
+    options = SIZES | {"rope": ROPE, "decode": False} | options
+    module = flax_mha.MultiHeadLatentAttention(N, D, rngs=nnx.Rngs(0), **options)
+    if module.sinks is not None:
+        module.sinks[...] = jnp.arange(N, dtype=jnp.float32)
+    return module
+
+
+def assert_close(got, expected, tolerance=2e-6):
+    """Some 2^5 roundings of 2^-24, of sums of some 30 terms; the largest value is about 1."""
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max(initial=1.0))
+
+
+def run(name, module, x, **arguments):
+    """With dropout every call draws the same key, so weights are dropped by their positions alone."""
+    dropout = {"deterministic": False, "rngs": nnx.Rngs(dropout=1)} if name == "dropout" else {}
+    return module(x, **CALLS.get(name, {}), **dropout, **arguments)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", OPTIONS)
+def test_any_split_of_decoding_equals_one_call(name):
+    module, x = made(**OPTIONS[name]), inputs()
+    whole = nnx.jit(lambda module, x: run(name, module, x, is_causal=True))(module, x)
+    module.init_cache((B, 99, D))
+    assert module.cached_key.shape == (B, 7 + 1 + 64 if name == "ring" else 99, 1, C + R)
+    step = nnx.jit(lambda module, x: run(name, module, x, decode=True))
+    ends = np.cumsum((0, *PIECES))
+    outputs = [step(module, x[:, i:j]) for i, j in itertools.pairwise(ends)]
+    assert_close(jnp.concatenate(outputs, axis=1), whole)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["compressed queries", "ring"])
+def test_linen_is_the_same(name):
+    options, x = SIZES | {"rope": ROPE} | OPTIONS[name], inputs()
+    module = made(**OPTIONS[name])
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    layer = linen.MultiHeadLatentAttention(N, **options)
+    fresh = layer.init(jax.random.key(0), x)["params"]
+    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, params)
+    whole = module(x, is_causal=True)
+    np.testing.assert_array_equal(layer.apply({"params": params}, x, is_causal=True), whole)
+    decoding = layer.clone(decode=True)
+    cache = decoding.init(jax.random.key(0), jnp.zeros((B, 99, D)))["cache"]
+    assert {*cache} == {"cached_key", "cache_index"}
+    step = jax.jit(lambda cache, x: decoding.apply({"params": params, "cache": cache}, x, mutable="cache"))
+    outputs, end = [], 0
+    for size in PIECES:
+        output, variables = step(cache, x[:, end : end + size])
+        outputs.append(output)
+        cache, end = variables["cache"], end + size
+    assert_close(jnp.concatenate(outputs, axis=1), whole)
+
+
+@pytest.mark.core
+def test_a_cache_has_the_bytes_of_its_latents():
+    """512 + 64 numbers per token, whatever the heads; in 8 bits also a scale of float32."""
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 4, "qk_rope_head_dim": 64, "v_head_dim": 4}
+    for dtype, per_token in (("float32", 4 * 576), ("bfloat16", 2 * 576), ("int8", 576 + 4), ("float8_e4m3fn", 580)):
+        module = made(**sizes)
+        module.init_cache((3, 7, D), dtype=dtype)
+        cached = nnx.to_pure_dict(nnx.state(module, nnx.Cache))
+        assert sum(x.nbytes for x in jax.tree.leaves(cached)) == 3 * 7 * per_token + 4
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("int8", 0.02), ("float8_e4m3fn", 0.1), ("bfloat16", 0.02)])
+def test_caches_of_fewer_bits(dtype, tolerance):
+    """Scores and values round to 1 / 254, 1 / 16 and 1 / 256 of the largest feature of a token, in all features."""
+    module, x = made(), inputs()[:, :23]
+    whole = module(x, is_causal=True)
+    module.init_cache((B, 31, D), dtype=dtype)
+    step = nnx.jit(lambda module, x: module(x, decode=True))
+    outputs = [step(module, x[:, i:j]) for i, j in ((0, 11), *((i, i + 1) for i in range(11, 23)))]
+    assert_close(jnp.concatenate(outputs, axis=1), whole, tolerance)
+
+
+@pytest.mark.core
+def test_ragged_prompts_each_as_alone():
+    """What stands in padding, and in slots without a token, is NaN."""
+    module, lengths = made(q_lora_rank=7, rope=RoPE()), np.array([5, 2, 0, 9])
+    x = inputs(1, (4, 12, D))
+    alone = jax.vmap(lambda x: module(x, is_causal=True))(x)
+    module.init_cache((4, 17, D), per_row=True)
+    module.cached_key[...] = jnp.full_like(module.cached_key[...], jnp.nan)
+    step = nnx.jit(lambda module, x, lengths: module(x, lengths=lengths, decode=True))
+    padding = np.arange(9)[None, :, None] >= lengths[:, None, None]
+    output = step(module, jnp.where(padding, jnp.nan, x[:, :9]), jnp.asarray(lengths))
+    np.testing.assert_array_equal(module.cache_index[...], lengths)
+    for i in range(3):
+        rows = np.arange(4)
+        following = step(module, x[rows, lengths + i][:, None], jnp.ones(4, jnp.int32))
+        assert_close(following[:, 0], alone[rows, lengths + i])
+    for row, length in enumerate(lengths):
+        assert_close(output[row, :length], alone[row, :length])
+        np.testing.assert_array_equal(output[row, length:], 0)
+
+
+@pytest.mark.core
+def test_masked_tokens_may_hold_nan():
+    module, x = made(), inputs()[:, :11]
+    bad = x.at[:, 4].set(jnp.nan)
+    mask = jnp.arange(11) != 4
+
+    @jax.jit
+    def gradient(x):
+        return jax.grad(lambda x: module(x, mask=mask[None, None, None])[:, mask].sum())(x)[:, mask]
+
+    np.testing.assert_array_equal(
+        module(bad, mask=mask[None, None, None])[:, mask], module(x, mask=mask[None, None, None])[:, mask]
+    )
+    np.testing.assert_array_equal(gradient(bad), gradient(x))
+
+
+@pytest.mark.core
+def test_lengths_and_segments():
+    module, x = made(), inputs()[:, :11]
+    lengths, ids = jnp.array([7, 11]), jnp.repeat(jnp.array([0, 1]), jnp.array([4, 7]))[None]
+    output = module(x.at[0, 7:].set(jnp.nan), lengths=lengths)
+    assert_close(output[0, :7], module(x[0, :7]))
+    packed = module(x, segment_ids=jnp.tile(ids, (B, 1)), positions=jnp.concatenate([jnp.arange(4), jnp.arange(7)]))
+    assert_close(packed, jnp.concatenate([module(x[:, :4]), module(x[:, 4:])], axis=1))
+
+
+def test_weights_and_largest_scores_are_sown_in_both_ways():
+    """And other attention functions get keys and values of heads."""
+    module, x = made(rope=RoPE()), inputs()[:, :11]
+    whole, sown = nnx.capture(module, nnx.Intermediate)(x, is_causal=True, sow_weights=True, sow_max_score=True)
+    module.init_cache((B, 11, D))
+    module(x[:, :10], decode=True)
+    last, of_last = nnx.capture(module, nnx.Intermediate)(x[:, 10:], decode=True, sow_weights=True, sow_max_score=True)
+    sown, of_last = (nnx.to_pure_dict(state) for state in (sown, of_last))
+    assert_close(of_last["attention_weights"][0], sown["attention_weights"][0][..., 10:, :])
+    assert of_last["attention_max_score"][0].shape == (B, N)
+    assert_close(last, whole[:, 10:])
+    module.init_cache((B, 11, D))
+    module.attention_fn = nnx.dot_product_attention
+    assert_close(module(x, is_causal=True), whole)
+    assert_close(jnp.concatenate([module(x[:, :10], decode=True), module(x[:, 10:], decode=True)], axis=1), whole)
+
+
+def test_explained_calls():
+    module, x = made(), inputs()
+    assert module.explain(x, is_causal=True).chosen == "blockwise" or module.explain(x).chosen == "xla"
+    module.init_cache((B, 99, D))
+    assert module.explain(x[:, :1], decode=True).chosen == "xla"
+    assert int(module.cache_index[...]) == 0
+
+
+REFUSED = {
+    "kv_lora_rank must be an int >= 1, but got 0": {"kv_lora_rank": 0},
+    "v_head_dim must be an int >= 1, but got None": {"v_head_dim": None},
+    "q_lora_rank must be an int >= 1 or None, but got -1": {"q_lora_rank": -1},
+    "fraction \\* head size must be an even integer": {"qk_rope_head_dim": 5},
+    "norm_epsilon must be a finite number > 0, but got 0": {"norm_epsilon": 0},
+    "sinks must be True or False": {"sinks": 1},
+    "rope must be a flax_mha.rope.RoPE or None": {"rope": "yarn"},
+    "implementation must be": {"implementation": "flash"},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("message", REFUSED)
+def test_constructors_that_are_refused(message):
+    options = SIZES | {"rope": ROPE} | REFUSED[message]
+    with pytest.raises(ValueError, match=message):
+        made(**options)
+    with pytest.raises(ValueError, match=message):
+        linen.MultiHeadLatentAttention(N, **options).init(jax.random.key(0), inputs())
+
+
+@pytest.mark.core
+def test_calls_that_are_refused():
+    module, x = made(), inputs()
+    with pytest.raises(ValueError, match="cache not initialized"):
+        module(x, decode=True)
+    with pytest.raises(ValueError, match=rf"input_shape must be \(batch..., length, {D}\)"):
+        module.init_cache((B, 9, D + 1))
+    with pytest.raises(ValueError, match=rf"inputs_q must have .*{D}"):
+        module(x[..., :7])
+    with pytest.raises(TypeError, match="positional"):
+        module(x, x)
+    module.init_cache((B, 9, D))
+    with pytest.raises(ValueError, match="the cache must have room for the new tokens"):
+        module(x, decode=True)
+    with pytest.raises(ValueError, match="scale must be given once"):
+        made(attention_fn=functools.partial(flax_mha.attention_fn, scale=0.5))(x)
