@@ -42,6 +42,10 @@ def fused(name: str, out: str, rows: int, features: int, biased: bool, transpose
     return {key: shape[::-1] if transposed else shape for key, shape in weights.items()} | biases
 
 
+def kind_of(described):
+    return flax_mha.MultiHeadLatentAttention if "kv_lora_rank" in described else flax_mha.MultiHeadAttention
+
+
 class Family(NamedTuple):
     """One kind of layer."""
 
@@ -64,7 +68,7 @@ class Family(NamedTuple):
 
     def module(self, decode=False, **arguments):
         described = convert.describe(self.config, self.layer)
-        module = flax_mha.MultiHeadAttention(**described | arguments, decode=decode, rngs=nnx.Rngs(0))
+        module = kind_of(described)(**described | arguments, decode=decode, rngs=nnx.Rngs(0))
         others = {f"{self.prefix.replace('1', '0')}{key}": torch.zeros(3) for key in self.shapes}
         whole = others | {f"{self.prefix}{key}": value for key, value in self.weights().items()}
         convert.load_torch(module, whole, self.prefix)
@@ -94,6 +98,28 @@ NORMS = {"q_norm.weight": (H,), "k_norm.weight": (H,)}
 OSS_SHAPES = linears(LLAMA_NAMES, D, K, LLAMA_NAMES) | {"sinks": (N,)}
 
 
+LATENT = {"num_attention_heads": N, "hidden_size": D, "num_hidden_layers": 6, "kv_lora_rank": 10, "v_head_dim": 5}
+LATENT |= {"qk_nope_head_dim": 7, "qk_rope_head_dim": 6}
+LATENT_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale": 0.7}
+LATENT_ROPE |= {"mscale_all_dim": 1.3, "rope_theta": 1e4}
+
+
+def latent(model_type, port, transformers, **config):
+    """With biases where there is compression, if there are any."""
+    config, rows = LATENT | {"model_type": model_type} | config, N * (7 + 6)
+    rank, biased = config["q_lora_rank"], config.get("attention_bias")
+    shapes = {"kv_a_proj_with_mqa.weight": (10 + 6, D), "kv_a_layernorm.weight": (10,)}
+    shapes |= {"kv_b_proj.weight": (N * (7 + 5), 10), "o_proj.weight": (D, N * 5)}
+    if rank:
+        shapes |= {"q_a_proj.weight": (rank, D), "q_a_layernorm.weight": (rank,), "q_b_proj.weight": (rows, rank)}
+    else:
+        shapes |= {"q_proj.weight": (rows, D)}
+    layers = [name for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if biased and f"{name}.weight" in shapes]
+    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in layers}
+    run = functools.partial(port, number=N, sizes=(10, 7, 6))
+    return Family(config, shapes, run, "hf_deepseek", transformers=transformers)
+
+
 def encoder(model_type, names, biased, layout, prefix, transformers="", **config):
     *projections, out = names.split()
     run = functools.partial(port.plain, number=N, names=" ".join(projections), out=out)
@@ -103,6 +129,15 @@ def encoder(model_type, names, biased, layout, prefix, transformers="", **config
 
 
 FAMILIES = {
+    "deepseek_v3": latent(
+        "deepseek_v3",
+        port.deepseek_v3,
+        "deepseek_v3.DeepseekV3Attention",
+        q_lora_rank=9,
+        attention_bias=True,
+        rope_scaling=LATENT_ROPE,
+    ),
+    "minicpm3": latent("minicpm3", port.minicpm_3, "minicpm3.MiniCPM3Attention", q_lora_rank=None),
     "llama": Family(
         GROUPED | {"model_type": "llama", "rope_theta": 500000.0},
         linears(LLAMA_NAMES, D, K),
@@ -482,10 +517,21 @@ FAMILIES = {
         "wav2vec2.Wav2Vec2Attention",
     ),
 }
-CORE = ("llama", "qwen3_next", "gemma2 with a window", "gpt_oss", "falcon", "llama4", "cohere with norms")
+CORE = (
+    "llama",
+    "deepseek_v3",
+    "qwen3_next",
+    "gemma2 with a window",
+    "gpt_oss",
+    "falcon",
+    "llama4",
+    "cohere with norms",
+)
 # Every option in a cache once; the other families differ from these in numbers and layouts alone.
 DECODED = (
     "llama",
+    "deepseek_v3",
+    "minicpm3",
     "mistral",
     "qwen3",
     "gemma2 with a window",
@@ -511,6 +557,7 @@ DECODED += (
 
 FROM_HF = (
     "llama",
+    "deepseek_v3",
     "qwen3_next",
     "mistral",
     "bloom",
@@ -586,7 +633,7 @@ def test_outputs_and_gradients_of_inputs(name):
 @functools.cache
 def program(options, is_causal, call):
     """One for all families with these options."""
-    graph, state = nnx.split(flax_mha.MultiHeadAttention(**dict(options), decode=False, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(kind_of(dict(options))(**dict(options), decode=False, rngs=nnx.Rngs(0)))
 
     @jax.jit
     def run(params, x, slope):
@@ -630,10 +677,10 @@ def test_round_trip_is_exact(name):
     back = convert.to_torch(nnx.state(module, nnx.Param), family.layout)
     assert back.keys() == weights.keys()
     for key, weight in weights.items():
-        rounded = module.query.kernel.get_metadata()["model_type"] in ("gemma3_text", "qwen3_next")
+        rounded = family.config["model_type"] in ("gemma3_text", "qwen3_next")
         tolerance = 2.0**-23 if rounded and "norm" in key else 0.0
         np.testing.assert_allclose(back[key], weight.numpy(), rtol=0, atol=tolerance)
-    arrays = convert.from_torch(weights, N, module.num_kv_heads, fill_biases=True)
+    arrays = convert.from_torch(weights, N, getattr(module, "num_kv_heads", N), fill_biases=True)
     without_weights = {"query_ln", "key_ln"} if name in ("llama4", "nanochat") else set()
     assert {*arrays} | without_weights == {*nnx.to_pure_dict(nnx.state(module, nnx.Param))}
     again = convert.to_torch(arrays, family.layout)

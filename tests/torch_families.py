@@ -3,6 +3,7 @@
 A layer takes its weights under their real names and x [batch, length, features], and keeps all scores.
 """
 
+import functools
 import math
 
 import torch
@@ -114,6 +115,30 @@ def afmoe(w: Weights, x: Tensor, number: int, kv_number: int, window: int | None
     q, k = (q, k) if window is None else (rotated(q, 10_000.0), rotated(k, 10_000.0))
     out = core(q, k, v, visible=causal(x.shape[1], window))
     return linear(w, "o_proj", out * torch.sigmoid(linear(w, "gate_proj", x)))
+
+
+def latent(w: Weights, x: Tensor, number: int, sizes: tuple[int, int, int], rotate, scale: float = 1.0) -> Tensor:
+    """`sizes` are those of the latent, of a head without its rotary part, and of that part, which all keys share."""
+    size, content, rotary = sizes
+    compressed = rms_norm(linear(w, "q_a_proj", x), w["q_a_layernorm.weight"], 1e-6) if "q_a_proj.weight" in w else x
+    q = heads(linear(w, "q_b_proj" if "q_a_proj.weight" in w else "q_proj", compressed), number)
+    c, r = linear(w, "kv_a_proj_with_mqa", x).split([size, rotary], dim=-1)
+    kv = heads(linear(w, "kv_b_proj", rms_norm(c, w["kv_a_layernorm.weight"], 1e-6)), number)
+    q = torch.cat([q[..., :content], rotate(q[..., content:])], dim=-1)
+    k = torch.cat([kv[..., :content], rotate(r[:, :, None]).expand(-1, -1, number, -1)], dim=-1)
+    scale = scale * (content + rotary) ** -0.5
+    return linear(w, "o_proj", core(q, k, kv[..., content:], scale=scale, visible=causal(x.shape[1])))
+
+
+def deepseek_v3(w: Weights, x: Tensor, number: int, sizes: tuple[int, int, int]) -> Tensor:
+    """With YaRN's factors of 0.7 for the rotary part and 1.3 for all features, which queries and keys have alike."""
+    angle = angles(positions(x), yarn_frequencies(10_000.0, sizes[2], 4.0, 4096, truncate=True))
+    part, whole = (0.1 * m * math.log(4.0) + 1 for m in (0.7, 1.3))
+    return latent(w, x, number, sizes, lambda y: rotate_every_two(y, angle) * (part / whole), whole**2)
+
+
+def minicpm_3(w: Weights, x: Tensor, number: int, sizes: tuple[int, int, int]) -> Tensor:
+    return latent(w, x, number, sizes, functools.partial(rotated, base=10_000.0))
 
 
 def olmo_2(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:

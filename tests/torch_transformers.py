@@ -23,7 +23,7 @@ def output(config: dict[str, Any], layer: int, name: str, weights: Weights, x: T
     missing, unexpected = attention.load_state_dict(weights, strict=False)
     assert not unexpected
     assert not [key for key in missing if "LayerNorm" not in key]
-    windowed = convert.describe(config, layer)["local_window_size"] is not None
+    windowed = convert.describe(config, layer).get("local_window_size") is not None
     available = {
         "attention_mask": mask(settings, x, layer, windowed) if decodes else None,
         "position_embeddings": rotary(library, settings, x, layer),
