@@ -18,6 +18,7 @@ from flax_mha.rope import NTK, RoPE, YaRN
 N, K, H, D = 4, 2, 8, 24
 LLAMA = {"model_type": "llama", "num_attention_heads": N, "num_key_value_heads": K, "hidden_size": D, "head_dim": H}
 LLAMA |= {"rope_theta": 10000.0}
+DEEPSEEK = {"model_type": "deepseek_v3", "num_attention_heads": N, "hidden_size": D}
 
 
 def state_dict(dtype=np.float32, norms=False, sinks=False, prefix="", **changes):
@@ -494,7 +495,16 @@ def test_describe(config, layer, expected):
     [
         (object(), 0, "config must be a dict, but got object; use config.to_dict"),
         ({}, 0, "model_type must be one that .*FAMILIES holds, but got None"),
-        ({"model_type": "deepseek_v3"}, 0, "model_type must be one that .* but got 'deepseek_v3': .* latent array"),
+        ({"model_type": "longcat_flash"}, 0, "model_type must be one that .* but got 'longcat_flash': .* latents"),
+        (DEEPSEEK | {"num_key_value_heads": 2}, 0, "num_key_value_heads must be num_attention_heads = 4 .* got 2"),
+        (
+            DEEPSEEK | {"qk_head_dim": 24},
+            0,
+            r"qk_head_dim must be qk_nope_head_dim \+ qk_rope_head_dim = 192 .* got 24",
+        ),
+        (DEEPSEEK | {"kv_lora_rank": 0}, 0, "config must hold kv_lora_rank as a positive integer, but got 0"),
+        (DEEPSEEK | {"rope_scaling": {"partial_rotary_factor": 0.5}}, 0, "partial_rotary_factor .* 64 .* of 192"),
+        (DEEPSEEK | {"q_lora_rank": "x"}, 0, "config must hold q_lora_rank as a positive integer or null, but got 'x'"),
         (LLAMA | {"model_type": "qwen3_next"}, 0, "layer 0 of qwen3_next is of type 'linear_attention'"),
         ({"model_type": "laguna"}, 0, "got 'laguna': the gate of its attention's output is not a sigmoid"),
         ({"model_type": "mamba"}, 0, "but got 'mamba'"),

@@ -10,6 +10,7 @@ from flax_mha.convert.shapes import Arrays, find_sizes
 from flax_mha.convert.state_dict import to_numpy
 from flax_mha.core.integers import is_int
 from flax_mha.hf_config.layers import Values
+from flax_mha.modules.latent import SIZES
 
 # The axes of each parameter in Flax. N heads, of E query, V value and F features in `kv_b_proj`; latents of C features.
 AXES = {"q_proj/kernel": "DNE", "q_a_proj/kernel": "DR", "q_a_proj/bias": "R", "q_a_layernorm/scale": "R"}
@@ -92,22 +93,27 @@ def latent_sizes(values: Values) -> dict[str, Any]:
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
     if values.get("v_head_dim") is None and is_int(hidden) and is_int(heads) and heads:
         values = values | {"v_head_dim": hidden // heads}
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    for name in ("num_attention_heads", "hidden_size", *names):
-        if not is_int(values.get(name)) or values[name] < 1:
-            raise ValueError(f"config must hold {name} as a positive integer, but got {values.get(name)!r}.")
+    names = ("num_attention_heads", "hidden_size", *SIZES, "q_lora_rank")
+    for name in names:
+        size, optional = values.get(name), name == "q_lora_rank"
+        if (not is_int(size) or size < 1) and (size is not None or not optional):
+            expected = f"a positive integer{' or null' * optional}"
+            raise ValueError(f"config must hold {name} as {expected}, but got {size!r}.")
+    _check_consistent(values)
+    return dict(zip(("num_heads", "in_features", *names[2:]), (values[name] for name in names), strict=True))
+
+
+def _check_consistent(values: Values) -> None:
     rotary, size = values["qk_rope_head_dim"], values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     for name, expected, reason in (
-        ("num_key_value_heads", heads, "num_attention_heads"),
+        ("num_key_value_heads", values["num_attention_heads"], "num_attention_heads"),
         ("qk_head_dim", size, "qk_nope_head_dim + qk_rope_head_dim"),
     ):
         if values.get(name) not in (None, expected):
             raise ValueError(f"{name} must be {reason} = {expected} in a config, but got {values[name]!r}.")
     parameters: Values = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    fraction = parameters.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    fraction = parameters.get("partial_rotary_factor") or 1.0
     if not any(round(fraction * of) == rotary for of in (rotary, size)):
         raise ValueError(
             f"partial_rotary_factor must be that of the {rotary} rotary features of {size}, but got {fraction!r}."
         )
-    sizes = {name: values[name] for name in names}
-    return {"num_heads": heads, "in_features": hidden, "q_lora_rank": values.get("q_lora_rank"), **sizes}

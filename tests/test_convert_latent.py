@@ -1,0 +1,101 @@
+"""Configs and weights of latent attention, as far as they go without PyTorch: what fits, and why the rest does not."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import convert, linen
+from flax_mha.rope import RoPE
+
+N, D, C, R = 4, 24, 10, 6
+CONFIG = {"model_type": "deepseek_v3", "num_attention_heads": N, "hidden_size": D, "kv_lora_rank": C}
+CONFIG |= {"q_lora_rank": None, "qk_nope_head_dim": 7, "qk_rope_head_dim": R, "v_head_dim": 5}
+SHAPES = {"q_proj.weight": (N * 13, D), "kv_a_proj_with_mqa.weight": (C + R, D), "kv_a_layernorm.weight": (C,)}
+SHAPES |= {"kv_b_proj.weight": (N * 12, C), "o_proj.weight": (D, N * 5)}
+PREFIX = "model.layers.1.self_attn."
+
+
+def weights(**changes):
+    """Changed entries, without those that are None."""
+    rng = np.random.default_rng(0)
+    entries = {key: rng.standard_normal(shape).astype(np.float32) for key, shape in SHAPES.items()}
+    entries |= {key.replace("__", "."): value for key, value in changes.items()}
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+def make_module(**options):
+    arguments = convert.describe(CONFIG) | {"kernel_metadata": {}} | options
+    return flax_mha.MultiHeadLatentAttention(**arguments, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.core
+def test_describe():
+    given = {"in_features": D, "num_heads": N, "kv_lora_rank": C, "q_lora_rank": None, "use_bias": False}
+    assert convert.describe(CONFIG).items() >= (given | {"rope": RoPE(interleaved=True)}).items()
+    of_kimi_k2 = {"model_type": "kimi_k2", "num_attention_heads": 64, "hidden_size": 7168, "rope_theta": 50_000.0}
+    sizes = {"num_heads": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    assert convert.describe(of_kimi_k2).items() >= sizes.items()
+    linear = CONFIG | {"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": [4, 8]}}
+    assert convert.describe(linear, 3)["rope"] is None
+    with pytest.raises(ValueError, match="layer 4 of kimi_linear is of type 'linear_attention'"):
+        convert.describe(linear, 4)
+
+
+@pytest.mark.core
+def test_round_trip_by_both_modules():
+    layers = {f"{PREFIX}{key}": x for key, x in weights().items()} | {PREFIX.replace("1", "0") + "x": np.ones(2)}
+    module = convert.from_hf(CONFIG, layers, 1)
+    params = convert.from_torch(layers, N, prefix=PREFIX)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module, nnx.Param)), params)
+    arguments = {key: x for key, x in convert.describe(CONFIG).items() if key not in ("in_features", "kernel_metadata")}
+    x = np.random.default_rng(1).standard_normal((2, 5, D)).astype(np.float32)
+    output = linen.MultiHeadLatentAttention(**arguments).apply({"params": params}, x, is_causal=True)
+    np.testing.assert_array_equal(output, module(x))
+    for given in (module, params):
+        back = convert.to_torch(given, "hf_deepseek")
+        assert {key: array.tobytes() for key, array in back.items()} == {k: x.tobytes() for k, x in weights().items()}
+
+
+REFUSED = [
+    (weights(q_proj__weight=None), {}, "must hold q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got none"),
+    (weights(q_a_proj__weight=np.ones((3, D), np.float32)), {}, "but got q_a_proj, q_proj"),
+    (weights(indexer__wk__weight=np.ones(3)), {}, "a latent attention alone, but got indexer.wk.weight, too"),
+    (weights(kv_b_proj__weight=np.ones((N * 12, C + 1), np.float32)), {}, r"kv_b_proj/kernel must have shape \(10, 4"),
+    (weights(kv_b_proj__weight=np.ones((N * 12, C), np.int8)), {}, "kv_b_proj.weight must be floating point"),
+    (weights(), {"num_heads": 3}, "num_heads must divide the 52 features of q_proj/kernel, but got 3"),
+    (weights(), {"v_head_dim": 6}, r"kv_b_proj.kernel is \(10, 4, 13\) in the module and \(10, 4, 12\) in state_dict"),
+    (weights(), {"q_lora_rank": 8}, "q_a_proj.kernel is .* in the module and missing in state_dict"),
+    (weights(), {"use_bias": True}, "o_proj.bias is .* in the module and missing in state_dict"),
+    (weights(), {"rope": None}, "rope is None: these models rotate; pass check_options=False"),
+]
+
+
+@pytest.mark.parametrize(("state_dict", "options", "message"), REFUSED)
+def test_weights_that_do_not_fit(state_dict, options, message):
+    module = make_module(**options)
+    before = nnx.to_pure_dict(nnx.state(module))
+    with pytest.raises(ValueError, match=message):
+        convert.load_torch(module, state_dict)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module)), before)
+
+
+def test_other_attentions():
+    """Weights of one kind of attention do not load into the other."""
+    other = flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="module must be a MultiHeadLatentAttention for weights of latent attention"):
+        convert.load_torch(other, weights())
+    square = {f"{name}_proj.weight": np.ones((D, D), np.float32) for name in "qkvo"}
+    with pytest.raises(ValueError, match="module must be a MultiHeadAttention for weights of layout 'hf_llama'"):
+        convert.load_torch(make_module(num_heads=N), square)
+    with pytest.raises(ValueError, match=r"qk_norm_offset must be None for latent attention, but got 1\.0"):
+        convert.load_torch(make_module(), weights(), qk_norm_offset=1.0)
+    for params, layout in ((make_module(), "hf_llama"), (other, "hf_deepseek")):
+        with pytest.raises(ValueError, match="layout must be 'hf_deepseek' for latent attention, and for that alone"):
+            convert.to_torch(params, layout)
+    with pytest.raises(ValueError, match=r"prefix must lead to one attention layer(.|\n)*self_attn"):
+        convert.load_torch(make_module(), {f"{PREFIX}{key}": x for key, x in weights().items()})
+    params = nnx.to_pure_dict(nnx.state(make_module(sinks=True), nnx.Param))
+    with pytest.raises(ValueError, match=r"one attention's parameters alone; missing \[\], extra \['sinks/'\]"):
+        convert.to_torch(params, "hf_deepseek")
