@@ -1,0 +1,67 @@
+"""Latent attention on meshes: heads split by `head_axis`, sequences by `context_parallel`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from meshes import compare, mesh_of
+from test_tensor_parallel import FEATURES, N, inputs
+
+import flax_mha
+from flax_mha import linen
+from flax_mha.rope import RoPE
+
+SIZES = {"kv_lora_rank": 10, "qk_nope_head_dim": 5, "qk_rope_head_dim": 6, "v_head_dim": 7, "q_lora_rank": 9}
+SIZES |= {"rope": RoPE(interleaved=True), "sinks": True}
+KINDS = ["auto", pytest.param("explicit", marks=pytest.mark.core)]
+
+
+def nnx_layer(**options):
+    return flax_mha.MultiHeadLatentAttention(N, FEATURES, rngs=nnx.Rngs(0), **SIZES | options)
+
+
+def gradients(apply, params, x):
+    output, pull = jax.vjp(apply, params, x)
+    return output, pull(jnp.cos(output))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads(kind):
+    """Training with both modules; decoding, whose cache every device has for its batch entries."""
+    mesh, x = mesh_of(kind), inputs(30)
+    graph, state = nnx.split(nnx_layer(decode=False))
+    expected = jax.jit(functools.partial(gradients, lambda s, x: nnx.merge(graph, s)(x, is_causal=True)))(state, x)
+    with jax.set_mesh(mesh):
+        split = nnx_layer(decode=False, head_axis="model")
+        assert tuple(split.kv_b_proj.kernel[...].sharding.spec) == (None, "model", None)
+        graph, state = nnx.split(split)
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        found = jax.jit(functools.partial(gradients, lambda s, x: nnx.merge(graph, s)(x, is_causal=True)))(state, x)
+        compare(found, expected)
+        layer = linen.MultiHeadLatentAttention(N, **SIZES, head_axis="model")
+        boxed = jax.jit(layer.init)(jax.random.key(0), inputs())
+        assert nn.get_partition_spec(boxed)["params"]["q_b_proj"]["kernel"] == jax.P(None, "model", None)
+        params = {"params": nnx.to_pure_dict(nnx.state(split, nnx.Param))}
+        compare(jax.jit(functools.partial(layer.apply, is_causal=True))(params, x), expected[0])
+        split.init_cache((4, 40, FEATURES), per_row=True, sharding=jax.P("data", None, None, None))
+        step = nnx.jit(lambda module, x: module(x, decode=True))
+        outputs = [jax.device_get(step(split, x[:, i:j])) for i, j in ((0, 20), (20, 21), (21, 30))]
+    compare(np.concatenate(outputs, 1), expected[0])
+    assert not any(split.cached_key[...].sharding.spec[1:])
+
+
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.core), "allgather"])
+def test_sequences(strategy):
+    mesh, x = mesh_of("auto", (4, 2)), inputs()
+    run = nnx.jit(lambda module, x: module(x, is_causal=True))
+    expected = run(nnx_layer(decode=False), x)
+    attention_fn = flax_mha.context_parallel("data", strategy, mesh=mesh)
+    split = nnx_layer(decode=False, attention_fn=attention_fn)
+    compare(run(split, jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "data")))), expected)
+    split.init_cache((4, 40, FEATURES))
+    with pytest.raises(ValueError, match="decode must be False with context_parallel"):
+        split(x, decode=True)
