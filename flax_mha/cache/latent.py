@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax.nnx.nn import dtypes
+from jax import lax
 from jaxtyping import Array, Float
 
 
@@ -50,7 +51,9 @@ class Latent(NamedTuple):
 
     def project(self, x: Float[Array, "*B T N CR"]) -> Float[Array, "*B T N Hv"]:
         """Multiplies averages of latents by V; what stands after their C features is left out."""
-        return self._product("...nc,cnf->...nf", x[..., : self.size], self.kernel[..., self.key_size :])
+        # As one program with the product, XLA's CPU does not transpose V, but multiplies along its strides.
+        by_head = lax.optimization_barrier(jnp.swapaxes(self.kernel[..., self.key_size :], 0, 1))
+        return self._product("...nc,ncf->...nf", x[..., : self.size], by_head)
 
     def _product(self, axes: str, x: Array, kernel: Array) -> Array:
         x, kernel = dtypes.promote_dtype((x, kernel), dtype=self.dtype)
