@@ -149,9 +149,8 @@ def with_fillings(structure, learned, fixed, rng):
     marks = others.pop("marks", None)
     if marks is not None:
         others["mask"] = masked_by_object(structure, fixed, marks)
-    given = dict.fromkeys(reference.MASKING) | {"query_offset": 0, "key_value_offset": 0} | others
     visible = reference.visible_scores(
-        (*batch, n, t, s), **given, is_causal=structure["is_causal"], local_window_size=structure["window"]
+        (*batch, n, t, s), **others, is_causal=structure["is_causal"], local_window_size=structure["window"]
     )
     filling = rng.choice(np.array([np.nan, np.inf, -np.inf, 3e38, -3e38], np.float32))
     clean, spoilt = dict(learned), dict(learned)

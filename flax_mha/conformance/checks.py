@@ -92,11 +92,8 @@ def _compare_gradients(got: Mapping[str, Any], want: list, dtype: Any = np.float
 
 
 def _output_and_gradients(function: Attention, case: Case, arrays: Mapping[str, Any], cotangent: Any) -> tuple:
-    def output(arrays: Mapping[str, Any], traced: Mapping[str, Any]) -> Array:
-        return _call(function, arrays, **traced, **case.static)
-
     def both(arrays: Mapping[str, Any], traced: Mapping[str, Any]) -> tuple[Array, Mapping[str, Any]]:
-        out, pull = jax.vjp(functools.partial(output, traced=traced), arrays)
+        out, pull = jax.vjp(lambda arrays: _call(function, arrays, **traced, **case.static), arrays)
         return out, pull(jnp.asarray(cotangent, out.dtype))[0]
 
     return jax.jit(both)({name: jnp.asarray(x) for name, x in arrays.items()}, case.traced)
@@ -150,20 +147,22 @@ def _check_hidden(number: float, places: Mapping[str, tuple], function: Attentio
 
 
 def _check_visible_nan(function: Attention) -> None:
-    case = Case(is_causal=True, t=S)
-    arrays = case.arrays()
-    want, _ = _reference(case, arrays, np.zeros(case.output_shapes[0]))
+    arrays: dict[str, Any] = Case(t=S).arrays()
+    want, _ = reference.attention(**arrays, is_causal=True)
     arrays["key"][0, 20, 3, 2] = np.nan
     want[0, 20:, 3] = np.nan
-    _compare("output", jax.jit(lambda a: _call(function, a, is_causal=True))(arrays), want)
+    _compare("output", jax.jit(_causal(function))(arrays), want)
+
+
+def _causal(function: Attention) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda arrays: _call(function, arrays, is_causal=True)
 
 
 def _check_large_scores(function: Attention) -> None:
-    case = Case(is_causal=True, t=S)
-    arrays = case.arrays()
+    arrays: dict[str, Any] = Case(t=S).arrays()
     arrays["query"] *= 2.0**10
-    want, _ = _reference(case, arrays, np.zeros(case.output_shapes[0]))
-    out = jax.jit(lambda a: _call(function, a, is_causal=True))(arrays)
+    want, _ = reference.attention(**arrays, is_causal=True)
+    out = jax.jit(_causal(function))(arrays)
     if not np.isfinite(out).all():
         raise WrongAnswerError("output: not finite")
     if np.abs(out - want).max() > 0.01:  # scores of some thousands are rounded by some 1e-4
@@ -176,46 +175,33 @@ def _check_float64(function: Attention) -> None:
 
 
 def _check_vmap(function: Attention) -> None:
-    case = Case(batch=(3, 2), is_causal=True)
-    arrays = case.arrays()
-    want, _ = _reference(case, arrays, np.zeros(case.output_shapes[0]))
-    _compare("output", jax.jit(jax.vmap(lambda a: _call(function, a, is_causal=True)))(arrays), want)
+    arrays: dict[str, Any] = Case(batch=(3, 2)).arrays()
+    want, _ = reference.attention(**arrays, is_causal=True)
+    _compare("output", jax.jit(jax.vmap(_causal(function)))(arrays), want)
 
 
-def _moved(arrays: Mapping[str, Any], tangents: Mapping[str, Any], step: float) -> dict[str, Any]:
-    return {name: x.astype(np.float64) + step * tangents[name] for name, x in arrays.items()}
+def _slopes(exact: Callable[..., list], arrays: Mapping[str, Any], tangents: Mapping[str, Any]) -> list:
+    """Returns the slopes of a function of float64 arrays along these tangents, by central differences."""
+    step = 1e-5
+    ahead, behind = (
+        exact(**{name: x.astype(np.float64) + h * tangents[name] for name, x in arrays.items()}) for h in (step, -step)
+    )
+    return [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
 
 
 def _check_jvp(function: Attention) -> None:
-    case, step = Case(is_causal=True), 1e-5
-    arrays, tangents = case.arrays(), case.arrays(seed=3)
-
-    def exact(sign: int) -> Any:
-        moved: dict[str, Any] = {
-            name: x.astype(np.float64) + sign * step * tangents[name] for name, x in arrays.items()
-        }
-        return reference.attention(**moved, is_causal=True)[0]
-
-    _, got = jax.jit(lambda a, t: jax.jvp(lambda a: _call(function, a, is_causal=True), (a,), (t,)))(arrays, tangents)
-    _compare("tangent", got, (exact(1) - exact(-1)) / (2 * step))
+    arrays, tangents = Case().arrays(), Case().arrays(seed=3)
+    _, got = jax.jit(lambda a, t: jax.jvp(_causal(function), (a,), (t,)))(arrays, tangents)
+    want, _ = _slopes(functools.partial(reference.attention, is_causal=True), arrays, tangents)
+    _compare("tangent", got, want)
 
 
 def _check_hessian_product(function: Attention) -> None:
-    case, step = Case(is_causal=True), 1e-5
+    case = Case(is_causal=True)
     arrays, tangents, (cotangent, _) = case.arrays(), case.arrays(seed=3), case.cotangents()
-
-    def exact(sign: int) -> list:
-        moved: dict[str, Any] = {
-            name: x.astype(np.float64) + sign * step * tangents[name] for name, x in arrays.items()
-        }
-        return _reference(case, moved, cotangent)[1]
-
-    def gradient(arrays: Mapping[str, Any]) -> Any:
-        return jax.grad(lambda a: jnp.vdot(_call(function, a, is_causal=True), cotangent))(arrays)
-
+    gradient = jax.grad(lambda arrays: jnp.vdot(_causal(function)(arrays), cotangent))
     _, got = jax.jit(lambda a, t: jax.jvp(gradient, (a,), (t,)))(arrays, tangents)
-    want = [(a - b) / (2 * step) for a, b in zip(exact(1), exact(-1), strict=True)]
-    _compare_gradients(got, want)
+    _compare_gradients(got, _slopes(lambda **moved: _reference(case, moved, cotangent)[1], arrays, tangents))
 
 
 def _expect_error(shapes: Mapping[str, tuple[int, ...]], traced: Mapping[str, Any], function: Attention) -> None:

@@ -16,24 +16,17 @@ def attention(
     mask: ArrayLike = None,
     *,
     scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike = None,
-    key_value_seq_lengths: ArrayLike = None,
-    local_window_size: Any = None,
-    query_offset: ArrayLike = 0,
-    key_value_offset: ArrayLike = 0,
-    query_segment_ids: ArrayLike = None,
-    key_value_segment_ids: ArrayLike = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike = None,
     added: ArrayLike = None,
     keep: ArrayLike = None,
     cotangents: tuple[ArrayLike, ArrayLike] | None = None,
     return_max_score: bool = False,
+    **masking: Any,
 ) -> Any:
     """Computes (output, lse), and given their cotangents also the gradients of query, key, value, bias and sinks.
 
-    With `return_max_score` the largest score per head follows the log-sum-exp.
+    With `return_max_score` the largest score per head follows the log-sum-exp. `masking` is for `visible_scores`.
 
     `added` [..., N, T, S] is what a `score_mod` adds to the scores; -inf hides. Its gradient comes first of all.
     `keep` [..., N, T, S] is what dropout multiplies the weights with.
@@ -44,18 +37,7 @@ def attention(
     group = q.shape[-3] // k.shape[-3]
     k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else float(scale)
-    visible = visible_scores(
-        q.shape[:-1] + k.shape[-2:-1],
-        mask=mask,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        query_offset=query_offset,
-        key_value_offset=key_value_offset,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-    )
+    visible = visible_scores(q.shape[:-1] + k.shape[-2:-1], mask, **masking)
     scores, slope = scale * (q @ np.swapaxes(k, -1, -2)), np.ones(())
     if logits_soft_cap is not None:
         scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
@@ -101,37 +83,24 @@ def attention(
     return answer, gradients
 
 
-MASKING = (
-    "mask",
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_offset",
-    "key_value_offset",
-    "query_segment_ids",
-    "key_value_segment_ids",
-)
-
-
 def visible_scores(
     shape: tuple[int, ...],
+    mask: ArrayLike = None,
     *,
-    mask: ArrayLike,
-    is_causal: bool,
-    query_seq_lengths: ArrayLike,
-    key_value_seq_lengths: ArrayLike,
-    local_window_size: Any,
-    query_offset: ArrayLike,
-    key_value_offset: ArrayLike,
-    query_segment_ids: ArrayLike,
-    key_value_segment_ids: ArrayLike,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike = None,
+    key_value_seq_lengths: ArrayLike = None,
+    local_window_size: Any = None,
+    query_offset: ArrayLike = 0,
+    key_value_offset: ArrayLike = 0,
+    query_segment_ids: ArrayLike = None,
+    key_value_segment_ids: ArrayLike = None,
 ) -> NDArray:
     """Returns which scores [..., N, T, S] masks, lengths, segments and positions show."""
     visible = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
-    offset, key_offset, window = query_offset, key_value_offset, local_window_size
-    query_lengths, key_lengths = query_seq_lengths, key_value_seq_lengths
-    query_ids, key_ids = query_segment_ids, key_value_segment_ids
-    position = np.arange(shape[-2])[:, None] + _over_heads(offset)
-    column = np.arange(shape[-1])[None, :] + _over_heads(key_offset)
+    window, query_ids, key_ids = local_window_size, query_segment_ids, key_value_segment_ids
+    position = np.arange(shape[-2])[:, None] + _over_heads(query_offset)
+    column = np.arange(shape[-1])[None, :] + _over_heads(key_value_offset)
     left, right = (window, window) if window is None or isinstance(window, int) else window
     if is_causal:
         visible = visible & (column <= position)
@@ -139,10 +108,10 @@ def visible_scores(
         visible = visible & (column >= position - left)
     if right is not None:
         visible = visible & (column <= position + right)
-    if query_lengths is not None:
-        visible = visible & (position < _over_heads(query_lengths))
-    if key_lengths is not None:
-        visible = visible & (column < _over_heads(key_lengths))
+    if query_seq_lengths is not None:
+        visible = visible & (position < _over_heads(query_seq_lengths))
+    if key_value_seq_lengths is not None:
+        visible = visible & (column < _over_heads(key_value_seq_lengths))
     if query_ids is not None or key_ids is not None:
         query_ids = np.asarray(key_ids if query_ids is None else query_ids)
         key_ids = np.asarray(query_ids if key_ids is None else key_ids)
