@@ -66,12 +66,7 @@ def _max_score(lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]) -> 
 
 
 def explain(call: Call, implementation: str | None) -> Explanation:
-    """Explains which implementation `run` would use, for the part of the call on each device, and why.
-
-    Raises:
-      ValueError: If there is no such implementation.
-      NotImplementedError: If the named one cannot compute this call.
-    """
+    """Explains which implementation `run` would use for the part of the call on each device, or raises its error."""
     registry.check_name(implementation)
     parts, explanations = split_of(call), []
     if parts is None:
@@ -79,15 +74,13 @@ def explain(call: Call, implementation: str | None) -> Explanation:
     context = parts.context
 
     def explain_part(call: Call) -> Output:
-        explanations.append(_explain_on_device(call, implementation))
+        if context is not None and context.strategy == "ring":
+            explanations.append(ring.explain(call, context, implementation))
+        else:
+            explanations.append(_explain_on_device(call, implementation))
         return jnp.zeros((*call.operands.query.shape[:-1], call.operands.value.shape[-1])), None
 
-    def explain_ring(call: Call) -> Output:
-        assert context is not None
-        explanations.append(ring.explain(call, context, implementation))
-        return call.operands.query, None
-
-    part = explain_ring if context and context.strategy == "ring" else _exchanging(context, explain_part)
+    part = _exchanging(context, explain_part)
     jax.eval_shape(lambda operands: run_on_mesh(operands, call.options, parts, part), call.operands)
     return explanations[0]
 
@@ -191,7 +184,7 @@ def _run_part(implementation: str | None, context: Context | None) -> Callable[[
 
 def _exchanging(context: Context | None, attend: Callable[[Call], Output]) -> Callable[[Call], Output]:
     """Puts the exchanges of "ulysses" or "allgather" around `attend`."""
-    if context is None:
+    if context is None or context.strategy == "ring":
         return attend
     strategy = ulysses if context.strategy == "ulysses" else allgather
     return functools.partial(strategy, context=context, attend=attend)

@@ -22,14 +22,11 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Output]) -> O
     axis, is_zigzag = context.axis, context.layout == "zigzag"
     order = slices.chunk_order(context.layout, lax.axis_size(axis))
 
-    def to_heads(x: Array) -> Array:
-        return lax.all_to_all(x, axis, x.ndim - 2, x.ndim - 3, tiled=True)
-
     def to_positions(x: Array, dimension: int) -> Array:
         x = slices.reorder_chunks(x, order, dimension) if is_zigzag else x
         return lax.all_to_all(x, axis, dimension, dimension + 1, tiled=True)
 
-    query, key, value = map(to_heads, operands[:3])
+    query, key, value = (lax.all_to_all(x, axis, x.ndim - 2, x.ndim - 3, tiled=True) for x in operands[:3])
     operands = operands._replace(query=query, key=key, value=value)
     if is_zigzag:
         operands = slices.reorder_keys(operands, np.argsort(order), and_queries=True)

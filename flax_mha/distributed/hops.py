@@ -38,44 +38,24 @@ class Trainable(NamedTuple):
 
 
 def trainable_of(operands: Operands) -> Trainable:
-    """Selects these."""
     return Trainable(*(getattr(operands, name) for name in Trainable._fields))
 
 
 class Ring(NamedTuple):
-    """The static part of a ring.
-
-    Attributes:
-      axis: The mesh axis whose devices form the ring.
-      size: Number of devices.
-      chunks: Number of chunks of adjacent positions that each holds: 1, or 2 for "zigzag".
-      axes: The axes of the operands along the sequences.
-      options: Of the call.
-      dtype: Of the call's query.
-      implementation: Computes the hops.
-    """
+    """The static part of a ring of `size` devices along a mesh axis."""
 
     axis: str
     size: int
-    chunks: int
+    chunks: int  # of adjacent positions that each device holds: 1, or 2 for "zigzag"
     axes: tuple[SequenceAxes, ...]
     options: Options
-    dtype: DTypeLike
-    implementation: str
+    dtype: DTypeLike  # of the call's query
+    implementation: str  # computes the hops
 
     @property
     def portable(self) -> "Ring":
         """The ring whose hops have derivatives of every order."""
         return self._replace(implementation=DEFAULT)
-
-    def hop(self, call: Call, result: OutputAndLse | None) -> OutputAndLse:
-        """Computes output and log-sum-exp of a slice of the call, given those over all keys or None.
-
-        If they are given it returns them, and its derivatives are the share of this slice.
-        """
-        hop = IMPLEMENTATIONS[self.implementation].hop
-        assert hop is not None
-        return hop(call, result, dtype=self.dtype)
 
     def fold(self, operands: Operands, step: Callable[[Operands, Scalar, T], T], state: T) -> T:
         """Folds `step(held, source, state)` over the hops: operands with the keys that device `source` sent."""
@@ -106,21 +86,24 @@ class Ring(NamedTuple):
         part = slices.slice_call(operands, self.axes, (i * height, height), of_keys, (first_query, first_key))
         return Call(part, self.options)
 
-    def wide_slice(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
-        """As `slice`, with query, key and value in float32 at least."""
+    def hop(
+        self, operands: Operands, source: Scalar, i: Scalar, j: Scalar, known: OutputAndLse | None = None
+    ) -> OutputAndLse:
+        """Computes output and log-sum-exp of a `slice`, from query, key and value in float32 at least.
+
+        Given those over all keys it returns them, and its derivatives are the share of this slice.
+        """
         part, options = self.slice(operands, source, i, j)
         query, key, value = (x.astype(options.dtype) for x in part[:3])
-        return Call(part._replace(query=query, key=key, value=value), options)
+        hop = IMPLEMENTATIONS[self.implementation].hop
+        assert hop is not None
+        return hop(Call(part._replace(query=query, key=key, value=value), options), known, dtype=self.dtype)
 
     def share(
         self, operands: Operands, source: Scalar, i: Scalar, j: Scalar, known: OutputAndLse
     ) -> Callable[[Trainable], OutputAndLse]:
         """Makes a function of the trainable operands that returns `known`; its derivatives are the share of a slice."""
-
-        def results(own: Trainable) -> OutputAndLse:
-            return self.hop(self.wide_slice(operands._replace(**own._asdict()), source, i, j), known)
-
-        return results
+        return lambda own: self.hop(operands._replace(**own._asdict()), source, i, j, known)
 
     def send(self, tree: T) -> T:
         """Sends arrays to the next device, and returns those of the device before."""
@@ -134,7 +117,7 @@ def merged(ring: Ring, operands: Operands) -> OutputAndLse:
 
     def step(held: Operands, source: Scalar, merged: State) -> State:
         def merge(i: Scalar, j: Scalar, merged: State) -> State:
-            return _merge(merged, i, ring.hop(ring.wide_slice(held, source, i, j), None))
+            return _merge(merged, i, ring.hop(held, source, i, j))
 
         return ring.for_pairs(merge)(merged)
 
@@ -143,12 +126,6 @@ def merged(ring: Ring, operands: Operands) -> OutputAndLse:
         nothing = nothing._replace(largest=nothing.running_max)
     output, lse, largest = online_softmax.finish(ring.fold(operands, step, nothing))
     return (output, lse) if largest is None else (output, lse, largest)
-
-
-def _flatten_rows(state: State) -> State:
-    """Makes the rows of all heads one axis."""
-    rows = state.running_sum.size
-    return jax.tree.map(lambda x: x.reshape(rows, *x.shape[state.running_sum.ndim :]), state)
 
 
 def _merge(merged: State, chunk: Scalar, result: OutputAndLse) -> State:
@@ -160,7 +137,8 @@ def _merge(merged: State, chunk: Scalar, result: OutputAndLse) -> State:
     output, lse, *largest = result
     before = _rows(merged, chunk, lse.shape[-2], lse.ndim - 2)
     values = output.reshape(lse.size, output.shape[-1])
-    after = online_softmax.update(_flatten_rows(before), lse.reshape(lse.size, 1), lambda weights: weights * values)
+    flat = jax.tree.map(lambda x: x.reshape(lse.size, *x.shape[lse.ndim :]), before)  # the rows of all heads
+    after = online_softmax.update(flat, lse.reshape(lse.size, 1), lambda weights: weights * values)
     if before.largest is not None:  # of scores, not of log-sum-exps
         after = after._replace(largest=lax.max(before.largest, *largest))
     after = jax.tree.map(lambda rows, old: rows.reshape(old.shape), after, before)

@@ -10,17 +10,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha.call.operands import Sharding
-from flax_mha.distributed.split import number_of_parts, pad_spec
+from flax_mha.distributed.split import is_explicit, number_of_parts, pad_spec
 
 
 def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
-    """Places an array on its devices.
-
-    Args:
-      x: The array.
-      sharding: Its split, or that of an array of which it has only the first `rank` axes; None leaves it as it is.
-      rank: None means all axes.
-    """
+    """Places an array by its sharding, or by that of an array of which it has only the first `rank` axes."""
     if sharding is None:
         return x
     mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
@@ -39,8 +33,8 @@ def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
     They are split as `x` is if its type says how, but for the first axis if their number does not fit.
     """
     x, target = jnp.asarray(x), None
-    sharding = jax.typeof(x).sharding
-    if AxisType.Explicit in sharding.mesh.axis_types:
+    if is_explicit(x):
+        sharding = jax.typeof(x).sharding
         first, *others = pad_spec(sharding.spec, x.ndim)
         parts = number_of_parts(sharding.mesh, first)
         target = NamedSharding(sharding.mesh, PartitionSpec(None if numbers.size % parts else first, *others))

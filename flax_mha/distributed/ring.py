@@ -32,13 +32,8 @@ from flax_mha.impl.shared.derivatives import Function, linear_function
 def ring_attention(call: Call, context: Context, implementation: str | None) -> OutputAndLse:
     """Computes output and log-sum-exp of a device's queries, in a `jax.shard_map` over the mesh.
 
-    Args:
-      call: With the device's own queries and keys, and the numbers of its own batch entries and heads.
-      context: Of `context_parallel`.
-      implementation: The implementation that computes the hops; None chooses.
-
-    Raises:
-      NotImplementedError: If the named implementation cannot compute the hops.
+    The call has the device's own queries and keys, and the numbers of its own batch entries and heads. A named
+    implementation computes the hops, or raises NotImplementedError.
     """
     if implementation is not None:
         registry.check_computes(implementation, _refusals(implementation, _first_slice(call, context)))
@@ -50,11 +45,7 @@ def ring_attention(call: Call, context: Context, implementation: str | None) -> 
 
 
 def explain(call: Call, context: Context, implementation: str | None) -> Explanation:
-    """Explains which implementation computes the hops, by the slice of the first one.
-
-    Raises:
-      NotImplementedError: If the named implementation cannot compute it.
-    """
+    """Explains which implementation computes the hops, by the slice of the first one."""
     first = _first_slice(call, context)
     table = {name: _refusals(name, first) for name in registry.NAMES}
     if implementation is not None:

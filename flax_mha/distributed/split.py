@@ -31,6 +31,11 @@ def number_of_parts(mesh: Any, axes: Axes) -> int:
     return math.prod(mesh.shape[name] for name in names_of(axes))
 
 
+def is_explicit(x: Any) -> bool:
+    """Returns True if the type of an array says how it is split."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
 def pad_spec(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
     """Lengthens a PartitionSpec, which may leave out the last axes of an array, to all of its axes."""
     given = tuple(spec)
@@ -40,11 +45,7 @@ def pad_spec(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
 def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
     """Returns the mesh axes that split the key heads if `axes` split the query heads into so many parts.
 
-    Returns:
-      The same; None if there are fewer key heads than parts: every device then holds all of them.
-
-    Raises:
-      ValueError: If a part's query heads belong to some of the key heads, but not to an equal share.
+    They are the same; None if there are fewer key heads than parts: every device then holds all of them.
     """
     if num_kv_heads % parts and parts % num_kv_heads:
         raise ValueError(
@@ -105,11 +106,7 @@ class Split(NamedTuple):
     ) -> tuple[Callable[..., Any], list[Any]]:
         """Returns a function that calls `function` on each device with its parts, and the arrays to call it with.
 
-        Args:
-          function: Takes as many arrays, and returns arrays of which each is split by `out_spec`.
-          arrays: Whole arrays.
-          axes: The names of their axes.
-          out_spec: The split of the results.
+        `axes` names the axes of each of the whole `arrays`; `out_spec` is the split of every result.
         """
         specs = tuple(self.spec(x, names) for x, names in zip(arrays, axes, strict=True))
         everything = self.manual == frozenset(self.mesh.axis_names)
@@ -126,9 +123,10 @@ class Split(NamedTuple):
 
 def by_types(call: Call) -> Split:
     """Returns the split that the types of the arrays give, on a mesh with Explicit axes."""
-    types = [jax.typeof(x).sharding for x in call.operands[:3]]
-    mesh = next(x.mesh for x in types if AxisType.Explicit in x.mesh.axis_types)
-    return _split(mesh, mesh_axes(mesh, AxisType.Explicit), [x.spec for x in types], call, "their types")
+    arrays = call.operands[:3]
+    mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
+    specs = [jax.typeof(x).sharding.spec for x in arrays]
+    return _split(mesh, mesh_axes(mesh, AxisType.Explicit), specs, call, "their types")
 
 
 def by_caller(call: Call, sharding: Any) -> Split | None:
@@ -179,9 +177,8 @@ def by_context(call: Call, context: Context) -> Split:
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
     """Returns the mesh, and the split of the query's axes as far as its type says it, or the query if not traced."""
     query: Any = call.operands.query
-    known: Any = jax.typeof(query).sharding
-    if AxisType.Explicit not in known.mesh.axis_types:
-        known = None if isinstance(query, jax.core.Tracer) else query.sharding
+    is_traced = isinstance(query, jax.core.Tracer)
+    known: Any = jax.typeof(query).sharding if is_explicit(query) else None if is_traced else query.sharding
     around, is_named = jax.sharding.get_abstract_mesh(), isinstance(known, NamedSharding)
     mesh: Any = context.mesh or (known.mesh if is_named and around.empty else around)
     spec = known.spec if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh else ()

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from flax_mha.call.operands import Sharding
-from flax_mha.distributed.split import axes_of_key_heads, names_of, number_of_parts, pad_spec
+from flax_mha.distributed.split import axes_of_key_heads, is_explicit, names_of, number_of_parts, pad_spec
 
 Names = tuple[str | None, ...]
 
@@ -25,11 +25,8 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
     """Names the axes of all parameters that `head_axis` splits, on the mesh of the context, if there is one.
 
     Names are for Flax's metadata, by parameter: "query" and "key" for kernels [features, N, H], and without the first
-    for biases; all None for keys and values if there are fewer heads than devices. "out" for [N, H, features],
-    "out_bias", "sinks" [N], and "cache" for cached keys and values without the batch axes, [S, K, H].
-
-    Raises:
-      ValueError: If that mesh has no such axis, or if its size does not fit the heads.
+    for biases; all None for keys and values if there are fewer heads than devices. "key" is also for a cache without its
+    batch axes, [S, K, H], "out" for [N, H, features], "out_bias", and "sinks" [N].
     """
     parts = _size(head_axis)
     if num_heads % parts:
@@ -44,19 +41,7 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
         "out": (head_axis, None, None),
         "out_bias": (None,),
         "sinks": (head_axis,),
-        "cache": (None, kv_axis, None),
     }
-
-
-def check_head_axis(head_axis: Any) -> None:
-    """Checks that the axis is a name or None."""
-    if head_axis is not None and not isinstance(head_axis, str):
-        raise ValueError(f"head_axis must be the name of a mesh axis or of a logical axis, but got {head_axis!r}.")
-
-
-def has_mesh() -> bool:
-    """Returns True if there is a mesh in the context, on which parameters can be placed."""
-    return not jax.sharding.get_abstract_mesh().empty
 
 
 def mesh_axis(head_axis: str) -> Any:
@@ -126,11 +111,6 @@ def attention_sharding(
     return PartitionSpec(*(None,) * (rank - 2), named or None, None) if alone else None
 
 
-def explicit(x: Array) -> bool:
-    """Returns True if the type of an array says how it is split."""
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-
 def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> NamedSharding:
     """Returns how a matrix product is split, as its operands are, whose types say how.
 
@@ -141,5 +121,5 @@ def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> Named
     batch = [left[axis] for axis in lhs_batch]
     rows = [part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)]
     columns = [part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)]
-    mesh = jax.typeof(lhs if explicit(lhs) else rhs).sharding.mesh
+    mesh = jax.typeof(lhs if is_explicit(lhs) else rhs).sharding.mesh
     return NamedSharding(mesh, PartitionSpec(*batch, *rows, *columns))

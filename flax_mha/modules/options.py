@@ -5,7 +5,6 @@ from typing import Any, Literal, NamedTuple
 from flax_mha.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha.core import validation
 from flax_mha.core.integers import is_int, is_number
-from flax_mha.distributed.tensor_parallel import check_head_axis
 from flax_mha.impl.registry import check_name
 from flax_mha.rope import RoPE
 
@@ -73,7 +72,10 @@ def check_options(
         raise ValueError(f'normalize_qk must be False, True or one of "{names}", but got {normalize_qk!r}.')
     if qk_norm_epsilon is not None:
         _norm_epsilon(qk_norm_epsilon, normalize_qk)
-    check_head_axis(module.head_axis)
+    if module.head_axis is not None and not isinstance(module.head_axis, str):
+        raise ValueError(
+            f"head_axis must be the name of a mesh axis or of a logical axis, but got {module.head_axis!r}."
+        )
     if module.rope is not None:
         if not isinstance(module.rope, RoPE):
             raise ValueError(f"rope must be a flax_mha.rope.RoPE or None, but got {module.rope!r}.")

@@ -19,6 +19,7 @@ from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.call.operands import Sharding
 from flax_mha.distributed import tensor_parallel
+from flax_mha.distributed.split import is_explicit
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha.modules.call import Arrays, FlaxModule, call_module, dot_general, reach
@@ -112,7 +113,7 @@ class AttentionModule(nnx.Module):
         window = reach(self.local_window_size)
         names: tuple[str | None, ...] | None = None
         if self.head_axis is not None and sharding is None:
-            split = tensor_parallel.parameter_names(self.head_axis, self.num_heads, heads)["cache"]
+            split = tensor_parallel.parameter_names(self.head_axis, self.num_heads, heads)["key"]
             names = (*(None,) * len(batch), *(split if value_size is None else (None,) * len(split)))
         cache = KVCache.create(batch, length, heads, size, dtype, window, per_row, sharding, value_size)
 
@@ -492,7 +493,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             was.
         """
         query, key, value, gate = layers = self.query, self.key, self.value, self.gate
-        if qkv_sharding is not None and tensor_parallel.explicit(inputs_q):
+        if qkv_sharding is not None and is_explicit(inputs_q):
             query, key, value, gate = (x and functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
         flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
         if input_positions is not None:
@@ -583,5 +584,5 @@ def split_variable(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any
         raise ValueError(
             f"head_axis must be None where metadata says how parameters are split, but got {metadata['out_sharding']}."
         )
-    eager = None if tensor_parallel.has_mesh() else False
+    eager = False if jax.sharding.get_abstract_mesh().empty else None
     return type(variable)(variable[...], eager_sharding=eager, **metadata | {"out_sharding": names})
