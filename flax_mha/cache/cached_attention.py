@@ -9,9 +9,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha.cache.kv_cache import Appended, KVCache
+from flax_mha.cache.kv_cache import Appended, KVCache, entries_at
 from flax_mha.cache.latent import Latent
-from flax_mha.cache.write import by_device
 from flax_mha.call.arguments import (
     CallArguments,
     CommonArguments,
@@ -223,31 +222,18 @@ def over_cache(
 
 
 class Step(NamedTuple):
-    """New tokens, checked, and the cache before and after they were added.
-
-    Attributes:
-      scoring: Their query, and the options.
-      shape: Of the new tokens alone.
-      key: Of the new tokens.
-      value: Of the new tokens.
-      cache: Without them.
-      appended: With them.
-      bias: Of the slots.
-      mask: Of the slots, or an object.
-      window: (left, right).
-      is_padded: Whether there may be padding among the new tokens.
-    """
+    """New tokens, checked, and the cache before and after they were added."""
 
     scoring: Scoring
-    shape: Shape
+    shape: Shape  # of the new tokens alone
     key: Array
     value: Array
     cache: KVCache
     appended: Appended
-    bias: ArrayLike | None
-    mask: ArrayLike | Mask | None
+    bias: ArrayLike | None  # of the slots
+    mask: ArrayLike | Mask | None  # of the slots, or an object
     window: tuple[int | None, int | None] | None
-    is_padded: bool
+    is_padded: bool  # if there may be padding among the new tokens
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
         """Returns the step of a prompt whose keys and values are those of heads, not latents."""
@@ -308,17 +294,8 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
     """
     first = jnp.maximum(cache.index, 0) - cache.length
     slots = (first[..., None] + cache.counted(cache.length)) % cache.length
-    axes = "B S" if cache.is_per_row else "S"
-
-    def ordered(cached: Array, slots: Array, new: Array) -> Array:
-        slots = jnp.broadcast_to(slots, cached.shape[:-2])[..., None, None]
-        return jnp.concatenate([jnp.take_along_axis(cached, slots, axis=-3), new], axis=-3)
-
-    keys, values = (
-        by_device(ordered, cached, "B S K H", (slots, axes), (new, "B T K H"))
-        for cached, new in zip(cache.floats(key.dtype), (key, value), strict=True)
-    )
-    return keys, values, first
+    old_keys, old_values = cache.floats(key.dtype)
+    return entries_at(old_keys, slots, key), entries_at(old_values, slots, value), first
 
 
 def _by_emptiness(compute: Callable[[bool], T], cache: KVCache) -> T:
@@ -329,11 +306,7 @@ def _by_emptiness(compute: Callable[[bool], T], cache: KVCache) -> T:
 
 
 def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> tuple[int | None, int | None] | None:
-    """Returns the window: that of a ring is no larger than the ring's, and no bias or mask tells its slots apart.
-
-    Raises:
-      ValueError: If that is not so.
-    """
+    """Returns the window, if a ring's is no larger than the ring's own, and no bias or mask tells its slots apart."""
     window = None if local_window_size is None else check_window(local_window_size)
     if cache.window is None:
         for name, x in (("bias", bias), ("mask", mask)):

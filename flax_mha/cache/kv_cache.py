@@ -134,25 +134,15 @@ class KVCache:
         return key[..., :0] if self.value_size is not None else jnp.asarray(value)
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
-        """Checks that new keys and values can be added.
+        """Raises a ValueError unless new keys and values can be added.
 
-        Args:
-          key: Of the new tokens.
-          value: Of the new tokens.
-          number: Of new tokens, whose keys and values are to be converted to the dtype of the cache; None: as many as
-            there are, in that dtype.
-
-        Raises:
-          ValueError: If they cannot.
+        They have the dtype of the cache; if their `number` is given, they are to be converted to it.
         """
         self._check_scale()
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
-            fits = new.ndim == cached.ndim and (*new.shape[:-3], *new.shape[-2:]) == (
-                *cached.shape[:-3],
-                *cached.shape[-2:],
-            )
-            if not fits or number not in (None, new.shape[-3]):
-                sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
+            sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
+            given = (*new.shape[:-3], "T", *new.shape[-2:]) if number is None else new.shape
+            if new.ndim != cached.ndim or given != sizes:
                 raise ValueError(
                     f"Autoregressive cache shape error, expected {name} shape ({', '.join(map(str, sizes))}) instead "
                     f"got {new.shape}."
@@ -310,10 +300,7 @@ class KVCache:
         Slots of a ring whose tokens of one round before are lost hold NaN until they are written again, where
         `jax_debug_nans` may stop.
         """
-        new = int32("index", index)
-        if new.shape not in ((), self.index.shape):
-            raise ValueError(f"index must have the shape {self.index.shape} of the cache's, but got {new.shape}.")
-        new = jnp.broadcast_to(new, self.index.shape)
+        new = self._for_each("index", index)
         kept = jnp.zeros_like(self.index)
         if self.window is not None:
             nothing_lost = (self.index <= self.length) | (new == 0)  # after all is taken back, no query sees any
@@ -404,7 +391,7 @@ class KVCache:
                 f"{np.asarray(slots).tolist()} and {np.asarray(lengths).tolist()}."
             )
         slots = jnp.clip(slots, 0, self.length - 1)
-        moved = tuple(_entries_at(x, slots, self.is_per_row) for x in self._entries)
+        moved = tuple(entries_at(x, slots) for x in self._entries)
         added = jnp.where(fine, lengths, 0)
         written = write_entries(Kind(False, all_or_none=False), self._entries, moved, start, added)
         return self._replace(written, jnp.where(fine, start + lengths, jnp.int32(-1)))
@@ -439,17 +426,11 @@ class KVCache:
 
 
 class Appended(NamedTuple):
-    """A cache with new tokens.
-
-    Attributes:
-      cache: The cache.
-      tokens: Number of new tokens of each sequence without padding, in the shape of the index.
-      room: True if they found room; see `KVCache.has_room`.
-    """
+    """A cache with new tokens."""
 
     cache: KVCache
-    tokens: Int[Array, "..."]
-    room: Bool[Array, "..."] | bool
+    tokens: Int[Array, "..."]  # the number of each sequence without padding, in the shape of the index
+    room: Bool[Array, "..."] | bool  # what `KVCache.has_room` returned
 
     def checked(self, x: Array) -> Array:
         """Sets a result for a sequence whose tokens found no room to NaN: nothing is lost silently."""
@@ -459,14 +440,16 @@ class Appended(NamedTuple):
         return jnp.where(jnp.asarray(self.room)[(..., *own_axes)], x, jnp.nan)
 
 
-def _entries_at(cached: Array, slots: Int[Array, "... n"], per_row: bool) -> Array:
-    """Gathers the entries [B..., n, K, H] of these slots [n] or [B..., n]."""
+def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
+    """Gathers the entries [B..., n, K, H] of these slots [n] or [B..., n], and puts new ones behind them."""
 
-    def gather(cached: Array, slots: Array) -> Array:
+    def gather(cached: Array, slots: Array, *new: Array) -> Array:
         slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))[..., None, None]
-        return jnp.take_along_axis(cached, slots, axis=-3)
+        found = jnp.take_along_axis(cached, slots, axis=-3)
+        return jnp.concatenate([found, *new], axis=-3) if new else found
 
-    return by_device(gather, cached, "B S K H", (slots, "B n" if per_row else "n"))
+    axes = "B n" if slots.ndim > 1 else "n"
+    return by_device(gather, cached, "B S K H", (slots, axes), *((x, "B T K H") for x in new))
 
 
 def _missing(dtype: jnp.dtype) -> float:

@@ -24,25 +24,16 @@ _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
 class Kind(NamedTuple):
-    """The static options of writing.
+    """The static options of writing."""
 
-    Attributes:
-      ring: After the last slot, writing goes on at the first. Of more entries than slots, the last ones are kept.
-      all_or_none: Each sequence adds all of its T new entries, or none because they find no room.
-    """
-
-    ring: bool
-    all_or_none: bool
+    ring: bool  # after the last slot, writing goes on at the first; of more entries than slots, the last ones are kept
+    all_or_none: bool  # each sequence adds all of its T new entries, or none because they find no room
 
 
 def by_device(function: Callable[..., T], like: Array, axes: str, *others: tuple[Array, str]) -> T:
     """Calls `function(like, *others)`, on each device with its parts if the type of `like` says how it is split.
 
-    Args:
-      function: Returns arrays that are split as `like` is.
-      like: [B..., length, K, size].
-      axes: Names of its axes, as in the field metadata of masks.
-      *others: Other arrays, with the names of their axes.
+    What it returns is split as `like` [B..., length, K, size] is. Axes are named as in the field metadata of masks.
     """
     sharding = jax.typeof(like).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -62,14 +53,10 @@ def write_entries(
     index: Int[Array, "..."],
     added: Int[Array, "..."],
 ) -> tuple[Shaped[Array, "*B S K _"], ...]:
-    """Writes the first `added` of new entries into the slots of a cache from `index` on.
+    """Writes the first `added` of new entries, in the same dtypes, into the slots of a cache from `index` on.
 
-    Args:
-      kind: How they are written.
-      cached: Arrays of the cache: keys, values.
-      new: New entries of each, in the same dtypes.
-      index: [B...], or [] for all sequences: the slot of the first entry; in a ring, its position.
-      added: [B...] or [], from 0 to T. If it is 0 nothing changes, whatever the index.
+    Index and `added`, from 0 to T, are [B...], or [] for all sequences. In a ring, the index is a position. Where none
+    is added nothing changes, whatever the index.
     """
     first, *rest = map(jnp.asarray, cached)  # a checkpoint may have been read as NumPy's arrays
     index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))

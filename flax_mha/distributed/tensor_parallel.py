@@ -25,8 +25,8 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
     """Names the axes of all parameters that `head_axis` splits, on the mesh of the context, if there is one.
 
     Names are for Flax's metadata, by parameter: "query" and "key" for kernels [features, N, H], and without the first
-    for biases; all None for keys and values if there are fewer heads than devices. "key" is also for a cache without its
-    batch axes, [S, K, H], "out" for [N, H, features], "out_bias", and "sinks" [N].
+    for biases; all None for keys and values if there are fewer heads than devices. "key" is also for a cache without
+    its batch axes, [S, K, H], "out" for [N, H, features], "out_bias", and "sinks" [N].
     """
     parts = _size(head_axis)
     if num_heads % parts:
