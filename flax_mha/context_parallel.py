@@ -124,11 +124,7 @@ class _ContextAttention:
 
 
 def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
-    """Nothing that needs whole sequences on a device.
-
-    Raises:
-      ValueError: If there is such an argument.
-    """
+    """Raises a ValueError if an argument needs whole sequences on a device."""
     given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
     if given or jnp.iscomplexobj(query):
         got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"

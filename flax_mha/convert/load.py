@@ -1,5 +1,6 @@
 """`load_torch`: the weights of a PyTorch attention into an nnx module, after every check that they allow."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -148,12 +149,11 @@ def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[
 
 def _variables(module: Any) -> dict[str, nnx.Variable]:
     """Returns the module's parameters, by path."""
-    found = {}
-    for path in (*TORCH_AXES, *NORMS, *NORM_BIASES):
-        name, leaf = path.split("/")
-        found[path] = getattr(getattr(module, name, None), leaf, None)
-    found["sinks"] = getattr(module, "sinks", None)
-    return {path: variable for path, variable in found.items() if variable is not None}
+
+    def find(path: str) -> Any:
+        return functools.reduce(lambda part, name: getattr(part, name, None), path.split("/"), module)
+
+    return {path: variable for path in (*TORCH_AXES, *OTHER_AXES) if (variable := find(path)) is not None}
 
 
 def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[str]:

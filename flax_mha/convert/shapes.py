@@ -1,20 +1,12 @@
 """Stacked weights are cut and joined, and shapes and heads are compared, on both sides."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from flax_mha.convert.layouts import ALL, PATHS, SIZES, Layout
-from flax_mha.core.integers import is_int
 
 Arrays = dict[str, np.ndarray]
-
-
-def check_heads(heads: Any, kv_heads: Any) -> None:
-    """Raises unless these are positive integers, the first a multiple of the second."""
-    if not (is_int(heads) and is_int(kv_heads)) or heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"num_heads must be a positive multiple of num_kv_heads, got {heads!r} and {kv_heads!r}.")
 
 
 def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) -> Iterable[np.ndarray]:

@@ -21,8 +21,9 @@ from flax_mha.convert.layouts import (
     Layout,
     LayoutName,
 )
-from flax_mha.convert.shapes import Arrays, check_heads, cut, find_sizes, head_sizes, join, misfit
+from flax_mha.convert.shapes import Arrays, cut, find_sizes, head_sizes, join, misfit
 from flax_mha.convert.state_dict import attention_entries, recognize, to_numpy
+from flax_mha.core.integers import is_int
 from flax_mha.hf_config.families import FAMILIES, Family
 
 Params = dict[str, Any]
@@ -147,7 +148,10 @@ def read(
     state_dict: Any, num_heads: int, num_kv_heads: int, prefix: str, qk_norm_offset: float
 ) -> tuple[LayoutName, Arrays]:
     """Returns the layout of a state_dict, and its arrays by the paths and in the shapes of Flax."""
-    check_heads(num_heads, num_kv_heads)
+    if not all(is_int(number) and number > 0 for number in (num_heads, num_kv_heads)) or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a positive multiple of num_kv_heads, got {num_heads!r} and {num_kv_heads!r}."
+        )
     prefix, entries = attention_entries(state_dict, prefix)
     if is_latent(entries):
         return LATENT, read_latent(entries, prefix, num_heads)
