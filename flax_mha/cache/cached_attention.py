@@ -61,7 +61,7 @@ def cached_attention(
     return_max_score: Literal[True],
     **arguments: Unpack[CommonArguments],
 ) -> tuple[Array, KVCache, Array]: ...
-def cached_attention(
+def cached_attention(  # noqa: D417 - dot_product_attention has the others
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B T K H"],
     value: Float[Array, "*B T K Hv"] | None,
@@ -101,17 +101,9 @@ def cached_attention(
         per key speak of slots.
       lengths: int [B...]: how many of the T tokens of each sequence are none of the padding, which stands at the end;
         None means all. The output of padding is 0. Needs a cache made with `per_row=True`.
-      scale: As in `dot_product_attention`, like all that follow.
+      scale: As in `dot_product_attention`, like all others.
       local_window_size: (left, right). A ring needs one that reaches no further back than its own window.
-      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
-      sinks: Broadcasts to [B..., N].
-      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, with positions.
-      dropout_rate: Share of the weights to drop.
-      dropout_rng: Key of `jax.random`.
-      broadcast_dropout: Drop the same weights in every batch entry and head.
       implementation: Which one; None chooses. A named one gets keys and values as arrays, all that the cache can hold.
-      return_max_score: Also return the largest visible score of each head; see `dot_product_attention`.
-      precision: Of the matrix products.
       qkv_sharding: How a mesh splits the query, and the cache alike.
 
     Returns:

@@ -18,17 +18,11 @@ MARGIN = 64  # times the precision of the dtype and the largest entry: sums of 5
 
 
 class Result(NamedTuple):
-    """The answer to one check.
-
-    Attributes:
-      name: Of the check.
-      kind: "computes", "refuses" (it raised an error) or "wrong".
-      detail: The error's first line, or the difference.
-    """
+    """The answer to one check."""
 
     name: str
-    kind: Literal["computes", "refuses", "wrong"]
-    detail: str = ""
+    kind: Literal["computes", "refuses", "wrong"]  # "refuses": it raised an error
+    detail: str = ""  # the error's first line, or the difference
 
 
 class WrongAnswerError(Exception):
@@ -38,10 +32,8 @@ class WrongAnswerError(Exception):
 def check(function: Attention, name: str) -> Result:
     """Runs one of `CHECKS`.
 
-    Args:
-      function: Takes query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv] and the other arguments of
-        `flax_mha.dot_product_attention` by name, those that it has.
-      name: Of the check.
+    The function takes query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv] and the other arguments of
+    `flax_mha.dot_product_attention` by name, those that it has.
     """
     try:
         # Accelerators round operands of float32. CPUs do not, and have no highest precision of float16.

@@ -158,11 +158,7 @@ def _on_cpu(call: Call, name: str) -> Call | None:
 
 
 def split_of(call: Call) -> Split | None:
-    """Returns the split of the call over devices: as the caller, types or arrays that are not traced say it.
-
-    Raises:
-      ValueError: If the call cannot be computed in the split that the caller or the types give.
-    """
+    """Returns the split of the call over devices: as the caller, types or arrays that are not traced say it."""
     sharding, arrays = call.options.sharding, call.operands[:3]
     if isinstance(sharding, Context):
         return split.by_context(call, sharding)

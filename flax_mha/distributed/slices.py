@@ -15,17 +15,11 @@ from flax_mha.core.tile import Scalar
 
 
 class SequenceAxes(NamedTuple):
-    """The axes of an array of a call along which sequences run.
-
-    Attributes:
-      queries: The axis with an entry for each query; None if there is none.
-      keys: The axis with an entry for each key; None if there is none.
-      travels: True if each device holds the entries of its own keys alone.
-    """
+    """The axes of an array of a call that have an entry for each query and for each key; None if there is none."""
 
     queries: int | None
     keys: int | None
-    travels: bool
+    travels: bool  # if each device holds the entries of its own keys alone
 
 
 def sequence_axes(operands: Operands) -> tuple[SequenceAxes, ...]:

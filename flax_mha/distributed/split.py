@@ -56,23 +56,14 @@ def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
 
 
 class Split(NamedTuple):
-    """The mesh axes that split the batch axes, the heads and the sequence of a call.
-
-    Attributes:
-      mesh: The mesh.
-      manual: The mesh axes over which each device computes on its own.
-      batch: For each batch axis the mesh axes that split it.
-      heads: The mesh axes that split the query heads.
-      key_heads: The mesh axes that split the key and value heads; None if every device holds all of them.
-      context: The arguments of `context_parallel`; None if no sequence is split.
-    """
+    """The mesh axes that split the batch axes, the heads and the sequence of a call."""
 
     mesh: Mesh | AbstractMesh
-    manual: frozenset[str]
+    manual: frozenset[str]  # over which each device computes on its own
     batch: tuple[Axes, ...]
-    heads: Axes
-    key_heads: Axes
-    context: Context | None = None
+    heads: Axes  # of the query
+    key_heads: Axes  # None if every device holds all of them
+    context: Context | None = None  # None if no sequence is split
 
     def spec(self, x: Any, axes: str) -> PartitionSpec:
         """Returns the split of an array, given the names of its axes as in the field metadata of `masks/base.py`."""

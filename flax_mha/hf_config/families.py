@@ -13,39 +13,25 @@ from flax_mha.hf_config.layers import FULL, LayerType, Rotates, Values, cycle, f
 class Family(NamedTuple):
     """The attention of one `model_type`.
 
-    Attributes:
-      keys: What its config may say besides `COMMON`, with the values of keys that are left out, as in Transformers'
-        configuration classes. Keys of other families alone are not read. Families that rotate queries and keys have a
-        `rope_theta`.
-      bias: Whether projections have biases, or the keys that tell: one of them is enough.
-      norm: The `normalize_qk` of the module.
-      norm_key: The key that switches the norms on; if empty they are.
-      norm_scale: What the norms multiply by.
-      sinks: Whether heads have sinks.
-      gate: Whether a gate multiplies the attention's output.
-      latent: Whether keys and values are projections of one latent vector per token.
-      scale: The factor of query . key, where it is the same for all sizes.
-      alibi: Whether scores get ALiBi.
-      layer_type: The type of a layer.
-      rotates: Whether a layer rotates.
-      causal: Whether a token sees only those before it, or the key that tells. None: in a decoder, not in an encoder.
-      refused: Why `describe` refuses it; its keys then serve `RoPE.from_config` alone.
+    Its `keys` are what its config may say besides `COMMON`, with the values of keys that are left out, as in
+    Transformers' configuration classes. Keys of other families alone are not read. Families that rotate queries and
+    keys have a `rope_theta`.
     """
 
     keys: Values
-    bias: str | bool = False
-    norm: str | Literal[False] = False
-    norm_key: str = ""
-    norm_scale: Literal["weight", "1 + weight", "none"] = "weight"
+    bias: str | bool = False  # of projections, or the keys that tell: one of them is enough
+    norm: str | Literal[False] = False  # the `normalize_qk` of the module
+    norm_key: str = ""  # the key that switches the norms on; if empty they are
+    norm_scale: Literal["weight", "1 + weight", "none"] = "weight"  # what the norms multiply by
     sinks: bool = False
-    gate: bool = False
-    latent: bool = False
-    scale: float | None = None
+    gate: bool = False  # multiplies the attention's output
+    latent: bool = False  # keys and values are projections of one latent vector per token
+    scale: float | None = None  # the factor of query . key, where it is the same for all sizes
     alibi: bool = False
     layer_type: LayerType = full
     rotates: Rotates = layers.all_rotate
-    causal: str | bool | None = True
-    refused: str = ""
+    causal: str | bool | None = True  # or the key that tells; None: in a decoder, not in an encoder
+    refused: str = ""  # why `describe` refuses it; its keys then serve `RoPE.from_config` alone
 
 
 def like(family: Family, keys: Values, **fields: Any) -> Family:
