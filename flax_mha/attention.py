@@ -172,33 +172,9 @@ def dot_product_attention(
       Vaswani et al., Attention is all you need, arXiv:1706.03762; Ainslie et al., GQA, arXiv:2305.13245; Dao,
       FlashAttention-2, arXiv:2307.08691.
     """
-    call = canonical(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        query_offset=query_offset,
-        key_value_offset=key_value_offset,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        score_mod=score_mod,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        broadcast_dropout=broadcast_dropout,
-        return_residual=return_residual,
-        return_max_score=return_max_score,
-        precision=precision,
-        qkv_sharding=qkv_sharding,
-    )
-    output, lse, *max_score = dispatch.run(call, implementation)
+    arguments = dict(locals())
+    del arguments["implementation"]
+    output, lse, *max_score = dispatch.run(canonical(**arguments), implementation)
     if return_residual:
         return (output, lse, *max_score)  # type: ignore[arg-type]  # then lse is an array
     return (output, *max_score) if max_score else output

@@ -126,33 +126,13 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
       >>> output.shape, int(cache.index)
       ((2, 1, 4, 16), 6)
     """
+    arguments = dict(locals())
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
     key = jnp.asarray(key)
     value = cache.values(key, value)
     cache.check_fits(key, value)
-    return over_cache(  # type: ignore[return-value]  # of so many
-        dispatch.run,
-        query,
-        key,
-        value,
-        cache,
-        bias,
-        mask,
-        lengths,
-        implementation,
-        scale=scale,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        score_mod=score_mod,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        broadcast_dropout=broadcast_dropout,
-        return_max_score=return_max_score,
-        precision=precision,
-        qkv_sharding=qkv_sharding,
-    )
+    return over_cache(dispatch.run, **arguments | {"key": key, "value": value})  # type: ignore[return-value]  # of so many
 
 
 def over_cache(
