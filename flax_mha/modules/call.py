@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from flax_mha.cache.cached_attention import over_cache
@@ -21,7 +22,6 @@ from flax_mha.call.arguments import Arguments, canonical, check_sharding, check_
 from flax_mha.call.operands import Call
 from flax_mha.core import validation
 from flax_mha.distributed import tensor_parallel
-from flax_mha.distributed.split import is_explicit
 from flax_mha.impl.registry import Implementation
 from flax_mha.masks import Mask
 from flax_mha.modules import sequences
@@ -176,7 +176,8 @@ def _normalize(
 
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
     """Multiplies as `jax.lax.dot_general`; the result is split as its operands are, if their types say how."""
-    if (is_explicit(lhs) or is_explicit(rhs)) and options.get("out_sharding") is None:
+    by_types = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs))
+    if by_types and options.get("out_sharding") is None:
         options["out_sharding"] = tensor_parallel.sharding_of_product(lhs, rhs, dimension_numbers)
     return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
 
