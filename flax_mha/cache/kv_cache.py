@@ -343,7 +343,9 @@ class KVCache:
         rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
 
         index = take_entries(self.index, rows, -1) if self.is_per_row else self.index
-        return self._replace([take_entries(x, rows, _missing(x.dtype)) for x in self._entries], index)
+        # Of an entry that does not exist, the scale alone is NaN if there is one.
+        entries = [take_entries(x, rows, 0 if is_quantized(x.dtype) else math.nan) for x in self._entries]
+        return self._replace(entries, index)
 
     def keep(self, slots: ArrayLike, lengths: ArrayLike | None = None, index: ArrayLike | None = None) -> "KVCache":
         """Keeps one path of a tree of drafted tokens: moves its tokens together, and takes back all others of the tree.
@@ -450,11 +452,6 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
 
     axes = "B n" if slots.ndim > 1 else "n"
     return by_device(gather, cached, "B S K H", (slots, axes), *((x, "B T K H") for x in new))
-
-
-def _missing(dtype: jnp.dtype) -> float:
-    """Returns what entries hold that do not exist: NaN, in the scale if there is one."""
-    return 0 if is_quantized(dtype) else math.nan
 
 
 def _check_dtype(dtype: DTypeLike) -> None:

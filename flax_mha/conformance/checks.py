@@ -42,14 +42,10 @@ def check(function: Attention, name: str) -> Result:
     except WrongAnswerError as wrong:
         return Result(name, "wrong", str(wrong))
     except Exception as error:  # whatever another package raises is a refusal
-        lines = str(error).splitlines() or [""]
-        return Result(name, "refuses", f"{type(error).__name__}: {_without_types(lines[0])}")
+        line = next(iter(str(error).splitlines()), "")
+        line = re.sub(r"JitTracer\((\S+)\)|<?Traced<(\S+)>\S*", r"\1\2", line)[:160]  # traced arrays, in short
+        return Result(name, "refuses", f"{type(error).__name__}: {line}")
     return Result(name, "computes")
-
-
-def _without_types(line: str) -> str:
-    """Shortens JAX's descriptions of traced arrays."""
-    return re.sub(r"JitTracer\((\S+)\)|<?Traced<(\S+)>\S*", r"\1\2", line)[:160]
 
 
 def _compare(what: str, got: Any, want: Any, dtype: Any = np.float32) -> None:
