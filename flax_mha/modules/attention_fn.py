@@ -19,13 +19,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
+from flax_mha.call.arguments import Arguments
 from flax_mha.call.operands import Call, Context, Output, Sharding, accumulation_dtype
 from flax_mha.core import validation
 from flax_mha.distributed import dispatch
 from flax_mha.masks import Mask
 
+EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")
+# What Flax's own attention does not know.
+EXTRA = Arguments.__optional_keys__ - {"is_causal", "precision", "dropout_rate", "dropout_rng", "broadcast_dropout"}
 
-def attention_fn(
+
+def attention_fn(  # noqa: D417 - dot_product_attention has the others
     query: Array,
     key: Array,
     value: Array,
@@ -77,25 +82,12 @@ def attention_fn(
       precision: Precision of the matrix products.
       module: Where to sow the softmax's weights [B..., N, T, S] as `attention_weights`, before dropout; None does not.
       promote_dtype: Flax nnx's function to promote (query, key, value); None promotes as Flax does.
-      is_causal: As in `dot_product_attention`, like all that follow.
       force_fp32_for_softmax: Sow float32 weights; the softmax itself is always in float32 at least.
       einsum_dot_general: Function that computes the matrix products. If this or one of the next two is given, Flax
         linen's own `dot_product_attention` is called.
       qk_attn_weights_einsum: Einsum (such as a quantized one) of query and key; must be given with the next argument.
       attn_weights_value_einsum: Einsum of attention weights and value.
-      implementation: Which one; None chooses.
-      scale: What multiplies query . key; None means 1 / sqrt(H).
-      query_seq_lengths: int [B...].
-      key_value_seq_lengths: int [B...].
-      local_window_size: (left, right).
-      query_segment_ids: int [B..., T].
-      key_value_segment_ids: int [B..., S].
-      query_offset: Position of the first query.
-      key_value_offset: Position of the first key.
-      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
-      sinks: [N].
-      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
-      qkv_sharding: How a mesh splits the query.
+      implementation: As in `dot_product_attention`, like `is_causal` and all others.
       max_score_module: Where to sow the largest visible score of each head [B..., N] as `attention_max_score`; None
         does not.
 
@@ -113,38 +105,17 @@ def attention_fn(
       >>> layer.init_with_output(jax.random.key(0), jnp.ones((1, 3, 8)))[0].shape
       (1, 3, 8)
     """
+    given = dict(locals())
     query, key, value = (promote_dtype or dtypes.promote_dtype)((query, key, value), dtype=dtype)
     mask = mask if mask is None or isinstance(mask, Mask) else validation.mask_of_numbers(mask)
-    dropout_rate, dropout_rng = (0.0, None) if deterministic else (dropout_rate, dropout_rng)
-    flax_only: dict[str, Any] = {
-        "einsum_dot_general": einsum_dot_general,
-        "qk_attn_weights_einsum": qk_attn_weights_einsum,
-        "attn_weights_value_einsum": attn_weights_value_einsum,
-    }
-    extra: dict[str, Any] = {
-        "scale": scale,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "local_window_size": local_window_size,
-        "query_segment_ids": query_segment_ids,
-        "key_value_segment_ids": key_value_segment_ids,
-        "query_offset": query_offset,
-        "key_value_offset": key_value_offset,
-        "logits_soft_cap": logits_soft_cap,
-        "sinks": sinks,
-        "score_mod": score_mod,
-        "qkv_sharding": qkv_sharding,
-    }
-    dropout: dict[str, Any] = {
-        "dropout_rate": dropout_rate,
-        "dropout_rng": dropout_rng,
-        "broadcast_dropout": broadcast_dropout,
-    }
-    if jnp.iscomplexobj(query) or any(flax_only.values()):
+    extra = {name: x for name, x in given.items() if name in EXTRA}
+    dropout: dict[str, Any] = {"broadcast_dropout": broadcast_dropout}
+    dropout |= {} if deterministic else {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
+    if jnp.iscomplexobj(query) or any(given[name] for name in EINSUMS):
         extra |= {"mask": mask if isinstance(mask, Mask) else None, "max_score_module": max_score_module}
         _check_flax_computes(implementation=implementation, **extra)
-        flax_only |= {"module": module, "force_fp32_for_softmax": force_fp32_for_softmax, "precision": precision}
-        return _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_only)
+        of_flax = {name: given[name] for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)}
+        return _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **of_flax)
     scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
     if module is not None:
         weights = attention_weights(query, key, **scored)
@@ -167,21 +138,14 @@ STATIC = (bool, int, float, str, tuple)
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """An attention function that computes with this package's core: its attribute `core`.
+    """An attention function that computes with this package's core: its attribute `core`."""
 
-    Attributes:
-      function: The function itself. A wrapper that copies attributes, such as `functools.wraps`, is another function.
-      defaults: Its keyword arguments and their defaults.
-      context: How its sequences are split over devices; None if they are not.
-      run: Computes a call, or explains it.
-      preset: Keyword arguments that `functools.partial`s around the function set.
-    """
-
+    # The function itself. A wrapper that copies attributes, such as `functools.wraps`, is another function.
     function: Callable[..., Array]
-    defaults: Mapping[str, Any]
-    context: Context | None = None
-    run: Callable[[Call, Implementation | None], Output] = dispatch.run
-    preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any]  # of its arguments
+    context: Context | None = None  # how its sequences are split over devices
+    run: Callable[[Call, Implementation | None], Output] = dispatch.run  # computes a call, or explains it
+    preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what `functools.partial`s around it set
 
     def combine(
         self, arguments: Mapping[str, Any], without: Sequence[str] = (), decoding: bool = False
@@ -189,11 +153,6 @@ class CoreAttention:
         """Combines the arguments of a module's call with those that partials set, but for these names.
 
         A default, such as None, leaves an argument to the other side.
-
-        Raises:
-          TypeError: If the function has no such keyword.
-          ValueError: If a keyword is one that modules set, or if the call gives another value; while decoding, also if
-            sequences are split over devices, or if a keyword tells positions.
         """
         if decoding and self.context is not None:
             raise ValueError(
@@ -267,18 +226,8 @@ def attention_weights(
 ) -> Float[Array, "*B N T S"]:
     """The softmax itself, before dropout: 0 in rows whose keys are all masked, NaN in rows whose output is.
 
-    Holds T x S values, as it must.
-
-    The weights are the derivative of the scores' log-sum-exp, so what the core scores and masks is what shows here.
-
-    Args:
-      query: [B..., T, N, H].
-      key: [B..., S, K, H].
-      bias: As in `dot_product_attention`.
-      **arguments: As in `dot_product_attention`: all that makes and masks scores.
-
-    Returns:
-      [B..., N, T, S] in float32, or float64 for such inputs.
+    The weights, float32, or float64 for such inputs, are the derivative of the scores' log-sum-exp, so what the core
+    scores and masks is what shows here. Bias and other arguments are those of `dot_product_attention`.
 
     Example:
       >>> import jax.numpy as jnp

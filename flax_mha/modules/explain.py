@@ -18,18 +18,7 @@ M = TypeVar("M")
 
 
 class ExplainedAttention:
-    """A stand-in for the `attention_fn` of a module, which explains calls instead of computing them.
-
-    Args:
-      given: The module's.
-
-    Attributes:
-      core: The core of that function, which explains.
-      explanations: Of each call.
-
-    Raises:
-      ValueError: If the module has another attention function than ours.
-    """
+    """A stand-in for the `attention_fn` of a module, which adds to `explanations` instead of computing calls."""
 
     def __init__(self, given: Callable[..., Array]):
         core = core_of(given)

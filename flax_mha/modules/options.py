@@ -54,11 +54,7 @@ def check_options(
     normalize_qk: bool | str,
     qk_norm_epsilon: float | None,
 ) -> None:
-    """Checks the options that both modules have, most of which are attributes of the module.
-
-    Raises:
-      ValueError: If one is out of its range.
-    """
+    """Checks the options that both modules have, most of which are attributes of the module."""
     _heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features)
     check_dropout_rate(dropout_rate)
     check_name(module.implementation)
