@@ -19,7 +19,7 @@ from flax_mha.hf_config.layers import Values
 from flax_mha.modules.attention_fn import attention_fn
 from flax_mha.recipes import t5_bias
 
-HEADS = ("encoder_attention_heads", "decoder_attention_heads")
+HEADS = ("encoder_attention_heads", "decoder_attention_heads")  # one part's count where a config has both
 
 
 def from_hf(
@@ -72,7 +72,9 @@ def from_hf(
     prefix = layer_prefix(state_dict, layer, prefix)
     family, values = read_config(config)
     is_decoder = "decoder" in prefix or ("encoder" not in prefix and bool(values.get("is_decoder")))
-    described = describe(_without_other_part(config, is_decoder), layer, max_length=max_length)
+    mine, other = HEADS[::-1] if is_decoder else HEADS
+    config = {key: value for key, value in config.items() if key != other or mine not in config}
+    described = describe(config, layer, max_length=max_length)
     options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "decode": decode}
     options |= {"implementation": implementation, "head_axis": head_axis, "kernel_init": nnx.initializers.zeros_init()}
     options["attention_fn"] = _attention(family, family.keys | values, described, state_dict, is_decoder)
@@ -80,12 +82,6 @@ def from_hf(
     module = kind(**described | options, rngs=nnx.Rngs(0))
     load_torch(module, {key: x for key, x in state_dict.items() if not key.endswith(T5_TABLE)}, prefix)
     return module
-
-
-def _without_other_part(config: Mapping[str, Any], is_decoder: bool) -> dict[str, Any]:
-    """Leaves out the heads of the encoder for the decoder, and of the decoder for the encoder."""
-    mine, other = HEADS[::-1] if is_decoder else HEADS
-    return {key: value for key, value in config.items() if key != other or mine not in config}
 
 
 def _attention(

@@ -35,9 +35,7 @@ PORTABLE = ("xla", "blockwise")
 def run(call: Call, implementation: str | None) -> Output:
     """Computes output, log-sum-exp and, if asked for, largest score [B..., N] by the implementation named or chosen.
 
-    Raises:
-      ValueError: If there is no such implementation.
-      NotImplementedError: If the named one cannot compute this call.
+    A name that is none is a ValueError, one that cannot compute this call a NotImplementedError.
     """
     if implementation is not None:
         registry.check_name(implementation)

@@ -49,15 +49,11 @@ def slice_call(
     keys: tuple[Scalar, Scalar, int] | None,
     positions: tuple[Scalar, Scalar],
 ) -> Operands:
-    """Cuts out some queries and keys.
+    """Cuts out some queries and keys of a call.
 
-    Args:
-      operands: Of the whole call.
-      axes: Of its arrays.
-      queries: The first one, and their number.
-      keys: The first one in arrays that travel with the keys, the first one in arrays that hold all keys, and their
-        number; None keeps all keys.
-      positions: Distance of the first query and of the first key from those of the whole call.
+    `queries` are the first one and their number, `keys` the first one in arrays that travel with the keys, the first
+    one in arrays that hold all keys, and their number; None keeps all keys. `positions` are the distances of the first
+    query and the first key from those of the whole call.
     """
     first_query, height = queries
 
