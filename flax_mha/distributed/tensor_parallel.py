@@ -15,7 +15,6 @@ from flax.core import spmd
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from flax_mha.call.operands import Sharding
 from flax_mha.distributed.split import axes_of_key_heads, is_explicit, names_of, number_of_parts, pad_spec
 
 Names = tuple[str | None, ...]
@@ -89,26 +88,6 @@ def _size(head_axis: str) -> int:
             f"{head_axis!r}; rules are given by flax.linen.logical_axis_rules."
         )
     return number_of_parts(mesh, axes)
-
-
-def attention_sharding(
-    qkv_sharding: Sharding | None, head_axis: str | None, rank: int, names_batch: bool
-) -> Sharding | None:
-    """Returns the split of the attention's query on a mesh with Auto axes, as far as the module knows it.
-
-    Args:
-      qkv_sharding: The split that the caller gives, which is returned as it is.
-      head_axis: The `head_axis` of the module.
-      rank: Rank of the query.
-      names_batch: True if the attention function knows by itself what splits the batch.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if qkv_sharding is not None or head_axis is None or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
-        return qkv_sharding
-    named = names_of(mesh_axis(head_axis))
-    # Other mesh axes may split the batch, and it is not known how.
-    alone = names_batch or all(name in named or size == 1 for name, size in mesh.shape.items())
-    return PartitionSpec(*(None,) * (rank - 2), named or None, None) if alone else None
 
 
 def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> NamedSharding:

@@ -19,7 +19,7 @@ from flax_mha.core import validation
 from flax_mha.linen.module import AttentionModule
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import FlaxModule, call_module, dot_general
+from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
 from flax_mha.modules.explain import explaining
 from flax_mha.modules.latent import check_latent, compression, softmax_scale
 from flax_mha.rope import RoPE
@@ -30,35 +30,12 @@ Init = Callable[..., Any]
 class MultiHeadLatentAttention(AttentionModule, nn.Module):
     """Multi-head latent attention; `flax_mha.MultiHeadLatentAttention` for `flax.linen`, with the same parameters.
 
+    That class describes the attributes that both have.
+
     Attributes:
-      num_heads: Number of heads N.
-      kv_lora_rank: Features of the latent, of which keys and values of all heads are projections.
-      qk_nope_head_dim: Features of a head's query and key that are not rotary.
-      qk_rope_head_dim: Rotary features of a head's query, and of the key, which all heads share.
-      v_head_dim: Features of a head's value.
-      q_lora_rank: Features to which the queries are compressed first; None projects them to heads at once.
       out_features: Features of the output; None means those of the input.
-      dtype: Dtype of the computation; None infers it from inputs and parameters.
-      param_dtype: Dtype of the parameters.
-      broadcast_dropout: Drop the same weights in every batch entry and head.
-      dropout_rate: Share of the softmax's weights to drop, in [0, 1).
-      deterministic: True switches dropout off; None leaves it to the call.
-      precision: Precision of the matrix products.
-      kernel_init: Initializer of the kernels.
-      out_kernel_init: Initializer of the output's kernel; None means `kernel_init`.
-      bias_init: Initializer of the biases.
-      use_bias: Whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have biases.
-      norm_epsilon: What the norms add to the variance.
-      attention_fn: As in `MultiHeadDotProductAttention`, as all attributes that follow.
       decode: Whether calls decode. The cache holds latents and rotary keys.
-      implementation: Which implementation of the attention; None chooses.
-      scale: What multiplies query . key; see `flax_mha.MultiHeadLatentAttention`.
-      local_window_size: (left, right): how many positions before and after its own a query sees.
-      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c).
-      sinks: Learn one more logit per head.
-      rope: Rotary position embeddings of the rotary features; None means none. DeepSeek's are interleaved.
       per_row: Whether each sequence of a cache counts its own tokens.
-      head_axis: Split the heads over this mesh axis.
       cache_dtype: Dtype of the cache; None means that of the keys.
 
     Example:
@@ -121,24 +98,12 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
     ) -> Float[Array, "*B T Dout"]:
         """Projects to latents and heads, attends, and projects back.
 
-        Args:
-          inputs_q: The input, of queries, keys and values.
-          mask: As in `MultiHeadDotProductAttention`, like all that follow.
-          deterministic: True switches dropout off.
-          dropout_rng: Key for dropout.
-          sow_weights: Sow the weights.
-          is_causal: Queries see keys up to their own position. A decoding call always does.
-          bias: Added to the scores.
-          segment_ids: [B..., T].
-          lengths: [B...].
-          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
-          positions: Of the tokens, for `rope`.
-          qkv_sharding: Sharding of queries, keys and values of heads.
-          sow_max_score: Sow the largest visible score of each head.
+        `flax_mha.linen.MultiHeadDotProductAttention.__call__` describes the arguments.
 
         Returns:
           The output.
         """
+        given = {name: x for name, x in locals().items() if name in PASSED_ON}
         check_latent(self, self.sinks)
         validation.flag("per_row", self.per_row)
         variables: list[nn.Variable] = []
@@ -159,24 +124,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
             stored=None,
             arguments=self._flax_arguments(mask, deterministic, dropout_rng, sow_weights) | softmax_scale(self),
         )
-        output, arrays = call_module(
-            self,
-            parts,
-            inputs_q,
-            None,
-            None,
-            decode=self.decode,
-            mask=mask,
-            is_causal=is_causal,
-            bias=bias,
-            segment_ids=segment_ids,
-            lengths=lengths,
-            score_mod=score_mod,
-            positions=positions,
-            store_keys=False,
-            qkv_sharding=qkv_sharding,
-            sow_max_score=sow_max_score,
-        )
+        output, arrays = call_module(self, parts, **given, decode=self.decode)
         if arrays is not None:  # now that nothing has raised
             for variable, x in zip(variables, (arrays[0], *arrays[2:]), strict=True):
                 variable.value = x

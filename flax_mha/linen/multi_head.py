@@ -15,7 +15,7 @@ from flax_mha.core import validation
 from flax_mha.linen.module import AttentionModule
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import FlaxModule, call_module, dot_general
+from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
 from flax_mha.modules.explain import explaining
 from flax_mha.modules.options import NormKind, check_options, norm_of
 from flax_mha.rope import RoPE
@@ -83,7 +83,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     cache_dtype: DTypeLike | None = None
 
     @nn.compact
-    def __call__(
+    def __call__(  # noqa: D417 - see the docstring
         self,
         inputs_q: Float[Array, "*B T D"],
         inputs_k: Float[Array, "*B S Dk"] | None = None,
@@ -106,27 +106,15 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     ) -> Float[Array, "*B T Dout"]:
         """Projects to heads, attends, and projects back.
 
-        `flax_mha.MultiHeadAttention.__call__` describes the arguments in full that both modules have.
+        `flax_mha.MultiHeadAttention.__call__` describes the arguments that both modules have.
 
         Args:
           inputs_q: Queries.
-          inputs_k: Keys; None means `inputs_q` (self-attention).
-          inputs_v: Values; None means `inputs_k`.
           inputs_kv: Keys and values in one; Flax deprecates it.
-          mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
           deterministic: True switches dropout off; None means the attribute.
           dropout_rng: Key for dropout; None draws one from the collection `dropout`.
           sow_weights: Sow the weights [B..., N, T, S] as `attention_weights` in the collection `intermediates`.
-          is_causal: Queries see keys up to their own position. A decoding call always does.
-          bias: Broadcasts to [B..., N, T, S]; added to the scores.
-          segment_ids: [B..., T] of documents packed into one sequence, or a pair for queries and keys.
-          lengths: Tokens before the padding: [B...], or a pair for queries and keys. While decoding, one array; this
-            needs the attribute `per_row`.
-          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
-          positions: For `rope`: [B..., T] or [T], or a pair for queries and keys, with a last axis of coordinates if it
-            has sections; None counts.
-          store_keys: Keep keys, values and their `lengths` in the cache, for cross-attention by later calls.
-          qkv_sharding: Sharding of query, key and value [B..., T, N, H]; see `dot_product_attention`.
+          lengths: While decoding, these need the attribute `per_row`.
           sow_max_score: Sow the largest visible score of each head [B..., N] as `attention_max_score` in the collection
             `intermediates`, as QK-Clip needs it.
 
@@ -142,24 +130,9 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         elif inputs_k is not None and inputs_v is not None:
             _warn_of_mask(inputs_v)
         variables: list[nn.Variable] = []
-        output, arrays = call_module(
-            self,
-            self._parts(inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights, variables),
-            inputs_q,
-            inputs_k,
-            inputs_v,
-            decode=self.decode,
-            mask=mask,
-            is_causal=is_causal,
-            bias=bias,
-            segment_ids=segment_ids,
-            lengths=lengths,
-            score_mod=score_mod,
-            positions=positions,
-            store_keys=store_keys,
-            qkv_sharding=qkv_sharding,
-            sow_max_score=sow_max_score,
-        )
+        given = {name: x for name, x in locals().items() if name in PASSED_ON}
+        parts = self._parts(inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights, variables)
+        output, arrays = call_module(self, parts, **given, decode=self.decode)
         if arrays is not None:  # now that nothing has raised
             for variable, x in zip(variables, arrays, strict=False):
                 variable.value = x
@@ -286,41 +259,10 @@ class SelfAttention(MultiHeadDotProductAttention):
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
-        """Projects to heads, attends, and projects back.
-
-        Args:
-          inputs_q: Queries, keys and values.
-          mask: As in `MultiHeadDotProductAttention`, like all that follow.
-          deterministic: True switches dropout off.
-          dropout_rng: Key for dropout.
-          sow_weights: Sow the weights.
-          is_causal: Queries see keys up to their own position.
-          bias: Added to the scores.
-          segment_ids: [B..., T].
-          lengths: [B...].
-          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`.
-          positions: Of the tokens, for `rope`.
-          qkv_sharding: Sharding of query, key and value.
-          sow_max_score: Sow the largest visible score of each head.
-
-        Returns:
-          The output.
-        """
-        return super().__call__(
-            inputs_q,
-            mask=mask,
-            deterministic=deterministic,
-            dropout_rng=dropout_rng,
-            sow_weights=sow_weights,
-            is_causal=is_causal,
-            bias=bias,
-            segment_ids=segment_ids,
-            lengths=lengths,
-            score_mod=score_mod,
-            positions=positions,
-            qkv_sharding=qkv_sharding,
-            sow_max_score=sow_max_score,
-        )
+        """Calls `MultiHeadDotProductAttention` with one input, the queries, keys and values."""
+        given = dict(locals())
+        del given["self"], given["__class__"]  # the latter is there for `super`
+        return super().__call__(**given)
 
     explain = nn.nowrap(
         explaining(__call__, AttentionModule._explained)  # type: ignore[assignment]

@@ -5,6 +5,7 @@ What Flax's two APIs do differently, the modules pass in a `FlaxModule`.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from flax_mha.cache.cached_attention import over_cache
@@ -22,6 +23,7 @@ from flax_mha.call.arguments import Arguments, canonical, check_sharding, check_
 from flax_mha.call.operands import Call
 from flax_mha.core import validation
 from flax_mha.distributed import tensor_parallel
+from flax_mha.distributed.split import names_of
 from flax_mha.impl.registry import Implementation
 from flax_mha.masks import Mask
 from flax_mha.modules import sequences
@@ -38,37 +40,21 @@ DIRECT = CORE | {"deterministic", "dtype", "force_fp32_for_softmax"}
 
 
 class FlaxModule(NamedTuple):
-    """The layers and variables of a module in one call.
+    """The layers and variables of a module in one call."""
 
-    Attributes:
-      query: Projects queries [B..., T, D] to heads [B..., T, N, H].
-      key: Projects keys; to [latent, rotary key], if there is a `latent`.
-      value: Projects values; None if there is a `latent`.
-      out: Projects heads back to features.
-      norms: Normalize the heads of queries and keys; None if there are none.
-      norms_after_rope: Whether they normalize what is rotated.
-      sinks: The learned sinks [N].
-      gate: Projects inputs [B..., T, D] to what the sigmoid makes a gate [B..., T, N, H] of; None if there is none.
-      latent: Computes keys and values of heads; None if `key` and `value` do.
-      cache: Reads cached keys, values, index and scale, given query and key; None where this call makes them.
-      stored: Reads keys, values and lengths that an earlier call stored; None if none did.
-      arguments: Flax's own arguments of the attention function.
-      features: Of queries, and of keys and values; None where the projections check them.
-    """
-
-    query: Layer
-    key: Layer
-    value: Layer | None
-    out: Layer
-    norms: tuple[Layer, Layer] | None
-    sinks: Array | None
-    cache: Callable[[Array, Array], Arrays | None]
-    stored: Callable[[], Arrays] | None
-    arguments: dict[str, Any]
-    features: tuple[int, int] | None = None
-    norms_after_rope: bool = False
-    gate: Layer | None = None
-    latent: Latent | None = None
+    query: Layer  # projects queries [B..., T, D] to heads [B..., T, N, H]
+    key: Layer  # to [latent, rotary key], if there is a `latent`
+    value: Layer | None  # None if there is a `latent`
+    out: Layer  # projects heads back to features
+    norms: tuple[Layer, Layer] | None  # of the heads of queries and keys
+    sinks: Array | None  # [N]
+    cache: Callable[[Array, Array], Arrays | None]  # reads it, given query and key; None where this call makes it
+    stored: Callable[[], Arrays] | None  # reads keys, values and lengths that an earlier call stored; None if none did
+    arguments: dict[str, Any]  # Flax's own of the attention function
+    features: tuple[int, int] | None = None  # of queries, and of keys and values; None where the projections check them
+    norms_after_rope: bool = False  # if they normalize what is rotated
+    gate: Layer | None = None  # projects inputs [B..., T, D] to what the sigmoid makes a gate [B..., T, N, H] of
+    latent: Latent | None = None  # computes keys and values of heads; None if `key` and `value` do
 
     def output(self, x: Float[Array, "*B T N H"], inputs_q: Float[Array, "*B T D"]) -> Float[Array, "*B T Dout"]:
         """Multiplies the attention's output by the gate that the inputs make, if there is one, and projects it back."""
@@ -83,8 +69,8 @@ def call_module(
     module: Any,
     flax: FlaxModule,
     inputs_q: Float[Array, "*B T D"],
-    inputs_k: Float[Array, "*B S Dk"] | None,
-    inputs_v: Float[Array, "*B S Dv"] | None,
+    inputs_k: Float[Array, "*B S Dk"] | None = None,
+    inputs_v: Float[Array, "*B S Dv"] | None = None,
     *,
     decode: bool,
     mask: Array | Mask | None,
@@ -94,9 +80,9 @@ def call_module(
     lengths: Any,
     score_mod: Any,
     positions: Any,
-    store_keys: bool,
     qkv_sharding: Any,
-    sow_max_score: bool = False,
+    sow_max_score: bool,
+    store_keys: bool = False,
 ) -> tuple[Float[Array, "*B T Dout"], Arrays | None]:
     """Computes the output of a module, and what its cache then holds: keys, values, and lengths or index and scale.
 
@@ -145,6 +131,10 @@ def call_module(
         x = (module.attention_fn if core is None else core.function)(query, key, value, **arguments)
     stored = (key, value, sequences.lengths_of(by_sequence, key)) if keys == "to store" else None
     return flax.output(x, inputs_q), stored
+
+
+# The arguments of a module's call that it takes as they are.
+PASSED_ON = frozenset(inspect.signature(call_module).parameters) - {"module", "flax", "decode"}
 
 
 def _project(
@@ -267,13 +257,21 @@ def _decoding(
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
-    """Returns how the query of the attention is split: as the call or a partial says, or by `head_axis`."""
+    """Returns how the query of the attention is split: as the call or a partial says, or by `head_axis`.
+
+    The latter on a mesh with Auto axes, as far as the module knows what else is split.
+    """
     if module.head_axis is None:
         return qkv_sharding
     preset = None if core is None else core.preset.get("qkv_sharding")
+    qkv_sharding, mesh = preset if qkv_sharding is None else qkv_sharding, jax.sharding.get_abstract_mesh()
+    if qkv_sharding is not None or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+        return qkv_sharding
+    named = names_of(tensor_parallel.mesh_axis(module.head_axis))
+    # Other mesh axes may split the batch, and it is not known how, unless the attention function knows it by itself.
     names_batch = core is not None and core.context is not None
-    qkv_sharding = preset if qkv_sharding is None else qkv_sharding
-    return tensor_parallel.attention_sharding(qkv_sharding, module.head_axis, query.ndim, names_batch)
+    alone = names_batch or all(name in named or size == 1 for name, size in mesh.shape.items())
+    return PartitionSpec(*(None,) * (query.ndim - 2), named or None, None) if alone else None
 
 
 def check_inputs(
@@ -281,8 +279,7 @@ def check_inputs(
 ) -> tuple[Array, Array]:
     """Returns keys, by default the queries, and values, by default the keys, if they are [batch..., length, features].
 
-    Raises:
-      ValueError: If they do not fit each other, or `features`, of queries and of keys and values, if that is given.
+    They fit each other, and `features`, of queries and of keys and values, if that is given.
     """
     if inputs_k is None and inputs_v is not None:
         raise ValueError(

@@ -26,16 +26,8 @@ def decode_by(
 ) -> tuple[Array, KVCache]:
     """Computes attention over a cache by any function with Flax's signature, or by what only ours itself can do.
 
-    Args:
-      attention_fn: The function.
-      is_ours: Whether it is `flax_mha.attention_fn`.
-      query: Rotated.
-      key: Rotated, in the dtype of the cache.
-      value: In the dtype of the cache.
-      cache: The tokens before them.
-      lengths: As in the call of the module.
-      arguments: Of the function.
-      latent: What makes keys and values of heads of cached latents, which the function gets.
+    Query and key are rotated; key and value have the dtype of the cache, which holds the tokens before them. The
+    function gets the keys and values of heads that a `latent` makes of cached latents.
     """
     arguments = dict(arguments)
     window_size, mask = arguments.pop("local_window_size", None), arguments.pop("mask", None)

@@ -59,16 +59,9 @@ def rotate(
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K Hk"]]:
     """Rotates query and key by their positions.
 
-    Args:
-      query: Normalized, if that is asked for.
-      key: Likewise.
-      rope: The rotary embeddings, or None.
-      positions: [B..., T] or [T], with coordinates [..., D] if `rope` has sections, or a pair for queries and keys;
-        None counts from `start`, the same in all coordinates.
-      self_attention: Whether keys are those of the queries' tokens.
-      start: The position of the first query, [] or [B...]; that of the first key is 0, if it is another's.
-      stored: Whether the keys were rotated when they were stored.
-      size: Number of features at the end of query and key that `rope` is for; None means all.
+    These are [B..., T] or [T], with coordinates [..., D] if `rope` has sections, or a pair for queries and keys. None
+    counts from `start` [] or [B...], the same in all coordinates; the first key of another sequence is at 0. `stored`
+    keys were rotated when they were stored. `rope` is for the last `size` features; None means all.
     """
     if size is not None:
         ends = rotate(query[..., -size:], key[..., -size:], rope, positions, self_attention, start, stored)
@@ -118,11 +111,7 @@ def lengths_of(by_sequence: dict[str, Array | None], key: Float[Array, "*B S K H
 
 
 def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | None, score_mod: Any) -> None:
-    """Refuses what depends on the positions of queries: the cache does not count the calls that use stored keys.
-
-    Raises:
-      ValueError: If there is such an argument, of the call, the module, or its attention function.
-    """
+    """Refuses what depends on the positions of queries: the cache does not count the calls that use stored keys."""
     given = {
         "mask": isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask),
         "score_mod": score_mod is not None or preset.get("score_mod") is not None,

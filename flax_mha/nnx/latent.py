@@ -16,7 +16,7 @@ from flax_mha.call.operands import Sharding
 from flax_mha.distributed import tensor_parallel
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import FlaxModule, call_module, dot_general
+from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
 from flax_mha.modules.explain import explaining
 from flax_mha.modules.latent import check_latent, compression, softmax_scale
 from flax_mha.modules.options import check_rngs
@@ -194,24 +194,7 @@ class MultiHeadLatentAttention(AttentionModule):
     ) -> Float[Array, "*B T Dout"]:
         """Projects to latents and heads, attends, and projects back.
 
-        `flax_mha.MultiHeadAttention.__call__` describes the arguments in full.
-
-        Args:
-          inputs_q: The input, of queries, keys and values.
-          mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
-          deterministic: True switches dropout off; None means what the constructor got.
-          rngs: Random streams for dropout; None uses the constructor's.
-          sow_weights: Sow the weights [B..., N, T, S] as `nnx.Intermediate` variable `attention_weights`.
-          decode: Add the T tokens to the cache, and attend to all tokens in it; None means the constructor's.
-          is_causal: Queries see keys up to their own position. A decoding call always does.
-          out_sharding: Sharding of the output, for `o_proj`.
-          qkv_sharding: Sharding of queries, keys and values of heads [B..., T, N, H].
-          bias: Broadcasts to [B..., N, T, S]; added to the scores.
-          segment_ids: [B..., T] of documents packed into one sequence.
-          lengths: [B...], tokens before the padding; while decoding, this needs `per_row`.
-          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
-          positions: Of the tokens, for `rope`: [B..., T] or [T]; None counts.
-          sow_max_score: Sow the largest visible score of each head [B..., N] as `attention_max_score`.
+        `flax_mha.MultiHeadAttention.__call__` describes the arguments.
 
         Returns:
           The output.
@@ -219,6 +202,7 @@ class MultiHeadLatentAttention(AttentionModule):
         Raises:
           ValueError: As `flax_mha.MultiHeadAttention.__call__`.
         """
+        given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = FlaxModule(
             query=self._query,
             key=compression(self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_lora_rank),
@@ -232,24 +216,7 @@ class MultiHeadLatentAttention(AttentionModule):
             arguments=self._flax_arguments(deterministic, rngs, sow_weights) | softmax_scale(self),
             features=(self.in_features, self.in_features),
         )
-        output, arrays = call_module(
-            self,
-            parts,
-            inputs_q,
-            None,
-            None,
-            decode=self._first_given("decode", decode),
-            mask=mask,
-            is_causal=is_causal,
-            bias=bias,
-            segment_ids=segment_ids,
-            lengths=lengths,
-            score_mod=score_mod,
-            positions=positions,
-            store_keys=False,
-            qkv_sharding=qkv_sharding,
-            sow_max_score=sow_max_score,
-        )
+        output, arrays = call_module(self, parts, **given, decode=self._first_given("decode", decode))
         if arrays is not None:  # now that nothing has raised
             self._write(arrays, stored=False)
         return output

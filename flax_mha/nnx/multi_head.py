@@ -1,6 +1,7 @@
 """`MultiHeadAttention` for `flax.nnx`: Flax's parameters and arguments around the attention of this package."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,13 @@ from flax_mha.distributed import tensor_parallel
 from flax_mha.distributed.split import is_explicit
 from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import Arrays, FlaxModule, call_module, dot_general, reach
+from flax_mha.modules.call import PASSED_ON, Arrays, FlaxModule, call_module, dot_general, reach
 from flax_mha.modules.explain import ExplainedAttention, explaining
 from flax_mha.modules.options import Norm, NormKind, check_options, check_rngs, norm_of
 from flax_mha.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+FLAX_ARGUMENTS = tuple(inspect.signature(nnx.MultiHeadAttention.__init__).parameters)[1:]
 
 
 class AttentionModule(nnx.Module):
@@ -232,7 +234,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
 
     Same constructor and call, same parameters (`query`, `key`, `value`: kernel [in, heads, head size], bias [heads,
     head size]; `out`: kernel [heads, head size, out], bias [out]), same cache variables and sown weights, so Flax
-    checkpoints load unconverted. What differs is listed in `docs/differences.md`.
+    checkpoints load unconverted. What differs is listed in `docs/differences.md`. Flax's initializers, metadata, and
+    functions that promote, multiply or make these, are not repeated here.
 
     Args:
       num_heads: Number of query heads N; divides `qkv_features`.
@@ -246,12 +249,6 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)
       dropout_rate: Share of the softmax's weights to drop, in [0, 1).
       deterministic: True switches dropout off; None leaves it to the call.
-      precision: Precision of the matrix products.
-      kernel_init: Initializer of the kernels.
-      out_kernel_init: Initializer of the output's kernel; None means `kernel_init`.
-      bias_init: Initializer of the biases.
-      out_bias_init: Initializer of the output's bias; None means `bias_init`.
-      use_bias: Whether projections have biases.
       attention_fn: A function with the signature of Flax's `dot_product_attention`; `functools.partial` of
         `flax_mha.attention_fn` sets arguments of the default one.
       decode: Whether calls decode; None leaves it to the call.
@@ -260,21 +257,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         with scales [heads, head size] (OLMo 2), "rms_norm_after_rope" after the rotation (Hunyuan); "layer_norm_bias"
         with a learned bias (Phi), "layer_norm_each_head" with scales [heads, head size] (Command R+).
       qk_norm_epsilon: What these norms add to the variance; None means 1e-6, as Flax does.
-      qkv_promote_dtype: Promotes inputs and parameters of the projections.
-      out_promote_dtype: Promotes those of the output projection.
-      ln_promote_dtype: Promotes those of the norms.
-      qkv_dot_general: Computes the projections.
-      out_dot_general: Computes the output projection.
-      qkv_dot_general_cls: Makes `qkv_dot_general`.
-      out_dot_general_cls: Makes `out_dot_general`.
       rngs: Random streams for parameters and dropout.
-      keep_rngs: Whether to keep the stream for dropout.
-      kernel_metadata: Metadata of the kernels of query, key and value, such as `sharding`.
-      out_kernel_metadata: Metadata of the output's kernel.
-      bias_metadata: Metadata of the biases of query, key and value.
-      out_bias_metadata: Metadata of the output's bias.
-      query_ln_scale_metadata: Metadata of the scale of the queries' norm.
-      key_ln_scale_metadata: Metadata of the scale of the keys' norm.
       implementation: Which implementation of the attention; None chooses. See `dot_product_attention`.
       scale: What multiplies query . key; None means 1 / sqrt(head size).
       local_window_size: (left, right): how many positions before and after its own a query sees; see
@@ -348,6 +331,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         rope: RoPE | None = None,
         head_axis: str | None = None,
     ) -> None:
+        given = dict(locals())
         self.implementation = implementation
         self.scale = scale
         self.local_window_size = local_window_size
@@ -357,43 +341,12 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         features = in_features if qkv_features is None else qkv_features
         check_options(self, num_heads, num_kv_heads, features, dropout_rate, sinks, gate, normalize_qk, qk_norm_epsilon)
         check_rngs(rngs, nnx.Rngs)
-        super().__init__(
-            num_heads,
-            in_features,
-            qkv_features,
-            out_features,
-            num_kv_heads,
-            in_kv_features,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            broadcast_dropout=broadcast_dropout,
-            dropout_rate=dropout_rate,
-            deterministic=deterministic,
-            precision=precision,
-            kernel_init=kernel_init,
-            out_kernel_init=out_kernel_init,
-            bias_init=bias_init,
-            out_bias_init=out_bias_init,
-            use_bias=use_bias,
-            attention_fn=attention_fn,
-            decode=decode,
-            normalize_qk=bool(normalize_qk),
-            qkv_promote_dtype=qkv_promote_dtype,
-            out_promote_dtype=out_promote_dtype,
-            ln_promote_dtype=ln_promote_dtype,
-            qkv_dot_general=qkv_dot_general or (None if qkv_dot_general_cls else dot_general),
-            out_dot_general=out_dot_general or (None if out_dot_general_cls else dot_general),
-            qkv_dot_general_cls=qkv_dot_general_cls,
-            out_dot_general_cls=out_dot_general_cls,
-            rngs=rngs,
-            keep_rngs=keep_rngs,
-            kernel_metadata=kernel_metadata,
-            out_kernel_metadata=out_kernel_metadata,
-            bias_metadata=bias_metadata,
-            out_bias_metadata=out_bias_metadata,
-            query_ln_scale_metadata=query_ln_scale_metadata,
-            key_ln_scale_metadata=key_ln_scale_metadata,
-        )
+        changed = {
+            "normalize_qk": bool(normalize_qk),
+            "qkv_dot_general": qkv_dot_general or (None if qkv_dot_general_cls else dot_general),
+            "out_dot_general": out_dot_general or (None if out_dot_general_cls else dot_general),
+        }
+        super().__init__(**{name: given[name] for name in FLAX_ARGUMENTS if name in given} | changed)
         self.norms_after_rope = bool(normalize_qk) and norm_of(normalize_qk).after_rope
         if normalize_qk not in (False, True, "layer_norm"):
             self.query_ln, self.key_ln = (  # type: ignore[assignment]
@@ -406,21 +359,17 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.gate: nnx.LinearGeneral | None = nnx.data(None)
         if gate:
+            names = ("kernel_init", "bias_init", "use_bias", "kernel_metadata", "bias_metadata", "rngs")
             self.gate = nnx.LinearGeneral(
                 in_features,
                 (num_heads, self.head_dim),
-                kernel_init=kernel_init,
-                bias_init=bias_init,
-                use_bias=use_bias,
                 dtype=dtype,
                 param_dtype=param_dtype,
                 precision=precision,
                 promote_dtype=qkv_promote_dtype,
                 dot_general=self.qkv_dot_general,
                 dot_general_cls=qkv_dot_general_cls,
-                kernel_metadata=kernel_metadata,
-                bias_metadata=bias_metadata,
-                rngs=rngs,
+                **{name: given[name] for name in names},
             )
         if head_axis is not None:
             self._split_parameters(tensor_parallel.parameter_names(head_axis, num_heads, self.num_kv_heads))
@@ -492,6 +441,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             its index is known, full. Under `jit` a sequence that has no room returns NaN and leaves its cache as it
             was.
         """
+        given = {name: x for name, x in locals().items() if name in PASSED_ON}
         query, key, value, gate = layers = self.query, self.key, self.value, self.gate
         if qkv_sharding is not None and is_explicit(inputs_q):
             query, key, value, gate = (x and functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
@@ -512,24 +462,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             arguments=flax_arguments,
             features=(self.in_features, self.in_kv_features),
         )
-        output, arrays = call_module(
-            self,
-            parts,
-            inputs_q,
-            inputs_k,
-            inputs_v,
-            decode=self._first_given("decode", decode),
-            mask=mask,
-            is_causal=is_causal,
-            bias=bias,
-            segment_ids=segment_ids,
-            lengths=lengths,
-            score_mod=score_mod,
-            positions=positions,
-            store_keys=store_keys,
-            qkv_sharding=qkv_sharding,
-            sow_max_score=sow_max_score,
-        )
+        output, arrays = call_module(self, parts, **given, decode=self._first_given("decode", decode))
         if arrays is not None:  # now that nothing has raised
             self._write(arrays, store_keys)
         return output
