@@ -17,18 +17,11 @@ from jaxtyping import Array, Float
 
 
 class Latent(NamedTuple):
-    """The matrices of all heads.
+    """The matrices of all heads."""
 
-    Attributes:
-      kernel: [C, N, Hn + Hv]: W and V.
-      key_size: Hn, the features of a head's query and key that are not rotary.
-      dtype: Of the products; None infers it.
-      precision: Of the products.
-    """
-
-    kernel: Float[Array, "C N F"]
-    key_size: int
-    dtype: Any = None
+    kernel: Float[Array, "C N F"]  # W and V of the module's docstring
+    key_size: int  # the features of a head's query and key that are not rotary, the first ones of F
+    dtype: Any = None  # of the products; None infers it
     precision: Any = None
 
     @property

@@ -27,7 +27,8 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
     Same attributes and call, same parameters, cache variables and sown weights, so Flax checkpoints load unconverted.
-    What differs is listed in `docs/differences.md`. Flax's attributes are not repeated here.
+    What differs is listed in `docs/differences.md`. Flax's attributes are not repeated here, nor those that
+    `flax_mha.MultiHeadAttention` has, too, and describes.
 
     Attributes:
       broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)
@@ -35,20 +36,6 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         `flax_mha.attention_fn` sets arguments of the default one.
       num_kv_heads: Number of key and value heads, a divisor of `num_heads` (grouped-query attention); None means as
         many.
-      implementation: Which implementation of the attention; None chooses. See `dot_product_attention`.
-      local_window_size: (left, right): how many positions before and after its own a query sees; see
-        `dot_product_attention`.
-      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
-      scale: What multiplies query . key; None means 1 / sqrt(head size).
-      sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
-      gate: Multiply each head's output by a sigmoid of the input, feature by feature, before `out`, as Qwen3-Next does
-        (arXiv:2505.06708): one more projection, the parameters `gate` in the shapes of `query`'s.
-      normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
-        does, "rms_norm" without subtracting the mean, "rms_norm_all_heads" so, but over all heads of a token together,
-        with scales [heads, head size] (OLMo 2), "rms_norm_after_rope" after the rotation (Hunyuan); "layer_norm_bias"
-        with a learned bias (Phi), "layer_norm_each_head" with scales [heads, head size] (Command R+).
-      qk_norm_epsilon: What these norms add to the variance; None means 1e-6, as Flax does.
-      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
       per_row: Whether each sequence of a cache counts its own tokens, as `lengths` need it; `cache_index` is then
         [B...]. With a `local_window_size` and long inputs the cache is a ring; see `flax_mha.kv_cache.KVCache.create`.
       cache_dtype: Dtype of the cached keys and values; None means that of the keys. `int8` and `float8_e4m3fn` halve

@@ -15,11 +15,7 @@ SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def check_latent(module: Any, sinks: bool) -> None:
-    """Checks sizes and options, which are attributes of the module.
-
-    Raises:
-      ValueError: If one is out of its range, or if `rope` does not fit the rotary features.
-    """
+    """Checks sizes and options, which are attributes of the module; `rope` must fit the rotary features."""
     for name in ("num_heads", *SIZES, "q_lora_rank"):
         size = getattr(module, name)
         optional = name == "q_lora_rank"

@@ -37,6 +37,8 @@ class MultiHeadLatentAttention(AttentionModule):
     qk_rope_head_dim], `kv_a_layernorm`, `kv_b_proj` [kv_lora_rank, heads, qk_nope_head_dim + v_head_dim], `o_proj`
     [heads, v_head_dim, out]. A query head is qk_nope_head_dim features and qk_rope_head_dim rotary ones.
 
+    All other arguments are those of `MultiHeadAttention`.
+
     Args:
       num_heads: Number of heads N.
       in_features: Features of the input.
@@ -46,28 +48,11 @@ class MultiHeadLatentAttention(AttentionModule):
       qk_rope_head_dim: Rotary features of a head's query, and of the key.
       v_head_dim: Features of a head's value.
       q_lora_rank: Features to which the queries are compressed first; None projects them to heads at once.
-      dtype: Dtype of the computation; None infers it from inputs and parameters.
-      param_dtype: Dtype of the parameters.
-      broadcast_dropout: Drop the same weights in every batch entry and head.
-      dropout_rate: Share of the softmax's weights to drop, in [0, 1).
-      deterministic: True switches dropout off; None leaves it to the call.
-      precision: Precision of the matrix products.
-      kernel_init: Initializer of the kernels.
-      out_kernel_init: Initializer of the output's kernel; None means `kernel_init`.
-      bias_init: Initializer of the biases.
       use_bias: Whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have biases (`attention_bias` in configs).
       norm_epsilon: What the norms add to the variance.
-      attention_fn: As in `MultiHeadAttention`, as all arguments that follow.
-      decode: Whether calls decode; None leaves it to the call.
-      rngs: Random streams for parameters and dropout.
-      keep_rngs: Whether to keep the stream for dropout.
       kernel_metadata: Metadata of all kernels.
-      implementation: Which implementation of the attention; None chooses.
       scale: What multiplies query . key; None means 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), times
         (0.1 mscale_all_dim ln(factor) + 1)^2 if `rope` has a `YaRN` with `mscale_all_dim`, as DeepSeek does.
-      local_window_size: (left, right): how many positions before and after its own a query sees.
-      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c).
-      sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
       rope: Rotary position embeddings of the rotary features; None means none. DeepSeek's are interleaved.
       head_axis: Split the heads over this mesh axis (tensor parallelism); the compressions and the cache, which has
         one key head, are on every device.
