@@ -72,37 +72,34 @@ def test_a_chunk_longer_than_the_cache_never_fits():
         jax.eval_shape(lambda cache: cached_attention(*tokens(S + 1), cache)[0], empty())
 
 
-@pytest.mark.parametrize("number", [1, 20])
-def test_a_sequence_without_room_answers_nan_and_keeps_its_cache(number):
-    cache = empty(per_row=True).update(*tokens(S)[1:], lengths=[S - number + 1, 11])
-    output, new = step(*tokens(number, seed=1), cache)
+def test_a_sequence_without_room_answers_nan_and_keeps_its_cache():
+    cache = empty(per_row=True).update(*tokens(S)[1:], lengths=[S - 19, 11])
+    output, new = step(*tokens(20, seed=1), cache)
     assert np.isnan(output[0]).all()
     assert np.isfinite(output[1]).all()
-    np.testing.assert_array_equal(new.index, [S - number + 1, 11 + number])
+    np.testing.assert_array_equal(new.index, [S - 19, 31])
     for old, now in zip(cache.arrays, new.arrays, strict=True):
         assert np.asarray(old[0]).tobytes() == np.asarray(now[0]).tobytes()
-    one = KVCache(cache.key, cache.value, jnp.int32(S - number + 1))
-    output, new = step(*tokens(number, seed=1), one)
+    one = KVCache(cache.key, cache.value, jnp.int32(S))
+    output, new = step(*tokens(1, seed=1), one)
     assert np.isnan(output).all()
     for old, now in zip(one.arrays, new.arrays, strict=True):
         assert np.asarray(old).tobytes() == np.asarray(now).tobytes()
 
 
-@pytest.mark.parametrize("window", [None, (WINDOW, 0)])
-def test_the_largest_scores_of_all_calls(window):
+def test_the_largest_scores_of_all_calls():
     """Together they have that of the whole sequence; one that finds no room has NaN."""
-    attend = jax.jit(functools.partial(cached_attention, local_window_size=window, return_max_score=True))
-    cache, largest = empty(per_row=True, window=window and window[0]), []
+    attend = jax.jit(functools.partial(cached_attention, return_max_score=True))
+    cache, largest = empty(per_row=True), []
     for first, end in ((0, 20), (20, 30), (30, 31)):
         output, cache, max_score = attend(*cut(X, first, end), cache)
-        np.testing.assert_allclose(output, in_full(X, local_window_size=window)[:, first:end], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(output, FULL[:, first:end], rtol=0, atol=1e-5)
         largest.append(max_score)
-    _, expected = in_full(X, local_window_size=window, return_max_score=True)
+    _, expected = in_full(X, return_max_score=True)
     np.testing.assert_allclose(np.max(largest, 0), expected, rtol=1e-6)
-    if window is None:
-        *_, max_score = attend(*cut(X, 0, 20), cache.truncate([31, 5]))
-        assert np.isnan(max_score[0]).all()
-        assert np.isfinite(max_score[1]).all()
+    *_, max_score = attend(*cut(X, 0, 20), cache.truncate([31, 5]))
+    assert np.isnan(max_score[0]).all()
+    assert np.isfinite(max_score[1]).all()
 
 
 @pytest.mark.core
@@ -327,11 +324,10 @@ def test_64_bit_types():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_named_implementations(implementation, window):
+def test_blockwise(window):
     cache = KVCache.create(B, S if window is None else 999, K, H, window=window)
-    given = {"implementation": implementation, "local_window_size": window}
+    given = {"implementation": "blockwise", "local_window_size": window}
     at, outputs = 0, []
     for size in (18, 1, 12):
         output, cache = jax.jit(functools.partial(cached_attention, **given))(*cut(X, at, at + size), cache)
@@ -525,27 +521,36 @@ class Structure(NamedTuple):
 WINDOWED = {"local_window_size": (WINDOW, 0)}
 LOGITS = {"logits_soft_cap": 3.0, "sinks": SINKS}
 STRUCTURES = {
-    "window, soft cap, sinks": Structure({"local_window_size": (9, 2)} | LOGITS, kv_heads=1),
+    "no batch axis, window, soft cap, sinks, dropout": Structure(
+        {"local_window_size": (9, 2), "dropout_rate": 0.4, "dropout_rng": jax.random.key(5)} | LOGITS,
+        batch=(),
+        kv_heads=1,
+    ),
     "ring, lengths, logits": Structure(WINDOWED | LOGITS, ring=True, per_row=True),
-    "ring, positions": Structure(
-        {"local_window_size": 4, "mask": FunctionMask(thinned), "score_mod": slopes_and_entry}, ring=True, per_row=True
+    "narrow ring, positions": Structure(
+        {"local_window_size": 4, "mask": FunctionMask(thinned), "score_mod": slopes_and_entry},
+        ring=True,
+        per_row=True,
+        kv_heads=4,
+        cached="float16",
     ),
     "positions, lengths": Structure({"mask": FunctionMask(thinned), "score_mod": slopes_and_entry}, per_row=True),
-    "bias and mask of slots": Structure({"bias": BIAS, "mask": SHOWN}),
     "segments of slots, bias of heads": Structure(
         {"mask": SegmentMask(IDS[None, :1], IDS) | CausalMask(-3), "bias": BIAS[:, :, :1]}, per_row=True
     ),
-    "no batch axis, dropout": Structure({"dropout_rate": 0.4, "dropout_rng": jax.random.key(5)}, batch=()),
-    "two batch axes, dropout, scale": Structure(
-        {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5), "scale": jnp.float32(0.7)}, batch=(2, 1), per_row=True
+    "two batch axes, dropout, scale, narrow cache": Structure(
+        {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5), "scale": jnp.float32(0.7)},
+        batch=(2, 1),
+        per_row=True,
+        cached="bfloat16",
     ),
-    "narrow cache": Structure(cached="bfloat16", per_row=True),
-    "narrow ring": Structure(WINDOWED, cached="float16", ring=True, kv_heads=4),
-    # One rounding of an output of this size, and of each product's operands in 16 bits.
     "values in keys": Structure(LOGITS, kv_heads=1, value_size=4, per_row=True),
     "values in a narrow ring": Structure(WINDOWED, cached="bfloat16", ring=True, value_size=4),
+    # One rounding of an output of this size, and of each product's operands in 16 bits.
     "bfloat16": Structure(dtype="bfloat16", cached="bfloat16", tolerance=2**-6),
-    "float16": Structure(dtype="float16", cached="float16", per_row=True, tolerance=2**-9),
+    "float16, bias and mask of slots": Structure(
+        {"bias": BIAS, "mask": SHOWN}, dtype="float16", cached="float16", tolerance=2**-9
+    ),
 }
 
 
@@ -635,8 +640,7 @@ def test_any_split_equals_one_call(name):
         split(name, seed)
 
 
-EAGER = {"ring, lengths, logits": [90, 1, 40], "bias and mask of slots": [40, 1, 40]}
-EAGER |= {"values in a narrow ring": [90, 1, 40]}
+EAGER = {"ring, lengths, logits": [90, 1, 40], "float16, bias and mask of slots": [40, 1, 40]}
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -651,11 +655,11 @@ def test_where_the_index_is_known(name):
         outputs.append(output)
         at += size
     expected = whole_call(structure, *tokens)
-    np.testing.assert_allclose(np.concatenate(outputs, 1), expected[:, :at], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(outputs, 1), expected[:, :at], rtol=0, atol=structure.tolerance)
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", ["ring, positions", "narrow cache"])
+@pytest.mark.parametrize("name", ["narrow ring, positions", "two batch axes, dropout, scale, narrow cache"])
 def test_as_on_an_accelerator(name, monkeypatch):
     """All batch entries together."""
     programs.cache_clear()
@@ -667,9 +671,9 @@ def test_as_on_an_accelerator(name, monkeypatch):
     programs.cache_clear()
 
 
-def test_a_hundred_thousand_tokens_in_a_ring():
+def test_ten_thousand_tokens_in_a_ring():
     """As the same window of keys does without a cache, at the same positions."""
-    window, total, kept = 256, 100_000, 64
+    window, total, kept = 256, 10_000, 64
     chunk, heads, size = 500, 2, 4
     rng = np.random.default_rng(0)
     x = [jnp.asarray(rng.standard_normal((1, total + kept, n, size)), jnp.float32) for n in (heads, 1, 1)]
@@ -697,6 +701,6 @@ def test_a_hundred_thousand_tokens_in_a_ring():
         query, key, value = (jax.lax.dynamic_slice_in_dim(x, first - window, 2 * window, 1) for x in x)
         return dot_product_attention(query, key, value, is_causal=True, local_window_size=window, implementation="xla")
 
-    for first in (*range(window, total + kept - window, 9973), total + kept - window):
+    for first in (*range(window, total + kept - window, 2477), total + kept - window):
         expected = windowed(first)[:, window:]
         np.testing.assert_allclose(got[:, first : first + window], expected, rtol=0, atol=1e-4)

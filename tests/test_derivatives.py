@@ -1,6 +1,7 @@
 """Derivatives of every order, forward and reverse: those through tiles equal those through all scores.
 
-DERIVATIVE_CASES in the environment draws another number of random calls than every run does.
+DERIVATIVE_CASES in the environment is a number of random calls to draw; every run has four, among which each argument
+of `draw` is met.
 """
 
 import functools
@@ -20,7 +21,7 @@ from flax_mha import FunctionMask, dot_product_attention
 from flax_mha.impl.shared import schedule, tiling
 from flax_mha.impl.shared.tiling import TileShape
 
-SEEDS = range(int(os.environ.get("DERIVATIVE_CASES", "10")))
+SEEDS = range(int(os.environ["DERIVATIVE_CASES"])) if "DERIVATIVE_CASES" in os.environ else (2, 4, 6, 8)
 TOLERANCE = {np.float64: 1e-9, np.float32: 1e-4}
 T, S = 20, 29
 
@@ -116,7 +117,7 @@ def check(seed, dtype):
         compare(got, want, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("seed", with_core(SEEDS, 2, 6))
+@pytest.mark.parametrize("seed", with_core(SEEDS, *(seed for seed in SEEDS if seed in (2, 6))))
 def test_every_order_equals_that_of_all_scores(seed):
     check(seed, np.float64)
 

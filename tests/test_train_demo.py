@@ -57,6 +57,38 @@ def struck(where, number, *arguments):
     return demo(*arguments, code=code, start=("-c", SABOTAGED, str(where), str(int(number))))
 
 
+# A file that grows beyond the limit fails as on a full disk. The limit falls when a step's loss is noted.
+LIMITED = """
+import resource, runpy, signal, sys
+from train_demo import metrics
+
+limit, *sys.argv[1:] = sys.argv[1:]
+
+def loss(self, name, step, value, loss=metrics.Log.loss):
+    if step == 5:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+    return loss(self, name, step, value)
+
+metrics.Log.loss = loss
+runpy.run_module('train_demo', run_name='__main__')
+"""
+
+
+def without_room(monkeypatch, out, limit, named, *arguments):
+    """Runs the command, which says in one line what cannot be written; a finished checkpoint stays."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    command = [sys.executable, "-c", LIMITED, str(limit), *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert named in done.stderr
+    assert os.strerror(errno.EFBIG) in done.stderr
+    assert "--resume" in done.stderr
+    assert {path.name.split("-")[0] for path in out.glob("checkpoints/*.safetensors")} == {"4"}
+    return done.stdout
+
+
 @pytest.fixture
 def copy(run, tmp_path):
     return Path(shutil.copytree(run.out, tmp_path / "copy"))
@@ -82,27 +114,22 @@ def test_a_finished_run_leaves_what_was_promised(run):
     assert all(len(sample["text"]) == training.SAMPLE for sample in written)
 
 
-def test_a_run_killed_three_times_and_stopped_ends_as_if_it_never_was(run, text, tmp_path):
+def test_a_run_killed_twice_and_twice_out_of_room_ends_as_if_it_never_was(run, text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     resume, kill = ("--resume", "--out", out), signal.SIGKILL
 
-    struck(3, kill, "--data", text, "--out", out, *TINY)  # before there is a checkpoint
-    said = struck("checkpoints/8-", kill, *resume)  # before a checkpoint gets its name
+    struck("checkpoints/4-", kill, "--data", text, "--out", out, *TINY)  # before the first checkpoint gets its name
+    said = without_room(monkeypatch, out, 4000, "checkpoint 8 cannot be saved", *resume)
     assert f"{out} holds no finished checkpoint: starting from the beginning" in said
-    assert {path.name.split("-")[0] for path in out.glob("checkpoints/*.safetensors")} == {"4"}
+    said = without_room(monkeypatch, out, 10, "metrics.jsonl", *resume)
+    assert "Going on from the checkpoint of step 4" in said
 
     said = struck(11, kill, *resume)  # between two checkpoints, and in the middle of a line
     assert "Going on from the checkpoint of step 4" in said
     with (out / metrics.METRICS).open("a") as file:
         file.write('{"step": 11, "lo')
 
-    said = struck(9, signal.SIGTERM, *resume)
-    assert "Going on from the checkpoint of step 8" in said
-    assert "Terminated: stopping after this step, then saving" in said
-    assert f"Go on with:\npython -m train_demo --resume --out {out}\n" in said
-
-    said = demo(*resume)
-    assert "Going on from the checkpoint of step 1" in said  # 10 or 11: where the signal came
+    assert "Going on from the checkpoint of step 8" in demo(*resume)
     assert_same_run(out, run.out)
 
 
@@ -120,13 +147,12 @@ def test_an_extended_run_stays_exact_and_says_what_the_report_says(run, tmp_path
     assert facts["characters per second"] == re.search(r"characters per second +([\d,]+) ", said)[1]
     assert number == str(longer)
 
-    said = struck(STEPS + 2, signal.SIGINT, "--resume", "--steps", longer, "--out", other)
-    assert "Stopping after this step, then saving (Ctrl-C again: stop at once)" in said
-    assert f"plot --out {other}" in said
-    for path in other.glob("checkpoints/*"):
-        if int(path.name.split("-")[0]) > STEPS:
-            path.unlink()
-    assert f"Going on from the checkpoint of step {STEPS}" in demo("--resume", "--out", other)
+    said = struck(STEPS + 2, signal.SIGTERM, "--resume", "--steps", longer, "--out", other)
+    assert "Terminated: stopping after this step, then saving" in said
+    assert f"Go on with:\npython -m train_demo --resume --out {other}\n" in said
+    stopped = max(int(path.name.split("-")[0]) for path in other.glob("checkpoints/*"))
+    assert STEPS < stopped < longer  # where the signal came
+    assert f"Going on from the checkpoint of step {stopped}" in demo("--resume", "--out", other)
     assert_same_run(one, other, longer)
 
 
@@ -261,45 +287,6 @@ def test_a_signal_at_any_moment(text, tmp_path, delay, number):
 
 
 # Full disks
-
-# A file that grows beyond the limit fails as on a full disk. The limit falls when a step's loss is noted.
-LIMITED = """
-import resource, runpy, signal, sys
-from train_demo import metrics
-
-limit, *sys.argv[1:] = sys.argv[1:]
-
-def loss(self, name, step, value, loss=metrics.Log.loss):
-    if step == 5:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-    return loss(self, name, step, value)
-
-metrics.Log.loss = loss
-runpy.run_module('train_demo', run_name='__main__')
-"""
-
-
-@pytest.mark.parametrize(("limit", "named"), [(4000, "checkpoint 8 cannot be saved"), (10, "metrics.jsonl")])
-def test_a_full_disk(monkeypatch, run, text, tmp_path, limit, named):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    out, command = tmp_path / "run", [sys.executable, "-c", LIMITED, str(limit)]
-    done = subprocess.run(
-        [*command, "--data", str(text), "--out", str(out), *TINY], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert named in done.stderr
-    assert os.strerror(errno.EFBIG) in done.stderr
-    assert "--resume" in done.stderr
-    assert trees_of(out) == [4]
-    if limit == 10:
-        assert "Going on from the checkpoint of step 4" in demo("--resume", "--out", out)
-        assert_same_run(out, run.out)
-
-
-def trees_of(out):
-    return sorted(int(path.name.split("-")[0]) for path in out.glob("checkpoints/*.safetensors"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
