@@ -73,6 +73,26 @@ def loss_of(structure, fixed, implementation):
     return loss
 
 
+def hessian_product(loss_and_aux):
+    """The gradient, and its tangents."""
+
+    def answers(x, tangents):
+        gradient, product = jax.jvp(jax.grad(lambda x: loss_and_aux(x)[0]), (x,), (tangents,))
+        return {"gradient": gradient, "Hessian-vector product": product}
+
+    return answers
+
+
+def second_derivatives(loss_and_aux):
+    """Each mode of the other: besides `hessian_product` the tangent, and its gradient."""
+
+    def answers(x, tangents):
+        tangent, across = jax.value_and_grad(lambda x: jax.jvp(lambda x: loss_and_aux(x)[0], (x,), (tangents,))[1])(x)
+        return hessian_product(loss_and_aux)(x, tangents) | {"tangent": tangent, "gradient of tangent": across}
+
+    return answers
+
+
 def derivatives(loss_and_aux):
     """Tangents; Hessian-vector product; gradients of squared tangents, also as in MeanFlow, and of a gradient."""
 

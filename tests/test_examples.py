@@ -68,7 +68,8 @@ def test_packed_lm():
 
 def test_meanflow():
     meanflow = example("meanflow")
-    model = trained(meanflow, steps=100, below=0.59)  # a velocity of 0: 0.69
+    meanflow.POINTS = 8  # a quarter of the time
+    model = trained(meanflow, steps=100, below=0.59)  # a velocity of 0, as in the first step: 0.68
     key = jax.random.key(1)
     noise = jax.random.normal(key, (256, meanflow.POINTS, 2))
     assert meanflow.roundness_error(meanflow.sample(model, key)) < 0.95 * meanflow.roundness_error(noise)

@@ -33,6 +33,8 @@ from contexts import (
 from flax import nnx
 from jax.sharding import AxisType
 from marks import with_core_tuples
+from test_derivatives import derivatives as every_order
+from test_derivatives import hessian_product, second_derivatives
 
 import flax_mha
 import flax_mha.linen
@@ -75,20 +77,24 @@ def test_as_on_one_device(strategy, case, devices, layout, small_tiles):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "case", "devices", "layout"),
+    ("derivatives", "strategy", "case", "devices", "layout"),
     with_core_tuples(
         [
-            ("ring", "everything", 2, "zigzag"),
-            ("ring", "windows", 4, "contiguous"),
-            ("ulysses", "everything", 2, "zigzag"),
-            ("allgather", "everything", 2, "zigzag"),
+            (second_derivatives, "ring", "plain", 2, "contiguous"),
+            (every_order, "ring", "plain", 2, "zigzag"),
+            (hessian_product, "ring", "everything", 2, "zigzag"),
+            (second_derivatives, "ring", "windows", 4, "contiguous"),
+            (hessian_product, "ulysses", "everything", 2, "zigzag"),
+            (second_derivatives, "allgather", "windows", 2, "contiguous"),
         ],
-        ("ring", "everything", 2, "zigzag"),
+        (second_derivatives, "ring", "plain", 2, "contiguous"),
     ),
 )
-def test_derivatives_of_every_order(strategy, case, devices, layout, small_tiles):
+def test_derivatives_of_every_order(derivatives, strategy, case, devices, layout, small_tiles):
+    """All of a plain call: with every argument each order takes minutes."""
     mesh = mesh_of(context=devices)
-    compare_derivatives(flax_mha.context_parallel("context", strategy, layout, mesh=mesh), case, layout, mesh)
+    attention_fn = flax_mha.context_parallel("context", strategy, layout, mesh=mesh)
+    compare_derivatives(derivatives, attention_fn, case, layout, mesh)
 
 
 @pytest.mark.parametrize(
