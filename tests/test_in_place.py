@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import with_core
+from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.impl.shared import schedule
@@ -75,8 +75,16 @@ def assert_same(got, expected, tolerance=1e-5):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * size)
 
 
-@pytest.mark.parametrize("one_block", [False, True], ids=["blocks", "one block"])
-@pytest.mark.parametrize("name", with_core(CASES, "window", "lengths", "logits", "bias and mask"))
+ONE_BLOCK = ("window", "lengths", "nothing visible", "logits", "bias and mask")
+
+
+@pytest.mark.parametrize(
+    ("name", "one_block"),
+    with_core_tuples(
+        [*((name, False) for name in CASES), *((name, True) for name in ONE_BLOCK)],
+        *((name, name in ("lengths", "logits")) for name in ("window", "lengths", "logits", "bias and mask")),
+    ),
+)
 def test_outputs(name, one_block, monkeypatch):
     """Also with NaN and infinities in keys, values and queries, wherever they are, and large numbers where hidden."""
     if one_block:  # where more than half of the keys are seen

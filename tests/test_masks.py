@@ -127,8 +127,14 @@ def test_windows_and_lengths_know_exactly_which_tiles_are_empty_and_full():
         assert_knows_its_tiles(lengths, (column < 20 + number) & (row < 30 - number))
 
 
-# Every mask in tiles, known while tracing or not; whole, those of the core.
-ATTENDED = [*((name, "blockwise", traced) for name in MASKS for traced in (False, True))]
+# Every mask in tiles, in turns known while tracing or not, both where it matters most; whole, those of the core.
+BOTH = (*CORE, "lengths", "segments", "array")
+ATTENDED = [
+    (name, "blockwise", traced)
+    for i, name in enumerate(MASKS)
+    for traced in (False, True)
+    if name in BOTH or traced == i % 2
+]
 ATTENDED += [(name, "xla", False) for name in CORE]
 
 

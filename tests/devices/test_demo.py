@@ -17,7 +17,7 @@ from train_demo.update import State, compiled, make_optimizer, make_update
 
 STEPS, VOCABULARY = 20, 31
 SETTINGS = Settings(
-    steps=STEPS, batch_size=32, context_length=16, layers=2, heads=4, features=32, optimizer="adamw", learning_rate=4e-3
+    steps=STEPS, batch_size=32, context_length=16, layers=1, heads=4, features=32, optimizer="adamw", learning_rate=4e-3
 )
 MUON = replace(SETTINGS, optimizer="muon", learning_rate=0.03)
 # A loss is a mean of so many float32 numbers. Where these are alike, as before the first step, each addition may round
