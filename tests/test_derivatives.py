@@ -137,7 +137,7 @@ def check(seed, dtype):
         compare(got, want, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("seed", with_core(SEEDS, *(seed for seed in SEEDS if seed in (2, 6))))
+@pytest.mark.parametrize("seed", with_core(SEEDS, *SEEDS[:1]))
 def test_every_order_equals_that_of_all_scores(seed):
     check(seed, np.float64)
 
