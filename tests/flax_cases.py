@@ -205,3 +205,43 @@ def assert_same_arguments(ours, flax):
             np.testing.assert_array_equal(raw(given), raw(expected))
         elif name != "module":
             assert given == expected or (given is None and expected is False)
+
+
+# What both modules refuse, when they are made or called: options, inputs and arguments of the call, error and message.
+REFUSED_OPTIONS = [
+    ({"num_heads": 0}, "num_heads and num_kv_heads must be at least 1, but got 0"),
+    ({"num_heads": -3}, "must be at least 1, but got -3"),
+    ({"num_kv_heads": 0}, "must be at least 1, but got 3 and 0"),
+    ({"num_heads": 4}, r"Memory dimension \(15\) must be divisible by 'num_heads' heads \(4\)"),
+    ({"qkv_features": 16}, r"Memory dimension \(16\) must be divisible"),
+    ({"qkv_features": 0}, r"Memory dimension \(0\) must be divisible"),
+    ({"num_kv_heads": 2}, r"num_heads \(3\) must be divisible by num_kv_heads \(2\)"),
+    ({"local_window_size": -1}, "local_window_size must be an int >= 0, .* but got -1"),
+    ({"local_window_size": (1, -2)}, r"local_window_size must be .* but got \(1, -2\)"),
+    ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be .*got 0\.0"),
+    ({"logits_soft_cap": -1}, "logits_soft_cap must be .*got -1"),
+    (
+        {"normalize_qk": "batch_norm"},
+        'normalize_qk must be False, True or one of "layer_norm", .*"rms_norm", "rms_norm_all_heads"',
+    ),
+    ({"normalize_qk": ""}, "normalize_qk must be .*got ''"),
+    ({"implementation": "fast"}, "implementation must be \"xla\".*but got 'fast'"),
+    *(({"dropout_rate": rate}, "dropout_rate must be a number in") for rate in (1.0, 1.5, -0.1, float("nan"))),
+    ({"sinks": np.zeros(HEADS, np.float32)}, r"sinks must be True or False, but got array\(\[0"),
+]
+X, Y = jnp.ones((BATCH, QUERIES, FEATURES)), jnp.ones((BATCH, KEYS, FEATURES))
+REFUSED_CALLS = [
+    ({}, [X, Y[0]], {}, ValueError, r"inputs must have same rank.*\(2, 7, 15\).*\(11, 15\)"),
+    ({}, [X[0, 0]], {}, ValueError, "rank, 2 or more"),
+    ({}, [X, Y[:1]], {}, ValueError, "batch dims must match"),
+    ({}, [X, Y, Y[:, :7]], {}, ValueError, "key and value lengths must match"),
+    ({}, [X, None, Y], {}, ValueError, "`inputs_k` cannot be None if `inputs_v` is not None"),
+    ({}, [X], {"mask": np.ones((7, 11), bool)}, ValueError, r"mask must broadcast.*\(2, 3, 7, 7\).*\(7, 11\)"),
+    ({}, [X], {"mask": np.ones((1, 1, 1, 1, 1), bool)}, ValueError, "mask must broadcast"),
+    ({}, [X], {"bias": np.ones((2, 7, 7), np.float32)}, ValueError, "bias must broadcast"),
+    ({}, [X], {"score_mod": lambda score: score}, ValueError, r"score_mod\(score, b, h, q_idx, kv_idx\) must"),
+    ({}, [X], {"segment_ids": jnp.ones((BATCH, KEYS), int)}, ValueError, "query_segment_ids must be"),
+    ({}, [X, Y], {"segment_ids": jnp.ones((BATCH, QUERIES), int)}, ValueError, "key_value_segment_ids must be"),
+    ({"implementation": "cudnn"}, [X], {}, NotImplementedError, "cudnn"),
+    ({"decode": True}, [X[:, :1]], {"segment_ids": jnp.ones((BATCH, 1), int)}, ValueError, "segment_ids .*decod"),
+]

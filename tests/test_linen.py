@@ -23,6 +23,8 @@ from flax_cases import (
     KEYS,
     MASKS,
     QUERIES,
+    REFUSED_CALLS,
+    REFUSED_OPTIONS,
     Case,
     assert_close,
     assert_grads_close,
@@ -664,7 +666,6 @@ def test_vmap_over_modules():
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
-ONES = jnp.ones((BATCH, QUERIES), int)
 COMPLEX = X.astype(jnp.complex64)
 
 
@@ -672,39 +673,13 @@ COMPLEX = X.astype(jnp.complex64)
 @pytest.mark.parametrize(
     ("options", "inputs", "arguments", "error", "message"),
     [
-        ({"num_heads": 0}, [X], {}, ValueError, "num_heads and num_kv_heads must be at least 1, but got 0"),
-        ({"num_heads": -3}, [X], {}, ValueError, "must be at least 1, but got -3"),
-        ({"num_kv_heads": 0}, [X], {}, ValueError, "must be at least 1, but got 3 and 0"),
-        (
-            {"num_heads": 4},
-            [X],
-            {},
-            ValueError,
-            r"Memory dimension \(15\) must be divisible by 'num_heads' heads \(4\)",
+        *(
+            (options, [X], {"deterministic": False, "dropout_rng": KEY}, ValueError, message)
+            for options, message in REFUSED_OPTIONS
         ),
-        ({"qkv_features": 16}, [X], {}, ValueError, r"Memory dimension \(16\) must be divisible"),
-        ({"num_kv_heads": 2}, [X], {}, ValueError, r"num_heads \(3\) must be divisible by num_kv_heads \(2\)"),
-        ({"local_window_size": -1}, [X], {}, ValueError, "local_window_size must be an int >= 0, .* but got -1"),
-        ({"logits_soft_cap": 0.0}, [X], {}, ValueError, r"logits_soft_cap must be .*got 0\.0"),
-        ({"logits_soft_cap": -1}, [X], {}, ValueError, "logits_soft_cap must be .*got -1"),
+        *REFUSED_CALLS,
         ({"logits_soft_cap": False}, [X], {}, ValueError, "logits_soft_cap must be .*got False"),
         ({"local_window_size": False}, [X], {}, ValueError, "local_window_size must be .*got False"),
-        ({"normalize_qk": "batch_norm"}, [X], {}, ValueError, "normalize_qk must be False, True"),
-        ({"normalize_qk": ""}, [X], {}, ValueError, "normalize_qk must be .*got ''"),
-        ({"sinks": np.zeros(HEADS, np.float32)}, [X], {}, ValueError, "sinks must be True or False, but got"),
-        ({}, [X, Y[0]], {}, ValueError, r"inputs must have same rank.*\(2, 7, 15\).*\(11, 15\)"),
-        ({}, [X[0, 0]], {}, ValueError, "rank, 2 or more"),
-        ({}, [X, Y[:1]], {}, ValueError, "batch dims must match"),
-        ({}, [X, Y, Y[:, :7]], {}, ValueError, "key and value lengths must match"),
-        ({}, [X, None, Y], {}, ValueError, "`inputs_k` cannot be None if `inputs_v` is not None"),
-        ({}, [X], {"mask": np.ones((7, 11), bool)}, ValueError, r"mask must broadcast.*\(2, 3, 7, 7\).*\(7, 11\)"),
-        ({}, [X], {"bias": np.ones((2, 7, 7), np.float32)}, ValueError, "bias must broadcast"),
-        ({}, [X], {"score_mod": lambda score: score}, ValueError, r"score_mod\(score, b, h, q_idx, kv_idx\) must"),
-        ({}, [X], {"segment_ids": ONES[:, :3]}, ValueError, "query_segment_ids must be"),
-        ({}, [X, Y], {"segment_ids": ONES}, ValueError, "key_value_segment_ids must be"),
-        ({"implementation": "fast"}, [X], {}, ValueError, "implementation must be \"xla\".*but got 'fast'"),
-        ({"implementation": "cudnn"}, [X], {}, NotImplementedError, "cudnn"),
-        ({"decode": True}, [X], {"segment_ids": ONES}, ValueError, "segment_ids .*decod"),
         ({"implementation": "xla"}, [COMPLEX], {}, ValueError, "complex inputs .* knows no implementation"),
         ({"dropout_rate": 0.5}, [X], {}, ValueError, '"deterministic" must be passed'),
         (
@@ -713,10 +688,6 @@ COMPLEX = X.astype(jnp.complex64)
             {"deterministic": True},
             ValueError,
             "passed to the constr",
-        ),
-        *(
-            ({"dropout_rate": rate}, [X], {"deterministic": False, "dropout_rng": KEY}, ValueError, "dropout_rate")
-            for rate in (1.0, 1.5, -0.1, float("nan"))
         ),
     ],
 )
