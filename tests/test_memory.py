@@ -18,11 +18,13 @@ CASES = {
     "causal": lambda t: {"is_causal": True},
     "bias of keys": lambda t: {"bias": jax.ShapeDtypeStruct((N, 1, t), jnp.float32)},
     "dropout": lambda t: {"dropout_rate": 0.1, "dropout_rng": KEY},
-    "causal window, segments, lengths": lambda t: {
+    "causal window, segments, lengths, soft cap, sinks": lambda t: {
         "is_causal": True,
         "local_window_size": (1000, 0),
         "query_segment_ids": jax.ShapeDtypeStruct((1, t), jnp.int32),
         "key_value_seq_lengths": jax.ShapeDtypeStruct((1,), jnp.int32),
+        "logits_soft_cap": 3.0,
+        "sinks": jax.ShapeDtypeStruct((N,), jnp.float32),
     },
 }
 
@@ -51,7 +53,7 @@ def dense_temporaries(t, gradient):
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
-@pytest.mark.parametrize("name", with_core(CASES, "causal window, segments, lengths"))
+@pytest.mark.parametrize("name", with_core(CASES, "causal window, segments, lengths, soft cap, sinks"))
 def test_four_times_the_length_takes_at_most_five_times_the_memory(name, gradient):
     short, long = (temporaries(t, gradient, CASES[name](t)) for t in (2048, 8192))
     assert long <= 5 * short

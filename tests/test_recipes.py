@@ -309,12 +309,13 @@ def test_under_vmap_and_remat(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), gradient, again)
 
 
-@pytest.mark.parametrize("name", ["documents", "ALiBi", "T5 bias", "dilated", "block-sparse", "tree"])
-def test_memory_at_16k(name, monkeypatch):
-    """Of the gradient: at most 1/20 of the dense computation's temporaries, and no array that has both lengths.
+# Windows, soft caps and sinks, whose memory test_memory.py has; a second function of positions, and a second one of T5.
+OTHERWISE_TESTED = ("causal", "sliding window", "prefix-LM", "soft cap", "attention sinks", "T5 bias of an encoder")
 
-    The others differ in a window, a soft cap or sinks, which test_memory.py has.
-    """
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in OTHERWISE_TESTED])
+def test_memory_at_16k(name, monkeypatch):
+    """Of the gradient: at most 1/20 of the dense computation's temporaries, and no array that has both lengths."""
     monkeypatch.undo()
     length, heads = 16384, 4
     x = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32)
