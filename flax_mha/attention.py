@@ -92,7 +92,8 @@ def dot_product_attention(
     This is a superset of `jax.nn.dot_product_attention`: arguments of the same name have the same meaning. Three things
     differ. Rows whose keys are all masked return 0 and have zero gradients. NaN and infinity in masked queries, keys
     and values do not affect any output or gradient. The residual is float32 (float64 for float64 inputs) and
-    differentiable; in `jax.nn` it has the dtype of the query and no gradient.
+    differentiable; in `jax.nn` it has the dtype of the query and no gradient. All of them:
+    :doc:`differences </differences>`.
 
     B is the batch (any number of axes), T the query length, S the key length, N the number of query heads, K that of
     key and value heads (N a multiple of K: grouped-query attention), H the head size. Query i stands at position
@@ -137,7 +138,7 @@ def dot_product_attention(
       implementation: None selects the fastest one that supports the call; see `explain_implementation`. "xla" computes
         all T x S scores. "blockwise" computes the scores tile by tile and skips fully masked tiles. "cudnn" (NVIDIA
         GPUs) and "splash" (TPUs) are fused kernels that support fewer arguments. "pallas" (TPUs) is a fused kernel that
-        supports nearly every argument; it has never been timed on a TPU, so None never selects it. All have derivatives
+        supports nearly every argument; it has never run on a TPU, so None never selects it. All have derivatives
         of every order, in forward and reverse mode.
       return_residual: Also return the log-sum-exp of the scores.
       return_max_score: Also return the largest visible score of each head, as QK-Clip needs it.

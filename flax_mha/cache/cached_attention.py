@@ -150,8 +150,9 @@ def over_cache(
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
     """Computes `cached_attention` by a function that runs calls, or that explains them instead.
 
-    If it is not known whether the cache is empty, the call of an empty one is run first, then the other. The caller has
-    checked that keys and values fit the cache.
+    A prompt of more than 16 tokens may meet an empty cache, for which there is a faster call. If it is not known
+    whether the cache is empty, both calls are traced, that of the empty one first, and one of them runs. Fewer tokens,
+    and masks or biases that differ by slot, take the general call. The caller has checked that keys and values fit.
 
     With a `latent`, the query is that of heads; key and cache hold latents. A prompt that meets an empty cache attends
     to keys and values of heads, which are fewer products; queries of later calls are absorbed.

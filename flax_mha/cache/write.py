@@ -162,7 +162,10 @@ def _write_sequence(
     index: Int[Array, ""],
     added: Int[Array, ""],
 ) -> Float[Array, "*B S K H"]:
-    """Writes the new entries, or their bits, of the sequences from `place` on."""
+    """Writes the first `added` new entries of one sequence, at `place` of the batch axes, or of all, from place 0 on.
+
+    The new entries may be bits instead of floats (`_bits`).
+    """
     length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
     first = index % length if kind.ring else index
     if _fills_one_slice(kind, new):

@@ -168,9 +168,3 @@ class Grid(NamedTuple):
         """Least and greatest distance by which a key of the tile stands ahead of a query."""
         (q_first, q_last), (k_first, k_last) = self.bounds(0, positions=True), self.bounds(1, positions=True)
         return k_first - q_last, k_last - q_first
-
-
-def pad(x: Array | np.ndarray, shape: tuple[int, int]) -> Array:
-    """`x` [T | 1, S | 1] lengthened to `shape` by zeros; axes of length 1 are broadcast and stay."""
-    widths = [(0, 0 if size == 1 else length - size) for size, length in zip(x.shape, shape, strict=True)]
-    return jnp.pad(x, widths) if any(after for _, after in widths) else jnp.asarray(x)

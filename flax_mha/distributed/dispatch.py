@@ -25,7 +25,7 @@ from flax_mha.impl.registry import IMPLEMENTATIONS, Explanation
 from flax_mha.impl.shared import schedule
 from flax_mha.impl.shared.head import head_ids
 
-# Where fused kernels are chosen first by published speeds; nothing of ours has been timed on a GPU or a TPU.
+# Where fused kernels are chosen first by published speeds; nothing of ours has run on a GPU or a TPU.
 PREFERRED_ON = {"gpu": ["cudnn"], "tpu": ["splash"]}
 # These run on every platform and have derivatives of every order. All others are kernels: `_fused_attention` adds the
 # derivatives that they lack and, where they were chosen, another way for CPUs.

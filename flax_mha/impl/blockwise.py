@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype
-from flax_mha.core.tile import Tile, pad
+from flax_mha.core.tile import Tile
 from flax_mha.core.tracing import varying_alike, varying_as
 from flax_mha.impl import dense
 from flax_mha.impl.dense import ResultsOfHead
@@ -66,7 +66,7 @@ def _all_heads(
     known = None if result is None else from_caller(result[0], result[1], operands.groups)
     one_head = functools.partial(blockwise_head, tiling, blocks.single and plan.fuses_rows)
     operands_of_heads = varying_alike((head, blocks, known))
-    results = map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.vmap_batch)
+    results = map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.max_heads_on_tpu)
     return to_caller(results, operands.query.dtype)
 
 
@@ -92,10 +92,8 @@ def blockwise_head(
         Then they are returned, and nothing is computed but gradients: those of what these keys contribute.
     """
     head, blocks, result = operands
-    head, (queries, features) = _pad(head, tiling), (tiling.lengths[0], head.value.shape[1])
-    known, rows = None, tiling.shape[0]
-    if result is not None:
-        known = pad(result[0], (rows, features)), pad(result[1][:, None], (rows, 1))[:, 0]
+    head, (queries, _), (rows, _) = _pad(head, tiling), tiling.lengths, tiling.shape
+    known = None if result is None else tuple(_lengthen(x, rows) for x in result)
     results = [x[:queries] for x in _attention(tiling, fuse_rows, head, blocks, known)]
     return results[0], results[1], results[2] if head.rule.returns_max else None
 
@@ -103,17 +101,24 @@ def blockwise_head(
 def _pad(head: Head, tiling: Tiling) -> Head:
     (rows, columns), flags = tiling.shape, head.nonfinite
     if flags is not None:
-        widths = (rows - tiling.lengths[0], columns - tiling.lengths[1])
-        flags = NonfiniteFlags(*(jnp.pad(x, (0, width)) for x, width in zip(flags, widths, strict=True)))
-    bias = None if head.inputs.bias is None else pad(head.inputs.bias, tiling.shape)
+        flags = NonfiniteFlags(_lengthen(flags.query, rows), _lengthen(flags.key, columns))
+    bias = head.inputs.bias
+    if bias is not None:  # axes of length 1 are broadcast
+        bias = _lengthen(bias, *(1 if size == 1 else n for size, n in zip(bias.shape, tiling.shape, strict=True)))
     return dataclasses.replace(
         head,
-        query=pad(head.query, (rows, head.query.shape[1])),
-        key=pad(head.key, (columns, head.key.shape[1])),
-        value=pad(head.value, (columns, head.value.shape[1])),
+        query=_lengthen(head.query, rows),
+        key=_lengthen(head.key, columns),
+        value=_lengthen(head.value, columns),
         inputs=head.inputs._replace(bias=bias),
         nonfinite=flags,
     )
+
+
+def _lengthen(x: Array, *lengths: int) -> Array:
+    """Appends zeros to the first axes, up to these lengths."""
+    widths = [(0, length - size) for size, length in zip(x.shape, lengths, strict=False)]
+    return jnp.pad(x, widths + [(0, 0)] * (x.ndim - len(widths))) if any(after for _, after in widths) else x
 
 
 def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any) -> list[Array]:

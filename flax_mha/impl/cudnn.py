@@ -54,8 +54,8 @@ class Kernel(NamedTuple):
     Attributes:
       query: Shape of the padded queries [B, T, N, H].
       key: Shape of the padded keys [B, S, K, H].
-      is_causal: The right side of the window: True ends it at the query itself, False does not limit it.
-      window: Its left side, (left, 0); None does not limit it.
+      is_causal: Whether a query sees no key after its own, the only limit on the right that cuDNN has.
+      window: (left, 0), how far back a query sees; the 0 repeats `is_causal`, as `jax.nn` demands. None: no limit.
       padded: Whether lengths are given.
     """
 

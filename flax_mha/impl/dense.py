@@ -38,15 +38,15 @@ def attention(call: Call) -> OutputAndLse:
 @functools.partial(jax.jit, static_argnames=("options", "plan"))
 def _all_heads(operands: Operands, options: Options, plan: Plan) -> OutputAndLse:
     head = heads_of(operands, options, "flags and scales" if plan.fuses_rows else "nan", plan.dtype)
-    return map_dense_heads(head, operands.query.dtype, plan.looped_axes, plan.vmap_batch, plan.fuses_rows)
+    return map_dense_heads(head, operands.query.dtype, plan.looped_axes, plan.max_heads_on_tpu, plan.fuses_rows)
 
 
 def map_dense_heads(
-    head: Head, dtype: DTypeLike, looped_axes: int | None, vmap_batch: int | None = None, fuse_rows: bool = False
+    head: Head, dtype: DTypeLike, looped_axes: int | None, max_heads_on_tpu: int | None = None, fuse_rows: bool = False
 ) -> OutputAndLse:
     """Output, in this dtype, and log-sum-exp of heads [B..., K, G]."""
     one_head = functools.partial(dense_head, fuse_rows=fuse_rows)
-    return to_caller(map_heads(one_head, head, head.query.ndim - 2, looped_axes or 0, vmap_batch), dtype)
+    return to_caller(map_heads(one_head, head, head.query.ndim - 2, looped_axes or 0, max_heads_on_tpu), dtype)
 
 
 def dense_head(head: Head, fuse_rows: bool = False) -> ResultsOfHead:

@@ -27,7 +27,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
     Same attributes and call, same parameters, cache variables and sown weights, so Flax checkpoints load unconverted.
-    What differs is listed in `docs/differences.md`. Flax's attributes are not repeated here, nor those that
+    What differs: :doc:`differences </differences>`. Flax's attributes are not repeated here, nor those that
     `flax_mha.MultiHeadAttention` has, too, and describes.
 
     Attributes:

@@ -234,7 +234,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
 
     Same constructor and call, same parameters (`query`, `key`, `value`: kernel [in, heads, head size], bias [heads,
     head size]; `out`: kernel [heads, head size, out], bias [out]), same cache variables and sown weights, so Flax
-    checkpoints load unconverted. What differs is listed in `docs/differences.md`. Flax's initializers, metadata, and
+    checkpoints load unconverted. What differs: :doc:`differences </differences>`. Flax's initializers, metadata, and
     functions that promote, multiply or make these, are not repeated here.
 
     Args:

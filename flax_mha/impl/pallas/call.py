@@ -1,6 +1,6 @@
 """`implementation="pallas"`: why it refuses a call, and its kernels with their derivatives.
 
-One set of kernels computes every argument of a call, forward and backward. They have never been timed on a TPU, so they
+One set of kernels computes every argument of a call, forward and backward. They have never run on a TPU, so they
 run only where they are named.
 """
 

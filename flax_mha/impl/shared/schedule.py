@@ -106,13 +106,13 @@ class Plan(NamedTuple):
     Attributes:
       looped_axes: How many of the leading axes [B..., K, G] are looped over, of tiles at least; None: none, as arrays
         may be split.
-      vmap_batch: How many heads run together at most; None: all that are not looped over.
+      max_heads_on_tpu: How many heads run together at most; None: no limit, as on CPUs and GPUs.
       dtype: Of the operands of matrix products.
       fuses_rows: Whether XLA's CPU makes one fast kernel of `dense.fused_rows`, of all scores or of a tile.
     """
 
     looped_axes: int | None
-    vmap_batch: int | None
+    max_heads_on_tpu: int | None
     dtype: jnp.dtype
     fuses_rows: bool
 
@@ -121,14 +121,18 @@ def plan_dense(call: Call) -> Plan:
     """Plans a call of which all scores of a head are computed at once."""
     scores = call.operands.query.shape[-3] * call.operands.key.shape[-3]
     looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
-    return Plan(looped, _vmap_batch(call, scores), product_dtype(call, tiles=False), _fuses_rows(call, scores))
+    return Plan(looped, _max_heads_on_tpu(call, scores), product_dtype(call, tiles=False), _fuses_rows(call, scores))
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Tiling, BlockMask | None]:
     """Plans a call that is computed tile by tile, with its block mask if the mask holds arrays that are known."""
     tiling, blocks = tiles(call)
     scores = tiling.height * tiling.width
-    looped, together, dtype = _looped_axes(call, scores), _vmap_batch(call, scores), product_dtype(call, tiles=True)
+    looped, together, dtype = (
+        _looped_axes(call, scores),
+        _max_heads_on_tpu(call, scores),
+        product_dtype(call, tiles=True),
+    )
     return Plan(looped, together, dtype, _fuses_rows(call, scores, tiling.rows)), tiling, blocks
 
 
@@ -281,7 +285,7 @@ def _looped_axes(call: Call, scores: int) -> int | None:
     return axes - 2 if together else axes
 
 
-def _vmap_batch(call: Call, scores: int) -> int | None:
+def _max_heads_on_tpu(call: Call, scores: int) -> int | None:
     """Limits the heads that run together, given the number of scores of one head in memory at once; None: all."""
     if call.options.target != ON_ONE_TPU or not call.options.has_known_sizes:
         return None
