@@ -65,14 +65,10 @@ def _dense_gradients(arrays, mask, scale, soft_cap):
     return output, *pull(jnp.where(jnp.isfinite(output), jnp.cos(output), jnp.zeros_like(output)))
 
 
-NOTHING_HIDES = dict.fromkeys(reference.MASKING) | {"is_causal": False, "local_window_size": None}
-NOTHING_HIDES |= {"query_offset": 0, "key_value_offset": 0}
-
-
 def dense_gradients(arrays, scale=None, logits_soft_cap=None, **masking):
     """The dense output and gradients; what is seen is an array, so that calls of one shape share a program."""
     (*batch, t, n, _), s = arrays[0].shape, arrays[1].shape[-3]
-    mask = reference.visible_scores((*batch, n, t, s), **NOTHING_HIDES | masking)
+    mask = reference.visible_scores((*batch, n, t, s), **masking)
     return jax.device_get(_dense_gradients(arrays, mask, scale, logits_soft_cap))
 
 
