@@ -275,7 +275,7 @@ def test_groups_of_heads_change_nothing(implementation, monkeypatch):
     want = jax.jit(lambda: answers())()
     monkeypatch.setattr(schedule, "_looped_axes", lambda call, scores: None)
     for together in (1, 2, 6):
-        monkeypatch.setattr(schedule, "_vmap_batch", lambda call, scores, together=together: together)
+        monkeypatch.setattr(schedule, "_max_heads_on_tpu", lambda call, scores, together=together: together)
         for got, expected in zip(jax.jit(lambda: answers())(), want, strict=True):
             atol = 20 * np.finfo(np.float32).eps * np.abs(expected).max()  # sums of 20 terms, in another order
             np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
