@@ -37,7 +37,8 @@ colab = REPOSITORY.replace("github.com", "colab.research.google.com/github")
 extlinks = {"colab": (f"{colab}/blob/main/docs/notebooks/%s", "Open in Colab: %s")}
 exclude_patterns = ["_build", "_generated"]
 myst_heading_anchors = 3
-suppress_warnings = ["myst.header"]  # included results begin at any level
+# Included results begin at any level; a short name in a docstring may stand for one of nnx and one of linen.
+suppress_warnings = ["myst.header", "ref.python"]
 
 html_theme = "furo"
 html_title = f"flax_mha {version}"
