@@ -1,4 +1,4 @@
-"""NumPy arrays that a function captures, replaced by JAX arrays: NumPy cannot index its own with traced numbers."""
+"""Replaces the NumPy arrays that a function captures by JAX arrays, because NumPy cannot index with traced numbers."""
 
 import functools
 import types
@@ -13,7 +13,7 @@ _JITTED = type(jax.jit(abs))
 
 
 def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """A captured value with JAX arrays in the place of NumPy arrays, also those in what it holds and captures."""
+    """Replaces NumPy arrays by JAX arrays in a captured value and in all that it holds or captures itself."""
     seen = {} if seen is None else seen
     if id(value) not in seen:
         seen[id(value)] = value  # a function may capture itself
@@ -49,7 +49,7 @@ def _changed_attributes(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _changed_function(function: types.FunctionType, change: Callable[[Any], Any]) -> types.FunctionType:
-    """The function with another closure, other defaults, and other values of the global names that it uses."""
+    """Copies a function, with `change` applied to its closure, its defaults and the global variables that it reads."""
     names = function.__globals__
     names = names | {name: change(names[name]) for name in function.__code__.co_names if name in names}
     closure = tuple(types.CellType(change(cell.cell_contents)) for cell in function.__closure__ or ())

@@ -1,4 +1,4 @@
-"""Integers of any width as int32: lengths, positions and ids, without a silent change of what they mean."""
+"""Converts lengths, positions and ids of any integer dtype to int32, never with a silent change of their meaning."""
 
 import numbers
 from typing import Any, TypeGuard
@@ -15,15 +15,15 @@ LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Returns whether `value` is an integer of Python or NumPy; bools are none."""
+    """Returns whether `value` is an integer of Python or NumPy, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def int_at_least(name: str, value: object, least: int) -> int:
-    """Returns an integer of Python or NumPy as Python's.
+    """Converts an integer of Python or NumPy to a Python int.
 
     Raises:
-      ValueError: If it is none, or less than `least`.
+      ValueError: If `value` is no integer, or less than `least`.
     """
     if not is_int(value) or value < least:
         raise ValueError(f"{name} must be an int >= {least}, but got {value!r}.")
@@ -31,19 +31,23 @@ def int_at_least(name: str, value: object, least: int) -> int:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Returns whether `value` is a real number of Python or NumPy, NaN and infinity included; bools are none."""
+    """Returns whether `value` is a real number of Python or NumPy, NaN and infinity included, and no bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def unwrapped(value: Any) -> Any:
-    """The array in what stands for one, such as a variable of `flax.nnx`; all else as it is."""
+    """Returns the array that a variable of `flax.nnx` or another object with `__jax_array__` holds; else `value`."""
     if isinstance(value, jax.Array | type) or not hasattr(value, "__jax_array__"):
         return value
     return value.__jax_array__()
 
 
 def integers(name: str, value: Any) -> Any:
-    """Integers as they are given: in NumPy 64 bits stay, of which JAX would drop 32, and known values stay known."""
+    """Converts integers to an array, of NumPy where their values are known: JAX would reduce 64 bits to 32.
+
+    Raises:
+      ValueError: If they are no integers.
+    """
     value = unwrapped(value)
     is_int32 = isinstance(value, jax.Array) and value.dtype == jnp.int32
     try:
@@ -59,7 +63,7 @@ def integers(name: str, value: Any) -> Any:
 
 
 def int32(name: str, value: Any) -> Array:
-    """Integers as int32, the nearest one for those that are out of its range."""
+    """Converts integers to int32; those out of its range become the nearest int32."""
     array = integers(name, value)
     if np.dtype(array.dtype).itemsize > 4 or array.dtype == np.uint32:
         low = None if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else SMALLEST
@@ -68,9 +72,12 @@ def int32(name: str, value: Any) -> Array:
 
 
 def ids_int32(name: str, value: Any) -> Array:
-    """Integers as int32 that are equal where the given ones are; traced ones of 64 bits stay as they are.
+    """Converts ids to int32 such that equal ids, and no others, stay equal.
 
-    Traced ones without sign, of 32 bits, count modulo 2^32.
+    Traced ids cannot be checked: those of 64 bits keep their dtype, and uint32 wraps around.
+
+    Raises:
+      ValueError: If ids with known values are out of the range of int32.
     """
     array = integers(name, value)
     fits = np.dtype(array.dtype).itemsize < 4 or array.dtype == np.int32
@@ -85,7 +92,7 @@ def ids_int32(name: str, value: Any) -> Array:
 
 
 def extremes(array: Array) -> tuple[int, int]:
-    """The least and the greatest of integers where these are known, else 0."""
+    """Returns the least and the greatest of integers; 0 and 0 if there are none or they are not known."""
     if not readable(array) or not array.size:
         return 0, 0
     known = np.asarray(array)

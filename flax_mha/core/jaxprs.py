@@ -1,4 +1,4 @@
-"""Jaxprs as values: compared by what they compute, and evaluated inside `jax.shard_map`."""
+"""Compares jaxprs by what they compute, and evaluates them inside `jax.shard_map`."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from flax_mha.core.tracing import is_key, varying_alike
 
-# Parameters of primitives that hold Python functions: the rules of custom derivatives.
+# The parameters of primitives that are Python functions: rules for custom derivatives.
 RULES = {
     "custom_jvp_call": ("jvp_jaxpr_fun",),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
@@ -20,7 +20,7 @@ RULES = {
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those of inner jaxprs too."""
+    """Iterates over the equations of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in inner_jaxprs(equation):
@@ -28,26 +28,26 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The jaxprs that an equation holds: of branches, loops and custom derivatives."""
+    """Iterates over an equation's jaxprs: branches, loop bodies, functions with custom derivatives."""
     for parameter in equation.params.values():
         for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
             if isinstance(inner, Jaxpr | ClosedJaxpr):
                 yield inner
 
 
-def key_of(value: Any, derived: frozenset | None = None) -> tuple:
-    """Converts a jaxpr, or what its equations hold, to a hashable key, equal for two that compute the same.
+def key_of(value: Any, without_rules: frozenset | None = None) -> tuple:
+    """Converts a jaxpr, or a value inside one, to a hashable key; jaxprs that compute the same have equal keys.
 
-    Unknown objects are equal to themselves alone, by their `id`: whoever keeps the key must keep the value.
+    An object that cannot be hashed is represented by its `id`, so it must live as long as the key.
 
     Args:
-      value: What to convert.
-      derived: None if rules of custom derivatives do not count. Else they do, by their `id`, but those of the functions
-        with these keys.
+      value: A jaxpr, or a constant or parameter of one.
+      without_rules: Keys of functions whose rules for custom derivatives are ignored. The rules of all other functions
+        are compared by their `id`. None ignores all rules.
     """
-    key = functools.partial(key_of, derived=derived)
+    key = functools.partial(key_of, without_rules=without_rules)
     if isinstance(value, Jaxpr):
-        return _key_of_jaxpr(value, derived), *map(key, getattr(value, "consts", ()))
+        return _key_of_jaxpr(value, without_rules), *map(key, getattr(value, "consts", ()))
     if isinstance(value, ClosedJaxpr):
         return key(value.jaxpr), *map(key, value.consts)
     if isinstance(value, tuple | list):
@@ -66,8 +66,8 @@ def key_of(value: Any, derived: frozenset | None = None) -> tuple:
     return type(value), value
 
 
-def _key_of_jaxpr(jaxpr: Jaxpr, derived: frozenset | None) -> tuple:
-    """The key of a jaxpr without what it computes for nothing, as rules that call their own function do."""
+def _key_of_jaxpr(jaxpr: Jaxpr, without_rules: frozenset | None) -> tuple:
+    """Converts a jaxpr to a key; equations whose results are unused, which custom rules leave, do not count."""
     live, needed, numbers = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, [], dict[Any, int]()
     for equation in reversed(jaxpr.eqns):
         if equation.effects or live.intersection(equation.outvars):
@@ -80,18 +80,18 @@ def _key_of_jaxpr(jaxpr: Jaxpr, derived: frozenset | None) -> tuple:
 
     def key(e: Any) -> tuple:
         rules = RULES.get(e.primitive.name, ())
-        if rules and derived is not None and key_of(e.params["call_jaxpr"]) not in derived:
+        if rules and without_rules is not None and key_of(e.params["call_jaxpr"]) not in without_rules:
             rules = ()
-        params = tuple((name, key_of(x, derived)) for name, x in sorted(e.params.items()) if name not in rules)
+        params = tuple((name, key_of(x, without_rules)) for name, x in sorted(e.params.items()) if name not in rules)
         return e.primitive, params, *map(atom, (*e.invars, *e.outvars))
 
     return *map(atom, (*jaxpr.constvars, *jaxpr.invars)), *map(key, reversed(needed)), *map(atom, jaxpr.outvars)
 
 
 def evaluate_varying(jaxpr: Jaxpr, values: Sequence[Array]) -> Array:
-    """The jaxpr's value inside `jax.shard_map`, where all operands must vary over the same axes of the mesh.
+    """Evaluates a jaxpr inside `jax.shard_map` that was traced outside of it.
 
-    The function was traced for scalars that vary over none.
+    There the operands of each primitive must vary over the same mesh axes, so each equation gets them cast.
     """
     known = dict(zip(jaxpr.invars, values, strict=True))
 
@@ -105,14 +105,14 @@ def evaluate_varying(jaxpr: Jaxpr, values: Sequence[Array]) -> Array:
                 f"got {equation.primitive.name}; use jnp.where, or jax.shard_map(..., check_vma=False)."
             )
         results = read(equation.invars)
-        if equation.primitive.name not in ("pvary", "pcast"):  # of captured arrays that varied already while tracing
+        if equation.primitive.name not in ("pvary", "pcast"):  # these cast captured arrays
             results = equation.primitive.bind(*results, **equation.params)
         results = results if isinstance(results, list | tuple) else [results]
         known.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)[0]
 
 
-# Primitives whose derivatives are 0, 1 or selections, whatever the numbers are.
+# Primitives whose derivatives are 0, 1, -1 or selections, for all numbers.
 SELECTING = {
     *("add", "add_any", "sub", "neg", "max", "min", "clamp", "select_n", "stop_gradient", "copy"),
     *("convert_element_type", "reduce_precision", "broadcast_in_dim", "expand_dims", "reshape", "squeeze", "slice"),
@@ -121,13 +121,13 @@ SELECTING = {
 
 
 def derivative_is_finite(jaxpr: Jaxpr) -> bool:
-    """Returns whether no derivative can be infinite or NaN, whatever floats captured arrays and arguments hold.
+    """Returns True if no derivative can be infinite or NaN, for any floats in captured arrays and arguments.
 
     That is so if floats are only selected, added, and multiplied by finite numbers, as in
-    score - slopes[h] * (q_idx - kv_idx). A False may be wrong, a True is not.
+    score - slopes[h] * (q_idx - kv_idx). Other functions return False even if their derivatives are finite.
     """
-    data = {v for v in (*jaxpr.constvars, *jaxpr.invars) if is_float(v)}  # may hold anything
-    unbounded: set[Any] = set()  # made of integers alone, but perhaps not finite
+    data = {v for v in (*jaxpr.constvars, *jaxpr.invars) if is_float(v)}  # and floats computed from these
+    unbounded: set[Any] = set()  # floats computed from integers alone that may be infinite or NaN
     for equation in jaxpr.eqns:
         name, floats = equation.primitive.name, [v for v in equation.outvars if is_float(v)]
         atoms = [x for x in equation.invars if not isinstance(x, Literal)]

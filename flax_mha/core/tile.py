@@ -22,16 +22,11 @@ IntMatrix = Int[Array, "rows columns"] | np.ndarray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Offsets:
-    """Positions of the first query and the first key: each a number, which is static, or an int32 array [B...].
+    """Positions of the first query and the first key: each a number, which is static, or an int32 array [B...]."""
 
-    Attributes:
-      query_array: Of the first query, if it is an array.
-      key_array: Of the first key, if it is an array.
-      numbers: Of both; 0 where there is an array.
-    """
-
-    query_array: Any = None
-    key_array: Any = None
+    query_array: Any = None  # position of the first query if it is an array, else None
+    key_array: Any = None  # position of the first key if it is an array, else None
+    # Both positions; 0 in the place of an array.
     numbers: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})
 
     @classmethod
@@ -42,7 +37,7 @@ class Offsets:
 
     @property
     def values(self) -> tuple[Any, Any]:
-        """Both, as ints or arrays."""
+        """Positions of the first query and the first key, as ints or arrays."""
         query, key = self.numbers
         return (
             query if self.query_array is None else self.query_array,
@@ -55,31 +50,24 @@ class Offsets:
         return self.query_array is None and self.key_array is None
 
     def moved(self, query: Any, key: Any) -> "Offsets":
-        """The offsets of a slice whose first query and first key are this much further on."""
+        """Returns the offsets of a slice that begins `query` queries and `key` keys later."""
         first_query, first_key = self.values
         return Offsets.of(first_query + query, first_key + key)
 
 
 class Tile(NamedTuple):
-    """A rectangle of the scores of one head.
+    """A rectangle of the scores of one head."""
 
-    Attributes:
-      row: Its first row.
-      column: Its first column.
-      shape: Rows and columns.
-      offsets: Positions of query 0 and of key 0.
-      lengths: T and S where the tile may reach beyond them, into padding; padding is given the position of the
-        last query or key, so that user functions are never called for positions that do not exist.
-      ring: None, or the number S of keys if they form a ring, in which the key at position p stands in column p mod S.
-        `offsets` then holds the position of the newest key in the place of that of key 0. Columns that no key has been
-        written to have negative positions.
-    """
-
-    row: Scalar
-    column: Scalar
-    shape: tuple[int, int]
-    offsets: tuple[Scalar, Scalar] = (0, 0)
+    row: Scalar  # its first row
+    column: Scalar  # its first column
+    shape: tuple[int, int]  # rows and columns
+    offsets: tuple[Scalar, Scalar] = (0, 0)  # positions of query 0 and of key 0
+    # T and S if the tile may reach beyond them, into padding, else None. Padding has the position of the last query or
+    # key, so that user functions are never called for positions that do not exist.
     lengths: tuple[int, int] | None = None
+    # Number S of slots if the keys are a ring cache, in which the key at position p is in column p mod S; else
+    # None. `offsets` then holds the position of the newest key instead of that of key 0. Slots that were never written
+    # have negative positions.
     ring: int | None = None
 
     @property
@@ -109,25 +97,25 @@ class Tile(NamedTuple):
         return self.offsets[1] - (self.offsets[1] - columns) % self.ring
 
     def cut(self, x: Array | np.ndarray) -> Array:
-        """The tile's part of `x` [T | 1, S | 1]; an axis of length 1 is broadcast and stays whole."""
+        """Cuts the tile's part out of `x` [T | 1, S | 1]; an axis of length 1 is broadcast and stays whole."""
         if x.shape[0] != 1:
             x = lax.dynamic_slice_in_dim(x, self.row, self.shape[0], 0, allow_negative_indices=False)
         return jnp.asarray(x) if x.shape[1] == 1 else self.cut_columns(x, 1)
 
     def cut_queries(self, x: Array | np.ndarray) -> Array:
-        """The tile's part of `x` [T], one entry for each query, in the shape of `query_positions`."""
+        """Cuts the tile's part out of `x` [T], in the shape of `query_positions`."""
         return self.cut(x[:, None])
 
     def cut_keys(self, x: Array | np.ndarray) -> Array:
-        """The tile's part of `x` [S], one entry for each key, in the shape of `key_positions`."""
+        """Cuts the tile's part out of `x` [S], in the shape of `key_positions`."""
         return self.cut(x[None, :])
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
-        """The tile's part of an axis that has an entry for every column."""
+        """Cuts the tile's columns out of an axis of length S."""
         return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
 
     def add(self, x: Array, part: Array) -> Array:
-        """`x` with `part` added where `cut` takes it from."""
+        """Adds `part` to the part of `x` that `cut` returns."""
         place = (0 if size == 1 else first for size, first in zip(x.shape, (self.row, self.column), strict=True))
         start = tuple(jnp.asarray(first, jnp.int32) for first in place)
         part = part + lax.dynamic_slice(x, start, part.shape, allow_negative_indices=False)
@@ -135,26 +123,19 @@ class Tile(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The scores of one head cut into tiles of one shape; the last ones may reach beyond T and S, into padding.
+    """The scores of one head cut into tiles of one shape; the last ones may reach beyond T and S, into padding."""
 
-    Attributes:
-      counts: Rows and columns of tiles.
-      tile_shape: Rows and columns of a tile.
-      offsets: Positions of query 0 and of key 0.
-      lengths: T and S; None: the tiles fill them.
-    """
-
-    counts: tuple[int, int]
-    tile_shape: tuple[int, int]
-    offsets: tuple[Scalar, Scalar] = (0, 0)
-    lengths: tuple[int, int] | None = None
+    counts: tuple[int, int]  # rows and columns of tiles
+    tile_shape: tuple[int, int]  # rows and columns of a tile
+    offsets: tuple[Scalar, Scalar] = (0, 0)  # positions of query 0 and of key 0
+    lengths: tuple[int, int] | None = None  # T and S if tiles reach beyond them, else None
 
     def bounds(self, axis: int, positions: bool = False) -> tuple[IntMatrix, IntMatrix]:
-        """First and last row (axis 0, shape [rows, 1]) or column (axis 1, shape [1, columns]) of the tiles.
+        """Computes the first and last row [rows, 1] (axis 0), or column [1, columns] (axis 1), of all tiles.
 
         Args:
-          axis: Of the grid.
-          positions: Whether to return the positions of these queries or keys instead.
+          axis: 0 for rows, 1 for columns.
+          positions: If True, return the positions of these queries or keys instead.
         """
         size = self.tile_shape[axis]
         first = np.expand_dims(np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis)
@@ -165,6 +146,6 @@ class Grid(NamedTuple):
         return (first + self.offsets[axis], last + self.offsets[axis]) if positions else (first, last)
 
     def distance_bounds(self) -> tuple[IntMatrix, IntMatrix]:
-        """Least and greatest distance by which a key of the tile stands ahead of a query."""
+        """Computes the least and greatest difference, key position minus query position, in each tile."""
         (q_first, q_last), (k_first, k_last) = self.bounds(0, positions=True), self.bounds(1, positions=True)
         return k_first - q_last, k_last - q_first

@@ -1,4 +1,4 @@
-"""What is known while tracing: the target platform, which values are, how arrays vary and are split over a mesh."""
+"""Tells what is known while JAX traces: target devices, concrete values, and the mesh axes that arrays vary over."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,14 +15,10 @@ T = TypeVar("T")
 
 
 class Target(NamedTuple):
-    """The devices for which a call is compiled.
+    """The devices for which a call is compiled."""
 
-    Attributes:
-      platform: "cpu", "gpu" or "tpu".
-      may_be_split: True if XLA's partitioner may split arrays over several devices although their types do not say so.
-    """
-
-    platform: str
+    platform: str  # "cpu", "gpu" or "tpu"
+    # True if XLA's partitioner may split arrays over several devices although their types do not say so.
     may_be_split: bool
 
 
@@ -33,13 +29,13 @@ def platform() -> str:
 
 
 def target_of(arrays: Sequence[Array]) -> Target:
-    """Returns the target of a call: the devices that hold its arrays, or the default ones while tracing."""
+    """Returns the devices that a call is compiled for: those of its arrays or, while tracing, the default ones."""
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         targets = {_target_of_sharding(x.sharding) for x in arrays}
         return max(targets, key=lambda target: target.may_be_split)
     mesh = jax.sharding.get_abstract_mesh()
     mesh = mesh if mesh.axis_types else jax.typeof(arrays[0]).sharding.mesh
-    if mesh.axis_types:  # inside `jax.shard_map` nothing is split, nor on one device
+    if mesh.axis_types:  # inside `jax.shard_map`, or on one device, XLA splits nothing
         free = any(kind is not jax.sharding.AxisType.Manual for kind in mesh.axis_types)
         return Target(platform(), free and mesh.size > 1)
     return Target(platform(), jax.device_count() > 1)
@@ -52,7 +48,7 @@ def _target_of_sharding(sharding: jax.sharding.Sharding) -> Target:
 
 
 def reasons_against_kernel(target: Target) -> list[str]:
-    """Lists why a Pallas kernel, which computes on one device and ignores meshes, cannot run where this is traced."""
+    """Lists why a Pallas kernel cannot run in this trace: it computes on one device and does not know meshes."""
     reasons = []
     if target.may_be_split:
         reasons.append("on several devices it must know how its arrays are split; pass qkv_sharding")
@@ -63,7 +59,7 @@ def reasons_against_kernel(target: Target) -> list[str]:
 
 
 def without_mesh() -> AbstractContextManager:
-    """Hides the mesh while scalar functions are traced that will run inside `jax.shard_map`, where its axes differ."""
+    """Hides the mesh while a scalar function is traced, because it may run inside `jax.shard_map`, on another mesh."""
     axis_types = jax.sharding.get_abstract_mesh().axis_types
     if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
@@ -71,20 +67,20 @@ def without_mesh() -> AbstractContextManager:
 
 
 def readable(x: Array | np.ndarray) -> bool:
-    """Tells whether values are known while tracing, and to this process."""
+    """Returns whether an array's values can be read: it is not traced, and this process holds all of it."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def being_traced() -> bool:
-    """Tells whether operations are staged out, as inside `jit`, instead of being executed one by one."""
+    """Returns whether JAX is tracing, as inside `jit`, rather than executing operations one by one."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def varying_alike(tree: T) -> T:
-    """Makes arrays vary over the same axes of a mesh, as loops and custom derivatives need it.
+    """Casts arrays to vary over the same mesh axes, as loops and custom derivatives need it in `jax.shard_map`.
 
-    Inside `jax.shard_map` the type of an array says over which axes of the mesh it varies. The gradient of an array
-    that varied over fewer axes than the others is summed over those that are added here.
+    The type of an array there lists the mesh axes along which devices may hold different values. Gradients of the cast
+    arrays are summed over the axes that the cast adds.
     """
     leaves, structure = jax.tree.flatten(tree)
     axes = frozenset().union(*map(_varying_axes, leaves))
@@ -92,12 +88,12 @@ def varying_alike(tree: T) -> T:
 
 
 def any_varies(arrays: Sequence[Array]) -> bool:
-    """Tells whether an array varies over an axis of a mesh, inside `jax.shard_map`."""
+    """Returns whether any array varies over a mesh axis, inside `jax.shard_map`."""
     return any(map(_varying_axes, arrays))
 
 
 def varying_as(like: Array, tree: T) -> T:
-    """Makes the arrays from which a loop starts vary over the same axes of a mesh as `like`."""
+    """Casts arrays, such as a loop's initial values, to vary over the mesh axes that `like` varies over."""
     axes = _varying_axes(like)
     return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree
 
@@ -112,17 +108,17 @@ def _vary(x: Any, axes: frozenset) -> Any:
 
 
 def is_key(x: Any) -> bool:
-    """Tells whether this is a typed key of `jax.random`."""
+    """Returns whether an array holds typed keys of `jax.random`."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tuple) -> T:
-    """Calls `function(*operands)`, on each device with its part of a `jax.vmap` axis that types say is split.
+    """Calls `function(*operands)` in a rule for `jax.vmap`, on each device if the mapped axis is split over a mesh.
 
     Args:
-      function: Returns arrays with this axis first.
+      function: Takes and returns arrays whose first axis is the mapped one.
       operands: Pytrees of arrays.
-      is_batched: For each array True if its first axis is the mapped one.
+      is_batched: For each array, whether it has the mapped axis.
     """
     leaves = [x for x, batched in zip(*map(jax.tree.leaves, (operands, is_batched)), strict=True) if batched]
     shardings = [jax.typeof(x).sharding for x in leaves]

@@ -36,10 +36,10 @@ class TracedFunction:
     """The jaxpr of a function of ([score,] b, h, q_idx, kv_idx). Two are equal if they compute the same.
 
     Attributes:
-      name: What errors call the function; it does not count when two are compared.
-      jaxpr: Takes the captured arrays, then the function's arguments.
+      name: Name of the function in errors; not compared.
+      jaxpr: Its arguments are the captured arrays, then those of the function.
       derivative_is_finite: See `jaxprs.derivative_is_finite`.
-      made_for: See `made_for`; it does not count when two are compared.
+      made_for: The sizes given to the decorator `made_for`; not compared.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class TracedFunction:
         made_for: Mapping[str, int],
     ) -> None:
         self.name, self.jaxpr, self.derivative_is_finite, self.made_for = name, jaxpr, derivative_is_finite, made_for
-        self._derivative = derivative  # kept, for the key has the `id` of objects in it
+        self._derivative = derivative  # kept alive, because the key holds the `id` of objects in it
         with_rules = (equation for equation in equations(jaxpr) if equation.primitive.name in RULES)
-        derived = frozenset(key_of(equation.params["call_jaxpr"]) for equation in with_rules)
-        self._key = key_of(jaxpr), key_of(derivative, derived)
+        differentiated = frozenset(key_of(equation.params["call_jaxpr"]) for equation in with_rules)
+        self._key = key_of(jaxpr), key_of(derivative, differentiated)
         self._hash = hash(self._key)
 
     def __eq__(self, other: object) -> bool:
@@ -69,25 +69,25 @@ class TracedFunction:
 
     @property
     def has_custom_vjp(self) -> bool:
-        """True if it calls a function with a custom_vjp, which jax cannot differentiate in forward mode."""
+        """True if it calls a function with a `jax.custom_vjp`, which has no forward mode."""
         return any(equation.primitive.name == "custom_vjp_call" for equation in equations(self.jaxpr))
 
     @property
     def has_callback(self) -> bool:
-        """True if it calls Python while it runs, which may return something else next time."""
+        """True if it calls back into Python, so that its value may differ from call to call."""
         return any("callback" in equation.primitive.name for equation in equations(self.jaxpr))
 
     def uses(self, position: str) -> bool:
-        """Returns whether the value may depend on this one of `POSITIONS`."""
+        """Returns whether the function reads this argument, one of `POSITIONS`."""
         variable = self.jaxpr.invars[POSITIONS.index(position) - len(POSITIONS)]
         used = (*(v for equation in self.jaxpr.eqns for v in equation.invars), *self.jaxpr.outvars)
         return any(v is variable for v in used)
 
 
 def made_for(**sizes: int) -> Callable[[F], F]:
-    """Marks a `mask_mod` or a `score_mod` as one for so many of each of these `POSITIONS`.
+    """Declares the sizes that a `mask_mod` or a `score_mod` is made for, such as `@made_for(h=8, kv_idx=1024)`.
 
-    Its calls must have as many batch entries and heads, and positions below these numbers; `lookups.check` holds that.
+    `lookups.check` refuses calls with other numbers of batch entries or heads, and with positions beyond these sizes.
     """
 
     def mark(function: Any) -> Any:
@@ -98,7 +98,7 @@ def made_for(**sizes: int) -> Callable[[F], F]:
 
 
 class Trace(NamedTuple):
-    """A function's trace: what is static, and the arrays that it takes first: those that get gradients, and others."""
+    """A traced function, and the arrays that its jaxpr takes first: those that get gradients, then all others."""
 
     function: TracedFunction
     learned: list[Array]
@@ -109,19 +109,19 @@ def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
     """Traces a user's function of scalars as it is now.
 
     Args:
-      name: What to call it in errors.
+      name: Name of the argument, for errors.
       function: A `mask_mod` or a `score_mod`.
       score: The dtype of scores; None for a `mask_mod`.
 
     Raises:
-      ValueError: If it is no function, raises, or does not return one bool, or one score.
+      ValueError: If it is no function, raises an error, or returns anything but one bool, or one score.
     """
     closed = _checked_jaxpr(name, function, score)
     pairs = [(v, jnp.asarray(x)) for v, x in zip(closed.jaxpr.constvars, closed.consts, strict=True)]
     if score is not None and any(jnp.issubdtype(x.dtype, jnp.complexfloating) for _, x in pairs):
         raise ValueError(f"{name} must not capture complex arrays, but {function!r} does; capture x.real and x.imag.")
 
-    def is_constant(pair: tuple[Any, Array]) -> bool:  # whoever differentiates by an array has made it a tracer
+    def is_constant(pair: tuple[Any, Array]) -> bool:  # an array that is differentiated is a tracer
         return score is None or not is_float(pair[0]) or not isinstance(pair[1], jax.core.Tracer)
 
     eqns, floats = _floats_as_arguments(closed.jaxpr)
@@ -140,7 +140,7 @@ def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
 
 
 def _checked_jaxpr(name: str, function: Any, score: jnp.dtype | None) -> ClosedJaxpr:
-    """The jaxpr of the function as it is now, if it has one and returns what it must."""
+    """Traces a function and checks that it returns one bool, or one score."""
     if not callable(function):
         raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
     scores = [] if score is None else [score]
@@ -159,14 +159,14 @@ def _checked_jaxpr(name: str, function: Any, score: jnp.dtype | None) -> ClosedJ
 
 
 def _qualified_name(function: Any) -> str:
-    """Returns Python's name of the function, or of the function in a partial, or of the class of another object."""
+    """Returns the name of a function, of the function in a partial, or of a callable object's class."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
 
 
 def _fix(error: Exception) -> str:
-    """Returns advice about an error that a user's function raised, where there is some."""
+    """Returns advice on an error that a user's function raised, or an empty string."""
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return "; use jnp.where in the place of `if`, and & | ~ in the place of `and`, `or`, `not`"
     if type(error).__name__ == "ShardingTypeError":
@@ -178,11 +178,10 @@ def _fix(error: Exception) -> str:
 
 
 def _jaxpr_of(function: Callable, *dtypes: Any) -> ClosedJaxpr:
-    """The jaxpr of the function as it is now.
+    """Traces a function as it is now, past JAX's caches.
 
-    jax keeps the traces of functions and of the jitted helpers that they call, whatever has become of their closures.
-    So a new function is traced, which calls everything without `jit`; the arrays that helpers capture then are captured
-    like all others.
+    JAX reuses the trace of a function, and of jitted helpers that it calls, even if their closures have changed. So a
+    new function is traced here, and everything runs without `jit`; arrays that helpers capture are then captured, too.
     """
 
     def anew(*scalars: Array) -> Any:
@@ -202,9 +201,12 @@ def _evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> Array:
 
 
 def _floats_as_arguments(jaxpr: Jaxpr) -> tuple[list[Any], list[tuple[Any, Array]]]:
-    """Equations with variables in the place of finite floats, and these: another number shall compile nothing.
+    """Replaces finite float literals in a jaxpr by variables, so that another number does not compile again.
 
-    Exponents stay: XLA computes x ** 2.0 faster if it knows the 2.0.
+    Exponents stay literals: XLA computes x ** 2.0 faster if it knows the 2.0.
+
+    Returns:
+      The equations, and the new variables with their values.
     """
     floats: list[tuple[Any, Array]] = []
 
@@ -219,9 +221,9 @@ def _floats_as_arguments(jaxpr: Jaxpr) -> tuple[list[Any], list[tuple[Any, Array
 
 
 def _derivative(jaxpr: Jaxpr, learned: list[Array], constants: list[Array]) -> ClosedJaxpr:
-    """The vector-Jacobian product of a `score_mod` that calls functions with custom derivatives.
+    """Traces the vector-Jacobian product of a `score_mod` that calls functions with custom derivatives.
 
-    Their rules are Python functions, of which it cannot be said whether they are equal. What they compute can.
+    The rules are Python functions, which cannot be compared; the jaxpr of what they compute can.
     """
 
     def pulled(score: Array, cotangent: Array, positions: list[Array], learned: list, constants: list) -> Any:

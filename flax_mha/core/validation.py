@@ -1,7 +1,7 @@
-"""Checks that masks and calls share: each function checks one argument and returns it ready, before any compute.
+"""Checks that masks and calls share: each function checks one argument and returns it in canonical form.
 
-Every message names the argument, what is expected, what was given and, where that is not plain, how to fix it. Values
-are looked at where they are known, so those of tracers are not.
+Every message names the argument, what is expected, what was given and, if that is not plain, how to fix it. Values are
+checked if they are known, so those of tracers are not.
 """
 
 import math
@@ -31,15 +31,15 @@ class Shape(NamedTuple):
 
     @property
     def scores(self) -> tuple[int, ...]:
-        """[B..., N, T, S]: what bias and mask broadcast to."""
+        """[B..., N, T, S], to which bias and mask broadcast."""
         return (*self.batch, self.num_heads, self.query_length, self.key_length)
 
     def indices(self, by_batch: bool, by_head: bool) -> tuple[Array | np.ndarray, np.ndarray]:
-        """Numbers of the batch entries [B...], counted through, and of the heads [N]; or a single 0 for all of them."""
+        """Returns the indices of batch entries (flattened) [B...] and of heads [N]; one 0 for those not asked for."""
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
-        numbers = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
-        return numbers.reshape(batch), np.arange(self.num_heads if by_head else 1, dtype=np.int32)
+        entries = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
+        return entries.reshape(batch), np.arange(self.num_heads if by_head else 1, dtype=np.int32)
 
 
 def mask(value: ArrayLike | None, shape: Shape) -> Array:
@@ -53,7 +53,7 @@ def mask(value: ArrayLike | None, shape: Shape) -> Array:
 
 
 def mask_of_numbers(value: Any) -> Array:
-    """A boolean array from the masks that Flax takes: booleans, or 0 and 1 in numbers."""
+    """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean array."""
     array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype == bool:
         return array
@@ -66,7 +66,7 @@ def mask_of_numbers(value: Any) -> Array:
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
-    """Returns advice how to give a mask of keys, or of queries and keys, its missing axes."""
+    """Returns advice on the missing axes of a mask [B..., S] or [B..., T, S]; else an empty string."""
     batch, keys = shape.batch, shape.key_length
     if not batch or array.shape[: len(batch)] != batch:
         return ""
@@ -78,17 +78,17 @@ def _mask_fix(array: Array, shape: Shape) -> str:
 
 
 def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
-    """One integer for every batch entry, or one for all; int32."""
+    """Checks one integer per sequence, or one for all; returns int32 that broadcasts to [B...]."""
     if value is None:
         return None
     array = int32(name, value)
-    if not shape.batch and array.shape == (1,):  # what jax.nn expects of inputs without a batch axis
+    if not shape.batch and array.shape == (1,):  # the shape in jax.nn for inputs without a batch axis
         array = array[0]
     return broadcastable(name, array, shape.batch, "[batch...]")
 
 
 def lengths(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
-    """One length >= 0 for every batch entry, or one for all; int32."""
+    """Checks one length >= 0 per sequence, or one for all; returns int32 that broadcasts to [B...]."""
     array = per_sequence(name, value, shape)
     if array is not None and (least := extremes(array)[0]) < 0:
         raise ValueError(f"{name} must be at least 0, but got {least}; use 0 for a sequence of padding alone.")
@@ -96,7 +96,7 @@ def lengths(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
 
 
 def segment_ids(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape) -> tuple[Array, Array]:
-    """The segments of queries and keys, of one dtype; one stands for both where the lengths are the same."""
+    """Checks segment ids [B..., T] and [B..., S]; returns both in one dtype. If T = S, one of the two is enough."""
     if query_ids is None and key_ids is None:
         raise ValueError("SegmentMask(query_ids, key_value_ids) must hold arrays of integers, but got None.")
     if (query_ids is None or key_ids is None) and shape.query_length != shape.key_length:
@@ -125,7 +125,7 @@ def flag(name: str, value: bool) -> bool:
 
 
 def as_array(name: str, value: Any, expected: str) -> Array:
-    """The array that the value is or stands for; errors call it `expected`."""
+    """Converts a value to an array; errors say that `name` must be `expected`."""
     value = unwrapped(value)
     if value is None or isinstance(value, str) or callable(value):
         fix = f"; call it: {value.__name__}()" if isinstance(value, type) else ""
@@ -137,7 +137,7 @@ def as_array(name: str, value: Any, expected: str) -> Array:
 
 
 def broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = "") -> Array:
-    """`array` with axes of length 1 in front until it has the rank of `shape`."""
+    """Checks that an array broadcasts to `shape`, and adds leading axes of length 1 up to its rank."""
     fits = array.ndim <= len(shape) and all(
         n in (1, size) for n, size in zip(reversed(array.shape), reversed(shape), strict=False)
     )
