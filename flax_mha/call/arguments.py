@@ -1,4 +1,4 @@
-"""The arguments of `dot_product_attention`, each checked as in `core/validation.py`, and the `Call` that they make."""
+"""Checks the arguments of `dot_product_attention`, as `core/validation.py` does, and makes a `Call` of them."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
 
 class CommonArguments(TypedDict, total=False):
-    """The keyword arguments of `dot_product_attention` that `cached_attention` has, too."""
+    """The keyword arguments that `dot_product_attention` shares with `cached_attention`."""
 
     scale: float | ArrayLike | None
     local_window_size: int | tuple[int | None, int | None] | None
@@ -55,7 +55,7 @@ class Arguments(CommonArguments, total=False):
 
 
 class CallArguments(Arguments, total=False):
-    """The same, and what else a call returns besides the output."""
+    """All keyword arguments of `dot_product_attention` but `return_residual` and `implementation`."""
 
     return_max_score: bool
 
@@ -63,7 +63,10 @@ class CallArguments(Arguments, total=False):
 def check_inputs(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, any_dtypes: bool = False
 ) -> tuple[Array, Array, Array, Shape]:
-    """Query, key and value as arrays, and their sizes, if they fit together."""
+    """Converts query, key and value to arrays, checks that they fit together, and returns them with their sizes.
+
+    If `any_dtypes`, their dtypes may differ.
+    """
     meaning = "[batch..., length, heads, head size]"
     query, key, value = (
         x if isinstance(x, jax.Array) else as_array(name, x, f"an array {meaning}")
@@ -103,7 +106,7 @@ def check_inputs(
 
 
 def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
-    """The bias or the sinks: an array of floats that broadcasts to `shape`, which errors describe as `meaning`."""
+    """Checks a bias or sinks: floats that broadcast to `shape`, which errors call `meaning`."""
     if value is None:
         return None
     array = as_array(name, value, "an array of floats")
@@ -114,7 +117,7 @@ def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], mea
 
 
 def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) -> Offsets:
-    """Positions of the first query and the first key."""
+    """Checks the positions of the first query and the first key."""
     offsets, ends = [], []
     for name, value, length in (
         ("query_offset", query_offset, shape.query_length),
@@ -139,7 +142,7 @@ def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) 
 
 
 def check_window(size: Any) -> tuple[int | None, int | None] | None:
-    """(left, right), each an int >= 0 or None."""
+    """Checks a window size and returns (left, right), or None if neither side is limited."""
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2 or not all(side is None or (is_int(side) and side >= 0) for side in pair):
         raise ValueError(
@@ -149,7 +152,7 @@ def check_window(size: Any) -> tuple[int | None, int | None] | None:
 
 
 def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
-    """The scale as a static number and None if it is a number, or as 1.0 and an array if it is a JAX array."""
+    """Checks a scale and returns (number, None), which is static, or (1.0, array) for a JAX array."""
     if value is None:
         return 1 / math.sqrt(shape.head_size), None
     value = unwrapped(value)
@@ -166,8 +169,8 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
 
 
 def check_precision(value: Any) -> Any:
-    """Checks what `jax.lax.dot_general` takes as precision."""
-    value = tuple(value) if isinstance(value, list) else value  # it becomes part of a key
+    """Checks a precision of `jax.lax.dot_general`."""
+    value = tuple(value) if isinstance(value, list) else value  # options must be hashable
     if value is not None:
         try:
             _dot_with(value)
@@ -185,7 +188,6 @@ def _dot_with(precision: Any) -> None:
 
 
 def check_soft_cap(value: float | None) -> float | None:
-    """A number > 0 at which float32 can cap."""
     if value is None:
         return None
     if not is_number(value) or not 0 < value < math.inf:
@@ -196,14 +198,13 @@ def check_soft_cap(value: float | None) -> float | None:
 
 
 def check_dropout_rate(rate: float) -> float:
-    """A number in [0, 1)."""
     if not is_number(rate) or not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be a number in [0, 1), known while tracing, but got {rate!r}.")
     return float(rate)
 
 
 def check_dropout(rate: float, rng: Any) -> float:
-    """The rate; above 0 it needs a key."""
+    """Checks the dropout rate, and its key if the rate is above 0; returns the rate."""
     rate = check_dropout_rate(rate)
     if rate > 0 and rng is None:
         raise ValueError("dropout_rng must be a key where dropout_rate > 0, but got None; pass jax.random.key(0), say.")
@@ -244,7 +245,7 @@ def canonical(
     return_residual: bool = False,
     **arguments: Unpack[CallArguments],
 ) -> Call:
-    """Checks the arguments of `dot_product_attention` and combines all that masks scores into one mask."""
+    """Checks the arguments of `dot_product_attention`, combines all masks into one, and makes a `Call`."""
     if unknown := arguments.keys() - CallArguments.__optional_keys__:
         raise TypeError(f"dot_product_attention() got an unexpected keyword argument {min(unknown)!r}")
     query, key, value, shape = check_inputs(query, key, value)
@@ -264,7 +265,7 @@ def canonical(
 
 
 class Scoring(NamedTuple):
-    """The checked part of a call that does not depend on its keys; see `Operands` and `Options`."""
+    """Checked arguments that do not depend on the keys; see `Operands` and `Options`."""
 
     query: Array
     sinks: Array | None
@@ -278,7 +279,7 @@ class Scoring(NamedTuple):
 def check_scoring(
     query: Array, shape: Shape, arguments: CallArguments, target: Target, return_residual: bool = False
 ) -> Scoring:
-    """Checks the arguments that do not depend on keys."""
+    """Checks the arguments that do not depend on the keys."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     score_mod = arguments.get("score_mod")
@@ -315,7 +316,10 @@ def with_keys(
     ring: bool = False,
     scale: Array | None = None,
 ) -> Call:
-    """Makes the call of keys that fit the query, and of masks that have been checked; see `Operands` and `Options`."""
+    """Makes a `Call` of checked arguments, keys, values and masks, and checks the bias and lookups.
+
+    `scale` is that of keys and values in 8 bits (`Operands.cache_scale`).
+    """
     present = [mask for mask in masks if mask is not None]
     operands = Operands(
         query=scoring.query,
@@ -346,7 +350,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _check_lookups(operands: Operands, options: Options) -> None:
-    """Refuses functions that do not fit the call or look up entries that their arrays do not have, as far as known."""
+    """Checks that user functions fit the call's sizes and look up only entries that their arrays have."""
     functions = [part.function for part in functions_of(operands.mask)]
     functions += [] if options.score_mod is None else [options.score_mod]
     batch, num_heads = math.prod(operands.query.shape[:-3]), operands.query.shape[-2]
@@ -354,15 +358,15 @@ def _check_lookups(operands: Operands, options: Options) -> None:
     if not functions or 0 in (batch, *lengths):
         return
     offsets = operands.offsets.values
-    queries, keys = (_span(*where) for where in zip(offsets, lengths, strict=True))
+    queries, keys = map(_span, offsets, lengths)
     mask = LocalMask(None, None) if operands.mask is None else operands.mask
-    differ = not any(isinstance(x, int) for x in offsets)  # queries and keys at the ends may be of different sequences
+    differ = not any(isinstance(x, int) for x in offsets)  # the least and greatest may be of different sequences
     for function in functions:
         lookups.check(function, batch, num_heads, queries, keys, mask.ahead, None if differ else mask.window)
 
 
 def _span(offset: int | Array, length: int) -> tuple[int, int] | None:
-    """The first and the last of so many positions from an offset, where they are known."""
+    """Returns the first and last position of a sequence that begins at `offset`, or None if they are not known."""
     if not isinstance(length, int) or not (isinstance(offset, int) or readable(offset)):
         return None
     first, last = (offset, offset) if isinstance(offset, int) else extremes(offset)

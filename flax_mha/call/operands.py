@@ -1,4 +1,4 @@
-"""One call: its arguments checked once, and put into the form that every implementation takes."""
+"""A call of attention as a value: its checked arguments, in the form that every implementation takes."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -13,12 +13,13 @@ from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import Target
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.masks import Mask
+from flax_mha.masks.base import axes_of
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
-# Output, and log-sum-exp; None where a kernel keeps that to itself. With `return_max_score` also the largest score of
-# each row, of which `distributed/dispatch.py` makes that of each head.
+# Output and log-sum-exp, None if a kernel does not return it. With `return_max_score` also the largest score of each
+# row, from which `distributed/dispatch.py` computes that of each head.
 Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None, *tuple[Float[Array, "*B T N"], ...]]
 OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"], *tuple[Float[Array, "*B T N"], ...]]
 
@@ -38,12 +39,12 @@ class Context(NamedTuple):
     mesh: Mesh | AbstractMesh | None
 
     def with_sharding(self, sharding: Any, rank: int) -> "Context":
-        """Adds the batch axes, heads and mesh of a sharding of the query, which has this rank.
+        """Adds the mesh, and the mesh axes for batch and heads, of a sharding of the query [B..., T, N, H].
 
         Raises:
-          ValueError: If the two contradict each other.
+          ValueError: If the sharding contradicts these arguments.
         """
-        if sharding is None or rank < 3:  # such a query is refused later
+        if sharding is None or rank < 3:  # a query of rank < 3 is refused later
             return self
         spec: PartitionSpec = getattr(sharding, "spec", sharding)
         *batch, length, heads, size = tuple(spec) + (None,) * (rank - len(spec))
@@ -65,30 +66,15 @@ Sharding = PartitionSpec | NamedSharding | Context
 
 
 class HeadIds(NamedTuple):
-    """Indices and random words by batch entry and head; None where the call does not use them.
+    """Indices of batch entries and heads, for `score_mod`, and their random words; None if the call needs none."""
 
-    Attributes:
-      batch: Indices of the batch entries, counted through all batch axes; for `score_mod`.
-      head: Indices of the query heads; for `score_mod`.
-      dropout_seed: Two random words for each head, or for all of them.
-    """
-
-    batch: Int[Array, "*B"] | None
-    head: Int[Array, " N"] | None
-    dropout_seed: UInt32[Array, "*B N 2"] | None
+    batch: Int[Array, "*B"] | None  # indices of the batch entries (flattened)
+    head: Int[Array, " N"] | None  # indices of the query heads
+    dropout_seed: UInt32[Array, "*B N 2"] | None  # two random words for each head, or for all heads
 
 
 class Operands(NamedTuple):
-    """The arrays of a call, checked, in the caller's layout; None where there is none.
-
-    Attributes:
-      captured: The arrays that the `score_mod` captures and that get gradients.
-      constants: The other arrays that it captures, and the floats in it.
-      offsets: Positions of the first query and the first key.
-      scale: What multiplies query . key, where that is an array.
-      head_ids: What depends on the index of batch entry and head, where this is a slice of a larger call.
-      cache_scale: What vectors of keys and values in 8 bits are multiplied by; see `KVCache.scale`.
-    """
+    """The checked arrays of a call, in the caller's layout; None for absent ones."""
 
     query: Float[Array, "*B T N H"]
     key: Float[Array, "*B S K H"]
@@ -96,13 +82,13 @@ class Operands(NamedTuple):
     bias: Array | None
     sinks: Array | None
     mask: Mask | None
-    captured: list[Array]
-    constants: list[Array]
-    offsets: Offsets
-    scale: Array | None
+    captured: list[Array]  # arrays that `score_mod` captures and that get gradients
+    constants: list[Array]  # all other arrays that `score_mod` captures, and its float literals
+    offsets: Offsets  # positions of the first query and the first key
+    scale: Array | None  # factor of query . key if it is an array, else None
     dropout_rng: Array | None
-    head_ids: "HeadIds | None" = None
-    cache_scale: Float[Array, "*B S K _"] | None = None
+    head_ids: "HeadIds | None" = None  # indices and random words, if these operands are a slice of a larger call
+    cache_scale: Float[Array, "*B S K _"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -115,15 +101,14 @@ class Operands(NamedTuple):
         return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
 
     def axis_names(self) -> list[str]:
-        """Lists the names of the axes of each array, as in `masks/base.py`, in the order of `jax.tree.leaves`."""
-        mask: Any = None if self.mask is None else self.mask.map_arrays(_axes)
+        """Lists the axis names of each array, as `masks/base.py` defines them, in the order of `jax.tree.leaves`."""
         named = [
             (self.query, "B T N H"),
             (self.key, "B S K H"),
             (self.value, "B S K H"),
             (self.bias, "B N T|1 S|1"),
             (self.sinks, "B N"),
-            *((axes, axes) for axes in jax.tree.leaves(mask)),
+            *((axes, axes) for axes in axes_of(self.mask)),
             ((self.captured, self.constants), ""),
             (self.offsets, "B"),
             (self.scale, ""),
@@ -134,37 +119,22 @@ class Operands(NamedTuple):
         return [axes for tree, axes in named for _ in jax.tree.leaves(tree)]
 
 
-def _axes(x: Any, axes: str) -> Any:
-    return axes
-
-
 class Options(NamedTuple):
-    """The static (hashable) part of a call.
+    """The static (hashable) part of a call."""
 
-    Attributes:
-      scale: What multiplies query . key, where that is a number; else 1.
-      cached: Whether keys and values are a cache, which is read in place.
-      dtype: Of softmax and sums: float32, or float64 for such inputs.
-      ring: Whether the keys form a ring (`core.tile.Tile`); the key's offset is then the position of the newest one.
-      score_mod: The traced function.
-      target: What the call is compiled for.
-      has_known_sizes: Whether all sizes are numbers; `jax.export` knows sizes that are symbols.
-      sharding: How the caller says that a mesh splits the query, or None.
-    """
-
-    scale: float
+    scale: float  # factor of query . key if it is a number, else 1
     soft_cap: float | None
     score_mod: TracedFunction | None
     dropout_rate: float
     broadcast_dropout: bool
     return_residual: bool
     precision: lax.PrecisionLike
-    target: Target
-    sharding: Sharding | None
-    has_known_sizes: bool
-    dtype: jnp.dtype
-    cached: bool = False
-    ring: bool = False
+    target: Target  # the devices that the call is compiled for
+    sharding: Sharding | None  # the caller's `qkv_sharding`, or the arguments of `context_parallel`
+    has_known_sizes: bool  # whether all sizes are numbers, not symbols of `jax.export`
+    dtype: jnp.dtype  # of softmax and sums: float32, or float64 for float64 inputs
+    cached: bool = False  # whether keys and values are a cache, which is read in place
+    ring: bool = False  # whether they are a ring cache; the key offset is then the position of the newest key
     return_max_score: bool = False
 
 
@@ -176,5 +146,5 @@ class Call(NamedTuple):
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """In what softmax and sums are computed: float32, or float64 for such inputs."""
+    """Returns the dtype of softmax and sums: float32, or float64 for float64 inputs."""
     return jnp.dtype("float64" if dtype == jnp.float64 else "float32")

@@ -1,22 +1,20 @@
-"""The base class of masks, and masks made of masks.
+"""The base class of masks, and masks combined by `&`, `|` and `~`.
 
-A mask answers two questions. `tile` says which scores of one rectangle are visible. `occupancy` says, for every
-rectangle of a grid at once and without looking inside, which may hold a visible score and which are visible throughout:
-the others are skipped, and the latter run without masking.
+A mask has two methods. `tile` computes which scores of one tile are visible. `occupancy` tells for every tile of a grid
+at once whether some of its scores may be visible, and whether all are: tiles without a visible score are skipped, and
+tiles that are visible throughout are computed without masking.
 
-Masks are pytrees: what is known while tracing (the width of a window) is static, what is data (lengths, ids) is a leaf.
-A field that holds an array, or several alike, names their axes in its metadata, as they are in a canonical mask: "B"
-stands for all batch axes and "N" for the heads; both come first and may have length 1. "T" and "S" are one entry per
-query and per key; "T|1" and "S|1" may have length 1, too. Without any name an array is the same for all heads and of
-any shape.
+Masks are pytrees: values known while tracing (the width of a window) are static, data (lengths, ids) are leaves. The
+metadata of a field with arrays names their axes in a canonical mask: "B" stands for all batch axes and "N" for the
+heads; both come first and may have length 1. "T" and "S" have one entry per query and per key; "T|1" and "S|1" may also
+have length 1. An array without axis names has any shape, and is the same for all heads.
 
-A mask passes through three stages. As the user gives it, its arrays have any shapes that broadcast. `canonical` checks
-them against the sizes of a call and gives each the leading axes [B..., N]. Mapped over batch and heads, each array is
-the part of one head; only then are `tile` and `occupancy` called.
+A mask passes through three stages. In the user's mask, arrays have any shapes that broadcast. `canonical` checks them
+against the sizes of a call and gives each the leading axes [B..., N]. Mapped over batch and heads, each array is the
+part of one head; only then are `tile` and `occupancy` called.
 """
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,14 +30,14 @@ from flax_mha.core.validation import Shape
 
 
 class Occupancy(NamedTuple):
-    """For every tile of a grid: may it hold a visible score, and is it visible throughout?"""
+    """For every tile of a grid, whether some of its scores may be visible, and whether all of them are."""
 
     any_visible: BoolMatrix
     all_visible: BoolMatrix
 
 
 def part_axes(axes: str) -> list[str]:
-    """Lists the axes that belong to one head."""
+    """Lists the axes of one head: all but "B" and "N"."""
     return [name for name in axes.split() if name not in "BN"]
 
 
@@ -47,13 +45,13 @@ def part_axes(axes: str) -> list[str]:
 class Mask:
     """The base class of masks. `&`, `|` and `~` combine masks, and `print` draws one.
 
-    Masks compare by type and values; arrays that are not known while tracing are equal to themselves alone.
+    Masks are equal if their types and values are. Traced arrays are only equal if they are the same object.
     """
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.metadata.get("axes") and type(value) is list:  # jax would take it for a tree of numbers
+            if field.metadata.get("axes") and type(value) is list:  # a pytree of numbers to JAX
                 holds_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
                 object.__setattr__(self, field.name, jnp.asarray(value) if holds_traced else np.asarray(value))
 
@@ -62,49 +60,52 @@ class Mask:
         raise NotImplementedError
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Computes which tiles may hold a visible score and which are visible throughout; not knowing is allowed."""
+        """Computes which tiles may have a visible score, and which are visible throughout.
+
+        `any_visible` may be True and `all_visible` False where the mask cannot tell.
+        """
         return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
 
     def canonical(self, shape: Shape) -> "Mask":
-        """The mask, its arrays checked against the sizes of a call and given the axes named in their field metadata.
+        """Checks the mask's arrays against the sizes of a call, and gives them the axes named in their metadata.
 
         Raises:
-          ValueError: If they do not fit.
+          ValueError: If an array does not fit.
         """
         return self
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
-        """The mask with `change(array, axes)` in the place of every array."""
+        """Replaces every array of the mask by `change(array, axes)`; `axes` are the names in its metadata."""
         fields = {f.name: f.metadata["axes"] for f in dataclasses.fields(self) if "axes" in f.metadata}
         changed = {
-            name: jax.tree.map(functools.partial(_with_axes, change, axes), getattr(self, name))
+            name: jax.tree.map(lambda x, axes=axes: change(x, axes), getattr(self, name))
             for name, axes in fields.items()
         }
         return dataclasses.replace(self, **changed) if changed else self
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """T and S of the mask's arrays; 0 where they do not say."""
+        """T and S of the mask's arrays; 0 if they have no such axis."""
         return 0, 0
 
     @property
     def ahead(self) -> int | None:
-        """The number of positions after its own that a query sees at most; None where the mask does not limit them."""
+        """The most positions after its own that a query sees; None if the mask sets no limit."""
         return None
 
     @property
     def window(self) -> tuple[int | None, int | None] | None:
-        """(left, right) if the mask is that window, as of `LocalMask`, and nothing else; otherwise None."""
+        """(left, right) if the mask equals `LocalMask(left, right)`, otherwise None."""
         return None
 
     def picture(self, queries: int, keys: int) -> Bool[np.ndarray, "queries keys"]:
-        """Draws what the first queries and keys of the first batch entry's first head see: a row per query."""
+        """Computes the visible scores of the first queries and keys, in the first head of the first batch entry."""
         lengths = max(queries, self.lengths[0]), max(keys, self.lengths[1])
-        first = self.map_arrays(_first).canonical(Shape((), *lengths, 1, 1, 1, 1)).map_arrays(_first)
+        first = self.map_arrays(_first_head).canonical(Shape((), *lengths, 1, 1, 1, 1)).map_arrays(_first_head)
         return np.broadcast_to(first.tile(Tile(0, 0, lengths)), lengths)[:queries, :keys]
 
     def __str__(self) -> str:
-        """A small picture: a row per query, a column per key."""
+        """Draws the mask: a row per query, a column per key."""
         queries, keys = (min(length or 8, 32) for length in self.lengths)
         characters = "\N{MIDDLE DOT}\N{FULL BLOCK}"
         try:
@@ -122,7 +123,7 @@ class Mask:
     def __invert__(self) -> "Mask":
         return Not(self)
 
-    __array_ufunc__ = None  # so that NumPy's arrays leave `array & mask` to the mask
+    __array_ufunc__ = None  # so that `array & mask` calls `__rand__` if the array is NumPy's
 
     def __rand__(self, other: object) -> "Mask":
         return And(_operand("&", other), self)
@@ -148,12 +149,17 @@ class Mask:
         return hash((structure, *(np.shape(x) for x in leaves)))
 
 
-def _with_axes(change: Callable[[Array, str], Array], axes: str, x: Array) -> Array:
-    return change(x, axes)
+def axes_of(mask: Mask | None) -> list[str]:
+    """Lists the axis names of each array of a mask, in the order of `jax.tree.leaves`."""
+    return [] if mask is None else jax.tree.leaves(mask.map_arrays(_axes))
 
 
-def _first(x: Array, axes: str) -> Array:
-    """The part of the first batch entry's first head."""
+def _axes(x: Any, axes: Any) -> Any:
+    return axes
+
+
+def _first_head(x: Array, axes: str) -> Array:
+    """Selects the first head of the first batch entry from an array with these axes, of which some may be missing."""
     rank = len(part_axes(axes))
     return x if not axes or np.ndim(x) <= rank else x.reshape(-1, *x.shape[x.ndim - rank :])[0]
 
@@ -178,7 +184,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Combined(Mask):
-    """A mask made of masks: what is done to it is done to its parts."""
+    """A mask combined from other masks, its parts."""
 
     @property
     def parts(self) -> tuple[Mask, ...]:
@@ -199,7 +205,10 @@ class _Combined(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class And(_Combined):
-    """Visible where both are."""
+    """Visible where both masks are visible."""
+
+    left: Mask
+    right: Mask
 
     @property
     def ahead(self) -> int | None:
@@ -213,9 +222,6 @@ class And(_Combined):
         left, right = (min((x for x in side if x is not None), default=None) for side in zip(*windows, strict=True))
         return left, right
 
-    left: Mask
-    right: Mask
-
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return self.left.tile(tile) & self.right.tile(tile)
 
@@ -227,7 +233,7 @@ class And(_Combined):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Or(_Combined):
-    """Visible where one of the two is."""
+    """Visible where at least one of two masks is visible."""
 
     left: Mask
     right: Mask
@@ -243,7 +249,7 @@ class Or(_Combined):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Not(_Combined):
-    """Visible where the other is not."""
+    """Visible where a mask is not visible."""
 
     mask: Mask
 

@@ -1,4 +1,4 @@
-"""Masks that are known by what they hold: positions, lengths, segments, arrays."""
+"""Masks given by positions, lengths, segments and arrays."""
 
 import dataclasses
 
@@ -77,7 +77,7 @@ class LocalMask(Mask):
 
 
 def _int32(distance: int) -> int:
-    """The nearest int32; distances between positions are in its range."""
+    """Returns the int32 nearest to a distance; those between positions are all in its range."""
     return int(min(max(distance, SMALLEST), LARGEST))
 
 
@@ -124,7 +124,7 @@ class CausalMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LengthMask(Mask):
-    """Keys, and queries, at positions before the end of their sequence: int [B...]; None does not limit.
+    """Keys and queries at positions below the lengths of their sequences, int [B...]; None sets no limit.
 
     Example:
       >>> from flax_mha import LengthMask
@@ -168,7 +168,7 @@ class LengthMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenMask(Mask):
-    """Keys at positions from 0 on: a cache that is a ring, or begins before position 0, holds nothing before it."""
+    """Keys at positions >= 0: in a cache that is a ring or begins before position 0, the others were never written."""
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.key_positions >= 0
@@ -182,7 +182,7 @@ class WrittenMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SegmentMask(Mask):
-    """Keys of the query's own segment, for sequences packed into one: int [B..., T] and [B..., S].
+    """Keys in the same segment as the query, for several sequences packed into one: int [B..., T] and [B..., S].
 
     Example:
       >>> import jax.numpy as jnp
@@ -210,7 +210,7 @@ class SegmentMask(Mask):
         return SegmentMask(*validation.segment_ids(self.query_ids, self.key_value_ids, shape))
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Tiles whose ranges of ids do not overlap are empty, whatever the order of the ids."""
+        """Computes occupancy by the least and greatest id in each tile; ids may be in any order."""
         q_ids = self.query_ids.reshape(grid.counts[0], 1, grid.tile_shape[0])
         k_ids = self.key_value_ids.reshape(1, grid.counts[1], grid.tile_shape[1])
         q_low, q_high, k_low, k_high = q_ids.min(-1), q_ids.max(-1), k_ids.min(-1), k_ids.max(-1)
@@ -220,9 +220,9 @@ class SegmentMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayMask(Mask):
-    """A boolean array as a mask, True attends: for combining an array with other masks.
+    """A boolean array as a mask, to combine with other masks; True attends.
 
-    The array broadcasts to [B..., N, T, S]; it is the one mask that holds T x S values, because its maker already did.
+    The array broadcasts to [B..., N, T, S]. No other mask holds T x S values.
 
     Example:
       >>> import jax.numpy as jnp

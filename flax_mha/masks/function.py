@@ -1,4 +1,4 @@
-"""`FunctionMask`: what a Python function of positions says."""
+"""`FunctionMask`: a mask given by a Python function of positions."""
 
 import dataclasses
 import functools
@@ -56,10 +56,10 @@ class FunctionMask(Mask):
         return TracedMask(captured, batch, head, function)
 
     def tree_flatten(self) -> tuple[tuple, "_Comparable"]:
-        """No arrays: what the function captures becomes constants, as of all functions that `jax.jit` calls."""
+        """Returns no arrays: `jax.jit` sees captured values as constants, as in other functions that it traces."""
         try:
             traced = trace("mask_mod", self.mask_mod)
-        except ValueError:  # the call that takes the mask raises it
+        except ValueError:  # attention with this mask raises it
             return (), _Comparable(self.mask_mod, None, (self.mask_mod,))
         return (), _Comparable(self.mask_mod, traced, (traced.function, *map(key_of, traced.constants)))
 
@@ -70,28 +70,30 @@ class FunctionMask(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class _Comparable:
-    """A `mask_mod`, equal to another if both compute the same, as they were when their masks were flattened."""
+    """A `mask_mod` that is equal to another if both computed the same when their masks were flattened."""
 
     mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(compare=False)
-    traced: Trace | None = dataclasses.field(compare=False, repr=False)  # kept for its key
+    traced: Trace | None = dataclasses.field(
+        compare=False, repr=False
+    )  # kept alive, because the key holds the `id` of objects in it
     key: tuple = dataclasses.field(repr=False)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedMask(Mask):
-    """A traced `mask_mod`, with the batch entry and head that it is asked for; None where these do not count.
+    """A traced `mask_mod`."""
 
-    Attributes:
-      known: What was found by evaluating it: the occupancy of squares of `cell` rows and columns, or its bytes and
-        shape, which are static, if it captures nothing and is the same for all heads.
-    """
-
-    captured: list[Array] = dataclasses.field(metadata={"axes": ""})
+    captured: list[Array] = dataclasses.field(metadata={"axes": ""})  # the arrays that the function captures
+    # Indices of batch entries that the function is called with; None means 0.
     batch: Int[Array, "..."] | np.ndarray | None = dataclasses.field(metadata={"axes": "B"})
+    # Indices of heads that the function is called with; None means 0.
     head: Int[Array, "..."] | np.ndarray | None = dataclasses.field(metadata={"axes": "N"})
-    function: TracedFunction = dataclasses.field(metadata={"static": True})
+    function: TracedFunction = dataclasses.field(metadata={"static": True})  # the traced function
+    # Occupancy of squares of `cell` rows and columns, if the function was evaluated before the call.
     known: Occupancy | None = dataclasses.field(default=None, metadata={"axes": "B N rows columns"})
+    # The same occupancy as bytes and their shape, which are static; for a function that captures nothing and is the
+    # same for all heads.
     known_bytes: tuple[bytes, bytes, tuple[int, int]] | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
@@ -104,7 +106,7 @@ class TracedMask(Mask):
         return each(tile.query_positions[:, 0], tile.key_positions[0])
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Evaluates it for all positions, a row of tiles at a time, unless that has been done."""
+        """Evaluates the function for all positions, one row of tiles at a time, unless the occupancy is known."""
         if self.known_bytes is not None:
             *known, shape = self.known_bytes
             return _coarser(Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in known)), self.cell, grid)
@@ -126,7 +128,7 @@ def functions_of(mask: Mask | None) -> list[TracedMask]:
 
 
 def map_functions(change: Callable[[TracedMask], Mask], mask: Any) -> Any:
-    """A canonical mask with `change(part)` in the place of every part that calls a user's function."""
+    """Replaces every part of a canonical mask that calls a user's function by `change(part)`."""
     return jax.tree.map(lambda x: change(x) if _calls_function(x) else x, mask, is_leaf=_calls_function)
 
 
@@ -135,13 +137,13 @@ def _calls_function(part: Any) -> bool:
 
 
 def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
-    """A canonical mask that knows the occupancy of squares of `cell` rows and columns, if that can be known now."""
+    """Evaluates a canonical mask's functions, if their data are known, on squares of `cell` rows and columns."""
     counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
     return map_functions(functools.partial(_with_occupancy, Grid(counts, (cell, cell), offsets, lengths)), mask)
 
 
 def _with_occupancy(grid: Grid, mask: TracedMask) -> TracedMask:
-    if mask.batch is None or mask.head is None:  # that is known already
+    if mask.batch is None or mask.head is None:  # made by `_static_mask`
         return mask
     if mask.function.has_callback or not all(map(readable, (*mask.captured, mask.batch))):
         return mask
@@ -154,7 +156,7 @@ def _with_occupancy(grid: Grid, mask: TracedMask) -> TracedMask:
 
 
 def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
-    """The occupancy of the tiles of `grid` from that of squares of `cell` rows and columns."""
+    """Computes the occupancy of the tiles of `grid` from that of squares of `cell` rows and columns."""
     some: BoolMatrix
     full: BoolMatrix
     some, full = known
@@ -168,7 +170,7 @@ def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
 
 @functools.lru_cache(maxsize=64)
 def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
-    """The mask of a function that is evaluated here, once for all calls."""
+    """Makes a mask with static occupancy, by evaluating its function once for all calls."""
     head = np.zeros(1, np.int32)
     some, full = _evaluated(TracedMask([], head, head, function), grid)
     known = some.tobytes(), full.tobytes(), grid.counts
@@ -176,7 +178,7 @@ def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
 
 
 def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
-    """The occupancy [heads, rows, columns], computed now, also where the call is being traced."""
+    """Computes the occupancy [heads, rows, columns] as NumPy arrays, even while the call is being traced."""
     with jax.ensure_compile_time_eval():
         offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
         return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))))
@@ -184,7 +186,7 @@ def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
 
 @functools.partial(jax.jit, static_argnames="grid")
 def _occupancies(heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
-    """Evaluates one head after the other; offsets are arrays, so that others compile nothing."""
+    """Computes the occupancy of one head after another; offsets are arrays, so that new ones need no compilation."""
 
     def one(head: tuple[Array, Array]) -> Occupancy:
         mask = dataclasses.replace(heads, batch=head[0], head=head[1])
