@@ -1,8 +1,8 @@
 """`implementation="blockwise"`: attention tile by tile, in memory O(T + S), forward and backward.
 
 Forward: Dao et al., FlashAttention, arXiv:2205.14135, algorithm 1. Backward: Dao, FlashAttention-2,
-arXiv:2307.08691, algorithm 2, with the rows outside: the scores of a tile are computed again from what was saved,
-which is query, key, value, output and log-sum-exp.
+arXiv:2307.08691, algorithm 2, with the outer loop over rows of tiles: the scores of each tile are computed again from
+query, key, value, output and log-sum-exp.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ from flax_mha.impl.shared.derivatives import Function
 from flax_mha.impl.shared.head import Head, from_caller, heads_of, map_heads, numbers_as_arrays, to_caller
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.schedule import Plan
-from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
+from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule, times
 from flax_mha.impl.shared.tile_sum import Argument, TileFunction, TileVisit, by_row, element, over_keys, tile_sum
 from flax_mha.impl.shared.tiling import BlockMask, Tiling, dynamic_block_mask, padded_mask
 
 
 def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
-    """Output and log-sum-exp of all heads; `result` is that over these and other keys: see `blockwise_head`."""
+    """Computes output and log-sum-exp of all heads; for `result` see `Implementation.hop`."""
     call = schedule.with_occupancy(numbers_as_arrays(call))
     return _all_heads(call.operands, call.options, *schedule.plan_tiles(call), result)
 
 
 def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndLse:
-    """`attention` of some of the keys; matrix products are those of its inputs' dtype."""
+    """Computes a hop (see `Implementation.hop`), with matrix products in the dtype of its inputs."""
     return attention(call, result)
 
 
@@ -59,7 +59,7 @@ def _all_heads(
     axes = operands.query.ndim - 1
     if blocks is None:
         blocks = _block_mask(head.rule, tiling, axes)
-    # Heads whose loops visit different numbers of tiles must not be vmapped together: each would run the longest loop.
+    # Heads with different numbers of tiles must not be vmapped: each would run the longest loop.
     looped_axes = plan.looped_axes
     if looped_axes is not None and not blocks.single:
         looped_axes = max([looped_axes, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
@@ -71,7 +71,7 @@ def _all_heads(
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
-    """Makes the block mask, once for all heads that share it, and without any tracing where it is static."""
+    """Makes the block mask, once for all heads that share it; a static one without tracing."""
     if not jax.tree.leaves((rule.mask, rule.offsets)):
         blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
         return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
@@ -83,46 +83,47 @@ def blockwise_head(
     fuse_rows: bool,
     operands: tuple[Head, BlockMask, tuple[Float[Array, "T Hv"], Float[Array, " T"]] | None],
 ) -> ResultsOfHead:
-    """Output, log-sum-exp and, if they are asked for, largest scores of one head.
+    """Computes output, log-sum-exp and largest scores (or None) of one head.
 
     Args:
-      tiling: How the scores are cut.
-      fuse_rows: Whether to compute all rows of tiles at once, if there is no gradient; needs `blocks.single`.
-      operands: The head; which tiles are visited; output and log-sum-exp over these and other keys, if they are known.
-        Then they are returned, and nothing is computed but gradients: those of what these keys contribute.
+      tiling: The cut of the scores into tiles.
+      fuse_rows: Whether to vmap all rows of tiles, if there is no gradient; needs `blocks.single`.
+      operands: The head, its block mask, and None or the known result over these and other keys, output and
+        log-sum-exp. A known result is returned, and has the gradients of these keys' contribution to it.
     """
     head, blocks, result = operands
     head, (queries, _), (rows, _) = _pad(head, tiling), tiling.lengths, tiling.shape
-    known = None if result is None else tuple(_lengthen(x, rows) for x in result)
+    known = None if result is None else tuple(_pad_to(x, rows) for x in result)
     results = [x[:queries] for x in _attention(tiling, fuse_rows, head, blocks, known)]
     return results[0], results[1], results[2] if head.rule.returns_max else None
 
 
 def _pad(head: Head, tiling: Tiling) -> Head:
+    """Pads the arrays of a head to whole tiles."""
     (rows, columns), flags = tiling.shape, head.nonfinite
     if flags is not None:
-        flags = NonfiniteFlags(_lengthen(flags.query, rows), _lengthen(flags.key, columns))
+        flags = NonfiniteFlags(_pad_to(flags.query, rows), _pad_to(flags.key, columns))
     bias = head.inputs.bias
     if bias is not None:  # axes of length 1 are broadcast
-        bias = _lengthen(bias, *(1 if size == 1 else n for size, n in zip(bias.shape, tiling.shape, strict=True)))
+        bias = _pad_to(bias, *(1 if size == 1 else n for size, n in zip(bias.shape, tiling.shape, strict=True)))
     return dataclasses.replace(
         head,
-        query=_lengthen(head.query, rows),
-        key=_lengthen(head.key, columns),
-        value=_lengthen(head.value, columns),
+        query=_pad_to(head.query, rows),
+        key=_pad_to(head.key, columns),
+        value=_pad_to(head.value, columns),
         inputs=head.inputs._replace(bias=bias),
         nonfinite=flags,
     )
 
 
-def _lengthen(x: Array, *lengths: int) -> Array:
-    """Appends zeros to the first axes, up to these lengths."""
+def _pad_to(x: Array, *lengths: int) -> Array:
+    """Pads the first axes with zeros up to these lengths."""
     widths = [(0, length - size) for size, length in zip(x.shape, lengths, strict=False)]
     return jnp.pad(x, widths + [(0, 0)] * (x.ndim - len(widths))) if any(after for _, after in widths) else x
 
 
 def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any) -> list[Array]:
-    """The results of one head, or if output and log-sum-exp are known, these: then only derivatives are computed."""
+    """Computes the results of one padded head, or returns the known ones, as a differentiable `Function`."""
     leaves, structure = jax.tree.flatten((head, blocks, known))
     shapes = (tiling.shape[0], head.value.shape[1]), *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max))
     outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
@@ -157,59 +158,62 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
         return _output_of_single_tiles(tiling, False, head, blocks)
     rule, flags = head.rule, head.nonfinite
 
-    def row(own: tuple) -> ResultsOfHead:
-        i, blocks, q, q_flags = own
+    def row(part: tuple) -> ResultsOfHead:
+        i, blocks, q, q_flags = part
 
         def visit_tile(visit: TileVisit, rule: ScoreRule, state: online_softmax.State) -> online_softmax.State:
             keys, values = (visit.tile.cut_columns(x, 0) for x in (head.key, head.value))
-            own_flags = (
-                None if flags is None else NonfiniteFlags(visit.rows(q_flags), visit.tile.cut_columns(flags.key, 0))
-            )
-            s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, own_flags)
+            flags_of_tile = _cut_flags(flags, jax.tree.map(visit.rows, q_flags), visit.tile)
+            s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, flags_of_tile)
             before = jax.tree.map(visit.rows, state)
             after = online_softmax.update(before, s, lambda p: rule.weigh(p, values, visit.tile), row_poison)
             return jax.tree.map(visit.put_rows, state, after)
 
         features, sink = head.value.shape[1], head.inputs.sink
-        nothing = online_softmax.start(tiling.height, features, sink, rule.dtype, rule.returns_max)
-        return online_softmax.finish(over_keys(blocks, tiling, rule, i, visit_tile, varying_as(q, nothing)))
+        start = online_softmax.start(tiling.height, features, sink, rule.dtype, rule.returns_max)
+        return online_softmax.finish(over_keys(blocks, tiling, rule, i, visit_tile, varying_as(q, start)))
 
-    return _joined(lax.map(row, by_row(tiling, blocks, head.query, None if flags is None else flags.query)))
+    return _join_rows(lax.map(row, by_row(tiling, blocks, head.query, None if flags is None else flags.query)))
 
 
-def _joined(results: Any) -> ResultsOfHead:
+def _join_rows(results: Any) -> ResultsOfHead:
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
 
 
+def _cut_flags(flags: NonfiniteFlags | None, of_rows: Array | None, tile: Tile) -> NonfiniteFlags | None:
+    """Returns the flags of a tile: `of_rows` for its queries, cut out of `flags` for its keys."""
+    return None if flags is None or of_rows is None else NonfiniteFlags(of_rows, tile.cut_columns(flags.key, 0))
+
+
 def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> ResultsOfHead:
+    """Computes the results of one head whose rows of tiles have one tile each, which needs no online softmax."""
     attend = dense.fused_rows if fuse_rows else dense.plain_rows
     mask, flags = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None, head.nonfinite
     rule = dataclasses.replace(head.rule, mask=mask)
 
-    def row(own: tuple) -> ResultsOfHead:
-        i, blocks, q, q_flags = own
-        tile = tiling.tile(
-            i * tiling.height, element(blocks.column, 0), (tiling.height, tiling.width), head.rule.offsets.values
-        )
-        part = dataclasses.replace(
+    def row(part: tuple) -> ResultsOfHead:
+        i, blocks, q, q_flags = part
+        shape = tiling.height, tiling.width
+        tile = tiling.tile(i * tiling.height, element(blocks.column, 0), shape, rule.offsets.values)
+        head_of_tile = dataclasses.replace(
             head,
             query=q,
             key=tile.cut_columns(head.key, 0),
             value=tile.cut_columns(head.value, 0),
             inputs=head.inputs.cut(tile),
             rule=rule,
-            nonfinite=None if flags is None else NonfiniteFlags(q_flags, tile.cut_columns(flags.key, 0)),
+            nonfinite=_cut_flags(flags, q_flags, tile),
         )
-        return attend(part, tile)
+        return attend(head_of_tile, tile)
 
     rows = by_row(tiling, blocks, head.query, None if flags is None else flags.query)
-    return _joined(jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows))
+    return _join_rows(jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows))
 
 
 def _tangent(
     tiling: Tiling, head: Head, blocks: BlockMask, result: tuple[Array, Array], d_head: Head
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    """The tangents of output and log-sum-exp, linear in those of the head.
+    """Computes the tangents of output and log-sum-exp, which are linear in the tangents `d_head` of the head.
 
     With weights p = exp(s - lse) and the tangents s' of scores, lse' is the sum of p s', plus that of the sink, and
     the output's tangent is (p s') v + p v' - output lse'. The transpose is FlashAttention-2's backward pass.
@@ -218,29 +222,30 @@ def _tangent(
     function, arguments = _tangent_of_tile(head, lse), _arguments(head)
     residuals = [query, lse[:, None], *arguments]
     by_hand = functools.partial(_backward, tiling, head.rule.scale, head.inputs.bias is not None)
-    moved = [d_head.query, *_arguments(d_head)]
-    of_output, d_lse = tile_sum(tiling, function, head.rule, blocks, residuals, moved, by_hand)
+    tangents = [d_head.query, *_arguments(d_head)]
+    weighted, d_lse = tile_sum(tiling, function, head.rule, blocks, residuals, tangents, by_hand)
     d_lse = d_lse[:, 0]
     if head.inputs.sink is not None and d_head.inputs.sink is not None:
         d_lse = d_lse + jnp.exp(head.inputs.sink - lse) * d_head.inputs.sink
-    d_output = of_output - output * d_lse[:, None]
+    d_output = weighted - output * d_lse[:, None]
     return nonfinite.zero_rows(d_output, lse), jnp.where(finite, d_lse, jnp.zeros_like(lse))
 
 
 def _arguments(head: Head) -> list[Array]:
-    """Keys, values, the bias if there is one, captured arrays: what tiles share."""
+    """Lists keys, values, the bias if there is one, and captured arrays."""
     bias = [] if head.inputs.bias is None else [head.inputs.bias]
     return [head.key, head.value, *bias, *head.inputs.captured]
 
 
 def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
-    """The inverse, of bias and captured arrays."""
+    """Makes the score inputs of a tile from bias, if there is one, and captured arrays."""
     bias, captured = (arguments[0], arguments[1:]) if has_bias else (None, arguments)
     bias = None if bias is None else bias.astype(accumulation_dtype(bias.dtype))
     return ScoreInputs(bias, None, list(captured))
 
 
 def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
+    """Makes the function whose tile sum gives the tangents of output, before `output lse'`, and log-sum-exp."""
     has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
     may_be_nan = has_bias or head.rule.score_mod is not None
 
@@ -256,8 +261,8 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
         d_s = d_s if rule.score_mod is None else jnp.where(s == -jnp.inf, jnp.zeros_like(d_s), d_s)
         weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
         d_weights = weights * d_s
-        of_values = rule.dot(_times(d_weights, kept), _for_gradients(value)) + rule.dot(_times(weights, kept), d_value)
-        return of_values, jnp.sum(d_weights, axis=1, keepdims=True)
+        weighted = rule.dot(times(d_weights, kept), _for_gradients(value)) + rule.dot(times(weights, kept), d_value)
+        return weighted, jnp.sum(d_weights, axis=1, keepdims=True)
 
     shared, dtype = _arguments(head), head.rule.dtype
     kinds = _kinds(has_bias, shared[2:])
@@ -267,6 +272,7 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
 
 
 def _kinds(has_bias: bool, inputs: Sequence[Array]) -> list[str]:
+    """Lists the kinds of bias and captured arrays; see `tile_sum.Kind`."""
     return ["scores" if has_bias and i == 0 else "whole" for i, _ in enumerate(inputs)]
 
 
@@ -279,10 +285,13 @@ def _backward(
     residuals: Sequence[Array],
     cotangents: Sequence[Array],
 ) -> list[Array]:
-    """Cotangents of queries, keys, values, bias and captured arrays, from those of `_tangent_of_tile`."""
+    """Computes the transpose of the tile sum in `_tangent`: FlashAttention-2's backward pass.
+
+    Returns the cotangents of queries, keys, values, bias and captured arrays.
+    """
     query, lse, key, value, *inputs = residuals
-    # By the last lines of `_tangent`, transposed, `d_lse` is the cotangent of the log-sum-exp minus that of the output
-    # times the output, summed over features: FlashAttention-2's delta, negative.
+    # The transpose of the last lines of `_tangent` makes `d_lse` the log-sum-exp's cotangent minus FlashAttention-2's
+    # delta, which is the output's cotangent times the output, summed over features.
     d_output, d_lse = cotangents
     d_output = d_output.astype(query.dtype)
     may_be_nan = has_bias or rule.score_mod is not None
@@ -295,11 +304,11 @@ def _backward(
         else:
             s, pull = rule.tile_vjp(*primals, tile)
         weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
-        d_weights = _times(rule.dot(d_output, value, transpose_b=True), kept)
+        d_weights = times(rule.dot(d_output, value, transpose_b=True), kept)
         d_products, d_inputs = pull(weights * (d_weights + d_lse))
         d_query = rule.dot(d_products, _for_gradients(key))
         d_key = rule.dot(_for_gradients(query_transposed), d_products)
-        d_value = rule.dot(d_output_transposed, _times(weights, kept))
+        d_value = rule.dot(d_output_transposed, times(weights, kept))
         bias = [] if d_inputs.bias is None else [d_inputs.bias]
         return d_query, d_key, d_value, *bias, *d_inputs.captured
 
@@ -318,9 +327,5 @@ def _backward(
 
 
 def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
-    """Widens an operand of products with gradients of scores, which may be too large for float16."""
+    """Widens float16 operands of products with gradients of scores, which float16 cannot hold."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
-
-
-def _times(weights: Float[Array, "t s"], kept: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
-    return weights if kept is None else weights * kept

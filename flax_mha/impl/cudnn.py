@@ -1,8 +1,7 @@
-"""NVIDIA's fused attention (cuDNN), through `jax.nn.dot_product_attention`, where it gives our result.
+"""`implementation="cudnn"`: NVIDIA's fused attention, through `jax.nn.dot_product_attention`.
 
-The mask goes in as flags and lengths, never as an array; a bias goes in as it is, with a very negative number in the
-place of -inf. Rows whose keys are all masked return 0, as everywhere; `when_finite.py` ensures that what masked keys
-hold reaches nothing.
+The mask is passed as flags and lengths, never as an array; in a bias, -inf is replaced by a very negative number. Rows
+whose keys are all masked are set to 0, and `when_finite.py` keeps NaN and infinity in masked keys out of the result.
 """
 
 import functools
@@ -22,19 +21,19 @@ from flax_mha.impl.shared.kernel_mask import KernelMask
 from flax_mha.impl.shared.when_finite import Arrays
 
 DTYPES, DTYPES_OF_BIAS = (jnp.float16, jnp.bfloat16), (jnp.bfloat16,)
-# To a multiple of this lengths are padded: backward plans fail for odd ones, and answered NaN for odd multiples of 64
-# (pytorch/pytorch#196678).
+# Lengths are padded to a multiple of this: backward plans fail for odd lengths, and returned NaN for odd multiples of
+# 64 (pytorch/pytorch#196678).
 SIDE = 128
 
-# A bias is given to it for every batch entry and head, because under `jax.vmap` jax.nn knows no other; up to so many
-# scores, 512 MiB.
+# The most scores with a bias, 512 MiB: it is copied for every batch entry and head, because `jax.nn` supports no other
+# bias under `jax.vmap`.
 MAX_SCORES_OF_BIAS = 2**28
 
 Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
 class Device(NamedTuple):
-    """The device that a kernel is to run on; `capability` is None where it is no NVIDIA GPU."""
+    """The device that a kernel runs on; `capability` is None if it is no NVIDIA GPU."""
 
     name: str
     capability: tuple[int, int] | None
@@ -49,23 +48,16 @@ def device(platform: str) -> Device:
 
 
 class Kernel(NamedTuple):
-    """All that a cuDNN plan depends on.
+    """cuDNN's attention, with everything that its plan depends on."""
 
-    Attributes:
-      query: Shape of the padded queries [B, T, N, H].
-      key: Shape of the padded keys [B, S, K, H].
-      is_causal: Whether a query sees no key after its own, the only limit on the right that cuDNN has.
-      window: (left, 0), how far back a query sees; the 0 repeats `is_causal`, as `jax.nn` demands. None: no limit.
-      padded: Whether lengths are given.
-    """
-
-    query: tuple[int, ...]
-    key: tuple[int, ...]
+    query: tuple[int, ...]  # shape of the padded queries [B, T, N, H]
+    key: tuple[int, ...]  # shape of the padded keys [B, S, K, H]
     dtype: DTypeLike
     scale: float
-    is_causal: bool
+    is_causal: bool  # whether a query sees no key after its own; cuDNN has no other limit on the right
+    # (left, 0), where `jax.nn` requires the 0 to repeat `is_causal`; None for no limit on the left.
     window: tuple[int, int] | None
-    padded: bool
+    padded: bool  # whether lengths are given
     has_bias: bool = False
 
     def __call__(
@@ -78,7 +70,7 @@ class Kernel(NamedTuple):
         residual: bool = False,
         bias: Array | None = None,
     ) -> Any:
-        """The fused attention itself; with `residual` the log-sum-exp too, which has no gradient."""
+        """Computes the output, and with `residual` also the log-sum-exp, which has no gradient."""
         return jax.nn.dot_product_attention(
             query,
             key,
@@ -99,7 +91,7 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
     (queries, keys), batch = call.operands.lengths, math.prod(query.shape[:-3])
     rows, columns = (length + -length % SIDE for length in (queries, keys))
     if mask.right == 0:
-        columns = rows  # its causal masks are square: keys behind the last query are left out, missing ones are padding
+        columns = rows  # its causal masks are square: keys after the last query are cut off, missing ones padded
     padded = rows > queries or columns > keys or mask.query_lengths is not None or mask.key_lengths is not None
     return Kernel(
         (batch, rows, *query.shape[-2:]),
@@ -114,7 +106,7 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
 
 
 def refusals(call: Call) -> list[str]:
-    """Why cuDNN cannot compute this call with our result; its plan is tried only if there is no other reason."""
+    """Lists why cuDNN cannot compute a call; its plan is only tried if there is no other reason."""
     mask, here = kernel_mask.kernel_mask(call), device(call.options.target.platform)
     operands = call.operands
     head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
@@ -164,7 +156,7 @@ def _refusals_of_bias(call: Call) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def failure(kernel: Kernel) -> list[str]:
-    """Asks cuDNN for a plan, forward and backward, and returns why it has none; some plans fail only when compiled."""
+    """Compiles the kernel, forward and backward, and returns the error of cuDNN if that fails."""
     query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
     key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
     lengths = jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32) if kernel.padded else None
@@ -180,7 +172,7 @@ def failure(kernel: Kernel) -> list[str]:
 
     try:
         jax.jit(both).lower(query, key, key, bias, lengths).compile()
-    except Exception as error:  # whatever it is, it is the reason
+    except Exception as error:  # any error means that the kernel cannot run
         return [f"cuDNN has no plan for it: {str(error).strip().splitlines()[0]}"]
     return []
 
@@ -196,7 +188,7 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
     arrays = Arrays(query, key[:, :columns], value[:, :columns], bias)
     masked = mask.masks_scores or operands.bias is not None
     if masked and options.target.may_be_split:
-        output = _careful(kernel, mask, arrays)
+        output = _masked_without_cond(kernel, mask, arrays)
     elif masked:
         fused = when_finite.Fused(functools.partial(_masked, kernel), options, head_axis=2)
         output = when_finite.attention(fused, arrays, mask)
@@ -206,30 +198,30 @@ def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"
 
 
 def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
-    """The bias of every batch entry and head, its axes in the order of a query's."""
+    """Broadcasts the bias to every batch entry and head, with its axes in the order of the query."""
     *batch, queries, num_heads, _ = operands.query.shape
     whole = jnp.broadcast_to(operands.bias, (*batch, num_heads, queries, operands.key.shape[-3]))  # type: ignore[arg-type]
     return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
 
 
 def _masked(kernel: Kernel, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-    """The output, 0 where a query sees nothing, and what has to be finite."""
+    """Computes the output, 0 for queries that see no key, and the arrays that must be finite; see `when_finite`."""
     query, key, value, bias, _ = arrays
     batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
-    all_see_keys = kernel_mask.shows_all_rows_something(mask, lengths)
+    all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
     visible = None if all_see_keys else kernel_mask.visible_range(mask, batch, lengths)
     output, lse = _padded(kernel, arrays, visible, residual=True)
     if bias is not None or not all_see_keys:
         masked = kernel_mask.masked_rows(mask, batch, lengths, bias)
         output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
         lse = jnp.where(masked, jnp.zeros_like(lse), lse)
-    # Without gradients a query concerns its own row alone, whose log-sum-exp is much less to read.
+    # Without gradients a query affects its own row alone, and the log-sum-exp of the row is much less to read.
     finite_bias = () if bias is None else (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
     return output, (query if differentiated else lse, key, value, *finite_bias)
 
 
-def _careful(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
-    """As `_masked`, whatever the arrays hold: devices that hold parts of them need not agree on anything for this."""
+def _masked_without_cond(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
+    """Computes the output for any NaN and infinity, without a condition that devices with parts of the call share."""
     query, key, value = arrays[:3]
     first, end = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
     key, value, of_keys = nonfinite.zero_keys(key, value)
@@ -237,19 +229,19 @@ def _careful(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
     query = nonfinite.zero_rows(query, of_queries)
     query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
     [output] = _padded(kernel, Arrays(query, key, value), (first, end))
-    sees_bad = kernel_mask.counted(of_keys == jnp.inf, first, end) > 0
+    sees_bad = kernel_mask.count_flags(of_keys == jnp.inf, first, end) > 0
     nonfinite_rows = jnp.repeat(sees_bad, query.shape[2] // key.shape[2], axis=2) | (of_queries == jnp.inf)
     output = jnp.where(nonfinite_rows[..., None], jnp.full_like(output, jnp.nan), output)
     return jnp.where((end <= first)[:, :, None, None], jnp.zeros_like(output), output)
 
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
-    """Output and, with `residual`, log-sum-exp of the arrays, which are padded to the lengths that the kernel takes."""
-    query, key, value, *others = kernel_mask.vmapped_together(*jax.tree.leaves((arrays, visible)))
+    """Pads the arrays to the kernel's lengths, and computes the output and, with `residual`, the log-sum-exp."""
+    query, key, value, *others = kernel_mask.vmap_alike(*jax.tree.leaves((arrays, visible)))
     batch, queries = query.shape[:2]
     used_queries = used_keys = None
     if kernel.padded:
-        # The rows that see a key come first, so their number is the query length that cuDNN gets; at least 1.
+        # Rows that see a key come first, so cuDNN gets their number, at least 1, as the query length.
         rows, columns = jnp.full(batch, queries, jnp.int32), jnp.full(batch, key.shape[1], jnp.int32)
         if visible is not None:
             first, end = visible
@@ -260,18 +252,18 @@ def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: boo
     bias = _finite_bias(kernel, others[0]) if kernel.has_bias else None
     answer = kernel(query, key, value, used_queries, used_keys, residual, bias)
     answers = answer if residual else [answer]
-    return [kernel_mask.vmapped_together(x, query)[0][:, :queries] for x in answers]  # and so are their cotangents
+    return [kernel_mask.vmap_alike(x, query)[0][:, :queries] for x in answers]  # for their cotangents
 
 
 def _finite_bias(kernel: Kernel, bias: Float[Array, "B T N S"]) -> Float[Array, "B N t s"]:
-    """In the kernel's layout and lengths, with a finite number in the place of -inf."""
+    """Replaces -inf in a bias by a finite number, and converts it to the kernel's layout and padded lengths."""
     lowest = jnp.asarray(0.7 * float(jnp.finfo(bias.dtype).min), bias.dtype)
     bias = jnp.swapaxes(jnp.where(bias == -jnp.inf, lowest, bias), 1, 2)
     return kernel_mask.pad_to(kernel_mask.pad_to(bias, 2, kernel.query[1]), 3, kernel.key[1])
 
 
 def attention(call: Call) -> tuple[Float[Array, "*B T N Hv"], None]:
-    """The output of all heads; the log-sum-exp stays with cuDNN."""
+    """Computes the output of all heads; cuDNN's log-sum-exp has no gradient, so it is not returned."""
     return _attention(*call), None
 
 

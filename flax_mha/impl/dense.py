@@ -1,7 +1,6 @@
-"""Attention written as the equation: all scores of a rectangle, in most calls the whole of them, at once.
+"""Dense attention: all scores of a head, or of one tile, at once. It is the fastest for short sequences.
 
 softmax(Q K^T + bias) V with scaled queries, Vaswani et al., Attention is all you need, arXiv:1706.03762, equation 1.
-Short sequences run fastest this way.
 """
 
 import dataclasses
@@ -23,12 +22,12 @@ from flax_mha.impl.shared.head import Head, heads_of, map_heads, numbers_as_arra
 from flax_mha.impl.shared.schedule import Plan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
 
-# The largest scores are None, unless they are asked for.
+# Output, log-sum-exp and, if `return_max_score` asks for them, the largest scores of rows.
 ResultsOfHead = tuple[Float[Array, "t Hv"], Float[Array, " t"], Float[Array, " t"] | None]
 
 
 def attention(call: Call) -> OutputAndLse:
-    """Output and log-sum-exp of all heads, from all scores of a head at once; on GPUs by `dense_gpu.py`."""
+    """Computes output and log-sum-exp of all heads, on GPUs by `dense_gpu.py`."""
     call = numbers_as_arrays(call)
     if schedule.on_gpu(call):
         return dense_gpu.attention(call)
@@ -44,18 +43,18 @@ def _all_heads(operands: Operands, options: Options, plan: Plan) -> OutputAndLse
 def map_dense_heads(
     head: Head, dtype: DTypeLike, looped_axes: int | None, max_heads_on_tpu: int | None = None, fuse_rows: bool = False
 ) -> OutputAndLse:
-    """Output, in this dtype, and log-sum-exp of heads [B..., K, G]."""
+    """Computes output, in this dtype, and log-sum-exp of heads [B..., K, G]."""
     one_head = functools.partial(dense_head, fuse_rows=fuse_rows)
     return to_caller(map_heads(one_head, head, head.query.ndim - 2, looped_axes or 0, max_heads_on_tpu), dtype)
 
 
 def dense_head(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
-    """Output, log-sum-exp and largest scores of one head: 0, -inf and -inf for a row whose keys are all masked.
+    """Computes output, log-sum-exp and largest scores of one head; 0, -inf and -inf for rows that see no key.
 
-    Differentiable any number of times, forward and reverse.
+    It has derivatives of every order, in forward and reverse mode.
 
     Args:
-      head: Its operands.
+      head: The operands of the head.
       fuse_rows: Whether to compute `fused_rows` if there is no gradient; needs flags with row scales.
     """
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
@@ -72,7 +71,7 @@ def _head(fuse_rows: bool, head: Head) -> ResultsOfHead:
 
 @_head.defjvp
 def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> tuple[ResultsOfHead, ResultsOfHead]:
-    [head], [tangent] = primals, tangents  # what `rule` and `nonfinite` hold has no gradient
+    [head], [tangent] = primals, tangents  # arrays in `rule` and `nonfinite` have no gradient
 
     def differentiable(query: Array, key: Array, value: Array, inputs: ScoreInputs) -> ResultsOfHead:
         return _differentiable(dataclasses.replace(head, query=query, key=key, value=value, inputs=inputs))
@@ -82,11 +81,11 @@ def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> t
 
 
 def plain_rows(head: Head, tile: Tile) -> ResultsOfHead:
-    """Output and log-sum-exp of the rows of a tile that see this tile alone; without gradients.
+    """Computes the results of rows that see no keys outside one tile, without gradients.
 
-    All of `head` is the tile's own part. Keys and queries that are not finite are NaN, and so are their scores. A
-    masked score is replaced, a visible one makes the sum of its row NaN: no poison has to be added, unless a
-    `score_mod` may lose NaN.
+    `head` holds the tile's part of all arrays. Queries and keys that are not finite are NaN, and so are their scores:
+    a masked score is replaced, a visible one makes its row NaN. So no poison is added, except with a `score_mod`,
+    which may lose NaN.
     """
     rule, poison = head.rule, None
     if rule.score_mod is not None:
@@ -100,7 +99,7 @@ def plain_rows(head: Head, tile: Tile) -> ResultsOfHead:
 
 
 def _with_flags(head: Head) -> Head:
-    """The head with finite queries and keys and their flags, if anything may be masked."""
+    """Replaces NaN in queries and keys by zeros and adds their flags, if anything may be masked."""
     if head.nonfinite is not None or not head.rule.masks_scores(head.inputs):
         return head
     query, key, flags = nonfinite.zero_nan(head.query, head.key, head.rule.dtype)
@@ -108,10 +107,9 @@ def _with_flags(head: Head) -> Head:
 
 
 def fused_rows(head: Head, tile: Tile) -> ResultsOfHead:
-    """As `plain_rows`, from flags with row scales.
+    """Computes the same as `plain_rows`, from flags with row scales.
 
-    Written so that XLA's CPU can compile it into one kernel: if nobody asks for the log-sum-exp, no score is written to
-    memory.
+    XLA's CPU can compile it to one kernel that writes no score to memory, if the log-sum-exp is not used.
     """
     rule, inputs, flags = head.rule, head.inputs, head.nonfinite
     if flags is None:
@@ -126,7 +124,7 @@ def fused_rows(head: Head, tile: Tile) -> ResultsOfHead:
 
 
 def _shrunk(x: Float[Array, "n H"], row_scale: Float[Array, " n"]) -> tuple[Float[Array, "n H"], Float[Array, "n 1"]]:
-    """The rows, scaled down where their products could overflow, and the powers of two that undo the scaling."""
+    """Scales rows down if their products could overflow; also returns the powers of two that undo it."""
     # In float32 from 2^60 on, by 2^-68. Smaller factors would lose the products of a row's other entries.
     half = jnp.finfo(row_scale.dtype).maxexp // 2
     exponent, is_large = half + 4, (row_scale * (2 * x.shape[1]) > 2.0 ** (half - 4))[:, None]
@@ -136,13 +134,14 @@ def _shrunk(x: Float[Array, "n H"], row_scale: Float[Array, " n"]) -> tuple[Floa
 
 
 def _differentiable(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
+    """Computes the results by operations that JAX differentiates, with finite gradients in rows that are NaN."""
     head = _with_flags(head)
     rule, whole = head.rule, head.whole
     products = checkpoint_name(rule.products(head.query, head.key), "attention_scores")
     s = rule.differentiable_tile(products, head.inputs, whole)
     if head.nonfinite is None:
         return _softmax(s, head.value, head.inputs, rule, whole, fuse_rows)
-    # Rows that see something not finite return NaN, and have no gradient.
+    # Rows that see NaN or infinity return NaN, and have no gradient.
     sees_nonfinite = (s != -jnp.inf) & (head.nonfinite.score_poison() == jnp.inf)
     poisoned = jnp.any(sees_nonfinite | jnp.isnan(s) | (s == jnp.inf), axis=1)
     s = jnp.where(poisoned[:, None], jnp.zeros_like(s), s)
@@ -162,8 +161,9 @@ def _softmax(
     tile: Tile,
     fused: bool = False,
 ) -> ResultsOfHead:
+    """Computes the results from the scores and values of a tile."""
     lowest = jnp.finfo(s.dtype).min
-    # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` gives it to visible ones.
+    # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` may give it to visible scores.
     replaced = s.size > 0 and not (fused or inputs.bias is not None or rule.score_mod is not None)
     s = jnp.where(s == -jnp.inf, lowest, s) if replaced else s
     # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
@@ -173,7 +173,7 @@ def _softmax(
         of_rows = (jnp.where(largest <= lowest, -jnp.inf, largest) if replaced else largest)[:, 0]
     if inputs.sink is not None:
         largest = jnp.maximum(largest, lax.stop_gradient(inputs.sink))
-    # XLA's CPU computes difference and exp faster if no other operation stands between them and the maximum.
+    # XLA's CPU computes difference and exp faster if no other operation is between them and the maximum.
     shift = largest if replaced else jnp.maximum(largest, lowest)
     e = jnp.exp(s - shift)
     total = jnp.sum(e, axis=1, keepdims=True)
@@ -181,9 +181,9 @@ def _softmax(
         total = total + jnp.exp(inputs.sink - shift)
     products, total = name_residuals(rule.weigh(e, value, tile), total)
     if not replaced:
-        divisor = jnp.maximum(total, 0.5)  # it is 0, if nothing is visible, or at least 1
+        divisor = jnp.maximum(total, 0.5)  # the total is 0 if no key is visible, else at least 1
         return products / divisor, (jnp.log(divisor) + largest)[:, 0], of_rows
-    # A row that sees nothing weighs all masked values alike. XLA's maximum of a row of NaN may be -inf, its sum is NaN.
-    sees_nothing = (largest <= lowest) & ~jnp.isnan(total)
-    output = jnp.where(sees_nothing, 0, products) / jnp.where(sees_nothing, 1, total)
-    return output, jnp.where(sees_nothing, -jnp.inf, jnp.log(total) + largest)[:, 0], of_rows
+    # A row that sees no key has equal weights for all. XLA's maximum of a row of NaN may be -inf, but its sum is NaN.
+    is_masked = (largest <= lowest) & ~jnp.isnan(total)
+    output = jnp.where(is_masked, 0, products) / jnp.where(is_masked, 1, total)
+    return output, jnp.where(is_masked, -jnp.inf, jnp.log(total) + largest)[:, 0], of_rows

@@ -1,15 +1,15 @@
-"""Attention of one head on GPUs: the equation of `dense.py` in as few passes over the scores as XLA needs.
+"""Dense attention on GPUs, in as few passes over the T x S scores as XLA allows: these take most of the time.
 
-There a call takes as long as it takes to write and read arrays of T x S. So weights are divided before they meet the
-values, which makes one kernel of the whole softmax, and its gradient needs the sums of a row's products with their
-cotangents, which are those of the output with its own (Dao et al., FlashAttention, arXiv:2205.14135, appendix B).
-And nothing looks for NaN in a pass of its own, as `nonfinite.py` would:
+Weights are divided by their sum before the product with the values, so that XLA makes one kernel of the softmax. Its
+gradient needs for each row the sum of weights times their cotangents. This is the sum of the output times its
+cotangent, which is cheaper (Dao et al., FlashAttention, arXiv:2205.14135, appendix B). The rule of `nonfinite.py` is
+kept without a pass that searches for NaN:
 
-- An entry of a query, a key or a value that is not finite makes the products of its row or column NaN, while they are
-  made. A visible NaN makes the softmax of its row NaN; a masked one is replaced.
-- Gradients multiply by arrays in which zeros stand in the place of what is not finite. Rows that are NaN have none.
+- An entry of a query, key or value that is not finite makes all products of its row or column NaN, in the same kernel.
+  A visible NaN makes the softmax of its row NaN; a masked one is replaced.
+- In gradients, entries that are not finite are replaced by zeros. Rows that are NaN have no gradient.
 
-If nothing can be masked, none of this is needed.
+If nothing can be masked, NaN propagates by itself, and none of this is done.
 """
 
 import functools
@@ -25,31 +25,25 @@ from flax_mha.core.tile import Tile
 from flax_mha.core.tracing import varying_alike
 from flax_mha.impl.shared import schedule
 from flax_mha.impl.shared.head import Head, heads_of, map_heads, to_caller
-from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule
+from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule, times
 
-NAN_ROW = -1e-30  # all weights of a row that is NaN, in gradients: no large values make them infinite
+NAN_ROW = -1e-30  # replaces the weights of a NaN row in gradients; products with large values stay finite
 
 
 class Products(NamedTuple):
-    """A matrix product with its precision and dtypes.
+    """A matrix product with its precision and dtype."""
 
-    Attributes:
-      precision: As in `jax.lax.dot_general`.
-      dtype: Of the products; their sums are float32 at least.
-      guards: Whether something may be masked, and what is not finite is kept out of gradients.
-    """
-
-    precision: lax.PrecisionLike
-    dtype: jnp.dtype
-    guards: bool
+    precision: lax.PrecisionLike  # precision, as in `jax.lax.dot_general`
+    dtype: jnp.dtype  # dtype of the product
+    guards: bool  # whether scores may be masked, so that NaN and infinity must be kept out of gradients
 
     def __call__(self, a: Float[Array, "m k"], b: Array, b_axis: int = 0) -> Float[Array, "m n"]:
-        """The product a @ b, or a @ b.T if `b_axis` is 1."""
+        """Computes a @ b, or a @ b.T if `b_axis` is 1."""
         contract = ((1,), (b_axis,))
         return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision, preferred_element_type=self.dtype)
 
     def finite(self, x: Float[Array, "n F"]) -> Float[Array, "n F"]:
-        """`x`, with zeros in the place of what is not finite."""
+        """Replaces entries that are not finite by zeros, if `guards`."""
         return jnp.where(lax.is_finite(x), x, jnp.zeros_like(x)) if self.guards else x
 
 
@@ -64,9 +58,9 @@ def _all_heads(operands: Operands, options: Options, dtype: jnp.dtype) -> Output
 
 
 def dense_head_on_gpu(head: Head) -> tuple[Float[Array, "T Hv"], Float[Array, " T"], Float[Array, " T"] | None]:
-    """Output, log-sum-exp and largest scores of one head: 0, -inf and -inf for a row whose keys are all masked.
+    """Computes output, log-sum-exp and largest scores of one head; 0, -inf and -inf for rows that see no key.
 
-    Differentiable any number of times, forward and reverse. The head's arrays hold what they held in the call, finite
+    It has derivatives of every order, in forward and reverse mode. The arrays of the head are those of the call, finite
     or not. The output has the dtype of the value.
     """
     query, key, value, inputs, rule = head.query, head.key, head.value, head.inputs, head.rule
@@ -83,9 +77,9 @@ def dense_head_on_gpu(head: Head) -> tuple[Float[Array, "T Hv"], Float[Array, " 
 
 
 def _scores_of(products: Float[Array, "T S"], inputs: ScoreInputs, rule: ScoreRule, whole: Tile) -> Float[Array, "T S"]:
-    """The scores: -inf where masked, NaN where a visible product or bias is."""
+    """Computes the scores: -inf where masked, NaN where a visible product or bias is."""
     bias, poison = inputs.bias, None
-    if rule.soft_cap is not None or rule.score_mod is not None:  # whose derivatives would be NaN, too
+    if rule.soft_cap is not None or rule.score_mod is not None:  # their derivatives at NaN would be NaN
         is_nan = lax.stop_gradient(products != products)
         poison = jnp.where(is_nan, jnp.nan, jnp.zeros((), products.dtype))
         products = _replaced(0.0, products, ~is_nan)
@@ -94,7 +88,7 @@ def _scores_of(products: Float[Array, "T S"], inputs: ScoreInputs, rule: ScoreRu
         s = rule.differentiable_tile(products, inputs, whole)
         return s if poison is None else jnp.where(s == -jnp.inf, s, s + poison)
     s, visible = rule.unmasked(products, inputs._replace(bias=None), whole, poison)
-    if bias is not None:  # added so that its gradient is that of the scores, not another array
+    if bias is not None:  # added such that its gradient is the array of the scores' gradients itself
         shows = bias != -jnp.inf
         s = s + _replaced(0.0, bias, shows).astype(s.dtype)
         visible = shows if visible is None else visible & shows
@@ -105,7 +99,7 @@ def _scores_of(products: Float[Array, "T S"], inputs: ScoreInputs, rule: ScoreRu
 def _products(
     dot: Products, query: Float[Array, "T H"], key: Float[Array, "S H"], value: Float[Array, "S Hv"]
 ) -> Float[Array, "T S"]:
-    """Of queries and keys; with guards NaN for a query that is not finite, and for a key if it or its value is not."""
+    """Computes products of queries and keys; with `dot.guards` they are NaN if query, key or value is not finite."""
     if not dot.guards:
         return dot(query, key, 1)
     is_finite = lax.is_finite(value)
@@ -118,14 +112,14 @@ def _products(
 def _products_jvp(dot: Products, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     query, key, _ = primals
     d_query, d_key, _ = tangents
-    narrow = dot._replace(dtype=query.dtype)  # so that the gradients of scores enter their products in it
+    narrow = dot._replace(dtype=query.dtype)  # so that gradients of scores are multiplied in this dtype
     tangent = narrow(d_query, dot.finite(key), 1) + narrow(dot.finite(query), d_key, 1)
     return _products(dot, *primals), tangent.astype(dot.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _replaced(number: float, x: Float[Array, "#T #S"], keep: Bool[Array, "#T #S"]) -> Float[Array, "#T #S"]:
-    """`x`, or the number where it is not kept. Gradients pass there, too: they are zero already."""
+    """Replaces `x` by `number` unless `keep`; the gradient is the identity, as it is 0 there already."""
     return jnp.where(keep, x, jnp.asarray(number, x.dtype))
 
 
@@ -142,9 +136,9 @@ def _attention(
     kept: Float[Array, "T S"] | None,
     value: Float[Array, "S Hv"],
 ) -> tuple[Float[Array, "T Hv"], Float[Array, "T 1"]]:
-    """Output and log-sum-exp. Values that are not finite count as 0: where they are seen, the weights are NaN."""
+    """Computes output and log-sum-exp. Values that are not finite count as 0: rows that see them have NaN weights."""
     e, divisor, lse = _exponentials(s, sink)
-    return dot(_dropped(e / divisor, kept).astype(value.dtype), dot.finite(value)), lse
+    return dot(times(e / divisor, kept).astype(value.dtype), dot.finite(value)), lse
 
 
 @_attention.defjvp
@@ -152,10 +146,10 @@ def _attention_jvp(dot: Products, primals: tuple, tangents: tuple) -> tuple[tupl
     s, sink, kept, value = primals
     d_s, d_sink, _, d_value = tangents
     weights, lse = _softmax(dot.guards, s, sink)
-    dropped, finite = _dropped(weights, kept).astype(value.dtype), dot.finite(value)
+    dropped, finite = times(weights, kept).astype(value.dtype), dot.finite(value)
     output = dot(dropped, finite)
-    moved, mean = _moved(weights, lse, sink, d_s, d_sink)
-    tangent = dot(_dropped(moved, kept).astype(value.dtype), finite) + dot(dropped, d_value)
+    weighted, mean = _weigh_tangents(weights, lse, sink, d_s, d_sink)
+    tangent = dot(times(weighted, kept).astype(value.dtype), finite) + dot(dropped, d_value)
     tangent = tangent - (mean * output.astype(mean.dtype)).astype(tangent.dtype)
     if dot.guards:
         is_nan = weights[:, :1] == NAN_ROW
@@ -168,46 +162,46 @@ def _attention_jvp(dot: Products, primals: tuple, tangents: tuple) -> tuple[tupl
 def _softmax(
     guards: bool, s: Float[Array, "T S"], sink: Float[Array, ""] | None
 ) -> tuple[Float[Array, "T S"], Float[Array, "T 1"]]:
-    """Weights and log-sum-exp, for gradients; with guards, weights of `NAN_ROW` in rows that are NaN.
+    """Computes weights and log-sum-exp for gradients; with `guards`, rows that are NaN get weights of `NAN_ROW`.
 
-    Cotangents of these rows are 0, so that weights may be whatever has finite products with values. One entry of a row
-    tells then that it is NaN, where to look for NaN in a row, or to replace it later, would take another pass.
+    The cotangents of these rows are 0, so any weights will do whose products with values are finite. Thus the first
+    entry of a row tells whether the row is NaN, without another pass over the weights.
     """
     e, divisor, lse = _exponentials(s, sink)
-    weights = e / divisor  # NaN in all of a row or nowhere
+    weights = e / divisor  # in each row all entries are NaN, or none
     return jnp.where(weights == weights, weights, jnp.full_like(weights, NAN_ROW)) if guards else weights, lse
 
 
 @_softmax.defjvp
 def _softmax_jvp(guards: bool, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
     weights, lse = _softmax(guards, *primals)
-    moved, d_lse = _moved(weights, lse, primals[1], *tangents)
-    d_weights = moved - weights * d_lse
+    weighted, d_lse = _weigh_tangents(weights, lse, primals[1], *tangents)
+    d_weights = weighted - weights * d_lse
     if guards:
         d_weights, d_lse = (jnp.where(weights[:, :1] == NAN_ROW, jnp.zeros_like(x), x) for x in (d_weights, d_lse))
     return (weights, lse), (d_weights, d_lse)
 
 
-def _moved(
+def _weigh_tangents(
     weights: Float[Array, "T S"], lse: Float[Array, "T 1"], sink: Array | None, d_s: Float[Array, "T S"], d_sink: Any
 ) -> tuple[Float[Array, "T S"], Float[Array, "T 1"]]:
-    """Weights times the tangents of their scores, and the sums of the rows, that of the sink included.
+    """Multiplies weights by the tangents of their scores; also returns the sums of rows, that of the sink included.
 
-    The products are 0 where a weight is: what is masked gets no gradient that is NaN.
+    The product is 0 where the weight is 0, so that no masked score gets a gradient of NaN.
     """
-    moved = jnp.where(weights == 0, jnp.zeros_like(d_s), weights * d_s)
-    mean = jnp.sum(moved, axis=1, keepdims=True)
+    weighted = jnp.where(weights == 0, jnp.zeros_like(d_s), weights * d_s)
+    mean = jnp.sum(weighted, axis=1, keepdims=True)
     if sink is None:
-        return moved, mean
-    return moved, mean + jnp.where(lse == lse, jnp.exp(sink - lse), jnp.zeros_like(lse)) * d_sink
+        return weighted, mean
+    return weighted, mean + jnp.where(lse == lse, jnp.exp(sink - lse), jnp.zeros_like(lse)) * d_sink
 
 
 def _exponentials(
     s: Float[Array, "T S"], sink: Float[Array, ""] | None
 ) -> tuple[Float[Array, "T S"], Float[Array, "T 1"], Float[Array, "T 1"]]:
-    """Weights before they are divided, their divisors, and the log-sum-exp.
+    """Computes the softmax's numerators, their divisors, and the log-sum-exp.
 
-    Weights of 0 and -inf for a row of -inf; divisor and log-sum-exp NaN for a row that holds infinity or NaN.
+    A row of -inf has numerators 0 and log-sum-exp -inf; a row with infinity or NaN has divisor and log-sum-exp NaN.
     """
     largest = jnp.max(s, axis=1, keepdims=True, initial=-jnp.inf)
     largest = largest if sink is None else jnp.maximum(largest, sink)
@@ -215,10 +209,6 @@ def _exponentials(
     e = jnp.exp(s - shift)
     total = jnp.sum(e, axis=1, keepdims=True)
     total = total if sink is None else total + jnp.exp(sink - shift)
-    # The sum is at least 1, or 0 if nothing is visible, and may be NaN, which a maximum on a CPU would lose.
+    # The sum is at least 1, or 0 if no key is visible, or NaN, which `jnp.maximum` on a CPU would lose.
     divisor = total + jnp.finfo(s.dtype).tiny
     return e, divisor, jnp.log(divisor) + largest
-
-
-def _dropped(weights: Float[Array, "T S"], kept: Float[Array, "T S"] | None) -> Float[Array, "T S"]:
-    return weights if kept is None else weights * kept

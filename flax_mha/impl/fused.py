@@ -1,8 +1,8 @@
-"""Fused kernels with derivatives of every order: results and first gradients by the kernel, all others tile by tile.
+"""Adds the derivatives that fused kernels lack: forward mode and higher orders, by a portable implementation.
 
-A kernel comes with its gradient, which cannot be differentiated again, and without a forward mode. Tangents are linear
-functions (`shared/derivatives.py`) that a portable implementation evaluates; their transpose is the kernel's gradient,
-whose own derivatives are those of the portable gradient.
+A kernel comes with a gradient, which cannot be differentiated again, and without a forward mode. Here its tangent is a
+linear function (`shared/derivatives.py`) that the portable implementation evaluates. The transpose of the tangent is
+the kernel's gradient, and derivatives of this gradient are those of the portable gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,18 +23,18 @@ from flax_mha.impl.lower_for_platform import compile_for
 from flax_mha.impl.shared.derivatives import Function, differentiate, linear_function, replace_at
 
 Attend = Callable[[Operands], Output]
-# What the names of their operations begin with.
+# Kernels are JAX primitives whose names begin with these.
 KERNELS = ("pallas_call", "dot_product_attention")
 
 
 def attention(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Output:
-    """Computes output and log-sum-exp by `kernel`, and by `portable` the derivatives that the kernel does not have.
+    """Computes output and log-sum-exp by `kernel`, and the derivatives that it lacks by `portable`.
 
     Args:
-      kernel: Computes both; has gradients of first order, in reverse mode. The log-sum-exp may be None.
+      kernel: Computes output and log-sum-exp, which may be None; has gradients of first order, in reverse mode.
       portable: Computes the same; has derivatives of every order.
-      operands: The operands.
-      platform: Of the kernel, if the program may be compiled for others, too; see `lower_for_platform.py`.
+      operands: The operands of the call.
+      platform: Platform of the kernel, if the program may be compiled for others, too; see `lower_for_platform.py`.
     """
     leaves, structure = jax.tree.flatten(varying_alike(operands))
 
@@ -42,16 +42,16 @@ def attention(kernel: Attend, portable: Attend, operands: Operands, platform: st
         return lambda *leaves: jax.tree.leaves(attend(jax.tree.unflatten(structure, leaves)))
 
     jaxpr = jax.make_jaxpr(of_leaves(kernel))(*leaves)
-    if jaxpr.effects:  # of a kernel that is interpreted to find races; an operation of ours would lose them
+    if jaxpr.effects:  # as in interpret mode that detects races; `Function` would lose them
         return kernel(operands)
-    count = len(jaxpr.out_avals)  # without the log-sum-exp, if the kernel keeps it for itself
+    count = len(jaxpr.out_avals)  # one less if the kernel returns no log-sum-exp
     functions = _Functions(of_leaves(kernel), lambda *leaves: of_leaves(portable)(*leaves)[:count], platform, count)
     output, *rows = _attention(functions, jaxpr)(*leaves)
     return (output, rows[0], *rows[1:]) if rows else (output, None)
 
 
 class _Functions(NamedTuple):
-    """Both as functions of the operands' leaves, what the kernel is compiled for, and the number of results."""
+    """The kernel and the portable implementation as functions of the operands' leaves."""
 
     kernel: Callable[..., list[Array]]
     portable: Callable[..., list[Array]]
@@ -59,13 +59,13 @@ class _Functions(NamedTuple):
     num_results: int
 
     def run(self, jaxpr: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
-        """Evaluates a part of the kernel, where it is compiled."""
+        """Evaluates a part of the kernel, compiled for its platform."""
         run = jaxpr_as_fun(jaxpr) if self.platform is None else compile_for(self.platform, jaxpr)
         return run(*arguments)
 
 
 def _outputs(jaxpr: ClosedJaxpr, wanted: Sequence[bool]) -> ClosedJaxpr:
-    """Leaves out all that these outputs do not need."""
+    """Removes all outputs of a jaxpr but the wanted ones, and the equations that only the others need."""
     return ClosedJaxpr(partial_eval.dce_jaxpr(jaxpr.jaxpr, list(wanted), instantiate=True)[0], jaxpr.consts)
 
 
@@ -74,25 +74,18 @@ def _runs_kernel(jaxpr: ClosedJaxpr) -> bool:
 
 
 class _Saving(NamedTuple):
-    """How the kernel is run so that its gradient can follow.
+    """The kernel's forward pass with residuals for its gradient."""
 
-    Attributes:
-      jaxpr: Of the results, and of what is saved and comes from the kernel.
-      inputs: Of what is saved but does not come from the kernel, as arrays in its layout: cheap to compute again.
-      of_kernel: Which of all that is saved comes from the kernel.
-      places: Of the operands that get gradients, among the leaves.
-      pull: The structure of the function that returns these gradients, whose leaves are what is saved.
-    """
-
-    jaxpr: ClosedJaxpr
+    jaxpr: ClosedJaxpr  # computes the results, and the residuals that come from the kernel
+    # Computes all other residuals, such as inputs in the kernel's layout, which are cheap to compute again.
     inputs: ClosedJaxpr
-    of_kernel: tuple[bool, ...]
-    places: tuple[int, ...]
-    pull: Any
+    of_kernel: tuple[bool, ...]  # for each residual, whether it comes from the kernel
+    places: tuple[int, ...]  # numbers of the leaves that get gradients
+    pull: Any  # structure of the function, a pytree whose leaves are the residuals, that computes these gradients
 
     @classmethod
     def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_Saving":
-        """For gradients of the leaves at these places."""
+        """Traces the forward pass for gradients of the leaves with these numbers."""
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
@@ -105,18 +98,18 @@ class _Saving(NamedTuple):
         jaxpr, results = jax.make_jaxpr(forward)(*arguments), functions.num_results
         count = len(jaxpr.out_avals)
         kept = [i < results or _runs_kernel(_outputs(jaxpr, [i == j for j in range(count)])) for i in range(count)]
-        kept = kept if any(kept[results:]) else [True] * count  # a kernel by another name
+        kept = kept if any(kept[results:]) else [True] * count  # no kernel was found by name
         inputs = _outputs(jaxpr, [not flag for flag in kept])
         return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
 
     def all_saved(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
-        """Returns all that the gradient needs, given what comes from the kernel."""
+        """Returns all residuals, given those that come from the kernel."""
         computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 
 
 def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saving: _Saving | None = None) -> Function:
-    """Makes the function of the kernel's results and, behind them, of what is saved of it."""
+    """Makes the function that computes the kernel's results and then, with `saving`, the kernel's residuals."""
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         return functions.run(jaxpr, arguments)
@@ -130,7 +123,7 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saving: _Saving | None
         results = [*named, *results[len(RESIDUALS) :]]
         largest = max((x.size for x in kept), default=0)
         kept = [checkpoint_name(x, RESIDUALS[int(x.size < largest)]) for x in kept]
-        # What is saved has no tangent, for it serves the gradient of the kernel alone.
+        # Residuals have no tangent: only the kernel's gradient uses them.
         tangent = _tangent(functions, mine, len(arguments), attend.outputs[: functions.num_results])
         moved = tangent(*arguments, *mine.all_saved(arguments, kept), *(tangents[i] for i in places))
         own = [*results, *kept] if saving is None or saving is mine else attend(*arguments)
@@ -142,7 +135,7 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saving: _Saving | None
 
 
 def _tangent(functions: _Functions, saving: _Saving, num_leaves: int, outputs: Sequence[Any]) -> Function:
-    """Makes the tangents of the results, from all operands, what was saved and the tangents of some operands."""
+    """Makes the tangent of the results: a function of the leaves, all residuals, and the tangents of some leaves."""
     places, num_saved = saving.places, saving.pull.num_leaves
     first = num_leaves + num_saved
 

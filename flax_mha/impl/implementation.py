@@ -1,4 +1,4 @@
-"""The class of implementations: one object each, registered in `registry.py`."""
+"""The class of an implementation; `registry.py` lists one object of it for each."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,32 +11,28 @@ from flax_mha.call.operands import Call, Output, OutputAndLse
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute a call, or several under one name.
+    """An implementation of attention.
 
-    Attributes:
-      name: What users call it.
-      attention: Computes a call that it does not refuse.
-      refusals: Every reason why it cannot compute a call; None if it computes every one.
-      hop: `hop(call, result, dtype)`: attention over some of the keys, inputs in float32 at least, which may be rounded
-        to `dtype` for matrix products. Given the result over all keys, output and log-sum-exp, it returns that, and its
-        gradients are what these keys contribute. None if it has no such thing.
-      variant: Says in which of several ways it computes a call; None if it has one.
+    Its `hop(call, result, dtype)` computes attention over some of the keys, as each device of a ring does. Inputs are
+    in float32 at least, and may be rounded to `dtype` for matrix products. If `result` is None, it returns output and
+    log-sum-exp over these keys. Otherwise `result` is output and log-sum-exp over all keys: it is returned unchanged,
+    and has the gradients of these keys' contribution to it.
     """
 
-    name: str
-    attention: Callable[[Call], Output]
-    refusals: Callable[[Call], list[str]] | None = None
-    hop: Callable[..., OutputAndLse] | None = None
-    variant: Callable[[Call], str] | None = None
+    name: str  # its name in the argument `implementation`
+    attention: Callable[[Call], Output]  # computes a call
+    refusals: Callable[[Call], list[str]] | None = None  # lists why it cannot compute a call; None: it computes all
+    hop: Callable[..., OutputAndLse] | None = None  # None if it cannot compute hops
+    variant: Callable[[Call], str] | None = None  # names the algorithm for a call; None if there is only one
 
 
-# What gradients need besides the inputs, output and log-sum-exp: names for the policies of `jax.checkpoint`. `dense.py`
-# also needs the products of queries and keys, "attention_scores".
+# Names for policies of `jax.checkpoint`: gradients need output and log-sum-exp besides the inputs. Those of `dense.py`
+# also need the products of queries and keys, "attention_scores".
 RESIDUALS = ("attention_output", "attention_lse")
 
 
 def name_residuals(
     output: Float[Array, "..."], lse: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Names the two by `RESIDUALS`."""
+    """Names output and log-sum-exp by `RESIDUALS`."""
     return checkpoint_name(output, RESIDUALS[0]), checkpoint_name(lse, RESIDUALS[1])

@@ -1,9 +1,8 @@
-"""A kernel of one platform in a program that may be compiled for others, or for several at once.
+"""Runs a kernel for one platform in a program that may be compiled for other platforms, or for several at once.
 
-Where a program will run is not known while it is traced: `jit(backend="cpu")`, arrays on another device and
-`jax.export` decide it later. `jax.lax.platform_dependent` chooses then. But in a program for several platforms it
-compiles every branch for all of them, which kernels do not allow; here, the kernel's branch is compiled for its
-platform alone.
+The platform is not known while a program is traced: `jit(backend="cpu")`, arrays on another device and `jax.export`
+decide it later, and `jax.lax.platform_dependent` chooses a branch then. But in a program for several platforms it
+compiles every branch for all of them, which fails for kernels; here the kernel is compiled for its platform alone.
 """
 
 import functools
@@ -22,15 +21,15 @@ Attend = Callable[[Operands], Array]
 
 
 def lower_for_platform(platform: str, kernel: Attend, elsewhere: Attend, operands: Operands) -> Array:
-    """`kernel(operands)` where the program is compiled for `platform` ("gpu" or "tpu"), else `elsewhere(operands)`.
+    """Calls `kernel(operands)` in programs compiled for `platform` ("gpu" or "tpu"), `elsewhere(operands)` in others.
 
-    `kernel` runs the kernel itself by `compile_for`.
+    The function `kernel` must run the kernel itself by `compile_for`.
     """
     return lax.platform_dependent(operands, **{_lowering_name(platform): kernel}, default=elsewhere)
 
 
 def compile_for(platform: str, jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
-    """Makes a function that is compiled for one platform alone; it has no derivatives."""
+    """Makes a function that evaluates a jaxpr and is compiled for one platform alone; it has no derivatives."""
     return functools.partial(_compiled_for_p.bind, jaxpr=jaxpr, name=_lowering_name(platform))
 
 

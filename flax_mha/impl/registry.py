@@ -1,4 +1,4 @@
-"""The table of implementations, and why one cannot compute a call; `distributed/dispatch.py` chooses one."""
+"""The table of implementations, from which `distributed/dispatch.py` chooses, and the reasons why one cannot run."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -9,7 +9,7 @@ from flax_mha.impl.cudnn import CUDNN
 from flax_mha.impl.implementation import Implementation as Registered
 from flax_mha.impl.shared import schedule
 
-# What the argument `implementation` may be. The class of the objects, here `Registered`, has the same name elsewhere.
+# The values of the argument `implementation`. (The class of implementation objects is imported as `Registered` here.)
 Implementation = Literal["xla", "blockwise", "cudnn", "splash", "pallas"]
 NAMES: tuple[str, ...] = get_args(Implementation)
 
@@ -17,7 +17,7 @@ XLA = Registered("xla", decode.attention, variant=schedule.variant_of_xla)
 
 
 class _Table(dict[str, Registered]):
-    """The implementations by name. Pallas takes a second to import, so it is imported when it is asked for."""
+    """Implementations by name. Importing Pallas takes a second, so it is put off until a kernel of it is looked up."""
 
     def __missing__(self, name: str) -> Registered:
         if name == "splash":
@@ -39,10 +39,10 @@ class Explanation(NamedTuple):
 
     Attributes:
       chosen: The implementation that computes the call.
-      refusals: For each implementation the reasons why it cannot run; none where it can.
-      on_cpu: What computes the call instead if the program that is being traced is compiled for a CPU; None if the
-        same.
-      variant: Which of its several ways the chosen one takes, in words; None if it has one.
+      refusals: For each implementation the reasons why it cannot run, an empty list if it can.
+      on_cpu: The implementation that computes the call instead if the traced program is compiled for a CPU; None if it
+        is the chosen one.
+      variant: The algorithm of the chosen implementation, in words; None if it has only one.
     """
 
     chosen: str
@@ -51,7 +51,7 @@ class Explanation(NamedTuple):
     variant: str | None = None
 
     def __str__(self) -> str:
-        """A line for each implementation, and one for each further reason."""
+        """Formats one line for each implementation, and one for each further reason."""
         lines = []
         for name, reasons in self.refusals.items():
             verdict = f"chosen{f', {self.variant}' if self.variant else ''}" if name == self.chosen else "would run"
@@ -62,7 +62,7 @@ class Explanation(NamedTuple):
 
 
 def refusals(name: str, call: Call) -> list[str]:
-    """Why this implementation cannot compute the call; no reason if it can."""
+    """Lists why an implementation cannot compute a call."""
     if name != XLA.name and not call.options.has_known_sizes:
         return ["its sizes must be numbers known while tracing, and some are symbols"]
     ask = IMPLEMENTATIONS[name].refusals

@@ -1,8 +1,8 @@
-"""TPU attention through the splash attention kernels that come with jax, where they give our result.
+"""`implementation="splash"`: JAX's splash attention kernels for TPUs.
 
-A mask by position alone becomes one that the kernel computes, and by which it skips tiles; lengths and segments become
-its segment ids. Rows whose keys are all masked return 0, as everywhere; `when_finite.py` ensures that what masked keys
-hold reaches nothing.
+A window becomes a mask that the kernel computes, and by which it skips tiles; lengths and segments become its segment
+ids. Rows whose keys are all masked are set to 0, and `when_finite.py` keeps NaN and infinity in masked keys out of the
+result.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ MOST_TILES = 512 * 512
 
 @dataclasses.dataclass(frozen=True)
 class Band(splash_masks.Mask):
-    """Keys from `left` before the query to `right` after it, and none of the padding behind `keys`.
+    """A splash mask that shows keys from `left` before the query to `right` after it, but no padding after `keys`.
 
-    Like splash's own masks, but for a tile that is one value throughout it returns that one value: building the
-    kernel for 32768 queries and keys then takes 0.1 s instead of 6 to 11.
+    Unlike splash's own masks, it returns a single value for a tile that is all True or all False: building the kernel
+    for 32768 queries and keys then takes 0.1 s instead of 6 to 11.
     """
 
     size: tuple[int, int]
@@ -46,11 +46,11 @@ class Band(splash_masks.Mask):
 
     @property
     def q_sequence(self) -> np.ndarray:
-        """The queries' positions, which the kernel hands to `mask_function`."""
+        """Positions of the queries, which the kernel passes to `mask_function`."""
         return np.arange(self.size[0], dtype=np.int32)
 
     def mask_function(self, rows: Any, columns: Any) -> Any:
-        """Computes what is visible, inside the kernel."""
+        """Computes which scores are visible, inside the kernel."""
         visible = columns < self.keys
         if self.left is not None:
             visible = visible & (columns >= rows - self.left)
@@ -60,7 +60,7 @@ class Band(splash_masks.Mask):
 
     def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
         rows, columns = (np.arange(side.start, side.stop, dtype=np.int32) for side in tile)
-        # The corners that see furthest back and ahead: between them lies all of the tile.
+        # If the two corners with the largest distances are visible, so is all of the tile.
         if self.mask_function(rows[-1], columns[0]) and self.mask_function(rows[0], columns[-1]):
             return np.ones((1, 1), bool)
         before = self.left is not None and columns[-1] < rows[0] - self.left
@@ -82,7 +82,7 @@ def refusals(call: Call) -> list[str]:
 
 
 def attention(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:
-    """The output of all heads; the log-sum-exp stays with the kernel. `interpret`: on any machine, slowly."""
+    """Computes the output of all heads, without log-sum-exp; with `interpret` on any machine, slowly."""
     return _attention(*call, interpret=interpret), None
 
 
@@ -114,11 +114,11 @@ def _scaled(query: Float[Array, "B N T H"], scale: float) -> Float[Array, "B N T
 def _output(
     soft_cap: float | None, interpret: bool, arrays: Arrays, mask: KernelMask, differentiated: bool
 ) -> tuple[Float[Array, "B N T Hv"], tuple[Array, ...]]:
-    """The output, 0 where a query sees nothing, and what has to be finite; of [B, N, T, H], queries scaled."""
+    """Computes the output, 0 for queries that see no key, and the arrays that must be finite; see `when_finite`."""
     query, key, value, _, sinks = arrays
     lengths = query.shape[2], key.shape[2]
     sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
-    # Built anew for every trace: a kernel holds arrays of the trace that it was built in.
+    # Built in every trace, because a kernel holds arrays of the trace that it was built in.
     kernel = splash.make_splash_mha(
         splash_masks.MultiHeadMask([_mask(mask, lengths, sides)] * query.shape[1]),
         block_sizes=_block_sizes(*sides),
@@ -130,16 +130,16 @@ def _output(
     padded = (kernel_mask.pad_to(x, 2, side) for x, side in zip(arrays[:3], (*sides, sides[1]), strict=True))
     segment_ids = _segment_ids(mask, query.shape[0], lengths, sides)
     output = jax.vmap(kernel)(*padded, segment_ids, sinks)[:, :, : lengths[0]]
-    if not kernel_mask.shows_all_rows_something(mask, lengths):
+    if not kernel_mask.every_row_sees_a_key(mask, lengths):
         masked = kernel_mask.masked_rows(mask, query.shape[0], lengths)
         output = jnp.where(jnp.swapaxes(masked, 1, 2)[..., None], jnp.zeros_like(output), output)
     return output, (query, key, value)
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """Sets the same tiles in all kernels: what forward skips holds NaN, which backward must skip too.
+    """Sets the same tiles in all kernels: the forward kernel leaves NaN in skipped tiles, so backward must skip them.
 
-    Backward is two kernels; the one for all holds a gradient of the queries for every column of tiles, O(T * S).
+    Backward is two kernels; a single fused one would store a gradient of the queries for every column of tiles.
     """
     return splash.BlockSizes(
         block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns, block_q_dq=rows, block_kv_dq=columns
@@ -147,7 +147,7 @@ def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
 
 
 def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
-    """The mask by position alone; none where it masks everything, because splash needs a visible tile."""
+    """Makes the mask by position; a full one if everything is masked, because splash needs a visible tile."""
     queries, keys = lengths
     size = queries + -queries % sides[0], keys + -keys % sides[1]
     nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
@@ -159,7 +159,7 @@ def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) ->
 def _segment_ids(
     mask: KernelMask, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
 ) -> splash.SegmentIds | None:
-    """Ids of queries and keys; keys behind their sequence's end get one that no query has."""
+    """Makes ids of queries and keys; keys after the end of their sequence get an id that no query has."""
     if mask.segments is None and mask.key_lengths is None:
         return None
     if mask.segments is None:
@@ -173,7 +173,7 @@ def _segment_ids(
 
 
 def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
-    """The least of the numbers 0 to T that is none of the T ids."""
+    """Returns the least number that is none of the ids."""
     numbers = jnp.arange(ids.shape[1] + 1, dtype=jnp.int32)
     taken = (ids[:, :, None] == numbers[None, None, :]).any(1)
     return jnp.argmin(taken, axis=1).astype(jnp.int32)

@@ -1,10 +1,10 @@
-"""Functions whose derivatives are written by hand, and which have derivatives of every order.
+"""Functions with handwritten rules for both forward and reverse mode, and so with derivatives of every order.
 
-The tangent of attention is a linear function of its inputs' tangents, and the transpose of that is FlashAttention's
-backward pass. `jax.custom_vjp` takes the second alone, and so has no forward mode. `jax.custom_jvp` takes the first
-alone, and is forgotten in the body of a loop that is differentiated in reverse mode.
-`jax.custom_derivatives.linear_call` takes both, but knows neither `jax.vmap` nor derivatives by what the function is
-not linear in. So this is a primitive that knows all of it.
+The tangent of attention is a linear function of its inputs' tangents, and the transpose of that function is the
+backward pass of FlashAttention. `jax.custom_vjp` takes only the transpose, so it has no forward mode. `jax.custom_jvp`
+takes only the tangent, and loses its rule in a loop that is differentiated in reverse mode.
+`jax.custom_derivatives.linear_call` takes both, but supports neither `jax.vmap` nor derivatives by arguments in which
+the function is not linear. The JAX primitive in this file supports all of it.
 """
 
 import dataclasses
@@ -17,34 +17,30 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-# For every `jax.vmap` around a call, the innermost first: its size, and which arguments it maps.
+# For every `jax.vmap` around a call, the innermost first: the size of its axis, and which arguments it maps.
 Levels = tuple[tuple[int, tuple[bool, ...]], ...]
-Places = Mapping[int, Array]  # tangents of some arguments, by their places
+Tangents = Mapping[int, Array]  # the tangents of some arguments, by argument number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
-    """A function of arrays that `jax` takes as one operation, with rules to differentiate, transpose and map it.
+    """A function of arrays as one JAX operation, with rules to differentiate, transpose and `vmap` it."""
 
-    Attributes:
-      outputs: Arrays like those that it returns: their shapes and dtypes count.
-      evaluate: Computes the outputs by operations that `jax` need not differentiate.
-      jvp: `jvp(arguments, tangents)` computes outputs and their tangents (None: zero) from those of some arguments.
-      transpose: `transpose(residuals, cotangents)` computes the cotangents of the linear arguments from the arguments
-        before them and the cotangents of the outputs.
-      first_linear: It is linear in its arguments from this one on, jointly; None if it is not.
-      jaxpr: Of what it evaluates, if `jax` has to look through it for operations that need to know their devices.
-    """
-
-    outputs: Sequence[Any]
+    outputs: Sequence[Any]  # arrays, or structures, with the shapes and dtypes of the outputs
+    # `evaluate(*arguments)` computes the outputs; it need not be differentiable.
     evaluate: Callable[..., Sequence[Array]]
-    jvp: Callable[[Sequence[Any], Places], Any]
+    # `jvp(arguments, tangents)` computes the outputs, and their tangents (None for zero) from those of some arguments.
+    jvp: Callable[[Sequence[Any], Tangents], Any]
+    # `transpose(residuals, cotangents)` computes the cotangents of the linear arguments; residuals are the arguments
+    # before these, cotangents those of the outputs.
     transpose: Callable[[Sequence[Any], Sequence[Array]], Sequence[Array]] | None = None
+    # Number of the first linear argument: the function is jointly linear in it and all that follow; None if it is not
+    # linear.
     first_linear: int | None = None
+    # The jaxpr of `evaluate`, if JAX must find operations in it that depend on their devices.
     jaxpr: ClosedJaxpr | None = None
 
     def __call__(self, *arguments: Array) -> list[Array]:
-        """Calls the function as one operation."""
         return _function.bind(*map(jnp.asarray, arguments), function=self, levels=(), jaxpr=self.jaxpr)
 
 
@@ -56,12 +52,13 @@ def linear_function(
     portable: Callable[..., Sequence[Array]] | None = None,
     jaxpr: ClosedJaxpr | None = None,
 ) -> Function:
-    """Makes a function that is linear in its arguments from `first` on; see `Function`.
+    """Makes a function that is linear in its arguments from number `first` on; see `Function`.
 
-    If other arguments move, too, `jax` differentiates `portable`, which computes the same; None: `evaluate`.
+    By arguments before `first`, JAX differentiates `portable`, which computes the same as `evaluate`, or `evaluate`
+    itself if that is None.
     """
 
-    def jvp(arguments: Sequence[Any], tangents: Places) -> Any:
+    def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
         if min(tangents) < first:
             return function(*arguments), differentiate(portable or evaluate, arguments, tangents)
         moved = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= first]
@@ -72,12 +69,12 @@ def linear_function(
 
 
 def reverse_only(x: Array, error: str) -> Array:
-    """Returns the array; raises `error` where its tangent is computed, and is not transposed before."""
+    """Returns `x`; its derivative in reverse mode is the identity, in forward mode NotImplementedError(error)."""
 
     def refuse(*_: Array) -> Sequence[Array]:
         raise NotImplementedError(error)
 
-    def jvp(arguments: Sequence[Any], tangents: Places) -> Any:
+    def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
         return arguments, tangent(tangents[0])
 
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
@@ -85,8 +82,8 @@ def reverse_only(x: Array, error: str) -> Array:
     return Function(like, lambda *x: x, jvp)(x)[0]
 
 
-def differentiate(function: Callable, arguments: Sequence[Any], tangents: Places) -> Sequence[Array]:
-    """Computes the tangents of a function's results, a list, from those of some arguments."""
+def differentiate(function: Callable, arguments: Sequence[Any], tangents: Tangents) -> Sequence[Array]:
+    """Computes the tangents of a function's results from those of some arguments, by `jax.jvp`."""
 
     def moved(*some: Array) -> list[Array]:
         return list(function(*replace_at(arguments, tangents, some)))
@@ -95,6 +92,7 @@ def differentiate(function: Callable, arguments: Sequence[Any], tangents: Places
 
 
 def replace_at(leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]) -> list[Array]:
+    """Replaces the leaves with these numbers."""
     replaced = dict(zip(places, some, strict=True))
     return [replaced.get(i, x) for i, x in enumerate(leaves)]
 
@@ -137,7 +135,7 @@ def _batch(
     for i, (x, axis) in enumerate(zip(arguments, axes, strict=True)):
         if axis is not None:
             x = jnp.moveaxis(x, axis, 0)
-        elif i >= first_linear:  # what the transpose returns is mapped; the transpose of this sums it
+        elif i >= first_linear:  # a cotangent has an entry for each call; the transpose of this sums them
             x = jnp.broadcast_to(x, (size, *x.shape))
         mapped.append(x)
         flags.append(axis is not None or i >= first_linear)

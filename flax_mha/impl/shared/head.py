@@ -1,7 +1,7 @@
-"""The operands of one head, and the one place where the math of one head is mapped over all of them.
+"""Converts a call to the layout of one head, and maps functions of one head over batch and heads (`map_heads`).
 
-In that layout every array of a call is [B..., K or 1, G or 1, the part of one head]. B are the batch axes, K the key
-and value heads, G = N / K the query heads that share one of them. An axis of length 1 is shared by all.
+In the layout of one head, every array of a call is [B..., K | 1, G | 1, part of one head]: B are the batch axes, K the
+key and value heads, G = N / K the query heads that share a key head. Along an axis of length 1, all share one entry.
 """
 
 import dataclasses
@@ -31,26 +31,19 @@ AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The operands of one head, or with leading axes [B..., K, G] those of all heads.
+    """The operands of one head, or with leading axes [B..., K, G] those of all heads."""
 
-    Attributes:
-      query: [T, H], scaled, or to be scaled by `rule.scale`; finite if anything may be masked, like keys and values.
-      key: [S, H].
-      value: [S, Hv].
-      inputs: Bias, sink and captured arrays: what else gets gradients.
-      rule: How products of queries and keys become scores.
-      nonfinite: Which queries and keys were not finite; None if nothing can be masked, or if these are NaN.
-    """
-
-    query: Float[Array, "... T H"]
-    key: Float[Array, "... S H"]
-    value: Float[Array, "... S Hv"]
-    inputs: ScoreInputs
-    rule: ScoreRule
+    query: Float[Array, "... T H"]  # [T, H], scaled, or to be scaled by `rule.scale`
+    key: Float[Array, "... S H"]  # [S, H]
+    value: Float[Array, "... S Hv"]  # [S, Hv]
+    inputs: ScoreInputs  # bias, sink and captured arrays, which get gradients, too
+    rule: ScoreRule  # the rule that makes scores from products of queries and keys
+    # Flags of queries and keys that were not finite and are now 0; None with other guards than "flags".
     nonfinite: NonfiniteFlags | None
 
     @property
     def whole(self) -> Tile:
+        """The tile of all scores."""
         shape = (self.query.shape[0], self.key.shape[0])
         return Tile(0, 0, shape, self.rule.offsets.values, ring=self.rule.ring)
 
@@ -61,11 +54,11 @@ def heads_of(
     """Converts the operands of a call to the layout of one head.
 
     Args:
-      operands: Of the call.
-      options: Of the call.
-      guard: What becomes of NaN and infinity where scores may be masked; see `nonfinite.Guard`.
-      dtype: Of query, key and value in the matrix products.
-      stored: Of query, key and value as they are returned, if they are rounded to `dtype` later.
+      operands: Operands of the call.
+      options: Options of the call.
+      guard: How NaN and infinity are treated if scores may be masked; see `nonfinite.Guard`.
+      dtype: Dtype of query, key and value in the matrix products.
+      stored: Dtype of query, key and value in the result, if they are rounded to `dtype` later; None means `dtype`.
     """
     inputs, rule = scores_of(operands, options)
     scale = options.scale if operands.scale is None else operands.scale
@@ -83,7 +76,7 @@ def head_of(
     dtype: DTypeLike,
     stored: DTypeLike | None = None,
 ) -> Head:
-    """As `heads_of`, where `inputs` and `rule` have the layout of one head already."""
+    """Does the same as `heads_of` for `inputs` and `rule` that have the layout of one head already."""
     groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
     stored = dtype if stored is None else stored
     query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
@@ -102,9 +95,11 @@ def head_of(
         flags = NonfiniteFlags(
             vectors_by_head(of_queries, groups), vectors_by_head(of_keys, (groups[0], 1)).astype(wide)
         )
-    if isinstance(scale, float) and dtype != wide:  # a scaled query would have to be rounded
+    if isinstance(scale, float) and dtype != wide:  # scaling before the product would round the query
         rule = dataclasses.replace(rule, scale=scale)
-    elif guard == "unchanged" and rule.masks_scores(inputs) and not is_known:  # nor must it reach that gradient there
+    elif (
+        guard == "unchanged" and rule.masks_scores(inputs) and not is_known
+    ):  # NaN is kept from the scale's gradient here, too
         is_finite = lax.is_finite(query)
         query = jnp.where(is_finite, jnp.where(is_finite, query, jnp.zeros_like(query)) * scale, jnp.nan)
     else:
@@ -115,25 +110,25 @@ def head_of(
 
 
 def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
-    """Converts what makes scores of products to the layout of one head: inputs, which get gradients, and the rule."""
+    """Makes the score inputs and the score rule of a call, in the layout of one head."""
     num_heads, num_kv_heads = operands.query.shape[-2], operands.key.shape[-2]
     groups, rank = (num_kv_heads, num_heads // num_kv_heads), operands.query.ndim - 3
-    own = functools.partial(by_head, batch_rank=rank, groups=groups)
+    convert = functools.partial(by_head, batch_rank=rank, groups=groups)
     mask = operands.mask
     inputs = ScoreInputs(
-        bias=None if operands.bias is None else own(operands.bias, "B N T S"),
-        sink=None if operands.sinks is None else own(operands.sinks, "B N").astype(options.dtype),
-        captured=[own(x, "") for x in operands.captured],
+        bias=None if operands.bias is None else convert(operands.bias, "B N T S"),
+        sink=None if operands.sinks is None else convert(operands.sinks, "B N").astype(options.dtype),
+        captured=[convert(x, "") for x in operands.captured],
     )
-    numbers = zip(head_ids(operands, options), ("B", "N", "B N words"), strict=True)
-    batch, head, seed = (None if x is None else own(x, axes) for x, axes in numbers)
+    ids = zip(head_ids(operands, options), ("B", "N", "B N words"), strict=True)
+    batch, head, seed = (None if x is None else convert(x, axes) for x, axes in ids)
     rule = ScoreRule(
-        mask=mask.map_arrays(own) if mask is not None and jax.tree.leaves(mask) else mask,
-        offsets=jax.tree.map(lambda x: own(x, "B"), operands.offsets),
+        mask=mask.map_arrays(convert) if mask is not None and jax.tree.leaves(mask) else mask,
+        offsets=jax.tree.map(lambda x: convert(x, "B"), operands.offsets),
         dropout_seed=seed,
         batch=batch,
         head=head,
-        constants=[own(x, "") for x in operands.constants],
+        constants=[convert(x, "") for x in operands.constants],
         dtype=options.dtype,
         soft_cap=options.soft_cap,
         score_mod=options.score_mod,
@@ -146,7 +141,7 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
 
 
 def head_ids(operands: Operands, options: Options) -> HeadIds:
-    """The numbers of batch entries and heads, and the random words of each, from which dropout follows."""
+    """Makes the indices of batch entries and heads, for `score_mod`, and random words for dropout."""
     if operands.head_ids is not None:
         return operands.head_ids
     batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
@@ -155,13 +150,13 @@ def head_ids(operands: Operands, options: Options) -> HeadIds:
         entry = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
         head = jnp.arange(num_heads, dtype=jnp.int32)
     if operands.dropout_rng is not None:
-        own = (1,) * (len(batch) + 1) if options.broadcast_dropout else (*batch, num_heads)
-        seed = jax.random.bits(operands.dropout_rng, (*own, 2), jnp.uint32)
+        shape = (1,) * (len(batch) + 1) if options.broadcast_dropout else (*batch, num_heads)
+        seed = jax.random.bits(operands.dropout_rng, (*shape, 2), jnp.uint32)
     return HeadIds(entry, head, seed)
 
 
 def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) -> AnyArray:
-    """An array with the axes [B..., N or 1, part], of which any may be missing, in the layout of one head.
+    """Converts an array [B..., N | 1, part], of which any axes may be missing, to the layout of one head.
 
     Args:
       x: The array.
@@ -181,13 +176,13 @@ def mask_by_head(mask: Mask, batch_rank: int, groups: tuple[int, int]) -> Mask:
 
 
 def split_heads(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[Array, "*B K G L F"]:
-    """Queries, keys or values; keys and values have groups (K, 1)."""
+    """Splits the heads of queries, or of keys and values with groups (K, 1), and moves them before the length."""
     x = jnp.moveaxis(x, -2, -3)
     return x.reshape(*x.shape[:-3], *groups, *x.shape[-2:])
 
 
 def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float[Array, "*B K G L"]:
-    """One number for each query, or for each key."""
+    """Does the same as `split_heads` for arrays with one number per query or key."""
     rank = x.ndim - 2
     x = lax.transpose(x, (*range(rank), rank + 1, rank))
     return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))
@@ -197,7 +192,7 @@ def to_caller(
     results: tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None],
     dtype: DTypeLike,
 ) -> OutputAndLse:
-    """Output, in this dtype, log-sum-exp and, if there are any, largest scores in the caller's layout."""
+    """Converts output, log-sum-exp and largest scores (or None) to the caller's layout, and the output to `dtype`."""
     output, lse, largest = results
     output, lse = join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
     return (output, lse) if largest is None else (output, lse, join_heads(largest[..., None])[..., 0])
@@ -206,12 +201,12 @@ def to_caller(
 def from_caller(
     output: Float[Array, "*B T N Hv"], lse: Float[Array, "*B T N"], groups: tuple[int, int]
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
-    """The inverse of `to_caller`, in the dtype of the log-sum-exp."""
+    """Converts output and log-sum-exp to the layout of one head, both in the dtype of the latter."""
     return split_heads(output.astype(lse.dtype), groups), vectors_by_head(lse, groups)
 
 
 def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
-    """Back to the caller's layout."""
+    """Inverts `split_heads`."""
     x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
     return jnp.moveaxis(x, -3, -2)
 
@@ -219,21 +214,21 @@ def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
 def map_heads(
     one_head: Callable[[Any], Any], operands: Any, axes: int, sequential: int = 0, together: int | None = None
 ) -> Any:
-    """`one_head(operands)` for every batch entry and head: the first `axes` axes of every array.
+    """Maps `one_head` over batch entries and heads, the first `axes` axes of every array.
 
-    Each of these axes has its full size or 1; one of size 1 is shared, never repeated, and its gradient is the sum
-    over those that shared it. The first `sequential` axes run one after another (`lax.map`), the others together
-    (`vmap`).
+    Each of these axes has its full size, or 1: then all heads share one entry, which is never repeated, and whose
+    gradient is the sum over these heads. The first `sequential` axes are looped over (`lax.map`), the others are
+    vmapped.
 
     Args:
       one_head: A function of a pytree of arrays.
-      operands: Pytree of arrays [axes..., what one head takes...].
-      axes: How many leading axes to map over.
+      operands: Pytree of arrays [axes..., part of one head].
+      axes: The number of leading axes to map over.
       sequential: How many of these to loop over.
-      together: Of the others, how many heads at most run together, in a loop over groups of them; None: all.
+      together: The most heads to vmap at a time, in a loop over groups of heads; None means all.
     """
     leaves, tree = jax.tree.flatten(operands)
-    own = [[leaf.shape[axis] != 1 for leaf in leaves] for axis in range(axes)]  # which arrays have entries of their own
+    is_mapped = [[leaf.shape[axis] != 1 for leaf in leaves] for axis in range(axes)]  # by axis and array
     sizes = [next((leaf.shape[axis] for leaf in leaves if leaf.shape[axis] != 1), 1) for axis in range(axes)]
     mapped = [_squeezed(x, tuple(axis for axis in range(axes) if x.shape[axis] == 1)) for x in leaves]
 
@@ -241,27 +236,27 @@ def map_heads(
         return one_head(jax.tree.unflatten(tree, leaves))
 
     for axis in reversed(range(axes)):
-        if not any(own[axis]):
+        if not any(is_mapped[axis]):
             continue
         inner = math.prod(sizes[axis + 1 :])
         group = 1 if axis < sequential else sizes[axis] if together is None else together // max(inner, 1)
         group = _largest_divisor(sizes[axis], group) if group < sizes[axis] else group
         if axis >= sequential and group >= sizes[axis]:
-            run = jax.vmap(run, ([0 if mine else None for mine in own[axis]],))
+            run = jax.vmap(run, ([0 if flag else None for flag in is_mapped[axis]],))
         else:
-            run = functools.partial(_looped, run, own[axis], group)
-    unit = tuple(axis for axis in range(axes) if not any(own[axis]))
+            run = functools.partial(_loop, run, is_mapped[axis], group)
+    unit = tuple(axis for axis in range(axes) if not any(is_mapped[axis]))
     return jax.tree.map(lambda x: lax.expand_dims(x, unit), run(mapped))
 
 
-def _looped(run: Callable[[list], Any], own: list[bool], group: int, leaves: list) -> Any:
-    """`run(leaves)` for every entry of the first axis of the arrays that have one, `group` of them at a time."""
+def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves: list) -> Any:
+    """Loops `run(leaves)` over the first axis of the mapped leaves, `group` entries at a time."""
 
     def entry(mapped: list) -> Any:
         following = iter(mapped)
-        return run([next(following) if mine else leaf for leaf, mine in zip(leaves, own, strict=True)])
+        return run([next(following) if flag else leaf for leaf, flag in zip(leaves, is_mapped, strict=True)])
 
-    mapped = [leaf for leaf, mine in zip(leaves, own, strict=True) if mine]
+    mapped = [leaf for leaf, flag in zip(leaves, is_mapped, strict=True) if flag]
     return lax.map(entry, mapped, batch_size=None if group == 1 else group)
 
 
@@ -270,12 +265,11 @@ def _largest_divisor(number: int, most: int) -> int:
 
 
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:
-    """Takes the operands of the head at `place`."""
+    """Selects the operands of the head with these indices."""
     return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)
 
 
 def _squeezed(x: Array | np.ndarray, axes: tuple[int, ...]) -> Array | np.ndarray:
-    """`x` without these axes, of length 1."""
     return np.squeeze(x, axes) if isinstance(x, np.ndarray) else lax.squeeze(x, axes)
 
 
@@ -296,7 +290,4 @@ def numbers_as_arrays(call: Call) -> Call:
         scale = jnp.asarray(options.scale, options.dtype)
     rank = operands.query.ndim - 3
     offsets = jax.tree.map(lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape), offsets)
-    return Call(
-        operands._replace(offsets=offsets, scale=scale),
-        options._replace(scale=1.0),
-    )
+    return Call(operands._replace(offsets=offsets, scale=scale), options._replace(scale=1.0))

@@ -1,8 +1,7 @@
-"""A mask in the terms of fused kernels.
+"""Translates a call's mask for fused kernels, which support a window, lengths and segments.
 
-Fused kernels know a window, lengths and segments. `kernel_mask` reads them out of a call's mask; what is left over is a
-reason to refuse. Kernels compute something for rows whose keys are all masked; other functions here say which these
-are.
+All other masks are reasons to refuse. Kernels return arbitrary output for rows whose keys are all masked; `masked_rows`
+finds these rows.
 """
 
 import dataclasses
@@ -21,42 +20,39 @@ from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask, Segment
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KernelMask:
-    """Row i sees columns i - left to i + right, in its segment, below the lengths.
+    """A mask by which query i sees keys i - left to i + right that are in its segment and below the lengths.
 
-    Attributes:
-      left: How far back the first visible column is or, if negative, how far ahead. None: no limit.
-      right: How far ahead the last visible column is or, if negative, how far behind.
-      query_lengths: Rows that are used [B...].
-      key_lengths: Columns that are used [B...].
-      segments: Ids of queries [B..., T] and keys [B..., S].
-      others: Names of the masks that cannot be said in these terms.
+    i is the number of the query in its array, not its position. None stands for no limit.
     """
 
+    # Number of visible keys before key i; negative if the window begins after it.
     left: int | None = dataclasses.field(metadata={"static": True})
+    # Number of visible keys after key i; negative if the window ends before it.
     right: int | None = dataclasses.field(metadata={"static": True})
-    query_lengths: Int[Array, "*B"] | None
-    key_lengths: Int[Array, "*B"] | None
-    segments: SegmentMask | None
+    query_lengths: Int[Array, "*B"] | None  # number of queries that are used [B...]
+    key_lengths: Int[Array, "*B"] | None  # number of keys that are used [B...]
+    segments: SegmentMask | None  # ids of queries [B..., T] and keys [B..., S]
+    # Names of masks that kernels do not support.
     others: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def masks_scores(self) -> bool:
-        """True if anything may be masked at all."""
+        """True if any score may be masked."""
         return self.left is not None or self.right is not None or bool(jax.tree.leaves(self))
 
     def flat(self, batch: tuple[int, ...]) -> "KernelMask":
-        """Broadcasts all arrays over the batch axes, and makes these one axis."""
+        """Broadcasts all arrays over the batch axes, and flattens these to one axis."""
         rank = len(batch)
         return jax.tree.map(lambda x: flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank), self)
 
 
 def kernel_mask(call: Call) -> KernelMask:
-    """The call's mask, as far as it can be said in the terms of kernels; windows only if offsets are numbers."""
+    """Translates the mask of a call; a window is only supported if the offsets are numbers."""
     left = right = query_lengths = key_lengths = segments = None
     others = []
     for part in _parts(call.operands.mask):
         if isinstance(part, CausalMask | LocalMask):
-            before, ahead = (None, part.offset) if isinstance(part, CausalMask) else (part.left, part.right)
+            before, ahead = part.window
             left, right = _smaller(left, before), _smaller(right, ahead)
         elif isinstance(part, LengthMask):
             query_lengths = _smaller(query_lengths, part.query_lengths)
@@ -79,7 +75,7 @@ def kernel_mask(call: Call) -> KernelMask:
 
 
 def _parts(mask: Mask | None) -> list[Mask]:
-    """The masks all of which must show a score."""
+    """Lists the masks that `&` combines."""
     if isinstance(mask, And):
         return [*_parts(mask.left), *_parts(mask.right)]
     return [] if mask is None else [mask]
@@ -92,7 +88,7 @@ def _smaller(a: Any, b: Any) -> Any:
 
 
 def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> list[str]:
-    """The reasons that hold for every fused kernel why it cannot compute this call; it has the `supported` ones."""
+    """Lists why fused kernels cannot compute a call, apart from arguments named in `supported`."""
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
     fixed = "must be a number known while tracing, because the kernel's causal masks and windows stand still"
@@ -119,19 +115,19 @@ def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> l
 
 
 def pad_to(x: Array, axis: int, multiple: int) -> Array:
-    """`x` with zeros at the end of `axis`, whose length becomes a multiple of `multiple`."""
+    """Pads the end of `axis` with zeros, up to a multiple of `multiple`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, widths)
 
 
 def flat(x: Array, axes: int) -> Array:
-    """The first `axes` axes as one."""
+    """Flattens the first `axes` axes to one."""
     return x.reshape(-1, *x.shape[axes:])
 
 
-def vmapped_together(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays as they are, but under `vmap` mapped all or none, as kernels need; compiles to nothing."""
+def vmap_alike(*arrays: Array) -> tuple[Array, ...]:
+    """Returns the arrays unchanged, but makes `vmap` map all of them or none, as kernels need; XLA removes it."""
     never = functools.reduce(jnp.logical_or, (x.ravel()[0] != x.ravel()[0] for x in arrays)) & False
     return tuple(jnp.where(never, jnp.zeros_like(x), x) for x in arrays)
 
@@ -139,7 +135,10 @@ def vmapped_together(*arrays: Array) -> tuple[Array, ...]:
 def visible_range(
     mask: KernelMask, batch: int, lengths: tuple[int, int]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """First visible key of each query, and the one after the last, of `mask.flat`; without regard to segments."""
+    """Computes the first visible key of each query, and the one after the last; ignores segments.
+
+    `mask` has one batch axis, like the arguments of all functions below.
+    """
     queries, keys = lengths
     rows = jnp.arange(queries, dtype=jnp.int32)
     first = jnp.zeros_like(rows) if mask.left is None else jnp.clip(rows - mask.left, 0, keys)
@@ -152,15 +151,15 @@ def visible_range(
     return jnp.broadcast_to(first, (batch, queries)), jnp.broadcast_to(end, (batch, queries))
 
 
-def counted(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[Array, "B T"]) -> Int[Array, "B T K"]:
-    """Counts the flags that are set from `first` up to, not including, `end`."""
+def count_flags(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[Array, "B T"]) -> Int[Array, "B T K"]:
+    """Counts the keys that are flagged among keys `first` to `end - 1` of each query."""
     sums = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
     at_end, at_first = (jnp.take_along_axis(sums, i[:, :, None], axis=1) for i in (jnp.maximum(first, end), first))
     return at_end - at_first
 
 
-def shows_all_rows_something(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Returns whether every query sees a key, by positions alone."""
+def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
+    """Returns True if a window alone masks, and shows every query a key."""
     queries, keys = lengths
     if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
         return False
@@ -170,9 +169,9 @@ def shows_all_rows_something(mask: KernelMask, lengths: tuple[int, int]) -> bool
 def masked_rows(
     mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None = None
 ) -> Bool[Array, "B T #N"]:
-    """Returns the queries that see no key, of `mask.flat`, or have a bias of -inf for all that they see.
+    """Computes which queries see no key with a bias other than -inf.
 
-    With segments or a bias these are T * S comparisons, which compilers reduce while making them and never store.
+    Segments and a bias take T * S comparisons, which compilers reduce at once, without storing them.
     """
     first, end = (x[:, :, None] for x in visible_range(mask, batch, lengths))
     if mask.segments is None and bias is None:

@@ -1,16 +1,17 @@
 """The rule for NaN and infinity in queries, keys and values, the same in every implementation.
 
-Masked entries must not affect the output, but a weight of 0 times NaN is NaN. Keys and values that are not finite are
-therefore replaced by zeros before they are multiplied, and so are queries where their NaN could reach another row
-(`zero_keys`, `zero_rows`). Flags keep which ones these were. To the visible scores of such a key, and of such a query,
-infinity is added, the *poison*, which makes the softmax of the row NaN. What concerns a whole row can instead be added,
-as NaN, to its largest score, if the row sees anything (`poison_rows`). Such rows get zero gradients, so the gradients
-of the other rows stay finite (`derivative_rows`).
+Masked entries must not affect the output, but a weight of 0 times NaN is NaN. So, if anything may be masked:
 
-If nothing can be masked, none of this is needed, because NaN propagates by itself. Fused kernels, whose arrays are not
-touched, are guarded by `when_finite.py`; `decode.py` looks for what is not finite only if its output is not.
+1. Before the matrix products, vectors with an entry that is NaN or infinite are replaced by zeros: keys and values by
+   `zero_keys`, queries by `zero_rows`. An array of *flags* has infinity for each replaced vector.
+2. Infinity, the *poison*, is added to the visible scores of replaced vectors. That makes the softmax of their rows NaN,
+   as it is without masks. Poison that is the same for a whole row can be added to its largest score (`poison_rows`).
+3. Rows that are NaN get zero gradients, so that the gradients of all other rows stay finite (`derivative_rows`).
 
-This is written in `lax`, whose operations are traced faster than those of `jax.numpy`.
+If nothing can be masked, NaN propagates by itself, and none of this is done. Fused kernels get their arrays unchanged
+and are guarded by `when_finite.py`; `decode.py` does all this only if its output is not finite.
+
+This file uses `lax`, because its operations are traced faster than those of `jax.numpy`.
 """
 
 import functools
@@ -22,38 +23,38 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-# What becomes of queries, keys and values that are not finite, before they are multiplied where scores may be masked.
-# "flags": they are zeroed, and flagged. "flags and scales": the flags of the others hold row scales. "nan": queries and
-# keys become NaN, for masks that replace scores instead of adding to them (`dense.plain_rows`). "unchanged": nothing
-# (`dense_gpu.py`, which finds NaN in the products).
+# How queries, keys and values that are not finite are treated before the products, if scores may be masked.
+# "flags": replaced by zeros, and flagged. "flags and scales": the same; flags of finite vectors hold row scales.
+# "nan": queries and keys become NaN, for masks that replace scores instead of adding to them (`dense.plain_rows`).
+# "unchanged": they stay as they are (`dense_gpu.py`, which finds NaN in the products).
 Guard = Literal["flags", "flags and scales", "nan", "unchanged"]
 
 
 class NonfiniteFlags(NamedTuple):
-    """Per scaled query and per key of one head: infinity where it held NaN or infinity.
+    """Flags of the scaled queries and the keys of one head: infinity if the vector held NaN or infinity, else 0.
 
-    Else 0, or half the mean absolute entry where that was asked for. A key is also flagged if its value held NaN or
-    infinity.
+    A key is also flagged if its value held NaN or infinity. With the guard "flags and scales", the flag of a finite
+    vector is its row scale, half its mean absolute entry, instead of 0.
     """
 
     query: Float[Array, "... T"]
     key: Float[Array, "... S"]
 
     def score_poison(self) -> Float[Array, "T S"]:
-        """The poison of the visible scores: 0, or infinity."""
+        """Computes the poison of visible scores: infinity where query or key is flagged, else 0."""
         shape = (*self.query.shape, *self.key.shape)
         query, key = poison(self.query), poison(self.key)
         return lax.add(lax.broadcast_in_dim(query, shape, (0,)), lax.broadcast_in_dim(key, shape, (1,)))
 
     def key_poison(self) -> Float[Array, "1 S"]:
-        """The part of it that concerns keys."""
+        """Computes the poison of visible scores from the keys alone."""
         return lax.expand_dims(poison(self.key), (0,))
 
     def row_poison(self, unmasked: bool) -> Float[Array, " T"]:
-        """The poison of rows that see anything, for their largest score: 0, or NaN where the query is not finite.
+        """Computes the poison for `poison_rows`: NaN where the query is flagged, else 0.
 
         Args:
-          unmasked: Whether all rows see all keys. Then rows are also poisoned if a key is not finite.
+          unmasked: Whether all rows see all keys. Then one flagged key poisons all rows, too.
         """
         flags = self.query
         if unmasked:
@@ -65,20 +66,20 @@ class NonfiniteFlags(NamedTuple):
 def zero_keys(
     key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"], row_scales: bool = False
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Float[Array, "*B S K"]]:
-    """Keys and values, zero where one of the two is not finite, and the flags of the keys."""
+    """Replaces each key and its value by zeros if one of the two is not finite; returns both and the keys' flags."""
     of_values = flag_rows(value)
     flags = lax.select(_is_infinite(of_values), of_values, flag_rows(key, row_scales))
     return zero_rows(key, flags), zero_rows(value, flags), flags
 
 
 def flag_rows(x: Float[Array, "*L F"], row_scales: bool = False) -> Float[Array, "*L"]:
-    """The flags of these vectors, with half the mean absolute entry of others if `row_scales`; without a gradient."""
+    """Computes the flags of vectors, without a gradient; with `row_scales`, finite vectors get their row scale."""
     if not row_scales:
         is_finite = lax.reduce_and(lax.is_finite(lax.stop_gradient(x)), (x.ndim - 1,))
         zeros = lax.full(is_finite.shape, 0, x.dtype)
         return lax.select(is_finite, zeros, lax.full_like(zeros, jnp.inf))
-    # XLA's CPU computes a sum faster than other reductions that pass NaN on (unless its terms are multiplied after
-    # `abs`: then it uses one core). That of these terms cannot overflow.
+    # Of the reductions that pass NaN on, XLA's CPU computes a sum fastest, if the terms are multiplied before `abs`
+    # (after it, on one core only). This sum cannot overflow.
     terms = lax.abs(lax.mul(lax.stop_gradient(x), lax.full_like(x, 0.5 / max(x.shape[-1], 1))))
     half_mean = lax.reduce_sum(terms, (x.ndim - 1,))
     return lax.select(lax.ne(half_mean, half_mean), lax.full_like(half_mean, jnp.inf), half_mean)
@@ -86,7 +87,7 @@ def flag_rows(x: Float[Array, "*L F"], row_scales: bool = False) -> Float[Array,
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # saves the flags for the backward pass, not all conditions
 def zero_rows(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
-    """Zeros where the flags are infinite."""
+    """Replaces flagged vectors by zeros."""
     infinite = lax.broadcast_in_dim(_is_infinite(flags), x.shape, tuple(range(flags.ndim)))
     return lax.select(infinite, lax.full_like(x, 0), x)
 
@@ -94,9 +95,10 @@ def zero_rows(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array
 def mark_by_nan(
     query: Float[Array, "*B T N H"], scale: float, key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"]
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
-    """NaN in scaled queries and in keys for infinity, NaN in keys and zeros in values where a value is not finite.
+    """Makes infinite entries of scaled queries and keys NaN; replaces values that are not finite by zeros.
 
-    Only values are looked through. For queries and keys, too, it would take as long as a pass over few scores.
+    The keys of replaced values become NaN, so that visible ones still make the output NaN. Only values are searched
+    for NaN: with few scores, searching queries and keys takes as long as a pass over the scores.
     """
     of_values = flag_rows(value, row_scales=True)
     key = restore_rows(key + lax.stop_gradient(key * 0), of_values)
@@ -106,19 +108,19 @@ def mark_by_nan(
 def zero_nan(
     query: Float[Array, "T H"], key: Float[Array, "S H"], dtype: DTypeLike
 ) -> tuple[Float[Array, "T H"], Float[Array, "S H"], NonfiniteFlags]:
-    """Queries and keys of one head, zero where they held NaN, and their flags in the dtype of scores."""
+    """Replaces queries and keys of one head that hold NaN by zeros; also returns their flags, in this dtype."""
     flags = NonfiniteFlags(flag_rows(query).astype(dtype), flag_rows(key).astype(dtype))
     return zero_rows(query, flags.query), zero_rows(key, flags.key), flags
 
 
 def restore_rows(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
-    """NaN where the flags are infinite: the inverse of `zero_rows`, but for the kind of number that was replaced."""
+    """Replaces flagged vectors by NaN, after `zero_rows` has replaced them by zeros."""
     infinite = lax.broadcast_in_dim(_is_infinite(flags), x.shape, tuple(range(flags.ndim)))
     return lax.select(infinite, lax.full_like(x, jnp.nan), x)
 
 
 def poison(flags: Float[Array, "*L"]) -> Float[Array, "*L"]:
-    """Infinity where the flags are infinite, else 0."""
+    """Computes poison from flags: infinity if flagged, else 0; row scales become 0."""
     return lax.select(_is_infinite(flags), flags, lax.full_like(flags, 0))
 
 
@@ -127,18 +129,18 @@ def _is_infinite(flags: Float[Array, "*L"]) -> Bool[Array, "*L"]:
 
 
 def poison_rows(largest: Float[Array, " t"], poison: Float[Array, " t"]) -> Float[Array, " t"]:
-    """The largest score of each row, with the poison of the row added if it sees anything."""
+    """Adds poison to the largest score of each row that sees a key."""
     return lax.select(lax.gt(largest, lax.full_like(largest, -jnp.inf)), largest + poison, largest)
 
 
 def derivative_rows(
     query: Float[Array, "*L T H"], result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]], keys_are_finite: bool
 ) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Bool[Array, "*L T"]]:
-    """Query, output and log-sum-exp for derivatives, and which rows have any.
+    """Prepares query, output and log-sum-exp for derivatives, and tells which rows have derivatives.
 
-    Rows whose log-sum-exp is not finite, for they saw nothing or something that is not finite, have none: their
-    log-sum-exp becomes infinity, which makes their weights 0. Their products may be infinite, though all of queries
-    and keys is finite; so their queries count as 0.
+    A row has none if its log-sum-exp is not finite: it saw no key, or NaN or infinity. Its log-sum-exp is replaced by
+    infinity, which makes its weights 0, and its output by 0. If `keys_are_finite`, its query is replaced by 0, too,
+    because products of finite numbers may overflow.
     """
     output, lse = result
     finite = jnp.isfinite(lse)
@@ -153,11 +155,11 @@ def backward_rows(
     cotangents: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]],
     keys_are_finite: bool,
 ) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Float[Array, "*L T"]]:
-    """Query, output cotangent, log-sum-exp and delta for the backward pass; FlashAttention-2, algorithm 2, line 4.
+    """Prepares query, output cotangent, log-sum-exp and delta for the backward kernels of "pallas".
 
-    The log-sum-exp's own cotangent d enters through `weights * d`, so it is subtracted from delta. Rows without
-    derivatives are those of `derivative_rows`. For the kernels of "pallas" alone: "blockwise" gets the same number,
-    negative, by transposing its tangent (`blockwise._tangent`).
+    delta is the sum of output times its cotangent in FlashAttention-2, algorithm 2, line 4, minus the cotangent of the
+    log-sum-exp. For rows without derivatives see `derivative_rows`. ("blockwise" gets the negative of delta by
+    transposing `blockwise._tangent`.)
     """
     d_output, d_lse = cotangents
     query, output, lse, finite = derivative_rows(query, result, keys_are_finite)
@@ -167,12 +169,12 @@ def backward_rows(
 
 
 def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool) -> Float[Array, "..."]:
-    """The softmax, from scores and the log-sum-exp of their rows; 0 in rows where that is infinite.
+    """Computes the softmax from scores and the log-sum-exp of their rows; 0 in rows without derivatives.
 
     Args:
       s: Scores.
-      lse: Of `derivative_rows`, in a shape that broadcasts to the scores.
-      may_be_nan: Whether scores of rows without a gradient may be NaN, as with a bias or a `score_mod`.
+      lse: The log-sum-exp from `derivative_rows`, in a shape that broadcasts to the scores.
+      may_be_nan: Whether scores in rows without derivatives may be NaN, as with a bias or a `score_mod`.
     """
     s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s
     return jnp.exp(s - lse)

@@ -1,4 +1,4 @@
-"""The running softmax: what was seen so far of a row's keys, in two numbers and an output.
+"""The online softmax: attention over keys that arrive in blocks, from a running maximum, sum and output of each row.
 
 Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867; the output as in FlashAttention,
 arXiv:2205.14135, section 3.1.
@@ -16,15 +16,13 @@ from flax_mha.impl.shared.nonfinite import poison_rows
 
 
 class State(NamedTuple):
-    """Per row: the largest score, the sum of exp(score - running_max), and the values weighted by the same.
+    """The running softmax of each row over the keys so far."""
 
-    If it is asked for, also the largest score without the sink.
-    """
-
-    running_max: Float[Array, " t"]
-    running_sum: Float[Array, " t"]
+    running_max: Float[Array, " t"]  # the largest score, the sink included
+    running_sum: Float[Array, " t"]  # the sum of exp(score - running_max)
+    # The sum of exp(score - running_max) times values; `finish` divides it by `running_sum`.
     output: Float[Array, "t Hv"]
-    largest: Float[Array, " t"] | None = None
+    largest: Float[Array, " t"] | None = None  # the largest score without the sink, if `return_max_score` asks for it
 
 
 def start(
@@ -34,13 +32,13 @@ def start(
     dtype: DTypeLike,
     keeps_largest: bool = False,
 ) -> State:
-    """Makes the state before any key: only the sink, a score that counts in the sum and has no value.
+    """Makes the state before the first key. A sink is a score that counts in the sum but has no value.
 
     Args:
-      rows: Their number, or [*L, t] of many heads.
-      features: Of values.
-      sink: Of the head, or of each.
-      dtype: Of the state.
+      rows: The number of rows, or the shape [*L, t] of the rows of many heads.
+      features: The size Hv of values.
+      sink: The sink of each head, or None.
+      dtype: The dtype of the state.
       keeps_largest: Whether to keep the largest score without the sink.
     """
     shape = (rows,) if isinstance(rows, int) else rows
@@ -62,21 +60,21 @@ def rescale(
     """One online-softmax step without the value product: rescales the state, returns it and the new weights.
 
     Args:
-      state: Before them.
-      scores: Of the keys.
-      row_poison: NaN for rows that become NaN if they see any of these keys, else 0; None poisons none.
-      dtype: Of the weights, whose rounded values count in the sum; None: that of the scores.
+      state: The state before these keys.
+      scores: Scores of a block of keys, -inf where masked.
+      row_poison: NaN for rows that become NaN if they see any of these keys, else 0; None if there are none.
+      dtype: Dtype to which weights are rounded, also in the sum; None keeps that of the scores.
     """
-    of_rows = jnp.max(scores, axis=1)
-    of_rows = of_rows if row_poison is None else poison_rows(of_rows, row_poison)
-    running_max = lax.max(state.running_max, of_rows)
-    # What is subtracted is finite: a row that saw nothing has -inf, and -inf - -inf is NaN.
+    largest_now = jnp.max(scores, axis=1)
+    largest_now = largest_now if row_poison is None else poison_rows(largest_now, row_poison)
+    running_max = lax.max(state.running_max, largest_now)
+    # A row that has seen no key has the maximum -inf. It is replaced by a finite number, because -inf - -inf is NaN.
     shift = lax.max(running_max, lax.full_like(running_max, jnp.finfo(running_max.dtype).min))
     weights = lax.exp(scores - lax.expand_dims(shift, (1,)))
     weights = weights if dtype is None else weights.astype(dtype)
     decay = lax.exp(lax.sub(state.running_max, shift))
     running_sum = state.running_sum * decay + jnp.sum(weights, axis=1, dtype=running_max.dtype)
-    largest = None if state.largest is None else lax.max(state.largest, of_rows)
+    largest = None if state.largest is None else lax.max(state.largest, largest_now)
     return State(running_max, running_sum, state.output * lax.expand_dims(decay, (1,)), largest), weights
 
 
@@ -87,12 +85,12 @@ def update(
     row_poison: Float[Array, " t"] | None = None,
 ) -> State:
     """One online-softmax step: `rescale`, then `weigh`, the product of weights [t, s] and values -> [t, Hv]."""
-    state, of_values = rescale(state, scores, row_poison)
-    return state._replace(output=state.output + weigh(of_values))
+    state, weights = rescale(state, scores, row_poison)
+    return state._replace(output=state.output + weigh(weights))
 
 
 def finish(state: State) -> tuple[Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None]:
-    """Output, log-sum-exp and, if it was kept, largest score: 0, -inf and -inf for a row that saw nothing."""
+    """Computes output, log-sum-exp and largest score (or None); for a row that saw no key 0, -inf and -inf."""
     total = state.running_sum
     total = lax.select(lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total)
     return state.output / lax.expand_dims(total, (total.ndim,)), lax.log(total) + state.running_max, state.largest

@@ -1,4 +1,4 @@
-"""From products of query and key to scores, a tile of one head: what dense and blockwise attention share."""
+"""Computes the scores of a tile of one head from its products of queries and keys: `ScoreRule`."""
 
 import dataclasses
 import functools
@@ -25,14 +25,14 @@ from flax_mha.masks import Mask
 
 
 class ScoreInputs(NamedTuple):
-    """Arrays that enter the scores of a head and get gradients; None where there is none."""
+    """The arrays of a head, besides query and key, that enter the scores and get gradients."""
 
     bias: Float[Array, "... T S"] | None
     sink: Float[Array, "..."] | None
     captured: list[Array]
 
     def cut(self, tile: Tile) -> "ScoreInputs":
-        """The tile's part, in float32 at least, so that the tiles' gradients add up in it too."""
+        """Cuts out the tile's part, in float32 at least, so that gradients of tiles are summed in float32, too."""
         bias = self.bias
         if bias is not None:
             bias = tile.cut(bias).astype(accumulation_dtype(bias.dtype))
@@ -42,41 +42,25 @@ class ScoreInputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScoreRule:
-    """The rule of one head for scores from products of queries and keys: cap, `score_mod`, bias, mask, dropout.
+    """The rule of one head that makes scores from products: scale, soft cap, `score_mod`, bias, mask; and dropout.
 
     Its arrays, like those of masks, have leading axes for batch and heads until `map_heads` has mapped them.
-
-    Attributes:
-      mask: What is visible; None shows everything, as in the rule of a tile that need not be masked.
-      offsets: Positions of the first query and the first key.
-      dropout_seed: Two random words; None drops nothing.
-      batch: Index of the batch entry (flattened), for `score_mod`.
-      head: Index of the head, for `score_mod`.
-      constants: The arrays that `score_mod` captures and that get no gradient.
-      dtype: Of scores and sums: float32, or float64 for such inputs.
-      soft_cap: c turns a scaled score s into c * tanh(s / c); None does not cap.
-      score_mod: The traced function, or None.
-      dropout_rate: Share of the weights that are dropped.
-      precision: Of the matrix products, as in `jax.lax.dot_general`.
-      scale: What multiplies products of queries and keys, if the queries are not scaled.
-      ring: The number of keys if they form a ring, else None; see `core.tile.Tile`.
-      returns_max: Whether the largest score of each row is returned, too.
     """
 
-    mask: Mask | None
-    offsets: Offsets
-    dropout_seed: UInt32[Array, "... 2"] | None
-    batch: Int[Array, "..."] | None
-    head: Int[Array, "..."] | None
-    constants: list[Array]
-    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
-    soft_cap: float | None = dataclasses.field(metadata={"static": True})
+    mask: Mask | None  # None masks nothing, as for tiles that are visible throughout
+    offsets: Offsets  # positions of the first query and the first key
+    dropout_seed: UInt32[Array, "... 2"] | None  # two random words, or None without dropout
+    batch: Int[Array, "..."] | None  # index of the batch entry (flattened), for `score_mod`
+    head: Int[Array, "..."] | None  # index of the head, for `score_mod`
+    constants: list[Array]  # arrays that `score_mod` captures and that get no gradient
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of scores and sums, float32 or float64
+    soft_cap: float | None = dataclasses.field(metadata={"static": True})  # c in c * tanh(s / c)
     score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
-    dropout_rate: float = dataclasses.field(metadata={"static": True})
-    precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
-    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
-    ring: int | None = dataclasses.field(default=None, metadata={"static": True})
-    returns_max: bool = dataclasses.field(default=False, metadata={"static": True})
+    dropout_rate: float = dataclasses.field(metadata={"static": True})  # share of the weights that are dropped
+    precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})  # of matrix products
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})  # of products with unscaled queries
+    ring: int | None = dataclasses.field(default=None, metadata={"static": True})  # slots of a ring cache, see `Tile`
+    returns_max: bool = dataclasses.field(default=False, metadata={"static": True})  # the largest score of each row
 
     def masks_scores(self, inputs: ScoreInputs) -> bool:
         """Returns whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
@@ -87,7 +71,7 @@ class ScoreRule:
         return products if self.scale == 1.0 else products * self.scale
 
     def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
-        """The matrix product a @ b, or a @ b.T, of operands in the narrower of their dtypes, in float32 at least."""
+        """Computes a @ b, or a @ b.T, from operands in the narrower of their dtypes, summed in float32 at least."""
         narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
         contract = ((1,), (1 if transpose_b else 0,))
         return lax.dot_general(
@@ -106,18 +90,17 @@ class ScoreRule:
         tile: Tile,
         flags: NonfiniteFlags | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """The scores of one tile from its queries and keys, and the poison of its rows; `inputs` are the head's."""
+        """Computes the scores of a tile, and its row poison, from its queries and keys and the inputs of the head."""
         products, poison, row_poison = self.products(query, key), None, None
         if flags is not None:
-            # Without poison of scores, XLA's CPU can fuse the product with the row maximum.
+            # Without poison in the scores, XLA's CPU can fuse the product with the row maximum.
             masks = self.masks_scores(inputs)
             poison, row_poison = flags.key_poison() if masks else None, flags.row_poison(not masks)
         return self.tile(products, inputs.cut(tile), tile, poison), row_poison
 
     def weigh(self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile) -> Float[Array, "t Hv"]:
-        """The sum of the values, weighted after dropout."""
-        kept = self.dropout_multiplier(tile, weights.dtype)
-        return self.dot(weights if kept is None else weights * kept, value)
+        """Computes the sum of values, with weights after dropout."""
+        return self.dot(times(weights, self.dropout_multiplier(tile, weights.dtype)), value)
 
     def tile(
         self,
@@ -127,15 +110,15 @@ class ScoreRule:
         poison: Float[Array, "#t #s"] | None = None,
         fused: bool = False,
     ) -> Float[Array, "t s"]:
-        """The scores of one tile, -inf where masked, from its products.
+        """Computes the scores of one tile, -inf where masked, from its products.
 
         Args:
-          products: Of scaled queries and keys.
-          inputs: The tile's own part.
-          tile: Which it is.
-          poison: Added to the visible scores: infinity where query, key or value is not finite, else 0.
-          fused: Whether to express the mask so that XLA's CPU backend can fuse it with the product before and the
-            softmax after it. The caller must ensure that no masked product is NaN, and must not differentiate.
+          products: Products of scaled queries and keys.
+          inputs: The tile's part of the inputs.
+          tile: The tile.
+          poison: Added to visible scores; see `nonfinite.py`.
+          fused: Whether to write the mask such that XLA's CPU backend can fuse it with the product before and the
+            softmax after it. Then no masked product may be NaN, and nothing may be differentiated.
         """
         scores, visible = self.unmasked(products, inputs, tile, poison, fused)
         if visible is None:
@@ -152,9 +135,9 @@ class ScoreRule:
         poison: Float[Array, "#t #s"] | None = None,
         fused: bool = False,
     ) -> tuple[Float[Array, "t s"], Bool[Array, "#t #s"] | None]:
-        """The scores of one tile, whatever they are where masked, and what is visible; None: everything.
+        """Computes the scores of one tile, arbitrary where masked, and which are visible, None if all are.
 
-        Arguments are as for `tile`.
+        The arguments are those of `tile`.
         """
         visible = None if self.mask is None else self.mask.tile(tile)
         if inputs.bias is not None:
@@ -172,26 +155,28 @@ class ScoreRule:
         return scores if poison is None else scores + poison, visible
 
     def guarded(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
-        """Products with 0 where they are masked: there they may be infinite, and a derivative of that NaN."""
+        """Replaces masked products by 0; they may be infinite, where derivatives of functions are NaN."""
         return jnp.where(visible, products, jnp.zeros_like(products))
 
     def modified(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
+        """Applies `score_mod` to the scores of a tile."""
         one = jax.vmap(jax.vmap(self._one_score(inputs.captured), (0, None, 0)), (0, 0, None))
         return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
 
     @property
     def is_harmless(self) -> bool:
-        """True if masked places may be differentiated like all others."""
+        """True if derivatives of masked scores are finite, so that they need no care."""
         return self.score_mod is None or (self.score_mod.derivative_is_finite and self.soft_cap is None)
 
     def differentiable_tile(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> Float[Array, "t s"]:
-        """As `tile`, but derivatives are finite if they are finite at all visible places.
+        """Computes the same as `tile`; its derivatives are finite if those of all visible scores are.
 
         A captured array's derivative is a sum over all scores, to which masked ones contribute 0 times the derivative
-        of `score_mod`. That is NaN where the function has no derivative, say log1p(q_idx - kv_idx) where kv_idx is
-        larger. So masked places are replaced by a visible place of the tile, whose derivative is in the sum anyway.
+        of `score_mod`. That is NaN where the function has no derivative, as log1p(q_idx - kv_idx) if kv_idx is larger.
+        So the product and position of each masked score are replaced by those of a visible score of the tile, whose
+        derivative is in the sum anyway.
         """
         if self.is_harmless or not products.size:
             return self.tile(products, inputs, tile)
@@ -201,8 +186,8 @@ class ScoreRule:
         rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
         columns = jnp.where(visible, tile.key_positions, tile.key_positions[0, column])
         products = jnp.where(visible, products, fixed_products[row, column])
-        nothing = ~visible.any()
-        captured = [jnp.where(nothing, lax.stop_gradient(x), x) for x in inputs.captured]
+        is_empty = ~visible.any()
+        captured = [jnp.where(is_empty, lax.stop_gradient(x), x) for x in inputs.captured]
         one = jax.vmap(jax.vmap(self._one_score(captured)))
         scores = one(self._capped(products), rows, columns)
         if inputs.bias is not None:
@@ -212,7 +197,10 @@ class ScoreRule:
     def tile_vjp(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """The scores of a tile, and what turns their cotangents into those of products and `inputs`."""
+        """Computes the scores of a tile, and the function from their cotangents to those of products and `inputs`.
+
+        If the gradient of a captured array is not finite, it is computed again by `differentiable_tile`.
+        """
         scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         if self.score_mod is None:
             return scores, pull
@@ -239,7 +227,7 @@ class ScoreRule:
         return products if self.soft_cap is None else self.soft_cap * jnp.tanh(products / self.soft_cap)
 
     def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
-        """The user's function of one score and its positions."""
+        """Makes the user's function of one score, its query position and its key position."""
         error, mod = self.no_forward_mode, self.score_mod
         guard = functools.partial(reverse_only, error=error) if error else lambda x: x
         arrays = [*map(guard, captured), *self.constants]
@@ -247,7 +235,7 @@ class ScoreRule:
 
     @property
     def no_forward_mode(self) -> str | None:
-        """Says why scores have no forward mode, if they do not."""
+        """The error message if scores have no derivatives in forward mode, else None."""
         if self.score_mod is None or not self.score_mod.has_custom_vjp:
             return None
         return (
@@ -256,15 +244,15 @@ class ScoreRule:
         )
 
     def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "t s"] | None:
-        """The factors by which dropout multiplies the weights of a tile: a function of the seed and positions only.
+        """Computes the factors by which dropout multiplies the weights of a tile, from seed and positions alone.
 
-        Threefry turns each counter into two random words. The first is for a query at an even position, the second for
-        the query at the next position.
+        Threefry maps a counter, made of query position // 2 and key position, to two random words: the first is for
+        the query at the even position, the second for the one at the odd position. None without dropout.
         """
         return None if self.dropout_seed is None else self._kept(self._words_by_pairs(tile), dtype)
 
     def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
-        """The same factors. Each query computes both words and drops one, so that nothing goes through memory."""
+        """Computes the same factors elementwise: each query computes both words and uses one, without reshaping."""
         if self.dropout_seed is None:
             return None
         rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))
@@ -277,9 +265,10 @@ class ScoreRule:
         return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
 
     def _words_by_pairs(self, tile: Tile) -> UInt32[Array, "t s"]:
+        """Computes the random word of every weight, both words of a counter at once."""
         (height, width), (query_offset, _) = tile.shape, tile.offsets
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
-        # Tiles begin at even rows, so only the offset can part the queries of a pair.
+        # Tiles begin at even rows, so only an odd offset can separate the two queries of a counter.
         is_even = isinstance(query_offset, int) and query_offset % 2 == 0
         pairs = -(-height // 2) if is_even else height // 2 + 1
         pair = lax.shift_right_arithmetic(first, jnp.int32(1)) + lax.broadcasted_iota(jnp.int32, (pairs, width), 0)
@@ -288,6 +277,11 @@ class ScoreRule:
         words = jax.extend.random.threefry_2x32(self.dropout_seed, counters)
         words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1).reshape(2 * pairs, width)
         return words[:height] if is_even else lax.dynamic_slice_in_dim(words, first & 1, height, 0)
+
+
+def times(weights: Float[Array, "t s"], dropout: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
+    """Multiplies weights by `ScoreRule.dropout_multiplier`, or returns them unchanged without dropout."""
+    return weights if dropout is None else weights * dropout
 
 
 def _both(a: Bool[Array, "#t #s"] | None, b: Bool[Array, "#t #s"]) -> Bool[Array, "#t #s"]:

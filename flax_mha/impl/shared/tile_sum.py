@@ -1,9 +1,9 @@
-"""Sums over the tiles of one head, linear in some arguments, with derivatives of every order in linear memory.
+"""Sums over the tiles of one head, with derivatives of every order in memory O(T + S).
 
-A *tile sum* applies a function to parts of arrays, those that belong to a tile, and adds what it returns to the parts
-of other arrays. The tangent of a tile sum is a tile sum, whose function is the tangent of the function of a tile; and
-the transpose of one is a tile sum, whose function is transposed. So all derivatives visit the same tiles, and none
-holds more than one tile of scores.
+A *tile sum* calls a function for each tile with the tile's parts of its arguments, and adds the results to the tile's
+parts of the outputs. It is linear in some arguments. Its tangent is a tile sum of the function's tangent, and its
+transpose is a tile sum of the transposed function. So all derivatives visit the same tiles, and hold the scores of one
+tile at a time.
 """
 
 import dataclasses
@@ -20,19 +20,20 @@ from jaxtyping import Array, Int
 from flax_mha.call.operands import accumulation_dtype
 from flax_mha.core.tile import Scalar, Tile
 from flax_mha.core.tracing import varying_as
-from flax_mha.impl.shared.derivatives import Function
+from flax_mha.impl.shared.derivatives import Function, differentiate
 from flax_mha.impl.shared.scores import ScoreRule
 from flax_mha.impl.shared.tiling import BlockMask, TileBand, Tiling, padded_mask
 
 T = TypeVar("T")
 
-# Which part of an array belongs to a tile: of queries [T, F] its rows, [t, F], or these transposed, [F, t]; of keys
-# [S, F] its columns, [s, F], or of [F, S] [F, s]; of [T | 1, S | 1] the tile itself; all of any other array.
+# How a tile's part is cut out of an array. "queries": the rows [t, F] of [T, F]; "queries transposed": the same rows as
+# [F, t]. "keys": the columns [s, F] of [S, F]; "keys transposed": the columns [F, s] of [F, S]. "scores": the tile
+# itself, of [T | 1, S | 1]. "whole": all of it.
 Kind = Literal["queries", "queries transposed", "keys", "keys transposed", "scores", "whole"]
 
 
 class Argument(NamedTuple):
-    """An argument or output of a tile sum; `factor` multiplies an output."""
+    """The kind, shape and dtype of an argument or an output of a tile sum; an output is multiplied by `factor`."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -41,40 +42,41 @@ class Argument(NamedTuple):
 
     @classmethod
     def of(cls, kinds: Iterable[Any], arrays: Iterable[Array]) -> "tuple[Argument, ...]":
+        """Describes arrays of these kinds."""
         return tuple(cls(kind, x.shape, x.dtype) for kind, x in zip(kinds, arrays, strict=True))
 
     def start(self, height: int | None = None) -> Array:
-        """Makes zeros to add up an output in, or a row of tiles of this height.
+        """Makes zeros in which an output is summed, or its part for a row of tiles of this height.
 
-        A CPU multiplies matrices faster if the result is wide, [F, s], not tall.
+        For keys they are transposed: a CPU multiplies matrices faster if the result is wide, [F, s].
         """
         shape = self.shape if height is None else (height, self.shape[1])
         shape = shape[::-1] if self.kind in ("queries transposed", "keys") else shape
         return jnp.zeros(shape, accumulation_dtype(jnp.dtype(self.dtype)))
 
     def finish(self, total: Array) -> Array:
-        """Turns such a sum into the output."""
+        """Converts a sum that began with `start` to the output."""
         total = total.T if self.kind in ("queries transposed", "keys") else total
         return (total if self.factor == 1.0 else total * self.factor).astype(self.dtype)
 
 
 class TileVisit(NamedTuple):
-    """One tile to compute, which begins `first` rows below the top of its row of tiles."""
+    """A tile to compute, which begins `first` rows below the top of its row of tiles."""
 
     first: int
     tile: Tile
 
     def rows(self, x: Array, axis: int = 0) -> Array:
-        """Cuts the tile's part out of an array of its row of tiles."""
+        """Cuts the tile's rows out of an array for its row of tiles."""
         height = self.tile.shape[0]
         return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
 
     def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
-        """Replaces the tile's part of an array of its row of tiles."""
+        """Replaces the tile's rows in an array for its row of tiles."""
         return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
 
     def cut(self, kind: Kind, x: Array) -> Array:
-        """Cuts the tile's part out of an argument; those of queries are of the row of tiles."""
+        """Cuts the tile's part out of an argument; one of queries holds a row of tiles."""
         axis = int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.rows(x, axis)
@@ -83,7 +85,7 @@ class TileVisit(NamedTuple):
         return self.tile.cut(x) if kind == "scores" else x
 
     def add(self, kind: Kind, x: Array, part: Array) -> Array:
-        """Adds the tile's part to a sum: of queries those of the row of tiles, of keys transposed, [F, S]."""
+        """Adds the tile's part to a sum, which for queries holds a row of tiles, and for keys is [F, S]."""
         part, axis = part.astype(x.dtype), int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.put_rows(x, self.rows(x, axis) + part, axis)
@@ -94,38 +96,30 @@ class TileVisit(NamedTuple):
 
 
 class TileFunction(NamedTuple):
-    """A function of one tile.
+    """A function of one tile."""
 
-    Attributes:
-      compute: `compute(rule, tile, residuals, linear, is_safe)` returns parts of the outputs from parts of the
-        arguments. Where `is_safe`, derivatives of it are finite if they are finite at all visible places.
-      residuals: What it is not linear in.
-      linear: What it is linear in.
-      outputs: What it returns.
-    """
-
+    # `compute(rule, tile, residuals, linear, is_safe)` returns the tile's parts of the outputs, from its parts of the
+    # arguments. It is differentiated with `is_safe`, for which see `ScoreRule.differentiable_tile`.
     compute: Callable[..., Sequence[Array]]
-    residuals: tuple[Argument, ...]
-    linear: tuple[Argument, ...]
-    outputs: tuple[Argument, ...]
+    residuals: tuple[Argument, ...]  # the arguments in which it is not linear
+    linear: tuple[Argument, ...]  # the arguments in which it is linear
+    outputs: tuple[Argument, ...]  # the outputs
 
     def jvp(self, places: Sequence[int]) -> "TileFunction":
-        """The tangent along these arguments, residuals first, from all arguments and the tangents of these."""
+        """Returns the function's tangent: its residuals are all arguments, linear are the tangents of some of them."""
         count = len(self.residuals)
 
-        def compute(rule: ScoreRule, tile: Tile, values: Sequence, tangents: Sequence, _: bool) -> list:
-            def moved(*some: Array) -> list[Array]:
-                replaced = dict(zip(places, some, strict=True))
-                mine = [replaced.get(i, x) for i, x in enumerate(values)]
-                return list(self.compute(rule, tile, mine[:count], mine[count:], True))
+        def compute(rule: ScoreRule, tile: Tile, arguments: Sequence, tangents: Sequence, _: bool) -> Sequence[Array]:
+            def primal(*arguments: Array) -> Sequence[Array]:
+                return self.compute(rule, tile, arguments[:count], arguments[count:], True)
 
-            return jax.jvp(moved, tuple(values[i] for i in places), tuple(tangents))[1]
+            return differentiate(primal, arguments, dict(zip(places, tangents, strict=True)))
 
         arguments = (*self.residuals, *self.linear)
         return TileFunction(compute, arguments, tuple(arguments[i] for i in places), self.outputs)
 
     def transposed(self) -> "TileFunction":
-        """The function that returns cotangents of the linear arguments from those of the outputs."""
+        """Returns the function that computes the linear arguments' cotangents from those of the outputs."""
 
         def compute(rule: ScoreRule, tile: Tile, residuals: Sequence, cotangents: Sequence, _: bool) -> list:
             def forward(linear: list[Array]) -> list[Array]:
@@ -144,6 +138,7 @@ class TileFunction(NamedTuple):
 
 
 def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
+    """Returns the shape of the part that `TileVisit.cut` returns."""
     kind, shape = argument.kind, argument.shape
     if kind == "whole":
         return shape
@@ -164,16 +159,16 @@ def tile_sum(
     linear: Sequence[Array],
     by_hand: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None,
 ) -> list[Array]:
-    """Sums a function over all tiles of one head that are visited.
+    """Sums a function over the tiles of one head that `blocks` lists.
 
-    `by_hand` computes the transpose, instead of the sum over transposed functions of tiles.
+    `by_hand(rule, blocks, residuals, cotangents)` computes the transpose, if it is better than `function.transposed`.
     """
     context, structure = jax.tree.flatten((rule, blocks))
     return _sum_of(tiling, function, structure, by_hand)(*context, *residuals, *linear)
 
 
 def _sum_of(tiling: Tiling, function: TileFunction, structure: Any, by_hand: Callable | None) -> Function:
-    """The sum as a function of the leaves of rule and block mask, which have this structure, and of all arguments."""
+    """Makes the tile sum a `Function`: of the leaves of rule and block mask, then residuals and linear arguments."""
     count, first = structure.num_leaves, structure.num_leaves + len(function.residuals)
 
     def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
@@ -181,8 +176,8 @@ def _sum_of(tiling: Tiling, function: TileFunction, structure: Any, by_hand: Cal
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         rule, blocks, own = split(arguments)
-        along = {i - count: x for i, x in sorted(tangents.items()) if i >= count}  # rule and block mask have none
-        if all(count + i >= first for i in along):  # then it is a sum of the same function
+        along = {i - count: x for i, x in sorted(tangents.items()) if i >= count}  # rule and block mask have no tangent
+        if all(count + i >= first for i in along):  # only along linear arguments: the same function of their tangents
             linear = [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(own)][len(function.residuals) :]
             moved = result(*arguments[:first], *linear)
         else:
@@ -205,7 +200,7 @@ def _sum_of(tiling: Tiling, function: TileFunction, structure: Any, by_hand: Cal
 def _sum_rows(
     tiling: Tiling, function: TileFunction, rule: ScoreRule, blocks: BlockMask, own: Sequence[Any]
 ) -> Sequence[Array]:
-    """Computes the sum, a row of tiles after another."""
+    """Computes a tile sum, one row of tiles after another; `own` are residuals, then linear arguments."""
     kinds = [x.kind for x in (*function.residuals, *function.linear)]
     outputs, count = function.outputs, len(function.residuals)
     of_rows = [i for i, kind in enumerate(kinds) if kind.startswith("queries")]
@@ -242,7 +237,7 @@ def over_keys(
     step: Callable[[TileVisit, ScoreRule, T], T],
     state: T,
 ) -> T:
-    """Folds `step` over the tiles of row i that are visited; `blocks` is the row's own."""
+    """Folds `step(visit, rule, state)` over the tiles that `blocks`, the block mask of row i alone, lists."""
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
     def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
@@ -267,13 +262,13 @@ def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar
 
 
 def element(x: Any, place: Scalar) -> Int[Array, ""]:
-    """One entry of an array, in place."""
+    """Reads one entry of a vector."""
     first = [jnp.asarray(place, jnp.int32)]
     return lax.dynamic_slice(x, first, (1,), allow_negative_indices=False).reshape(())
 
 
 def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
-    """Cuts by rows of tiles: their numbers, block masks, and parts of the arrays [T, ...]."""
+    """Returns arrays to loop over rows of tiles: row numbers, block masks, and each array [T, ...] cut into rows."""
     shape = (tiling.rows, tiling.height)
     parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
     return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

@@ -1,4 +1,9 @@
-"""The cut of one head's scores into tiles, and the block mask: which of these are visited, in which order."""
+"""Cuts the scores of one head into tiles, and lists the tiles to visit in a block mask, as FlexAttention does.
+
+Each row of tiles first visits the tiles that are visible throughout, without masking, then those that must be masked;
+empty tiles never. If the mask is known while tracing, the block mask is NumPy, and a tile may be cut to the rows that
+it needs. Otherwise the block mask is data, and bounds loops.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,22 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from flax_mha.core.tile import BoolMatrix, Grid, IntMatrix, Scalar, Tile
+from flax_mha.core.tile import Grid, IntMatrix, Scalar, Tile
 from flax_mha.masks import Mask, Occupancy
 from flax_mha.masks.base import part_axes
 
-# Rows and columns of the squares for which it is decided whether they are empty, where that is known while tracing.
+# Size of the squares whose occupancy is computed if the mask is known while tracing; a tile may begin at each of them.
 CELL = 128
 
 
 class TileShape(NamedTuple):
-    """The largest shape of a tile.
-
-    Attributes:
-      height: Rows.
-      width: Columns.
-      bands: How many bands its rows are cut into; a tile may need only some of them.
-    """
+    """The largest shape of a tile, and the number of bands into which its rows are cut; see `Tiling`."""
 
     height: int
     width: int
@@ -32,46 +31,38 @@ class TileShape(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """A cut of the scores of one head into rows of tiles.
+    """The scores of one head cut into rows of tiles.
 
-    Each row of tiles is divided into `bands` horizontally and into `cells` vertically. A tile has `height` rows and
-    `width` columns; it may begin at any cell, and may be cut to the bands that it needs. Example: with a height of
+    A tile has `height` rows and `width` columns. The columns are divided into cells, and a tile may begin at any cell.
+    The rows of a tile are divided into bands, and only the bands that it needs are computed. Example: with a height of
     1024, a width of 512 and 2 bands, a causal mask has two tiles on the diagonal of each row of tiles: the first needs
     all 1024 rows, the second only its lower band of 512 rows.
-
-    Attributes:
-      lengths: T and S, before padding.
-      rows: How many rows of tiles there are.
-      shape: T and S after padding.
-      band_height: Rows of a band.
-      tile_cells: How many cells wide a tile is.
-      inside: `lengths`, if tiles reach beyond T or S; else None.
     """
 
-    lengths: tuple[int, int]
-    rows: int
-    height: int
-    width: int
-    bands: int
-    cells: int
-    cell_width: int
+    lengths: tuple[int, int]  # T and S, before padding
+    rows: int  # number of rows of tiles
+    height: int  # rows of a tile
+    width: int  # columns of a tile
+    bands: int  # number of bands in a tile
+    cells: int  # number of cells in all columns
+    cell_width: int  # columns of a cell
 
-    shape: tuple[int, int]
-    band_height: int
-    tile_cells: int
-    inside: tuple[int, int] | None
+    @property
+    def shape(self) -> tuple[int, int]:
+        """T and S after padding."""
+        return self.rows * self.height, self.cells * self.cell_width
 
-    @classmethod
-    def make(
-        cls, lengths: tuple[int, int], rows: int, height: int, width: int, bands: int, cells: int, size: int
-    ) -> "Tiling":
-        """The tiling with cells of this size; what follows from the numbers is stored with them."""
-        shape = (rows * height, cells * size)
-        inside = None if shape == lengths else lengths
-        return cls(lengths, rows, height, width, bands, cells, size, shape, height // bands, width // size, inside)
+    @property
+    def inside(self) -> tuple[int, int] | None:
+        """`lengths` if tiles reach beyond T or S, else None."""
+        return None if self.shape == self.lengths else self.lengths
+
+    @property
+    def band_height(self) -> int:
+        return self.height // self.bands
 
     def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
-        """The pieces for which it is decided whether they are empty: a band high, a cell wide."""
+        """Makes the grid, a band high and a cell wide, whose occupancy decides which tiles are visited."""
         counts, shape = (self.rows * self.bands, self.cells), (self.band_height, self.cell_width)
         return Grid(counts, shape, offsets, self.inside)
 
@@ -80,22 +71,22 @@ class Tiling(NamedTuple):
 
 
 def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) -> Tiling:
-    """The fewest tiles no larger than `largest`, all alike, and as little padding as they allow.
+    """Makes a tiling with the fewest tiles no larger than `largest`, and with the least padding.
 
     Args:
       lengths: T and S.
-      largest: What a tile is at most.
-      fine: Whether to look at bands and cells; else at whole tiles, as is best for masks that are data.
+      largest: The largest shape of a tile.
+      fine: Whether tiles have bands and begin at cells; otherwise they are whole, as is best for masks that are data.
     """
     bands = largest.bands if fine else 1
     rows, height = _cut_up(lengths[0], largest.height, bands)
     columns, width = _cut_up(lengths[1], largest.width, 1)
     parts = next(n for n in range(max(width // CELL, 1) if fine else 1, 0, -1) if width % n == 0)
-    return Tiling.make(lengths, rows, height, width, bands, columns * parts, width // parts)
+    return Tiling(lengths, rows, height, width, bands, columns * parts, width // parts)
 
 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
-    """The number (at least 1) and size of equal pieces that cover `length`; sizes of several are multiples of 16."""
+    """Returns number (>= 1) and size of equal pieces that cover `length`; bands of several are multiples of 16."""
     count = max(-(-length // largest), 1)
     multiple = 16 * bands if count > 1 or bands > 1 else 1
     size = max(-(-length // (multiple * count)), 1) * multiple
@@ -103,7 +94,7 @@ def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
 
 
 def occupancy(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> Occupancy:
-    """Computes the occupancy of the grid of one head; in numpy where the mask is known while tracing."""
+    """Computes the occupancy of the tiling's grid, as NumPy arrays if the mask of the head is known."""
     grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
     some, full = (everything, everything) if mask is None else mask.occupancy(grid)
@@ -111,7 +102,7 @@ def occupancy(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar])
 
 
 def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
-    """The mask of one head over whole tiles, which masks the padding that fills them."""
+    """Extends the mask of one head to whole tiles, and masks the padding."""
     if tiling.inside is None:
         return mask
     inside = InsideMask(*tiling.lengths)
@@ -119,7 +110,7 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
 
 
 def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
-    """An array of one head's mask, with entries for the rows and columns of padding that are like the last one."""
+    """Extends an array of one head's mask to padded lengths, by repeating the last entry."""
     sizes = {"T": shape[0], "S": shape[1]}
     widths = [
         (0, 0 if name.endswith("|1") and size == 1 else sizes.get(name[0], size) - size)
@@ -133,7 +124,7 @@ def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class InsideMask(Mask):
-    """Rows and columns before the padding."""
+    """A mask of the padding: the first `queries` rows and `keys` columns are visible."""
 
     queries: int = dataclasses.field(metadata={"static": True})
     keys: int = dataclasses.field(metadata={"static": True})
@@ -149,53 +140,23 @@ class InsideMask(Mask):
         return Occupancy(some, full)
 
 
-# Which tiles are visited, and in which order: FlexAttention's block mask.
-#
-# A row of tiles first visits the tiles that are visible throughout, without masking, then those that must be masked.
-# Empty tiles are never visited. Where the mask is known while tracing, all of this is NumPy, and a tile may be cut to
-# the rows that it needs; else the numbers are data, and bound loops.
-
-
-class _Tiles(NamedTuple):
-    """For every row the tiles that it may visit, all arrays [rows, tiles].
-
-    First column; whether all of it is visible; whether it must be masked; the first and one past the last band needed.
-    """
-
-    column: IntMatrix
-    full: BoolMatrix
-    partial: BoolMatrix
-    first: IntMatrix
-    end: IntMatrix
-
-
-def _tiles(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> _Tiles:
-    """Finds the tiles of one head; in numpy where the mask is known while tracing."""
-    some, full = (x.reshape(tiling.rows, tiling.bands, tiling.cells) for x in occupancy(tiling, mask, offsets))
-    if isinstance(some, jax.core.Tracer):  # then a tile is a cell
-        start = np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells))
-    else:
-        some, full, start = _from_cells(np.asarray(some), np.asarray(full), tiling)
-    some_of_tile, all_of_tile = some.any(1), (some & full).all(1)
-    first, last = some.argmax(1), some[:, ::-1].argmax(1)
-    column = start.astype(np.int32) * np.int32(tiling.cell_width)
-    return _Tiles(column, all_of_tile, some_of_tile & ~all_of_tile, first, tiling.bands - last)  # type: ignore[arg-type]
-
-
-def _from_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """From cells [rows, bands, cells] to tiles [rows, bands, tiles], and the first cell of these [rows, tiles]."""
-    start = _starts(np.asarray(some.any(1)), tiling.tile_cells)
-    cells = np.minimum(start[:, None, :, None] + np.arange(tiling.tile_cells), tiling.cells - 1)
+def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Joins the occupancy of cells to that of tiles [rows, bands, tiles], and returns it with their first cells."""
+    cells_of_tile = tiling.width // tiling.cell_width
+    start = _starts(np.asarray(some.any(1)), cells_of_tile)
+    cells = np.minimum(start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1)
     row, band = np.arange(tiling.rows)[:, None, None, None], np.arange(tiling.bands)[None, :, None, None]
     is_tile = (start < tiling.cells)[:, None]
     return some[row, band, cells].any(-1) & is_tile, full[row, band, cells].all(-1) & is_tile, start
 
 
 def _starts(some: np.ndarray, width: int) -> np.ndarray:
-    """For each row the first cells [rows, tiles] of tiles, `width` cells wide, that cover all that is in `some`.
+    """Places tiles, `width` cells wide, such that they cover all cells that are True in `some`.
 
-    A tile begins where something is, if that saves some, and else at a multiple of its width. The number of cells
-    stands for no tile.
+    Tiles begin at the next such cell, if that takes fewer tiles than beginning at multiples of their width.
+
+    Returns:
+      The first cells of all tiles of each row [rows, tiles]; the number of cells stands for no tile.
     """
     rows, cells = some.shape
     aligned = some.reshape(rows, -1, width).any(2)
@@ -218,67 +179,69 @@ def _starts(some: np.ndarray, width: int) -> np.ndarray:
 
 
 class TileBand(NamedTuple):
-    """The computed part of a full-size tile: rows `first` to `end` (exclusive)."""
+    """The rows of a tile that are computed, `first` to `end` (exclusive)."""
 
     first: int
     end: int
 
 
 class RowTiles(NamedTuple):
-    """For every row its tiles, the full ones first: column [rows, tiles], band [rows, tiles, 2], how many."""
+    """The tiles to visit in each row of tiles: full tiles first, then partial ones; the rest of a row is arbitrary."""
 
-    column: np.ndarray
-    band: np.ndarray
-    num_full: np.ndarray
-    num_tiles: np.ndarray
+    column: IntMatrix  # first column of each tile [rows, tiles]
+    band: Any  # first row, and one past the last, to compute [rows, tiles, 2]; None if the mask is data
+    num_full: Int[Array, " rows"] | np.ndarray  # number of tiles that are visible throughout
+    num_tiles: Int[Array, " rows"] | np.ndarray  # number of full tiles, and partial ones, which must be masked
 
 
-def tiles_of(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> RowTiles:
-    """The tiles of one head whose mask is known while tracing."""
-    tiles = _tiles(tiling, mask, offsets)
-    order = np.argsort(2 - 2 * tiles.full.astype(int) - tiles.partial, axis=1, kind="stable")
-    column, first, end = (np.take_along_axis(x, order, 1) for x in (tiles.column, tiles.first, tiles.end))
-    num_full, num_partial = (np.asarray(kind).sum(1) for kind in (tiles.full, tiles.partial))
-    num_tiles = num_full + num_partial
+def tiles_of(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> RowTiles:
+    """Lists the tiles of one head, as NumPy arrays if its mask is known while tracing."""
+    xp: Any
+    some, full = (x.reshape(tiling.rows, tiling.bands, tiling.cells) for x in occupancy(tiling, mask, offsets))
+    if isinstance(some, jax.core.Tracer):  # then `tiling` was made without `fine`: tiles are cells
+        start, xp = np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells)), jnp
+    else:
+        (some, full, start), xp = _join_cells(np.asarray(some), np.asarray(full), tiling), np
+    is_full, is_visible = (some & full).all(1), some.any(1)
+    rank = 2 - is_full.astype(np.int32) - is_visible.astype(np.int32)  # full 0, partial 1, empty 2
+    order = xp.argsort(rank, axis=1, stable=True)
+    column = xp.take_along_axis(xp.asarray(start.astype(np.int32) * np.int32(tiling.cell_width)), order, 1)
+    num_full, num_tiles = (x.sum(1, dtype=np.int32) for x in (is_full, is_visible))
+    if xp is jnp:
+        return RowTiles(column, None, num_full, num_tiles)
     count = max(int(num_tiles.max(initial=0)), 1)
-    column = np.where(np.arange(column.shape[1]) < num_tiles[:, None], column, 0).astype(np.int32)
-    band = np.stack([first, end], -1) * tiling.band_height
-    return RowTiles(column[:, :count], band[:, :count], num_full, num_tiles)
+    column = np.where(np.arange(column.shape[1]) < num_tiles[:, None], column, 0)[:, :count]
+    first, end = some.argmax(1), tiling.bands - some[:, ::-1].argmax(1)
+    band = np.stack([np.take_along_axis(x, order[:, :count], 1) for x in (first, end)], -1) * tiling.band_height
+    return RowTiles(column, band, num_full, num_tiles)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockMask:
-    """In which order each row of tiles meets its keys: the full tiles first, then those to mask; empty ones never.
+    """The tiles that each row of tiles visits, in order: full tiles, then partial ones, which must be masked."""
 
-    Attributes:
-      column: First columns of all tiles.
-      band: For every tile the index of its band in `full_bands`, or in `partial_bands` for tiles that must be masked.
-      num_full: The number of full tiles in each row.
-      num_tiles: The number of tiles in each row, full and partial.
-      full_bands: The distinct bands of full tiles; empty if it is known at trace time that no tile is full.
-      partial_bands: The distinct bands of tiles that must be masked, likewise.
-      single: Whether it is known at trace time that every row has exactly one tile, and that all of these tiles are
-        full or all must be masked.
-    """
-
-    column: Int[Array, "... rows tiles"] | np.ndarray
+    column: Int[Array, "... rows tiles"] | np.ndarray  # first column of each tile
+    # Index of each tile's band in `full_bands`, or in `partial_bands` for partial tiles.
     band: Int[Array, "... rows tiles"] | np.ndarray
-    num_full: Int[Array, "... rows"] | np.ndarray
-    num_tiles: Int[Array, "... rows"] | np.ndarray
+    num_full: Int[Array, "... rows"] | np.ndarray  # number of full tiles in each row
+    num_tiles: Int[Array, "... rows"] | np.ndarray  # number of full and partial tiles in each row
+    # The distinct bands of full tiles; empty if it is known while tracing that no tile is full.
     full_bands: tuple[TileBand, ...] = dataclasses.field(metadata={"static": True})
+    # The distinct bands of partial tiles; empty if it is known that no tile is partial.
     partial_bands: tuple[TileBand, ...] = dataclasses.field(metadata={"static": True})
+    # True if it is known while tracing that every row has one tile, and that these are all full or all partial.
     single: bool = dataclasses.field(metadata={"static": True})
 
 
 def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tuple[int, int]) -> BlockMask:
-    """Makes the block mask of some heads, the first axis of its arrays, whose masks are known while tracing."""
+    """Makes the block mask [heads, ...] of heads whose masks are known while tracing."""
     with jax.ensure_compile_time_eval():
         heads = [tiles_of(tiling, mask, offsets) for mask in masks]
-    count = max(head.band.shape[1] for head in heads)
+    count = max(head.column.shape[1] for head in heads)
     column = np.stack([np.pad(head.column, [(0, 0), (0, count - head.column.shape[1])]) for head in heads])
-    part = np.stack([np.pad(head.band, [(0, 0), (0, count - head.band.shape[1]), (0, 0)]) for head in heads])
-    full, some = (np.stack([head[i] for head in heads]).astype(np.int32) for i in (2, 3))
+    part = np.stack([np.pad(head.band, [(0, 0), (0, count - head.column.shape[1]), (0, 0)]) for head in heads])
+    full, some = np.stack([head.num_full for head in heads]), np.stack([head.num_tiles for head in heads])
     # With at most one tile per row, rows without a tile and full tiles among partial ones are treated as partial.
     if count == 1 and some.any():
         whole, chosen, ones = (TileBand(0, tiling.height),), np.zeros_like(column), np.ones_like(full)
@@ -298,10 +261,7 @@ def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tup
 
 
 def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
-    """Makes the block mask of one head whose mask or offset is data: numbers that bound the loops."""
-    column, full, partial, *_ = _tiles(tiling, mask, offsets)
-    order = jnp.argsort(2 - 2 * full.astype(jnp.int32) - partial.astype(jnp.int32), axis=1, stable=True)
-    counts = jnp.sum(full, 1, dtype=jnp.int32), jnp.sum(full | partial, 1, dtype=jnp.int32)
+    """Makes the block mask of one head whose mask or offset is data: then its numbers bound loops."""
+    column, _, num_full, num_tiles = tiles_of(tiling, mask, offsets)
     whole = (TileBand(0, tiling.height),)
-    columns = jnp.take_along_axis(jnp.asarray(column), order, 1)
-    return BlockMask(columns, jnp.zeros_like(columns), *counts, whole, whole, single=False)
+    return BlockMask(column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False)

@@ -1,4 +1,4 @@
-"""What Pallas kernels on TPUs have in common: the sizes of their tiles, and what all of them refuse."""
+"""Tile sizes and refusals that all Pallas kernels on TPUs share."""
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +8,19 @@ from flax_mha.core.tracing import reasons_against_kernel
 
 # Rows and columns of a tile; lengths are padded to multiples of them.
 TILES = (512, 256, 128)
-# In float32 with every kind of mask, twice this no longer compiles for TPU v4, whose tiles must fit in 16 MiB.
+# Twice this, in float32 with every kind of mask, does not compile for TPU v4, whose tiles must fit in 16 MiB.
 LARGEST_HEAD = 256
 
 
 def tile_size(length: int, largest: int | None = None) -> int:
-    """The largest tile whose padded length exceeds that of the smallest tile by at most one eighth."""
+    """Returns the largest tile size with at most one eighth more padded length than the smallest tile size."""
     tiles = [tile for tile in TILES if largest is None or tile <= largest]
     padded = [length + -length % tile for tile in tiles]
     return next(tile for tile, total in zip(tiles, padded, strict=True) if 8 * total <= 9 * padded[-1])
 
 
 def refusals(call: Call) -> list[str]:
-    """The reasons that hold for every kernel on TPUs why it cannot compute this call."""
+    """Lists why no kernel on TPUs can compute this call."""
     (query, key, value), target, reasons = call.operands[:3], call.options.target, []
     if target.platform != "tpu":
         reasons.append(f"it runs on TPUs, and this runs on {target.platform}")

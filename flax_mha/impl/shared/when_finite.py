@@ -1,9 +1,10 @@
-"""A fused kernel while all that it reads is finite and of moderate size, and the portable implementation otherwise.
+"""Guards a fused kernel against NaN, infinity and overflow in masked entries.
 
-Kernels let NaN and infinity through where a weight is 0, also those that arise where a product overflows. Replacing
-them before the kernel would read and write all keys and values. Here one reading finds out that there are none, and
-what to do about them stands in the branch of a conditional that programs hardly ever take. It computes one head after
-another, because the memory of a branch is set aside whether or not it is taken.
+A kernel multiplies masked entries by weights of 0, so that NaN and infinity reach its output, also infinity from a
+product that overflows. Replacing such entries beforehand would read and write all keys and values. Instead, one pass
+checks that all entries are finite and of moderate size; then the kernel's output is right. Otherwise, which is rare,
+`lax.cond` computes the call by "blockwise" attention: one head after another, because XLA allocates the memory of a
+branch whether or not it is taken.
 """
 
 import functools
@@ -28,7 +29,7 @@ LARGEST = 2.0**56
 
 
 class Arrays(NamedTuple):
-    """The arrays of a kernel, heads before or after the length; None where there is none."""
+    """The arrays that a kernel takes. Heads come before or after the length, see `Fused.head_axis`."""
 
     query: Float[Array, "B L N H"]
     key: Float[Array, "B L K H"]
@@ -38,22 +39,17 @@ class Arrays(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """A kernel and the call that it computes: all that is static.
+    """A fused kernel and the static part of its call."""
 
-    Attributes:
-      kernel: Takes arrays, a mask and whether there will be a gradient. Returns the output, and arrays [B, L, ...]: if
-        all of these are moderate, the output is right, and so is the gradient.
-      options: Those of the call that the kernel computes of the arrays.
-      head_axis: Where query, key, value and output have their heads: 1 or 2.
-    """
-
+    # `kernel(arrays, mask, differentiated)` returns the output, and the arrays [B, L, ...] that decide: if they are all
+    # finite and of moderate size, output and gradient are right.
     kernel: Callable[[Arrays, KernelMask, bool], tuple[Array, tuple[Array, ...]]]
-    options: Options
-    head_axis: int
+    options: Options  # options of the same call, for "blockwise" attention
+    head_axis: int  # axis of the heads in query, key, value and output: 1 or 2
 
 
 def attention(fused: Fused, arrays: Arrays, mask: KernelMask) -> Array:
-    """The output, with first-order derivatives in reverse mode."""
+    """Computes the output, with first-order derivatives in reverse mode."""
     return _attention(fused, *varying_alike((arrays, mask)))
 
 
@@ -67,7 +63,7 @@ def _forward(fused: Fused, arrays: Arrays, mask: KernelMask) -> tuple[Array, tup
     output, pull, decisive = jax.vjp(lambda arrays: fused.kernel(arrays, mask, True), arrays, has_aux=True)
     moderate = all_moderate(*decisive)
     chosen = lax.cond(moderate, lambda: output, lambda: _by_head(fused, _portable, arrays, mask))
-    # The kernel's gradient needs its output. If that is the one chosen, it is kept only once.
+    # The kernel's gradient needs its output. Replaced by the chosen output, which is then the same, it is stored once.
     pull = jax.tree.map(lambda x: chosen if x is output else x, pull)
     return chosen, (pull, moderate, arrays, mask)
 
@@ -83,18 +79,18 @@ _attention.defvjp(_forward, _backward)
 
 
 def _by_head(fused: Fused, function: Callable, arrays: Arrays, mask: KernelMask, *more: Array) -> Any:
-    """`function(fused, mask, arrays, *more)`, of one batch entry and key head after another."""
-    num_heads = arrays[1].shape[fused.head_axis]
+    """Calls `function(fused, mask, arrays, *more)` for one batch entry and key head after another."""
+    num_kv_heads = arrays.key.shape[fused.head_axis]
 
     def split(x: Float[Array, "..."]) -> Float[Array, "K ..."]:
-        """One entry's [T, N, H] or [N, T, H], or its sinks [N], to [K, 1, T, G, H] or [K, 1, G]; H is S of a bias."""
+        """Splits [T, N, H] or [N, T, H] to [K, 1, T, G, H] (for a bias, H is S), and sinks [N] to [K, 1, G]."""
         x = jnp.swapaxes(x, 0, 1) if fused.head_axis == 1 and x.ndim == 3 else x
         axis = x.ndim // 2
-        x = x.reshape(*x.shape[:axis], num_heads, -1, *x.shape[axis + 1 :])
+        x = x.reshape(*x.shape[:axis], num_kv_heads, -1, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)[:, None]
 
-    def joined(x: Float[Array, "K ..."]) -> Float[Array, "..."]:
-        """The inverse."""
+    def join(x: Float[Array, "K ..."]) -> Float[Array, "..."]:
+        """Inverts `split`."""
         x = x[:, 0]
         axis = (x.ndim - 1) // 2
         x = jnp.moveaxis(x, 0, axis)
@@ -102,9 +98,9 @@ def _by_head(fused: Fused, function: Callable, arrays: Arrays, mask: KernelMask,
         return jnp.swapaxes(x, 0, 1) if fused.head_axis == 1 and x.ndim == 3 else x
 
     def one_entry(operands: tuple) -> Any:
-        of_heads, own_mask = operands
-        one_head = functools.partial(function, fused, jax.tree.map(lambda x: x[None], own_mask))
-        return jax.tree.map(joined, lax.map(lambda x: one_head(*x), jax.tree.map(split, of_heads)))
+        entry_arrays, entry_mask = operands
+        one_head = functools.partial(function, fused, jax.tree.map(lambda x: x[None], entry_mask))
+        return jax.tree.map(join, lax.map(lambda x: one_head(*x), jax.tree.map(split, entry_arrays)))
 
     return lax.map(one_entry, ((arrays, *more), mask))
 
@@ -125,10 +121,10 @@ def _gradients(fused: Fused, mask: KernelMask, arrays: Arrays, cotangent: Float[
 
 @jax.custom_batching.custom_vmap
 def all_moderate(*arrays: Float[Array, "B L *rest"]) -> Bool[Array, ""]:
-    """Returns whether all entries are finite and not large; under `vmap` of all calls, so that a `cond` remains one."""
-    # Arrays of one shape are read by one kernel, and what is left of each by another.
-    entries = _joined([lax.abs(x) <= min(LARGEST, float(jnp.finfo(x.dtype).max)) for x in arrays])
-    rows = _joined([x.all(range(2, x.ndim)) for x in entries])
+    """Returns whether all entries are at most `LARGEST`; under `vmap`, one bool for all calls, which keeps `cond`."""
+    # XLA reads arrays of one shape in one kernel, and reduces them to rows, which are combined in the same way.
+    entries = _combine_alike([lax.abs(x) <= min(LARGEST, float(jnp.finfo(x.dtype).max)) for x in arrays])
+    rows = _combine_alike([x.all(range(2, x.ndim)) for x in entries])
     return functools.reduce(jnp.logical_and, [x.all() for x in rows])
 
 
@@ -137,7 +133,7 @@ def _all_moderate_of_all(axis_size: int, in_batched: list[bool], *arrays: Array)
     return all_moderate(*arrays), False
 
 
-def _joined(flags: list[Array]) -> list[Array]:
-    """Those of the same shape as one."""
+def _combine_alike(flags: list[Array]) -> list[Array]:
+    """Combines boolean arrays of the same shape by `and`."""
     shapes = dict.fromkeys(x.shape for x in flags)
     return [functools.reduce(jnp.logical_and, [x for x in flags if x.shape == shape]) for shape in shapes]
