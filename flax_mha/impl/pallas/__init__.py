@@ -1,1 +1,1 @@
-"""Attention for TPUs as Pallas kernels that compute every argument: `implementation="pallas"`."""
+"""`implementation="pallas"`: Pallas kernels for TPUs that support nearly every argument."""

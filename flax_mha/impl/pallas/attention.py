@@ -1,4 +1,4 @@
-"""The attention of a call by the kernels: their inputs in the layout of one head, and first-order derivatives."""
+"""Prepares the inputs of the kernels, and combines the kernels to a function with first-order derivatives."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from flax_mha.masks.function import TracedMask, map_functions
 
 
 def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype, interpret: Any) -> KernelCall:
-    """Converts a call, whose matrix products have operands of this dtype, to what its kernels take."""
+    """Converts a call, with matrix products in this dtype, to the form that the kernels take."""
     head = heads_of(operands, options, "flags", dtype, operands.query.dtype)
     rule, rank = head.rule, head.query.ndim - 2
     mask = map_functions(functools.partial(_tile_mask, rank), rule.mask)
@@ -53,7 +53,7 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
         key_poison=None if flags is None else nonfinite.poison(flags.key),
         query_poison=None if flags is None else nonfinite.poison(flags.query),
     )
-    # Mosaic multiplies single features instead of contracting them, which it cannot do with bfloat16 lying along rows.
+    # Mosaic makes a product over a single feature a multiplication, which fails for bfloat16 if features come first.
     sizes = {head.query.shape[-1], head.value.shape[-1]}
     features_last = 1 in sizes or all(size % LANES == 0 for size in sizes)
     fields: dict[str, Any] = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
@@ -66,7 +66,7 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
 def _split(
     function: TracedFunction, captured: list[Array], batch: Any, head: Any, rank: int
 ) -> tuple[TileFunction, tuple[Array, ...]]:
-    """The part of a function for tiles, and the values of its outer part, once for all heads that share them."""
+    """Splits a function (see `split_function.py`) and computes the values of its outer part for all heads."""
     tile = split(function, len(captured))
     one, ids = jnp.zeros((1,) * rank, jnp.int32), (("b", batch), ("h", head))
     used = (jnp.asarray(x) if x is not None and function.uses(name) else one for name, x in ids)
@@ -74,13 +74,13 @@ def _split(
 
 
 def _tile_mask(rank: int, mask: TracedMask) -> Mask:
-    """The mask of a user's function, of which only the part for tiles is left to compute."""
+    """Converts a mask by a user's function to one that the kernels compute."""
     tile, values = _split(mask.function, mask.captured, mask.batch, mask.head, rank)
     return TileMask(values, tile)
 
 
 def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
-    """Which tiles are visible, [*heads, rows, columns]: in NumPy where that is known while tracing."""
+    """Computes the occupancy of all tiles [*heads, rows, columns], as NumPy arrays if it is known while tracing."""
 
     def of_head(arrays: tuple[Mask | None, Offsets]) -> Occupancy:
         return occupancy(tiling, arrays[0], arrays[1].values)
@@ -95,19 +95,16 @@ def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Which gradients are asked for, of those that cost something: of the bias, and of the values of `score_mod`."""
+    """Whether the gradients of the bias, and of each value of `score_mod`, are needed; they take extra work."""
 
     bias: bool
     values: tuple[bool, ...]
 
 
 def attend(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
-    """Output and log-sum-exp.
+    """Computes output, log-sum-exp and, if asked for, largest scores; `known` is the `result` of a hop.
 
-    Args:
-      call: What is computed.
-      known: Output and log-sum-exp over these and other keys. Then they are returned, and nothing is computed but
-        gradients: those of what these keys contribute.
+    See `Implementation.hop`.
     """
     is_static = isinstance(call.occupancy.any_visible, np.ndarray)
 
@@ -135,7 +132,7 @@ def attend(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
 
 
 def _round_operands(plan: Plan, inputs: Inputs) -> Inputs:
-    """Rounds what the matrix products multiply; inside of the derivative, so that gradients are not rounded."""
+    """Rounds query, key and value for the matrix products; inside the custom derivative, which does not round."""
     query, key, value = (x.astype(plan.product_dtype) for x in inputs[:3])
     return inputs._replace(query=query, key=key, value=value)
 
@@ -146,7 +143,7 @@ def _forward(call: KernelCall) -> OutputAndLse:
 
 
 def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangents: OutputAndLse) -> Inputs:
-    """The gradients of the inputs; None where there is none."""
+    """Computes the gradients of the inputs, None for those without."""
     inputs = _round_operands(call.plan, call.inputs)
     query, d_output, lse, delta = nonfinite.backward_rows(
         inputs.query, results[:2], cotangents[:2], keys_are_finite=inputs.key_poison is not None
@@ -167,6 +164,6 @@ def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangen
 
 
 def _sum_to(x: Array, like: Array) -> Array:
-    """The sum over the axes along which heads share an entry."""
+    """Sums over the axes along which heads share an entry of `like`."""
     axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
     return x.sum(axes, keepdims=True)

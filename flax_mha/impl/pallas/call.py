@@ -1,7 +1,7 @@
-"""`implementation="pallas"`: why it refuses a call, and its kernels with their derivatives.
+"""The `Implementation` object of "pallas": its refusals, its choice of tiles, and its attention.
 
-One set of kernels computes every argument of a call, forward and backward. They have never run on a TPU, so they
-run only where they are named.
+One set of kernels computes nearly every argument, forward and backward. They have never run on a TPU, so they are only
+used if they are named.
 """
 
 import functools
@@ -24,22 +24,22 @@ from flax_mha.impl.shared.tiling import Tiling
 from flax_mha.masks.function import functions_of
 
 HIGHEST = ("highest", "float32", lax.Precision.HIGHEST)
-# The compiler keeps about one tile in fast memory for each equation of a user's function and its derivative. With more
-# equations than this, the tiles of 512 x 512 no longer fit, and with four times as many, those of 256 x 256.
+# The compiler holds about one tile in fast memory for each equation of a user's function and its derivative. With more
+# equations than this, tiles of 512 x 512 do not fit, and with four times as many, neither do those of 256 x 256.
 MOST_EQUATIONS = 32
 
 
 def attention(
     call: Call, result: OutputAndLse | None = None, dtype: DTypeLike | None = None, interpret: Any = False
 ) -> OutputAndLse:
-    """Output and log-sum-exp: `implementation="pallas"`.
+    """Computes output and log-sum-exp.
 
     Args:
       call: The call.
-      result: Output and log-sum-exp over these and other keys, if they are known: see `blockwise.blockwise_head`.
-      dtype: To which query, key and value are rounded for the matrix products; None: not at all. Output and gradients
-        keep the query's.
-      interpret: Whether to run on any machine, slowly; or how, as `jax.experimental.pallas.pallas_call` takes it.
+      result: None, or the known result of a hop; see `Implementation.hop`.
+      dtype: Dtype to which query, key and value are rounded for the matrix products; None does not round. Output and
+        gradients have the query's dtype.
+      interpret: Argument of `jax.experimental.pallas.pallas_call`; True runs on any machine, slowly.
     """
     dtype = jnp.dtype(call.operands.query.dtype if dtype is None else dtype)
     return _attention(*schedule.with_occupancy(call), _tiling(call), dtype, interpret, result)
@@ -49,17 +49,17 @@ def _tiling(call: Call) -> Tiling:
     lengths, largest = call.operands.lengths, _largest_tile(call)
     height, width = (tpu_kernels.tile_size(length, largest) for length in lengths)
     rows, columns = -(-lengths[0] // height), -(-lengths[1] // width)
-    return Tiling.make(lengths, rows, height, width, 1, columns, width)
+    return Tiling(lengths, rows, height, width, 1, columns, width)
 
 
 def _largest_tile(call: Call) -> int:
-    """How large a tile may be next to what the call's functions compute of it."""
+    """Returns the largest side of a tile that fits in fast memory with the intermediate tiles of user functions."""
     count = sum(len(function.jaxpr.eqns) for _, function, _ in _functions(call))
     return 512 if count <= MOST_EQUATIONS else 256 if count <= 4 * MOST_EQUATIONS else 128
 
 
 def _functions(call: Call) -> list[tuple[str, TracedFunction, int]]:
-    """The user's functions: what arguments call them, what they compute, and how many arrays they capture."""
+    """Lists the user's functions: argument name, traced function, and number of captured arrays."""
     operands, score_mod = call.operands, call.options.score_mod
     functions = [] if score_mod is None else [("score_mod", score_mod, len(operands.captured + operands.constants))]
     return functions + [("mask_mod", part.function, len(part.captured)) for part in functions_of(operands.mask)]
@@ -94,11 +94,11 @@ def refusals(call: Call) -> list[str]:
 
 
 def _reasons_against_tiles(call: Call) -> list[str]:
-    """Why what kernels know of tiles does not fit in scalar memory, as if no tile were empty."""
+    """Lists why the table of tiles would not fit in scalar memory if no tile were empty."""
     operands, tiling = call.operands, _tiling(call)
     heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2]
     lists = [heads if jax.tree.leaves((operands.mask, operands.offsets)) else operands.groups[1]]
-    if operands.bias is not None:  # the heads that share a gradient are on one list
+    if operands.bias is not None:  # heads that share a gradient of the bias share a list
         lists.append(heads // math.prod(operands.bias.shape[:-2]))
     words = 2 * max(lists) * tiling.rows * tiling.cells
     if words <= MOST_WORDS:

@@ -1,10 +1,10 @@
-"""The grid of a kernel: the axes of batch and heads, and then the tiles that it visits, in order, as lists of steps.
+"""The grid of a kernel: the axes of batch and heads, then the steps, one for each tile that is visited.
 
-Lists of steps are data, read before each step. A kernel has one result for every group of tiles: forward for each row
-of tiles, the gradients of keys and values for each column. The tiles of a group follow one another. Empty tiles are not
-in the lists, so they are neither computed nor fetched, but a group of empty tiles keeps one, which is not computed: its
-result has to be written. Where the mask is data, a list is as long as if no tile were empty, and at its end repeats its
-last tile, which fetches nothing.
+The tiles are listed in data that a kernel reads before each step. A kernel has one block of results for each *group* of
+tiles: the forward kernel for each row of tiles, the gradients of keys and values for each column of tiles. The tiles of
+a group follow one another. Empty tiles are not listed, so they are neither fetched nor computed; a group of empty tiles
+keeps one, whose step only writes the result. If the mask is data, a list is as long as if no tile were empty, and
+its end repeats the last tile, for which nothing is fetched.
 """
 
 import functools
@@ -25,36 +25,29 @@ from flax_mha.masks import Occupancy
 Sizes = tuple[int, ...]
 Words = Int[Array, "*heads steps"] | np.ndarray
 
-# What is done in a step: begin a result, compute the tile, mask it, write the result.
+# Flags of a step: it is the first or the last of its group, its tile is computed, its tile must be masked.
 FIRST, LAST, COMPUTE, MASKED = 1, 2, 4, 8
 FLAG_BITS = 4
 
 LANES = 128
-# Scalar memory has 1 MiB, and holds other numbers too. A list takes two words of four bytes for each step, and 16 bits
-# for the row of a tile, as many for its column.
+# The most words in lists of steps. Scalar memory has 1 MiB, and holds other numbers, too. Each step takes two words of
+# four bytes; one of them holds the row and the column of its tile, in 16 bits each.
 MOST_WORDS = 2 * 65535
 
 
 class Grid(NamedTuple):
-    """The grid of a kernel, and its lists of steps.
+    """The sizes of a kernel's grid and of its lists of steps."""
 
-    Attributes:
-      sizes: Of the axes of batch and heads.
-      results: The same of results: 1 where heads share one.
-      lists: The same of lists of steps.
-      length: Steps of each list.
-    """
-
-    sizes: Sizes
-    results: Sizes
-    lists: Sizes
-    length: int
+    sizes: Sizes  # sizes of the axes of batch and heads
+    results: Sizes  # the same axes of the results, 1 where heads share a result
+    lists: Sizes  # the same axes of the lists of steps, 1 where heads share a list
+    length: int  # number of steps in each list
 
     def place(self, *indices: Any) -> tuple[Any, list[Any], Any, Any]:
-        """The flags of a step, its head along every axis, and the row and the column of its tile.
+        """Returns the flags of a step, the indices of its head, and the row and the column of its tile.
 
         Args:
-          *indices: Indices of the grid, and references to the two words of all steps.
+          *indices: Indices of the grid, and references to the two words of all steps; see `list_steps`.
         """
         *head, step, what_ref, where_ref = indices
         at = flat_index(head, self.lists) * self.length + step
@@ -68,7 +61,7 @@ class Grid(NamedTuple):
         return what, head, lax.shift_right_logical(where, 16), where & 0xFFFF
 
     def spec(self, axes: str, heads: Sizes, stored: Sizes, tiling: Tiling) -> pl.BlockSpec:
-        """Which block of a stored array a step is given; all of it if it holds numbers."""
+        """Makes the spec that selects the block of a stored array for each step; an array without axes is in SMEM."""
         if not axes:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
         sizes, row = {"T": tiling.height, "S": tiling.width}, (0,) * (len(axes) == 1)
@@ -76,15 +69,15 @@ class Grid(NamedTuple):
 
         def index(*indices: Any) -> tuple:
             _, head, i, j = self.place(*indices)
-            own = [0 if size == 1 else n for n, size in zip(head, heads, strict=True)]
+            head = [0 if size == 1 else n for n, size in zip(head, heads, strict=True)]
             numbers = {"T": i, "S": j}
-            return *own, *row, *(numbers.get(name, 0) for name in axes)
+            return *head, *row, *(numbers.get(name, 0) for name in axes)
 
         return pl.BlockSpec((*(None for _ in heads), *(1 for _ in row), *block), index)
 
 
 def flat_index(head: Sequence[Any], heads: Sizes) -> Any:
-    """The index of a head's number in a flat array of numbers; axes of size 1 are shared by all heads."""
+    """Returns the index of a head in a flat array with these axes; axes of size 1 are shared by all heads."""
     number: Any = 0
     for i, size in zip(head, heads, strict=True):
         number = number if size == 1 else number * size + i
@@ -95,14 +88,15 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
     """Lists the steps of a kernel, in NumPy if the occupancy is known while tracing.
 
     Args:
-      occupancy: Of the tiles, [*heads, rows, columns].
-      sizes: Of the axes of batch and heads.
-      results: Of the same axes, 1 where heads share a result.
-      by: Which axes of tiles tell results apart: "T" rows, "S" columns.
+      occupancy: Occupancy of all tiles [*heads, rows, columns].
+      sizes: Sizes of the axes of batch and heads.
+      results: The same axes of the results, 1 where heads share a result.
+      by: Axes of the tiles along which results differ: "T" for rows, "S" for columns.
 
     Returns:
-      Two words of each step: flags, and 16 times the number of the head among those that share a result; the row of
-      its tile times 2^16, and the column. Where all heads along an axis share a list, it has length 1.
+      Two words for each step [*lists, steps]. The first is flags + 2^4 times the index of the head among those that
+      share a result, the second 2^16 times the row of its tile + the column. An axis of length 1 is a list that all
+      heads along it share.
     """
     group = functools.partial(_group, sizes=sizes, results=results, by=by)
     some, full = (group(x) for x in occupancy)
@@ -126,12 +120,12 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
 
 
 def _first(x: Any) -> Bool[Array, "*heads groups members"]:
-    """The first member of each group for which it is true."""
+    """Keeps the first True of each group."""
     return x & (x.cumsum(-1) == 1)
 
 
 def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads groups members"]:
-    """[*heads, rows, columns] by result: the heads that share one are members of its groups, and axes of length 1."""
+    """Reshapes [*heads, rows, columns] to one group of tiles per result; heads that share a result join its group."""
     rank = len(sizes)
     shared = [axis for axis in range(rank) if results[axis] == 1]
     own = [axis for axis in range(rank) if results[axis] != 1]

@@ -1,10 +1,10 @@
-"""The arrays that kernels are given: how they are stored, and what a tile makes of them.
+"""The input arrays of kernels: how they are stored, and how a step loads its tile.
 
-An array has leading axes for batch and heads, like all in the layout of one head (`head.py`), and then the part of
-one head, whose axes are named: "T" and "S" for queries and keys, "H" for features, "L" for the entries of a table.
-Numbers go to scalar memory. All else is stored as [*heads, rows, columns], because the memory of a TPU has rows of 128
-numbers: an array [T, 1] would take 128 times its size. And [T, 64] would take twice its size, so where the number of
-features is no multiple of 128, they come first: [64, T], as XLA itself lays out such arrays.
+Arrays are in the layout of one head (`head.py`). The axes of one head's part have names: "T" and "S" for queries and
+keys, "H" for features, "L" for the entries of a table. An array with one number per head goes to scalar memory. All
+others are stored as [*heads, rows, columns]. The memory of a TPU has rows of 128 numbers: an array [T, 1] would take
+128 times its size, so vectors are stored as [1, T]. And [T, 64] would take twice its size; so if the number of features
+is no multiple of 128, features come first, [64, T], as in XLA's own layout of such arrays.
 """
 
 import dataclasses
@@ -23,90 +23,62 @@ from flax_mha.impl.shared import nonfinite
 from flax_mha.impl.shared.scores import ScoreInputs
 from flax_mha.impl.shared.tiling import Tiling
 from flax_mha.masks import Mask
-from flax_mha.masks.base import part_axes
+from flax_mha.masks.base import axes_of, part_axes
 
-Block = Any  # an array of all heads, inside a kernel the block of one step; None where there is none
+Block = Any  # an array of all heads or, inside a kernel, its block for one step; None if absent
 
 
 class Inputs(NamedTuple):
-    """The arrays that a kernel is given.
-
-    Attributes:
-      values: What the outer part of `score_mod` computed (`split_function.py`): numbers, then tables.
-      mask: What is visible, if anything may be masked.
-      offsets: Positions of the first query and the first key.
-      seed: Two random words, for dropout.
-      key_poison: 0, or infinity where a key or value is not finite.
-      query_poison: 0, or infinity where a query is not finite.
-      d_output: The gradient of the output.
-      lse: Log-sum-exp; infinity in rows without gradient.
-      delta: Subtracted from the gradients of the weights; see `nonfinite.backward_rows`.
-    """
+    """The input arrays of a kernel."""
 
     query: Block
     key: Block
     value: Block
     bias: Block
     sink: Block
-    values: tuple[Block, ...]
-    mask: Mask | None
-    offsets: Offsets
-    seed: tuple[Block, Block] | None
-    key_poison: Block
-    query_poison: Block
-    d_output: Block = None
-    lse: Block = None
-    delta: Block = None
+    values: tuple[Block, ...]  # values of the outer part of `score_mod` (`split_function.py`): numbers, then tables
+    mask: Mask | None  # the mask, or None if nothing may be masked
+    offsets: Offsets  # positions of the first query and the first key
+    seed: tuple[Block, Block] | None  # two random words, for dropout
+    key_poison: Block  # infinity where a key or value was not finite, else 0
+    query_poison: Block  # infinity where a query was not finite, else 0
+    d_output: Block = None  # cotangent of the output
+    lse: Block = None  # log-sum-exp; infinity in rows without gradient
+    delta: Block = None  # subtracted from the gradients of the weights; see `nonfinite.backward_rows`
 
     def axis_names(self) -> list[str]:
-        """Lists the names of the axes of one head's part of each array, in the order of `jax.tree.leaves`."""
+        """Lists the axis names of one head's part of each array, in the order of `jax.tree.leaves`."""
         names = {"query": "T H", "key": "S H", "value": "S H", "bias": "T|1 S|1", "values": "L", "key_poison": "S"}
         names |= {"query_poison": "T", "d_output": "T H", "lse": "T", "delta": "T"}
         lists = {field: [names.get(field, "")] * len(jax.tree.leaves(x)) for field, x in self._asdict().items()}
-        if self.mask is not None:
-            of_mask = jax.tree.leaves(self.mask.map_arrays(_axes))
-            lists["mask"] = [" ".join(part_axes(axes)) for axes in of_mask]
+        lists["mask"] = [" ".join(part_axes(axes)) for axes in axes_of(self.mask)]
         return [axes for axes_of_field in lists.values() for axes in axes_of_field]
 
     def of_rows(self, transposed: bool) -> list[Block]:
-        """What belongs to rows of a tile, as far as it is given: of queries, or in a transposed tile of keys."""
+        """Lists the arrays with an entry per row of a tile: those of queries or, in a transposed tile, of keys."""
         rows = (self.key, self.value) if transposed else (self.query, self.d_output, self.lse, self.delta)
         return [x for x in rows if x is not None]
 
 
-def _axes(x: Any, axes: str) -> Any:
-    return axes
-
-
 class Plan(NamedTuple):
-    """How the kernels of a call compute scores and store arrays: all that is static.
+    """The static part of a kernel call."""
 
-    Attributes:
-      rule: How products become scores, without arrays.
-      tiling: How scores are cut; arrays are padded to whole tiles.
-      features_last: Whether features come last in memory.
-      product_dtype: To which query, key and value are rounded for the matrix products.
-      dtype: Of the output, and of the gradients of queries, keys and values.
-      interpret: As `jax.experimental.pallas.pallas_call` takes it.
-      learned: Which values of the outer part of `score_mod` get gradients.
-    """
-
-    rule: TileRule
-    tiling: Tiling
-    features_last: bool
-    product_dtype: jnp.dtype
-    dtype: jnp.dtype
-    interpret: Any
-    learned: tuple[bool, ...] = ()
+    rule: TileRule  # the score rule, without its arrays
+    tiling: Tiling  # the cut of the scores into tiles; arrays are padded to whole tiles
+    features_last: bool  # whether features come last in memory
+    product_dtype: jnp.dtype  # dtype to which query, key and value are rounded for the matrix products
+    dtype: jnp.dtype  # dtype of the output, and of the gradients of queries, keys and values
+    interpret: Any  # argument of `jax.experimental.pallas.pallas_call`
+    learned: tuple[bool, ...] = ()  # for each value of `score_mod`'s outer part, whether it gets a gradient
 
     def stored_axes(self, names: str, part: Sizes) -> str:
-        """The axes with which a part of these axes is stored: none of numbers, and no "T|1" and "S|1" of one entry."""
+        """Returns the axes, one letter each, with which one head's part is stored; none for a number."""
         pairs = zip(names.split(), part, strict=False)
         kept = "".join(name[0] for name, size in pairs if not (name.endswith("|1") and size == 1))
         return kept[::-1] if kept.endswith("H") and not self.features_last else kept
 
     def store(self, x: Array, axes: str, rank: int) -> Array:
-        """An array with `rank` leading axes, as [*heads, rows, columns], or numbers [1, n]."""
+        """Stores an array with `rank` leading axes as [*heads, rows, columns], numbers as [1, n]."""
         heads = x.shape[:rank]
         x = jnp.swapaxes(x, -1, -2) if axes.startswith("H") else x
         part = x.shape[rank:] if x.ndim - rank == len(axes) else tuple(n for n in x.shape[rank:] if n != 1)
@@ -120,12 +92,12 @@ class Plan(NamedTuple):
         return x.reshape(1, -1) if not axes else x if len(axes) == 2 else jnp.expand_dims(x, -2)
 
     def to_rows(self, block: Array) -> Array:
-        """A block with features last, as matrix products take what belongs to rows of a tile, or back."""
+        """Transposes a block to features last, as matrix products take the rows of a tile, or back."""
         return block if self.features_last else jnp.transpose(block.astype(jnp.float32)).astype(block.dtype)
 
 
 def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
-    """What a block of an array of this dtype holds; in transposed tiles, queries lie along columns."""
+    """Converts a stored block of an array with this dtype to the layout of a tile, which may be transposed."""
     x = x.astype(jnp.int32) if x.dtype == jnp.int8 else x
     if axes == ("S" if transposed else "T"):
         x = jnp.transpose(jnp.broadcast_to(x, (LANES, x.shape[1])))[:, :1]
@@ -135,34 +107,28 @@ def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
 
 
 class LoadedTile(NamedTuple):
-    """The arrays of one step.
-
-    Attributes:
-      rows: Query and d_output, or in a transposed tile key and value, with features last.
-      columns: Key and value, or in a transposed tile query and d_output, as they are stored.
-      lse: Log-sum-exp, in a shape that broadcasts to the scores.
-      delta: The same of what is subtracted from the gradients of the weights.
-      params: What gets gradients besides products.
-      entries: For each value of `score_mod` None, or the entry of its table that was looked up.
-    """
+    """The arrays of one step's tile."""
 
     plan: Plan
     inputs: Inputs
-    rows: Sequence[Array]
-    columns: Sequence[Array]
+    rows: Sequence[Array]  # query and d_output or, in a transposed tile, key and value, with features last
+    columns: Sequence[Array]  # key and value or, in a transposed tile, query and d_output, as they are stored
+    # Log-sum-exp, in a shape that broadcasts to the scores.
     lse: Float[Array, "#m #n"]
+    # Delta of the backward pass, in a shape that broadcasts to the scores.
     delta: Float[Array, "#m #n"]
     tile: KernelTile
     rule: TileRule
-    params: ScoreInputs
+    params: ScoreInputs  # bias and values of `score_mod` that get gradients
+    # For each value of `score_mod`, the entries of its table that were looked up; None for a number.
     entries: list[Array | None]
 
     def over_features(self, rows: Float[Array, "m F"], columns: Array) -> Float[Array, "m n"]:
-        """The products, summed over features, of what belongs to rows and what belongs to columns."""
+        """Computes the matrix product over features of an array of the rows and an array of the columns."""
         return self.rule.dot(rows, columns, transpose_b=self.plan.features_last)
 
     def over_columns(self, tile: Float[Array, "m n"], columns: Array) -> Float[Array, "m F"]:
-        """For each row the sum, weighted by the tile, of what belongs to columns."""
+        """Computes the matrix product over columns of a tile and an array of the columns."""
         return self.rule.dot(tile, columns, transpose_b=not self.plan.features_last)
 
     def products(self) -> Float[Array, "m n"]:
@@ -170,7 +136,7 @@ class LoadedTile(NamedTuple):
         return products if self.rule.scale == 1.0 else products * self.rule.scale
 
     def gradients(self) -> tuple[Float[Array, "m n"], Float[Array, "m n"], ScoreInputs]:
-        """The weights after dropout, and the gradients of the products before scaling and of `params`."""
+        """Computes the weights after dropout, and the gradients of products and of `params`."""
         s, pull = self.rule.tile_vjp(self.products(), self.params, self.tile)
         may_be_nan = self.params.bias is not None or self.rule.score_mod is not None
         weights, kept = nonfinite.backward_weights(s, self.lse, may_be_nan), self.rule.dropout_multiplier(self.tile)
@@ -183,15 +149,15 @@ class LoadedTile(NamedTuple):
 def load_tile(
     plan: Plan, inputs: Inputs, rows: list[Array], place: tuple[Any, Any], transposed: bool, masked: bool
 ) -> LoadedTile:
-    """The tile of one step.
+    """Loads the tile of one step.
 
     Args:
-      plan: What is static.
-      inputs: What the step is given.
-      rows: What belongs to its rows, if that was kept.
-      place: Its row and its column among the tiles.
-      transposed: Whether queries lie along columns.
-      masked: Whether it must be masked; else all of it is visible.
+      plan: The static part of the kernel call.
+      inputs: The blocks of the step.
+      rows: The arrays of the tile's rows if they are kept between steps, else empty.
+      place: Row and column of the tile among the tiles.
+      transposed: Whether the tile has queries along columns.
+      masked: Whether the tile must be masked; otherwise all of it is visible.
     """
     tiling = plan.tiling
     shape, columns = (tiling.height, tiling.width), (inputs.key, inputs.value)
@@ -217,6 +183,6 @@ def load_tile(
 
 
 def repeat_lanes(columns: Array, width: int) -> Array:
-    """Columns [n, 128] that are all alike, so many of them; whole groups of 128 cost nothing."""
+    """Widens an array [n, 128] whose columns are all equal to [n, width]."""
     wide = [columns] * -(-width // LANES)
     return (columns if len(wide) == 1 else jnp.concatenate(wide, axis=1))[:, :width]

@@ -1,10 +1,10 @@
 """The kernels: output and log-sum-exp, and the gradients of queries, of keys and values, and of a bias.
 
-Dao, FlashAttention-2, arXiv:2307.08691. Forward is algorithm 1, the running softmax; what it keeps of each row of
-scores, its maximum and its sum, is kept 128 times side by side, because a vector register has 128 lanes. Backward is
-algorithm 2, in one kernel for each direction in which gradients are summed, so that every sum stays in fast memory
-until it is complete. Keys and values have queries along columns: then none of the three matrix products needs a
-transposed tile, and what belongs to queries is read as a row.
+Dao, FlashAttention-2, arXiv:2307.08691. Forward is algorithm 1, the online softmax; the maximum and the sum of each row
+of scores are stored 128 times side by side, because a vector register has 128 lanes. Backward is algorithm 2, in one
+kernel for each direction in which gradients are summed, so that every sum stays in fast memory until it is complete.
+The kernel for keys and values has queries along the columns of its tiles. Then none of its three matrix products needs
+a transposed tile, and arrays with one entry per query are read as rows.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,14 @@ from flax_mha.call.operands import OutputAndLse
 from flax_mha.impl.pallas.grid import LANES
 from flax_mha.impl.pallas.inputs import Inputs, LoadedTile, repeat_lanes
 from flax_mha.impl.pallas.launch import Kernel, KernelCall, Result, launch
+from flax_mha.impl.shared.scores import times
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 Refs = Sequence[Any]
 
 
 def forward(call: KernelCall) -> OutputAndLse:
-    """Output [..., T, Hv], log-sum-exp [..., T] and, if they are asked for, largest scores [..., T]."""
+    """Computes output [..., T, Hv], log-sum-exp [..., T] and, if asked for, largest scores [..., T]."""
     plan, inputs, _ = call
     (*heads, length, _), value_size, height = inputs.query.shape, inputs.value.shape[-1], plan.tiling.height
 
@@ -46,11 +47,11 @@ def forward(call: KernelCall) -> OutputAndLse:
         output[...] = plan.to_rows(weighted / repeat_lanes(divisor, value_size)).astype(output.dtype)
         lse[...] = jnp.transpose(jnp.log(divisor) + running_max)[:1]
 
-    of_rows = Result("T", (length,), jnp.float32)
+    per_row = Result("T", (length,), jnp.float32)
     kernel = Kernel(
         name="flax_mha_forward",
         heads=tuple(heads),
-        results=[Result("T H", (length, value_size), plan.dtype), *[of_rows] * (1 + plan.rule.returns_max)],
+        results=[Result("T H", (length, value_size), plan.dtype), *[per_row] * (1 + plan.rule.returns_max)],
         sums=[((height, LANES), -jnp.inf), ((height, LANES), 0.0), ((height, value_size), 0.0)],
         add=_add_to_softmax,
         end=end,
@@ -60,31 +61,30 @@ def forward(call: KernelCall) -> OutputAndLse:
 
 
 def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
-    """One step of the running softmax: of each row its maximum, the sum of exp(score - maximum), and values by it."""
+    """One step of the online softmax; `sums` are its maximum, sum and output (`online_softmax.State`)."""
     running_max, running_sum, weighted = sums
     poison, is_masked = tile.inputs.key_poison, tile.rule.mask is not None
     s = tile.rule.tile(tile.products(), tile.params, tile.tile, poison if is_masked else None)
     before = running_max[...]
     after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
-    # What is subtracted is finite: a row that saw nothing has -inf, and -inf - -inf is NaN.
-    may_see_nothing = tile.inputs.mask is not None or tile.rule.masks_scores(tile.params)
-    shift = jnp.maximum(after, LOWEST) if may_see_nothing else after
+    # A row that has seen no key has the maximum -inf. It is replaced by a finite number, because -inf - -inf is NaN.
+    may_be_masked = tile.inputs.mask is not None or tile.rule.masks_scores(tile.params)
+    shift = jnp.maximum(after, LOWEST) if may_be_masked else after
     weights = jnp.exp(s - repeat_lanes(shift, s.shape[1]))
     decay = jnp.exp(before - shift)
     running_max[...] = after
     running_sum[...] = running_sum[...] * decay + jnp.sum(weights, axis=1, keepdims=True)
-    kept = tile.rule.dropout_multiplier(tile.tile)
-    values = tile.over_columns(weights if kept is None else weights * kept, tile.columns[1])
+    values = tile.over_columns(times(weights, tile.rule.dropout_multiplier(tile.tile)), tile.columns[1])
     weighted[...] = weighted[...] * repeat_lanes(decay, values.shape[1]) + values
     if not is_masked and poison is not None:  # all rows see all keys of this tile
 
         @pl.when(jnp.max(poison) > 0)
-        def _spoil() -> None:
+        def _make_nan() -> None:
             running_sum[...] = jnp.full(running_sum.shape, jnp.nan, jnp.float32)
 
 
 def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array, list[Array | None]]:
-    """The gradients of queries, and for every head of those values of `score_mod` that are learned, else None."""
+    """Computes the gradients of queries and, for every head, of the learned values of `score_mod` (else None)."""
     plan, inputs, _ = call
     *heads, length, head_size = inputs.query.shape
     shapes = [x.shape[len(heads) :] for x in inputs.values]
@@ -115,9 +115,9 @@ def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array,
 
 
 def _add_value(d_value: Array, entry: Array | None, total: Any) -> None:
-    """Adds a tile's gradients to that of a number, or to those of the entries of a table.
+    """Adds a tile's gradients to the gradient of a number, or of the entries of a table.
 
-    There is no scatter: of a table, one pass for every entry between the least and the greatest.
+    There is no scatter on TPUs: a table takes one pass for each entry between the least and the greatest.
     """
     if entry is None:
         total[...] += jnp.broadcast_to(jnp.sum(d_value, keepdims=True), total.shape)
@@ -135,7 +135,7 @@ def _add_value(d_value: Array, entry: Array | None, total: Any) -> None:
 
 
 def key_value_gradients(call: KernelCall) -> tuple[Array, Array]:
-    """The gradients of keys and values, summed over the query heads that share them."""
+    """Computes the gradients of keys and values, summed over the query heads that share them."""
     plan, inputs, _ = call
     pair = inputs.key, inputs.value
 
@@ -162,7 +162,7 @@ def key_value_gradients(call: KernelCall) -> tuple[Array, Array]:
 
 
 def bias_gradient(call: KernelCall) -> Array:
-    """The gradient of the bias, in its own shape: what it is broadcast over is summed up in the kernel."""
+    """Computes the gradient of the bias, summed in the kernel over the axes along which it is broadcast."""
     (plan, inputs, _), (*heads, rows, columns) = call, call.inputs.bias.shape
     names = " ".join("T" * (rows != 1) + "S" * (columns != 1))
 

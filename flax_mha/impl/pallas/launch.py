@@ -1,4 +1,4 @@
-"""From what a kernel adds up over its tiles to one `pallas_call`: its grid, its memory, and what a step reads."""
+"""Makes a `pallas_call` from a `Kernel`, which sums over tiles: its grid, its memory, and the blocks of each step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -13,12 +13,12 @@ from flax_mha.impl.pallas.grid import COMPUTE, FIRST, LANES, LAST, MASKED, Grid,
 from flax_mha.impl.pallas.inputs import Inputs, LoadedTile, Plan, load_tile, read_block
 from flax_mha.masks import Occupancy
 
-# Results of different heads may be computed by different cores, but the steps of a list follow one another.
+# Different cores may compute the results of different heads, but the steps of a list run in order.
 ORDER_OF_STEPS: Literal["parallel", "arbitrary"] = "arbitrary"
 
 
 class KernelCall(NamedTuple):
-    """What the kernels of a call take: inputs with the axes [B..., K, G] in front, and which tiles are visible."""
+    """The arguments of the kernels of a call: inputs with leading axes [B..., K, G], and the occupancy of tiles."""
 
     plan: Plan
     inputs: Inputs
@@ -26,7 +26,7 @@ class KernelCall(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A result of a kernel: the names of the axes of one head's part, their sizes and the dtype."""
+    """An output array of a kernel: axis names and shape of one head's part, and its dtype."""
 
     names: str
     part: Sizes
@@ -34,39 +34,35 @@ class Result(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel: what is added up over the tiles of each of its results.
+    """A kernel that visits the tiles of each group (see `grid.py`) in order, sums over them, and writes a result.
 
-    Attributes:
-      name: What it is called in programs and profiles.
-      heads: The sizes of the results' axes of batch and heads: 1 where heads share a result.
-      results: What it computes; the tiles of each have in common what the axes "T" and "S" of the first say.
-      sums: Shapes of what is added up in fast memory, and the numbers to begin with.
-      add: `add(tile, results, sums)` adds a tile.
-      end: `end(inputs, results, sums)` writes the results; these, like sums, are references.
-      transposed: Whether its tiles have queries along columns.
+    For each group, the sums are filled with their initial values, `add` is called for each tile, and `end` once.
     """
 
-    name: str
-    heads: Sizes
+    name: str  # name in programs and profiles
+    heads: Sizes  # sizes of the results' axes of batch and heads, 1 where heads share a result
+    # The outputs. The axes "T" and "S" of the first tell whether a group is a row or a column of tiles, one tile, or
+    # all.
     results: Sequence[Result]
-    sums: Sequence[tuple[tuple[int, int], float]]
+    sums: Sequence[tuple[tuple[int, int], float]]  # shape and initial value of each float32 sum in fast memory
+    # `add(tile, results, sums)` adds a tile to the sums; results and sums are references.
     add: Callable[[LoadedTile, Sequence[Any], Sequence[Any]], None]
-    end: Callable[[Inputs, Sequence[Any], Sequence[Any]], None]
-    transposed: bool = False
+    end: Callable[[Inputs, Sequence[Any], Sequence[Any]], None]  # `end(inputs, results, sums)` writes the results
+    transposed: bool = False  # whether its tiles have queries along columns
 
     @property
     def by(self) -> str:
-        """The axes of tiles that tell results apart: "T" rows, "S" columns."""
+        """The axes of tiles along which results differ: "T" for rows, "S" for columns."""
         return "".join(name for name in "TS" if name in self.results[0].names)
 
     def kept_rows(self, inputs: Inputs) -> list[Array]:
-        """What belongs to rows of tiles, if it is the same for all tiles of a result."""
+        """Lists the arrays of a tile's rows, to be loaded once, if all tiles of a group have the same rows."""
         rows = inputs.of_rows(self.transposed)
         return rows if (self.by, rows[0].shape[:-2]) == ("S" if self.transposed else "T", self.heads) else []
 
 
 def launch(kernel: Kernel, call: KernelCall) -> list[Array]:
-    """Computes the results [*kernel.heads, *part]."""
+    """Runs a kernel and returns its results [*kernel.heads, *part]."""
     plan, inputs, occupancy = call
     sizes, tiling = inputs.query.shape[:-2], plan.tiling
     rank, arrays = len(sizes), jax.tree.leaves(inputs)
@@ -107,7 +103,7 @@ def _stored_shape(result: Result, axes: str, kernel: Kernel, plan: Plan) -> jax.
 
 
 def _scratch(kernel: Kernel, inputs: Inputs, plan: Plan) -> list[Any]:
-    """Fast memory that lasts from step to step: for what belongs to rows, with features last, and for sums."""
+    """Lists the fast memory that is kept between steps: for the arrays of rows, with features last, and for sums."""
     length, rank = plan.tiling.width if kernel.transposed else plan.tiling.height, len(kernel.heads)
     widths = [(x.shape[-1] if x.ndim == rank + 2 else LANES, x.dtype) for x in kernel.kept_rows(inputs)]
     kept = [pltpu.VMEM((length, width), dtype) for width, dtype in widths]
@@ -115,6 +111,7 @@ def _scratch(kernel: Kernel, inputs: Inputs, plan: Plan) -> list[Any]:
 
 
 def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: Grid, plan: Plan) -> Callable[..., None]:
+    """Makes the function of references that `pallas_call` runs in each step."""
     arrays, structure = jax.tree.flatten(inputs)
     rank, count = len(grid.sizes), len(arrays)
 

@@ -1,9 +1,9 @@
-"""A user's function of one score, split in two: what XLA computes once for each head, and the rest, for whole tiles.
+"""Splits a user's function of one score into an outer part, computed by XLA for each head, and a part for tiles.
 
-What depends on the batch entry, the head and captured arrays alone is computed outside of the kernel, and
-differentiated there. The kernel is given its values: numbers, and small tables that are looked up by position. Example:
-of `score - slopes[h] * (q_idx - kv_idx)` the outer part is `slopes[h]`, a number for each head. A lookup by position is
-a gather along lanes, the only kind that the compiler of these kernels, Mosaic, knows.
+The outer part is everything that depends only on the batch entry, the head and captured arrays. It is computed and
+differentiated outside of the kernel, which gets its values: numbers, and small tables to look up by position. Example:
+the outer part of `score - slopes[h] * (q_idx - kv_idx)` is `slopes[h]`, one number for each head. A lookup by position
+is a gather along lanes, the only gather that Mosaic, the compiler of these kernels, supports.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from flax_mha.core.jaxprs import inner_jaxprs
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.impl.pallas.grid import LANES
 
-# The largest table that is looked up, in entries; each 128 of them take a gather and a selection per score.
+# The most entries of a table; each 128 of them take a gather and a selection per score.
 MOST_ENTRIES = 2048
 
-# Of one entry, these do nothing.
+# These do nothing to an array of one entry.
 RESHAPING = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
-# What Mosaic compiles for whole tiles, with the derivatives of these; benchmarks/pallas.py tries every one of them.
+# Primitives that Mosaic compiles for whole tiles, with their derivatives; benchmarks/pallas.py compiles each of them.
 ELEMENTWISE = {
     *("add", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min", "clamp", "square", "integer_pow", "pow"),
     *("exp", "exp2", "log", "log1p", "tanh", "logistic", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil"),
@@ -36,24 +36,24 @@ DTYPES = ("float32", "int32", "bool")
 
 
 class RefusedError(Exception):
-    """Why a function cannot be computed in a kernel."""
+    """The reason why a function cannot be computed in a kernel."""
 
 
 class Lookup(NamedTuple):
-    """An entry of an array: its index along every axis; those along the axes `by_position` depend on positions."""
+    """A lookup of one array entry: its index along every axis, and the axes whose index depends on positions."""
 
     array: Any
     indices: Sequence[Any]
     by_position: Sequence[int]
 
     def table(self, known: dict[Any, Array]) -> Array:
-        """All entries that may be looked up, flattened."""
+        """Returns all entries that may be looked up, flattened."""
         indices = [0 if i in self.by_position else _read(x, known) for i, x in enumerate(self.indices)]
         sizes = [size if i in self.by_position else 1 for i, size in enumerate(self.array.aval.shape)]
         return lax.dynamic_slice(known[self.array], indices, sizes).reshape(-1)
 
     def entry(self, known: dict[Any, Any]) -> Int[Array, "#t #s"]:
-        """The number of an entry in the table; like `lax.dynamic_slice`, inside of it."""
+        """Computes the index of an entry in the table, clipped to it like the indices of `lax.dynamic_slice`."""
         entry: Any = 0
         for axis in self.by_position:
             size = self.array.aval.shape[axis]
@@ -63,28 +63,18 @@ class Lookup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileFunction:
-    """The part of a function that is computed for whole tiles, from the values of the outer part.
+    """The part of a function that is computed for whole tiles, from the values of the outer part."""
 
-    Attributes:
-      outer: The outer part, as far as it is computed.
-      arguments: The variables of [score,] q_idx, kv_idx.
-      numbers: Variables of the outer part that are numbers.
-      lookups: Lookups in arrays of the outer part, by the variable of the result, in order.
-      equations: What is computed, in order; lookups among them.
-      of_scores: Variables that depend on the score.
-      result: The variable of the result.
-    """
-
-    outer: Jaxpr
-    arguments: Sequence[Any]
-    numbers: Sequence[Any]
-    lookups: dict[Any, Lookup]
-    equations: Sequence[Any]
-    of_scores: set[Any]
-    result: Any
+    outer: Jaxpr  # equations of the outer part
+    arguments: Sequence[Any]  # variables of the arguments [score,] q_idx, kv_idx
+    numbers: Sequence[Any]  # variables that the outer part computes as numbers
+    lookups: dict[Any, Lookup]  # lookups in arrays of the outer part, by the variable that they compute, in order
+    equations: Sequence[Any]  # equations of this part in order, lookups among them
+    of_scores: set[Any]  # variables that depend on the score
+    result: Any  # variable of the function's value
 
     def outer_values(self, captured: Sequence[Array], batch: Array, head: Array) -> list[Array]:
-        """The values of the outer part of one head: numbers, then flat tables [entries]."""
+        """Computes the values of the outer part for one head: numbers, then flat tables [entries]."""
         positions: Any = self.outer.invars[len(captured) :]
         *score, _, _, query, key = (jnp.zeros((), v.aval.dtype) for v in positions)
         read = [x for lookup in self.lookups.values() for x in (lookup.array, *lookup.indices)]
@@ -95,7 +85,7 @@ class TileFunction:
         return [known[x] for x in self.numbers] + [x.table(known) for x in self.lookups.values()]
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
-        """The function's values in a tile of this shape, to which all arguments and values broadcast."""
+        """Computes the function in a tile of this shape, to which all arguments and values broadcast."""
         known = dict(zip((*self.arguments, *self.numbers, *self.lookups), (*arguments, *values), strict=True))
         for equation in self.equations:
             if equation.outvars[0] not in known:
@@ -105,10 +95,10 @@ class TileFunction:
     def look_up(
         self, positions: tuple[Array, Array], values: Sequence[Array]
     ) -> tuple[Sequence[Array], list[Int[Array, "#t #s"] | None]]:
-        """Replaces tables [1, entries], which come last among the values, by what a tile finds in them.
+        """Replaces each table [1, entries], which come last among the values, by the entries at a tile's positions.
 
         Returns:
-          The values that the function takes, and for each None or the number of the entry in its table.
+          The values that the function takes and, for each, the indices of the entries in its table, or None.
         """
         count = len(self.numbers)
         entries: list[Any] = [None] * count
@@ -136,7 +126,7 @@ def _read(atom: Any, known: dict[Any, Any]) -> Array:
 
 
 def _compute(equation: Any, known: dict[Any, Any]) -> Array:
-    """An elementwise equation on scalars, of whole tiles."""
+    """Evaluates an elementwise equation, traced for scalars, on whole tiles."""
     operands, name = [_read(x, known) for x in equation.invars], equation.primitive.name
     if name in RESHAPING:
         return operands[0]
@@ -151,13 +141,13 @@ def _compute(equation: Any, known: dict[Any, Any]) -> Array:
 
 
 def _sign(x: Array) -> Array:
-    """As `lax.sign`, for which Mosaic asks the machine that compiles which TPU it has."""
+    """Computes `lax.sign`, whose lowering in Mosaic needs a TPU in the machine that compiles."""
     one, x = jnp.ones_like(x), lax.stop_gradient(x)
     return jnp.where(x > 0, one, jnp.where(x < 0, -one, x))
 
 
 def _gather(table: Array, entry: Int[Array, "#t #s"]) -> Array:
-    """Entries of a table [1, a multiple of 128]: gathers along lanes, of 128 entries each."""
+    """Looks up entries in a table [1, a multiple of 128], by gathers along lanes, of 128 entries each."""
     rows, columns = entry.shape
     wide = jnp.broadcast_to(entry, (max(rows, 8), -(-columns // LANES) * LANES))
     pieces = [_gather_lanes(table, wide[:, i : i + LANES]) for i in range(0, wide.shape[1], LANES)]
@@ -175,11 +165,11 @@ def _gather_lanes(table: Array, entry: Int[Array, "t 128"]) -> Array:
 
 
 def split(function: TracedFunction, num_captured: int) -> TileFunction:
-    """Splits a function of ([score,] b, h, q_idx, kv_idx).
+    """Splits a function of ([score,] b, h, q_idx, kv_idx), and returns the part for tiles.
 
     Raises:
-      RefusedError: If the part for tiles holds vectors, control flow, a primitive that Mosaic does not compile, or
-        lookups by the score or in a table that is too large.
+      RefusedError: If that part has vectors, control flow, a primitive that Mosaic does not compile, a lookup by the
+        score, or a lookup in a table that is too large.
     """
     jaxpr = function.jaxpr
     *score, _, _, query, key = jaxpr.invars[num_captured:]

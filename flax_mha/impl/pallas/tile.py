@@ -1,4 +1,4 @@
-"""One tile inside a kernel: its positions, its arrays, and its scores by the rules of `shared/scores.py`."""
+"""Tiles, masks and score rules inside a kernel, where arrays are blocks and functions are `TileFunction`s."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from flax_mha.masks import Mask
 
 
 class KernelTile(Tile):
-    """A tile whose arrays are blocks that hold its part alone, so that nothing is left to cut."""
+    """A tile whose arrays are blocks that hold its part alone, so that cutting does nothing."""
 
     def cut(self, x: Any) -> Array:
         return x
@@ -30,7 +30,7 @@ class KernelTile(Tile):
 
 
 class TransposedTile(KernelTile):
-    """The same with queries along columns; its shape is that of its scores [s, t]."""
+    """A tile with queries along columns; its `shape` is [s, t]."""
 
     @property
     def rows(self) -> Int[Array, "1 t"]:
@@ -44,7 +44,7 @@ class TransposedTile(KernelTile):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileMask(Mask):
-    """The part of a `mask_mod` that is computed for whole tiles, and the values of its outer part."""
+    """A mask by a `mask_mod`: its part for tiles, and the values of its outer part."""
 
     values: tuple[Array, ...] = dataclasses.field(metadata={"axes": "B N L"})
     function: TileFunction = dataclasses.field(metadata={"static": True})
@@ -57,17 +57,12 @@ class TileMask(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class TileRule(ScoreRule):
-    """The score rule of a kernel's tile.
+    """The score rule inside a kernel."""
 
-    Attributes:
-      function: The part of `score_mod` that is computed for whole tiles.
-      values: What that takes, except what gets gradients; this stands in `ScoreInputs.captured`, and None elsewhere.
-      differentiated: Whether derivatives are taken.
-    """
-
-    function: TileFunction | None = None
+    function: TileFunction | None = None  # the part of `score_mod` for tiles
+    # Its values. Those that get gradients are in `ScoreInputs.captured` instead, which has None for the others.
     values: Sequence[Array] = ()
-    differentiated: bool = True
+    differentiated: bool = True  # whether derivatives are taken
 
     def guarded(self, products: Float[Array, "..."], visible: Bool[Array, "..."]) -> Float[Array, "..."]:
         return super().guarded(products, visible) if self.differentiated else products
@@ -80,14 +75,14 @@ class TileRule(ScoreRule):
     def tile_vjp(
         self, products: Float[Array, "..."], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "..."], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """The scores of a tile, and what turns their gradients into those of products and `inputs`.
+        """Computes the scores of a tile, and the function from their gradients to those of products and `inputs`.
 
-        The gradient of a captured value is a sum over all scores. It is returned score by score, 0 where masked, so
-        that what a function's derivative is at masked places reaches nothing.
+        The gradient of a captured value, a sum over all scores, is returned before it is summed. It is 0 for masked
+        scores, even if the function's derivative there is NaN.
         """
         scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         if self.score_mod is None:
-            return scores, pull  # of masked scores it is 0 already
+            return scores, pull  # gradients of masked scores are 0 already
 
         def pull_visible(d_scores: Array) -> tuple[Array, ScoreInputs]:
             visible = scores != -jnp.inf
