@@ -1,7 +1,7 @@
 """`dot_product_attention` and `explain_implementation`: the public signatures.
 
 `call.arguments.canonical` checks the arguments and returns a `Call`: operands (arrays) and options (static). Then
-`distributed.dispatch.run` selects an implementation, in `impl/`.
+`distributed.dispatch.run` splits it over devices, chooses an implementation in `impl/`, and computes it.
 """
 
 import inspect
@@ -108,7 +108,7 @@ def dot_product_attention(
       bias: Added to the scaled scores; broadcasts to [B..., N, T, S]. -inf masks. Gets a gradient, also if broadcast.
       mask: bool, True attends; broadcasts to [B..., N, T, S]. Or a mask object such as `flax_mha.CausalMask()`, which
         holds no such array.
-      scale: What multiplies query . key; None means 1 / sqrt(H).
+      scale: Factor of query . key; None means 1 / sqrt(H).
       is_causal: Queries see keys up to their own position.
       query_seq_lengths: int [B...], at least 0. Queries at this position or later return 0. None uses all queries.
       key_value_seq_lengths: int [B...], at least 0. Keys at this position or later are masked. None masks no key.
@@ -117,8 +117,8 @@ def dot_product_attention(
         `is_causal`, both masks apply.
       query_offset: Position of the first query: an int, or ints [B...] or []. Positions, and distances between them,
         must be in the range of int32; that is checked where the values are known.
-      key_value_offset: Position of the first key, likewise.
-      query_segment_ids: int [B..., T]; a query sees only keys of its own segment.
+      key_value_offset: Position of the first key, in the same form as `query_offset`.
+      query_segment_ids: int [B..., T]; a query sees only keys in the same segment.
       key_value_segment_ids: int [B..., S]; where T = S either of the two stands for both.
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
       sinks: Broadcasts to [B..., N]. One additional logit per head, which is added to the softmax's denominator but has
@@ -177,7 +177,7 @@ def dot_product_attention(
     del arguments["implementation"]
     output, lse, *max_score = dispatch.run(canonical(**arguments), implementation)
     if return_residual:
-        return (output, lse, *max_score)  # type: ignore[arg-type]  # then lse is an array
+        return (output, lse, *max_score)  # type: ignore[arg-type]  # then `lse` is an array
     return (output, *max_score) if max_score else output
 
 
@@ -198,7 +198,7 @@ def explain_implementation(
     this works under `jit` and on `jax.ShapeDtypeStruct` inside `jax.eval_shape`, too.
 
     Returns:
-      Which implementation computes the call, and for each of them the reasons why it cannot, none where it can.
+      The implementation that computes the call, and for each implementation the reasons why it cannot.
 
     Raises:
       ValueError, NotImplementedError: As `dot_product_attention`.
@@ -214,7 +214,7 @@ def explain_implementation(
     return dispatch.explain(call, implementation)
 
 
-# For `help` and editors, which do not read what `Unpack` stands for.
+# For `help` and editors, which do not resolve `Unpack`.
 explain_implementation.__signature__ = inspect.signature(dot_product_attention).replace(  # type: ignore[attr-defined]
     return_annotation=Explanation
 )

@@ -1,7 +1,7 @@
-"""Attention over a sequence that is split over the devices of a mesh axis: `context_parallel`.
+"""`context_parallel`: attention over a sequence that is split over the devices of a mesh axis.
 
-Each device holds a part of the tokens. Between two attentions nothing else looks at other tokens, so a transformer
-needs no further change; see `docs/devices.md`.
+Each device holds a part of the tokens. All other layers of a transformer compute each token by itself, so they need no
+change; see `docs/devices.md`.
 """
 
 import dataclasses
@@ -30,35 +30,34 @@ def context_parallel(
     head_axis: Axes = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Callable[..., Array]:
-    """An `attention_fn` for modules whose sequences are split over the devices of a mesh axis.
+    """Makes an `attention_fn` for modules whose sequences are split over the devices of a mesh axis.
 
-    It takes the arguments of `flax_mha.attention_fn`, with the shapes of whole sequences, and gives the same result:
-    masks, windows, lengths, `score_mod` and dropout speak of positions in the whole sequence.
+    It takes the arguments of `flax_mha.attention_fn`, with the shapes of whole sequences, and returns the same result:
+    masks, windows, lengths, `score_mod` and dropout refer to positions in the whole sequence.
 
     Args:
       axis: The mesh axis that splits queries, and keys and values, along their lengths T and S. Its size N must divide
         both.
       strategy: What the devices exchange.
-        "ring": keys and values travel from device to device, and each computes a part of the attention meanwhile.
+        "ring": keys and values travel from device to device, and each device computes attention over them meanwhile.
         Memory per device depends on T / N alone. Computed by "blockwise" attention, or by "pallas" if it is named.
         "ulysses": each device gets all positions of one N-th of its heads, by an all-to-all before and after. Any
         implementation computes it, fused kernels too. Each device must hold a multiple of N key heads.
-        "allgather": each device gets all keys and values, for its own queries. Fits short sequences, or few key heads.
+        "allgather": each device gets all keys and values for its queries. Good for short sequences, or few key heads.
       layout: Which tokens a device holds. "contiguous": T / N in a row. "zigzag": two chunks of T / (2 N), the r-th
         from the front and the r-th from the back, which gives all devices the same work under a causal mask. All arrays
         along T and S are in this order then: see `to_zigzag`, and `zigzag_positions` for rotary embeddings.
-      batch_axes: The mesh axes that split the first batch axis. None: what the query says, by its type (on a mesh with
-        Explicit axes) or if it is not traced; else none.
-      head_axis: The mesh axis that splits the heads. None: likewise, or the `head_axis` of the module.
+      batch_axes: The mesh axes that split the first batch axis. None means those of the query, if its type contains
+        them (on a mesh with Explicit axes) or it is not traced; otherwise none.
+      head_axis: The mesh axis that splits the heads. None means the `head_axis` of the module, or that of the query.
       mesh: The mesh. None: that of `jax.set_mesh`, or the query's.
 
     Returns:
       A function with the signature of `flax_mha.attention_fn`; equal arguments make equal functions.
 
     Raises:
-      ValueError: If an argument is none of that; when the function is called, if the mesh has no such axis, or if
-        lengths or heads cannot be split so. The function also refuses what needs all tokens on one device: decoding,
-        sown weights, Flax's einsums.
+      ValueError: If an argument is invalid; when the function is called, if the mesh has no such axis, if lengths or
+        heads cannot be split, or if something needs all tokens on one device: decoding, sown weights, Flax's einsums.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -84,19 +83,16 @@ def context_parallel(
 
 
 def _names(name: str, axes: Any) -> Axes:
-    given = tuple(axes) if isinstance(axes, list) else axes
-    if (
-        given is not None
-        and not isinstance(given, str)
-        and not (isinstance(given, tuple) and all(isinstance(x, str) for x in given))
-    ):
+    """Checks mesh axes: returns one name, a tuple of several, or None."""
+    names = tuple(axes) if isinstance(axes, tuple | list) else () if axes is None else (axes,)
+    if not all(isinstance(x, str) for x in names):
         raise ValueError(f"{name} must be the name of a mesh axis, a tuple of names or None, but got {axes!r}.")
-    return given[0] if isinstance(given, tuple) and len(given) == 1 else given or None
+    return names[0] or None if len(names) == 1 else names or None
 
 
 @dataclasses.dataclass(frozen=True)
 class _ContextAttention:
-    """An `attention_fn` for sequences that are split over devices: what `context_parallel` makes."""
+    """The `attention_fn` that `context_parallel` makes."""
 
     context: Context
 
@@ -117,14 +113,14 @@ class _ContextAttention:
         qkv_sharding: Sharding | None = None,
         **arguments: Any,
     ) -> Array:
-        """As `flax_mha.attention_fn`. `qkv_sharding`, which modules pass that split heads, adds to what is known."""
+        """Computes `attention_fn`; `qkv_sharding`, passed by modules that split heads, is added to the context."""
         _check_computes(query, arguments)
         sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
         return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
 
 
 def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
-    """Raises a ValueError if an argument needs whole sequences on a device."""
+    """Checks that no argument needs whole sequences on one device."""
     given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
     if given or jnp.iscomplexobj(query):
         got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
@@ -135,10 +131,10 @@ def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
 
 
 def zigzag_positions(length: int, devices: int) -> np.ndarray:
-    """The position of every token in the "zigzag" order: int32 [length].
+    """Returns the position of every token in the "zigzag" order: int32 [length].
 
-    Pass it as `positions` to modules with rotary embeddings, whose tokens are in that order. Token i of the sequence in
-    zigzag order is token `zigzag_positions(...)[i]` of the sequence as it is read.
+    Pass it as `positions` to modules with rotary embeddings if tokens are in that order. Token i in zigzag order is
+    token `zigzag_positions(...)[i]` of the original sequence.
 
     Args:
       length: Number of tokens.
@@ -155,7 +151,7 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """An array whose `axis` runs along the sequence, in the "zigzag" order of this many devices.
+    """Reorders an array along `axis`, its sequence, to the "zigzag" order for this number of devices.
 
     Raises:
       ValueError: If the axis cannot be cut into 2 * `devices` chunks.
@@ -169,7 +165,7 @@ def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """The inverse of `to_zigzag`.
+    """Inverts `to_zigzag`.
 
     Raises:
       ValueError: If the axis cannot be cut into 2 * `devices` chunks.

@@ -1,4 +1,4 @@
-"""`plot_mask`: a mask as a picture; needs matplotlib."""
+"""`plot_mask`, which draws a mask; needs matplotlib."""
 
 from typing import TYPE_CHECKING
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
 
 
 def plot_mask(mask: Mask, queries: int, keys: int, axes: "Axes | None" = None) -> "Axes":
-    """Draws what the first batch entry's first head sees: a row per query, a column per key.
+    """Draws a mask for the first head of the first batch entry: a row per query, a column per key.
 
     Args:
       mask: A mask object.
-      queries: How many queries T.
-      keys: How many keys S.
-      axes: Where to draw; None makes a new figure.
+      queries: Number of queries T.
+      keys: Number of keys S.
+      axes: The axes to draw in; None makes a new figure.
 
     Returns:
       The axes; `axes.figure.savefig("mask.png")` writes the picture.
 
     Raises:
-      ModuleNotFoundError: Without matplotlib; `pip install matplotlib` brings it.
+      ModuleNotFoundError: Without matplotlib; `pip install matplotlib` installs it.
 
     Example:
       >>> from flax_mha import masks, plot

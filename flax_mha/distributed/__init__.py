@@ -1,1 +1,1 @@
-"""A call split over the devices of a mesh."""
+"""Splits a call over the devices of a mesh."""

@@ -1,7 +1,7 @@
-"""Chooses what computes a call, or explains it: as a whole, or on each device of a mesh its part (`split.py`).
+"""Runs a checked call: splits it over the devices of a mesh, then chooses an implementation for each device's part.
 
-The parts run inside `jax.shard_map`, each as a call of its own. They need no communication, unless the sequence is
-split, and every implementation can compute them, fused kernels too.
+The parts run inside `jax.shard_map`, each as a call of its own. They need no communication unless the sequence is
+split, and any implementation can compute them, fused kernels too. A call that is not split is computed as a whole.
 """
 
 import functools
@@ -25,17 +25,19 @@ from flax_mha.impl.registry import IMPLEMENTATIONS, Explanation
 from flax_mha.impl.shared import schedule
 from flax_mha.impl.shared.head import head_ids
 
-# Where fused kernels are chosen first by published speeds; nothing of ours has run on a GPU or a TPU.
+# Kernels that are chosen first on a platform, by published speeds: this package has not been run on a GPU or a TPU.
 PREFERRED_ON = {"gpu": ["cudnn"], "tpu": ["splash"]}
-# These run on every platform and have derivatives of every order. All others are kernels: `_fused_attention` adds the
-# derivatives that they lack and, where they were chosen, another way for CPUs.
+# Implementations that run on every platform and have derivatives of every order. The others are kernels, to which
+# `_fused_attention` adds the derivatives that they lack and, if they were chosen and not named, a call for CPUs.
 PORTABLE = ("xla", "blockwise")
 
 
 def run(call: Call, implementation: str | None) -> Output:
-    """Computes output, log-sum-exp and, if asked for, largest score [B..., N] by the implementation named or chosen.
+    """Computes output, log-sum-exp and, if asked for, largest score [B..., N], by the named or a chosen implementation.
 
-    A name that is none is a ValueError, one that cannot compute this call a NotImplementedError.
+    Raises:
+      ValueError: If no implementation has this name.
+      NotImplementedError: If the named implementation cannot compute this call.
     """
     if implementation is not None:
         registry.check_name(implementation)
@@ -44,7 +46,7 @@ def run(call: Call, implementation: str | None) -> Output:
         call = call if call.options.sharding is None else _unsplit(call)
         results = _attention_of(call, implementation)(call)
     elif call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
-        explain(call, implementation)  # raises what computing it would raise
+        explain(call, implementation)  # raises the errors that computing it would raise
         results = _empty_output(call, parts)
     else:
         on_mesh = run_on_mesh if being_traced() else _compiled_on_mesh
@@ -57,10 +59,10 @@ def run(call: Call, implementation: str | None) -> Output:
 
 @jax.jit
 def _max_score(lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]) -> Float[Array, "*B N"]:
-    """The largest score of each head, from those of its rows; NaN if a row is NaN; without a gradient."""
+    """Computes the largest score of each head from those of its rows, NaN if a row is NaN; without a gradient."""
     lse, largest = lax.stop_gradient((lse, largest))
     largest = jnp.max(largest, axis=-2, initial=-jnp.inf)
-    return jnp.where(jnp.isnan(lse).any(-2), jnp.nan, largest)  # XLA's maximum may lose NaN
+    return jnp.where(jnp.isnan(lse).any(-2), jnp.nan, largest)  # `jnp.max` may lose NaN
 
 
 def explain(call: Call, implementation: str | None) -> Explanation:
@@ -84,7 +86,7 @@ def explain(call: Call, implementation: str | None) -> Explanation:
 
 
 def _attention_of(call: Call, implementation: str | None) -> Callable[[Call], Output]:
-    """Returns what computes a call on one device: the implementation that is named or chosen."""
+    """Returns the function that computes a call on one device, by the named or a chosen implementation."""
     name, elsewhere = implementation, None
     if name is None:
         name = chosen(call)
@@ -100,7 +102,7 @@ def _attention_of(call: Call, implementation: str | None) -> Callable[[Call], Ou
 def _fused_attention(
     kernel: Callable[[Call], Output], portable: Callable[[Call], Output], elsewhere: Call | None, call: Call
 ) -> Output:
-    """Computes a call by a kernel, or as the call `elsewhere` where the program is compiled for another platform."""
+    """Computes a call by a kernel; if the program is compiled for a CPU, computes the call `elsewhere` instead."""
 
     def of_operands(attention: Callable[[Call], Output]) -> Callable[[Operands], Output]:
         return lambda operands: attention(call._replace(operands=operands))
@@ -119,7 +121,7 @@ def _fused_attention(
 
 
 def run_on_device(call: Call, implementation: str | None = None) -> Output:
-    """Computes a call on one device by the implementation that is named or chosen."""
+    """Computes a call on one device, by the named or a chosen implementation."""
     return _attention_of(call, implementation)(call)
 
 
@@ -134,10 +136,10 @@ def _explain_on_device(call: Call, implementation: str | None) -> Explanation:
 
 
 def chosen(call: Call) -> str:
-    """The name of the implementation that `implementation=None` runs: the fastest that does not refuse the call."""
+    """Returns the name of the implementation that `implementation=None` selects on one device."""
     is_vector = call.options.has_known_sizes and call.operands.query.shape[-3] == 1
     if is_vector or schedule.blocks_in_place(call) is not None:
-        return "xla"  # a few vectors times a matrix: nothing to fuse
+        return "xla"  # products of few vectors and a matrix, where nothing can be fused
     for name in PREFERRED_ON.get(call.options.target.platform, ()):
         if not registry.refusals(name, call):
             return name
@@ -145,9 +147,9 @@ def chosen(call: Call) -> str:
 
 
 def _on_cpu(call: Call, name: str) -> Call | None:
-    """Returns the call on a CPU, if the traced program may be compiled for one and holds a kernel of another platform.
+    """Returns the call for a CPU if a kernel was chosen in a traced program, else None.
 
-    See `lower_for_platform.py`.
+    The program may still be compiled for a CPU; see `lower_for_platform.py`.
     """
     if name in PORTABLE or not being_traced():
         return None
@@ -156,7 +158,7 @@ def _on_cpu(call: Call, name: str) -> Call | None:
 
 
 def split_of(call: Call) -> Split | None:
-    """Returns the split of the call over devices: as the caller, types or arrays that are not traced say it."""
+    """Returns the split of a call over devices, given by the caller, by types or by concrete arrays; else None."""
     sharding, arrays = call.options.sharding, call.operands[:3]
     if isinstance(sharding, Context):
         return split.by_context(call, sharding)
@@ -169,7 +171,7 @@ def split_of(call: Call) -> Split | None:
     return split.by_placement(call)
 
 
-@functools.lru_cache(maxsize=64)  # equal functions are the same, so that nothing is compiled again
+@functools.lru_cache(maxsize=64)  # returns the same function again, so that `jit` does not compile again
 def _run_part(implementation: str | None, context: Context | None) -> Callable[[Call], Output]:
     if context is not None and context.strategy == "ring":
         return functools.partial(ring.ring_attention, context=context, implementation=implementation)
@@ -185,13 +187,13 @@ def _exchanging(context: Context | None, attend: Callable[[Call], Output]) -> Ca
 
 
 def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]) -> Any:
-    """Computes `run(call)`, output and log-sum-exp or None, of the part of the call that each device holds."""
+    """Computes `run(call)`, which returns output and log-sum-exp, on each device for its part of the call."""
     operands = operands._replace(head_ids=head_ids(operands, options))
     leaves, structure = jax.tree.flatten(operands)
 
     def part(*leaves: Array) -> Any:
-        own = _shared_key_head(jax.tree.unflatten(structure, leaves), operands, parts)
-        return run(_unsplit(Call(own, options)))
+        held = _shared_key_head(jax.tree.unflatten(structure, leaves), operands, parts)
+        return run(_unsplit(Call(held, options)))
 
     mapped, leaves = parts.shard_map(part, leaves, operands.axis_names(), parts.output_spec)
     return mapped(*leaves)
@@ -201,13 +203,13 @@ _compiled_on_mesh = jax.jit(run_on_mesh, static_argnames=("options", "parts", "r
 
 
 def _unsplit(call: Call) -> Call:
-    """Marks a call whose arrays are on one device."""
+    """Marks a call as one whose arrays are on one device."""
     options = call.options
     return call._replace(options=options._replace(sharding=None, target=options.target._replace(may_be_split=False)))
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """Selects the one key head that a part's queries share, if every device holds all key heads."""
+    """Selects the key head of a device's query heads, if every device holds all key heads."""
     if parts.heads == parts.key_heads:
         return part
     group_size = whole.query.shape[-2] // whole.key.shape[-2]
@@ -218,9 +220,9 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
 
 
 def _empty_output(call: Call, parts: Split) -> tuple[Array, Array]:
-    """Returns output and log-sum-exp of no queries; XLA cannot always compile the gradients of empty parts."""
+    """Returns empty output and log-sum-exp; XLA cannot always compile gradients of empty parts of a call."""
     query, value = call.operands.query, call.operands.value
-    lse = query.sum(-1)  # not a constant: devices that only the types of arguments name must see these
+    lse = query.sum(-1)  # no constant, so that the results are on the devices of the query
     output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
     output, lse = (parts.reshard(x, parts.output_spec) for x in (output, lse))
     return output, lse.astype(call.options.dtype)

@@ -1,7 +1,8 @@
-"""Attention over a sequence that is split over devices, by exchanges before and after a call on each device.
+"""The strategies "ulysses" and "allgather" for a sequence that is split over devices.
 
-"ulysses" exchanges heads for positions, so that a device computes some heads over the whole sequence: Jacobs et al.,
-DeepSpeed Ulysses, arXiv:2309.14509. "allgather" collects all keys and values, for a device's own queries.
+"ulysses": by an all-to-all, each device gets some of the heads over the whole sequence, computes their attention, and
+sends the output back: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509. "allgather": each device collects all keys
+and values, and computes the attention of its queries.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from flax_mha.distributed import slices
 
 
 def ulysses(call: Call, context: Context, attend: Callable[[Call], Output]) -> Output:
-    """Computes output and log-sum-exp of a device's queries by `attend` of some heads over all positions."""
+    """Computes output and log-sum-exp of a device's queries; calls `attend` with some heads over all positions."""
     operands, options = call
     axis, is_zigzag = context.axis, context.layout == "zigzag"
     order = slices.chunk_order(context.layout, lax.axis_size(axis))
@@ -34,11 +35,13 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Output]) -> O
 
 
 def allgather(call: Call, context: Context, attend: Callable[[Call], Output]) -> Output:
-    """Computes output and log-sum-exp of a device's queries by `attend` of each of its chunks over all keys."""
+    """Computes output and log-sum-exp of a device's queries; calls `attend` with each of its chunks and all keys."""
     operands, options = call
     devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
     key, value = (
-        lax.all_gather(x, context.axis, axis=x.ndim - 3, tiled=True) if x.size else x  # XLA gathers nothing empty
+        lax.all_gather(x, context.axis, axis=x.ndim - 3, tiled=True)
+        if x.size
+        else x  # XLA cannot gather an empty array
         for x in (operands.key, operands.value)
     )
     operands, chunks = operands._replace(key=key, value=value), 1
@@ -48,6 +51,6 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Output]) ->
     length, axes, results = operands.query.shape[-3] // chunks, slices.sequence_axes(operands), []
     for number in range(chunks):
         first = slices.chunk_of(rank, number, devices) * length
-        part = slices.slice_call(operands, axes, (number * length, length), None, (first, 0))
-        results.append(attend(Call(part, options)))
+        chunk = slices.slice_call(operands, axes, (number * length, length), None, (first, 0))
+        results.append(attend(Call(chunk, options)))
     return jax.tree.map(lambda *x: jnp.concatenate(x, operands.query.ndim - 3), *results)

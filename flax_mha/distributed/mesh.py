@@ -1,4 +1,4 @@
-"""Arrays on a mesh: placed by a sharding, and gathered without moving what types say is split."""
+"""Places arrays on a mesh, and gathers entries of arrays that are split over one."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from flax_mha.distributed.split import is_explicit, number_of_parts, pad_spec
 
 
 def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
-    """Places an array by its sharding, or by that of an array of which it has only the first `rank` axes."""
+    """Places an array on a mesh by a sharding, of which only the first `rank` axes count if that is given."""
     if sharding is None:
         return x
     mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
@@ -28,9 +28,9 @@ def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array
 
 
 def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
-    """Gathers the entries of the first axis with these numbers, `missing` if there is none.
+    """Gathers the entries of the first axis with these indices, `missing` for indices out of range.
 
-    They are split as `x` is if its type says how, but for the first axis if their number does not fit.
+    On a mesh with Explicit axes, the result is split like `x`; its first axis is not, if its length does not allow it.
     """
     x, target = jnp.asarray(x), None
     if is_explicit(x):

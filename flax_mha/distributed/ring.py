@@ -1,14 +1,11 @@
-"""Ring attention over a sequence that is split over devices: queries stay, keys and values travel around a ring.
+"""Ring attention, the strategy "ring" for a sequence that is split over devices; `hops.py` has its loops.
 
-Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889. In each of N hops a
-device sends the keys that it holds to the next device, and meanwhile computes attention of its queries over them. The
-output and log-sum-exp of each hop are merged with those before. Derivatives go around once more: given the merged
-output and log-sum-exp, the attention's own tangent and its transpose, the backward pass, compute the share of each hop.
-Tangents of keys and values travel with these, and so do their gradients, which are back home after N hops. Derivatives
-of these loops, by JAX itself, are all others.
+Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889. Each of N devices
+keeps its queries, and sends keys and values around the ring in N hops. The tangent is one more pass around the ring,
+and so is its transpose, the backward pass. Derivatives of higher order are those of these passes, by JAX.
 
-No hop is skipped: keys travel N times, whatever the mask. All devices run one program, so the positions of a hop's keys
-are data, and its block mask is made while it runs; tiles that are masked throughout are not computed.
+No hop is skipped: keys and values travel N times, whatever the mask. All devices run one program, so the positions of a
+hop's keys are data, and its block mask is made at run time; tiles that are masked throughout are not computed.
 """
 
 import functools
@@ -30,10 +27,10 @@ from flax_mha.impl.shared.derivatives import Function, linear_function
 
 
 def ring_attention(call: Call, context: Context, implementation: str | None) -> OutputAndLse:
-    """Computes output and log-sum-exp of a device's queries, in a `jax.shard_map` over the mesh.
+    """Computes output and log-sum-exp of a device's part of a call, inside `jax.shard_map`.
 
-    The call has the device's own queries and keys, and the numbers of its own batch entries and heads. A named
-    implementation computes the hops, or raises NotImplementedError.
+    Raises:
+      NotImplementedError: If the named implementation cannot compute the hops.
     """
     if implementation is not None:
         registry.check_computes(implementation, _refusals(implementation, _first_slice(call, context)))
@@ -45,7 +42,7 @@ def ring_attention(call: Call, context: Context, implementation: str | None) -> 
 
 
 def explain(call: Call, context: Context, implementation: str | None) -> Explanation:
-    """Explains which implementation computes the hops, by the slice of the first one."""
+    """Explains which implementation computes the hops, by the first of them."""
     first = _first_slice(call, context)
     table = {name: _refusals(name, first) for name in registry.NAMES}
     if implementation is not None:
@@ -59,7 +56,7 @@ def _first_slice(call: Call, context: Context) -> Call:
 
 
 def _refusals(name: str, call: Call) -> list[str]:
-    """Lists why this implementation cannot compute the hops, of which this is one."""
+    """Lists why an implementation cannot compute the hops, of which `call` is one."""
     if IMPLEMENTATIONS[name].hop is None:
         known = " and ".join(f'"{name}"' for name in registry.NAMES if IMPLEMENTATIONS[name].hop is not None)
         return [f'with strategy="ring", only {known} compute the gradient of a hop from the merged result']
@@ -67,7 +64,7 @@ def _refusals(name: str, call: Call) -> list[str]:
 
 
 def _ring_of(call: Call, context: Context, implementation: str) -> tuple[Ring, Operands]:
-    """Returns the ring, and the operands of its hops: random words are drawn before them, sinks are added after."""
+    """Returns the ring and the operands of its hops, without sinks, which are added at the end, and dropout key."""
     operands = call.operands._replace(sinks=None, dropout_rng=None)
     ring = Ring(
         axis=context.axis,
@@ -82,8 +79,8 @@ def _ring_of(call: Call, context: Context, implementation: str) -> tuple[Ring, O
 
 
 def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> tuple[Array, Array]:
-    """Adds to the softmax one more score, which has no value."""
-    # Rows that saw NaN or infinity stay as they are, and have no gradient; so do those without any score.
+    """Adds one score per head, which has no value, to the softmax of an output and log-sum-exp."""
+    # Rows that are NaN, or have neither a visible score nor a sink, stay as they are and have no gradient.
     proper = (lse < jnp.inf) & ((lse > -jnp.inf) | (sinks > -jnp.inf))
     a, b = (jnp.where(proper, x, jnp.zeros_like(x)) for x in (lse, jnp.broadcast_to(sinks, lse.shape)))
     share = jnp.where(proper, jax.nn.sigmoid(a - b), jnp.ones_like(lse))
@@ -91,7 +88,7 @@ def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> tup
 
 
 def _results(ring: Ring, operands: Operands) -> Any:
-    """The results over all keys, as one operation with derivatives."""
+    """Computes the results over all keys, as one operation with handwritten derivatives."""
     leaves, structure = jax.tree.flatten(operands)
     rows, dtype = operands.query.shape[:-1], ring.options.dtype
     shapes = (*rows, operands.value.shape[-1]), *(rows for _ in range(1 + ring.options.return_max_score))
@@ -102,10 +99,10 @@ def _results(ring: Ring, operands: Operands) -> Any:
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         output, lse, *largest = attend(*arguments)
         result = name_residuals(output, lse)
-        moved = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)]
-        operands, d_operands = (jax.tree.unflatten(structure, x) for x in (arguments, moved))
-        of_hops = ring._replace(options=ring.options._replace(return_max_score=False))  # which has no tangent
-        tangent = _linear(hops.tangents, of_hops, operands, result, hops.trainable_of(d_operands))
+        d_arguments = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)]
+        operands, d_operands = (jax.tree.unflatten(structure, x) for x in (arguments, d_arguments))
+        without_max = ring._replace(options=ring.options._replace(return_max_score=False))  # it has no tangent
+        tangent = _linear(hops.tangents, without_max, operands, result, hops.trainable_of(d_operands))
         return [*result, *largest], [*tangent, *(None for _ in largest)]
 
     attend = Function([jax.ShapeDtypeStruct(shape, dtype) for shape in shapes], evaluate, jvp)
@@ -113,9 +110,9 @@ def _results(ring: Ring, operands: Operands) -> Any:
 
 
 def _linear(compute: Callable, ring: Ring, operands: Operands, known: OutputAndLse, linear: Any) -> list[Array]:
-    """`tangents` or `gradients` of `hops.py`, of which each is the transpose of the other, as one operation."""
+    """Calls `hops.tangents` or `hops.gradients`, each the transpose of the other, as one linear operation."""
     leaves, residuals = jax.tree.flatten((operands, known))
-    of_linear, structure = jax.tree.flatten(linear)
+    linear_leaves, structure = jax.tree.flatten(linear)
     like, results = jax.tree.flatten(known if compute is hops.tangents else hops.trainable_of(operands))
     first = len(leaves)
 
@@ -130,4 +127,4 @@ def _linear(compute: Callable, ring: Ring, operands: Operands, known: OutputAndL
 
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
     here, portable = (functools.partial(evaluate, x) for x in (ring, ring.portable))
-    return linear_function(outputs, here, transpose, first, portable)(*leaves, *of_linear)
+    return linear_function(outputs, here, transpose, first, portable)(*leaves, *linear_leaves)

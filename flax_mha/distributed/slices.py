@@ -1,4 +1,4 @@
-"""Slices of a call along its sequences: the queries and keys that a device or a hop of a ring computes."""
+"""Cuts calls along their sequences, and reorders the chunks of sequences that are split over devices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,29 +15,29 @@ from flax_mha.core.tile import Scalar
 
 
 class SequenceAxes(NamedTuple):
-    """The axes of an array of a call that have an entry for each query and for each key; None if there is none."""
+    """The sequence axes of one array of a call."""
 
-    queries: int | None
-    keys: int | None
-    travels: bool  # if each device holds the entries of its own keys alone
+    queries: int | None  # number of the axis with an entry for each query, or None
+    keys: int | None  # number of the axis with an entry for each key, or None
+    travels: bool  # whether the array is split over devices as keys and values are, and so travels with them in a ring
 
 
 def sequence_axes(operands: Operands) -> tuple[SequenceAxes, ...]:
-    """Finds the axes of each array, in the order of `jax.tree.leaves`."""
+    """Finds the sequence axes of each array, in the order of `jax.tree.leaves`."""
     batch = ["B"] * (operands.query.ndim - 3)
     found = []
     for x, axes in zip(jax.tree.leaves(operands), operands.axis_names(), strict=True):
-        names = [part for name in axes.split() for part in (batch if name == "B" else [name])]
+        names = [axis for name in axes.split() for axis in (batch if name == "B" else [name])]
         # An axis "T|1" or "S|1" of length 1 is broadcast.
-        own = {name[0]: i for i, name in enumerate(names) if not name.endswith("|1") or x.shape[i] != 1}
-        found.append(SequenceAxes(own.get("T"), own.get("S"), travels_with_keys(names)))
+        numbers = {name[0]: i for i, name in enumerate(names) if not name.endswith("|1") or x.shape[i] != 1}
+        found.append(SequenceAxes(numbers.get("T"), numbers.get("S"), travels_with_keys(names)))
     return tuple(found)
 
 
 def travels_with_keys(names: Sequence[str]) -> bool:
-    """Returns True if an array with these axes is split over devices as the keys are.
+    """Returns whether an array with these axes is split over devices as keys and values are.
 
-    An array with an axis for the queries besides is split over those, and holds all keys.
+    An array that also has an axis for queries is split along queries, and has entries for all keys.
     """
     return "S" in names and not {"T", "T|1"} & set(names)
 
@@ -49,11 +49,15 @@ def slice_call(
     keys: tuple[Scalar, Scalar, int] | None,
     positions: tuple[Scalar, Scalar],
 ) -> Operands:
-    """Cuts out some queries and keys of a call.
+    """Cuts some queries and keys out of the operands of a device.
 
-    `queries` are the first one and their number, `keys` the first one in arrays that travel with the keys, the first
-    one in arrays that hold all keys, and their number; None keeps all keys. `positions` are the distances of the first
-    query and the first key from those of the whole call.
+    Args:
+      operands: The operands.
+      axes: The sequence axes of all operands.
+      queries: The first query and the number of queries.
+      keys: The first key in arrays that travel, the first key in arrays with entries for all keys, and the number of
+        keys; None keeps all keys.
+      positions: Positions of the first query and the first key, relative to the offsets of `operands`.
     """
     first_query, height = queries
 
@@ -61,12 +65,12 @@ def slice_call(
         x = _cut(x, axes.queries, first_query, height)
         if keys is None:
             return x
-        first_own, first_of_all, width = keys
-        return _cut(x, axes.keys, first_own if axes.travels else first_of_all, width)
+        first_held, first_of_all, width = keys
+        return _cut(x, axes.keys, first_held if axes.travels else first_of_all, width)
 
     shape = (1,) * (operands.query.ndim - 3)
-    moved = operands.offsets.moved(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in positions))
-    return _map(cut, operands, axes)._replace(offsets=moved)
+    offsets = operands.offsets.moved(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in positions))
+    return _map(cut, operands, axes)._replace(offsets=offsets)
 
 
 def _cut(x: Array, axis: int | None, first: Scalar, length: int) -> Array:
@@ -79,18 +83,18 @@ def _map(change: Callable[[Array, SequenceAxes], Any], operands: Operands, axes:
 
 
 def travelling_arrays(operands: Operands, axes: Sequence[SequenceAxes]) -> list[Array]:
-    """Lists keys, values and all other arrays that are split over devices as the keys are."""
-    return [x for x, own in zip(jax.tree.leaves(operands), axes, strict=True) if own.travels]
+    """Lists keys, values and all other arrays that are split over devices as these are."""
+    return [x for x, of_array in zip(jax.tree.leaves(operands), axes, strict=True) if of_array.travels]
 
 
 def replace_travelling(operands: Operands, axes: Sequence[SequenceAxes], arrays: Sequence[Array]) -> Operands:
-    """Puts others in the place of `travelling_arrays`."""
+    """Replaces the `travelling_arrays` of `operands` by others."""
     following = iter(arrays)
-    return _map(lambda x, own: next(following) if own.travels else x, operands, axes)
+    return _map(lambda x, of_array: next(following) if of_array.travels else x, operands, axes)
 
 
 def reorder_keys(operands: Operands, order: np.ndarray, and_queries: bool = False) -> Operands:
-    """Reorders the chunks of all arrays along the keys, and along the queries if asked: chunk `order[i]` comes i-th."""
+    """Calls `reorder_chunks` on all arrays along their keys and, with `and_queries`, along their queries."""
 
     def change(x: Array, axes: SequenceAxes) -> Array:
         x = x if axes.keys is None else reorder_chunks(x, order, axes.keys)
@@ -100,14 +104,14 @@ def reorder_keys(operands: Operands, order: np.ndarray, and_queries: bool = Fals
 
 
 def reorder_chunks(x: Any, order: np.ndarray, axis: int) -> Any:
-    """Cuts an array, of NumPy or JAX, into as many chunks as `order` has entries: chunk `order[i]` comes i-th."""
+    """Cuts an array of NumPy or JAX into `len(order)` chunks, and joins them such that chunk `order[i]` is the i-th."""
     library = np if isinstance(x, np.ndarray) else jnp
     chunks = library.split(x, len(order), axis)
     return library.concatenate([chunks[i] for i in order], axis)
 
 
 def chunk_order(layout: Layout, devices: int) -> np.ndarray:
-    """Lists the numbers of the chunks of the sequence in the order in which the devices hold them.
+    """Lists the chunks of the sequence, by number, in the order in which the devices hold them.
 
     Raises:
       ValueError: If `devices` is not an int >= 1.
@@ -119,5 +123,5 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
-    """Returns the place in the sequence of a device's chunk 0 or 1; in contiguous sequences there is only chunk 0."""
+    """Returns which chunk of the sequence is a device's chunk 0 or, in the layout "zigzag", 1."""
     return rank + number * (2 * devices - 1 - 2 * rank)

@@ -1,8 +1,8 @@
-"""How a mesh splits a call: over batch axes and heads, and over the sequence in `context_parallel`.
+"""How a mesh splits a call: along batch axes and heads, and along the sequence with `context_parallel`.
 
-A split is known in three cases: the caller gives it (`qkv_sharding`), the types of the arrays do (on a mesh with
-Explicit axes), or the arrays are not traced. In all other cases XLA's partitioner splits the call. `dispatch.split_of`
-finds out which case it is.
+A split is known in three cases: the caller gives it (`qkv_sharding` or `context_parallel`), the types of the arrays
+contain it (on a mesh with Explicit axes), or the arrays are concrete. `dispatch.split_of` finds out which case applies.
+In all other cases, XLA's partitioner splits the call.
 """
 
 import math
@@ -32,20 +32,23 @@ def number_of_parts(mesh: Any, axes: Axes) -> int:
 
 
 def is_explicit(x: Any) -> bool:
-    """Returns True if the type of an array says how it is split."""
+    """Returns whether the type of an array contains its split, as on a mesh with Explicit axes."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def pad_spec(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
-    """Lengthens a PartitionSpec, which may leave out the last axes of an array, to all of its axes."""
+    """Pads a PartitionSpec with None to the rank of an array."""
     given = tuple(spec)
     return given + (None,) * (rank - len(given))
 
 
 def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
-    """Returns the mesh axes that split the key heads if `axes` split the query heads into so many parts.
+    """Returns the mesh axes that split the key heads, if `axes` split the query heads into `parts`.
 
-    They are the same; None if there are fewer key heads than parts: every device then holds all of them.
+    They are the same axes, or None if there are fewer key heads than parts: then every device holds all key heads.
+
+    Raises:
+      ValueError: If neither of the two numbers divides the other.
     """
     if num_kv_heads % parts and parts % num_kv_heads:
         raise ValueError(
@@ -58,12 +61,12 @@ def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
 class Split(NamedTuple):
     """The mesh axes that split the batch axes, the heads and the sequence of a call."""
 
-    mesh: Mesh | AbstractMesh
-    manual: frozenset[str]  # over which each device computes on its own
-    batch: tuple[Axes, ...]
-    heads: Axes  # of the query
-    key_heads: Axes  # None if every device holds all of them
-    context: Context | None = None  # None if no sequence is split
+    mesh: Mesh | AbstractMesh  # the mesh
+    manual: frozenset[str]  # the mesh axes of the `jax.shard_map` in which the parts are computed
+    batch: tuple[Axes, ...]  # the mesh axes that split each batch axis
+    heads: Axes  # the mesh axes that split the query heads
+    key_heads: Axes  # the mesh axes that split the key heads; None if every device holds all of them
+    context: Context | None = None  # the arguments of `context_parallel`; None if the sequence is not split
 
     def spec(self, x: Any, axes: str) -> PartitionSpec:
         """Returns the split of an array, given the names of its axes as in the field metadata of `masks/base.py`."""
@@ -89,15 +92,15 @@ class Split(NamedTuple):
         return PartitionSpec(*self.batch, None if self.context is None else self.context.axis, self.heads)
 
     def reshard(self, x: Any, spec: PartitionSpec) -> Any:
-        """Moves an array to this split if the mesh has Explicit axes; XLA's partitioner does it on others."""
+        """Reshards an array if the mesh has Explicit axes; on other meshes XLA's partitioner does it."""
         return jax.reshard(x, NamedSharding(self.mesh, spec)) if AxisType.Explicit in self.mesh.axis_types else x
 
     def shard_map(
         self, function: Callable[..., Any], arrays: Sequence[Any], axes: Sequence[str], out_spec: PartitionSpec
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Returns a function that calls `function` on each device with its parts, and the arrays to call it with.
+        """Returns a `jax.shard_map` of `function`, and the arrays to call it with.
 
-        `axes` names the axes of each of the whole `arrays`; `out_spec` is the split of every result.
+        `axes` are the axis names of each array; `out_spec` is the split of every result.
         """
         specs = tuple(self.spec(x, names) for x, names in zip(arrays, axes, strict=True))
         everything = self.manual == frozenset(self.mesh.axis_names)
@@ -106,14 +109,16 @@ class Split(NamedTuple):
             mesh=self.mesh,
             in_specs=specs,
             out_specs=out_spec,
-            axis_names=frozenset() if everything else self.manual,  # no name: all axes that `jax.vmap` has not taken
-            check_vma=False,  # kernels do not say over which axes their output varies
+            axis_names=frozenset()
+            if everything
+            else self.manual,  # an empty set means all axes but those of `jax.vmap`
+            check_vma=False,  # outputs of kernels do not declare the axes over which they vary
         )
         return mapped, [self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
 
 
 def by_types(call: Call) -> Split:
-    """Returns the split that the types of the arrays give, on a mesh with Explicit axes."""
+    """Returns the split in the types of the arrays, on a mesh with Explicit axes."""
     arrays = call.operands[:3]
     mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
     specs = [jax.typeof(x).sharding.spec for x in arrays]
@@ -121,7 +126,7 @@ def by_types(call: Call) -> Split:
 
 
 def by_caller(call: Call, sharding: Any) -> Split | None:
-    """Returns the split by `qkv_sharding`: a PartitionSpec, for the mesh of the context, or a NamedSharding."""
+    """Returns the split by `qkv_sharding`, a NamedSharding or a PartitionSpec on the mesh of the context."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
     named = {name for axes in spec for name in names_of(axes)}
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
@@ -132,7 +137,7 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
 
 
 def by_placement(call: Call) -> Split | None:
-    """Returns the split of arrays that are not traced, if they need not be moved to compute in it."""
+    """Returns the split of concrete arrays, if the call can be computed without moving them."""
     shardings: list[Any] = [x.sharding for x in call.operands[:3]]
     if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
         return None
@@ -144,7 +149,7 @@ def by_placement(call: Call) -> Split | None:
 
 
 def by_context(call: Call, context: Context) -> Split:
-    """Returns the split by `context_parallel`; the query may say what splits batch and heads if this names nothing."""
+    """Returns the split by `context_parallel`; batch and heads are split as the query is, if no argument tells."""
     mesh, spec = _mesh_and_spec(call, context)
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
@@ -166,7 +171,7 @@ def by_context(call: Call, context: Context) -> Split:
 
 
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
-    """Returns the mesh, and the split of the query's axes as far as its type says it, or the query if not traced."""
+    """Returns the mesh, and for each axis of the query the mesh axes that split it, as far as they are known."""
     query: Any = call.operands.query
     is_traced = isinstance(query, jax.core.Tracer)
     known: Any = jax.typeof(query).sharding if is_explicit(query) else None if is_traced else query.sharding
@@ -199,7 +204,7 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
 
 
 def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, source: str) -> Split:
-    """Returns the split of a call, given that of query, key and value, or one of all three."""
+    """Checks and returns the split of a call by the specs of query, key and value, or by one spec for all three."""
     query, key, *_ = call.operands
     by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
     given = [{axes for axes in each if axes not in (None, ())} for each in by_axis]

@@ -1,7 +1,8 @@
-"""Tensor parallelism: the heads of a module split over a mesh axis, from the projections to the output's sum.
+"""Tensor parallelism: a mesh axis splits the heads of a module, its parameters included.
 
-Each device holds the parameters of its own heads, computes their attention, and the output projection adds up what all
-heads contribute: one sum over the devices. (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
+Each device holds the parameters of some heads and computes their attention; the output projection sums the
+contributions of all heads, which takes one sum over the devices. (Shoeybi et al., Megatron-LM, arXiv:1909.08053,
+section 3.)
 """
 
 from collections.abc import Callable
@@ -21,11 +22,12 @@ Names = tuple[str | None, ...]
 
 
 def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[str, Names]:
-    """Names the axes of all parameters that `head_axis` splits, on the mesh of the context, if there is one.
+    """Returns axis names for Flax's metadata of all parameters, if `head_axis` splits the heads.
 
-    Names are for Flax's metadata, by parameter: "query" and "key" for kernels [features, N, H], and without the first
-    for biases; all None for keys and values if there are fewer heads than devices. "key" is also for a cache without
-    its batch axes, [S, K, H], "out" for [N, H, features], "out_bias", and "sinks" [N].
+    Returns:
+      "query" and "key" (also for values) for kernels [features, N, H], without the first for biases [N, H]; "key" is
+      all None if there are fewer key heads than devices, and is also for a cache [S, K, H] without its batch axes.
+      "out" for the kernel [N, H, features], "out_bias" for its bias, "sinks" for [N].
     """
     parts = _size(head_axis)
     if num_heads % parts:
@@ -44,18 +46,18 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
 
 
 def mesh_axis(head_axis: str) -> Any:
-    """Returns the mesh axis, or axes, of a logical axis by Flax's rules in the context; other names unchanged."""
+    """Returns the mesh axes of a logical axis by Flax's rules in the context; other names unchanged."""
     return next((mesh for logical, mesh in spmd.get_logical_axis_rules() if logical == head_axis), head_axis)
 
 
 def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..., Any]:
-    """Makes an initializer for Flax linen box its parameter with the names of its axes."""
+    """Wraps an initializer for Flax linen, so that its parameter is boxed with the names of its axes."""
     box = Box if mesh_axis(head_axis) == head_axis else LogicalBox
     return lambda *arguments: box(init(*arguments), names)
 
 
 class _Unboxing:
-    """Places a parameter once it has its axes: Flax's `DenseGeneral` initializes a flat kernel, and unboxes it."""
+    """Places a parameter on the mesh when it is unboxed, but not the flat kernel that `DenseGeneral` initializes."""
 
     value: Any
     names: Names
@@ -69,16 +71,16 @@ class _Unboxing:
 
 @struct.dataclass
 class Box(_Unboxing, nn.Partitioned):
-    """A parameter, and for each of its axes the mesh axis that splits it."""
+    """A parameter with the mesh axes that split its axes."""
 
 
 @struct.dataclass
 class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
-    """A parameter, and for each of its axes the logical axis that stands for the mesh axis that splits it."""
+    """A parameter with the logical axes that split its axes."""
 
 
 def _size(head_axis: str) -> int:
-    """Counts the devices along the axis; 1 without a mesh."""
+    """Returns the number of devices along an axis; 1 without a mesh."""
     axes, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1
@@ -91,9 +93,9 @@ def _size(head_axis: str) -> int:
 
 
 def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> NamedSharding:
-    """Returns how a matrix product is split, as its operands are, whose types say how.
+    """Returns a sharding for a matrix product, from the splits in the types of its operands.
 
-    JAX does not choose a split for a product that sums over split axes.
+    JAX requires one for a product that sums over split axes.
     """
     (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
     left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
