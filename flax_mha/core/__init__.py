@@ -1,1 +1,1 @@
-"""One call as a value: its arguments checked, positions, what is known while tracing."""
+"""Basics that all other folders use: checks of values, positions and tiles, tracing, user functions."""

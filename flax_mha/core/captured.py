@@ -17,11 +17,12 @@ def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
     seen = {} if seen is None else seen
     if id(value) not in seen:
         seen[id(value)] = value  # a function may capture itself
-        seen[id(value)] = _changed(value, functools.partial(with_jax_arrays, seen=seen))
+        seen[id(value)] = _replace_parts(value, functools.partial(with_jax_arrays, seen=seen))
     return seen[id(value)]
 
 
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+def _replace_parts(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Applies `change` to the parts of a container or a callable; converts a NumPy array itself."""
     if isinstance(value, np.ndarray):
         return jnp.asarray(value.copy())  # JAX keeps what an array of 64 bits held when it was first a constant
     if isinstance(value, dict):
@@ -31,16 +32,16 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, functools.partial):
         return functools.partial(change(value.func), *map(change, value.args), **change(value.keywords))
     if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, _changed_attributes(value.__self__, change))
+        return types.MethodType(value.__func__, _copy_object(value.__self__, change))
     if isinstance(value, _JITTED):
         return change(value.__wrapped__)  # type: ignore[attr-defined]  # it is called without `jit` anyway
     if isinstance(value, types.FunctionType):
-        return _changed_function(value, change)
+        return _copy_function(value, change)
     is_callable = callable(value) and not isinstance(value, type | types.BuiltinFunctionType)
-    return _changed_attributes(value, change) if is_callable else value
+    return _copy_object(value, change) if is_callable else value
 
 
-def _changed_attributes(value: Any, change: Callable[[Any], Any]) -> Any:
+def _copy_object(value: Any, change: Callable[[Any], Any]) -> Any:
     if not isinstance(getattr(value, "__dict__", None), dict) or type(value).__module__.startswith(("jax", "numpy")):
         return value
     copy = object.__new__(type(value))
@@ -48,7 +49,7 @@ def _changed_attributes(value: Any, change: Callable[[Any], Any]) -> Any:
     return copy
 
 
-def _changed_function(function: types.FunctionType, change: Callable[[Any], Any]) -> types.FunctionType:
+def _copy_function(function: types.FunctionType, change: Callable[[Any], Any]) -> types.FunctionType:
     """Copies a function, with `change` applied to its closure, its defaults and the global variables that it reads."""
     names = function.__globals__
     names = names | {name: change(names[name]) for name in function.__code__.co_names if name in names}

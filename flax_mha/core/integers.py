@@ -72,7 +72,7 @@ def int32(name: str, value: Any) -> Array:
 
 
 def ids_int32(name: str, value: Any) -> Array:
-    """Converts ids to int32 such that equal ids, and no others, stay equal.
+    """Converts ids to int32; two of them are equal exactly if the given ids are.
 
     Traced ids cannot be checked: those of 64 bits keep their dtype, and uint32 wraps around.
 

@@ -1,4 +1,4 @@
-"""Tells what is known while JAX traces: target devices, concrete values, and the mesh axes that arrays vary over."""
+"""Properties of a JAX trace: its target devices, which arrays are concrete, and which mesh axes they vary over."""
 
 import functools
 from collections.abc import Callable, Sequence
