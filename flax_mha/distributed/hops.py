@@ -119,7 +119,7 @@ class Ring(NamedTuple):
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
 
 
-def merged(ring: Ring, operands: Operands) -> OutputAndLse:
+def merge_hops(ring: Ring, operands: Operands) -> OutputAndLse:
     """Computes output, log-sum-exp and, if asked for, largest scores over all keys."""
     (*rows, _), features, dtype = operands.query.shape, operands.value.shape[-1], ring.options.dtype
 

@@ -64,7 +64,7 @@ def _refusals(name: str, call: Call) -> list[str]:
 
 
 def _ring_of(call: Call, context: Context, implementation: str) -> tuple[Ring, Operands]:
-    """Returns the ring and the operands of its hops, without sinks, which are added at the end, and dropout key."""
+    """Returns the ring, and the operands of its hops: sinks are added at the end, random words are drawn already."""
     operands = call.operands._replace(sinks=None, dropout_rng=None)
     ring = Ring(
         axis=context.axis,
@@ -94,7 +94,7 @@ def _results(ring: Ring, operands: Operands) -> Any:
     shapes = (*rows, operands.value.shape[-1]), *(rows for _ in range(1 + ring.options.return_max_score))
 
     def evaluate(*arguments: Any) -> OutputAndLse:
-        return hops.merged(ring, jax.tree.unflatten(structure, arguments))
+        return hops.merge_hops(ring, jax.tree.unflatten(structure, arguments))
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         output, lse, *largest = attend(*arguments)
