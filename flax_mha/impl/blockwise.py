@@ -28,7 +28,7 @@ from flax_mha.impl.shared.head import Head, from_caller, heads_of, map_heads, nu
 from flax_mha.impl.shared.nonfinite import NonfiniteFlags
 from flax_mha.impl.shared.schedule import Plan
 from flax_mha.impl.shared.scores import ScoreInputs, ScoreRule, times
-from flax_mha.impl.shared.tile_sum import Argument, TileFunction, TileVisit, by_row, element, over_keys, tile_sum
+from flax_mha.impl.shared.tile_sum import Argument, TileSummand, TileVisit, by_row, element, over_keys, tile_sum
 from flax_mha.impl.shared.tiling import BlockMask, Tiling, dynamic_block_mask, padded_mask
 
 
@@ -127,12 +127,7 @@ def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, k
     leaves, structure = jax.tree.flatten((head, blocks, known))
     shapes = (tiling.shape[0], head.value.shape[1]), *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max))
     outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
-    return _function_of_leaves(tiling, fuse_rows, structure, outputs)(*leaves)
 
-
-def _function_of_leaves(
-    tiling: Tiling, fuse_rows: bool, structure: Any, outputs: Sequence[jax.ShapeDtypeStruct]
-) -> Function:
     def evaluate(*arguments: Any) -> Sequence[Array]:
         head, blocks, known = jax.tree.unflatten(structure, arguments)
         if known is not None:
@@ -143,13 +138,13 @@ def _function_of_leaves(
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         head, blocks, known = jax.tree.unflatten(structure, arguments)
-        output, lse, *largest = known or _function_of_leaves(tiling, False, structure, outputs)(*arguments)
+        output, lse, *largest = known or _attention(tiling, False, head, blocks, None)
         result = known or name_residuals(output, lse)
-        moved = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)]
-        tangent = _tangent(tiling, head, blocks, result, jax.tree.unflatten(structure, moved)[0])
+        d_arguments = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)]
+        tangent = _tangent(tiling, head, blocks, result, jax.tree.unflatten(structure, d_arguments)[0])
         return [*result, *largest], [*tangent, *(None for _ in largest)]
 
-    return Function(outputs, evaluate, jvp)
+    return Function(outputs, evaluate, jvp)(*leaves)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -244,7 +239,7 @@ def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
     return ScoreInputs(bias, None, list(captured))
 
 
-def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
+def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
     """Makes the function whose tile sum gives the tangents of output, before `output lse'`, and log-sum-exp."""
     has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
     may_be_nan = has_bias or head.rule.score_mod is not None
@@ -265,15 +260,10 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileFunction:
         return weighted, jnp.sum(d_weights, axis=1, keepdims=True)
 
     shared, dtype = _arguments(head), head.rule.dtype
-    kinds = _kinds(has_bias, shared[2:])
-    linear = Argument.of(("queries", "keys", "keys", *kinds), (head.query, *shared))
+    kinds = ["queries", "keys", "keys"] + ["scores"] * has_bias + ["whole"] * len(head.inputs.captured)
+    linear = Argument.of(kinds, (head.query, *shared))
     outputs = Argument("queries", (rows, features), dtype), Argument("queries", (rows, 1), dtype)
-    return TileFunction(compute, (linear[0], Argument("queries", (rows, 1), lse.dtype), *linear[1:]), linear, outputs)
-
-
-def _kinds(has_bias: bool, inputs: Sequence[Array]) -> list[str]:
-    """Lists the kinds of bias and captured arrays; see `tile_sum.Kind`."""
-    return ["scores" if has_bias and i == 0 else "whole" for i, _ in enumerate(inputs)]
+    return TileSummand(compute, (linear[0], Argument("queries", (rows, 1), lse.dtype), *linear[1:]), linear, outputs)
 
 
 def _backward(
@@ -312,7 +302,10 @@ def _backward(
         bias = [] if d_inputs.bias is None else [d_inputs.bias]
         return d_query, d_key, d_value, *bias, *d_inputs.captured
 
-    kinds, of_rows = _kinds(has_bias, inputs), ("queries", "queries transposed", "queries")
+    kinds, of_rows = (
+        ["scores"] * has_bias + ["whole"] * (len(inputs) - has_bias),
+        ("queries", "queries transposed", "queries"),
+    )
     residuals, linear = [query, query, lse, key, value, *inputs], [d_output, d_output, d_lse]
     outputs = (
         Argument("queries", query.shape, query.dtype, scale),
@@ -321,7 +314,7 @@ def _backward(
         *Argument.of(kinds, inputs),
     )
     arguments = Argument.of((*of_rows, "keys", "keys", *kinds), residuals), Argument.of(of_rows, linear)
-    function = TileFunction(compute, *arguments, outputs)
+    function = TileSummand(compute, *arguments, outputs)
     d_query, d_key, d_value, *d_inputs = tile_sum(tiling, function, rule, blocks, residuals, linear)
     return [d_query, d_key.T, d_value.T, *d_inputs]
 

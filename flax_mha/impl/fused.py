@@ -73,7 +73,7 @@ def _runs_kernel(jaxpr: ClosedJaxpr) -> bool:
     return any(x.primitive.name.startswith(KERNELS) for x in equations(jaxpr.jaxpr))
 
 
-class _Saving(NamedTuple):
+class _ForwardPass(NamedTuple):
     """The kernel's forward pass with residuals for its gradient."""
 
     jaxpr: ClosedJaxpr  # computes the results, and the residuals that come from the kernel
@@ -84,16 +84,16 @@ class _Saving(NamedTuple):
     pull: Any  # structure of the function, a pytree whose leaves are the residuals, that computes these gradients
 
     @classmethod
-    def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_Saving":
+    def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
         """Traces the forward pass for gradients of the leaves with these numbers."""
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
             some = tuple(leaves[i] for i in places)
             results, pull = jax.vjp(lambda *some: functions.kernel(*replace_at(leaves, places, some)), *some)
-            saved, structure = jax.tree.flatten(pull)
+            residuals, structure = jax.tree.flatten(pull)
             structures.append(structure)
-            return [*results, *saved]
+            return [*results, *residuals]
 
         jaxpr, results = jax.make_jaxpr(forward)(*arguments), functions.num_results
         count = len(jaxpr.out_avals)
@@ -102,41 +102,43 @@ class _Saving(NamedTuple):
         inputs = _outputs(jaxpr, [not flag for flag in kept])
         return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
 
-    def all_saved(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
+    def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
         """Returns all residuals, given those that come from the kernel."""
         computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 
 
-def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saving: _Saving | None = None) -> Function:
-    """Makes the function that computes the kernel's results and then, with `saving`, the kernel's residuals."""
+def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
+    """Makes the function that computes the kernel's results and then, with `saved`, the kernel's residuals."""
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         return functions.run(jaxpr, arguments)
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         places = tuple(sorted(tangents))
-        mine = saving if saving is not None and saving.places == places else _Saving.of(functions, places, arguments)
-        outputs = (attend if mine is saving else _attention(functions, mine.jaxpr, mine))(*arguments)
+        current = (
+            saved if saved is not None and saved.places == places else _ForwardPass.of(functions, places, arguments)
+        )
+        outputs = (attend if current is saved else _attention(functions, current.jaxpr, current))(*arguments)
         results, kept = outputs[: functions.num_results], outputs[functions.num_results :]
         named = [checkpoint_name(x, name) for x, name in zip(results, RESIDUALS, strict=False)]
         results = [*named, *results[len(RESIDUALS) :]]
         largest = max((x.size for x in kept), default=0)
         kept = [checkpoint_name(x, RESIDUALS[int(x.size < largest)]) for x in kept]
         # Residuals have no tangent: only the kernel's gradient uses them.
-        tangent = _tangent(functions, mine, len(arguments), attend.outputs[: functions.num_results])
-        moved = tangent(*arguments, *mine.all_saved(arguments, kept), *(tangents[i] for i in places))
-        own = [*results, *kept] if saving is None or saving is mine else attend(*arguments)
-        own = own[: len(attend.outputs)]
-        return own, [*moved, *(None for _ in own[functions.num_results :])]
+        tangent = _tangent(functions, current, len(arguments), attend.outputs[: functions.num_results])
+        d_results = tangent(*arguments, *current.all_residuals(arguments, kept), *(tangents[i] for i in places))
+        primal = [*results, *kept] if saved is None or saved is current else attend(*arguments)
+        primal = primal[: len(attend.outputs)]
+        return primal, [*d_results, *(None for _ in primal[functions.num_results :])]
 
     attend = Function(jaxpr.out_avals, evaluate, jvp, jaxpr=jaxpr)
     return attend
 
 
-def _tangent(functions: _Functions, saving: _Saving, num_leaves: int, outputs: Sequence[Any]) -> Function:
+def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]) -> Function:
     """Makes the tangent of the results: a function of the leaves, all residuals, and the tangents of some leaves."""
-    places, num_saved = saving.places, saving.pull.num_leaves
+    places, num_saved = saved.places, saved.pull.num_leaves
     first = num_leaves + num_saved
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
@@ -145,13 +147,13 @@ def _tangent(functions: _Functions, saving: _Saving, num_leaves: int, outputs: S
 
     def portable_gradient(*arguments: Any) -> Sequence[Array]:
         leaves = arguments[:num_leaves]
-        moved = tuple(leaves[i] for i in places)
-        _, pull = jax.vjp(lambda *some: functions.portable(*replace_at(leaves, places, some)), *moved)
+        some = tuple(leaves[i] for i in places)
+        _, pull = jax.vjp(lambda *some: functions.portable(*replace_at(leaves, places, some)), *some)
         return list(pull(list(arguments[first:])))
 
     def transpose(residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
         def pull(*both: Array) -> list[Array]:
-            return list(jax.tree.unflatten(saving.pull, both[:num_saved])(list(both[num_saved:])))
+            return list(jax.tree.unflatten(saved.pull, both[:num_saved])(list(both[num_saved:])))
 
         jaxpr = jax.make_jaxpr(pull)(*residuals[num_leaves:], *cotangents)
         gradient = linear_function(

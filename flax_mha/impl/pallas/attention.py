@@ -15,7 +15,7 @@ from flax_mha.core.tile import Offsets
 from flax_mha.core.user_function import TracedFunction
 from flax_mha.impl.pallas import kernels
 from flax_mha.impl.pallas.grid import LANES
-from flax_mha.impl.pallas.inputs import Inputs, Plan
+from flax_mha.impl.pallas.inputs import Inputs, KernelPlan
 from flax_mha.impl.pallas.launch import KernelCall
 from flax_mha.impl.pallas.split_function import TileFunction, split
 from flax_mha.impl.pallas.tile import TileMask, TileRule
@@ -59,7 +59,7 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
     fields: dict[str, Any] = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
     fields |= dict.fromkeys(("mask", "dropout_seed", "batch", "head")) | {"offsets": Offsets(), "constants": []}
     tile_rule = TileRule(**fields, function=function)
-    plan = Plan(tile_rule, tiling, features_last, dtype, operands.query.dtype, interpret)
+    plan = KernelPlan(tile_rule, tiling, features_last, dtype, operands.query.dtype, interpret)
     return KernelCall(plan, inputs, _occupancy(rule, tiling, rank))
 
 
@@ -131,8 +131,8 @@ def attend(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
     return run(call.inputs, None if is_static else call.occupancy, known)
 
 
-def _round_operands(plan: Plan, inputs: Inputs) -> Inputs:
-    """Rounds query, key and value for the matrix products; inside the custom derivative, which does not round."""
+def _round_operands(plan: KernelPlan, inputs: Inputs) -> Inputs:
+    """Rounds query, key and value for the products, inside the custom derivative, so that gradients are not rounded."""
     query, key, value = (x.astype(plan.product_dtype) for x in inputs[:3])
     return inputs._replace(query=query, key=key, value=value)
 

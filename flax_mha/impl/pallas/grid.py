@@ -35,30 +35,30 @@ LANES = 128
 MOST_WORDS = 2 * 65535
 
 
-class Grid(NamedTuple):
+class StepGrid(NamedTuple):
     """The sizes of a kernel's grid and of its lists of steps."""
 
     sizes: Sizes  # sizes of the axes of batch and heads
-    results: Sizes  # the same axes of the results, 1 where heads share a result
-    lists: Sizes  # the same axes of the lists of steps, 1 where heads share a list
+    results: Sizes  # the same axes of the results, 1 if heads share a result
+    lists: Sizes  # the same axes of the lists of steps, 1 if heads share a list
     length: int  # number of steps in each list
 
     def place(self, *indices: Any) -> tuple[Any, list[Any], Any, Any]:
-        """Returns the flags of a step, the indices of its head, and the row and the column of its tile.
+        """Returns the action of a step, the indices of its head, and the row and the column of its tile.
 
         Args:
           *indices: Indices of the grid, and references to the two words of all steps; see `list_steps`.
         """
-        *head, step, what_ref, where_ref = indices
+        *head, step, action_ref, tile_ref = indices
         at = flat_index(head, self.lists) * self.length + step
-        what, where = what_ref[at], where_ref[at]
+        action, tile = action_ref[at], tile_ref[at]
         shared = [axis for axis, size in enumerate(self.sizes) if self.results[axis] < size]
-        number = what >> FLAG_BITS
+        number = action >> FLAG_BITS
         for axis in shared[:0:-1]:
             head[axis], number = lax.rem(number, self.sizes[axis]), lax.div(number, self.sizes[axis])
         if shared:
             head[shared[0]] = number
-        return what, head, lax.shift_right_logical(where, 16), where & 0xFFFF
+        return action, head, lax.shift_right_logical(tile, 16), tile & 0xFFFF
 
     def spec(self, axes: str, heads: Sizes, stored: Sizes, tiling: Tiling) -> pl.BlockSpec:
         """Makes the spec that selects the block of a stored array for each step; an array without axes is in SMEM."""
@@ -90,13 +90,13 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
     Args:
       occupancy: Occupancy of all tiles [*heads, rows, columns].
       sizes: Sizes of the axes of batch and heads.
-      results: The same axes of the results, 1 where heads share a result.
+      results: The same axes of the results, 1 if heads share a result.
       by: Axes of the tiles along which results differ: "T" for rows, "S" for columns.
 
     Returns:
-      Two words for each step [*lists, steps]. The first is flags + 2^4 times the index of the head among those that
-      share a result, the second 2^16 times the row of its tile + the column. An axis of length 1 is a list that all
-      heads along it share.
+      Two words for each step [*lists, steps]: the action, its flags + 2^4 times the index of the head among those that
+      share a result, and the tile, 2^16 times its row + its column. An axis of length 1 is a list that all heads along
+      it share.
     """
     group = functools.partial(_group, sizes=sizes, results=results, by=by)
     some, full = (group(x) for x in occupancy)
@@ -106,17 +106,17 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
     flags = {FIRST: _first(visited), LAST: _first(visited[..., ::-1])[..., ::-1], COMPUTE: some, MASKED: some & ~full}
     shared = tuple(size if result == 1 else 1 for size, result in zip(sizes, results, strict=True))
     head, row, column = np.indices((math.prod(shared), *occupancy.any_visible.shape[-2:]), dtype=np.int32)
-    head, where = (group(x.reshape(*shared, *x.shape[1:])) for x in (head, (row << 16) | column))
-    what = sum(xp.where(x, np.int32(bit), np.int32(0)) for bit, x in flags.items()) + (head << FLAG_BITS)
+    head, tile = (group(x.reshape(*shared, *x.shape[1:])) for x in (head, (row << 16) | column))
+    action = sum(xp.where(x, np.int32(bit), np.int32(0)) for bit, x in flags.items()) + (head << FLAG_BITS)
     lists, count = some.shape[:-2], math.prod(some.shape[-2:])
-    visited, what, where = (xp.broadcast_to(x, some.shape).reshape(-1, count) for x in (visited, what, where))
+    visited, action, tile = (xp.broadcast_to(x, some.shape).reshape(-1, count) for x in (visited, action, tile))
     number, total = np.arange(count, dtype=np.int32)[None], visited.sum(-1, keepdims=True, dtype=np.int32)
     steps = number if xp is jnp else number[:, : int(total.max())]
     order = xp.argsort(xp.where(visited, number, number + count), axis=-1)
     order = xp.take_along_axis(order, xp.minimum(steps, total - 1), -1)
-    what, where = (xp.take_along_axis(x, order, -1) for x in (what, where))
-    what = xp.where(steps < total, what, what >> FLAG_BITS << FLAG_BITS)
-    return what.reshape(*lists, -1), where.reshape(*lists, -1)
+    action, tile = (xp.take_along_axis(x, order, -1) for x in (action, tile))
+    action = xp.where(steps < total, action, action >> FLAG_BITS << FLAG_BITS)
+    return action.reshape(*lists, -1), tile.reshape(*lists, -1)
 
 
 def _first(x: Any) -> Bool[Array, "*heads groups members"]:
@@ -128,7 +128,7 @@ def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads
     """Reshapes [*heads, rows, columns] to one group of tiles per result; heads that share a result join its group."""
     rank = len(sizes)
     shared = [axis for axis in range(rank) if results[axis] == 1]
-    own = [axis for axis in range(rank) if results[axis] != 1]
+    separate = [axis for axis in range(rank) if results[axis] != 1]
     tiles = [rank + "TS".index(name) for name in by]
     members = [axis for axis in (rank, rank + 1) if axis not in tiles]
     whole = tuple(sizes[axis] if axis in shared else x.shape[axis] for axis in range(rank))
@@ -136,4 +136,4 @@ def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads
     x = xp.broadcast_to(x, (*whole, *x.shape[rank:]))
     heads = tuple(1 if axis in shared else x.shape[axis] for axis in range(rank))
     groups = math.prod(x.shape[axis] for axis in tiles)
-    return x.transpose(*own, *tiles, *shared, *members).reshape(*heads, groups, -1)
+    return x.transpose(*separate, *tiles, *shared, *members).reshape(*heads, groups, -1)

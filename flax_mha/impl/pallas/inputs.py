@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
         return [x for x in rows if x is not None]
 
 
-class Plan(NamedTuple):
+class KernelPlan(NamedTuple):
     """The static part of a kernel call."""
 
     rule: TileRule  # the score rule, without its arrays
@@ -109,7 +109,7 @@ def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
 class LoadedTile(NamedTuple):
     """The arrays of one step's tile."""
 
-    plan: Plan
+    plan: KernelPlan
     inputs: Inputs
     rows: Sequence[Array]  # query and d_output or, in a transposed tile, key and value, with features last
     columns: Sequence[Array]  # key and value or, in a transposed tile, query and d_output, as they are stored
@@ -147,7 +147,7 @@ class LoadedTile(NamedTuple):
 
 
 def load_tile(
-    plan: Plan, inputs: Inputs, rows: list[Array], place: tuple[Any, Any], transposed: bool, masked: bool
+    plan: KernelPlan, inputs: Inputs, rows: list[Array], place: tuple[Any, Any], transposed: bool, masked: bool
 ) -> LoadedTile:
     """Loads the tile of one step.
 

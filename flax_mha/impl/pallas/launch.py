@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from flax_mha.impl.pallas.grid import COMPUTE, FIRST, LANES, LAST, MASKED, Grid, Sizes, flat_index, list_steps
-from flax_mha.impl.pallas.inputs import Inputs, LoadedTile, Plan, load_tile, read_block
+from flax_mha.impl.pallas.grid import COMPUTE, FIRST, LANES, LAST, MASKED, Sizes, StepGrid, flat_index, list_steps
+from flax_mha.impl.pallas.inputs import Inputs, KernelPlan, LoadedTile, load_tile, read_block
 from flax_mha.masks import Occupancy
 
 # Different cores may compute the results of different heads, but the steps of a list run in order.
@@ -20,7 +20,7 @@ ORDER_OF_STEPS: Literal["parallel", "arbitrary"] = "arbitrary"
 class KernelCall(NamedTuple):
     """The arguments of the kernels of a call: inputs with leading axes [B..., K, G], and the occupancy of tiles."""
 
-    plan: Plan
+    plan: KernelPlan
     inputs: Inputs
     occupancy: Occupancy
 
@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
     """
 
     name: str  # name in programs and profiles
-    heads: Sizes  # sizes of the results' axes of batch and heads, 1 where heads share a result
+    heads: Sizes  # sizes of the results' axes of batch and heads, 1 if heads share a result
     # The outputs. The axes "T" and "S" of the first tell whether a group is a row or a column of tiles, one tile, or
     # all.
     results: Sequence[Result]
@@ -66,8 +66,8 @@ def launch(kernel: Kernel, call: KernelCall) -> list[Array]:
     plan, inputs, occupancy = call
     sizes, tiling = inputs.query.shape[:-2], plan.tiling
     rank, arrays = len(sizes), jax.tree.leaves(inputs)
-    what, where = list_steps(occupancy, sizes, kernel.heads, kernel.by)
-    grid = Grid(sizes, kernel.heads, what.shape[:-1], what.shape[-1])
+    action, tile = list_steps(occupancy, sizes, kernel.heads, kernel.by)
+    grid = StepGrid(sizes, kernel.heads, action.shape[:-1], action.shape[-1])
     axes = [plan.stored_axes(names, x.shape[rank:]) for x, names in zip(arrays, inputs.axis_names(), strict=True)]
     stored = [plan.store(x, names, rank) for x, names in zip(arrays, axes, strict=True)]
     blocks = zip(axes, arrays, stored, strict=True)
@@ -89,7 +89,7 @@ def launch(kernel: Kernel, call: KernelCall) -> list[Array]:
         compiler_params=pltpu.CompilerParams(dimension_semantics=order),
         interpret=plan.interpret,
         name=kernel.name,
-    )(what.reshape(-1), where.reshape(-1), *stored)
+    )(action.reshape(-1), tile.reshape(-1), *stored)
     outputs = [
         jnp.swapaxes(x, -1, -2) if names.startswith("H") else x for x, names in zip(outputs, result_axes, strict=True)
     ]
@@ -97,12 +97,12 @@ def launch(kernel: Kernel, call: KernelCall) -> list[Array]:
     return [x[(..., *map(slice, part))].reshape(*kernel.heads, *part) for x, part in zip(outputs, parts, strict=True)]
 
 
-def _stored_shape(result: Result, axes: str, kernel: Kernel, plan: Plan) -> jax.ShapeDtypeStruct:
+def _stored_shape(result: Result, axes: str, kernel: Kernel, plan: KernelPlan) -> jax.ShapeDtypeStruct:
     array = jax.ShapeDtypeStruct((*kernel.heads, *result.part), result.dtype)
     return jax.eval_shape(lambda x: plan.store(x, axes, len(kernel.heads)), array)
 
 
-def _scratch(kernel: Kernel, inputs: Inputs, plan: Plan) -> list[Any]:
+def _scratch(kernel: Kernel, inputs: Inputs, plan: KernelPlan) -> list[Any]:
     """Lists the fast memory that is kept between steps: for the arrays of rows, with features last, and for sums."""
     length, rank = plan.tiling.width if kernel.transposed else plan.tiling.height, len(kernel.heads)
     widths = [(x.shape[-1] if x.ndim == rank + 2 else LANES, x.dtype) for x in kernel.kept_rows(inputs)]
@@ -110,14 +110,14 @@ def _scratch(kernel: Kernel, inputs: Inputs, plan: Plan) -> list[Any]:
     return [*kept, *(pltpu.VMEM(shape, jnp.float32) for shape, _ in kernel.sums)]
 
 
-def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: Grid, plan: Plan) -> Callable[..., None]:
+def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: StepGrid, plan: KernelPlan) -> Callable[..., None]:
     """Makes the function of references that `pallas_call` runs in each step."""
     arrays, structure = jax.tree.flatten(inputs)
     rank, count = len(grid.sizes), len(arrays)
 
-    def run(what_ref: Any, where_ref: Any, *refs: Any) -> None:
+    def run(action_ref: Any, tile_ref: Any, *refs: Any) -> None:
         indices = [pl.program_id(axis) for axis in range(rank + 1)]
-        what, head, row, column = grid.place(*indices, what_ref, where_ref)
+        action, head, row, column = grid.place(*indices, action_ref, tile_ref)
         results, scratch = refs[count : count + len(kernel.results)], refs[count + len(kernel.results) :]
         rows, sums = scratch[: len(scratch) - len(kernel.sums)], scratch[len(scratch) - len(kernel.sums) :]
 
@@ -139,16 +139,16 @@ def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: Grid, plan: 
                 if result.names == "L":  # added to in every step
                     ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
-        @pl.when((what & FIRST) != 0)
+        @pl.when((action & FIRST) != 0)
         def _begin() -> None:
             for ref, x in zip(rows, load().of_rows(kernel.transposed), strict=False):
                 ref[...] = jnp.broadcast_to(x if x.shape[1] == 1 else plan.to_rows(x), ref.shape)
             for ref, (shape, start) in zip(sums, kernel.sums, strict=True):
                 ref[...] = jnp.full(shape, start, jnp.float32)
 
-        pl.when((what & (COMPUTE | MASKED)) == COMPUTE)(lambda: add(False))
+        pl.when((action & (COMPUTE | MASKED)) == COMPUTE)(lambda: add(False))
         if inputs.mask is not None:
-            pl.when((what & MASKED) != 0)(lambda: add(True))
-        pl.when((what & LAST) != 0)(lambda: kernel.end(load(), results, sums))
+            pl.when((action & MASKED) != 0)(lambda: add(True))
+        pl.when((action & LAST) != 0)(lambda: kernel.end(load(), results, sums))
 
     return run

@@ -61,8 +61,8 @@ def linear_function(
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
         if min(tangents) < first:
             return function(*arguments), differentiate(portable or evaluate, arguments, tangents)
-        moved = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= first]
-        return function(*arguments), function(*arguments[:first], *moved)
+        linear = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= first]
+        return function(*arguments), function(*arguments[:first], *linear)
 
     function = Function(outputs, evaluate, jvp, transpose, first, jaxpr)
     return function
@@ -85,10 +85,10 @@ def reverse_only(x: Array, error: str) -> Array:
 def differentiate(function: Callable, arguments: Sequence[Any], tangents: Tangents) -> Sequence[Array]:
     """Computes the tangents of a function's results from those of some arguments, by `jax.jvp`."""
 
-    def moved(*some: Array) -> list[Array]:
+    def of_some(*some: Array) -> list[Array]:
         return list(function(*replace_at(arguments, tangents, some)))
 
-    return jax.jvp(moved, tuple(arguments[i] for i in tangents), tuple(tangents.values()))[1]
+    return jax.jvp(of_some, tuple(arguments[i] for i in tangents), tuple(tangents.values()))[1]
 
 
 def replace_at(leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]) -> list[Array]:
@@ -160,9 +160,9 @@ def _jvp(
         return list(outputs), list(tangents)
 
     mapped = _map(jvp, [(*flags, *(flags[i] for i in places)) for _, flags in levels])
-    outputs, moved = mapped(*arguments, *(tangents[i] for i in places))
+    outputs, d_outputs = mapped(*arguments, *(tangents[i] for i in places))
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
-    return outputs, [zero if x is None else x for x, zero in zip(moved, zeros, strict=True)]
+    return outputs, [zero if x is None else x for x, zero in zip(d_outputs, zeros, strict=True)]
 
 
 ad.primitive_jvps[_function] = _jvp

@@ -33,13 +33,12 @@ AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 class Head:
     """The operands of one head, or with leading axes [B..., K, G] those of all heads."""
 
-    query: Float[Array, "... T H"]  # [T, H], scaled, or to be scaled by `rule.scale`
-    key: Float[Array, "... S H"]  # [S, H]
-    value: Float[Array, "... S Hv"]  # [S, Hv]
-    inputs: ScoreInputs  # bias, sink and captured arrays, which get gradients, too
-    rule: ScoreRule  # the rule that makes scores from products of queries and keys
-    # Flags of queries and keys that were not finite and are now 0; None with other guards than "flags".
-    nonfinite: NonfiniteFlags | None
+    query: Float[Array, "... T H"]  # scaled, or to be scaled by `rule.scale`
+    key: Float[Array, "... S H"]
+    value: Float[Array, "... S Hv"]
+    inputs: ScoreInputs
+    rule: ScoreRule
+    nonfinite: NonfiniteFlags | None  # flags of queries and keys that were not finite; None unless the guard is "flags"
 
     @property
     def whole(self) -> Tile:
@@ -82,7 +81,7 @@ def head_of(
     query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
     scale = scale if isinstance(scale, float) else scale.astype(wide)
     flags, is_known = None, isinstance(scale, float)
-    if guard == "nan" and not is_known:  # NaN would reach the gradient of the scale
+    if guard == "nan" and not is_known:  # NaN would reach the scale's gradient
         guard = "flags"
     if not rule.masks_scores(inputs):
         guard = "unchanged"
@@ -97,9 +96,7 @@ def head_of(
         )
     if isinstance(scale, float) and dtype != wide:  # scaling before the product would round the query
         rule = dataclasses.replace(rule, scale=scale)
-    elif (
-        guard == "unchanged" and rule.masks_scores(inputs) and not is_known
-    ):  # NaN is kept from the scale's gradient here, too
+    elif guard == "unchanged" and rule.masks_scores(inputs) and not is_known:  # keeps NaN from the scale's gradient
         is_finite = lax.is_finite(query)
         query = jnp.where(is_finite, jnp.where(is_finite, query, jnp.zeros_like(query)) * scale, jnp.nan)
     else:
@@ -212,20 +209,20 @@ def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
 
 
 def map_heads(
-    one_head: Callable[[Any], Any], operands: Any, axes: int, sequential: int = 0, together: int | None = None
+    one_head: Callable[[Any], Any], operands: Any, axes: int, looped_axes: int = 0, max_vmapped: int | None = None
 ) -> Any:
     """Maps `one_head` over batch entries and heads, the first `axes` axes of every array.
 
     Each of these axes has its full size, or 1: then all heads share one entry, which is never repeated, and whose
-    gradient is the sum over these heads. The first `sequential` axes are looped over (`lax.map`), the others are
+    gradient is the sum over these heads. The first `looped_axes` axes are looped over (`lax.map`), the others are
     vmapped.
 
     Args:
       one_head: A function of a pytree of arrays.
       operands: Pytree of arrays [axes..., part of one head].
       axes: The number of leading axes to map over.
-      sequential: How many of these to loop over.
-      together: The most heads to vmap at a time, in a loop over groups of heads; None means all.
+      looped_axes: How many of these to loop over.
+      max_vmapped: The most heads to vmap at a time, in a loop over groups of heads; None means all.
     """
     leaves, tree = jax.tree.flatten(operands)
     is_mapped = [[leaf.shape[axis] != 1 for leaf in leaves] for axis in range(axes)]  # by axis and array
@@ -239,9 +236,9 @@ def map_heads(
         if not any(is_mapped[axis]):
             continue
         inner = math.prod(sizes[axis + 1 :])
-        group = 1 if axis < sequential else sizes[axis] if together is None else together // max(inner, 1)
+        group = 1 if axis < looped_axes else sizes[axis] if max_vmapped is None else max_vmapped // max(inner, 1)
         group = _largest_divisor(sizes[axis], group) if group < sizes[axis] else group
-        if axis >= sequential and group >= sizes[axis]:
+        if axis >= looped_axes and group >= sizes[axis]:
             run = jax.vmap(run, ([0 if flag else None for flag in is_mapped[axis]],))
         else:
             run = functools.partial(_loop, run, is_mapped[axis], group)

@@ -25,15 +25,12 @@ class KernelMask:
     i is the number of the query in its array, not its position. None stands for no limit.
     """
 
-    # Number of visible keys before key i; negative if the window begins after it.
-    left: int | None = dataclasses.field(metadata={"static": True})
-    # Number of visible keys after key i; negative if the window ends before it.
-    right: int | None = dataclasses.field(metadata={"static": True})
-    query_lengths: Int[Array, "*B"] | None  # number of queries that are used [B...]
-    key_lengths: Int[Array, "*B"] | None  # number of keys that are used [B...]
-    segments: SegmentMask | None  # ids of queries [B..., T] and keys [B..., S]
-    # Names of masks that kernels do not support.
-    others: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    left: int | None = dataclasses.field(metadata={"static": True})  # negative if the window begins after key i
+    right: int | None = dataclasses.field(metadata={"static": True})  # negative if it ends before key i
+    query_lengths: Int[Array, "*B"] | None  # number of queries that are used
+    key_lengths: Int[Array, "*B"] | None  # number of keys that are used
+    segments: SegmentMask | None
+    others: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})  # names of unsupported masks
 
     @property
     def masks_scores(self) -> bool:
@@ -159,7 +156,7 @@ def count_flags(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[
 
 
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Returns True if a window alone masks, and shows every query a key."""
+    """Returns True if only a window masks, and it shows every query a key."""
     queries, keys = lengths
     if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
         return False

@@ -95,8 +95,8 @@ class TileVisit(NamedTuple):
         return self.tile.add(x, part) if kind == "scores" else x + part
 
 
-class TileFunction(NamedTuple):
-    """A function of one tile."""
+class TileSummand(NamedTuple):
+    """A function of one tile, to be summed over tiles."""
 
     # `compute(rule, tile, residuals, linear, is_safe)` returns the tile's parts of the outputs, from its parts of the
     # arguments. It is differentiated with `is_safe`, for which see `ScoreRule.differentiable_tile`.
@@ -105,7 +105,7 @@ class TileFunction(NamedTuple):
     linear: tuple[Argument, ...]  # the arguments in which it is linear
     outputs: tuple[Argument, ...]  # the outputs
 
-    def jvp(self, places: Sequence[int]) -> "TileFunction":
+    def jvp(self, places: Sequence[int]) -> "TileSummand":
         """Returns the function's tangent: its residuals are all arguments, linear are the tangents of some of them."""
         count = len(self.residuals)
 
@@ -116,9 +116,9 @@ class TileFunction(NamedTuple):
             return differentiate(primal, arguments, dict(zip(places, tangents, strict=True)))
 
         arguments = (*self.residuals, *self.linear)
-        return TileFunction(compute, arguments, tuple(arguments[i] for i in places), self.outputs)
+        return TileSummand(compute, arguments, tuple(arguments[i] for i in places), self.outputs)
 
-    def transposed(self) -> "TileFunction":
+    def transposed(self) -> "TileSummand":
         """Returns the function that computes the linear arguments' cotangents from those of the outputs."""
 
         def compute(rule: ScoreRule, tile: Tile, residuals: Sequence, cotangents: Sequence, _: bool) -> list:
@@ -134,7 +134,7 @@ class TileFunction(NamedTuple):
             return pull(scaled)[0]
 
         outputs = tuple(Argument(x.kind, x.shape, x.dtype) for x in self.linear)
-        return TileFunction(compute, self.residuals, self.outputs, outputs)
+        return TileSummand(compute, self.residuals, self.outputs, outputs)
 
 
 def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
 
 def tile_sum(
     tiling: Tiling,
-    function: TileFunction,
+    function: TileSummand,
     rule: ScoreRule,
     blocks: BlockMask,
     residuals: Sequence[Array],
@@ -167,7 +167,7 @@ def tile_sum(
     return _sum_of(tiling, function, structure, by_hand)(*context, *residuals, *linear)
 
 
-def _sum_of(tiling: Tiling, function: TileFunction, structure: Any, by_hand: Callable | None) -> Function:
+def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Callable | None) -> Function:
     """Makes the tile sum a `Function`: of the leaves of rule and block mask, then residuals and linear arguments."""
     count, first = structure.num_leaves, structure.num_leaves + len(function.residuals)
 
@@ -175,20 +175,20 @@ def _sum_of(tiling: Tiling, function: TileFunction, structure: Any, by_hand: Cal
         return (*jax.tree.unflatten(structure, arguments[:count]), arguments[count:])
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        rule, blocks, own = split(arguments)
+        rule, blocks, values = split(arguments)
         along = {i - count: x for i, x in sorted(tangents.items()) if i >= count}  # rule and block mask have no tangent
         if all(count + i >= first for i in along):  # only along linear arguments: the same function of their tangents
-            linear = [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(own)][len(function.residuals) :]
-            moved = result(*arguments[:first], *linear)
+            linear = [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(values)][len(function.residuals) :]
+            d_result = result(*arguments[:first], *linear)
         else:
-            moved = tile_sum(tiling, function.jvp(tuple(along)), rule, blocks, own, list(along.values()))
-        return result(*arguments), moved
+            d_result = tile_sum(tiling, function.jvp(tuple(along)), rule, blocks, values, list(along.values()))
+        return result(*arguments), d_result
 
     def transpose(residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
-        rule, blocks, own = split(residuals)
+        rule, blocks, values = split(residuals)
         if by_hand is not None:
-            return by_hand(rule, blocks, own, cotangents)
-        return tile_sum(tiling, function.transposed(), rule, blocks, own, cotangents)
+            return by_hand(rule, blocks, values, cotangents)
+        return tile_sum(tiling, function.transposed(), rule, blocks, values, cotangents)
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         return _sum_rows(tiling, function, *split(arguments))
@@ -198,17 +198,17 @@ def _sum_of(tiling: Tiling, function: TileFunction, structure: Any, by_hand: Cal
 
 
 def _sum_rows(
-    tiling: Tiling, function: TileFunction, rule: ScoreRule, blocks: BlockMask, own: Sequence[Any]
+    tiling: Tiling, function: TileSummand, rule: ScoreRule, blocks: BlockMask, arguments: Sequence[Any]
 ) -> Sequence[Array]:
-    """Computes a tile sum, one row of tiles after another; `own` are residuals, then linear arguments."""
+    """Computes a tile sum, one row of tiles after another; arguments are residuals, then linear ones."""
     kinds = [x.kind for x in (*function.residuals, *function.linear)]
     outputs, count = function.outputs, len(function.residuals)
     of_rows = [i for i, kind in enumerate(kinds) if kind.startswith("queries")]
     row_outputs = [i for i, x in enumerate(outputs) if x.kind.startswith("queries")]
 
-    def row(sums: dict[int, Array], mine: tuple) -> tuple[dict[int, Array], list[Array]]:
-        i, blocks, *parts = mine
-        values = list(own)
+    def row(sums: dict[int, Array], row_parts: tuple) -> tuple[dict[int, Array], list[Array]]:
+        i, blocks, *parts = row_parts
+        values = list(arguments)
         for place, part in zip(of_rows, parts, strict=True):
             values[place] = part.T if kinds[place] == "queries transposed" else part
 
@@ -218,12 +218,12 @@ def _sum_rows(
             return {n: visit.add(outputs[n].kind, state[n], part) for n, part in enumerate(parts)}
 
         start = {n: outputs[n].start(tiling.height) for n in row_outputs}
-        state = over_keys(blocks, tiling, rule, i, visit_tile, {**sums, **varying_as(own[-1], start)})
+        state = over_keys(blocks, tiling, rule, i, visit_tile, {**sums, **varying_as(arguments[-1], start)})
         return {n: state[n] for n in sums}, [outputs[n].finish(state[n]) for n in row_outputs]
 
     sums = {n: x.start() for n, x in enumerate(outputs) if n not in row_outputs}
-    rows = by_row(tiling, blocks, *(own[i] for i in of_rows))
-    sums, by_rows = lax.scan(row, varying_as(own[-1], sums), rows)
+    rows = by_row(tiling, blocks, *(arguments[i] for i in of_rows))
+    sums, by_rows = lax.scan(row, varying_as(arguments[-1], sums), rows)
     results = {n: outputs[n].finish(x) for n, x in sums.items()}
     results |= {n: x.reshape(outputs[n].shape) for n, x in zip(row_outputs, by_rows, strict=True)}
     return [results[n] for n in range(len(outputs))]
