@@ -38,11 +38,8 @@ class Offsets:
     @property
     def values(self) -> tuple[Any, Any]:
         """Positions of the first query and the first key, as ints or arrays."""
-        query, key = self.numbers
-        return (
-            query if self.query_array is None else self.query_array,
-            key if self.key_array is None else self.key_array,
-        )
+        query, key = self.query_array, self.key_array
+        return self.numbers[0] if query is None else query, self.numbers[1] if key is None else key
 
     @property
     def are_known(self) -> bool:

@@ -30,7 +30,7 @@ from flax_mha.core.validation import Shape
 
 
 class Occupancy(NamedTuple):
-    """For every tile of a grid, whether some of its scores may be visible, and whether all of them are."""
+    """Whether some scores of each tile of a grid may be visible, and whether all are; they broadcast to its counts."""
 
     any_visible: BoolMatrix
     all_visible: BoolMatrix
@@ -91,7 +91,7 @@ class Mask:
     @property
     def ahead(self) -> int | None:
         """The most positions after its own that a query sees; None if the mask sets no limit."""
-        return None
+        return None if self.window is None else self.window[1]
 
     @property
     def window(self) -> tuple[int | None, int | None] | None:

@@ -49,10 +49,6 @@ class LocalMask(Mask):
             )
 
     @property
-    def ahead(self) -> int | None:
-        return self.right
-
-    @property
     def window(self) -> tuple[int | None, int | None]:
         return self.left, self.right
 
@@ -66,14 +62,9 @@ class LocalMask(Mask):
 
     def occupancy(self, grid: Grid) -> Occupancy:
         least, greatest = grid.distance_bounds()
-        some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
-        if self.left is not None:
-            left = _int32(-self.left)
-            some, full = some & (greatest >= left), full & (least >= left)
-        if self.right is not None:
-            right = _int32(self.right)
-            some, full = some & (least <= right), full & (greatest <= right)
-        return Occupancy(some, full)
+        left = SMALLEST if self.left is None else _int32(-self.left)
+        right = LARGEST if self.right is None else _int32(self.right)
+        return Occupancy((greatest >= left) & (least <= right), (least >= left) & (greatest <= right))
 
 
 def _int32(distance: int) -> int:
@@ -104,10 +95,6 @@ class CausalMask(Mask):
             raise ValueError(
                 f"CausalMask(offset) must hold an integer, but got {self.offset!r}; pass an array as query_offset=."
             )
-
-    @property
-    def ahead(self) -> int | None:
-        return self.offset
 
     @property
     def window(self) -> tuple[int | None, int | None]:
@@ -175,8 +162,7 @@ class WrittenMask(Mask):
 
     def occupancy(self, grid: Grid) -> Occupancy:
         first, last = grid.bounds(1, positions=True)
-        everything = np.ones(grid.counts, bool)
-        return Occupancy(everything & (last >= 0), everything & (first >= 0))
+        return Occupancy(last >= 0, first >= 0)
 
 
 @jax.tree_util.register_dataclass
