@@ -39,9 +39,7 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Output]) ->
     operands, options = call
     devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
     key, value = (
-        lax.all_gather(x, context.axis, axis=x.ndim - 3, tiled=True)
-        if x.size
-        else x  # XLA cannot gather an empty array
+        lax.all_gather(x, context.axis, axis=x.ndim - 3, tiled=True) if x.size else x  # XLA cannot gather nothing
         for x in (operands.key, operands.value)
     )
     operands, chunks = operands._replace(key=key, value=value), 1

@@ -61,7 +61,7 @@ def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
 class Split(NamedTuple):
     """The mesh axes that split the batch axes, the heads and the sequence of a call."""
 
-    mesh: Mesh | AbstractMesh  # the mesh
+    mesh: Mesh | AbstractMesh
     manual: frozenset[str]  # the mesh axes of the `jax.shard_map` in which the parts are computed
     batch: tuple[Axes, ...]  # the mesh axes that split each batch axis
     heads: Axes  # the mesh axes that split the query heads
@@ -109,9 +109,7 @@ class Split(NamedTuple):
             mesh=self.mesh,
             in_specs=specs,
             out_specs=out_spec,
-            axis_names=frozenset()
-            if everything
-            else self.manual,  # an empty set means all axes but those of `jax.vmap`
+            axis_names=frozenset() if everything else self.manual,  # no name: all axes but those of `jax.vmap`
             check_vma=False,  # outputs of kernels do not declare the axes over which they vary
         )
         return mapped, [self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]

@@ -302,10 +302,8 @@ def _backward(
         bias = [] if d_inputs.bias is None else [d_inputs.bias]
         return d_query, d_key, d_value, *bias, *d_inputs.captured
 
-    kinds, of_rows = (
-        ["scores"] * has_bias + ["whole"] * (len(inputs) - has_bias),
-        ("queries", "queries transposed", "queries"),
-    )
+    kinds = ["scores"] * has_bias + ["whole"] * (len(inputs) - has_bias)
+    of_rows = "queries", "queries transposed", "queries"
     residuals, linear = [query, query, lse, key, value, *inputs], [d_output, d_output, d_lse]
     outputs = (
         Argument("queries", query.shape, query.dtype, scale),

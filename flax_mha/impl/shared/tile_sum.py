@@ -103,7 +103,7 @@ class TileSummand(NamedTuple):
     compute: Callable[..., Sequence[Array]]
     residuals: tuple[Argument, ...]  # the arguments in which it is not linear
     linear: tuple[Argument, ...]  # the arguments in which it is linear
-    outputs: tuple[Argument, ...]  # the outputs
+    outputs: tuple[Argument, ...]
 
     def jvp(self, places: Sequence[int]) -> "TileSummand":
         """Returns the function's tangent: its residuals are all arguments, linear are the tangents of some of them."""
