@@ -26,8 +26,7 @@ class Offsets:
 
     query_array: Any = None  # position of the first query if it is an array, else None
     key_array: Any = None  # position of the first key if it is an array, else None
-    # Both positions; 0 in the place of an array.
-    numbers: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})
+    numbers: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})  # of both, 0 for an array
 
     @classmethod
     def of(cls, query: Any, key: Any) -> "Offsets":

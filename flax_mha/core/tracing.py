@@ -18,8 +18,7 @@ class Target(NamedTuple):
     """The devices for which a call is compiled."""
 
     platform: str  # "cpu", "gpu" or "tpu"
-    # True if XLA's partitioner may split arrays over several devices although their types do not say so.
-    may_be_split: bool
+    may_be_split: bool  # whether XLA's partitioner may split arrays whose types do not contain a split
 
 
 def platform() -> str:

@@ -77,8 +77,7 @@ class _ForwardPass(NamedTuple):
     """The kernel's forward pass with residuals for its gradient."""
 
     jaxpr: ClosedJaxpr  # computes the results, and the residuals that come from the kernel
-    # Computes all other residuals, such as inputs in the kernel's layout, which are cheap to compute again.
-    inputs: ClosedJaxpr
+    inputs: ClosedJaxpr  # computes all other residuals, which are cheap: inputs in the kernel's layout
     of_kernel: tuple[bool, ...]  # for each residual, whether it comes from the kernel
     places: tuple[int, ...]  # numbers of the leaves that get gradients
     pull: Any  # structure of the function, a pytree whose leaves are the residuals, that computes these gradients

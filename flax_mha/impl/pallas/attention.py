@@ -102,10 +102,7 @@ class _Wanted:
 
 
 def attend(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
-    """Computes output, log-sum-exp and, if asked for, largest scores; `known` is the `result` of a hop.
-
-    See `Implementation.hop`.
-    """
+    """Computes output, log-sum-exp and, if asked for, largest scores; `known` is the result of `Implementation.hop`."""
     is_static = isinstance(call.occupancy.any_visible, np.ndarray)
 
     def call_of(inputs: Inputs, occupancy: Occupancy | None) -> KernelCall:

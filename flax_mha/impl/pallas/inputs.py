@@ -20,7 +20,7 @@ from flax_mha.core.tile import Offsets
 from flax_mha.impl.pallas.grid import LANES, Sizes
 from flax_mha.impl.pallas.tile import KernelTile, TileRule, TransposedTile
 from flax_mha.impl.shared import nonfinite
-from flax_mha.impl.shared.scores import ScoreInputs
+from flax_mha.impl.shared.scores import ScoreInputs, times
 from flax_mha.impl.shared.tiling import Tiling
 from flax_mha.masks import Mask
 from flax_mha.masks.base import axes_of, part_axes
@@ -113,15 +113,12 @@ class LoadedTile(NamedTuple):
     inputs: Inputs
     rows: Sequence[Array]  # query and d_output or, in a transposed tile, key and value, with features last
     columns: Sequence[Array]  # key and value or, in a transposed tile, query and d_output, as they are stored
-    # Log-sum-exp, in a shape that broadcasts to the scores.
-    lse: Float[Array, "#m #n"]
-    # Delta of the backward pass, in a shape that broadcasts to the scores.
-    delta: Float[Array, "#m #n"]
+    lse: Float[Array, "#m #n"]  # log-sum-exp
+    delta: Float[Array, "#m #n"]  # delta of the backward pass
     tile: KernelTile
     rule: TileRule
     params: ScoreInputs  # bias and values of `score_mod` that get gradients
-    # For each value of `score_mod`, the entries of its table that were looked up; None for a number.
-    entries: list[Array | None]
+    entries: list[Array | None]  # for each value of `score_mod` the indices in its table, or None for a number
 
     def over_features(self, rows: Float[Array, "m F"], columns: Array) -> Float[Array, "m n"]:
         """Computes the matrix product over features of an array of the rows and an array of the columns."""
@@ -140,10 +137,8 @@ class LoadedTile(NamedTuple):
         s, pull = self.rule.tile_vjp(self.products(), self.params, self.tile)
         may_be_nan = self.params.bias is not None or self.rule.score_mod is not None
         weights, kept = nonfinite.backward_weights(s, self.lse, may_be_nan), self.rule.dropout_multiplier(self.tile)
-        d_weights = self.over_features(self.rows[1], self.columns[1])
-        if kept is None:
-            return weights, *pull(weights * (d_weights - self.delta))
-        return weights * kept, *pull(weights * (d_weights * kept - self.delta))
+        d_weights = times(self.over_features(self.rows[1], self.columns[1]), kept)
+        return times(weights, kept), *pull(weights * (d_weights - self.delta))
 
 
 def load_tile(

@@ -60,8 +60,7 @@ class TileRule(ScoreRule):
     """The score rule inside a kernel."""
 
     function: TileFunction | None = None  # the part of `score_mod` for tiles
-    # Its values. Those that get gradients are in `ScoreInputs.captured` instead, which has None for the others.
-    values: Sequence[Array] = ()
+    values: Sequence[Array] = ()  # its values; those that get gradients are in `ScoreInputs.captured` instead
     differentiated: bool = True  # whether derivatives are taken
 
     def guarded(self, products: Float[Array, "..."], visible: Bool[Array, "..."]) -> Float[Array, "..."]:

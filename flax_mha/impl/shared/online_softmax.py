@@ -20,8 +20,7 @@ class State(NamedTuple):
 
     running_max: Float[Array, " t"]  # the largest score, the sink included
     running_sum: Float[Array, " t"]  # the sum of exp(score - running_max)
-    # The sum of exp(score - running_max) times values; `finish` divides it by `running_sum`.
-    output: Float[Array, "t Hv"]
+    output: Float[Array, "t Hv"]  # the sum of exp(score - running_max) * value, which `finish` divides
     largest: Float[Array, " t"] | None = None  # the largest score without the sink, if `return_max_score` asks for it
 
 
