@@ -106,7 +106,7 @@ class TileSummand(NamedTuple):
     outputs: tuple[Argument, ...]
 
     def jvp(self, places: Sequence[int]) -> "TileSummand":
-        """Returns the tangent: its residuals are all arguments, and it is linear in the tangents of those at `places`."""
+        """Returns the tangent: all arguments are residuals, and it is linear in the tangents of those at `places`."""
         count = len(self.residuals)
 
         def compute(rule: ScoreRule, tile: Tile, arguments: Sequence, tangents: Sequence, _: bool) -> Sequence[Array]:
