@@ -245,8 +245,8 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
     may_be_nan = has_bias or head.rule.score_mod is not None
 
     def compute(rule: ScoreRule, tile: Tile, residuals: Sequence[Array], linear: Sequence[Array], safe: bool) -> tuple:
-        if rule.no_forward_mode:
-            raise NotImplementedError(rule.no_forward_mode)
+        if rule.forward_mode_error:
+            raise NotImplementedError(rule.forward_mode_error)
         query, lse, key, value, *inputs = residuals
         d_query, d_key, d_value, *d_inputs = linear
         d_products = rule.products(d_query, key) + rule.products(query, d_key)

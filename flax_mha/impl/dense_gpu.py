@@ -83,11 +83,11 @@ def _scores_of(products: Float[Array, "T S"], inputs: ScoreInputs, rule: ScoreRu
         is_nan = lax.stop_gradient(products != products)
         poison = jnp.where(is_nan, jnp.nan, jnp.zeros((), products.dtype))
         products = _replaced(0.0, products, ~is_nan)
-        products = products if bias is None else rule.guarded(products, bias != -jnp.inf)
-    if not rule.is_harmless:
+        products = products if bias is None else rule.zero_masked(products, bias != -jnp.inf)
+    if not rule.has_finite_derivatives:
         s = rule.differentiable_tile(products, inputs, whole)
         return s if poison is None else jnp.where(s == -jnp.inf, s, s + poison)
-    s, visible = rule.unmasked(products, inputs._replace(bias=None), whole, poison)
+    s, visible = rule.unmasked_scores(products, inputs._replace(bias=None), whole, poison)
     if bias is not None:  # added such that its gradient is the array of the scores' gradients itself
         shows = bias != -jnp.inf
         s = s + _replaced(0.0, bias, shows).astype(s.dtype)

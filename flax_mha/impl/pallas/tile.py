@@ -63,10 +63,10 @@ class TileRule(ScoreRule):
     values: Sequence[Array] = ()  # its values; those that get gradients are in `ScoreInputs.captured` instead
     differentiated: bool = True  # whether derivatives are taken
 
-    def guarded(self, products: Float[Array, "..."], visible: Bool[Array, "..."]) -> Float[Array, "..."]:
-        return super().guarded(products, visible) if self.differentiated else products
+    def zero_masked(self, products: Float[Array, "..."], visible: Bool[Array, "..."]) -> Float[Array, "..."]:
+        return super().zero_masked(products, visible) if self.differentiated else products
 
-    def modified(self, scores: Float[Array, "..."], inputs: ScoreInputs, tile: Tile) -> Float[Array, "..."]:
+    def apply_score_mod(self, scores: Float[Array, "..."], inputs: ScoreInputs, tile: Tile) -> Float[Array, "..."]:
         values = [x if y is None else y for x, y in zip(self.values, inputs.captured, strict=True)]
         arguments = scores, tile.query_positions, tile.key_positions
         return self.function(arguments, values, tile.shape)  # type: ignore[misc]

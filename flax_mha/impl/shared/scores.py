@@ -120,14 +120,14 @@ class ScoreRule:
           fused: Whether to write the mask such that XLA's CPU backend can fuse it with the product before and the
             softmax after it. Then no masked product may be NaN, and nothing may be differentiated.
         """
-        scores, visible = self.unmasked(products, inputs, tile, poison, fused)
+        scores, visible = self.unmasked_scores(products, inputs, tile, poison, fused)
         if visible is None:
             return scores
         if fused and self.score_mod is None:  # XLA's CPU fuses a minimum with the product before it, not a selection
             return jnp.minimum(scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype))
         return jnp.where(visible, scores, -jnp.inf)
 
-    def unmasked(
+    def unmasked_scores(
         self,
         products: Float[Array, "t s"],
         inputs: ScoreInputs,
@@ -144,28 +144,27 @@ class ScoreRule:
             visible = _both(visible, inputs.bias != -jnp.inf)
         fused = fused and self.score_mod is None
         if visible is not None and not fused and (self.soft_cap is not None or self.score_mod is not None):
-            products = self.guarded(products, visible)
-        scores = self._capped(products)
+            products = self.zero_masked(products, visible)
+        scores = self._cap(products)
         if self.score_mod is not None:
-            scores = self.modified(scores, inputs, tile)
+            scores = self.apply_score_mod(scores, inputs, tile)
             visible = _both(visible, scores != -jnp.inf)
         if inputs.bias is not None:
             shown = jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias))  # type: ignore[arg-type]  # with a bias
             scores = scores + shown.astype(scores.dtype)
         return scores if poison is None else scores + poison, visible
 
-    def guarded(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
-        """Replaces masked products by 0; they may be infinite, where derivatives of functions are NaN."""
+    def zero_masked(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
+        """Replaces masked products by 0, because they may be infinite, and a derivative there NaN."""
         return jnp.where(visible, products, jnp.zeros_like(products))
 
-    def modified(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
-        """Applies `score_mod` to the scores of a tile."""
+    def apply_score_mod(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
         one = jax.vmap(jax.vmap(self._one_score(inputs.captured), (0, None, 0)), (0, 0, None))
         return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
 
     @property
-    def is_harmless(self) -> bool:
-        """True if derivatives of masked scores are finite, so that they need no care."""
+    def has_finite_derivatives(self) -> bool:
+        """True if derivatives of masked scores are finite, too."""
         return self.score_mod is None or (self.score_mod.derivative_is_finite and self.soft_cap is None)
 
     def differentiable_tile(
@@ -178,7 +177,7 @@ class ScoreRule:
         So the product and position of each masked score are replaced by those of a visible score of the tile, whose
         derivative is in the sum anyway.
         """
-        if self.is_harmless or not products.size:
+        if self.has_finite_derivatives or not products.size:
             return self.tile(products, inputs, tile)
         fixed_products, fixed_inputs = lax.stop_gradient((products, inputs))
         visible = self.tile(fixed_products, fixed_inputs, tile) != -jnp.inf
@@ -189,7 +188,7 @@ class ScoreRule:
         is_empty = ~visible.any()
         captured = [jnp.where(is_empty, lax.stop_gradient(x), x) for x in inputs.captured]
         one = jax.vmap(jax.vmap(self._one_score(captured)))
-        scores = one(self._capped(products), rows, columns)
+        scores = one(self._cap(products), rows, columns)
         if inputs.bias is not None:
             scores = scores + jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias)).astype(scores.dtype)
         return jnp.where(visible, scores, -jnp.inf)
@@ -212,29 +211,29 @@ class ScoreRule:
                 return d_products, d_inputs
             finite = functools.reduce(operator.and_, (jnp.isfinite(x).all() for x in d_inputs.captured))
             if any_varies((finite,)):  # inside jax.shard_map, where jax cannot batch the other branch
-                captured = [jnp.where(finite, *pair) for pair in zip(d_inputs.captured, again(d_scores), strict=True)]
+                captured = [jnp.where(finite, *pair) for pair in zip(d_inputs.captured, safe(d_scores), strict=True)]
             else:
-                captured = lax.cond(finite, lambda: d_inputs.captured, lambda: again(d_scores))
+                captured = lax.cond(finite, lambda: d_inputs.captured, lambda: safe(d_scores))
             return d_products, d_inputs._replace(captured=captured)
 
-        def again(d_scores: Float[Array, "t s"]) -> list[Array]:
+        def safe(d_scores: Float[Array, "t s"]) -> list[Array]:
             _, pull = jax.vjp(lambda p: self.differentiable_tile(products, p, tile), inputs)
             return pull(d_scores)[0].captured
 
         return scores, pull_safely
 
-    def _capped(self, products: Float[Array, "t s"]) -> Float[Array, "t s"]:
+    def _cap(self, products: Float[Array, "t s"]) -> Float[Array, "t s"]:
         return products if self.soft_cap is None else self.soft_cap * jnp.tanh(products / self.soft_cap)
 
     def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
         """Makes the user's function of one score, its query position and its key position."""
-        error, mod = self.no_forward_mode, self.score_mod
+        error, mod = self.forward_mode_error, self.score_mod
         guard = functools.partial(reverse_only, error=error) if error else lambda x: x
         arrays = [*map(guard, captured), *self.constants]
         return lambda score, row, column: mod(arrays, guard(score), self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
 
     @property
-    def no_forward_mode(self) -> str | None:
+    def forward_mode_error(self) -> str | None:
         """The error message if scores have no derivatives in forward mode, else None."""
         if self.score_mod is None or not self.score_mod.has_custom_vjp:
             return None
@@ -249,7 +248,7 @@ class ScoreRule:
         Threefry maps a counter, made of query position // 2 and key position, to two random words: the first is for
         the query at the even position, the second for the one at the odd position. None without dropout.
         """
-        return None if self.dropout_seed is None else self._kept(self._words_by_pairs(tile), dtype)
+        return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
 
     def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
         """Computes the same factors elementwise: each query computes both words and uses one, without reshaping."""
@@ -258,9 +257,9 @@ class ScoreRule:
         rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))
         first, second = (lax.bitcast_convert_type(word, jnp.int32) for word in self.dropout_seed)
         even, odd = random_words((first, second), (lax.shift_right_arithmetic(rows, jnp.int32(1)), columns))
-        return self._kept(lax.bitcast_convert_type(jnp.where((rows & 1) == 1, odd, even), jnp.uint32), dtype)
+        return self._factors(lax.bitcast_convert_type(jnp.where((rows & 1) == 1, odd, even), jnp.uint32), dtype)
 
-    def _kept(self, words: UInt32[Array, "t s"], dtype: DTypeLike) -> Float[Array, "t s"]:
+    def _factors(self, words: UInt32[Array, "t s"], dtype: DTypeLike) -> Float[Array, "t s"]:
         dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
         return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
 
