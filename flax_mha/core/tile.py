@@ -129,9 +129,7 @@ class Grid(NamedTuple):
     def bounds(self, axis: int, positions: bool = False) -> tuple[IntMatrix, IntMatrix]:
         """Computes the first and last row [rows, 1] (axis 0), or column [1, columns] (axis 1), of all tiles.
 
-        Args:
-          axis: 0 for rows, 1 for columns.
-          positions: If True, return the positions of these queries or keys instead.
+        With `positions`, it returns the positions of these queries or keys instead.
         """
         size = self.tile_shape[axis]
         first = np.expand_dims(np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis)

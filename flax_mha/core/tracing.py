@@ -114,10 +114,7 @@ def is_key(x: Any) -> bool:
 def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tuple) -> T:
     """Calls `function(*operands)` in a rule for `jax.vmap`, on each device if the mapped axis is split over a mesh.
 
-    Args:
-      function: Takes and returns arrays whose first axis is the mapped one.
-      operands: Pytrees of arrays.
-      is_batched: For each array, whether it has the mapped axis.
+    The mapped axis is the first of all results, and of all arrays in `operands` for which `is_batched` is True.
     """
     leaves = [x for x, batched in zip(*map(jax.tree.leaves, (operands, is_batched)), strict=True) if batched]
     shardings = [jax.typeof(x).sharding for x in leaves]

@@ -1,1 +1,1 @@
-"""Implementations of attention for one head, and the one place where they are lifted over batch and heads."""
+"""Implementations of attention for one head, and the one place where they are mapped over batch and heads."""

@@ -85,11 +85,8 @@ def blockwise_head(
 ) -> ResultsOfHead:
     """Computes output, log-sum-exp and largest scores (or None) of one head.
 
-    Args:
-      tiling: The cut of the scores into tiles.
-      fuse_rows: Whether to vmap all rows of tiles, if there is no gradient; needs `blocks.single`.
-      operands: The head, its block mask, and None or the known result over these and other keys, output and
-        log-sum-exp. A known result is returned, and has the gradients of these keys' contribution to it.
+    `operands` are the head, its block mask, and None or the result of a hop, see `Implementation.hop`. With
+    `fuse_rows`, which needs `blocks.single`, all rows of tiles are vmapped if there is no gradient.
     """
     head, blocks, result = operands
     head, (queries, _), (rows, _) = _pad(head, tiling), tiling.lengths, tiling.shape

@@ -51,11 +51,8 @@ def map_dense_heads(
 def dense_head(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
     """Computes output, log-sum-exp and largest scores of one head; 0, -inf and -inf for rows that see no key.
 
-    It has derivatives of every order, in forward and reverse mode.
-
-    Args:
-      head: The operands of the head.
-      fuse_rows: Whether to compute `fused_rows` if there is no gradient; needs flags with row scales.
+    It has derivatives of every order, in forward and reverse mode. With `fuse_rows`, which needs flags with row scales,
+    it computes `fused_rows` if there is no gradient.
     """
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
     reverse_only = head.rule.score_mod is not None and head.rule.score_mod.has_custom_vjp

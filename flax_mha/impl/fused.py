@@ -28,13 +28,10 @@ KERNELS = ("pallas_call", "dot_product_attention")
 
 
 def attention(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Output:
-    """Computes output and log-sum-exp by `kernel`, and the derivatives that it lacks by `portable`.
+    """Computes output and log-sum-exp, which may be None, by `kernel`, and the derivatives that it lacks by `portable`.
 
-    Args:
-      kernel: Computes output and log-sum-exp, which may be None; has gradients of first order, in reverse mode.
-      portable: Computes the same; has derivatives of every order.
-      operands: The operands of the call.
-      platform: Platform of the kernel, if the program may be compiled for others, too; see `lower_for_platform.py`.
+    `kernel` has gradients of first order in reverse mode, `portable` derivatives of every order. `platform` is that of
+    the kernel, if the program may be compiled for others, too; see `lower_for_platform.py`.
     """
     leaves, structure = jax.tree.flatten(varying_alike(operands))
 

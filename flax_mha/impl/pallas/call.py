@@ -32,14 +32,10 @@ MOST_EQUATIONS = 32
 def attention(
     call: Call, result: OutputAndLse | None = None, dtype: DTypeLike | None = None, interpret: Any = False
 ) -> OutputAndLse:
-    """Computes output and log-sum-exp.
+    """Computes output and log-sum-exp; for `result` see `Implementation.hop`.
 
-    Args:
-      call: The call.
-      result: None, or the known result of a hop; see `Implementation.hop`.
-      dtype: Dtype to which query, key and value are rounded for the matrix products; None does not round. Output and
-        gradients have the query's dtype.
-      interpret: Argument of `jax.experimental.pallas.pallas_call`; True runs on any machine, slowly.
+    Query, key and value are rounded to `dtype`, if that is given, for the matrix products; output and gradients have
+    the query's dtype. `interpret` is that of `jax.experimental.pallas.pallas_call`: True runs on any machine, slowly.
     """
     dtype = jnp.dtype(call.operands.query.dtype if dtype is None else dtype)
     return _attention(*schedule.with_occupancy(call), _tiling(call), dtype, interpret, result)

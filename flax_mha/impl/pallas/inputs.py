@@ -144,15 +144,10 @@ class LoadedTile(NamedTuple):
 def load_tile(
     plan: KernelPlan, inputs: Inputs, rows: list[Array], place: tuple[Any, Any], transposed: bool, masked: bool
 ) -> LoadedTile:
-    """Loads the tile of one step.
+    """Loads the tile of one step, in this row and column of tiles (`place`), from the blocks of the step.
 
-    Args:
-      plan: The static part of the kernel call.
-      inputs: The blocks of the step.
-      rows: The arrays of the tile's rows if they are kept between steps, else empty.
-      place: Row and column of the tile among the tiles.
-      transposed: Whether the tile has queries along columns.
-      masked: Whether the tile must be masked; otherwise all of it is visible.
+    `rows` are the arrays of the tile's rows if they are kept between steps, else empty. If `transposed`, queries are
+    along columns. If not `masked`, all of the tile is visible.
     """
     tiling = plan.tiling
     shape, columns = (tiling.height, tiling.width), (inputs.key, inputs.value)

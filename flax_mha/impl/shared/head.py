@@ -52,12 +52,8 @@ def heads_of(
 ) -> Head:
     """Converts the operands of a call to the layout of one head.
 
-    Args:
-      operands: Operands of the call.
-      options: Options of the call.
-      guard: How NaN and infinity are treated if scores may be masked; see `nonfinite.Guard`.
-      dtype: Dtype of query, key and value in the matrix products.
-      stored: Dtype of query, key and value in the result, if they are rounded to `dtype` later; None means `dtype`.
+    `guard` is how NaN and infinity are treated, see `nonfinite.Guard`. Query, key and value have the dtype `stored`,
+    if that is given because they are rounded to `dtype`, that of the matrix products, later.
     """
     inputs, rule = scores_of(operands, options)
     scale = options.scale if operands.scale is None else operands.scale
@@ -155,11 +151,7 @@ def head_ids(operands: Operands, options: Options) -> HeadIds:
 def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) -> AnyArray:
     """Converts an array [B..., N | 1, part], of which any axes may be missing, to the layout of one head.
 
-    Args:
-      x: The array.
-      axes: Names of its axes, as in the field metadata of masks (`masks/base.py`), for example "B N T S".
-      batch_rank: Number of batch axes of the call.
-      groups: K and G.
+    `axes` are its axis names as in `masks/base.py`, for example "B N T S"; `groups` are K and G.
     """
     names = axes.split()
     batch = batch_rank if "B" in names else 0

@@ -53,8 +53,7 @@ class NonfiniteFlags(NamedTuple):
     def row_poison(self, unmasked: bool) -> Float[Array, " T"]:
         """Computes the poison for `poison_rows`: NaN where the query is flagged, else 0.
 
-        Args:
-          unmasked: Whether all rows see all keys. Then one flagged key poisons all rows, too.
+        If `unmasked`, all rows see all keys, and one flagged key poisons all rows, too.
         """
         flags = self.query
         if unmasked:
@@ -169,12 +168,9 @@ def backward_rows(
 
 
 def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool) -> Float[Array, "..."]:
-    """Computes the softmax from scores and the log-sum-exp of their rows; 0 in rows without derivatives.
+    """Computes the softmax from scores and the log-sum-exp from `derivative_rows`; 0 in rows without derivatives.
 
-    Args:
-      s: Scores.
-      lse: The log-sum-exp from `derivative_rows`, in a shape that broadcasts to the scores.
-      may_be_nan: Whether scores in rows without derivatives may be NaN, as with a bias or a `score_mod`.
+    `may_be_nan` tells whether scores in these rows may be NaN, as with a bias or a `score_mod`.
     """
     s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s
     return jnp.exp(s - lse)

@@ -33,12 +33,7 @@ def start(
 ) -> State:
     """Makes the state before the first key. A sink is a score that counts in the sum but has no value.
 
-    Args:
-      rows: The number of rows, or the shape [*L, t] of the rows of many heads.
-      features: The size Hv of values.
-      sink: The sink of each head, or None.
-      dtype: The dtype of the state.
-      keeps_largest: Whether to keep the largest score without the sink.
+    `rows` is the number of rows, or the shape [*L, t] of the rows of many heads; `features` is Hv.
     """
     shape = (rows,) if isinstance(rows, int) else rows
     output = jnp.zeros((*shape, features), dtype)

@@ -110,15 +110,11 @@ class ScoreRule:
         poison: Float[Array, "#t #s"] | None = None,
         fused: bool = False,
     ) -> Float[Array, "t s"]:
-        """Computes the scores of one tile, -inf where masked, from its products.
+        """Computes the scores of one tile, -inf where masked, from products of scaled queries and keys.
 
-        Args:
-          products: Products of scaled queries and keys.
-          inputs: The tile's part of the inputs.
-          tile: The tile.
-          poison: Added to visible scores; see `nonfinite.py`.
-          fused: Whether to write the mask such that XLA's CPU backend can fuse it with the product before and the
-            softmax after it. Then no masked product may be NaN, and nothing may be differentiated.
+        `inputs` are the tile's part; `poison` is added to visible scores, see `nonfinite.py`. With `fused`, XLA's CPU
+        backend can fuse the mask with the product before and the softmax after it, but no masked product may be NaN,
+        and nothing may be differentiated.
         """
         scores, visible = self.unmasked_scores(products, inputs, tile, poison, fused)
         if visible is None:

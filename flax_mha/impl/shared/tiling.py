@@ -71,12 +71,9 @@ class Tiling(NamedTuple):
 
 
 def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) -> Tiling:
-    """Makes a tiling with the fewest tiles no larger than `largest`, and with the least padding.
+    """Makes a tiling of T x S with the fewest tiles no larger than `largest`, and with the least padding.
 
-    Args:
-      lengths: T and S.
-      largest: The largest shape of a tile.
-      fine: Whether tiles have bands and begin at cells; otherwise they are whole, as is best for masks that are data.
+    Without `fine`, tiles have neither bands nor cells, which is best for masks that are data.
     """
     bands = largest.bands if fine else 1
     rows, height = _cut_up(lengths[0], largest.height, bands)
