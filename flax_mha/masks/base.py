@@ -151,11 +151,7 @@ class Mask:
 
 def axes_of(mask: Mask | None) -> list[str]:
     """Lists the axis names of each array of a mask, in the order of `jax.tree.leaves`."""
-    return [] if mask is None else jax.tree.leaves(mask.map_arrays(_axes))
-
-
-def _axes(x: Any, axes: Any) -> Any:
-    return axes
+    return [] if mask is None else jax.tree.leaves(mask.map_arrays(lambda _, axes: axes))  # type: ignore[arg-type, return-value]
 
 
 def _first_head(x: Array, axes: str) -> Array:

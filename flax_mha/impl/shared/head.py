@@ -229,7 +229,8 @@ def map_heads(
             continue
         inner = math.prod(sizes[axis + 1 :])
         group = 1 if axis < looped_axes else sizes[axis] if max_vmapped is None else max_vmapped // max(inner, 1)
-        group = _largest_divisor(sizes[axis], group) if group < sizes[axis] else group
+        if group < sizes[axis]:
+            group = next(n for n in range(max(group, 1), 0, -1) if sizes[axis] % n == 0)
         if axis >= looped_axes and group >= sizes[axis]:
             run = jax.vmap(run, ([0 if flag else None for flag in is_mapped[axis]],))
         else:
@@ -247,10 +248,6 @@ def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves:
 
     mapped = [leaf for leaf, flag in zip(leaves, is_mapped, strict=True) if flag]
     return lax.map(entry, mapped, batch_size=None if group == 1 else group)
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(n for n in range(min(number, max(most, 1)), 0, -1) if number % n == 0)
 
 
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:
