@@ -1,1 +1,1 @@
-"""What the configs of Hugging Face mean."""
+"""Reads configs of Hugging Face models, by a table of model families."""

@@ -1,4 +1,4 @@
-"""Reads the config of a Hugging Face model by the table of families."""
+"""`read_config`: the model family of a Hugging Face config, and the values that the family reads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 from flax_mha.hf_config.families import FAMILIES, Family
 from flax_mha.hf_config.layers import Values
 
-ALIASES: dict[str, tuple[str, ...]] = {  # other keys of the same meaning; the first in a config counts
+# Other keys of the same meaning; of several in one config the first in this order counts.
+ALIASES: dict[str, tuple[str, ...]] = {
     "num_attention_heads": ("n_head", "num_heads", "n_heads", "attention_heads", "encoder_attention_heads"),
     "num_key_value_heads": ("kv_n_heads",),
     "hidden_size": ("d_model", "n_embd", "dim", "emb_dim"),
@@ -21,9 +22,9 @@ ALIASES: dict[str, tuple[str, ...]] = {  # other keys of the same meaning; the f
 ALIASES["num_attention_heads"] += ("decoder_attention_heads", "decoder_num_attention_heads")
 COMMON = {"num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "rms_norm_eps"}
 COMMON |= {"rope_theta", "rope_parameters", "rope_scaling", "layer_types", "position_embedding_type"}
-# null is not "left out" for these
+# Keys whose null has a meaning; a null under any other key means that it is left out.
 NULL_COUNTS = ("sliding_window", "attn_logit_softcapping", "num_key_value_heads", "local_attention", "q_lora_rank")
-# The text models of models with several parts, whose `text_config` may lack a `model_type`.
+# The model types of text models, by those of the multimodal models whose `text_config` may lack one.
 PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
 PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
 OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read by some families alone
@@ -31,9 +32,11 @@ UNKNOWN = Family({}, refused="it is not known")
 
 
 def read_config(config: Any) -> tuple[Family, Values]:
-    """Returns the family of a config, and what the config says to it; values of `ALIASES` stand under the first name.
+    """Returns the family of a config, `UNKNOWN` if `FAMILIES` lacks its model type, and the config's values by key.
 
-    Nulls are left out, and so are keys that other families read and this one does not, if it is described.
+    The value of an alias is also under its name in `ALIASES`. Nulls are left out, except those of `NULL_COUNTS`, and so
+    are keys that only other families read, unless the family is refused: as in Transformers, a Llama has no window even
+    if its config has a `sliding_window`.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"config must be a dict, but got {type(config).__name__}; use config.to_dict().")
@@ -47,9 +50,9 @@ def read_config(config: Any) -> tuple[Family, Values]:
     if not isinstance(text, Mapping):
         raise ValueError(f"text_config must be a dict, but got {text!r}.")
     values = {key: value for key, value in text.items() if value is not None or key in NULL_COUNTS}
-    if isinstance(values.get("attn_config"), Mapping):  # of MPT and DBRX, whose other keys do not tell
+    if isinstance(values.get("attn_config"), Mapping):  # MPT, DBRX
         values = dict(values["attn_config"]) | {key: x for key, x in values.items() if key not in OPTIONAL}
-    if isinstance(model_type, str) and model_type in PARTS and "patch_size" not in text:  # of a vision encoder
+    if isinstance(model_type, str) and model_type in PARTS and "patch_size" not in text:  # a vision encoder
         values["model_type"] = PARTS[model_type]
     if not isinstance(values.get("model_type", ""), str):
         raise ValueError(f"model_type must be a string, but got {values['model_type']!r}.")

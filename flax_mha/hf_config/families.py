@@ -1,7 +1,7 @@
-"""The table of Hugging Face's model families: the attention of each `model_type`, and the defaults of its config.
+"""The table of Hugging Face's model families: for each `model_type`, its attention and the defaults of its config.
 
-A family is a line, and those with the same attention share one. tests/hf_families.py compares every family with the
-models of Transformers.
+Model types with the same attention share a `Family`. tests/hf_families.py compares every one with the models of
+Transformers.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -11,31 +11,31 @@ from flax_mha.hf_config.layers import FULL, LayerType, Rotates, Values, cycle, f
 
 
 class Family(NamedTuple):
-    """The attention of one `model_type`.
+    """The attention of a model type.
 
-    Its `keys` are what its config may say besides `COMMON`, with the values of keys that are left out, as in
-    Transformers' configuration classes. Keys of other families alone are not read. Families that rotate queries and
-    keys have a `rope_theta`.
+    `keys` are the keys that its config may have besides `COMMON` in hf_config/config.py, with their defaults in
+    Transformers; keys that only other families have are not read. A family whose queries and keys are rotated has a
+    `rope_theta` among them.
     """
 
     keys: Values
-    bias: str | bool = False  # of projections, or the keys that tell: one of them is enough
+    bias: str | bool = False  # if projections have biases; or config keys, any of which switches them on
     norm: str | Literal[False] = False  # the `normalize_qk` of the module
-    norm_key: str = ""  # the key that switches the norms on; if empty they are
-    norm_scale: Literal["weight", "1 + weight", "none"] = "weight"  # what the norms multiply by
+    norm_key: str = ""  # the config key that switches the norms on; empty if they are always on
+    norm_scale: Literal["weight", "1 + weight", "none"] = "weight"  # the factor of the normalized queries and keys
     sinks: bool = False
-    gate: bool = False  # multiplies the attention's output
+    gate: bool = False  # a sigmoid of the input multiplies the attention's output
     latent: bool = False  # keys and values are projections of one latent vector per token
-    scale: float | None = None  # the factor of query . key, where it is the same for all sizes
+    scale: float | None = None  # the factor of query . key, if it does not depend on sizes
     alibi: bool = False
     layer_type: LayerType = full
     rotates: Rotates = layers.all_rotate
-    causal: str | bool | None = True  # or the key that tells; None: in a decoder, not in an encoder
-    refused: str = ""  # why `describe` refuses it; its keys then serve `RoPE.from_config` alone
+    causal: str | bool | None = True  # or the config key of that boolean; None: causal in decoders only
+    refused: str = ""  # why `describe` refuses the family, of which only `RoPE.from_config` then reads the keys
 
 
 def like(family: Family, keys: Values, **fields: Any) -> Family:
-    """Returns a family with more keys, or other defaults, and other fields."""
+    """Returns a copy of a family with these keys added or their defaults replaced, and with these fields replaced."""
     return family._replace(keys=family.keys | keys, **fields)
 
 
@@ -43,16 +43,14 @@ def alike(names: str, family: Family) -> dict[str, Family]:
     return dict.fromkeys(names.split(), family)
 
 
-# Keys and their defaults.
+# Config keys with their defaults, which families share or which are too long for their row.
 ROPE: Values = {"rope_theta": 10_000.0}
 MILLION: Values = {"rope_theta": 1e6}
 BIAS: Values = ROPE | {"attention_bias": False}
 PAIRS: Values = BIAS | {"rope_pairs": True}
 INTERLEAVE: Values = BIAS | {"rope_interleave": True}
-GPT_J: Values = PAIRS | {"rotary_dim": 64}
 HALF: Values = BIAS | {"partial_rotary_factor": 0.5}
 QUARTER: Values = ROPE | {"partial_rotary_factor": 0.25}
-WINDOW: Values = ROPE | {"num_key_value_heads": 8, "sliding_window": None}
 WHOLE: Values = ROPE | {"sliding_window": None, "partial_rotary_factor": 1.0}
 COHERE: Values = PAIRS | {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5}
 COHERE_2: Values = PAIRS | {"sliding_window": 4096, "sliding_window_pattern": 4}
@@ -81,13 +79,8 @@ LLAMA_4 |= {"no_rope_layers": None, "no_rope_layer_interval": 4, "attention_chun
 LLAMA_4 |= {"attn_temperature_tuning": True}
 MINISTRAL = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384, "mscale": 1.0}
 MINISTRAL |= {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
-MODERNBERT: Values = BIAS | {
-    "rope_theta": 160_000.0,
-    "rope_local_base_freq": 10_000.0,
-    "local_attention": 128,
-    "sliding_window": None,
-}
-MPT: Values = {"alibi": True, "clip_qkv": None, "softmax_scale": None}
+MODERNBERT: Values = BIAS | {"rope_theta": 160_000.0, "rope_local_base_freq": 10_000.0, "local_attention": 128}
+MODERNBERT |= {"sliding_window": None}
 SEED: Values = {"attention_bias": True, "attention_out_bias": False, "num_key_value_heads": 8, "head_dim": 128}
 MELLUM: Values = {"rope_theta": 5e5, "rope_local_base_freq": 1e4, "sliding_window": 1024}
 MELLUM |= {"num_key_value_heads": 4, "head_dim": 128}
@@ -113,29 +106,27 @@ KIMI_LINEAR: Values = {key: x for key, x in LATENTS.items() if key != "rope_thet
 KIMI_LINEAR |= {"q_lora_rank": None, "linear_attn_config": None}
 ZAMBA: Values = {"attention_hidden_size": None, "use_shared_attention_adapter": False}
 
-# Attention that several families share, or nearly.
+# Families that several model types share, or that are the start of others.
 RMS: Any = "rms_norm"
 LLAMA = Family(BIAS, "attention_bias")
 BERT = Family({"is_decoder": False}, True, causal="is_decoder")
 BART = Family({}, True, causal=None)
 ENCODER = Family({}, True, causal=False)
-MISTRAL = Family(WINDOW, layer_type=sliding)
-QWEN_2 = Family(QWEN, True, layer_type=listed(layers.upper))
+MISTRAL = Family(ROPE | {"num_key_value_heads": 8, "sliding_window": None}, layer_type=sliding)
+QWEN_2 = Family(QWEN, True, layer_type=listed(layers.upper_slide))
 QWEN_3 = like(QWEN_2, {"head_dim": 128}, bias="attention_bias", norm=RMS)
 QWEN_3_VL = like(LLAMA, {"rope_theta": 5e5, "mrope_section": (24, 20, 20), "mrope_interleaved": True}, norm=RMS)
 OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_all_heads")
 EXAONE_4 = Family(EXAONE, norm=RMS, layer_type=last_of(4), rotates=layers.sliding_or_all_rotate)
 SWA: Values = {"attention_multiplier": 1.0, "sliding_window": 128, "layer_rope_theta": None}
 GRANITE_SWA = like(LLAMA, SWA, sinks=True, layer_type=first_of(4), rotates=layers.with_theta_rotate)
-HUNYUAN = like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_after_rope")
 LATENT = Family(LATENTS | {"rope_interleave": True}, "attention_bias", latent=True)
 INDEXED = Family(INTERLEAVE, refused="an indexer chooses the keys that a query sees")
 QWEN_3_NEXT = Family(
-    QWEN_NEXT, "attention_bias", RMS, norm_scale="1 + weight", gate=True, layer_type=listed(layers.each_last)
+    QWEN_NEXT, "attention_bias", RMS, norm_scale="1 + weight", gate=True, layer_type=listed(layers.rest_linear)
 )
 GATED = Family(BIAS, refused="the gate of its attention's output is not a sigmoid for each feature")
 SHARED_KEYS = Family(ROPE, refused="it normalizes values, and layers use the keys and values of earlier ones")
-RECURRENT = Family({}, refused="it is recurrent and has no softmax over keys")
 RELATIVE = Family({}, refused="scores depend on products of queries with embeddings of distances")
 
 FAMILIES: dict[str, Family] = {
@@ -163,13 +154,13 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(WHOLE, layer_type=sliding),
     "phi4_multimodal": Family(WHOLE | {"num_key_value_heads": 8}, layer_type=sliding),
     "qwen2": QWEN_2,
-    "qwen2_moe": like(QWEN_2, {"qkv_bias": True}, bias="qkv_bias", layer_type=listed(layers.lower_even)),
+    "qwen2_moe": like(QWEN_2, {"qkv_bias": True}, bias="qkv_bias", layer_type=listed(layers.lower_even_slide)),
     "qwen3": QWEN_3,
     "qwen3_moe": like(QWEN_3, {"head_dim": None, "num_key_value_heads": 4}, layer_type=sliding),
     **alike("qwen2_vl_text qwen2_5_vl_text", like(QWEN_2, {"max_window_layers": 80, "mrope_section": (16, 24, 24)})),
     "qwen3_vl_text": like(QWEN_3_VL, {"num_key_value_heads": 32, "head_dim": 128}),
     "qwen3_vl_moe_text": like(QWEN_3_VL, {"num_key_value_heads": 16, "head_dim": None}),
-    "dots1": Family(DOTS, "attention_bias", RMS, layer_type=listed(layers.upper)),
+    "dots1": Family(DOTS, "attention_bias", RMS, layer_type=listed(layers.upper_slide)),
     "apertus": Family(APERTUS, "attention_bias", RMS),
     "hy_v3": like(
         LLAMA, {"rope_theta": 11_158_840.0, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}, norm=RMS
@@ -191,10 +182,11 @@ FAMILIES: dict[str, Family] = {
     ),
     **alike("lfm2 lfm2_moe", Family(LFM, norm=RMS, layer_type=listed(layers.indices("full_attn_idxs", full)))),
     "nanochat": Family(BIAS | {"rope_reversed": True}, "attention_bias", "rms_norm_after_rope", norm_scale="none"),
-    **alike("hunyuan_v1_dense hunyuan_v1_moe", HUNYUAN),
+    **alike("hunyuan_v1_dense hunyuan_v1_moe", like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_after_rope")),
     "gemma": Family(GEMMA, "attention_bias"),
-    "gemma2": Family(GEMMA_2 | {"attn_logit_softcapping": 50.0}, "attention_bias", layer_type=last_of(2)),
-    "vaultgemma": Family(GEMMA_2 | {"attn_logit_softcapping": 50.0}, "attention_bias", layer_type=last_of(2)),
+    **alike(
+        "gemma2 vaultgemma", Family(GEMMA_2 | {"attn_logit_softcapping": 50.0}, "attention_bias", layer_type=last_of(2))
+    ),
     "gemma3_text": Family(GEMMA_3, "attention_bias", RMS, norm_scale="1 + weight", layer_type=last_of(6)),
     "gpt_oss": Family(GPT_OSS, "attention_bias", sinks=True, layer_type=last_of(2)),
     "olmo": like(LLAMA, {"clip_qkv": None}),
@@ -242,7 +234,7 @@ FAMILIES: dict[str, Family] = {
         "rms_norm_after_rope",
         "use_qk_norm",
         "none",
-        layer_type=listed(layers.chunked),
+        layer_type=listed(layers.rotated_chunked),
         rotates=layers.listed_rotate,
     ),
     "stablelm": Family(QUARTER | {"use_qkv_bias": False, "qk_layernorm": False}, "use_qkv_bias"),
@@ -250,8 +242,7 @@ FAMILIES: dict[str, Family] = {
     "phi": Family(HALF | {"qk_layernorm": False, "rms_norm_eps": 1e-5}, True, "layer_norm_bias", "qk_layernorm"),
     "gpt_neox": Family(QUARTER | {"attention_bias": True}, "attention_bias"),
     "gpt_neox_japanese": Family(ROPE | {"partial_rotary_factor": 1.0}),
-    "gptj": Family(GPT_J),
-    "codegen": Family(GPT_J),
+    **alike("gptj codegen", Family(PAIRS | {"rotary_dim": 64})),
     "dbrx": Family(ROPE | {"clip_qkv": None, "num_key_value_heads": 1}),
     "falcon": Family(FALCON, "bias"),
     "modernbert-decoder": Family(MODERNBERT, "attention_bias", layer_type=first_of(3, "global_attn_every_n_layers")),
@@ -272,12 +263,11 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": like(LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}),
     "minicpm3": Family(MINICPM, "attention_bias", latent=True),
     "mistral4": like(
-        LATENT,
-        {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "rope_parameters": MISTRAL_4},
+        LATENT, {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "rope_parameters": MISTRAL_4}
     ),
     "kimi_linear": Family(KIMI_LINEAR, "attention_bias", latent=True, layer_type=listed(layers.kimi_linear)),
     # Without rotary positions.
-    "mpt": Family(MPT, alibi=True),
+    "mpt": Family({"alibi": True, "clip_qkv": None, "softmax_scale": None}, alibi=True),
     "bloom": Family({}, True, alibi=True),
     **alike("gpt2 gpt-sw3", Family({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}, True)),
     "gpt_bigcode": Family({"scale_attn_weights": True, "multi_query": True}, True),
@@ -290,17 +280,17 @@ FAMILIES: dict[str, Family] = {
         {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4}, layer_type=layers.periodic
     ),
     "nemotron_h": Family(NEMOTRON_H, layer_type=listed(cycle("hybrid_override_pattern", "-", "-", FULL, "-"))),
-    "zamba": Family(ZAMBA, layer_type=listed(layers.unknown)),
+    "zamba": Family(ZAMBA, layer_type=listed(layers.refuse_unlisted)),
     # Hybrids with rotary positions.
     "bamba": like(
         LLAMA,
         HALF | {"num_key_value_heads": 8, "attn_layer_indices": ()},
-        layer_type=layers.indices("attn_layer_indices", layers.none),
+        layer_type=layers.indices("attn_layer_indices", layers.no_attention),
     ),
     "granitemoehybrid": like(
         LLAMA,
         {"attention_multiplier": 1.0, "position_embedding_type": None},
-        layer_type=listed(layers.none),
+        layer_type=listed(layers.no_attention),
         rotates=layers.if_key("position_embedding_type", "rope"),
     ),
     "recurrent_gemma": Family(
@@ -309,7 +299,9 @@ FAMILIES: dict[str, Family] = {
         layer_type=layers.windowed(cycle("block_types")),
     ),
     "zamba2": Family(
-        ZAMBA | ROPE | {"use_mem_rope": False}, layer_type=listed(layers.unknown), rotates=layers.if_key("use_mem_rope")
+        ZAMBA | ROPE | {"use_mem_rope": False},
+        layer_type=listed(layers.refuse_unlisted),
+        rotates=layers.if_key("use_mem_rope"),
     ),
     # Encoders, and decoders that are made from them.
     "t5": Family({"head_dim": 64}, scale=1.0, causal=None),
@@ -329,7 +321,7 @@ FAMILIES: dict[str, Family] = {
     "hrm_text": Family(BIAS, refused="its layers stand in two stacks, which run several times"),
     "gemma3n_text": like(SHARED_KEYS, {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0}),
     **alike("gemma4_text gemma4_unified_text gemma4_assistant gemma4_unified_assistant", SHARED_KEYS),
-    **alike("mamba mamba2 falcon_mamba rwkv xlstm", RECURRENT),
+    **alike("mamba mamba2 falcon_mamba rwkv xlstm", Family({}, refused="it is recurrent and has no softmax over keys")),
     **alike("xlnet prophetnet inkling_text inkling2_text", RELATIVE),
     "bitnet": Family(
         ROPE | {"rope_theta": 500_000.0}, refused="a norm stands between its attention and the projection back"
@@ -346,4 +338,3 @@ FAMILIES: dict[str, Family] = {
     "modernbert": Family(MODERNBERT, refused="it is not known"),
     "moonshine": Family(PAIRS | {"partial_rotary_factor": 0.9}, refused="it is not known"),
 }
-DESCRIBED = tuple(name for name, family in FAMILIES.items() if not family.refused)

@@ -1,18 +1,24 @@
-"""Which layers of a model have a window, which rotate, and which are no attention at all, by the keys of its config."""
+"""Rules that read single layers from a Hugging Face config: the type of a layer's attention, and if it has RoPE.
+
+The table of families has two rules for models whose layers are not all alike. A `LayerType` returns the type of a
+layer: `FULL`, `SLIDING` (the layer "slides": it has a window) or `CHUNKED` attention, or another text if the layer has
+no self-attention. A `Rotates` returns True if the layer has RoPE. Both get the values of the config, by key, and the
+number of the layer, from 0; `Rotates` also gets the type of the layer.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 Values = dict[str, Any]
-LayerType = Callable[[Values, int], str]  # of a config and the number of a layer
-Rotates = Callable[[Values, int, str], bool]  # and the layer's type
+LayerType = Callable[[Values, int], str]
+Rotates = Callable[[Values, int, str], bool]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": SLIDING}  # of other configs
+NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": SLIDING}  # of some configs
 
 
 def entry(values: Values, key: str, layer: int) -> Any:
-    """Returns what a list says of the layer."""
+    """Returns the layer's entry of the list under a key."""
     found = values[key]
     if not isinstance(found, list | tuple) or layer >= len(found):
         raise ValueError(f"{key} must be a list with an entry for layer {layer}, but got {found!r}.")
@@ -24,12 +30,13 @@ def full(values: Values, layer: int) -> str:
 
 
 def sliding(values: Values, layer: int) -> str:
+    """Returns `SLIDING` if the config has a window and uses it, else `FULL`."""
     is_on = values.get("sliding_window") is not None and values.get("use_sliding_window", True)
     return SLIDING if is_on else FULL
 
 
 def windowed(layer_type: LayerType) -> LayerType:
-    """Makes layers with full attention slide, if there is a window."""
+    """Returns a rule like `layer_type`, but in which layers of full attention are `sliding`."""
 
     def windowed_type(values: Values, layer: int) -> str:
         found = layer_type(values, layer)
@@ -39,7 +46,7 @@ def windowed(layer_type: LayerType) -> LayerType:
 
 
 def listed(otherwise: LayerType) -> LayerType:
-    """Makes a type from the list `layer_types`, for layers that it does not reach from another function."""
+    """Returns a rule that reads the list `layer_types`, and asks another rule about layers after its end."""
 
     def layer_type(values: Values, layer: int) -> str:
         types = values.get("layer_types") or ()
@@ -49,21 +56,21 @@ def listed(otherwise: LayerType) -> LayerType:
 
 
 def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
-    """Makes layers slide, but each `number`-th, as counted by this key where it is given."""
+    """Returns a rule by which the last of each `number` layers, or of each `values[key]`, is full; others slide."""
     return listed(lambda values, layer: sliding(values, layer) if (layer + 1) % (values.get(key) or number) else FULL)
 
 
 def first_of(number: int, key: str = "") -> LayerType:
-    """Makes layers slide, but the first of each `number`."""
+    """Returns a rule by which the first of each `number` layers, or of each `values[key]`, is full; others slide."""
     return listed(lambda values, layer: sliding(values, layer) if layer % values.get(key, number) else FULL)
 
 
-def upper(values: Values, layer: int) -> str:
+def upper_slide(values: Values, layer: int) -> str:
     """Layers from `max_window_layers` on slide."""
     return sliding(values, layer) if layer >= values["max_window_layers"] else FULL
 
 
-def lower_even(values: Values, layer: int) -> str:
+def lower_even_slide(values: Values, layer: int) -> str:
     """Every second layer below `max_window_layers` slides."""
     return sliding(values, layer) if layer % 2 == 0 and layer < values["max_window_layers"] else FULL
 
@@ -74,34 +81,36 @@ def flint(values: Values, layer: int) -> str:
 
 
 def cohere_moe(values: Values, layer: int) -> str:
-    """Cohere 2's mixture of experts: the dense layers below have a pattern of their own."""
+    """The first, dense layers of Cohere 2's mixture of experts have a pattern of their own."""
     dense = values.get("first_k_dense_replace") or 0
     number = values["prefix_dense_sliding_window_pattern"] if layer < dense else values["sliding_window_pattern"]
     return SLIDING if (layer + 1 if layer < dense else layer + 1 - dense) % number else FULL
 
 
-def each_last(values: Values, layer: int) -> str:
-    """Of each `full_attention_interval` layers the last has attention."""
+def rest_linear(values: Values, layer: int) -> str:
+    """The last of each `full_attention_interval` layers has softmax attention, the others linear attention."""
     return "linear_attention" if (layer + 1) % values["full_attention_interval"] else FULL
 
 
 def kimi_linear(values: Values, layer: int) -> str:
-    """The lists of Kimi Linear's own config count from 1."""
+    """The lists in Kimi Linear's config count layers from 1."""
     found = (values["linear_attn_config"] or {}).get("full_attn_layers")
     is_full = layer and layer % 4 == 0 if found is None else layer + 1 in found
     return FULL if is_full else "linear_attention"
 
 
-def chunked(values: Values, layer: int) -> str:
+def rotated_chunked(values: Values, layer: int) -> str:
+    """Layers with RoPE have chunked attention."""
     return CHUNKED if listed_rotate(values, layer, "") else FULL
 
 
 def unrotated_slide(values: Values, layer: int) -> str:
+    """Layers without RoPE slide."""
     return FULL if listed_rotate(values, layer, "") else sliding(values, layer)
 
 
 def indices(key: str, otherwise: LayerType) -> LayerType:
-    """Makes attention of the layers whose numbers stand in the list under this key."""
+    """Returns a rule that finds attention in the layers listed under a key; `otherwise` is for configs without it."""
 
     def layer_type(values: Values, layer: int) -> str:
         found = values.get(key)
@@ -110,11 +119,11 @@ def indices(key: str, otherwise: LayerType) -> LayerType:
     return layer_type
 
 
-def unknown(values: Values, layer: int) -> str:
+def refuse_unlisted(values: Values, layer: int) -> str:
     raise ValueError("config must hold layer_types or layers_block_type, which tell the layers with attention.")
 
 
-def none(values: Values, layer: int) -> str:
+def no_attention(values: Values, layer: int) -> str:
     return "no attention"
 
 
@@ -124,7 +133,7 @@ def periodic(values: Values, layer: int) -> str:
 
 
 def cycle(key: str, *otherwise: str) -> LayerType:
-    """Makes types that repeat, from the list or the text under this key."""
+    """Returns a rule that repeats the list, or the letters, under a key; `otherwise` is for configs without it."""
 
     def layer_type(values: Values, layer: int) -> str:
         types = values.get(key) or otherwise
@@ -134,7 +143,7 @@ def cycle(key: str, *otherwise: str) -> LayerType:
 
 
 def gpt_neo(values: Values, layer: int) -> str:
-    """GPT-Neo repeats lists: `[[["global", "local"], 12]]`."""
+    """`attention_types` holds lists and how often each is repeated: `[[["global", "local"], 12]]`."""
     types = [name for names, times in values["attention_types"] for name in names * times]
     types = values.get("attention_layers") or types
     return NAMES.get(types[layer], types[layer]) if layer < len(types) else FULL
@@ -149,7 +158,7 @@ def all_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 
 def listed_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    """Layers rotate whose number in `no_rope_layers` is 1; without the list, all but each fourth."""
+    """Layers rotate whose entry in `no_rope_layers` is 1; without it, all but each `no_rope_layer_interval`-th."""
     if values.get("no_rope_layers"):
         return bool(entry(values, "no_rope_layers", layer))
     return bool((layer + 1) % values["no_rope_layer_interval"])
@@ -160,27 +169,32 @@ def sliding_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 
 def sliding_or_all_rotate(values: Values, layer: int, layer_type: str) -> bool:
+    """Layers with a window rotate; in a model without one, all do."""
     return layer_type == SLIDING or values.get("sliding_window") is None
 
 
 def cohere_moe_rotates(values: Values, layer: int, layer_type: str) -> bool:
+    """Layers with a window rotate, and dense ones if their pattern gives none of them a window."""
     is_dense = layer < (values.get("first_k_dense_replace") or 0)
     is_dense = entry(values, "mlp_layer_types", layer) == "dense" if values.get("mlp_layer_types") else is_dense
     return layer_type == SLIDING or (is_dense and values["prefix_dense_sliding_window_pattern"] == 1)
 
 
 def if_key(key: str, value: Any = True) -> Rotates:
+    """Returns a rule by which all layers rotate if the config has this value under a key."""
     return lambda values, layer, layer_type: values.get(key) == value
 
 
 def with_theta_rotate(values: Values, layer: int, layer_type: str) -> bool:
+    """Layers rotate whose entry in `layer_rope_theta` is not 0; without the list, all."""
     return values.get("layer_rope_theta") is None or bool(entry(values, "layer_rope_theta", layer))
 
 
 def given_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    """Layers rotate whose `rope_parameters` are not null."""
+    """Layers rotate whose type has an entry in `rope_parameters` that is not null."""
     return (values.get("rope_parameters") or {}).get(layer_type) is not None
 
 
 def given_theta_rotates(values: Values, layer: int, layer_type: str) -> bool:
+    """All layers rotate, unless `rope_parameters` has no `rope_theta`."""
     return (values.get("rope_parameters") or {"rope_theta": 1}).get("rope_theta") is not None

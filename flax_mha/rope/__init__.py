@@ -1,4 +1,4 @@
-"""Rotary position embeddings: `RoPE` is their angles, `apply_rope` rotates queries and keys by them.
+"""Rotary position embeddings: `RoPE` describes the angles, `apply_rope` rotates queries and keys by them.
 
 Example:
   >>> import jax, jax.numpy as jnp
@@ -27,7 +27,7 @@ __all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "RoPE", "YaRN", "apply_rope"]
 
 @dataclasses.dataclass(frozen=True)
 class RoPE:
-    """The rotated features and their frequencies: a hashable value, equal to any other with the same fields.
+    """Describes a rotary position embedding: the rotated features of a head and their frequencies. Hashable.
 
     The first R = fraction * H features of a head form R/2 pairs. At position p, pair i is rotated by the angle
     p * f[i], where f[i] = base^(-2i / R) radians per position, which `scaling` may change.
@@ -40,13 +40,14 @@ class RoPE:
         without an error.
       scaling: The change of the frequencies for sequences longer than those of the pretraining: None, `Linear`, `NTK`,
         `Llama3`, `YaRN` or `LongRoPE`.
-      sections: The number of pairs that each of the D coordinates of a position turns (`mrope_section` of Qwen2-VL's
-        frame, row and column), R/2 in all. Positions then have a last axis of D. None: positions are numbers.
-      section_layout: Where they are. "contiguous" (Qwen2-VL, Qwen2.5-VL, GLM-4V): one section after another; pair i
-        keeps f[i]. "interleaved" (Qwen3-VL): coordinates take turns, each until it has its pairs, and the first has
-        the rest; pair i keeps f[i]. "axial" (the vision encoders of Qwen-VL and Llama 4): one after another, each with
-        the frequencies of a head of its own, base^(-j / n) for pair j of n. "axial_strided" (Pixtral): one after
-        another, and pair j of section d has f[d + D j].
+      sections: For positions of D coordinates, such as frame, row and column: the number of pairs that each coordinate
+        rotates, R/2 in all (`mrope_section` of Qwen2-VL). Positions then have a last axis of D. None: each position is
+        one number.
+      section_layout: Which pairs the coordinates rotate, and the frequencies of these. "contiguous" (Qwen2-VL,
+        Qwen2.5-VL, GLM-4V): one section after another; pair i has f[i]. "interleaved" (Qwen3-VL): pairs go to the
+        coordinates in turn until a coordinate has its number, the rest to the first; pair i has f[i]. "axial" (the
+        vision encoders of Qwen-VL and Llama 4): one section after another; pair j of the n pairs of a section has
+        base^(-j / n). "axial_strided" (Pixtral): one section after another; pair j of section d has f[d + D j].
 
     Raises:
       ValueError: If a field is out of its range. Methods that depend on the length of the current sequence, such as
@@ -95,7 +96,7 @@ class RoPE:
         object.__setattr__(self, "sections", check_sections(self.sections, self.section_layout))
 
     def rotated_size(self, head_size: int) -> int:
-        """Returns R, the number of rotated features, if it is an even integer of at least 2."""
+        """Returns R, the number of rotated features; raises a ValueError unless it is an even integer of at least 2."""
         size = self.fraction * head_size
         if round(size) < 2 or round(size) % 2 or abs(size - round(size)) > 1e-6 * head_size:
             even = max(2 * round(size / 2 - 0.25), 2)
@@ -107,7 +108,7 @@ class RoPE:
         return round(size)
 
     def frequencies(self, head_size: int) -> np.ndarray:
-        """Returns the angle of each pair per position, in radians: float64 `[R / 2]`, computed in numpy."""
+        """Returns the frequency of each pair, in radians per position: float64 `[R / 2]`, computed in numpy."""
         of_size = functools.partial(self._scaling.frequencies, float(self.base))
         size = self.rotated_size(head_size)
         if self.sections is None:
@@ -115,13 +116,13 @@ class RoPE:
         return frequencies_of_pairs(self.sections, self.section_layout, size, of_size)
 
     def coordinates(self, head_size: int) -> np.ndarray:
-        """Returns the coordinate of a position that turns each pair: integers `[R / 2]`, zeros without sections."""
+        """Returns the number of the coordinate that rotates each pair: integers `[R / 2]`, zeros without `sections`."""
         size = self.rotated_size(head_size)
         return coordinates_of_pairs(self.sections or (size // 2,), self.section_layout, size)
 
     @property
     def attention_factor(self) -> float:
-        """The factor of cos and sin, 1 except with YaRN and LongRoPE."""
+        """The factor that cos and sin are multiplied by: 1 except with YaRN and LongRoPE."""
         return self._scaling.cos_sin_factor
 
     @property
@@ -136,16 +137,15 @@ class RoPE:
 
         The keys are `rope_theta` (`rotary_emb_base`), `partial_rotary_factor` (`rotary_pct`, or `rotary_dim` with the
         head size), `rope_scaling` and `rope_parameters`; where they are missing, the defaults of `model_type` count.
-        `model_type` also tells whether pairs are interleaved; types that are not known to be are taken as halves. Which
-        layers are rotated at all, which `convert.describe` tells, and factors of the softmax scale (DeepSeek's mscale),
-        are not read here.
+        `model_type` also decides `interleaved`: False for types that are not known. Not read here: which layers have
+        RoPE at all (see `convert.describe`), and factors of the softmax scale (DeepSeek's mscale).
 
         `mrope_section` and `mrope_interleaved` become `sections`, whose coordinates are frame, row and column. Pass the
         `vision_config` of Qwen2-VL to Qwen 3.5, GLM-4V or Pixtral for rows and columns of patches, and that of Llama 4
         for columns and rows counted from 1, with (0, 0) for its class token.
 
         Args:
-          config: The dict. A multimodal model's `text_config` is found in it.
+          config: The dict, which may be that of a multimodal model with a `text_config` in it.
           layer_type: "full_attention" or "sliding_attention", for models in which they differ: Gemma 3 rotates its
             sliding (local) layers with `rope_local_base_freq` and without scaling.
           max_length: The longest sequence that the model will meet, prompt and generated tokens together; needed for
@@ -173,7 +173,7 @@ def apply_rope(
     positions: Int[Array, "*B T"] | Int[Array, " T"] | Int[Array, "*B T D"] | Int[Array, "T D"],
     rope: RoPE,
 ) -> Float[Array, "*B T N H"]:
-    """Rotates each pair of features by the angle of its position; apply it to queries and to keys, not to values.
+    """Rotates pairs of features of queries or keys by angles that grow with the position; values are not rotated.
 
     With c = a * cos(p * f[i]) and s = a * sin(p * f[i]), where a is the attention factor (1 for most models), pair
     (u, v) becomes (u c - v s, v c + u s). Scores then depend on the difference of two positions only.
@@ -185,13 +185,10 @@ def apply_rope(
       x: Queries or keys, floating point.
       positions: Integers, of each token or the same for every row of the batch; may be negative or traced. With
         `rope.sections`, the last axis holds the D coordinates of a token; Transformers has that axis first.
-      rope: The angles.
-
-    Returns:
-      The rotated array, in the shape and dtype of `x`.
+      rope: The rotary embedding.
 
     Raises:
-      ValueError: If shapes or dtypes are others than these, or if the head size does not fit `rope`.
+      ValueError: If a shape or dtype is not as above, or if the head size does not fit `rope`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -206,13 +203,13 @@ def apply_rope(
     x, positions = _check(x, positions, rope)
     size, dtype = rope.rotated_size(x.shape[-1]), jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     by_coordinate = positions if rope.sections else positions[..., None]
-    turned = np.arange(by_coordinate.shape[-1])[:, None] == rope.coordinates(x.shape[-1])
-    frequencies = np.where(turned, rope.frequencies(x.shape[-1]), 0).astype(dtype)  # [D, R / 2]
+    rotates = np.arange(by_coordinate.shape[-1])[:, None] == rope.coordinates(x.shape[-1])
+    frequencies = np.where(rotates, rope.frequencies(x.shape[-1]), 0).astype(dtype)  # [D, R / 2]
     angles: Any = 0
-    for i, of_coordinate in enumerate(frequencies):  # a sum with one term that is not 0, for a lookup is a gather
+    for i, row in enumerate(frequencies):  # one term of the sum is not 0; a lookup would be a gather
         coordinate = by_coordinate[..., i]
         coordinate = coordinate.reshape((1,) * (x.ndim - 2 - coordinate.ndim) + coordinate.shape + (1, 1))
-        angles += coordinate.astype(dtype) * of_coordinate.reshape((1,) * (x.ndim - 1) + (-1,))
+        angles += coordinate.astype(dtype) * row.reshape((1,) * (x.ndim - 1) + (-1,))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.attention_factor != 1.0:
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
@@ -225,7 +222,7 @@ def apply_rope(
 
 
 def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
-    """Returns x and the positions as JAX arrays, which have 32 bits outside x64, if they fit together."""
+    """Returns x and the positions as JAX arrays; raises a ValueError unless they fit together and `rope` is a RoPE."""
     if not isinstance(rope, RoPE):
         raise ValueError(f"rope must be a RoPE, but got {rope!r}; use RoPE() or RoPE.from_config(config).")
     try:

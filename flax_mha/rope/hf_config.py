@@ -1,7 +1,7 @@
-"""The rotary embedding of a Hugging Face config.
+"""Reads the rotary embedding of a Hugging Face config.
 
 Transformers 4 spreads it over the config (`rope_theta`, `rope_scaling`, `partial_rotary_factor`, ...), Transformers 5
-collects it in `rope_parameters`, with one dict per kind of layer where those differ.
+collects it in `rope_parameters`, with one dict for each type of layer where these differ.
 """
 
 import math
@@ -14,9 +14,9 @@ from flax_mha.hf_config.layers import FULL, SLIDING, Values, sliding_rotate
 from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Reversed, Scaling, YaRN, check_number
 
 LAYER_TYPES = (FULL, SLIDING)
-# Keys in the parameters of every type, and the optional and required ones of each; `_scaling` says what is missing.
+# Keys of rope parameters: those that every rope_type may have; and the optional and the required ones of each.
 COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
-COMMON |= {"llama_4_scaling_beta", "max_position_embeddings"}  # of Ministral 3, which scales queries by their position
+COMMON |= {"llama_4_scaling_beta", "max_position_embeddings"}  # Ministral 3, which scales queries by position
 ORIGINAL = "original_max_position_embeddings"
 YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
 LONGROPE = {"factor", "attention_factor", "short_mscale", "long_mscale"}
@@ -28,9 +28,9 @@ KEYS: dict[str, tuple[set[str], set[str]]] = {
     "ntk_alpha": ({"factor", *YARN}, {"alpha"}),
     "longrope": ({ORIGINAL, *LONGROPE}, {"short_factor", "long_factor"}),
 }
-MROPE = {"mrope_section", "mrope_interleaved", "interleaved"}  # "interleaved" says the same in files of Qwen3-Omni
-OTHER_MROPE = ("ernie4_5_vl", "hunyuan_vl")  # the starts of model types whose sections are in an order of their own
-# Vision encoders with axial positions, less the `_vision` of their model types: section_layout and interleaved.
+MROPE = {"mrope_section", "mrope_interleaved", "interleaved"}  # the last two mean the same; Qwen3-Omni has the last
+OTHER_MROPE = ("ernie4_5_vl", "hunyuan_vl")  # starts of model types with sections in an order that RoPE lacks
+# Vision encoders with axial positions: model type, without a final `_vision`, to section_layout and interleaved.
 QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
 VISION: dict[str, tuple[str, bool]] = dict.fromkeys(QWEN_VISION, ("axial", False))
 VISION |= {"llama4_vision_model": ("axial", True), "pixtral": ("axial_strided", False)}
@@ -39,7 +39,7 @@ KNOWN |= {"rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_value"}
 
 
 def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[str, Any]:
-    """Returns the fields of the `RoPE` of one kind of layer; see `RoPE.from_config`."""
+    """Returns the fields of the `RoPE` for layers of one type; see `RoPE.from_config`."""
     if layer_type is not None and layer_type not in LAYER_TYPES:
         raise ValueError(f"layer_type must be None or one of {', '.join(LAYER_TYPES)}, but got {layer_type!r}.")
     family, given = read_config(config)
@@ -58,7 +58,7 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
         return _read_vision(values)
     parameters = {key: values[key] for key in MROPE & {*family.keys}} | _parameters(values, layer_type)
     if family.keys and not family.refused and "partial_rotary_factor" not in family.keys:
-        parameters.pop("partial_rotary_factor", None)  # not read by its models
+        parameters.pop("partial_rotary_factor", None)  # Transformers does not read it for this family
     scaling = _scaling(_rope_type(parameters), parameters, values, max_length)
     return {
         "scaling": Reversed(scaling or Scaling()) if "rope_reversed" in family.keys else scaling,
@@ -70,7 +70,7 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
 
 
 def _read_vision(values: Values) -> dict[str, Any]:
-    """Returns the fields of a vision encoder, whose heads have as many pairs for each of the two coordinates."""
+    """Returns the `RoPE` fields of a vision encoder; each of the two coordinates rotates half of the pairs."""
     name = values.get("model_type", "")
     if name.removesuffix("_vision") not in VISION:
         raise ValueError(f"model_type must be one of {', '.join(VISION)} of those with a patch_size, but got {name!r}.")
@@ -102,7 +102,7 @@ def _check_numbers(values: Values) -> None:
 
 
 def _parameters(values: Values, layer_type: str | None) -> Values:
-    """Returns the parameters of one kind of layer, in the form of Transformers 5."""
+    """Returns the rope parameters of layers of one type, as Transformers 5 has them: one dict with a `rope_theta`."""
     found = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"rope_scaling and rope_parameters must be dicts, but got {found!r}.")
@@ -113,7 +113,7 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
             f"layer_type must be one of {', '.join(LAYER_TYPES)}, because this model rotates them differently, "
             "but got None."
         )
-    is_local = layer_type == "sliding_attention" and local_base is not None
+    is_local = layer_type == SLIDING and local_base is not None
     if nested:
         if layer_type not in found:
             raise ValueError(f"rope_parameters must hold {layer_type}, but got {', '.join(map(str, found))}.")
@@ -121,7 +121,7 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
         if not isinstance(found, Mapping):
             raise ValueError(f"rope_parameters must hold a dict for {layer_type}, but got {found!r}.")
     elif is_local and values.get("model_type") != "modernbert":
-        found = {}  # the scaling of Gemma 3 is that of its full attention
+        found = {}  # Gemma 3 scales its full attention only
     base = local_base if is_local else values.get("rope_theta")
     parameters = {key: value for key, value in found.items() if value is not None}
     if base is not None:
@@ -138,9 +138,9 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
 def _rope_type(parameters: Values) -> str:
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     rope_type = "longrope" if rope_type == "su" else rope_type
-    of_sections = MROPE if "mrope_section" in parameters else set()
-    rope_type = "default" if rope_type == "mrope" and of_sections else rope_type
-    if rope_type == "dynamic" and parameters.get("alpha"):  # of Hunyuan, whose frequencies stay
+    section_keys = MROPE if "mrope_section" in parameters else set()
+    rope_type = "default" if rope_type == "mrope" and section_keys else rope_type
+    if rope_type == "dynamic" and parameters.get("alpha"):  # Hunyuan: does not depend on the length
         rope_type = "ntk_alpha"
     if rope_type == "dynamic":
         raise ValueError(
@@ -149,7 +149,7 @@ def _rope_type(parameters: Values) -> str:
         )
     if not isinstance(rope_type, str) or rope_type not in KEYS:
         raise ValueError(f"rope_type must be one of {', '.join(KEYS)}, but got {rope_type!r}.")
-    optional, required = KEYS[rope_type][0] | of_sections, KEYS[rope_type][1]
+    optional, required = KEYS[rope_type][0] | section_keys, KEYS[rope_type][1]
     unknown, missing = set(parameters) - COMMON - optional - required, required - set(parameters)
     if unknown or missing:
         raise ValueError(
@@ -190,7 +190,7 @@ def _scaling(rope_type: str, given: Values, values: Values, max_length: Any) -> 
 
 
 def _fraction(*sources: Values) -> float:
-    """Returns the rotated part of a head, from the first source that tells; as in Transformers, sizes round down."""
+    """Returns the rotated fraction of a head, from the first dict that has it; a size in features is rounded down."""
     told = (source for source in sources if {"partial_rotary_factor", "rotary_dim"} & {*source})
     source = next(told, {"partial_rotary_factor": 1.0})
     fraction = source.get("partial_rotary_factor")

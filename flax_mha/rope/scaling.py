@@ -1,4 +1,4 @@
-"""Changes of rotary frequencies for sequences longer than those of the pretraining, computed in numpy float64."""
+"""Scalings of rotary frequencies for sequences longer than in the pretraining, computed in numpy float64."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from flax_mha.core.integers import is_number
 
 
 def check_number(name: str, value: Any, *, above: float | None = None, at_least: float | None = None) -> None:
-    """Raises a ValueError unless `value` is a finite number in the range."""
+    """Raises a ValueError unless `value` is a finite number in the given range."""
     in_range = is_number(value) and (above is None or value > above) and (at_least is None or value >= at_least)
     if in_range and _is_finite(value):
         return
@@ -29,19 +29,19 @@ def _is_finite(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Frequencies as they are; the base class of those that change them."""
+    """Leaves frequencies as they are; the base class of all scalings."""
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
-        """Returns the radians per position of each pair: float64 `[size / 2]`."""
+        """Returns the frequency of each pair of `size` features, in radians per position: float64 `[size / 2]`."""
         return base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
 
     @property
     def cos_sin_factor(self) -> float:
-        """The factor of cos and sin."""
+        """The factor that cos and sin are multiplied by."""
         return 1.0
 
     def _check(self, name: str, **bounds: float) -> None:
-        """Raises a ValueError unless a field is in range, or None by default."""
+        """Raises a ValueError unless the field with this name is in range, or None where that is its default."""
         value = getattr(self, name)
         if value is not None or getattr(type(self), name, 0) is not None:
             check_number(f"{type(self).__name__}({name})", value, **bounds)
@@ -62,7 +62,7 @@ class Linear(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Reversed(Scaling):
-    """Rotation in the other direction, as in nanochat, by the frequencies of another scaling."""
+    """Rotates in the opposite direction, as nanochat does: the frequencies of `scaling`, negated."""
 
     scaling: Scaling = Scaling()
 
@@ -130,7 +130,7 @@ class Llama3(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class YaRN(Scaling):
-    """YaRN: like `Llama3`, but interpolated by the index of the pair, and cos and sin grow.
+    """YaRN: like `Llama3`, but interpolates by the index of the pair, and multiplies cos and sin by a factor.
 
     Source: Peng et al., arXiv:2309.00071.
 
@@ -139,11 +139,11 @@ class YaRN(Scaling):
       original_max_position: The length of the pretraining, in tokens.
       beta_fast: A pair that turns more often than this in the original length is kept; above `beta_slow`.
       beta_slow: A pair that turns less often than this is slowed down by the factor; above 0.
-      attention_factor: The factor of cos and sin, above 0. None means m(mscale) / m(mscale_all_dim) if both
-        are given and not 0, as for DeepSeek, else m(1), where m(s) = 0.1 s ln(factor) + 1.
+      attention_factor: The factor of cos and sin, above 0. None means m(mscale) / m(mscale_all_dim) if both are given
+        and not 0, as for DeepSeek, else m(1), where m(s) = 0.1 s ln(factor) + 1.
       mscale: See `attention_factor`.
       mscale_all_dim: See `attention_factor`.
-      truncate: True rounds the indices of these two pairs outwards; gpt-oss does not.
+      truncate: True rounds the indices at which interpolation starts and ends outwards; gpt-oss does not.
 
     Raises:
       ValueError: If a field is out of its range, or, when applied, if the base is not above 1.
@@ -172,7 +172,7 @@ class YaRN(Scaling):
     def frequencies(self, base: float, size: int) -> np.ndarray:
         if base <= 1:
             raise ValueError(f"base must be above 1 with YaRN, so that pairs slow down, but got {base:g}.")
-        # The index of the pair that turns this often in the original length; a fraction.
+        # The indices, which may be fractions, of the pairs that turn this often in the original length.
         first, last = (
             size * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(base))
             for turns in (self.beta_fast, self.beta_slow)
@@ -180,7 +180,7 @@ class YaRN(Scaling):
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, size - 1)
-        kept, width = super().frequencies(base, size), last - first or 0.001  # as published, against a division by 0
+        kept, width = super().frequencies(base, size), last - first or 0.001  # 0.001 as published: no division by 0
         return _blend(kept, kept / self.factor, 1 - (np.arange(size // 2) - first) / width)
 
     @property
@@ -195,14 +195,14 @@ class YaRN(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class LongRoPE(Scaling):
-    """LongRoPE (Phi-3): every pair has a factor of its own, f[i] / factors[i]. Ding et al., arXiv:2402.13753.
+    """LongRoPE (Phi-3): pair i has the frequency f[i] / factors[i]. Ding et al., arXiv:2402.13753.
 
     Models come with factors for short sequences and for long ones. Choose by the longest sequence that the model will
-    meet, and keep them: keys that were cached with the short factors do not fit queries with the long ones.
-    `RoPE.from_config(config, max_length=...)` chooses.
+    meet, and do not change them later: cached keys that were rotated with the short factors do not fit queries that are
+    rotated with the long ones. `RoPE.from_config(config, max_length=...)` chooses.
 
     Attributes:
-      factors: One per rotated pair, above 0; any sequence, kept as a tuple.
+      factors: One number above 0 for each rotated pair.
       attention_factor: The factor of cos and sin, above 0; sqrt(1 + ln(s) / ln(original_max_position)) for
         Phi-3, where s is the ratio of the new length to the original one.
 

@@ -1,4 +1,4 @@
-"""Positions of several coordinates: which rotated pair turns by which coordinate, and with which frequency."""
+"""Sections of `RoPE`: the coordinate of a position that rotates each pair, and the frequency of the pair."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
@@ -12,7 +12,7 @@ LAYOUTS: tuple[str, ...] = get_args(SectionLayout)
 
 
 def check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
-    """Returns the sections as a tuple of positive integers, or None."""
+    """Returns `sections` as a tuple of integers, or None; raises a ValueError unless it is one and fits the layout."""
     if layout not in LAYOUTS:
         raise ValueError(f"section_layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}.")
     if sections is None:
@@ -31,7 +31,7 @@ def check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
 
 
 def coordinates_of_pairs(sections: tuple[int, ...], layout: str, size: int) -> np.ndarray:
-    """Returns the coordinate that turns each pair of `size` features: integers `[size / 2]`."""
+    """Returns the number of the coordinate that rotates each pair of `size` features: integers `[size / 2]`."""
     if 2 * sum(sections) != size:
         raise ValueError(
             f"sections must add up to the rotated pairs, so to {size // 2} for {size} rotated features, but got "
@@ -52,7 +52,7 @@ def coordinates_of_pairs(sections: tuple[int, ...], layout: str, size: int) -> n
 def frequencies_of_pairs(
     sections: tuple[int, ...], layout: str, size: int, of_size: Callable[[int], np.ndarray]
 ) -> np.ndarray:
-    """Returns the frequency of each pair, `[size / 2]`, from those of a head without sections, `of_size(size)`."""
+    """Returns the frequency of each pair, `[size / 2]`; `of_size(size)` returns those of a head without sections."""
     if layout == "axial":
         return np.concatenate([of_size(2 * pairs) for pairs in sections])
     found = of_size(size)
