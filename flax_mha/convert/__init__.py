@@ -1,6 +1,6 @@
-"""Attention weights between PyTorch and Flax, exactly, by way of numpy; PyTorch is never imported.
+"""Converts attention weights between PyTorch and Flax, bit for bit, as numpy arrays; PyTorch is never imported.
 
-`from_hf` makes a layer of a Hugging Face model, which computes what the model's does::
+`from_hf` makes an nnx module that computes what the attention of one layer of a Hugging Face model does::
 
     config = json.load(open("config.json"))
     attention = convert.from_hf(config, state_dict, layer=3)
@@ -10,9 +10,9 @@ where `state_dict` is `model.state_dict()`, or what a safetensors file holds, wi
     from safetensors.flax import load_file
     state_dict = load_file("model.safetensors")
 
-It is made of `describe`, which turns the config into the arguments of the module, and `load_torch`, which loads
-weights into a module. `from_torch` returns the parameters as numpy arrays, for `flax.linen` too, and `to_torch` turns
-parameters back. `LAYOUTS` lists the names of weights that are known.
+Its two steps are `describe`, which turns the config into the arguments of the module, and `load_torch`, which loads
+weights into a module. `from_torch` returns the parameters as numpy arrays, for `flax.linen` too; `to_torch` is its
+inverse. `LAYOUTS` lists the names that the weights may have.
 """
 
 from flax_mha.convert.config import describe as describe

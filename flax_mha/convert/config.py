@@ -1,4 +1,4 @@
-"""`describe`: the attention of one layer of a Hugging Face model as arguments of `MultiHeadAttention`."""
+"""`describe`: turns the attention of one layer in a Hugging Face config into arguments of `MultiHeadAttention`."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ from typing import Any
 
 from flax_mha.convert.latent import latent_sizes
 from flax_mha.convert.layouts import MODEL_TYPE
-from flax_mha.convert.scores import scores_of
+from flax_mha.convert.scores import position_arguments
 from flax_mha.core.integers import is_int
 from flax_mha.hf_config.config import ALIASES, read_config
 from flax_mha.hf_config.families import FAMILIES, Family
@@ -17,7 +17,7 @@ from flax_mha.modules.call import dot_general
 from flax_mha.rope import RoPE
 from flax_mha.rope.scaling import check_number
 
-UNSUPPORTED = (  # keys, the family that they are refused of, if not of all, and why
+UNSUPPORTED = (  # config keys that are refused if they are on, in one model type or, if that is empty, in all; and why
     ("use_bidirectional_attention", "", "windows look one way here"),
     ("alibi", "falcon", "its scores get ALiBi before their scale"),
     ("qk_layernorm", "stablelm", "its norms have weights of each head"),
@@ -28,29 +28,28 @@ UNSUPPORTED = (  # keys, the family that they are refused of, if not of all, and
 
 
 def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | None = None) -> dict[str, Any]:
-    """Turns a Hugging Face config into the arguments of `MultiHeadAttention` for one layer, less `rngs` and `decode`.
+    """Returns the arguments of `MultiHeadAttention` for one layer of a Hugging Face model, without `rngs`, `decode`.
 
     They are `num_heads`, `in_features`, `qkv_features`, `out_features`, `num_kv_heads`, `use_bias`, `rope`, `scale`,
     `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, `qk_norm_epsilon`, and `kernel_metadata`,
-    by which `load_torch` knows the model. Models that need it also get an `attention_fn` that changes scores by their
-    positions (ALiBi, the temperature of Llama 4), or a `qkv_dot_general` that clips projections (OLMo). `flax.linen`
-    takes all but `in_features` and `kernel_metadata`.
+    by which `load_torch` knows the model. Some models also get an `attention_fn` that changes scores by their positions
+    (ALiBi, the temperature of Llama 4), or a `qkv_dot_general` that clips projections (OLMo). `flax.linen` takes all
+    except `in_features` and `kernel_metadata`. For latent attention (DeepSeek's `kv_lora_rank`) they are arguments of
+    `MultiHeadLatentAttention`.
 
-    A config of latent attention (DeepSeek's `kv_lora_rank`) becomes the arguments of `MultiHeadLatentAttention`.
-
-    Two things are not among them, which `from_hf` adds: decoders want `is_causal=True` in calls, and every layer of T5
-    the relative bias of its first, `score_mod=recipes.t5_bias(table)["score_mod"]` in the decoder.
+    Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5 the
+    relative bias of the first layer, in the decoder `score_mod=recipes.t5_bias(table)["score_mod"]`.
 
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`. Of a multimodal model its `text_config` counts; for
         CLIP and SigLIP, pass `config["text_config"]` or `config["vision_config"]`.
-      layer: The layer, from 0: windows and rotary positions may differ.
-      max_length: The longest sequence, prompt and generated tokens together; see `RoPE.from_config`, which needs it
-        for LongRoPE only.
+      layer: The number of the layer, from 0; windows and rotary positions may differ between layers.
+      max_length: The length of the longest sequence, prompt and generated tokens together; needed for LongRoPE only,
+        see `RoPE.from_config`.
 
     Raises:
-      ValueError: If `config` is no dict, of a model that is not known, lacks a size, or asks for what the module
-        cannot compute, or if the layer has no attention.
+      ValueError: If `config` is no dict, if its model is not known or cannot be computed by the module, if a size is
+        missing, or if the layer has no attention.
 
     Example:
       >>> from flax_mha import convert
@@ -66,56 +65,43 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
         rope = RoPE.from_config(config, SLIDING if kind == SLIDING else FULL, max_length)
         if values.get("layer_rope_theta"):
             rope = dataclasses.replace(rope, base=entry(values, "layer_rope_theta", layer))
-    if family.latent:
-        return _describe_latent(family, values, rope)
-    sizes = _sizes(values)
-    has_norm = values.get(family.norm_key, True) and (rope is not None or family.norm != "rms_norm_after_rope")
-    norm = family.norm if has_norm else False
-    described = sizes | {
-        "use_bias": _use_bias(family, values),
-        "rope": rope,
-        "scale": family.scale or _scale(values, layer, sizes["qkv_features"] // sizes["num_heads"]),
-        "local_window_size": _window(values) if kind == SLIDING else None,
-        "logits_soft_cap": values.get("attn_logit_softcapping"),
-        "sinks": family.sinks,
-        "gate": family.gate,
-        "normalize_qk": norm,
-        "qk_norm_epsilon": float(values.get("rms_norm_eps", 1e-6)) if norm else None,
-        "kernel_metadata": {MODEL_TYPE: values["model_type"]},
-    }
-    if changes := scores_of(family, values, sizes["num_heads"], rope is not None, kind == CHUNKED):
+    described = latent_sizes(values) if family.latent else _sizes(values)
+    described |= {"use_bias": _use_bias(family, values), "rope": rope}
+    described["kernel_metadata"] = {MODEL_TYPE: values["model_type"]}
+    if not family.latent:
+        has_norm = values.get(family.norm_key, True) and (rope is not None or family.norm != "rms_norm_after_rope")
+        norm = family.norm if has_norm else False
+        described |= {
+            "scale": family.scale or _scale(values, layer, described["qkv_features"] // described["num_heads"]),
+            "local_window_size": _window(values) if kind == SLIDING else None,
+            "logits_soft_cap": values.get("attn_logit_softcapping"),
+            "sinks": family.sinks,
+            "gate": family.gate,
+            "normalize_qk": norm,
+            "qk_norm_epsilon": float(values.get("rms_norm_eps", 1e-6)) if norm else None,
+        }
+    if changes := position_arguments(family, values, described["num_heads"], rope is not None, kind == CHUNKED):
         described["attention_fn"] = attention_with(**changes)
     if values.get("clip_qkv"):
         check_number("clip_qkv", values["clip_qkv"], above=0.0)
-        described["qkv_dot_general"] = _clipped(values["clip_qkv"])
-    return described
-
-
-def _describe_latent(family: Family, values: Values, rope: RoPE | None) -> dict[str, Any]:
-    described = latent_sizes(values) | {
-        "use_bias": _use_bias(family, values),
-        "rope": rope,
-        "kernel_metadata": {MODEL_TYPE: values["model_type"]},
-    }
-    if changes := scores_of(family, values, described["num_heads"], rope is not None, False):
-        described["attention_fn"] = attention_with(**changes)
+        described["qkv_dot_general"] = _clipped_dot_general(values["clip_qkv"])
     return described
 
 
 @functools.cache
 def attention_with(**arguments: Any) -> Any:
-    """Returns the attention function with arguments of its calls, one for all layers that have them."""
+    """Returns `attention_fn` with these arguments preset; equal arguments give the same object."""
     return functools.partial(attention_fn, **arguments)
 
 
 @functools.cache
-def _clipped(limit: float) -> Any:
-    """Returns a product of projections, without biases, whose values stay within a limit."""
+def _clipped_dot_general(limit: float) -> Any:
+    """Returns a `dot_general` that clips its result to [-limit, limit]."""
     return lambda *operands, **options: dot_general(*operands, **options).clip(-limit, limit)
 
 
 def _read(config: Any, layer: Any) -> tuple[Family, Values]:
-    """Returns the family and the values of a config that can be described."""
+    """Returns the family and the values, with defaults, of a config; raises a ValueError if it is not supported."""
     family, given = read_config(config)
     model_type = given.get("model_type")
     if model_type not in FAMILIES:
@@ -128,7 +114,7 @@ def _read(config: Any, layer: Any) -> tuple[Family, Values]:
             f"model_type must be one that the module can compute, but got {model_type!r}: {family.refused}."
         )
     values = family.keys | given
-    if "local_attention" in values and values["sliding_window"] is None:  # of ModernBERT: on both sides together
+    if "local_attention" in values and values["sliding_window"] is None:  # ModernBERT counts both sides
         values["sliding_window"] = (values["local_attention"] or 0) // 2
     _check_layer(layer, values)
     _check_supported(family, values)
@@ -168,7 +154,7 @@ def _check_supported(family: Family, values: Values) -> None:
 
 
 def _layer_type(family: Family, values: Values, layer: int) -> str:
-    """Returns the type of the layer, if that has an attention."""
+    """Returns the type of the layer; raises a ValueError if the layer has no self-attention."""
     kind = family.layer_type(values, layer)
     if kind not in (FULL, SLIDING) and (kind != CHUNKED or "attention_chunk_size" not in values):
         raise ValueError(
@@ -187,10 +173,10 @@ def _size(values: Values, name: str) -> int:
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    """Returns the heads and features of the module."""
+    """Returns the arguments of the module that are numbers of heads and features."""
     heads, hidden = _size(values, "num_attention_heads"), _size(values, "hidden_size")
     features = hidden
-    if "attention_hidden_size" in values:  # of Zamba, whose attention also gets the embeddings
+    if "attention_hidden_size" in values:  # Zamba: the input of its attention includes the embeddings
         features = values["attention_hidden_size"] or 2 * hidden
     return {
         "num_heads": heads,
@@ -202,9 +188,9 @@ def _sizes(values: Values) -> dict[str, Any]:
 
 
 def _kv_heads(values: Values, heads: int) -> int:
-    if values.get("multi_query") and not values.get("new_decoder_architecture"):  # of Falcon and GPT-BigCode
+    if values.get("multi_query") and not values.get("new_decoder_architecture"):  # Falcon and GPT-BigCode
         return 1
-    number = values.get("num_key_value_heads") if "num_kv_heads" not in values else values["num_kv_heads"]
+    number = values.get("num_kv_heads", values.get("num_key_value_heads"))
     is_old_falcon = not values.get("new_decoder_architecture", True)
     return heads if number is None or is_old_falcon else number
 
@@ -214,7 +200,7 @@ def _use_bias(family: Family, values: Values) -> bool:
 
 
 def _scale(values: Values, layer: int, head_size: int) -> float | None:
-    """Returns the factor of query . key; None means 1 / sqrt(head size)."""
+    """Returns the factor that scores are multiplied by; None means 1 / sqrt(head size)."""
     for key in ("attention_multiplier", "softmax_scale"):
         if values.get(key) is not None:
             return values[key]
@@ -228,7 +214,7 @@ def _scale(values: Values, layer: int, head_size: int) -> float | None:
 
 
 def _window(values: Values) -> tuple[int, int] | None:
-    """Returns the window: a token itself and those before it, `sliding_window` in all."""
+    """Returns (left, right): `sliding_window` counts the token itself and the tokens before it."""
     width = values.get("sliding_window")
     if width is None or not values.get("use_sliding_window", True):
         return None

@@ -1,4 +1,4 @@
-"""Latent attention: its arguments from a config, and its weights, whose names in Flax are those in PyTorch."""
+"""Converts latent attention: weights, whose names in Flax are those in PyTorch, and the sizes in a config."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -12,7 +12,8 @@ from flax_mha.core.integers import is_int
 from flax_mha.hf_config.layers import Values
 from flax_mha.modules.latent import SIZES
 
-# The axes of each parameter in Flax. N heads, of E query, V value and F features in `kv_b_proj`; latents of C features.
+# The axes of each parameter in Flax. N heads; a head has E features in queries, V in values and F in `kv_b_proj`. The
+# latent has C features, A with the rotary key beside it, and compressed queries have R.
 AXES = {"q_proj/kernel": "DNE", "q_a_proj/kernel": "DR", "q_a_proj/bias": "R", "q_a_layernorm/scale": "R"}
 AXES |= {"q_b_proj/kernel": "RNE", "kv_a_proj_with_mqa/kernel": "DA", "kv_a_proj_with_mqa/bias": "A"}
 AXES |= {"kv_a_layernorm/scale": "C", "kv_b_proj/kernel": "CNF", "o_proj/kernel": "NVO", "o_proj/bias": "O"}
@@ -20,7 +21,7 @@ QUERIES = ({"q_proj/kernel"}, {"q_a_proj/kernel", "q_a_layernorm/scale", "q_b_pr
 
 
 def key_of(path: str) -> str:
-    """Returns the key of a parameter in a state_dict."""
+    """Returns the key in a state_dict of the parameter with this path in Flax."""
     name, leaf = path.split("/")
     return f"{name}.{'bias' if leaf == 'bias' else 'weight'}"
 
@@ -29,12 +30,12 @@ PATHS = {key_of(path): path for path in AXES}
 
 
 def is_latent(keys: Collection[str]) -> bool:
-    """Returns whether these are the keys of latent attention."""
+    """Returns True for the keys of a latent attention."""
     return {*LATENT_KEYS} <= {*keys}
 
 
 def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arrays:
-    """Returns the arrays of a latent attention by the paths and in the shapes of Flax."""
+    """Returns the arrays of a latent attention, without its prefix, by Flax's paths and in Flax's shapes."""
     entries = {key: value for key, value in entries.items() if not key.startswith("rotary_emb.")}
     if extra := sorted({*entries} - {*PATHS}):
         raise ValueError(f"state_dict must hold a latent attention alone, but got {', '.join(extra[:6])}, too.")
@@ -64,7 +65,7 @@ def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def latent_to_torch(params: Mapping[str, Any]) -> Arrays:
-    """Returns a state_dict, the inverse of `read_latent`."""
+    """Turns the parameters of latent attention into a state_dict, the inverse of `read_latent`."""
     leaves = {f"{name}/{leaf}": x for name in params for leaf, x in _items(params[name])}
     missing = {PATHS[key] for key in LATENT_KEYS} - {*leaves}
     if missing or {*leaves} - {*AXES}:
@@ -85,11 +86,7 @@ def _flatten_heads(axes: str, array: np.ndarray) -> np.ndarray:
 
 
 def latent_sizes(values: Values) -> dict[str, Any]:
-    """Returns the sizes of `MultiHeadLatentAttention` that a config holds.
-
-    Raises:
-      ValueError: If one is missing, or contradicts another.
-    """
+    """Returns the sizes among the arguments of `MultiHeadLatentAttention`; raises a ValueError if one does not fit."""
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
     if values.get("v_head_dim") is None and is_int(hidden) and is_int(heads) and heads:
         values = values | {"v_head_dim": hidden // heads}

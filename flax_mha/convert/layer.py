@@ -1,4 +1,4 @@
-"""`from_hf`: a layer of a Hugging Face model as an nnx module, from the model's config and weights."""
+"""`from_hf`: makes the attention of one layer of a Hugging Face model, from the model's config and weights."""
 
 import functools
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from flax_mha.hf_config.layers import Values
 from flax_mha.modules.attention_fn import attention_fn
 from flax_mha.recipes import t5_bias
 
-HEADS = ("encoder_attention_heads", "decoder_attention_heads")  # one part's count where a config has both
+HEADS = ("encoder_attention_heads", "decoder_attention_heads")  # a config with both parts has both keys
 
 
 def from_hf(
@@ -35,29 +35,30 @@ def from_hf(
     implementation: Implementation | None = None,
     head_axis: str | None = None,
 ) -> flax_mha.nnx.MultiHeadAttention | flax_mha.nnx.MultiHeadLatentAttention:
-    """Makes the self-attention of one layer of a Hugging Face model, which computes what the model's does.
+    """Makes the self-attention of one layer of a Hugging Face model: an nnx module with its weights and results.
 
-    It is `MultiHeadAttention(**describe(config, layer))`, or `MultiHeadLatentAttention` for DeepSeek and its kin, with
-    the weights that `load_torch` loads, and an `attention_fn` that has what calls would have to pass: `is_causal=True`
-    in decoders, and T5's table of biases.
+    It is `MultiHeadAttention(**describe(config, layer))`, or `MultiHeadLatentAttention` for DeepSeek and others with
+    latents, loaded by `load_torch`. Arguments that every call needs are set in its `attention_fn`: `is_causal=True` in
+    decoders, and the bias of T5.
 
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`; see `describe`.
       state_dict: PyTorch tensors, or numpy or JAX arrays (`safetensors.flax.load_file`): of the whole model, of one of
         its parts, or of this attention alone.
-      layer: The layer, from 0.
-      prefix: The start of the keys of the part that is meant, such as `"model.language_model."` or `"encoder."`, or of
-        the attention itself. Decoders are preferred to encoders, and towers for images and sound are left out.
-      max_length: The longest sequence; see `describe`.
+      layer: The number of the layer, from 0.
+      prefix: The start of the keys in `state_dict` of a part of the model, such as `"model.language_model."` or
+        `"encoder."`, or of the attention itself. If several parts fit, the decoder is taken; encoders of images and
+        sound are never taken without a prefix.
+      max_length: The length of the longest sequence; see `describe`.
       dtype: Dtype of the computation; None infers it from inputs and parameters.
       param_dtype: Dtype of the parameters.
-      decode: Whether calls decode; `init_cache` makes the cache.
-      implementation: Which implementation of the attention; None chooses.
+      decode: True makes calls decode; `init_cache` makes the cache.
+      implementation: Name of the attention's implementation; None chooses.
       head_axis: Split the heads over this mesh axis; see `MultiHeadAttention`.
 
     Raises:
-      ValueError: If the config cannot be described, if the layer has no attention or `state_dict` several that fit, or
-        if weights do not fit the config.
+      ValueError: If `describe` refuses the config, if the layer has no attention, if `state_dict` has several that fit,
+        or if weights do not fit the config.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -66,7 +67,7 @@ def from_hf(
       >>> shapes = {"c_attn.weight": (8, 24), "c_attn.bias": 24, "c_proj.weight": (8, 8), "c_proj.bias": 8}
       >>> weights = {f"h.{i}.attn.{name}": jnp.ones(shape) for i in range(2) for name, shape in shapes.items()}
       >>> attention = convert.from_hf(config, weights, layer=1)
-      >>> attention(jnp.ones((1, 5, 8))).shape  # causal, as the model's
+      >>> attention(jnp.ones((1, 5, 8))).shape  # causal, as in the model
       (1, 5, 8)
     """
     prefix = layer_prefix(state_dict, layer, prefix)
@@ -77,17 +78,17 @@ def from_hf(
     described = describe(config, layer, max_length=max_length)
     options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "decode": decode}
     options |= {"implementation": implementation, "head_axis": head_axis, "kernel_init": nnx.initializers.zeros_init()}
-    options["attention_fn"] = _attention(family, family.keys | values, described, state_dict, is_decoder)
+    options["attention_fn"] = _attention_fn(family, family.keys | values, described, state_dict, is_decoder)
     kind: Any = flax_mha.nnx.MultiHeadLatentAttention if family.latent else flax_mha.nnx.MultiHeadAttention
     module = kind(**described | options, rngs=nnx.Rngs(0))
     load_torch(module, {key: x for key, x in state_dict.items() if not key.endswith(T5_TABLE)}, prefix)
     return module
 
 
-def _attention(
+def _attention_fn(
     family: Family, values: Values, described: dict[str, Any], state_dict: Mapping[str, Any], is_decoder: bool
 ) -> Any:
-    """Returns the attention function with all arguments that the calls of a layer need."""
+    """Returns the `attention_fn` of a layer, in which the arguments are set that every call needs."""
     causal = values[family.causal] if isinstance(family.causal, str) else family.causal
     causal = bool(is_decoder if causal is None else causal)
     if not values.get("is_causal", True):

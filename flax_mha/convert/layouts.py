@@ -1,8 +1,8 @@
-"""The table of layouts: the names, stacks and sizes of the weights of each PyTorch attention.
+"""The table of layouts: how the weights of an attention are named and stacked in the `state_dict` of PyTorch models.
 
-PyTorch keeps a linear layer as `weight (out, in)`, Flax as `kernel (in, heads, head size)`. One table, `LAYOUTS`,
-drives both directions; a new layout is one row of it, and one in the table of tests/test_torch_families.py. Sources:
-the `state_dict` of `torch.nn.MultiheadAttention`, of timm's `Attention`, and of attentions in Transformers 4 and 5.
+PyTorch keeps a linear layer as `weight (out, in)`, Flax as `kernel (in, heads, head size)`. Both directions of the
+conversion read `LAYOUTS`. Sources: the `state_dict` of `torch.nn.MultiheadAttention`, of timm's `Attention`, and of
+attentions in Transformers 4 and 5.
 """
 
 from collections.abc import Collection
@@ -28,53 +28,57 @@ QKV = ("query", "key", "value")
 ALL = (*QKV, "out")
 KERNELS = tuple(f"{name}/kernel" for name in ALL)
 PATHS = (*KERNELS, *(f"{name}/bias" for name in ALL))
-GATES = ("gate/kernel", "gate/bias")
 NORMS = ("query_ln/scale", "key_ln/scale")
 NORM_BIASES = ("query_ln/bias", "key_ln/bias")
-# The axes of each parameter. N query heads, K key and value heads of H features; A = N * H and B = K * H.
-WITH_GATES = (*PATHS, *GATES)
+# The letters of each parameter's axes: N query heads and K key and value heads of H features, A = N * H, B = K * H;
+# input features of queries (Q), keys (S) and values (V); output features O.
+WITH_GATES = (*PATHS, "gate/kernel", "gate/bias")
 FLAX_AXES = dict(zip(WITH_GATES, ["QNH", "SKH", "VKH", "NHO", "NH", "KH", "KH", "O", "QNH", "NH"], strict=True))
 TORCH_AXES = dict(zip(WITH_GATES, ["AQ", "BS", "BV", "OA", "A", "B", "B", "O", "AQ", "A"], strict=True))
-OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N", NORM_BIASES[0]: "H", NORM_BIASES[1]: "H"}  # on both sides
-NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # in Flax; one axis in PyTorch, but for Cohere
+OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N", NORM_BIASES[0]: "H", NORM_BIASES[1]: "H"}  # in PyTorch, too
+NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # in Flax; PyTorch has one axis, except in Cohere
 SIZES = {"Q": "query in", "S": "key in", "V": "value in", "A": "query out", "B": "key out", "O": "out"}
 
 # Keys of every latent attention.
 LATENT: LayoutName = "hf_deepseek"
 LATENT_KEYS = ("kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight", "kv_b_proj.weight", "o_proj.weight")
 
-MODEL_TYPE = "model_type"  # metadata of a module's kernels, by which `describe` tells `load_torch` the model
+MODEL_TYPE = "model_type"  # the name of kernel metadata that `describe` sets and `load_torch` reads
 
 
 class Layout(NamedTuple):
-    """The names, stacks and sizes of one PyTorch module's weights."""
+    """The weights of a PyTorch attention: their keys in the state_dict, and what each key stacks.
 
-    stacks: dict[str, list[str]]  # for each key of the state_dict the Flax paths that it stacks, row upon row
-    equal: str  # the letters of axes of one and the same size
-    biased: tuple[tuple[str, ...], ...]  # the choices of projections with a bias
+    The rows of a stacked array are [groups, heads of a group, H]: with one group all query heads, then all key heads,
+    then all value heads. `groups=0` means one group for each key head or, if query and gate are stacked, for each head.
+    """
+
+    stacks: dict[str, list[str]]  # for each key of the state_dict, the Flax paths that it stacks, in order
+    equal: str  # letters of axes that must have the same size
+    biased: tuple[tuple[str, ...], ...]  # the projections with a bias, for each way in which models have biases
     ignored: tuple[str, ...] = ()  # prefixes of keys that are no part of the attention
-    groups: int = 1  # stacked rows are [groups, heads of a group, H], where 0 means a group for each key head, or query
+    groups: int = 1
     transposed: bool = False  # weights are [in, out]
-    rotary: str = ""  # the models with these keys that need rotary positions
-    scale: float | None = None  # the factor of query . key of every model with these keys, if not 1 / sqrt(H)
+    rotary: str = ""  # names of the models with this layout that need rotary positions
+    scale: float | None = None  # the factor of query . key in all models with this layout, if not 1 / sqrt(H)
 
     @property
     def is_stacked(self) -> bool:
-        """Whether kernels of query, key and value are one array."""
+        """True if one array stacks the kernels of query and key."""
         return any({"query/kernel", "key/kernel"} <= {*paths} for paths in self.stacks.values())
 
     def key_of(self, path: str) -> str:
-        """Returns the key of the weight that holds a kernel."""
+        """Returns the key in the state_dict of the weight that contains this Flax path."""
         return next(key for key, paths in self.stacks.items() if path in paths)
 
     def difference(self, keys: Collection[str]) -> tuple[list[str], list[str]]:
-        """Names the keys that are too many and the weights that are missing."""
+        """Returns the keys that the layout does not have, and the keys of weights that are missing."""
         extra = {key for key in keys if not key.startswith(self.ignored)} - {*self.stacks}
         missing = {key for key, paths in self.stacks.items() if paths[0] in KERNELS} - {*keys}
         return sorted(extra), sorted(missing)
 
     def biases(self, keys: Collection[str]) -> tuple[str, ...]:
-        """Names the projections that have a bias among these keys."""
+        """Returns the names of the projections whose biases are among these keys."""
         paths = {path for key, paths in self.stacks.items() if key in keys for path in paths}
         return tuple(name for name in ALL if f"{name}/bias" in paths)
 
@@ -89,7 +93,7 @@ def _layout(
     gate: str = "",
     **rest: Any,
 ) -> Layout:
-    """Makes a row from the keys of `WITH_GATES`, where `*` is `weight` or `bias`, and of `OTHER_AXES`."""
+    """Makes a layout from keys in the order of `WITH_GATES`, `*` being `weight` or `bias`, and of `OTHER_AXES`."""
     names = f"{keys} {biases or keys}".split() + [gate] * bool(gate) * 2
     names = [
         name.replace("*", "bias" if path.endswith("bias") else "weight")
@@ -168,5 +172,4 @@ LAYOUTS: dict[LayoutName, Layout] = {
     "timm_unbiased": _layout("qkv.* qkv.* qkv.* proj.*", "QSVO", ("out",)),
     "hf_t5": _layout("q.* k.* v.* o.*", "QSVO", (), scale=1.0),
 }
-CODEGEN = LAYOUTS["hf_codegen"]
-CODEGEN.stacks["qkv_proj.weight"][1:] = ["value/kernel", "key/kernel"]
+LAYOUTS["hf_codegen"].stacks["qkv_proj.weight"][1:] = ["value/kernel", "key/kernel"]  # values before keys

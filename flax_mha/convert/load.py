@@ -1,8 +1,8 @@
-"""`load_torch`: the weights of a PyTorch attention into an nnx module, after every check that they allow."""
+"""`load_torch`: loads the weights of a PyTorch attention into an nnx module, and checks that the two fit."""
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -11,25 +11,16 @@ import numpy as np
 from flax import nnx
 
 from flax_mha.convert.latent import AXES
-from flax_mha.convert.layouts import (
-    LATENT,
-    LAYOUTS,
-    MODEL_TYPE,
-    NORM_BIASES,
-    NORMS,
-    OTHER_AXES,
-    TORCH_AXES,
-    LayoutName,
-)
+from flax_mha.convert.layouts import LATENT, LAYOUTS, MODEL_TYPE, NORM_BIASES, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
 from flax_mha.convert.shapes import Arrays
 from flax_mha.convert.state_dict import T5_TABLE, attention_entries
-from flax_mha.convert.weights import fill_with_zeros, known_family, norm_offset, read
+from flax_mha.convert.weights import family_of, fill_with_zeros, norm_offset, read
 from flax_mha.nnx import MultiHeadLatentAttention
 
 SHOWN = 8  # parameters in an error
-# Options of the module, by the ends of parameters.
+# The option of the module that makes a parameter, by the end of the parameter's path.
 OPTIONS = {"bias": "use_bias", "scale": "normalize_qk", "sinks": "sinks", "kernel": "gate"}
-# What stands beside the attention in the layers of Gemma, from 2 on. Gemma 2 and its kin have no norms of queries.
+# A key beside the attention in layers of Gemma 2 and later; Gemma 2 has no norms of queries.
 GEMMA = "pre_feedforward_layernorm.weight"
 
 
@@ -47,12 +38,12 @@ def load_torch(
     float32 for Gemma 3, whose norms multiply by 1 + weight.) If only some projections have biases (Qwen 2, Whisper),
     the module's other biases become zeros.
 
-    A layer is more than its weights: a layer of Llama without rotary positions runs, and is wrong. A module made with
-    `describe` has what its config says. Of another module, the options that its layout needs are checked as far as keys
-    can tell: `rope`, `scale`, `normalize_qk`, `sinks`. They cannot tell windows, the epsilon of norms, or which
-    features rotary positions pair; nor RoFormer from BERT, or nanoGPT from a GPT-BigCode with `multi_query=False`,
-    which stacks its weights in another order. Nor can they tell `num_heads`: weights of 12 heads of 64 features fit 8
-    heads of 96, load, and give another output. Take it from the model's config. It is checked only if the layer has
+    The options of the module must be right, too: a layer of Llama without rotary positions runs, and is wrong. A module
+    made with `describe` has those of its config. In another module, options are checked that can be recognized by the
+    keys: `rope`, `scale`, `normalize_qk`, `sinks`. Keys do not show windows, the epsilon of norms, or which features
+    rotary positions pair. They also do not distinguish RoFormer from BERT, or nanoGPT from a GPT-BigCode with
+    `multi_query=False`, which stacks its weights in another order. Take `num_heads` from the model's config: weights of
+    12 heads of 64 features also fit 8 heads of 96, load, and give another output. It is checked only if the layer has
     norms of queries and keys, sinks, the buffer `rotary_emb.inv_freq` of older files, or T5's table of biases.
 
     Args:
@@ -60,9 +51,9 @@ def load_torch(
       state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
       prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`.
       qk_norm_offset: The number that the model adds to the weights of its query and key norms: 1.0 for Gemma 3, 0.0
-        for others. None means what `describe` knows; without it, a layer with such norms is refused.
-      check_options: Pass False to load into a module that lacks what the layout's models need, such as one without
-        rotary positions.
+        for other models. None means that of the model if the module was made with `describe`; for any other module
+        with such norms None is refused.
+      check_options: False loads the weights although the module lacks an option of the layout's models, such as `rope`.
 
     Raises:
       ValueError: If the keys fit no layout, if a shape, bias or dtype does not fit the module, if weights are
@@ -86,19 +77,19 @@ def load_torch(
         raise ValueError(
             f"module must be an nnx.MultiHeadAttention, but got {type(module).__name__}; for linen, use from_torch."
         )
-    family = known_family(module.query.kernel)
+    family = family_of(module.query.kernel)
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
     if layout == LATENT:
         raise ValueError("module must be a MultiHeadLatentAttention for weights of latent attention, but got another.")
-    variables = _variables(module)
+    variables = _variables(module, (*TORCH_AXES, *OTHER_AXES))
     if family.norm_scale == "none":
         arrays |= {path: np.ones(variables[path].shape, np.float32) for path in NORMS if path in variables}
     if "query/bias" in variables:
         arrays = fill_with_zeros(arrays)
     problems = _mismatches(variables, arrays)
     if not problems and check_options and not module.query.kernel.get_metadata().get(MODEL_TYPE):
-        problems = _other_heads(module, layout, state_dict, prefix)
+        problems = _wrong_heads(module, layout, state_dict, prefix)
         problems += _missing_options(module, layout, arrays, state_dict, prefix)
         if qk_norm_offset is None and NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1 and not _has_biases(arrays):
             problems.append(
@@ -122,9 +113,7 @@ def _load_latent(
     layout, arrays = read(state_dict, module.num_heads, module.num_heads, prefix, 0.0)
     if layout != LATENT:
         raise ValueError(f"module must be a MultiHeadAttention for weights of layout {layout!r}, but got another.")
-    layers = {path: getattr(module, path.split("/")[0], None) for path in AXES}
-    found = {path: getattr(layer, path.split("/")[1], None) for path, layer in layers.items()}
-    variables = {path: variable for path, variable in found.items() if variable is not None}
+    variables = _variables(module, AXES)
     problems = []
     for path in sorted({*variables, *arrays}):
         shapes = [getattr(x.get(path), "shape", "missing") for x in (variables, arrays)]
@@ -137,7 +126,7 @@ def _load_latent(
 
 
 def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[str], layout: LayoutName) -> None:
-    """Sets the variables to the arrays, unless there are problems."""
+    """Sets the variables to the arrays; raises a ValueError instead if there are problems."""
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
@@ -147,17 +136,17 @@ def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[
         variable.set_value(values[path])
 
 
-def _variables(module: Any) -> dict[str, nnx.Variable]:
-    """Returns the module's parameters, by path."""
+def _variables(module: Any, paths: Iterable[str]) -> dict[str, nnx.Variable]:
+    """Returns the module's parameters among these paths."""
 
     def find(path: str) -> Any:
         return functools.reduce(lambda part, name: getattr(part, name, None), path.split("/"), module)
 
-    return {path: variable for path in (*TORCH_AXES, *OTHER_AXES) if (variable := find(path)) is not None}
+    return {path: variable for path in paths if (variable := find(path)) is not None}
 
 
 def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[str]:
-    """Lists the parameters that do not fit, a line for each."""
+    """Returns a line for each parameter that does not fit its array, or that is on one side only."""
     problems = []
     for path in (*TORCH_AXES, *OTHER_AXES):
         name, option = path.replace("/", "."), OPTIONS.get("scale" if "_ln/" in path else path.split("/")[-1], "")
@@ -179,12 +168,12 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
 
 
 def _has_biases(arrays: Arrays) -> bool:
-    """Tells norms that subtract the mean, as far as weights tell."""
+    """Returns True if the norms of queries and keys have biases: they then subtract the mean."""
     return NORM_BIASES[0] in arrays
 
 
-def _other_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-    """Compares the module's heads with those of buffers and tables beside the weights."""
+def _wrong_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+    """Returns a line for each contradiction between the module's heads and a buffer or table beside the weights."""
     problems, rope = [], getattr(module, "rope", None)
     frequencies = attention_entries(state_dict, prefix)[1].get("rotary_emb.inv_freq")
     if frequencies is not None and rope is not None:
@@ -203,7 +192,7 @@ def _other_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any],
 def _missing_options(
     module: Any, name: LayoutName, arrays: Arrays, state_dict: Mapping[str, Any], prefix: str
 ) -> list[str]:
-    """Lists the computations of this layout's layers that the module lacks."""
+    """Returns a line for each option that models of this layout have and the module lacks."""
     problems, layout, rest = [], LAYOUTS[name], "pass check_options=False if this layer has none"
     rope, scale, cap = (getattr(module, option, None) for option in ("rope", "scale", "logits_soft_cap"))
     if layout.rotary and rope is None:
@@ -219,7 +208,7 @@ def _missing_options(
 
 
 def _place(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
-    """Returns the array in the variable's dtype, placed as its value is, if finite numbers stay finite."""
+    """Returns the array in the dtype and on the devices of the variable; raises a ValueError if numbers overflow."""
     with np.errstate(over="ignore"):
         cast = array.astype(variable.dtype)
     if not np.array_equal(np.isfinite(cast), np.isfinite(array)):

@@ -1,4 +1,4 @@
-"""Stacked weights are cut and joined, and shapes and heads are compared, on both sides."""
+"""Cuts and joins stacked weights, and checks shapes against heads and layouts."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +10,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) -> Iterable[np.ndarray]:
-    """Cuts one array into the weights [out, in] or biases [out] that it stacks."""
+    """Cuts the array of one key into the weights [out, in] or biases [out] of `layout.stacks[key]`."""
     array = array.T if layout.transposed else array
     if len(layout.stacks[key]) == 1:
         return [array]
@@ -29,7 +29,7 @@ def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) 
 
 
 def join(layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, int]) -> np.ndarray:
-    """Stacks weights or biases in one new array in C order, the inverse of `cut`."""
+    """Stacks the weights or biases with these Flax paths in one new array in C order, the inverse of `cut`."""
     groups = 1 if len(paths) == 1 else layout.groups or sizes["K" if layout.is_stacked else "N"]
     arrays = [found[path] for path in paths]
     rows = [array.reshape(groups, -1, *array.shape[1:]) for array in arrays]
@@ -38,7 +38,7 @@ def join(layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, in
 
 
 def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
-    """Returns the size of every letter in `axes`, if each has but one."""
+    """Returns the size of each letter in `axes`; raises a ValueError if arrays disagree about one."""
     sizes: dict[str, int] = {}
     for path, array in arrays.items():
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in axes[path])
@@ -49,7 +49,7 @@ def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
 
 
 def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str, int]:
-    """Returns the sizes of N, K and H, if the heads divide the features."""
+    """Returns the sizes of N, K and H; raises a ValueError unless the heads divide the features into equal parts."""
     size, rest = divmod(sizes["A"], heads)
     if rest or size * kv_heads != sizes["B"]:
         raise ValueError(
@@ -60,7 +60,7 @@ def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str,
 
 
 def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
-    """Says why the layout cannot hold the arrays; nothing if it can."""
+    """Returns why the layout cannot hold the arrays, in words; an empty text if it can."""
     biased = tuple(name for name in ALL if f"{name}/bias" in arrays)
     if biased not in layout.biased:
         choices = " or on ".join(", ".join(choice) or "none" for choice in layout.biased)

@@ -1,4 +1,4 @@
-"""Reads a `state_dict`: finds its attention, names its layout, and makes numpy arrays of its tensors."""
+"""Reads a `state_dict`: finds attention layers, recognizes their layout, and turns tensors into numpy arrays."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,18 +9,18 @@ import numpy as np
 
 from flax_mha.convert.layouts import LATENT_KEYS, LAYOUTS, Layout, LayoutName
 
-# The ends of quantized weights' keys: bitsandbytes, GPTQ and AWQ, compressed-tensors and FP8, PyTorch's own.
+# Ends of the keys of quantized weights: bitsandbytes, GPTQ and AWQ, compressed-tensors and FP8, PyTorch.
 QUANTIZED: tuple[str, ...] = ("SCB", "absmax", "quant_map", "weight_format", "qweight", "qzeros", "g_idx")
 QUANTIZED += ("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "_packed_params", "zero_point")
 FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 T5_TABLE = "relative_attention_bias.weight"
-# Attentions beside the self-attention of a text model's layers.
+# Attentions that are not the self-attention of a text model's layers.
 OTHERS = re.compile(r"vision|visual|image|audio|cross|encoder_attn|EncDecAttention|mtp")
 SHOWN = 6  # keys or layers in an error
 
 
 def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]]:
-    """Returns the prefix with the dot that it ends with, and the entries below it by the rest of their keys."""
+    """Returns the prefix, with a dot at its end, and the entries below it, by their keys without the prefix."""
     if not isinstance(state_dict, Mapping):
         fix = "pass module.state_dict()" if hasattr(state_dict, "state_dict") else "pass a dict of names to tensors"
         raise ValueError(f"state_dict must map names to tensors, but got a {type(state_dict).__name__}; {fix}.")
@@ -45,7 +45,7 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
 
 
 def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
-    """Returns the layout with these keys; the error names the attention layers below, if there are any."""
+    """Returns the name of the layout with these keys; raises a ValueError that lists the attention layers found."""
     if added := sorted({"bias_k", "bias_v"} & {*entries}):
         raise ValueError(f"state_dict must do without {', '.join(added)}: Flax has no add_bias_kv; train without it.")
     layers = attention_layers(entries)
@@ -57,7 +57,7 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
         )
     differences = {name: layout.difference(entries) for name, layout in LAYOUTS.items()}
     fits = [name for name, difference in differences.items() if difference == ([], [])]
-    if fits:  # a layout of the right orientation first, then one of the right biases
+    if fits:
         return max(fits, key=lambda name: _fit(LAYOUTS[name], entries))
     if T5_TABLE in entries and differences["hf_t5"] == ([T5_TABLE], []):
         raise ValueError(
@@ -78,10 +78,10 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
 
 
 def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Returns whether stacked rows, the longer axis, a gate and biases are where this layout has them."""
+    """Returns, most important first, if the orientation, the gate and the biases of the weights are the layout's."""
     key = layout.key_of("query/kernel")
-    shape, of_out = (tuple(getattr(entries[x], "shape", ())) for x in (key, layout.key_of("out/kernel")))
-    is_doubled = len(shape) == len(of_out) == 2 and shape[0] == 2 * of_out[1]
+    shape, out_shape = (tuple(getattr(entries[x], "shape", ())) for x in (key, layout.key_of("out/kernel")))
+    is_doubled = len(shape) == len(out_shape) == 2 and shape[0] == 2 * out_shape[1]
     has_gate = is_doubled == ("gate/kernel" in layout.stacks[key])
     is_square = not layout.is_stacked or len(shape) != 2 or shape[0] == shape[1]
     is_turned = is_square or (shape[1] > shape[0]) == layout.transposed
@@ -89,7 +89,7 @@ def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
 
 
 def attention_layers(keys: Iterable[str]) -> list[str]:
-    """Returns the prefixes below which the keys of an attention stand, in the order of the keys."""
+    """Returns the prefixes of all attention layers among these keys, in the order of the keys."""
     keys = list(keys)
     known = {*keys}
     found: dict[str, None] = {}
@@ -104,7 +104,7 @@ def attention_layers(keys: Iterable[str]) -> list[str]:
 
 
 def layer_prefix(state_dict: Any, layer: int, prefix: str) -> str:
-    """Returns the start of the keys of a layer's self-attention: one that names it, or else the prefix as it is."""
+    """Returns the prefix of the self-attention of a layer, or the given prefix if no key names that layer."""
     prefix, entries = attention_entries(state_dict, prefix)
     found = [name for name in attention_layers(entries) if not OTHERS.search(name)]
     found = [name for name in found if re.findall(r"(?:^|\.)(\d+)\.", name)[:1] == [str(layer)]]
@@ -117,7 +117,7 @@ def layer_prefix(state_dict: Any, layer: int, prefix: str) -> str:
 
 
 def to_numpy(name: str, value: Any) -> np.ndarray:
-    """Returns a tensor or array as numpy, bit for bit, if it holds floating point numbers."""
+    """Returns a tensor or array as numpy, bit for bit; raises a ValueError unless it holds floating point numbers."""
     if hasattr(value, "detach"):
         if getattr(value, "is_meta", False):
             raise ValueError(
@@ -140,7 +140,7 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
 def _read_tensor(name: str, tensor: Any, dtype: str) -> np.ndarray:
     try:
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-        if dtype == "bfloat16":  # numpy lacks it: its bits pass as int16
+        if dtype == "bfloat16":  # PyTorch cannot turn it into numpy: pass its bits as int16
             return tensor.contiguous().view(tensor.short().dtype).numpy().view(ml_dtypes.bfloat16)
         return tensor.numpy()
     except (TypeError, RuntimeError) as error:  # sparse, or not yet initialized
@@ -154,7 +154,7 @@ def _list_names(names: list[str]) -> str:
 
 
 def _list_layers(layers: list[str], prefix: str = "") -> str:
-    """Lists the layers; of those that differ in their numbers alone the first, the last and how many there are."""
+    """Lists prefixes of layers for an error; those that differ in numbers only share a line."""
     alike: dict[str, list[str]] = {}
     for layer in layers:
         alike.setdefault(re.sub(r"\d+", "*", layer), []).append(prefix + layer)

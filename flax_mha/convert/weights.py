@@ -1,4 +1,4 @@
-"""`from_torch` and `to_torch`: attention weights as numpy arrays, from PyTorch to Flax's parameters and back."""
+"""`from_torch` and `to_torch`: convert attention weights from PyTorch to Flax's parameters and back, in numpy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,8 +26,6 @@ from flax_mha.convert.state_dict import attention_entries, recognize, to_numpy
 from flax_mha.core.integers import is_int
 from flax_mha.hf_config.families import FAMILIES, Family
 
-Params = dict[str, Any]
-
 
 def from_torch(
     state_dict: Mapping[str, Any],
@@ -37,29 +35,29 @@ def from_torch(
     *,
     qk_norm_offset: float = 0.0,
     fill_biases: bool = False,
-) -> Params:
+) -> dict[str, Any]:
     """Turns the `state_dict` of a PyTorch attention into Flax's parameters, for `flax.linen` or `nnx.update`.
 
-    Kernels are `weight.T`, cut into heads. `load_torch` does this for an nnx module, and checks that module as well.
-    Weights do not tell all: rotary positions, windows, soft caps and scales stand in a config (see `describe`).
+    Kernels are `weight.T`, cut into heads. `load_torch` loads an nnx module, and also checks the module's options.
+    Rotary positions, windows, soft caps and scales are not among the weights: they are in a config (see `describe`).
 
     Args:
       state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
-      num_heads: The query heads N. Most weights cannot tell a wrong number: take it from the model's config.
-      num_kv_heads: The key and value heads K, which divide `num_heads`; None means as many.
-      prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`. The keys after
-        it tell the layout.
+      num_heads: Number of query heads N, from the model's config: most weights also fit a wrong number.
+      num_kv_heads: Number of key and value heads K, a divisor of `num_heads`; None means N.
+      prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`. The layout is
+        recognized by the rest of the keys.
       qk_norm_offset: The number that the model adds to the weights of its query and key norms: 1.0 for Gemma 3, which
-        keeps w and multiplies by 1 + w, and 0.0 for the others. The keys cannot tell.
-      fill_biases: If some projections have a bias (Qwen 2, Whisper), add biases of zeros to the others, which modules
-        with `use_bias` need.
+        stores w and multiplies by 1 + w, and 0.0 for other models. It cannot be recognized by the keys.
+      fill_biases: If some projections have a bias (Qwen 2, Whisper), add biases of zeros to the others, as modules with
+        `use_bias` need.
 
     Returns:
       A dict of dicts. `query`, `key` and `value` have a `kernel` (in, heads, head size) and a `bias` (heads, head
       size); `out` has a `kernel` (heads, head size, out) and a `bias` (out,); `query_ln` and `key_ln` have a `scale`
       (head size,), or (heads, head size) if a norm spans all heads (OLMo 2); `sinks` is an array (heads,); `gate` is
       like `query`. Biases, norms, sinks and gate are there if `state_dict` has them. Arrays are new and keep their
-      dtypes, but for norms with an offset, which become float32 at least, as the models compute them.
+      dtypes, except norms with an offset, which become float32 at least, as in the models.
 
     Raises:
       ValueError: If the keys fit no layout (with the attention layers found, if there are any), if `bias_k` or
@@ -89,16 +87,16 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     Args:
       params: An nnx module, its `nnx.state(module, nnx.Param)`, or nested dicts as `from_torch` returns them and linen
         modules have them; leaves are numpy or JAX arrays.
-      layout: A `LayoutName`. Biases that it lacks may be there if they are zeros, and are left out.
-      qk_norm_offset: The number that was added to the weights of the norms. None means what the metadata in an
-        `nnx.State` of a module made with `describe` says, and otherwise 0.0. With 1.0, weights come back as rounded as
-        1 + w is in float32: to 2^-24 for small ones.
+      layout: A `LayoutName`. Biases of projections that have none in this layout must be zeros, and are left out.
+      qk_norm_offset: The number that was added to the weights of the norms. None means that of the model if `params`
+        are of an nnx module made with `describe`, else 0.0. With 1.0, weights come back rounded, because 1 + w was
+        stored in float32: small ones by up to 2^-24.
 
     Returns:
       New arrays in C order, dtypes kept.
 
     Raises:
-      ValueError: If there is no such layout, if `params` is no attention's, or if the layout cannot hold it.
+      ValueError: If there is no such layout, or if `params` are not those of one attention that fits the layout.
     """
     if not isinstance(layout, str) or layout not in (*LAYOUTS, LATENT):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, LATENT))}, got {layout!r}")
@@ -113,7 +111,7 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     axes |= {path: letters for path, letters in NORMS_OF_ALL_HEADS.items() if path in given and given[path].ndim == 2}
     sizes = find_sizes(given, axes)
     sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
-    family = known_family(params["query"]["kernel"])
+    family = family_of(params["query"]["kernel"])
     if family.norm_scale == "none":
         given = {path: array for path, array in given.items() if path not in NORMS}
     arrays = _drop_zeros(LAYOUTS[layout], given)
@@ -134,20 +132,21 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     return {key: join(LAYOUTS[layout], paths, arrays, sizes) for key, paths in stacks if paths[0] in arrays}
 
 
-def known_family(kernel: Any) -> Family:
-    """Returns the model's family, from the metadata of a parameter; one that says nothing where there is none."""
+def family_of(kernel: Any) -> Family:
+    """Returns the family of the model that `describe` wrote into a kernel's metadata; `Family({})` without any."""
     metadata = kernel.get_metadata() if hasattr(kernel, "get_metadata") else {}  # an nnx.Variable
     return FAMILIES.get(metadata.get(MODEL_TYPE, ""), Family({}))
 
 
 def norm_offset(family: Family) -> float:
+    """Returns the `qk_norm_offset` of a family; see `from_torch`."""
     return 1.0 if family.norm_scale == "1 + weight" else 0.0
 
 
 def read(
     state_dict: Any, num_heads: int, num_kv_heads: int, prefix: str, qk_norm_offset: float
 ) -> tuple[LayoutName, Arrays]:
-    """Returns the layout of a state_dict, and its arrays by the paths and in the shapes of Flax."""
+    """Returns the layout of an attention in a state_dict, and its arrays, by Flax's paths and in Flax's shapes."""
     if not all(is_int(number) and number > 0 for number in (num_heads, num_kv_heads)) or num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a positive multiple of num_kv_heads, got {num_heads!r} and {num_kv_heads!r}."
@@ -162,7 +161,7 @@ def read(
             array = np.atleast_1d(to_numpy(prefix + key, entries[key]))
             arrays |= zip(paths, cut(layout, key, array, num_heads, num_kv_heads), strict=True)
     queries, out = len(arrays["query/kernel"]), arrays["out/kernel"]
-    if layout.is_stacked and out.ndim == 2 and queries != out.shape[1]:  # these heads cut the model's into others
+    if layout.is_stacked and out.ndim == 2 and queries != out.shape[1]:
         raise ValueError(
             f"num_heads and num_kv_heads must cut the stacked weights into {out.shape[1]} query features, which the "
             f"output takes, got {num_heads} and {num_kv_heads}, which make {queries}; pass those of the model's config."
@@ -175,7 +174,7 @@ def read(
 
 
 def _to_flax(path: str, array: np.ndarray, arrays: Arrays, sizes: Mapping[str, int], offset: float) -> np.ndarray:
-    norm = arrays.get(NORMS[0])  # as many numbers as all heads have tell a norm over all of them
+    norm = arrays.get(NORMS[0])  # a norm over all heads has a weight for each feature of all heads
     norms = NORMS_OF_ALL_HEADS if norm is not None and norm.size == sizes["A"] != sizes["H"] else {}
     shape = tuple(sizes[c] for c in (FLAX_AXES | OTHER_AXES | norms)[path])
     if path in OTHER_AXES and array.shape not in (shape, (np.prod(shape),)):
@@ -189,7 +188,7 @@ def _to_flax(path: str, array: np.ndarray, arrays: Arrays, sizes: Mapping[str, i
 
 
 def fill_with_zeros(arrays: Arrays) -> Arrays:
-    """Adds biases of zeros beside those that there are, if there are any."""
+    """Adds biases of zeros to projections without one, if any projection has a bias."""
     if not any(path.endswith("/bias") for path in arrays):
         return arrays
     kernels = {name: arrays[f"{name}/kernel"] for name in (*ALL, "gate") if f"{name}/kernel" in arrays}
@@ -198,7 +197,7 @@ def fill_with_zeros(arrays: Arrays) -> Arrays:
 
 
 def _drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
-    """Drops biases that the layout lacks and that are zeros."""
+    """Leaves out biases of zeros if the remaining ones are a choice of the layout, else returns all arrays."""
     biased = {name for name in ALL if f"{name}/bias" in arrays}
     for choice in layout.biased:
         dropped = {f"{name}/bias" for name in biased - {*choice}}
@@ -209,7 +208,7 @@ def _drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
 
 
 def _flatten(params: Any) -> Arrays:
-    """Returns the leaves by path, if they are those of one attention."""
+    """Returns the arrays of one attention's parameters, by path; raises a ValueError for any other parameters."""
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a module, its nnx.State or a dict of its parameters, but got {params!r:.80}")
     leaves: dict[str, Any] = {name: params[name] for name in params if name == "sinks"}
