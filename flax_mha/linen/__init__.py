@@ -1,4 +1,4 @@
-"""Flax's modules of `flax.linen` around our attention, and latent attention."""
+"""Attention modules for `flax.linen`: Flax's, with the attention of this package, and latent attention."""
 
 from flax_mha.linen.latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from flax_mha.linen.multi_head import MultiHeadAttention as MultiHeadAttention

@@ -1,4 +1,4 @@
-"""`MultiHeadLatentAttention` for `flax.linen`: DeepSeek's parameters around the attention of this package."""
+"""`MultiHeadLatentAttention` for `flax.linen`: DeepSeek's parameters, and the attention of this package."""
 
 import functools
 import math
@@ -21,21 +21,21 @@ from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
 from flax_mha.modules.explain import explaining
-from flax_mha.modules.latent import check_latent, compression, softmax_scale
+from flax_mha.modules.latent import check_latent, compression, yarn_scale
 from flax_mha.rope import RoPE
 
 Init = Callable[..., Any]
 
 
 class MultiHeadLatentAttention(AttentionModule, nn.Module):
-    """Multi-head latent attention; `flax_mha.MultiHeadLatentAttention` for `flax.linen`, with the same parameters.
+    """Multi-head latent attention, with the parameters of `flax_mha.MultiHeadLatentAttention`.
 
-    That class describes the attributes that both have.
+    Attributes that both classes have are described there.
 
     Attributes:
       out_features: Features of the output; None means those of the input.
-      decode: Whether calls decode. The cache holds latents and rotary keys.
-      per_row: Whether each sequence of a cache counts its own tokens.
+      decode: True makes calls decode. The cache contains latents and rotary keys.
+      per_row: True gives each sequence of a cache its own index.
       cache_dtype: Dtype of the cache; None means that of the keys.
 
     Example:
@@ -98,16 +98,15 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
     ) -> Float[Array, "*B T Dout"]:
         """Projects to latents and heads, attends, and projects back.
 
-        `flax_mha.linen.MultiHeadDotProductAttention.__call__` describes the arguments.
-
-        Returns:
-          The output.
+        Arguments and errors are those of `flax_mha.linen.MultiHeadDotProductAttention.__call__`.
         """
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
-        check_latent(self, self.sinks)
+        check_latent(vars(self))
         validation.flag("per_row", self.per_row)
         variables: list[nn.Variable] = []
         init = self._split(nn.initializers.zeros_init(), "sinks")
+        out_init = self._split(self.out_kernel_init or self.kernel_init, "out")
+        out_features = inputs_q.shape[-1] if self.out_features is None else self.out_features
         parts = FlaxModule(
             query=self._query(),
             key=compression(
@@ -115,14 +114,11 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
                 self._norm("kv_a_layernorm"),
                 self.kv_lora_rank,
             ),
-            value=None,
             latent=Latent(self._kernel(), self.qk_nope_head_dim, self.dtype, self.precision),
-            out=self._out(inputs_q.shape[-1] if self.out_features is None else self.out_features),
-            norms=None,
+            out=self._dense("o_proj", out_features, self.use_bias, axis=(-2, -1), kernel_init=out_init),
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
             cache=functools.partial(self._cache, variables, self.kv_lora_rank),
-            stored=None,
-            arguments=self._flax_arguments(mask, deterministic, dropout_rng, sow_weights) | softmax_scale(self),
+            arguments=self._flax_arguments(mask, deterministic, dropout_rng, sow_weights) | yarn_scale(self),
         )
         output, arrays = call_module(self, parts, **given, decode=self.decode)
         if arrays is not None:  # now that nothing has raised
@@ -149,7 +145,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         return nn.RMSNorm(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=self.norm_epsilon, name=name)
 
     def _query(self) -> Callable[[Array], Array]:
-        """Makes the projection of queries, through the compressed ones if there are any."""
+        """Makes the projection of inputs to queries, by way of compressed queries if there is a `q_lora_rank`."""
         head = self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
         init = self._split(self.kernel_init, "query")
         if self.q_lora_rank is None:
@@ -158,17 +154,13 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         normalize, project = self._norm("q_a_layernorm"), self._dense("q_b_proj", head, kernel_init=init)
         return lambda x: project(normalize(compress(x)))
 
-    def _out(self, features: int) -> nn.Module:
-        init = self._split(self.out_kernel_init or self.kernel_init, "out")
-        return self._dense("o_proj", features, self.use_bias, axis=(-2, -1), kernel_init=init)
-
     def _kernel(self) -> Float[Array, "C N F"]:
         shape = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim
         return _Kernel(self._split(_flat(self.kernel_init), "key"), shape, self.param_dtype, name="kv_b_proj")()
 
 
 class _Kernel(nn.Module):
-    """The kernel of a projection, which is multiplied in more ways than one."""
+    """Holds the kernel of a projection as a parameter; the attention multiplies by it in several ways."""
 
     init_kernel: Init
     shape: tuple[int, ...]
@@ -180,5 +172,5 @@ class _Kernel(nn.Module):
 
 
 def _flat(init: Init) -> Init:
-    """Initializes a kernel [in, heads, size] as one of [in, heads * size], as `nn.DenseGeneral` does."""
+    """Returns an initializer of kernels [in, heads, size] that draws [in, heads * size], like `nn.DenseGeneral`."""
     return lambda key, shape, dtype: init(key, (shape[0], math.prod(shape[1:])), dtype).reshape(shape)

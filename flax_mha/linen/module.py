@@ -1,4 +1,4 @@
-"""What the attention modules of `flax.linen` share."""
+"""`AttentionModule`: the base class of the attention modules for `flax.linen`."""
 
 import inspect
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from flax_mha.modules.explain import ExplainedAttention
 
 
 class AttentionModule:
-    """The part of an `nn.Module` that reads its cache, switches its dropout, splits its parameters, and explains."""
+    """The base class of both attention modules: the cache, dropout, tensor parallelism, and `explain`."""
 
     def _explained(self: Any, *inputs: Any, **arguments: Any) -> Explanation:
-        """Traces a call of a copy of this module: with its variables if it is bound to some, else with new ones."""
-        variables = None if self.scope is None else self.variables  # not traced: what the cache holds is known
+        """Traces a call of a copy of this module, and explains its attention instead of computing it."""
+        variables = None if self.scope is None else self.variables  # not traced, so that the cache's index is known
         explained = ExplainedAttention(self.attention_fn)
         layer = self.clone(attention_fn=explained, parent=None)
 
@@ -36,7 +36,7 @@ class AttentionModule:
         return explained.explanations[0]
 
     def _split(self: Any, init: Callable[..., Any], parameter: str, bias: bool = False) -> Callable[..., Any]:
-        """The initializer, which boxes the parameter with the names of its axes if `head_axis` splits it."""
+        """Returns the initializer, which boxes the parameter with names of mesh axes if there is a `head_axis`."""
         if self.head_axis is None or not self.is_initializing():
             return init
         num_kv_heads = getattr(self, "num_kv_heads", None) or self.num_heads
@@ -51,7 +51,7 @@ class AttentionModule:
         sow_weights: bool,
         **others: Any,
     ) -> dict[str, Any]:
-        """Collects Flax's own arguments of the attention function, and others: those that it has, as in Flax."""
+        """Returns the arguments that Flax's module passes to its attention function, if the function has them."""
         keeps_all = self.dropout_rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
         if not keeps_all and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
@@ -70,7 +70,7 @@ class AttentionModule:
             return arguments
         known = inspect.signature(self.attention_fn).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        # A function that does not know these must fail.
+        # A function that lacks one of these must fail.
         needed = {"module"} | ({"mask"} if mask is not None else set())
         needed |= set() if keeps_all else {"dropout_rng", "dropout_rate"}
         return {name: x for name, x in arguments.items() if takes_all or name in known or name in needed}
@@ -78,13 +78,12 @@ class AttentionModule:
     def _cache(
         self: Any, variables: list[nn.Variable], value_size: int | None, query: Array, key: Array
     ) -> Arrays | None:
-        """Reads the cache variables; None where this call makes them, from its shapes.
+        """Returns the arrays of the cache, see `KVCache.of_window`; None if this call makes the cache variables.
 
-        Values that are the first `value_size` features of the keys have no variable.
+        The variables are added to `variables`. If values are the first `value_size` features of keys, they have none.
         """
         starting, window = not self.has_variable("cache", "cached_key"), reach(self.local_window_size)
         *batch, length, num_heads, size = key.shape
-
         made: Arrays = ()
         if starting:
             dtype = key.dtype if self.cache_dtype is None else self.cache_dtype

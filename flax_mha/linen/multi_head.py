@@ -1,4 +1,4 @@
-"""Flax's modules of `flax.linen` around our attention: `MultiHeadDotProductAttention` and its two other names."""
+"""`MultiHeadDotProductAttention` for `flax.linen`, `MultiHeadAttention` and `SelfAttention`."""
 
 import functools
 import warnings
@@ -20,29 +20,24 @@ from flax_mha.modules.explain import explaining
 from flax_mha.modules.options import NormKind, check_options, norm_of
 from flax_mha.rope import RoPE
 
-STORED = ("cached_key", "cached_value", "cached_lengths")  # for cross-attention
+STORED = ("cached_key", "cached_value", "cached_lengths")  # variables of the keys that `store_keys` stores
 
 
 class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttention):
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
     Same attributes and call, same parameters, cache variables and sown weights, so Flax checkpoints load unconverted.
-    What differs: :doc:`differences </differences>`. Flax's attributes are not repeated here, nor those that
-    `flax_mha.MultiHeadAttention` has, too, and describes.
+    What differs: :doc:`differences </differences>`. Attributes that are not described here are those of Flax or of
+    `flax_mha.MultiHeadAttention`.
 
     Attributes:
-      broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)
-      attention_fn: A function with the signature of Flax's `dot_product_attention`; `functools.partial` of
-        `flax_mha.attention_fn` sets arguments of the default one.
-      num_kv_heads: Number of key and value heads, a divisor of `num_heads` (grouped-query attention); None means as
-        many.
-      per_row: Whether each sequence of a cache counts its own tokens, as `lengths` need it; `cache_index` is then
-        [B...]. With a `local_window_size` and long inputs the cache is a ring; see `flax_mha.kv_cache.KVCache.create`.
+      per_row: True gives each sequence of a cache its own index, as `lengths` need it; `cache_index` is then [B...].
       cache_dtype: Dtype of the cached keys and values; None means that of the keys. `int8` and `float8_e4m3fn` halve
-        the memory of bfloat16; see `flax_mha.kv_cache.KVCache.create`.
+        the memory of bfloat16. With a `local_window_size` and long inputs the cache is a ring. See
+        `flax_mha.kv_cache.KVCache.create`.
       head_axis: Split the heads over this mesh axis (tensor parallelism), or over that of a logical axis: parameters
-        are boxed with the names of their axes, as by `nn.with_partitioning`. With fewer key heads than devices, of
-        which the mesh of `jax.set_mesh` must tell, every device holds all key heads.
+        are boxed with the names of their axes, as by `nn.with_partitioning`. With fewer key heads than devices on that
+        axis of the mesh, which `jax.set_mesh` must set, all devices hold all key heads.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -97,25 +92,23 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
 
         Args:
           inputs_q: Queries.
-          inputs_kv: Keys and values in one; Flax deprecates it.
-          deterministic: True switches dropout off; None means the attribute.
+          inputs_kv: Keys and values in one array; deprecated, as in Flax.
+          deterministic: True switches dropout off; None uses the attribute.
           dropout_rng: Key for dropout; None draws one from the collection `dropout`.
           sow_weights: Sow the weights [B..., N, T, S] as `attention_weights` in the collection `intermediates`.
-          lengths: While decoding, these need the attribute `per_row`.
+          lengths: See there; while decoding, they need the attribute `per_row`.
           sow_max_score: Sow the largest visible score of each head [B..., N] as `attention_max_score` in the collection
             `intermediates`, as QK-Clip needs it.
 
-        Returns:
-          The output.
-
         Raises:
-          ValueError: If inputs do not fit the module or each other, if the cache has another shape or, where its index
-            is known, is full. Under `jit` a sequence that has no room returns NaN and leaves its cache as it was.
+          ValueError: If inputs do not fit the module or each other, or if the cache has another shape or, where its
+            index is known, is full. Under `jit` the output of a sequence that has no room is NaN, and its cache does
+            not change.
         """
         if inputs_kv is not None:
             inputs_k = inputs_v = _deprecated_inputs(inputs_k, inputs_v, inputs_kv)
         elif inputs_k is not None and inputs_v is not None:
-            _warn_of_mask(inputs_v)
+            _warn_of_values(inputs_v)
         variables: list[nn.Variable] = []
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = self._parts(inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights, variables)
@@ -137,20 +130,10 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         sow_weights: bool,
         variables: list[nn.Variable],
     ) -> FlaxModule:
-        """Makes the layers and variables of a call; those of the cache are added to `variables` once it is read."""
+        """Makes the layers and parameters of a call; reading the cache adds its variables to `variables`."""
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
-        check_options(
-            self,
-            self.num_heads,
-            num_kv_heads,
-            qkv_features,
-            self.dropout_rate,
-            self.sinks,
-            self.gate,
-            self.normalize_qk,
-            self.qk_norm_epsilon,
-        )
+        check_options(vars(self), qkv_features)
         validation.flag("per_row", self.per_row)
         head_size = qkv_features // self.num_heads
         init = self._split(nn.initializers.zeros_init(), "sinks")
@@ -171,27 +154,26 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
                 dropout_rng,
                 sow_weights,
                 force_fp32_for_softmax=self.force_fp32_for_softmax,
-                qk_attn_weights_einsum=_made(self.qk_attn_weights_einsum_cls),
-                attn_weights_value_einsum=_made(self.attn_weights_value_einsum_cls),
+                qk_attn_weights_einsum=_make_einsum(self.qk_attn_weights_einsum_cls),
+                attn_weights_value_einsum=_make_einsum(self.attn_weights_value_einsum_cls),
             ),
         )
 
     explain = nn.nowrap(explaining(__call__, AttentionModule._explained))
 
     def _dense(self, name: str, features: int | tuple[int, int]) -> nn.DenseGeneral:
-        """Makes the projection to heads, or "out" back to features."""
-        out, axes = name == "out", {"value": "key", "gate": "query"}.get(name, name)
-        kernel_init, bias_init = (self.out_kernel_init, self.out_bias_init) if out else (None, None)
-        ours, made_by = self.qkv_dot_general, self.qkv_dot_general_cls
-        if out:
-            ours, made_by = self.out_dot_general, self.out_dot_general_cls
+        """Makes the projection to heads with this name, or "out", the one back to features."""
+        is_out, axes = name == "out", {"value": "key", "gate": "query"}.get(name, name)
+        kernel_init, bias_init = (self.out_kernel_init, self.out_bias_init) if is_out else (None, None)
+        product = self.out_dot_general if is_out else self.qkv_dot_general
+        product_cls = self.out_dot_general_cls if is_out else self.qkv_dot_general_cls
         return nn.DenseGeneral(
             features=features,
-            axis=(-2, -1) if out else -1,
+            axis=(-2, -1) if is_out else -1,
             kernel_init=self._split(kernel_init or self.kernel_init, axes),
-            bias_init=self._split(bias_init or self.bias_init, "out_bias" if out else axes, bias=not out),
-            dot_general=ours or (None if made_by else dot_general),
-            dot_general_cls=made_by,
+            bias_init=self._split(bias_init or self.bias_init, "out_bias" if is_out else axes, bias=not is_out),
+            dot_general=product or (None if product_cls else dot_general),
+            dot_general_cls=product_cls,
             name=name,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
@@ -215,7 +197,7 @@ class MultiHeadAttention(MultiHeadDotProductAttention):
 
 
 class SelfAttention(MultiHeadDotProductAttention):
-    """`MultiHeadDotProductAttention` of one input, a drop-in for `flax.linen.SelfAttention`.
+    """Self-attention: `MultiHeadDotProductAttention` with one input, a drop-in for `flax.linen.SelfAttention`.
 
     As in Flax, it is auto-named `SelfAttention_0`, takes `mask`, `deterministic`, `dropout_rng` and `sow_weights` by
     position, and has the parameters of `MultiHeadDotProductAttention`. Flax deprecates its own; this one does not warn.
@@ -246,9 +228,9 @@ class SelfAttention(MultiHeadDotProductAttention):
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
-        """Calls `MultiHeadDotProductAttention` with one input, the queries, keys and values."""
+        """Calls `MultiHeadDotProductAttention` with `inputs_q` as queries, keys and values."""
         given = dict(locals())
-        del given["self"], given["__class__"]  # the latter is there for `super`
+        del given["self"], given["__class__"]  # `super` puts `__class__` there
         return super().__call__(**given)
 
     explain = nn.nowrap(
@@ -256,7 +238,7 @@ class SelfAttention(MultiHeadDotProductAttention):
     )
 
 
-def _made(einsum_cls: Callable[..., Any] | None) -> Any:
+def _make_einsum(einsum_cls: Callable[..., Any] | None) -> Any:
     return einsum_cls() if einsum_cls else None
 
 
@@ -275,7 +257,7 @@ def _deprecated_inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv
     return inputs_kv
 
 
-def _warn_of_mask(inputs_v: Array) -> None:
+def _warn_of_values(inputs_v: Array) -> None:
     if inputs_v.shape[-1] == inputs_v.shape[-2]:
         warnings.warn(
             f"You are passing an array of shape {inputs_v.shape} to the `inputs_v` arg, when you may have intended to "

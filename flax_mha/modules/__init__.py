@@ -1,1 +1,1 @@
-"""What the modules of flax.nnx and flax.linen share."""
+"""The code that the modules for `flax.nnx` and `flax.linen` share."""

@@ -1,6 +1,6 @@
-"""`attention_fn`: the core behind the signature that Flax's modules call, of `flax.nnx` and `flax.linen` alike.
+"""`attention_fn`: `dot_product_attention` with the signature that the modules of `flax.nnx` and `flax.linen` call.
 
-Modules of ours do not call it: they find its `CoreAttention`, and call the core themselves.
+The modules of this package take a shorter way: they find the `CoreAttention` of the function, and call that.
 """
 
 import dataclasses
@@ -26,8 +26,11 @@ from flax_mha.distributed import dispatch
 from flax_mha.masks import Mask
 
 EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")
-# What Flax's own attention does not know.
+# Arguments that Flax's attention functions do not have.
 EXTRA = Arguments.__optional_keys__ - {"is_causal", "precision", "dropout_rate", "dropout_rng", "broadcast_dropout"}
+# Arguments that a module sets in every call, so that no `functools.partial` may set them.
+FROM_MODULE = ("query", "key", "value", "dropout_rng", "dropout_rate", "module", "max_score_module")
+STATIC = (bool, int, float, str, tuple)  # types of arguments that are compared by their values
 
 
 def attention_fn(  # noqa: D417 - dot_product_attention has the others
@@ -65,34 +68,25 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     qkv_sharding: Sharding | None = None,
     max_score_module: Any = None,
 ) -> Array:
-    """`flax_mha.dot_product_attention` for the `attention_fn=` of a Flax module, ours or Flax's own.
+    """Computes `flax_mha.dot_product_attention` as the `attention_fn=` of a module, of this package or of Flax.
+
+    Arguments that are not described here are those of `dot_product_attention`.
 
     Args:
-      query: [B..., T, N, H].
-      key: [B..., S, K, H].
-      value: [B..., S, K, Hv].
-      bias: Broadcasts to [B..., N, T, S]; added to the scores.
       mask: Broadcasts to [B..., N, T, S]; bool, or the 0 and 1 in numbers that Flax's `make_causal_mask` returns;
         other numbers are refused where they are known. Or a mask object.
-      broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's modules pass their own.)
-      dropout_rng: Key of `jax.random`.
-      dropout_rate: Share of the weights to drop, in [0, 1).
       deterministic: True drops nothing.
       dtype: Dtype of the computation; None infers it from query, key and value, which are promoted to it.
-      precision: Precision of the matrix products.
-      module: Where to sow the softmax's weights [B..., N, T, S] as `attention_weights`, before dropout; None does not.
+      module: The module that sows the softmax's weights [B..., N, T, S], before dropout, as `attention_weights`; None
+        sows none.
       promote_dtype: Flax nnx's function to promote (query, key, value); None promotes as Flax does.
       force_fp32_for_softmax: Sow float32 weights; the softmax itself is always in float32 at least.
       einsum_dot_general: Function that computes the matrix products. If this or one of the next two is given, Flax
         linen's own `dot_product_attention` is called.
       qk_attn_weights_einsum: Einsum (such as a quantized one) of query and key; must be given with the next argument.
       attn_weights_value_einsum: Einsum of attention weights and value.
-      implementation: As in `dot_product_attention`, like `is_causal` and all others.
-      max_score_module: Where to sow the largest visible score of each head [B..., N] as `attention_max_score`; None
-        does not.
-
-    Returns:
-      [B..., T, N, Hv].
+      max_score_module: The module that sows the largest visible score of each head [B..., N] as
+        `attention_max_score`; None sows none.
 
     Raises:
       ValueError: As `dot_product_attention`, and if complex inputs or custom einsums, which Flax's own function
@@ -114,8 +108,8 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     if jnp.iscomplexobj(query) or any(given[name] for name in EINSUMS):
         extra |= {"mask": mask if isinstance(mask, Mask) else None, "max_score_module": max_score_module}
         _check_flax_computes(implementation=implementation, **extra)
-        of_flax = {name: given[name] for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)}
-        return _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **of_flax)
+        flax_arguments = {name: given[name] for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)}
+        return _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_arguments)
     scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
     if module is not None:
         weights = attention_weights(query, key, **scored)
@@ -132,27 +126,20 @@ def _sow(module: Any, name: str, x: Array) -> None:
     module.sow(nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x)
 
 
-FROM_MODULE = ("query", "key", "value", "dropout_rng", "dropout_rate", "module", "max_score_module")
-STATIC = (bool, int, float, str, tuple)
-
-
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """An attention function that computes with this package's core: its attribute `core`."""
+    """The attribute `core` of an attention function of this package: how modules compute its attention themselves."""
 
-    # The function itself. A wrapper that copies attributes, such as `functools.wraps`, is another function.
-    function: Callable[..., Array]
-    defaults: Mapping[str, Any]  # of its arguments
-    context: Context | None = None  # how its sequences are split over devices
+    function: Callable[..., Array]  # a wrapper that copies its attributes, as by `functools.wraps`, is another function
+    defaults: Mapping[str, Any]  # of the function's arguments
+    context: Context | None = None  # how the function splits sequences over devices
     run: Callable[[Call, Implementation | None], Output] = dispatch.run  # computes a call, or explains it
-    preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what `functools.partial`s around it set
+    preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # set by `functools.partial`s of the function
 
-    def combine(
-        self, arguments: Mapping[str, Any], without: Sequence[str] = (), decoding: bool = False
-    ) -> dict[str, Any]:
-        """Combines the arguments of a module's call with those that partials set, but for these names.
+    def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
+        """Returns the arguments of a module's call together with the preset ones, except those named in `without`.
 
-        A default, such as None, leaves an argument to the other side.
+        Of an argument that is given twice, one value must be the default, such as None.
         """
         if decoding and self.context is not None:
             raise ValueError(
@@ -166,7 +153,7 @@ class CoreAttention:
                     f"flax_mha.attention_fn() got an unexpected keyword argument {name!r} of functools.partial"
                 )
             if name not in without and not self._is_default(name, preset):
-                result[name] = self._given_once(name, preset, result.get(name))
+                result[name] = self._check_given_once(name, preset, result.get(name))
         for name in self.preset:
             if decoding and name.startswith(("query_", "key_value_")) and name in result:
                 raise ValueError(
@@ -175,7 +162,7 @@ class CoreAttention:
                 )
         return result
 
-    def _given_once(self, name: str, preset: Any, given: Any) -> Any:
+    def _check_given_once(self, name: str, preset: Any, given: Any) -> Any:
         if name in FROM_MODULE:
             raise ValueError(
                 f"attention_fn must not set {name}, which the module sets in every call, but got a functools.partial "
@@ -193,7 +180,7 @@ class CoreAttention:
 
 
 def _is_same(x: Any, y: Any) -> bool:
-    """Compares two arguments: one object, or equal static values; arrays are not read."""
+    """Returns True for one object, or for equal numbers, strings or tuples; the values of arrays are not read."""
     return x is y or (isinstance(x, STATIC) and isinstance(y, STATIC) and x == y)
 
 
@@ -224,10 +211,11 @@ def _flax_attention(
 def attention_weights(
     query: Array, key: Array, bias: Array | None = None, **arguments: Any
 ) -> Float[Array, "*B N T S"]:
-    """The softmax itself, before dropout: 0 in rows whose keys are all masked, NaN in rows whose output is.
+    """Computes the softmax's weights, before dropout, in float32, or in float64 for such inputs.
 
-    The weights, float32, or float64 for such inputs, are the derivative of the scores' log-sum-exp, so what the core
-    scores and masks is what shows here. Bias and other arguments are those of `dot_product_attention`.
+    They are 0 in rows whose keys are all masked, and NaN in rows whose output is NaN. They are computed as the
+    derivative of the log-sum-exp by the scores, so that scores and masks are those of the core. Bias and other
+    arguments are those of `dot_product_attention`.
 
     Example:
       >>> import jax.numpy as jnp

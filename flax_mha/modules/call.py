@@ -1,6 +1,6 @@
-"""The call of a module, of `flax.nnx` and `flax.linen` alike: from its inputs to its output and what caches then hold.
+"""`call_module`: the call of every module, from its inputs to its output and to the arrays of its cache.
 
-What Flax's two APIs do differently, the modules pass in a `FlaxModule`.
+The modules pass what differs between `flax.nnx` and `flax.linen` in a `FlaxModule`.
 """
 
 import dataclasses
@@ -34,34 +34,35 @@ KeySource = Literal["inputs", "cache", "stored", "to store"]
 Layer = Callable[[Array], Array]
 Arrays = tuple[Array, ...]
 OPTIONS = ("implementation", "scale", "local_window_size", "logits_soft_cap")
-# Arguments of `attention_fn` that the core knows. Of a call with others the function itself takes care.
+# Arguments of `attention_fn` that are arguments of `dot_product_attention`.
 CORE = Arguments.__optional_keys__ | {"bias", "mask", "implementation"}
+# A call with others than these, such as `module`, which sows weights, is computed by the attention function itself.
 DIRECT = CORE | {"deterministic", "dtype", "force_fp32_for_softmax"}
 
 
 class FlaxModule(NamedTuple):
-    """The layers and variables of a module in one call."""
+    """The layers, parameters and cache of a module in one call, and the arguments of its attention function."""
 
-    query: Layer  # projects queries [B..., T, D] to heads [B..., T, N, H]
-    key: Layer  # to [latent, rotary key], if there is a `latent`
-    value: Layer | None  # None if there is a `latent`
-    out: Layer  # projects heads back to features
-    norms: tuple[Layer, Layer] | None  # of the heads of queries and keys
+    query: Layer  # projects inputs [B..., T, D] to queries [B..., T, N, H]
+    key: Layer  # projects inputs to keys; with `latent`, to the one key [latent, rotary key] that all heads share
+    out: Layer  # projects the attention's output [B..., T, N, Hv] back to features
     sinks: Array | None  # [N]
-    cache: Callable[[Array, Array], Arrays | None]  # reads it, given query and key; None where this call makes it
-    stored: Callable[[], Arrays] | None  # reads keys, values and lengths that an earlier call stored; None if none did
-    arguments: dict[str, Any]  # Flax's own of the attention function
-    features: tuple[int, int] | None = None  # of queries, and of keys and values; None where the projections check them
-    norms_after_rope: bool = False  # if they normalize what is rotated
-    gate: Layer | None = None  # projects inputs [B..., T, D] to what the sigmoid makes a gate [B..., T, N, H] of
-    latent: Latent | None = None  # computes keys and values of heads; None if `key` and `value` do
+    cache: Callable[[Array, Array], Arrays | None]  # returns the cache, given query and key; None if this call makes it
+    arguments: dict[str, Any]  # arguments of the attention function as Flax's module passes them
+    value: Layer | None = None  # projects inputs to values; None with `latent`
+    norms: tuple[Layer, Layer] | None = None  # of queries and of keys
+    norms_after_rope: bool = False
+    gate: Layer | None = None  # projects inputs to the gate before its sigmoid, [B..., T, N, H]
+    latent: Latent | None = None  # computes keys and values of heads from the latents that `key` returns
+    stored: Callable[[], Arrays] | None = None  # returns stored keys, values and lengths; None if no call stored any
+    features: tuple[int, int] | None = None  # of queries, and of keys and values; None if the projections check them
 
     def output(self, x: Float[Array, "*B T N H"], inputs_q: Float[Array, "*B T D"]) -> Float[Array, "*B T Dout"]:
-        """Multiplies the attention's output by the gate that the inputs make, if there is one, and projects it back."""
+        """Multiplies the attention's output by the gate of the inputs, if there is a gate, and projects it back."""
         if self.gate is None:
             return self.out(x)
         gate = jax.nn.sigmoid(self.gate(inputs_q))
-        # Where there is no output the gate is not asked: what stands in padding stays there.
+        # Outputs of padding are 0, and stay 0 although its inputs, and so its gate, may be NaN.
         return self.out(x * jnp.where((x == 0) & jnp.isnan(gate), 0, gate).astype(x.dtype))
 
 
@@ -84,75 +85,71 @@ def call_module(
     sow_max_score: bool,
     store_keys: bool = False,
 ) -> tuple[Float[Array, "*B T Dout"], Arrays | None]:
-    """Computes the output of a module, and what its cache then holds: keys, values, and lengths or index and scale.
+    """Computes the output of a module, and the new arrays of its cache; None if the cache does not change.
 
-    Of the module only attributes are read; its call documents the other arguments.
+    The arrays are those of `KVCache.arrays`, or the keys, values and lengths that the call stores. `module` is read for
+    its options; the other arguments are those of its call.
     """
     keys = source_of_keys(decode, store_keys, flax.stored is not None, inputs_k, inputs_v, lengths)
     self_attention = keys == "cache" or (keys == "inputs" and (inputs_k is None or inputs_k is inputs_q))
-    by_sequence: dict[str, Array | None] = {}
+    per_sequence: dict[str, Array | None] = {}
     if segment_ids is not None or lengths is not None:
-        by_sequence = sequences.arguments_of(segment_ids, lengths, self_attention, decode, keys == "cache")
+        per_sequence = sequences.per_sequence_arguments(segment_ids, lengths, self_attention, decode, keys == "cache")
     core = core_of(module.attention_fn)
     if keys == "stored":
         sequences.check_stored(module, {} if core is None else core.preset, mask, score_mod)
-    query, key, value, used = _project(flax, keys, inputs_q, inputs_k, inputs_v)
-    if used is not None:  # by the keys that are stored, not by the padding after them
-        takes_lengths = core is not None and core.context is None
-        mask = sequences.mask_of_stored(by_sequence, mask, used, key, takes_lengths)
+    query, key, value, stored_lengths = _project(flax, keys, inputs_q, inputs_k, inputs_v)
+    if stored_lengths is not None and core is not None and core.context is None:
+        per_sequence["key_value_seq_lengths"] = stored_lengths
+    elif stored_lengths is not None:
+        mask = sequences.mask_padding(mask, stored_lengths, key)
     cache = _cache_of(module, flax, query, key, value) if keys == "cache" else None
     if module.rope is not None or positions is not None:
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
-        rotated = None if flax.latent is None else key.shape[-1] - flax.latent.size
-        query, key = sequences.rotate(
-            query, key, module.rope, positions, self_attention, start, keys == "stored", rotated
-        )
+        size = None if flax.latent is None else key.shape[-1] - flax.latent.size
+        query, key = sequences.rotate(query, key, module.rope, positions, self_attention, start, keys == "stored", size)
     if flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
-    ours = by_sequence | {"mask": mask, "bias": bias, "sinks": flax.sinks, "score_mod": score_mod}
-    ours |= {name: getattr(module, name) for name in OPTIONS}
-    ours["is_causal"] = is_causal if is_causal is not False and keys in ("inputs", "cache") else None
-    ours["max_score_module"] = module if sow_max_score else None
-    ours["qkv_sharding"] = _attention_sharding(module, core, qkv_sharding, query)
-    # Without those that are not given, any function with Flax's signature will do.
-    arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None}
+    given = per_sequence | {"mask": mask, "bias": bias, "score_mod": score_mod}
+    given["is_causal"] = None if is_causal is False else is_causal
+    given["max_score_module"] = module if sow_max_score else None
+    given["qkv_sharding"] = _attention_sharding(module, core, qkv_sharding, query)
+    arguments = _attention_arguments(module, flax, core, keys, given, decoding=cache is not None)
     if cache is not None:
         x, new = _decoding(module.attention_fn, core, query, key, value, cache, lengths, arguments, flax.latent)()
-        arrays = new.key, new.value, new.index
-        return flax.output(x, inputs_q), arrays if new.scale is None else (*arrays, new.scale)
+        return flax.output(x, inputs_q), new.arrays
     if flax.latent is not None:
         key, value = flax.latent.expand(key)
-    if core is not None and core.preset:
-        # Of queries that use stored keys the positions are not known.
-        arguments = core.combine(arguments, without=("is_causal",) if keys in ("stored", "to store") else ())
-    if core is not None and knows_all((query, key, value), arguments):
+    if core is not None and core_computes((query, key, value), arguments):
         x = core.run(*call_of(core, query, key, value, **arguments))[0]
     else:
         x = (module.attention_fn if core is None else core.function)(query, key, value, **arguments)
-    stored = (key, value, sequences.lengths_of(by_sequence, key)) if keys == "to store" else None
+    stored = None
+    if keys == "to store":
+        stored = key, value, sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), key)
     return flax.output(x, inputs_q), stored
 
 
-# The arguments of a module's call that it takes as they are.
+# The arguments that modules pass on from their own call.
 PASSED_ON = frozenset(inspect.signature(call_module).parameters) - {"module", "flax", "decode"}
 
 
 def _project(
     flax: FlaxModule, keys: KeySource, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Array | None]:
-    """Returns query, key and value, normalized unless rotation comes first, and the lengths of keys that are stored."""
-    used = None
+    """Returns query, key, value, and the lengths of stored keys or None; normalized, unless norms come after RoPE."""
+    lengths = None
     if keys == "stored":
         check_inputs(inputs_q, inputs_q, inputs_q, None)
         query = flax.query(inputs_q)
-        key, value, used = flax.stored()  # type: ignore[misc]
+        key, value, lengths = flax.stored()  # type: ignore[misc]
     else:
         inputs_k, inputs_v = check_inputs(inputs_q, inputs_k, inputs_v, flax.features)
         query, key = flax.query(inputs_q), flax.key(inputs_k)
         value = key[..., :0] if flax.value is None else flax.value(inputs_v)
     if not flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
-    return query, key, value, used
+    return query, key, value, lengths
 
 
 def _normalize(
@@ -164,8 +161,23 @@ def _normalize(
     return flax.norms[0](query), key if keys == "stored" else flax.norms[1](key)
 
 
+def _attention_arguments(
+    module: Any, flax: FlaxModule, core: CoreAttention | None, keys: KeySource, given: dict[str, Any], decoding: bool
+) -> dict[str, Any]:
+    """Returns the arguments of the attention function: Flax's, those of the module and its call, and of partials."""
+    # The positions of queries that use stored keys are not known.
+    without = ("is_causal",) if keys in ("stored", "to store") else ()
+    ours = given | {name: getattr(module, name) for name in OPTIONS} | {"sinks": flax.sinks}
+    # Arguments that are None are left out, so that any function with Flax's signature will do.
+    ours = {name: x for name, x in ours.items() if x is not None and name not in without}
+    arguments = flax.arguments | ours
+    if core is None or not (core.preset or core.context):
+        return arguments
+    return core.combine(arguments, without, decoding)
+
+
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
-    """Multiplies as `jax.lax.dot_general`; the result is split as its operands are, if their types say how."""
+    """Computes `jax.lax.dot_general`; on a mesh with Explicit axes, the result is split as its operands are."""
     by_types = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs))
     if by_types and options.get("out_sharding") is None:
         options["out_sharding"] = tensor_parallel.sharding_of_product(lhs, rhs, dimension_numbers)
@@ -173,6 +185,7 @@ def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any,
 
 
 def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Array) -> KVCache | None:
+    """Returns the cache, into which key and value fit, or None if this call makes it."""
     arrays = flax.cache(query, key)
     if arrays is None:
         return None
@@ -183,13 +196,16 @@ def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Ar
 
 
 def core_of(attention_fn: Callable[..., Array]) -> CoreAttention | None:
-    """Returns the core of an attention function, through `functools.partial`s that set keywords; None of another's."""
+    """Returns the `CoreAttention` of an attention function, or None if the function is not of this package.
+
+    Keywords of `functools.partial`s around the function become its `preset`.
+    """
     function: Any = attention_fn
     preset: dict[str, Any] = {}
-    # Of exactly these types: a subclass may do more in its call.
+    # No subclasses, whose calls may do more.
     while type(function) in (functools.partial, jax.tree_util.Partial) and not function.args:
         function, preset = function.func, function.keywords | preset
-        inner = getattr(function, "fun", None)  # by which jax.tree_util.Partial keeps another partial
+        inner = getattr(function, "fun", None)  # a jax.tree_util.Partial of a functools.partial
         function = inner if type(inner) is functools.partial else function
     core = getattr(function, "core", None)
     if not isinstance(core, CoreAttention) or core.function is not function:
@@ -197,8 +213,8 @@ def core_of(attention_fn: Callable[..., Array]) -> CoreAttention | None:
     return dataclasses.replace(core, preset={**core.preset, **preset}) if preset else core
 
 
-def knows_all(arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
-    """Returns whether the core knows all arguments: no weights to sow, no einsums of Flax, no complex numbers."""
+def core_computes(arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
+    """Returns True if the core can compute the call: no weights to sow, no einsums of Flax, no complex numbers."""
     given = {name for name, x in arguments.items() if x is not None}
     return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
 
@@ -206,7 +222,7 @@ def knows_all(arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
 def call_of(
     core: CoreAttention, query: Array, key: Array, value: Array, **arguments: Any
 ) -> tuple[Call, Implementation | None]:
-    """Makes the call with arguments of `attention_fn`, without those that the core does not know."""
+    """Makes the core's call from arguments of `attention_fn`; those that the core does not have are left out."""
     promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
     query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments)
@@ -218,7 +234,7 @@ def call_of(
 
 
 def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the arguments of `dot_product_attention` among those of `attention_fn`."""
+    """Turns arguments of `attention_fn` into those of `dot_product_attention`; others are left out."""
     dropout = ("dropout_rate", "dropout_rng") if arguments.get("deterministic") else ()
     known = {name: x for name, x in arguments.items() if name in CORE and name not in dropout and x is not None}
     if not isinstance(known.get("mask"), Mask | None):
@@ -237,29 +253,27 @@ def _decoding(
     arguments: dict[str, Any],
     latent: Latent | None,
 ) -> Callable[[], Any]:
-    """Returns what computes attention of new tokens over the cache and themselves, and adds them to the cache.
+    """Returns a function that computes attention of new tokens over a cache and themselves, and the new cache.
 
-    The function itself is called only if it is not ours (`functools.partial`s aside), or if it has to do what only it
-    can: sow the weights, compute complex numbers or quantized products.
+    It calls the core, or the attention function itself if not `core_computes`. The caller calls it, which keeps the
+    stack of a decoding step short.
     """
-    if core is not None:
-        attention_fn = core.function
-        arguments = core.combine(arguments, decoding=True) if core.preset or core.context else arguments
-    arguments.pop("is_causal", None)  # the call is causal anyhow
+    arguments.pop("is_causal", None)  # decoding is always causal
     if cache.scale is None:
         key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
-    if core is None or not knows_all((query,), arguments):
-        is_ours = core is not None
-        return functools.partial(decode_by, attention_fn, is_ours, query, key, value, cache, lengths, arguments, latent)
+    if core is None or not core_computes((query,), arguments):
+        attend = attention_fn if core is None else core.function
+        options = (cache, lengths, arguments, latent)
+        return functools.partial(decode_by, attend, core is not None, query, key, value, *options)
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments)
     return functools.partial(over_cache, core.run, query, key, value, cache, lengths=lengths, latent=latent, **known)
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
-    """Returns how the query of the attention is split: as the call or a partial says, or by `head_axis`.
+    """Returns the `qkv_sharding` of the attention: that of the call or a partial, else one that splits `head_axis`.
 
-    The latter on a mesh with Auto axes, as far as the module knows what else is split.
+    The latter only on a mesh with Auto axes, and only if no other axis may split the batch.
     """
     if module.head_axis is None:
         return qkv_sharding
@@ -268,7 +282,7 @@ def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: A
     if qkv_sharding is not None or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return qkv_sharding
     named = names_of(tensor_parallel.mesh_axis(module.head_axis))
-    # Other mesh axes may split the batch, and it is not known how, unless the attention function knows it by itself.
+    # Other axes may split the batch in a way that only `context_parallel` knows.
     names_batch = core is not None and core.context is not None
     alone = names_batch or all(name in named or size == 1 for name, size in mesh.shape.items())
     return PartitionSpec(*(None,) * (query.ndim - 2), named or None, None) if alone else None
@@ -277,9 +291,10 @@ def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: A
 def check_inputs(
     inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None, features: tuple[int, int] | None
 ) -> tuple[Array, Array]:
-    """Returns keys, by default the queries, and values, by default the keys, if they are [batch..., length, features].
+    """Returns the inputs of keys, by default the queries', and of values, by default the keys'.
 
-    They fit each other, and `features`, of queries and of keys and values, if that is given.
+    Raises a ValueError unless all are [batch..., length, features], fit each other, and have the given `features`: one
+    number for queries, and one for keys and values.
     """
     if inputs_k is None and inputs_v is not None:
         raise ValueError(
@@ -288,7 +303,8 @@ def check_inputs(
         )
     inputs_k = inputs_q if inputs_k is None else inputs_k
     inputs_v = inputs_k if inputs_v is None else inputs_v
-    shapes = f"inputs_q {inputs_q.shape}, inputs_k {inputs_k.shape}, inputs_v {inputs_v.shape}"
+    inputs = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
+    shapes = ", ".join(f"{name} {x.shape}" for name, x in inputs.items())
     if not inputs_q.ndim == inputs_k.ndim == inputs_v.ndim >= 2:
         raise ValueError(f"inputs must have same rank, 2 or more ([batch..., length, features]), but got {shapes}.")
     if not inputs_q.shape[:-2] == inputs_k.shape[:-2] == inputs_v.shape[:-2]:
@@ -296,9 +312,7 @@ def check_inputs(
     if inputs_k.shape[-2] != inputs_v.shape[-2]:
         raise ValueError(f"inputs' key and value lengths must match, but got {shapes}.")
     if features is not None:
-        of_query, of_keys = features
-        inputs = ("inputs_q", inputs_q, of_query), ("inputs_k", inputs_k, of_keys), ("inputs_v", inputs_v, of_keys)
-        for name, x, expected in inputs:
+        for (name, x), expected in zip(inputs.items(), (*features, features[1]), strict=True):
             if x.shape[-1] != expected:
                 raise ValueError(
                     f"Incompatible input dimension, got {x.shape[-1]} but module expects {expected} ({name} {x.shape})."
@@ -309,10 +323,10 @@ def check_inputs(
 def source_of_keys(
     decode: bool, store_keys: bool, has_stored: bool, inputs_k: Any, inputs_v: Any, lengths: Any
 ) -> KeySource:
-    """Returns where a call's keys come from, or go to.
+    """Returns where the keys of a call come from, and checks that its inputs fit that.
 
-    "inputs": its own inputs. "cache": its own inputs and those of earlier calls. "stored": an earlier call stored them,
-    for cross-attention. "to store": its own inputs, which later calls use.
+    "inputs": from its inputs. "cache": from the cache and from its inputs, which go into the cache. "to store": from
+    its inputs, and later calls use these keys, too, for cross-attention. "stored": from an earlier call.
     """
     if store_keys is not False:
         validation.flag("store_keys", store_keys)
@@ -336,6 +350,6 @@ def source_of_keys(
 
 
 def reach(local_window_size: Any) -> int | None:
-    """Returns how many positions before its own a query sees; None means all."""
+    """Returns the number of positions before its own that a query sees, the left of a window; None means all."""
     window = None if local_window_size is None else check_window(local_window_size)
     return None if window is None else window[0]

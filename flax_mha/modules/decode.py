@@ -1,4 +1,4 @@
-"""Decoding by another attention function than ours, which gets all keys and values and a mask of what is visible."""
+"""`decode_by`: decodes by any attention function, which gets all keys and values and a mask of the visible ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +24,11 @@ def decode_by(
     arguments: dict[str, Any],
     latent: Latent | None = None,
 ) -> tuple[Array, KVCache]:
-    """Computes attention over a cache by any function with Flax's signature, or by what only ours itself can do.
+    """Computes attention of new tokens over a cache and themselves by a function with Flax's signature.
 
-    Query and key are rotated; key and value have the dtype of the cache, which holds the tokens before them. The
-    function gets the keys and values of heads that a `latent` makes of cached latents.
+    For functions that are not `flax_mha.attention_fn` (`is_ours`), and for its calls that sow weights, are complex or
+    have Flax's einsums; `over_cache` computes all others. Query and key are rotated; key and value have the dtype of
+    the cache. `latent` computes keys and values of heads from a cache of latents. Returns the output and the new cache.
     """
     arguments = dict(arguments)
     window_size, mask = arguments.pop("local_window_size", None), arguments.pop("mask", None)
@@ -59,14 +60,14 @@ def decode_by(
         mask = visible if shown is None else shown & visible
     mask = visible if mask is None else mask
     if isinstance(mask, Mask) or (is_ours and "score_mod" in arguments):
-        # Of an array it is not known which positions are looked up.
+        # A causal mask tells which positions are looked up; an array does not.
         mask = CausalMask() & (mask if isinstance(mask, Mask) else ArrayMask(mask))
     output = attention_fn(query, keys, values, mask=mask, **arguments)
     return appended.checked(output), appended.cache
 
 
 def _drops_by_position(query: Array, arguments: dict[str, Any]) -> bool:
-    """Returns whether our function drops weights, and not Flax's, which computes complex and quantized products."""
+    """Returns True if `flax_mha.attention_fn` drops weights and does not pass the call on to Flax's function."""
     flax_computes = jnp.iscomplexobj(query) or any("einsum" in name and x for name, x in arguments.items())
     drops = arguments.get("dropout_rng") is not None and not arguments.get("deterministic")
     return drops and not flax_computes

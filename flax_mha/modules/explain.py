@@ -1,4 +1,4 @@
-"""The method `explain` of the modules: a call whose attention is explained instead of computed."""
+"""The method `explain` of the modules, which traces a call and explains its attention instead of computing it."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ M = TypeVar("M")
 
 
 class ExplainedAttention:
-    """A stand-in for the `attention_fn` of a module, which adds to `explanations` instead of computing calls."""
+    """Replaces the `attention_fn` of a module: appends an explanation of each call, which returns zeros."""
 
     def __init__(self, given: Callable[..., Array]):
         core = core_of(given)
@@ -28,7 +28,7 @@ class ExplainedAttention:
         self.explanations: list[Explanation] = []
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
-        """Explains a call without the arguments that the core does not know, such as a module to sow weights in."""
+        """Explains a call; arguments that the core does not have, such as `module`, are left out."""
         return self.core.run(*call_of(self.core, query, key, value, **arguments))[0]
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Output:
@@ -40,18 +40,18 @@ class ExplainedAttention:
 def explaining(
     call: Callable[Concatenate[M, P], Array], explained: Callable[..., Explanation]
 ) -> Callable[Concatenate[M, P], Explanation]:
-    """Makes the method `explain` of a module: `explained`, with the signature of its `call`."""
+    """Makes the method `explain` of a module: calls `explained`, and has the signature of the method `call`."""
 
     @functools.wraps(call, assigned=("__annotations__",))
     def explain(self: M, *arguments: P.args, **keywords: P.kwargs) -> Explanation:
         """Explains which implementation computes a call with these arguments, and why the others cannot.
 
-        The arguments are those of the call. Nothing is computed, and the module stays as it is. While decoding, the
-        call is explained that meets the cache as it is now, or an empty one where that is not known (under `jit`).
+        The arguments are those of the call. Nothing is computed, and the module does not change. A decoding call is
+        explained for the cache as it is now or, if its index is not known (under `jit`), for an empty one.
 
         Raises:
-          ValueError, NotImplementedError: As the call under `jit`; ValueError also if `attention_fn` is not
-            `flax_mha.attention_fn`.
+          ValueError, NotImplementedError: If the call would raise it under `jit`; ValueError also if `attention_fn` is
+            not `flax_mha.attention_fn`.
         """
         return explained(self, *arguments, **keywords)
 

@@ -1,5 +1,6 @@
-"""Checks of the constructor's arguments that both modules share."""
+"""Checks of constructor arguments that the modules share, and the table of norms of queries and keys."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from flax_mha.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
@@ -19,11 +20,11 @@ NormKind = Literal[
 
 
 class Norm(NamedTuple):
-    """A kind of norm of queries and keys [B..., T, N, H]."""
+    """A norm of queries and keys [B..., T, N, H], which `normalize_qk` names."""
 
-    is_rms: bool = False
-    axes: tuple[int, ...] = (-1,)  # over which mean and variance are taken
-    scale_axes: tuple[int, ...] = (-1,)
+    is_rms: bool = False  # RMSNorm, else LayerNorm
+    axes: tuple[int, ...] = (-1,)  # axes of the mean and the variance
+    scale_axes: tuple[int, ...] = (-1,)  # axes of the learned scale
     has_bias: bool = False
     after_rope: bool = False
 
@@ -43,43 +44,37 @@ def norm_of(normalize_qk: bool | str) -> Norm:
     return NORMS[normalize_qk if isinstance(normalize_qk, str) else "layer_norm"]
 
 
-def check_options(
-    module: Any,
-    num_heads: int,
-    num_kv_heads: int | None,
-    qkv_features: int,
-    dropout_rate: float,
-    sinks: bool,
-    gate: bool,
-    normalize_qk: bool | str,
-    qk_norm_epsilon: float | None,
-) -> None:
-    """Checks the options that both modules have, most of which are attributes of the module."""
-    _heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features)
-    check_dropout_rate(dropout_rate)
-    check_name(module.implementation)
-    check_window(module.local_window_size)
-    check_soft_cap(module.logits_soft_cap)
-    validation.flag("sinks", sinks)
-    validation.flag("gate", gate)
-    check_scale(module.scale, validation.Shape((), 1, 1, 1, 1, 1, 1))
+def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
+    """Raises a ValueError unless a module's options, by name, are valid; `qkv_features` is heads times head size."""
+    num_heads, num_kv_heads = options["num_heads"], options.get("num_kv_heads")
+    _check_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features)
+    check_dropout_rate(options["dropout_rate"])
+    check_name(options["implementation"])
+    check_window(options["local_window_size"])
+    check_soft_cap(options["logits_soft_cap"])
+    validation.flag("sinks", options["sinks"])
+    validation.flag("gate", options.get("gate", False))
+    check_scale(options["scale"], validation.Shape((), 1, 1, 1, 1, 1, 1))
+    normalize_qk, epsilon = options.get("normalize_qk", False), options.get("qk_norm_epsilon")
     if normalize_qk not in (False, True, *NORMS):
         names = '", "'.join(NORMS)
         raise ValueError(f'normalize_qk must be False, True or one of "{names}", but got {normalize_qk!r}.')
-    if qk_norm_epsilon is not None:
-        _norm_epsilon(qk_norm_epsilon, normalize_qk)
-    if module.head_axis is not None and not isinstance(module.head_axis, str):
-        raise ValueError(
-            f"head_axis must be the name of a mesh axis or of a logical axis, but got {module.head_axis!r}."
-        )
-    if module.rope is not None:
-        if not isinstance(module.rope, RoPE):
-            raise ValueError(f"rope must be a flax_mha.rope.RoPE or None, but got {module.rope!r}.")
-        module.rope.rotated_size(qkv_features // num_heads)
+    if epsilon is not None:
+        check_epsilon("qk_norm_epsilon", epsilon)
+        if not normalize_qk:
+            raise ValueError(
+                f'qk_norm_epsilon must be None without normalize_qk, but got {epsilon!r}; pass normalize_qk="rms_norm".'
+            )
+    head_axis, rope = options["head_axis"], options["rope"]
+    if head_axis is not None and not isinstance(head_axis, str):
+        raise ValueError(f"head_axis must be the name of a mesh axis or of a logical axis, but got {head_axis!r}.")
+    if rope is not None:
+        if not isinstance(rope, RoPE):
+            raise ValueError(f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}.")
+        rope.rotated_size(qkv_features // num_heads)
 
 
-def _heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
-    """Checks that heads divide the features, and key/value heads the heads."""
+def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
     for name, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("qkv_features", qkv_features)):
         if not is_int(number):
             raise ValueError(f"{name} must be an int, but got {number!r}.")
@@ -94,17 +89,14 @@ def _heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
         )
 
 
-def _norm_epsilon(epsilon: float, normalize_qk: bool | str) -> None:
+def check_epsilon(name: str, epsilon: Any) -> None:
+    """Raises a ValueError unless the epsilon of a norm is a finite number above 0."""
     if not is_number(epsilon) or not 0 < epsilon < float("inf"):
-        raise ValueError(f"qk_norm_epsilon must be a finite number > 0, but got {epsilon!r}.")
-    if not normalize_qk:
-        raise ValueError(
-            f'qk_norm_epsilon must be None without normalize_qk, but got {epsilon!r}; pass normalize_qk="rms_norm".'
-        )
+        raise ValueError(f"{name} must be a finite number > 0, but got {epsilon!r}.")
 
 
 def check_rngs(rngs: Any, *kinds: type) -> None:
-    """Checks that these are random streams of one of these kinds, or None."""
+    """Raises a ValueError unless `rngs` is None or of one of these types."""
     if rngs is not None and not isinstance(rngs, kinds):
         names = " or ".join(f"nnx.{kind.__name__}" for kind in kinds)
         raise ValueError(f"rngs must be {names}, but got {type(rngs).__name__}; a key becomes nnx.Rngs(key).")

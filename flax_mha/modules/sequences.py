@@ -1,4 +1,4 @@
-"""What a module's call says of its sequences: lengths, segments, rotary positions, keys that an earlier call stored."""
+"""Arguments of a module's call for each sequence: segment ids, lengths, positions, and the keys that it stored."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,14 +15,17 @@ from flax_mha.rope import RoPE, apply_rope
 PerSequence = Int[Array, "*B"]
 
 
-def arguments_of(
+def per_sequence_arguments(
     segment_ids: Array | tuple[Array, Array] | None,
     lengths: Array | tuple[Array | None, Array | None] | None,
     self_attention: bool,
     decode: bool,
     is_cached: bool,
 ) -> dict[str, Array | None]:
-    """Splits segment ids and lengths into arguments of the attention: one of each for queries and for keys."""
+    """Turns `segment_ids` and `lengths` of a module's call into arguments of `dot_product_attention`.
+
+    Returns none if keys go into a cache (`is_cached`), whose methods take the lengths.
+    """
     if decode and segment_ids is not None:
         raise ValueError("segment_ids must be None while decoding, but got an array; a cache holds one document.")
     if is_cached and isinstance(lengths, tuple):
@@ -53,20 +56,16 @@ def rotate(
     rope: RoPE | None,
     positions: Array | tuple[Array, Array] | None,
     self_attention: bool,
-    start: Int[Array, "..."] | int = 0,
-    stored: bool = False,
-    size: int | None = None,
+    start: Int[Array, "..."] | int,
+    stored: bool,
+    size: int | None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K Hk"]]:
     """Rotates query and key by their positions.
 
-    These are [B..., T] or [T], with coordinates [..., D] if `rope` has sections, or a pair for queries and keys. None
-    counts from `start` [] or [B...], the same in all coordinates; the first key of another sequence is at 0. `stored`
-    keys were rotated when they were stored. `rope` is for the last `size` features; None means all.
+    Positions are [B..., T] or [T], with a last axis of coordinates if `rope` has sections, or a pair for queries and
+    keys. None counts from `start`, [] or [B...], but from 0 for the keys of cross-attention. `stored` keys were rotated
+    by the call that stored them. If given, `size` is the number of features at the end of a head that `rope` is for.
     """
-    if size is not None:
-        ends = rotate(query[..., -size:], key[..., -size:], rope, positions, self_attention, start, stored)
-        query, key = (jnp.concatenate([x[..., :-size], end], -1) for x, end in zip((query, key), ends, strict=True))
-        return query, key
     if rope is None:
         if positions is not None:
             raise ValueError("positions must be None without rope, but got an array; pass rope=RoPE() to the module.")
@@ -77,41 +76,53 @@ def rotate(
                 "positions must be one array, of the queries, where rope is used with stored keys, but got "
                 f"{'None' if positions is None else 'a pair'}."
             )
-        return apply_rope(query, positions, rope), key
+        return _rotate_end(query, positions, rope, size), key
     if positions is None:
-        if rope.section_layout.startswith("axial"):
-            raise ValueError("positions must be [..., T, coordinates] where rope is axial, but got None.")
-        start = jnp.asarray(start, jnp.int32)[..., None]
-        query_positions = start + jnp.arange(query.shape[-3], dtype=jnp.int32).reshape((1,) * (start.ndim - 1) + (-1,))
-        key_positions = query_positions if self_attention else jnp.arange(key.shape[-3], dtype=jnp.int32)
-        if rope.sections:  # a token of text has the same number in all coordinates
-            query_positions, key_positions = (
-                jnp.repeat(x[..., None], len(rope.sections), axis=-1) for x in (query_positions, key_positions)
-            )
-    elif isinstance(positions, tuple):
-        if len(positions) != 2:
+        positions = _count(query.shape[-3], key.shape[-3], rope, self_attention, start)
+    if not isinstance(positions, tuple):
+        if not self_attention:
             raise ValueError(
-                f"positions must be one array or a pair (of queries, of keys), but got {len(positions)} arrays."
+                "positions must be a pair (of queries, of keys) where keys are not the queries, but got one array."
             )
-        query_positions, key_positions = positions
-    elif self_attention:
-        query_positions = key_positions = positions
-    else:
+        positions = positions, positions
+    if len(positions) != 2:
         raise ValueError(
-            "positions must be a pair (of queries, of keys) where keys are not the queries, but got one array."
+            f"positions must be one array or a pair (of queries, of keys), but got {len(positions)} arrays."
         )
-    return apply_rope(query, query_positions, rope), apply_rope(key, key_positions, rope)
+    return _rotate_end(query, positions[0], rope, size), _rotate_end(key, positions[1], rope, size)
 
 
-def lengths_of(by_sequence: dict[str, Array | None], key: Float[Array, "*B S K H"]) -> PerSequence:
-    """Counts the keys of each sequence that are none of the padding."""
-    lengths = by_sequence.get("key_value_seq_lengths")
+def _rotate_end(
+    x: Float[Array, "*B T N H"], positions: Array, rope: RoPE, size: int | None
+) -> Float[Array, "*B T N H"]:
+    if size is None:
+        return apply_rope(x, positions, rope)
+    return jnp.concatenate([x[..., :-size], apply_rope(x[..., -size:], positions, rope)], axis=-1)
+
+
+def _count(
+    queries: int, keys: int, rope: RoPE, self_attention: bool, start: Int[Array, "..."] | int
+) -> tuple[Array, Array]:
+    """Returns the positions of so many queries and keys, counted from `start`, equal in all coordinates."""
+    if rope.section_layout.startswith("axial"):
+        raise ValueError("positions must be [..., T, coordinates] where rope is axial, but got None.")
+    start = jnp.asarray(start, jnp.int32)[..., None]
+    query_positions = start + jnp.arange(queries, dtype=jnp.int32).reshape((1,) * (start.ndim - 1) + (-1,))
+    positions = query_positions, query_positions if self_attention else jnp.arange(keys, dtype=jnp.int32)
+    if rope.sections:
+        query_positions, key_positions = (jnp.repeat(x[..., None], len(rope.sections), axis=-1) for x in positions)
+        return query_positions, key_positions
+    return positions
+
+
+def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequence:
+    """Returns the number of keys before the padding of each sequence, as int32; None means all."""
     lengths = int32("lengths", key.shape[-3] if lengths is None else lengths)
     return jnp.broadcast_to(lengths if key.ndim > 3 else lengths.reshape(()), key.shape[:-3])
 
 
 def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | None, score_mod: Any) -> None:
-    """Refuses what depends on the positions of queries: the cache does not count the calls that use stored keys."""
+    """Raises a ValueError for arguments that depend on query positions, which calls with stored keys do not count."""
     given = {
         "mask": isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask),
         "score_mod": score_mod is not None or preset.get("score_mod") is not None,
@@ -128,17 +139,8 @@ def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | No
             )
 
 
-def mask_of_stored(
-    by_sequence: dict[str, Array | None],
-    mask: Any,
-    lengths: PerSequence,
-    key: Float[Array, "*B S K H"],
-    takes_lengths: bool,
-) -> Any:
-    """Returns the mask of stored keys; their lengths go into it, or into `by_sequence` if the function takes them."""
-    if takes_lengths:
-        by_sequence["key_value_seq_lengths"] = lengths
-        return mask
+def mask_padding(mask: Any, lengths: PerSequence, key: Float[Array, "*B S K H"]) -> Array:
+    """Returns a mask that also hides the keys of each sequence after the first `lengths`."""
     places = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
     shown = (places < lengths[..., None])[..., None, None, :]
     return shown if mask is None else validation.mask_of_numbers(mask) & shown

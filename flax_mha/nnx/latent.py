@@ -1,4 +1,4 @@
-"""`MultiHeadLatentAttention` for `flax.nnx`: DeepSeek's parameters around the attention of this package."""
+"""`MultiHeadLatentAttention` for `flax.nnx`: DeepSeek's parameters, and the attention of this package."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,24 +18,24 @@ from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
 from flax_mha.modules.explain import explaining
-from flax_mha.modules.latent import check_latent, compression, softmax_scale
+from flax_mha.modules.latent import check_latent, compression, yarn_scale
 from flax_mha.modules.options import check_rngs
 from flax_mha.nnx.multi_head import NO_METADATA, AttentionModule, split_variable
 from flax_mha.rope import RoPE
 
 
 class MultiHeadLatentAttention(AttentionModule):
-    """Multi-head latent attention, as DeepSeek-V2, DeepSeek-V3 and Kimi K2 have it.
+    """Multi-head latent attention, as in DeepSeek-V2, DeepSeek-V3 and Kimi K2.
 
-    Keys and values of all heads are projections of one latent vector per token, of `kv_lora_rank` features; a rotary
+    Keys and values of all heads are projections of one latent vector per token, of `kv_lora_rank` features; the rotary
     part of the key, of `qk_rope_head_dim` features, is shared by all heads. A call that does not decode computes keys
-    and values of all heads. Decoding caches latent and rotary key alone, `kv_lora_rank + qk_rope_head_dim` numbers per
-    token, and multiplies the queries into them; both give the same up to rounding.
+    and values of all heads. A decoding call caches only latents and rotary keys, `kv_lora_rank + qk_rope_head_dim`
+    numbers per token, and projects queries into the space of latents instead; both give the same up to rounding.
 
     The parameters are named as in DeepSeek's files: `q_proj` [in, heads, size], or `q_a_proj` [in, q_lora_rank],
     `q_a_layernorm` and `q_b_proj` [q_lora_rank, heads, size]; `kv_a_proj_with_mqa` [in, kv_lora_rank +
     qk_rope_head_dim], `kv_a_layernorm`, `kv_b_proj` [kv_lora_rank, heads, qk_nope_head_dim + v_head_dim], `o_proj`
-    [heads, v_head_dim, out]. A query head is qk_nope_head_dim features and qk_rope_head_dim rotary ones.
+    [heads, v_head_dim, out]. A query head has qk_nope_head_dim features, then qk_rope_head_dim rotary ones.
 
     All other arguments are those of `MultiHeadAttention`.
 
@@ -45,13 +45,13 @@ class MultiHeadLatentAttention(AttentionModule):
       out_features: Features of the output; None means `in_features`.
       kv_lora_rank: Features of the latent.
       qk_nope_head_dim: Features of a head's query and key that are not rotary.
-      qk_rope_head_dim: Rotary features of a head's query, and of the key.
+      qk_rope_head_dim: Rotary features of a head's query, and of the key that all heads share.
       v_head_dim: Features of a head's value.
-      q_lora_rank: Features to which the queries are compressed first; None projects them to heads at once.
-      use_bias: Whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have biases (`attention_bias` in configs).
-      norm_epsilon: What the norms add to the variance.
+      q_lora_rank: Features of the compressed queries, which are then projected to heads; None projects the input.
+      use_bias: Add biases to `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` (`attention_bias` in configs).
+      norm_epsilon: Added to the variance in the norms.
       kernel_metadata: Metadata of all kernels.
-      scale: What multiplies query . key; None means 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), times
+      scale: Factor of query . key; None means 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), times
         (0.1 mscale_all_dim ln(factor) + 1)^2 if `rope` has a `YaRN` with `mscale_all_dim`, as DeepSeek does.
       rope: Rotary position embeddings of the rotary features; None means none. DeepSeek's are interleaved.
       head_axis: Split the heads over this mesh axis (tensor parallelism); the compressions and the cache, which has
@@ -110,6 +110,8 @@ class MultiHeadLatentAttention(AttentionModule):
         rope: RoPE | None = None,
         head_axis: str | None = None,
     ) -> None:
+        check_latent(locals())
+        check_rngs(rngs, nnx.Rngs)
         self.num_heads, self.in_features, self.in_kv_features = num_heads, in_features, in_features
         self.kv_lora_rank, self.q_lora_rank, self.v_head_dim = kv_lora_rank, q_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
@@ -120,8 +122,6 @@ class MultiHeadLatentAttention(AttentionModule):
         self.norm_epsilon, self.attention_fn, self.implementation = norm_epsilon, attention_fn, implementation
         self.scale, self.local_window_size, self.logits_soft_cap = scale, local_window_size, logits_soft_cap
         self.rope, self.head_axis = rope, head_axis
-        check_latent(self, sinks)
-        check_rngs(rngs, nnx.Rngs)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
         linear = functools.partial(
             nnx.LinearGeneral,
@@ -177,28 +177,16 @@ class MultiHeadLatentAttention(AttentionModule):
         positions: Int[Array, "..."] | None = None,
         sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
-        """Projects to latents and heads, attends, and projects back.
-
-        `flax_mha.MultiHeadAttention.__call__` describes the arguments.
-
-        Returns:
-          The output.
-
-        Raises:
-          ValueError: As `flax_mha.MultiHeadAttention.__call__`.
-        """
+        """Projects to latents and heads, attends, and projects back; see `flax_mha.MultiHeadAttention.__call__`."""
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = FlaxModule(
             query=self._query,
             key=compression(self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_lora_rank),
-            value=None,
             latent=Latent(self.kv_b_proj.kernel[...], self.qk_nope_head_dim, self.dtype, self.precision),
             out=self.o_proj if out_sharding is None else functools.partial(self.o_proj, out_sharding=out_sharding),
-            norms=None,
             sinks=None if self.sinks is None else self.sinks[...],
             cache=self._cache,
-            stored=None,
-            arguments=self._flax_arguments(deterministic, rngs, sow_weights) | softmax_scale(self),
+            arguments=self._flax_arguments(deterministic, rngs, sow_weights) | yarn_scale(self),
             features=(self.in_features, self.in_features),
         )
         output, arrays = call_module(self, parts, **given, decode=self._first_given("decode", decode))
@@ -221,7 +209,7 @@ class MultiHeadLatentAttention(AttentionModule):
         return 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank
 
     def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
-        """Gives the parameters of heads the metadata that says how they are split; see `MultiHeadAttention`."""
+        """Splits the parameters that have an axis of heads by these names of mesh axes; see `split_variable`."""
         for layer, name in ((getattr(self, self._query_name), "query"), (self.kv_b_proj, "key"), (self.o_proj, "out")):
             layer.kernel = split_variable(layer.kernel, names[name])
         if self.sinks is not None:

@@ -1,4 +1,4 @@
-"""`MultiHeadAttention` for `flax.nnx`: Flax's parameters and arguments around the attention of this package."""
+"""`MultiHeadAttention` for `flax.nnx`: Flax's module with the attention of this package."""
 
 import functools
 import inspect
@@ -33,10 +33,7 @@ FLAX_ARGUMENTS = tuple(inspect.signature(nnx.MultiHeadAttention.__init__).parame
 
 
 class AttentionModule(nnx.Module):
-    """The part of an attention module that holds its cache, switches its dropout, and explains its calls.
-
-    Subclasses set the attributes, and say which keys they cache.
-    """
+    """The base class of both attention modules: the cache, dropout, and `explain`; subclasses set the attributes."""
 
     num_heads: int
     in_features: int
@@ -59,16 +56,16 @@ class AttentionModule(nnx.Module):
     cached_lengths: Any
 
     def _cached_heads(self) -> tuple[int, int, int | None]:
-        """Returns number and size of the cached key heads, and the `value_size` of the cache."""
+        """Returns `num_kv_heads`, `head_size` and `value_size` of the cache; see `KVCache.create`."""
         raise NotImplementedError
 
     def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
-        """Traces a call of a copy of this module whose attention is explained instead of computed."""
+        """Traces a call of a copy of this module, and explains its attention instead of computing it."""
         graph, state = nnx.split(self)
         explained = ExplainedAttention(self.attention_fn)
 
         def call() -> Array:
-            # New variables with the same arrays, which are not traced: what the cache holds is known.
+            # New variables with the same arrays, not traced, so that the cache's index is known.
             module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
             module.attention_fn = explained
             return module(*inputs, **arguments)
@@ -86,20 +83,19 @@ class AttentionModule(nnx.Module):
     ) -> None:
         """Makes an empty cache, which decoding needs.
 
-        A module with a `local_window_size` makes a ring, which never overflows, if S is larger than the window by
-        enough; see `flax_mha.kv_cache.KVCache.create`.
+        With a `local_window_size` and an S that is large enough the cache is a ring, which never overflows; see
+        `flax_mha.kv_cache.KVCache.create`.
 
         Args:
-          input_shape: [B..., S, D] of the inputs that are to come, of all calls together; S tokens fit.
+          input_shape: [B..., S, D]: the shape of the inputs of all calls together; the cache has room for S tokens.
           dtype: Dtype of the cached keys and values; None means the module's `dtype`, or else its `param_dtype`. `int8`
             and `float8_e4m3fn` halve the memory of bfloat16; see `flax_mha.kv_cache.KVCache.create`.
-          per_row: Whether each sequence counts its own tokens, as `lengths` need it; `cache_index` is then [B...].
+          per_row: True gives each sequence its own index, as `lengths` need it; `cache_index` is then [B...].
           sharding: How a mesh splits the batch axes and heads of cached keys and values [B..., S, K, H]; None splits
             the heads as `head_axis` does.
 
         Raises:
-          ValueError: If there is no length, D is not the module's, a size is negative, or the dtype is not floating
-            point.
+          ValueError: If a size is missing, negative or does not fit the module, or if the dtype is not floating point.
         """
         if dtype is None:
             dtype = self.dtype if self.dtype is not None else self.param_dtype
@@ -136,17 +132,17 @@ class AttentionModule(nnx.Module):
         max_length: int | None = None,
         per_row: bool = False,
     ) -> None:
-        """What `nnx.view` calls: switches dropout and decoding, and makes the cache if its size is given.
+        """Switches dropout and decoding, and makes a cache if its size is given; `nnx.view` calls this.
 
         Args:
-          deterministic: True switches dropout off; None leaves it.
-          decode: True makes calls decode; None leaves it.
-          batch_size: Batch axes of a new cache, given together with `max_length`.
-          max_length: Tokens that fit in it.
-          per_row: Whether each sequence counts its own tokens; see `init_cache`.
+          deterministic: True switches dropout off; None leaves it as it is.
+          decode: True makes calls decode; None leaves it as it is.
+          batch_size: Batch axes of a new cache; needs `max_length`.
+          max_length: Number of tokens that the new cache has room for; needs `batch_size`.
+          per_row: True gives each sequence its own index; see `init_cache`.
 
         Raises:
-          TypeError: If one of the two is given without the other, or decoding starts without a cache.
+          TypeError: If only one of `batch_size` and `max_length` is given, or if decoding starts without a cache.
         """
         self.deterministic = self.deterministic if deterministic is None else deterministic
         self.decode = self.decode if decode is None else decode
@@ -157,10 +153,10 @@ class AttentionModule(nnx.Module):
             batch = batch_size if isinstance(batch_size, Sequence) else (batch_size,)
             self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
 
-    if not TYPE_CHECKING:  # a type checker would take any attribute for one of the module
+    if not TYPE_CHECKING:  # a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            # Python's errors about the arguments of a call print all of an object that has no such name.
+            # Errors of Python about the arguments of a call print `__qualname__`, or else the whole module.
             if name == "__qualname__":
                 return type(self).__qualname__
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
@@ -169,14 +165,14 @@ class AttentionModule(nnx.Module):
         return _read(self.cached_key, self.cached_value, self.cached_lengths)
 
     def _cache(self, *_: Array) -> Arrays:
-        """Reads the cache variables."""
+        """Returns the arrays of the cache; see `KVCache.of_window`."""
         if self.cached_key is None or self.cache_index is None:
             raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
         key, *others = _read(*self._variables())
         return (key, key[..., :0], *others) if self.cached_value is None else (key, *others)
 
     def _write(self, arrays: Arrays, stored: bool) -> None:
-        """Writes keys, values, and their lengths if a call stored them, or else their index."""
+        """Writes the arrays of the cache or, if the call stored keys, those with their values and lengths."""
         if stored:
             self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, arrays)
             self.cache_index = self.cached_scale = None
@@ -186,12 +182,12 @@ class AttentionModule(nnx.Module):
             variable[...] = array
 
     def _variables(self) -> list[Any]:
-        """Lists the variables of the cache; the scale is one of a cache in 8 bits."""
+        """Returns the variables of the cache; values and scale may be missing."""
         variables = self.cached_key, self.cached_value, self.cache_index, self.cached_scale
         return [variable for variable in variables if variable is not None]
 
     def _first_given(self, name: str, argument: bool | None) -> bool:
-        """The call's argument, else the module's attribute."""
+        """Returns the argument of the call or, if that is None, the attribute of the module."""
         return first_from(
             argument,
             getattr(self, name),
@@ -202,9 +198,18 @@ class AttentionModule(nnx.Module):
     def _flax_arguments(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None, sow_weights: bool
     ) -> dict[str, Any]:
-        """Collects Flax's own arguments of the attention function."""
+        """Returns the arguments that Flax's module passes to its attention function, with a new key for dropout."""
         if rngs is not None:
             check_rngs(rngs, nnx.Rngs, nnx.RngStream)
+        dropout_rng = None
+        if self.dropout_rate != 0.0 and not self._first_given("deterministic", deterministic):
+            rngs = self.rngs if rngs is None else rngs
+            if rngs is None:
+                raise ValueError(
+                    f"'rngs' must be provided to __call__ method if {type(self).__name__} instance is defined with "
+                    "keep_rngs=False."
+                )
+            dropout_rng = (rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs)()
         return {
             "mask": None,
             "is_causal": False,
@@ -213,20 +218,9 @@ class AttentionModule(nnx.Module):
             "dtype": self.dtype,
             "precision": self.precision,
             "module": self if sow_weights else None,
-            **self._dropout(deterministic, rngs),
+            "deterministic": dropout_rng is None,
+            "dropout_rng": dropout_rng,
         }
-
-    def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> dict[str, Any]:
-        """The arguments for dropout; a key is drawn where weights are dropped, and only there."""
-        if self.dropout_rate == 0.0 or self._first_given("deterministic", deterministic):
-            return {"deterministic": True, "dropout_rng": None}
-        rngs = self.rngs if rngs is None else rngs
-        if rngs is None:
-            raise ValueError(
-                f"'rngs' must be provided to __call__ method if {type(self).__name__} instance is defined with "
-                "keep_rngs=False."
-            )
-        return {"deterministic": False, "dropout_rng": (rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs)()}
 
 
 class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
@@ -234,8 +228,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
 
     Same constructor and call, same parameters (`query`, `key`, `value`: kernel [in, heads, head size], bias [heads,
     head size]; `out`: kernel [heads, head size, out], bias [out]), same cache variables and sown weights, so Flax
-    checkpoints load unconverted. What differs: :doc:`differences </differences>`. Flax's initializers, metadata, and
-    functions that promote, multiply or make these, are not repeated here.
+    checkpoints load unconverted. What differs: :doc:`differences </differences>`. Not described here are Flax's
+    initializers, metadata, and functions that promote dtypes or multiply.
 
     Args:
       num_heads: Number of query heads N; divides `qkv_features`.
@@ -251,25 +245,27 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       deterministic: True switches dropout off; None leaves it to the call.
       attention_fn: A function with the signature of Flax's `dot_product_attention`; `functools.partial` of
         `flax_mha.attention_fn` sets arguments of the default one.
-      decode: Whether calls decode; None leaves it to the call.
-      normalize_qk: Normalize each head's query and key, with a learned scale [head size]: True or "layer_norm" as Flax
-        does, "rms_norm" without subtracting the mean, "rms_norm_all_heads" so, but over all heads of a token together,
-        with scales [heads, head size] (OLMo 2), "rms_norm_after_rope" after the rotation (Hunyuan); "layer_norm_bias"
-        with a learned bias (Phi), "layer_norm_each_head" with scales [heads, head size] (Command R+).
-      qk_norm_epsilon: What these norms add to the variance; None means 1e-6, as Flax does.
+      decode: True makes calls decode; None leaves it to the call.
+      normalize_qk: Normalize each head of query and key, with a learned scale [head size]. True or "layer_norm": with
+        LayerNorm, as Flax does. "layer_norm_bias": with a learned bias, too (Phi). "layer_norm_each_head": with a scale
+        [heads, head size] (Command R+). "rms_norm": with RMSNorm. "rms_norm_after_rope": with RMSNorm after the
+        rotation (Hunyuan). "rms_norm_all_heads": with RMSNorm over all heads of a token together and a scale [heads,
+        head size] (OLMo 2).
+      qk_norm_epsilon: Added to the variance in these norms; None means 1e-6, as in Flax.
       rngs: Random streams for parameters and dropout.
-      implementation: Which implementation of the attention; None chooses. See `dot_product_attention`.
-      scale: What multiplies query . key; None means 1 / sqrt(head size).
+      implementation: Name of the attention's implementation; None chooses. See `dot_product_attention`.
+      scale: Factor of query . key; None means 1 / sqrt(head size).
       local_window_size: (left, right): how many positions before and after its own a query sees; see
         `dot_product_attention`.
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
-      sinks: Learn one more logit per head, the parameter `sinks` [N], that takes part in the softmax's sum only.
+      sinks: Learn one more logit per head, the parameter `sinks` [N], which only adds to the sum of the softmax.
       gate: Multiply each head's output by a sigmoid of the input, feature by feature, before `out`, as Qwen3-Next does
-        (arXiv:2505.06708): one more projection, the parameters `gate` in the shapes of `query`'s.
+        (arXiv:2505.06708): one more projection, `gate`, with parameters in the shapes of those of `query`.
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
       head_axis: Split the heads over this mesh axis (tensor parallelism), or over that of a logical axis: parameters
         and caches get the metadata `out_sharding`, and are placed by it if the module is made under `jax.set_mesh`.
-        With fewer key heads than devices, which the mesh must tell, all devices hold those.
+        With fewer key heads than devices on that axis of the mesh, which `jax.set_mesh` must set, all devices hold all
+        key heads.
 
     Raises:
       ValueError: If an argument is out of its range, or if heads and features do not fit together.
@@ -332,15 +328,14 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         head_axis: str | None = None,
     ) -> None:
         given = dict(locals())
+        check_options(given, in_features if qkv_features is None else qkv_features)
+        check_rngs(rngs, nnx.Rngs)
         self.implementation = implementation
         self.scale = scale
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
         self.rope = rope
         self.head_axis = head_axis
-        features = in_features if qkv_features is None else qkv_features
-        check_options(self, num_heads, num_kv_heads, features, dropout_rate, sinks, gate, normalize_qk, qk_norm_epsilon)
-        check_rngs(rngs, nnx.Rngs)
         changed = {
             "normalize_qk": bool(normalize_qk),
             "qkv_dot_general": qkv_dot_general or (None if qkv_dot_general_cls else dot_general),
@@ -404,10 +399,10 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
           inputs_k: Keys; None means `inputs_q` (self-attention).
           inputs_v: Values; None means `inputs_k`.
           mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
-            While decoding, S counts the slots of the cache, like that of `bias`; mask objects speak of positions.
+            While decoding, S is the number of slots of the cache, as for `bias`; mask objects go by positions.
           deterministic: True switches dropout off; None means what the constructor got.
-          rngs: Random streams, of which `dropout` is used, or one stream, for the dropout key; None uses the
-            constructor's stream, if `keep_rngs` kept it.
+          rngs: Random streams with a stream `dropout`, or one stream, for the dropout key; None uses the constructor's
+            stream, if `keep_rngs` kept it.
           sow_weights: Sow the weights [B..., N, T, S] as `nnx.Intermediate` variable `attention_weights`.
           decode: Add the T tokens of this call to the cache, and attend to all tokens in it; None means the
             constructor's.
@@ -421,25 +416,22 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             Must be None while decoding.
           lengths: Number of tokens before the padding in each sequence: [B...], or a pair for queries and keys, which
             is required if keys are not the queries. Padded keys are masked; the attention output of padded queries is
-            0, before the output projection. While decoding, one array: how many of the T tokens are none of the
-            padding; this needs a cache with an index per sequence (`per_row`).
+            0, before the output projection. While decoding, one array: how many of the T tokens are not padding; needs
+            a cache with an index for each sequence (`per_row`).
           score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
-          positions: Of the tokens, for `rope`: [B..., T] or [T], or a pair for queries and keys, which is required if
-            keys are not the queries; with a last axis of coordinates if `rope` has sections. None counts from 0, or
-            from what the cache holds. Masks and windows do not heed it: they go by the place in the sequence.
+          positions: Positions of the tokens for `rope`: [B..., T] or [T], or a pair for queries and keys, which is
+            required if keys are not the queries; with a last axis of coordinates if `rope` has sections. None counts
+            from 0, or from the index of the cache. Masks and windows ignore it: they go by the place in the sequence.
           store_keys: Keep this call's keys, values and their `lengths` in the cache, for cross-attention: later calls
-            that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k`, and decoding. Those
-            calls take no mask object, `score_mod` or window, for which they would have to know their position.
+            that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k` and `decode`. The later
+            calls take no mask object, `score_mod` or window, because they do not count positions.
           sow_max_score: Sow the largest visible score of each head [B..., N] as `nnx.Intermediate` variable
             `attention_max_score`, as QK-Clip needs it.
 
-        Returns:
-          The output.
-
         Raises:
-          ValueError: If inputs do not fit the module or each other, if the cache is missing, of another shape or, where
-            its index is known, full. Under `jit` a sequence that has no room returns NaN and leaves its cache as it
-            was.
+          ValueError: If inputs do not fit the module or each other, or if the cache is missing, has another shape or,
+            where its index is known, is full. Under `jit` the output of a sequence that has no room is NaN, and its
+            cache does not change.
         """
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         query, key, value, gate = layers = self.query, self.key, self.value, self.gate
@@ -470,15 +462,14 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     explain = explaining(__call__, AttentionModule._explained)
 
     def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
-        """Gives parameters the metadata that says how they are split, and places them where there is a mesh."""
+        """Splits the parameters by these names of mesh axes; see `split_variable`."""
         layers = (self.query, "query"), (self.key, "key"), (self.value, "key"), (self.out, "out"), (self.gate, "query")
         for layer, name in layers:
             if layer is None:
                 continue
-            of_kernel = names[name]
-            layer.kernel = split_variable(layer.kernel, of_kernel)
+            layer.kernel = split_variable(layer.kernel, names[name])
             if layer.bias is not None:
-                layer.bias = split_variable(layer.bias, names["out_bias"] if layer is self.out else of_kernel[1:])
+                layer.bias = split_variable(layer.bias, names["out_bias"] if layer is self.out else names[name][1:])
         if self.sinks is not None:
             self.sinks = split_variable(self.sinks, names["sinks"])
 
@@ -486,7 +477,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         return self.num_kv_heads, self.head_dim, None
 
     def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-        """The norm of this kind, with the parameter `scale` of Flax's, if it has that shape, and its metadata."""
+        """Makes a norm of this kind, with the `scale` of Flax's norm, or at least with its dtype and metadata."""
         options: dict[str, Any] = {} if kind.is_rms else {"use_bias": False}
         norm: Any = (nnx.RMSNorm if kind.is_rms else nnx.LayerNorm)(
             self.head_dim,
@@ -511,7 +502,7 @@ def _read(*variables: Any) -> Any:
 
 
 def split_variable(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
-    """The variable with metadata for how it is split; placed if there is a mesh."""
+    """Returns the variable, split over these mesh axes (metadata `out_sharding`), and placed if a mesh is set."""
     metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
     if "out_sharding" in metadata:
         raise ValueError(
