@@ -1,9 +1,9 @@
-"""`KVCache`: the keys and values of the tokens so far, as a value."""
+"""`KVCache`: an immutable cache of the keys and values of all tokens so far."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +19,27 @@ from flax_mha.core.integers import extremes, int32, int_at_least, is_int
 from flax_mha.core.tracing import readable
 from flax_mha.distributed.mesh import place, take_entries
 
-# Slots of a ring beyond its window: so many tokens can be taken back.
+# Slots of a ring beyond its window; `truncate` can take back this many tokens.
 SPARE = 64
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of the tokens so far, in Flax's layout, for each sequence of the batch.
+    """The keys and values of all tokens so far, in Flax's layout, for each sequence of the batch.
 
-    The token at position p stands in slot p. With a `window` the cache is a ring of S slots: the token at position p
-    stands in slot p mod S, where it replaces one that no later query sees. A ring never overflows.
+    The token at position p is in slot p. With a `window` the cache is a ring of S slots: the token at position p is in
+    slot p mod S, where it replaces a token that no later query sees. A ring never overflows.
 
     Attributes:
       key: [B..., S, K, H].
-      value: [B..., S, K, Hv]; without features, Hv = 0, if there is a `value_size`.
-      index: The number of tokens so far, int32: one for all sequences, or one for each, [B...]. A negative number marks
-        a sequence that has lost tokens; its outputs are NaN.
+      value: [B..., S, K, Hv]; Hv = 0 with a `value_size`.
+      index: The number of tokens so far, int32: [] for all sequences, or [B...]. A negative number marks a sequence
+        that has lost tokens that a query needs; its outputs are NaN.
       window: Number of positions before its own that a query sees; None if the cache is no ring.
-      value_size: If given, the values are the first so many features of the keys, and are not stored again.
-      scale: [B..., S, K, 2], of keys and values in 8 bits: what each vector is multiplied by; [B..., S, K, 1] if there
-        is a `value_size`. None if they have more bits.
+      value_size: If given, values are the first `value_size` features of keys, and are not stored again.
+      scale: Factors of keys and of values in 8 bits, [B..., S, K, 2], or [B..., S, K, 1] with a `value_size`; None if
+        they have more bits.
 
     Example:
       >>> import jax.numpy as jnp
@@ -77,17 +77,17 @@ class KVCache:
 
         Args:
           batch: Batch axes.
-          max_length: Tokens that fit.
-          num_kv_heads: K.
+          max_length: Number of tokens that the cache has room for.
+          num_kv_heads: Number of key and value heads K.
           head_size: H, of keys and of values.
-          dtype: Of keys and values: floating point, or `int8` or `float8_e4m3fn`, with one float32 scale for each token
-            and key head.
+          dtype: Dtype of keys and values: floating point, or `int8` or `float8_e4m3fn`, with one float32 scale for each
+            token and key head.
           window: Number of positions before its own that a query sees, the `left` of `local_window_size`; None means
-            all. If `max_length` is at least window + 1 + 64, the cache is a ring of so many slots.
-          per_row: True gives each sequence an index of its own.
-          sharding: The split of the batch axes and heads of keys and values [B..., S, K, H] over a mesh.
-          value_size: If given, the values are the first so many features of the keys, and are not stored again, as
-            multi-head latent attention needs it; pass None as the new values then.
+            all. If `max_length` is at least window + 1 + 64, the cache is a ring of window + 1 + 64 slots.
+          per_row: True gives each sequence its own index.
+          sharding: How a mesh splits the batch axes and heads of keys and values [B..., S, K, H].
+          value_size: If given, values are the first `value_size` features of keys, and are not stored again, as in
+            multi-head latent attention; `update` then takes None as the new values.
 
         Raises:
           ValueError: If an argument is out of its range.
@@ -123,20 +123,20 @@ class KVCache:
         window: int | None,
         value_size: int | None = None,
     ) -> "KVCache":
-        """Makes a cache of these arrays, as `create` does for the window: a ring if it has the slots of one."""
+        """Makes a cache of existing arrays: a ring if there are as many slots as `create` makes for this window."""
         is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
         return cls(key, value, index, window if is_ring else None, value_size, scale)
 
     def values(self, key: Float[Array, "*B T K H"], value: ArrayLike | None) -> Array:
-        """Returns new values as an array: without features if they are a part of the keys."""
+        """Returns new values as an array, [B..., T, K, 0] with a `value_size`, where `value` must be None."""
         if value is not None and self.value_size is not None:
             raise ValueError("value must be None where the values are a part of the cached keys, but got an array.")
         return key[..., :0] if self.value_size is not None else jnp.asarray(value)
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
-        """Raises a ValueError unless new keys and values can be added.
+        """Raises a ValueError unless new keys and values fit the cache.
 
-        They have the dtype of the cache; if their `number` is given, they are to be converted to it.
+        If their `number` is given, they may have another dtype, because the caller converts them.
         """
         self._check_scale()
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
@@ -165,17 +165,17 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """S, the number of slots."""
+        """The number of slots S."""
         return self.key.shape[-3]
 
     @property
     def is_per_row(self) -> bool:
-        """True if each sequence has an index of its own."""
+        """True if each sequence has its own index."""
         return self.index.ndim > 0
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Key, value, index, and the scale if there is one."""
+        """Key, value and index, and the scale if there is one."""
         return self.key, self.value, self.index, *(() if self.scale is None else (self.scale,))
 
     @property
@@ -201,7 +201,7 @@ class KVCache:
         return dequantize(self.key, self.scale[..., :1], dtype), dequantize(self.value, self.scale[..., -1:], dtype)
 
     def _tokens(self, number: int, lengths: ArrayLike | None) -> Int[Array, "..."]:
-        """Counts the tokens of each sequence that are not padding, in the shape of the index."""
+        """Returns the number of new tokens of each sequence without padding, in the shape of the index."""
         if lengths is None:
             return jnp.full(self.index.shape, number, jnp.int32)
         if not self.is_per_row and self.batch:
@@ -220,16 +220,16 @@ class KVCache:
         return jnp.broadcast_to(lengths, self.index.shape)
 
     def has_room(self, number: int = 1, lengths: ArrayLike | None = None) -> Bool[Array, "..."] | bool:
-        """Returns True if so many more tokens fit; if the index is not known yet, an array in its shape.
+        """Returns True if there is room for `number` more tokens; under `jit`, an array in the shape of the index.
 
         Raises:
-          ValueError: If they do not fit, whatever the index or because it is known, or if `lengths` are not what
-            `update` takes.
+          ValueError: If there is no room and the index is known, if there are more tokens than slots, or if `lengths`
+            are not those that `update` takes.
         """
         return self._fit(number, lengths)[0]
 
     def _fit(self, number: int, lengths: ArrayLike | None) -> tuple[Bool[Array, "..."] | bool, Int[Array, "..."]]:
-        """Returns what `has_room` does, and how many of the new tokens of each sequence are not padding."""
+        """Returns the result of `has_room`, and the number of new tokens of each sequence without padding."""
         if self.window is None and lengths is None and isinstance(number, int) and number > self.length:
             raise ValueError(
                 f"the cache must have room for the new tokens, but they are {number} and it has {self.length} places; "
@@ -255,16 +255,16 @@ class KVCache:
     def update(
         self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K Hv"] | None, lengths: ArrayLike | None = None
     ) -> "KVCache":
-        """Adds T tokens.
+        """Adds the keys and values of T tokens.
 
         Args:
           key: Keys in the dtype of the cache.
-          value: Values in the dtype of the cache; None where they are a part of the keys.
-          lengths: int [B...]: number of tokens of each sequence before the padding, which stands at the end; None means
-            T. Needs an index for each sequence.
+          value: Values in the dtype of the cache; None if they are features of the keys.
+          lengths: int [B...]: number of tokens of each sequence before the padding at its end; None means T. Needs an
+            index for each sequence.
 
         Returns:
-          A new cache. Under `jit`, a sequence that has no room for its tokens keeps what it has.
+          A new cache. Under `jit`, a sequence that has no room for its tokens does not change.
 
         Raises:
           ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is known.
@@ -275,35 +275,35 @@ class KVCache:
         return self.append(key, value, lengths).cache
 
     def append(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> "Appended":
-        """Returns what `update` does with keys and values that fit, and which tokens were added."""
+        """Computes `update` for keys and values that fit; also returns which tokens were added."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind = Kind(self.window is not None, all_or_none=lengths is None)
         entries: tuple[Array, ...] = key, value
         if self.scale is not None:
-            (key, of_keys), (value, of_values) = (quantize(x, self.key.dtype) for x in entries)
-            scales = of_keys if self.value_size is not None else jnp.concatenate([of_keys, of_values], axis=-1)
+            (key, key_scale), (value, value_scale) = (quantize(x, self.key.dtype) for x in entries)
+            scales = key_scale if self.value_size is not None else jnp.concatenate([key_scale, value_scale], axis=-1)
             entries = key, value, scales
         written = write_entries(kind, self._entries, entries, self.index, added)
         return Appended(self._replace(written, self.index + added), tokens, room)
 
     def truncate(self, index: ArrayLike) -> "KVCache":
-        """Takes back all tokens after the first `index`, as speculative decoding needs it.
+        """Takes back all tokens after the first `index`, for speculative decoding.
+
+        Slots of a ring whose tokens are taken back contain NaN until they are written again, because the tokens that
+        they replaced are lost; `jax_debug_nans` may stop there.
 
         Args:
           index: int, or [B...] for a cache with an index for each sequence.
 
         Raises:
-          ValueError: If there are fewer tokens, or if a ring has lost tokens that a query after them sees, and that is
-            known; under `jit` such a sequence is marked by a negative index.
-
-        Slots of a ring whose tokens of one round before are lost hold NaN until they are written again, where
-        `jax_debug_nans` may stop.
+          ValueError: If there are fewer tokens, or if a ring has replaced tokens that the next query sees; under `jit`
+            such a sequence is marked by a negative index.
         """
         new = self._for_each("index", index)
         kept = jnp.zeros_like(self.index)
         if self.window is not None:
-            nothing_lost = (self.index <= self.length) | (new == 0)  # after all is taken back, no query sees any
+            nothing_lost = (self.index <= self.length) | (new == 0)  # an empty cache lacks nothing
             kept = jnp.where(nothing_lost, 0, self.index - self.length + self.window)
         fine = (new >= kept) & (new <= self.index) & (self.index >= 0)
         if readable(fine) and not np.all(fine):
@@ -312,25 +312,25 @@ class KVCache:
                 f"index must be from {np.max(kept)}, before which tokens are lost, to {np.min(self.index)}, the number "
                 f"of tokens so far, but got {np.min(new)} to {np.max(new)}."
             )
-        poisoned = self.key if self.scale is None else self.scale
+        changes: dict[str, Any] = {}
         if self.window is not None:
-            # What a slot held one round before is lost. A query that would see it after taking back more gets NaN.
+            # The tokens that the slots held before are lost. A query that sees one, after more is taken back, gets NaN.
             first_lost = jnp.maximum(new, self.length)
             lost = self.positions() >= (first_lost[..., None] if self.is_per_row else first_lost)
+            name, x = ("key", self.key) if self.scale is None else ("scale", self.scale)
             with jax.debug_nans(False):  # not an error
-                poisoned = jnp.where(lost[..., None, None], jnp.asarray(jnp.nan, poisoned.dtype), poisoned)
-        entries = (poisoned, self.value) if self.scale is None else (self.key, self.value, poisoned)
-        return self._replace(entries, jnp.where(fine, new, jnp.int32(-1)))
+                changes[name] = jnp.where(lost[..., None, None], jnp.asarray(jnp.nan, x.dtype), x)
+        return dataclasses.replace(self, **changes, index=jnp.where(fine, new, jnp.int32(-1)))
 
     def take(self, rows: ArrayLike) -> "KVCache":
         """Selects sequences, to reorder beams or to continue one prompt in several ways.
 
         Args:
-          rows: int [B']: entries of the first batch axis, each as often as wanted. One that is not known and does not
-            exist becomes a sequence of NaN.
+          rows: int [B']: entries of the first batch axis, which may repeat.
 
         Raises:
-          ValueError: If there is no batch axis, or an entry that is known does not exist.
+          ValueError: If there is no batch axis, or an entry that does not exist; under `jit` that becomes a sequence of
+            NaN.
         """
         rows = int32("rows", rows)
         if not self.batch or rows.ndim != 1:
@@ -340,25 +340,25 @@ class KVCache:
         least, most = extremes(rows)
         if rows.size and readable(rows) and not 0 <= least <= most < self.batch[0]:
             raise ValueError(f"rows must be from 0 to {self.batch[0] - 1}, but got {least} to {most}.")
-        rows = jnp.where(rows < 0, self.batch[0], rows)  # not counted from the end, but out of range
-
+        rows = jnp.where(rows < 0, self.batch[0], rows)  # out of range, not counted from the end
         index = take_entries(self.index, rows, -1) if self.is_per_row else self.index
-        # Of an entry that does not exist, the scale alone is NaN if there is one.
+        # Entries that do not exist become NaN; 8 bits have none, but their scale does.
         entries = [take_entries(x, rows, 0 if is_quantized(x.dtype) else math.nan) for x in self._entries]
         return self._replace(entries, index)
 
     def keep(self, slots: ArrayLike, lengths: ArrayLike | None = None, index: ArrayLike | None = None) -> "KVCache":
-        """Keeps one path of a tree of drafted tokens: moves its tokens together, and takes back all others of the tree.
+        """Keeps one path of a tree of drafted tokens, in consecutive slots, and takes back the tree's other tokens.
 
         Args:
-          slots: int [n], or [B..., n] for a cache with an index for each sequence: where the tokens of the path are, in
-            ascending order, as `recipes.tree_causal` has them.
-          lengths: int [], or [B...] for such a cache: how many of the slots count, the first ones; None means all.
-          index: int, likewise: the number of tokens before the tree, which stay; None means the first slot.
+          slots: int [n], or [B..., n] for a cache with an index for each sequence: the slots of the path's tokens, in
+            ascending order, as in `recipes.tree_causal`.
+          lengths: int, or [B...] for such a cache: the number of slots that count, from the first; None means all.
+          index: int, or [B...] for such a cache: the number of tokens before the tree, which stay; None means the first
+            of the slots.
 
         Raises:
-          ValueError: If the cache is a ring, or the path is not part of it and that is known; under `jit` such a
-            sequence is marked by a negative index.
+          ValueError: If the cache is a ring, or if the slots do not ascend from `index` to the number of tokens so far;
+            under `jit` such a sequence is marked by a negative index.
 
         Example:
           >>> import jax.numpy as jnp
@@ -399,7 +399,7 @@ class KVCache:
         return self._replace(written, jnp.where(fine, start + lengths, jnp.int32(-1)))
 
     def _for_each(self, name: str, given: ArrayLike) -> Int[Array, "..."]:
-        """Returns integers in the shape of the index."""
+        """Returns integers, one or [B...], in the shape of the index."""
         numbers = int32(name, given)
         if numbers.shape not in ((), self.index.shape):
             raise ValueError(
@@ -423,19 +423,19 @@ class KVCache:
         return jnp.broadcast_to(positions, (*self.batch, self.length))
 
     def counted(self, number: int) -> Int[Array, "... n"]:
-        """Counts 0, 1, 2, ... with an axis of length 1 for each axis of the index."""
+        """Returns 0, 1, ..., `number` - 1, after an axis of length 1 for each axis of the index."""
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))
 
 
 class Appended(NamedTuple):
-    """A cache with new tokens."""
+    """The result of `KVCache.append`."""
 
     cache: KVCache
-    tokens: Int[Array, "..."]  # the number of each sequence without padding, in the shape of the index
-    room: Bool[Array, "..."] | bool  # what `KVCache.has_room` returned
+    tokens: Int[Array, "..."]  # the number of new tokens of each sequence without padding, in the shape of the index
+    room: Bool[Array, "..."] | bool  # the result of `KVCache.has_room`
 
     def checked(self, x: Array) -> Array:
-        """Sets a result for a sequence whose tokens found no room to NaN: nothing is lost silently."""
+        """Replaces results [B..., ...] of sequences that had no room by NaN."""
         if self.room is True:
             return x
         own_axes = (None,) * (x.ndim - len(self.cache.batch))
@@ -443,7 +443,7 @@ class Appended(NamedTuple):
 
 
 def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
-    """Gathers the entries [B..., n, K, H] of these slots [n] or [B..., n], and puts new ones behind them."""
+    """Gathers the entries [B..., n, K, H] of these slots [n] or [B..., n], and concatenates new ones after them."""
 
     def gather(cached: Array, slots: Array, *new: Array) -> Array:
         slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))[..., None, None]
@@ -451,7 +451,7 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
         return jnp.concatenate([found, *new], axis=-3) if new else found
 
     axes = "B n" if slots.ndim > 1 else "n"
-    return by_device(gather, cached, "B S K H", (slots, axes), *((x, "B T K H") for x in new))
+    return by_device(gather, cached, (slots, axes), *((x, "B T K H") for x in new))
 
 
 def _check_dtype(dtype: DTypeLike) -> None:

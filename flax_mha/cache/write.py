@@ -1,6 +1,6 @@
-"""Writes new keys and values into a cache, in place if the cache is donated, on every platform.
+"""Writes new keys and values into a cache, in place if the cache is donated.
 
-On a CPU slices are written: XLA's scatter makes a copy of the new entries there, and up to jax 0.11 converts all of a
+On a CPU they are written as slices: XLA's scatter copies the new entries there, and up to jax 0.11 converts a whole
 bfloat16 cache to float32 and back.
 """
 
@@ -18,31 +18,31 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from flax_mha.core.tracing import T, by_mapped_axis, target_of, varying_alike, varying_as
 from flax_mha.distributed.split import Split, mesh_axes, pad_spec
 
-# Up to jax 0.11, XLA's CPU converts all of a bfloat16 array to float32 and back to write a part of it. Of all versions
-# it does so with float8, to float16.
+# To write a part of a bfloat16 array, XLA on a CPU converts the whole array to float32 and back, up to jax 0.11. With
+# float8 all versions do so, to float16.
 _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
 class Kind(NamedTuple):
-    """The static options of writing."""
+    """The static options of `write_entries`."""
 
-    ring: bool  # after the last slot, writing goes on at the first; of more entries than slots, the last ones are kept
-    all_or_none: bool  # each sequence adds all of its T new entries, or none because they find no room
+    ring: bool  # the first slot follows the last one; of more entries than slots, the last ones are kept
+    all_or_none: bool  # a sequence adds either all of its T new entries or, without room, none
 
 
-def by_device(function: Callable[..., T], like: Array, axes: str, *others: tuple[Array, str]) -> T:
-    """Calls `function(like, *others)`, on each device with its parts if the type of `like` says how it is split.
+def by_device(function: Callable[..., T], cached: Shaped[Array, "*B S K _"], *others: tuple[Array, str]) -> T:
+    """Calls `function(cached, *others)`; on a mesh with Explicit axes, on each device with the parts that it has.
 
-    What it returns is split as `like` [B..., length, K, size] is. Axes are named as in the field metadata of masks.
+    Results are split as `cached` is. Each other array is paired with its axes, as in the field metadata of masks.
     """
-    sharding = jax.typeof(like).sharding
+    sharding = jax.typeof(cached).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
-        return function(like, *(x for x, _ in others))
-    *batch, _, heads, _ = pad_spec(sharding.spec, like.ndim)
+        return function(cached, *(x for x, _ in others))
+    *batch, _, heads, _ = pad_spec(sharding.spec, cached.ndim)
     manual = frozenset(mesh_axes(sharding.mesh, AxisType.Explicit))
     split = Split(sharding.mesh, manual, tuple(batch), heads, heads)
-    arrays, names = zip((like, axes), *others, strict=True)
-    mapped, resharded = split.shard_map(function, arrays, names, split.spec(like, axes))
+    arrays, names = zip((cached, "B S K H"), *others, strict=True)
+    mapped, resharded = split.shard_map(function, arrays, names, split.spec(cached, "B S K H"))
     return mapped(*resharded)
 
 
@@ -53,16 +53,16 @@ def write_entries(
     index: Int[Array, "..."],
     added: Int[Array, "..."],
 ) -> tuple[Shaped[Array, "*B S K _"], ...]:
-    """Writes the first `added` of new entries, in the same dtypes, into the slots of a cache from `index` on.
+    """Writes the first `added` new entries of each sequence into the slots of a cache from `index` on.
 
-    Index and `added`, from 0 to T, are [B...], or [] for all sequences. In a ring, the index is a position. Where none
-    is added nothing changes, whatever the index.
+    `index` and `added`, from 0 to T, are [B...], or [] for all sequences; the index of a ring is a position. If `added`
+    is 0, any index is allowed. New entries have the dtypes of the cache.
     """
     first, *rest = map(jnp.asarray, cached)  # a checkpoint may have been read as NumPy's arrays
     index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
     axes = "B" if index.ndim else ""
     others = [*((x, "B S K H") for x in rest), *((x, "B T K H") for x in new), (index, axes), (added, axes)]
-    return by_device(functools.partial(_write_on_device, kind), first, "B S K H", *others)
+    return by_device(functools.partial(_write_on_device, kind), first, *others)
 
 
 def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
@@ -81,14 +81,14 @@ def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
 
 
 def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """Writes by a scatter, which accelerators and XLA's partitioner do well."""
+    """Writes by a scatter, which accelerators do in place and XLA's partitioner can split."""
     length, number = cached.shape[-3], new.shape[-3]
     index, added = index[..., None], added[..., None]
     steps = jnp.arange(number, dtype=jnp.int32).reshape((1,) * (index.ndim - 1) + (number,))
     places, in_use = index + steps, steps < added
     if kind.ring:
         places, in_use = places % length, in_use & (steps >= added - length)
-    places = jnp.where(in_use, places, length)  # there, nothing is written
+    places = jnp.where(in_use, places, length)  # out of range: not written
     if places.ndim == 1:
         return cached.at[..., places, :, :].set(new, mode="drop")
     flat, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (cached, new))
@@ -99,16 +99,16 @@ def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _write_slices(kind: Kind, *arrays: Array) -> Array:
-    """Writes by slices, with the gradient of the scatter. `jax.vmap` makes it a call with one more batch axis."""
+    """Writes by slices, with the derivative of the scatter; `jax.vmap` adds a batch axis."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
         return _update_slices(kind, *arrays)
 
     @call.def_vmap
-    def one_more_axis(size: int, is_batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
+    def add_batch_axis(size: int, is_batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
         def here(*arrays: Array) -> Array:
-            # A device has a part of the mapped axis only.
+            # Not `size`: a device may have only a part of the mapped axis.
             number = next(len(x) for x, batched in zip(arrays, is_batched, strict=True) if batched)
             cached, new, index, added = (
                 x if batched else jnp.broadcast_to(x, (number, *x.shape))
@@ -132,8 +132,8 @@ def _write_slices_jvp(kind: Kind, primals: tuple, tangents: tuple) -> tuple[Arra
 
 @functools.partial(jax.jit, static_argnums=0)
 def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """Writes all sequences at once if all write the same slots, else one after the other."""
-    batch = cached.shape[:-3]  # its axes stay apart: if they became one, XLA would copy some caches into other layouts
+    """Writes the new entries of all sequences at once if they go to the same slots, else sequence by sequence."""
+    batch = cached.shape[:-3]  # not flattened: XLA would copy some caches into other layouts
     if _fills_one_slice(kind, new) and not index.ndim:
         return _write_sequence(kind, cached, new, (jnp.zeros_like(index),) * len(batch), index, added)
     index, added = (jnp.broadcast_to(x, batch).reshape(-1) for x in (index, added))
@@ -142,15 +142,15 @@ def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: A
     def write(i: Int[Array, ""], cached: Array) -> Array:
         i = jnp.asarray(i, jnp.int32)
         place = tuple(x.astype(jnp.int32) for x in jnp.unravel_index(i, batch))
-        own = lax.dynamic_slice(new, _start(place, jnp.zeros_like(i)), (1,) * len(batch) + new.shape[-3:])
+        entries = lax.dynamic_slice(new, _start(place, jnp.zeros_like(i)), (1,) * len(batch) + new.shape[-3:])
         first, count = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (index, added))
-        return _write_sequence(kind, cached, own, place, first, count)
+        return _write_sequence(kind, cached, entries, place, first, count)
 
     return lax.fori_loop(0, index.size, write, cached)
 
 
 def _fills_one_slice(kind: Kind, new: Array) -> bool:
-    """Returns True if the entries of a sequence, if any are added, fill consecutive slots."""
+    """Returns True if the new entries of a sequence go to consecutive slots, all or none of them."""
     return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 
@@ -162,18 +162,18 @@ def _write_sequence(
     index: Int[Array, ""],
     added: Int[Array, ""],
 ) -> Float[Array, "*B S K H"]:
-    """Writes the first `added` new entries of one sequence, at `place` of the batch axes, or of all, from place 0 on.
+    """Writes the first `added` new entries of the sequence at indices `place` of the batch axes.
 
-    The new entries may be bits instead of floats (`_bits`).
+    `new` may also have all sequences, from `place` 0 on, and may be the bits of the entries (`_bits`).
     """
     length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
     first = index % length if kind.ring else index
     if _fills_one_slice(kind, new):
         return _update_slice(cached, new, _start(place, first), added > 0)
     starts = [jnp.clip(first, 0, length - size), jnp.zeros_like(first)]
-    for start in starts if kind.ring and size < length else starts[:1]:  # the rest of a ring's goes to the first slots
+    for start in starts if kind.ring and size < length else starts[:1]:  # a ring goes on at its start
         entry_of_slot = start + jnp.arange(size, dtype=jnp.int32) - index
-        if kind.ring:  # the last one that belongs there
+        if kind.ring:  # the last added entry of each slot
             entry_of_slot = added - 1 - (added - 1 - entry_of_slot) % length
         in_use = (entry_of_slot >= 0) & (entry_of_slot < added)
         in_use = in_use.reshape((1,) * (cached.ndim - 3) + (size, 1, 1))
@@ -183,7 +183,7 @@ def _write_sequence(
 
 
 def _start(place: tuple[Array, ...], slot: Int[Array, ""]) -> tuple[Array, ...]:
-    """Returns the start of a slice of all heads, given its sequence and slot."""
+    """Returns the start indices of a slice [..., slots, K, H] from the given sequence and slot on."""
     zero = jnp.zeros_like(slot)
     return varying_alike((*place, slot, zero, zero))
 
@@ -194,12 +194,12 @@ def _update_slice(
     start: tuple[Array, ...],
     in_use: Bool[Array, "..."],
 ) -> Float[Array, "*B S K H"]:
-    """Writes the entries, or their bits, that are in use: one bool, or one for each slot."""
+    """Writes the entries, or their bits, where `in_use` is True: one bool, or one for each slot."""
     if not _is_converted(cached):
         before = lax.dynamic_slice(cached, start, entries.shape)
         return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), start)
 
-    # The bits of a cache are read, and written, in place if nothing else is done in that branch of a conditional.
+    # XLA works on the bits in place only if a branch of a conditional does nothing else.
     def read(cached: Array) -> Array:
         return lax.dynamic_slice(_bits(cached), start, entries.shape)
 
