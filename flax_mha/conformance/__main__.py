@@ -1,4 +1,4 @@
-"""Prints what attention functions compute, refuse and get wrong; see `python -m flax_mha.conformance --help`."""
+"""The command `python -m flax_mha.conformance`, which prints the results of all checks; see its `--help`."""
 
 import argparse
 import importlib.metadata
@@ -16,7 +16,7 @@ SYMBOLS = {"computes": "yes", "refuses": "-", "wrong": "WRONG"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 if something was wrong."""
+    """Runs the command; returns 1 if a check found a wrong answer, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m flax_mha.conformance",
         description="Compares attention functions with the equation in float64: output and gradients of many calls, "

@@ -1,6 +1,6 @@
-"""The table of cases: what every attention must compute, small and with lengths that are prime.
+"""The table of cases: small calls that every attention function must compute, with prime lengths.
 
-A line added here is checked of every implementation by the tests, and of any other function by the referee.
+The tests run each case with every implementation, and `python -m flax_mha.conformance` with any other function.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ T, S, N, H = 37, 53, 6, 8
 
 
 class Case:
-    """Arrays and arguments of one call.
+    """The arrays and arguments of one call.
 
     Attributes:
-      shapes: Of query, key, value and, if there are any, bias and sinks, which may get gradients.
-      output_shapes: Of the output and the log-sum-exp.
-      traced: Arguments that are arrays, too.
-      static: All others.
+      shapes: Shapes of the arrays with gradients: query, key, value and, if there are any, bias and sinks.
+      output_shapes: Shapes of the output and the log-sum-exp.
+      traced: Other arguments that are arrays.
+      static: All other arguments.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Case:
         self.traced, self.static = dict(traced or {}), static
 
     def arrays(self, seed: int = 0, dtype: DTypeLike = np.float32) -> dict[str, NDArray]:
-        """Draws the arrays, in the order of the reference's gradients: query, key, value, then bias and sinks."""
+        """Draws query, key, value and, if there are any, bias and sinks: in the order of the reference's gradients."""
         rng = np.random.default_rng(seed)
         return {name: rng.standard_normal(shape).astype(dtype) for name, shape in self.shapes.items()}
 

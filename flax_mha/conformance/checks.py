@@ -1,4 +1,4 @@
-"""What is asked of an attention function, and how its answers are compared with the reference."""
+"""The checks of an attention function, `CHECKS`, which compare its results with those of the reference."""
 
 import functools
 import re
@@ -14,36 +14,36 @@ from flax_mha.conformance import reference
 from flax_mha.conformance.cases import CASES, Case, H, N, S, T
 
 Attention = Callable[..., Any]
-MARGIN = 64  # times the precision of the dtype and the largest entry: sums of 53 terms in an order that nobody fixes
+MARGIN = 64  # tolerance, times the dtype's epsilon and the largest entry: sums of 53 terms, in any order
 
 
 class Result(NamedTuple):
-    """The answer to one check."""
+    """The result of one check."""
 
     name: str
-    kind: Literal["computes", "refuses", "wrong"]  # "refuses": it raised an error
+    kind: Literal["computes", "refuses", "wrong"]  # "refuses" if it raised an error
     detail: str = ""  # the error's first line, or the difference
 
 
 class WrongAnswerError(Exception):
-    """The function returned something else than the reference."""
+    """Raised if the function's result is not that of the reference."""
 
 
 def check(function: Attention, name: str) -> Result:
-    """Runs one of `CHECKS`.
+    """Runs the check with this name in `CHECKS`.
 
-    The function takes query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv] and the other arguments of
-    `flax_mha.dot_product_attention` by name, those that it has.
+    The function gets query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv], and by their names some of the
+    other arguments of `flax_mha.dot_product_attention`.
     """
     try:
-        # Accelerators round operands of float32. CPUs do not, and have no highest precision of float16.
+        # Accelerators round float32 operands; CPUs do not, and lack "highest" for float16.
         with jax.default_matmul_precision(None if jax.default_backend() == "cpu" else "highest"):
             CHECKS[name](function)
     except WrongAnswerError as wrong:
         return Result(name, "wrong", str(wrong))
     except Exception as error:  # whatever another package raises is a refusal
         line = next(iter(str(error).splitlines()), "")
-        line = re.sub(r"JitTracer\((\S+)\)|<?Traced<(\S+)>\S*", r"\1\2", line)[:160]  # traced arrays, in short
+        line = re.sub(r"JitTracer\((\S+)\)|<?Traced<(\S+)>\S*", r"\1\2", line)[:160]  # abbreviates tracers
         return Result(name, "refuses", f"{type(error).__name__}: {line}")
     return Result(name, "computes")
 
@@ -95,7 +95,7 @@ def _reference(case: Case, arrays: Mapping[str, Any], cotangent: Any) -> tuple[A
 
 
 def _check_case(case: Case, dtype: Any, function: Attention) -> None:
-    """Output and gradients, in one dtype, of what the inputs are in that dtype."""
+    """Compares output and gradients in one dtype, for inputs that are rounded to it."""
     arrays = {name: np.asarray(jnp.asarray(x, dtype)) for name, x in case.arrays(dtype=np.float64).items()}
     cotangent = np.asarray(jnp.asarray(case.cotangents()[0], dtype))
     out, gradients = _output_and_gradients(function, case, arrays, cotangent)
@@ -120,7 +120,7 @@ def _check_lse(case: Case, function: Attention) -> None:
 
 
 def _check_hidden(number: float, places: Mapping[str, tuple], function: Attention) -> None:
-    """One feature that is not finite, of a key that nothing sees, or of a query that sees nothing."""
+    """Sets one feature each of keys or values that are masked, or of queries that see nothing, to NaN or infinity."""
     mask = np.ones((2, 1, T, S), bool)
     for name, (entry, place, *_) in places.items():
         mask[(entry, 0, place) if name == "query" else (entry, 0, slice(None), place)] = False
@@ -169,7 +169,7 @@ def _check_vmap(function: Attention) -> None:
 
 
 def _slopes(exact: Callable[..., list], arrays: Mapping[str, Any], tangents: Mapping[str, Any]) -> list:
-    """Returns the slopes of a function of float64 arrays along these tangents, by central differences."""
+    """Returns the derivative of a function of float64 arrays along tangents, by central differences."""
     step = 1e-5
     ahead, behind = (
         exact(**{name: x.astype(np.float64) + h * tangents[name] for name, x in arrays.items()}) for h in (step, -step)

@@ -1,4 +1,4 @@
-"""Attention in float64 numpy: the equation for all heads at once, with its gradient written by hand."""
+"""The reference: attention in float64 numpy, for all heads at once, with a gradient written by hand."""
 
 from typing import Any
 
@@ -24,16 +24,15 @@ def attention(
     return_max_score: bool = False,
     **masking: Any,
 ) -> Any:
-    """Computes (output, lse), and given their cotangents also the gradients of query, key, value, bias and sinks.
+    """Computes (output, log-sum-exp) and, given their cotangents, the gradients of query, key, value, bias and sinks.
 
-    With `return_max_score` the largest score per head follows the log-sum-exp. `masking` is for `visible_scores`.
+    With `return_max_score` the largest score of each head follows the log-sum-exp. `masking` is for `visible_scores`.
 
-    `added` [..., N, T, S] is what a `score_mod` adds to the scores; -inf hides. Its gradient comes first of all.
-    `keep` [..., N, T, S] is what dropout multiplies the weights with.
+    A `score_mod` is `added` [..., N, T, S], numbers that are added to the scores, of which -inf hides; its gradient
+    precedes all others. Dropout is `keep` [..., N, T, S], factors of the weights.
     """
-    q, k, v = (
-        np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (query, key, value)
-    )  # [..., heads, length, size]
+    # [..., heads, length, size]
+    q, k, v = (np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (query, key, value))
     group = q.shape[-3] // k.shape[-3]
     k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -55,7 +54,7 @@ def attention(
     total = e.sum(-1, keepdims=True) + np.exp(sink - shift)
     weights = e / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
-        lse = (np.log(total) + np.where(largest == -np.inf, 0, largest))[..., 0]
+        lse = (np.log(total) + shift)[..., 0]
     keep = np.ones(()) if keep is None else keep
     answer: Any = np.moveaxis((weights * keep) @ v, -3, -2), np.moveaxis(lse, -2, -1)
     if return_max_score:
@@ -96,7 +95,7 @@ def visible_scores(
     query_segment_ids: ArrayLike = None,
     key_value_segment_ids: ArrayLike = None,
 ) -> NDArray:
-    """Returns which scores [..., N, T, S] masks, lengths, segments and positions show."""
+    """Returns a bool array [..., N, T, S]: True for scores that masks, lengths, segments and positions show."""
     visible = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
     window, query_ids, key_ids = local_window_size, query_segment_ids, key_value_segment_ids
     position = np.arange(shape[-2])[:, None] + _over_heads(query_offset)

@@ -1,10 +1,10 @@
 """Fifteen kinds of attention in plain Python: each function returns arguments for `dot_product_attention`.
 
-Recipes of a mask or a score function are arguments for the call of a module, too; `soft_cap` and `attention_sinks` say
-what a module's constructor takes instead. `combine` makes one of several recipes.
+A mask or a score function is also an argument for the call of a module; `soft_cap` and `attention_sinks` say which
+arguments a module's constructor takes instead. `combine` joins several recipes.
 
-They are as short as they look: copy one, change a line, and it is another attention, still in memory O(T + S).
-The names of the arguments follow PyTorch's FlexAttention, whose recipes can be ported line by line.
+Copy a recipe and change a line for another attention, still in memory O(T + S). Arguments of masks and score functions
+are named as in PyTorch's FlexAttention, whose recipes can be ported line by line.
 
 Example:
   >>> import jax

@@ -1,4 +1,4 @@
-"""The arguments that a recipe returns, and those of several recipes as one."""
+"""`combine`, and the type of the arguments that a recipe returns."""
 
 import functools
 import operator
@@ -13,10 +13,10 @@ Arguments = dict[str, Any]
 
 
 def combine(*recipes: Arguments) -> Arguments:
-    """The arguments of several recipes as those of one.
+    """Joins the arguments of several recipes into those of one.
 
-    A score is visible where all masks agree. Score functions are applied in the order of the recipes, each to the
-    result of the one before it. A soft cap comes before all score functions, wherever it stands.
+    A query sees the keys that all masks show. Score functions are applied in the order of the recipes, each to the
+    result of the one before. A soft cap comes before all score functions, whatever the order.
 
     Raises:
       ValueError: If an argument that cannot be combined, such as `logits_soft_cap`, is in two recipes, or if score
@@ -52,7 +52,7 @@ def combine(*recipes: Arguments) -> Arguments:
 
 
 def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
-    """Returns what the functions are made for; of positions, the least number."""
+    """Returns the sizes that all functions are made for (`made_for`); of positions, the smallest number."""
     common: dict[str, int] = {}
     for name, size in (item for one in score_mods for item in getattr(one, "made_for", {}).items()):
         if name in "bh" and common.get(name, size) != size:

@@ -1,4 +1,4 @@
-"""Recipes of several texts, or of one text several times, in one sequence."""
+"""Recipes for a sequence that contains several texts, or one text several times."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from flax_mha.recipes.arguments import Arguments
 
 
 def shared_prefix(ids: Int[Array, "*B S"]) -> Arguments:
-    """Several continuations of one prompt in one sequence; each sees the prompt and itself. arXiv:2410.20305.
+    """Packs several continuations of one prompt: each sees the prompt and itself. arXiv:2410.20305.
 
     Causal; query i sees key j <= i if ids[j] is 0, the prompt, or ids[j] = ids[i]. The prompt is computed once: for the
     chosen and the rejected answer of preference learning, or for all samples of a group. Modules with rotary positions
-    take `positions` besides, in which every continuation begins where the prompt ends.
+    also take `positions`, in which every continuation starts where the prompt ends.
 
     Args:
       ids: 0 for tokens of the prompt, another number for each continuation.
@@ -42,18 +42,18 @@ def shared_prefix(ids: Int[Array, "*B S"]) -> Arguments:
 
 
 def block_diffusion(length: int, block: int) -> Arguments:
-    """Trains diffusion within blocks that follow each other. BD3-LM, arXiv:2503.09573, section 3.3; Fast-dLLM v2.
+    """Trains block diffusion: noised blocks see earlier clean blocks. BD3-LM, arXiv:2503.09573, 3.3; Fast-dLLM v2.
 
-    The sequence is the noised text and then the clean one, `length` tokens each; with i' the place in its own half, and
-    blocks of `block` places, query i sees key j if
+    The sequence is the noised text, then the clean text, of `length` tokens each. If i' is the place of token i in its
+    text, and blocks have `block` tokens, query i sees key j if
 
         both are noised or both are clean, and i' // block = j' // block, or
         j is clean, and i' // block > j' // block.
 
-    Modules with rotary positions take `positions` besides, those of the text twice.
+    Modules with rotary positions also take `positions`: those of the text, twice.
 
     Raises:
-      ValueError: If `length` or `block` is no integer of 1 or more; when it is called, if there are more than
+      ValueError: If `length` or `block` is no integer of 1 or more; the attention raises it if there are more than
         2 x `length` positions.
 
     Example:
@@ -73,26 +73,26 @@ def block_diffusion(length: int, block: int) -> Arguments:
     @made_for(q_idx=2 * length, kv_idx=2 * length)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         q_block, kv_block = (x % length // block for x in (q_idx, kv_idx))
-        own = (q_block == kv_block) & ((q_idx < length) == (kv_idx < length))
-        return own | ((kv_idx >= length) & (kv_block < q_block))
+        same_block = (q_block == kv_block) & ((q_idx < length) == (kv_idx < length))
+        return same_block | ((kv_idx >= length) & (kv_block < q_block))
 
     return {"mask": FunctionMask(visible)}
 
 
 def tree_causal(parents: Int[Array, "*B T"], index: Int[Array, "*B"] | int = 0) -> Arguments:
-    """Drafted tokens see the branch of a tree that leads to them, and all before it. SpecInfer, arXiv:2305.09781.
+    """Drafted tokens in a tree see their own branch up to themselves, and the text before. SpecInfer, arXiv:2305.09781.
 
-    One call over a cache verifies all branches then, and `KVCache.keep` keeps one of them. Modules with rotary
-    positions take `positions` besides: `index` plus the depth of each token.
+    So one call over a cache verifies all branches; `KVCache.keep` then keeps one of them. Modules with rotary positions
+    also take `positions`: `index` plus the depth of each token.
 
     Args:
-      parents: For each token of the tree the number of the one before it in its branch, which must come earlier in the
-        array; -1 for one that follows the text. [T], or [B, T] where trees differ.
-      index: Number of tokens before the tree: one, or [B].
+      parents: For each token of the tree, the number of the token before it in its branch, which must be smaller than
+        its own; -1 for the first token of a branch. [T], or [B, T] if each sequence has its own tree.
+      index: Number of tokens before the tree: [] or [B].
 
     Raises:
-      ValueError: If a parent does not come before its token, and that is known; when it is called, if there are queries
-        after the tree, or other batch entries.
+      ValueError: If a parent does not come before its token, and values are known; the attention raises it if there
+        are queries after the tree, or more batch entries than trees.
     """
     parents, index = int32("parents", parents), int32("index", index)
     batches = {x.shape[0] for x, rank in ((parents, 2), (index, 1)) if x.ndim == rank}
@@ -107,13 +107,13 @@ def tree_causal(parents: Int[Array, "*B T"], index: Int[Array, "*B"] | int = 0) 
     if readable(index):
         sizes["q_idx"] = extremes(index)[1] + each.size
 
-    def one_up(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def move_up(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         seen, node = carry
         above = jnp.take_along_axis(jnp.asarray(parents), jnp.maximum(node, 0), axis=-1)
         return seen | jax.nn.one_hot(node, each.size, dtype=bool), jnp.where(node < 0, -1, above)
 
     start = jnp.zeros((*parents.shape, each.size), bool), jnp.broadcast_to(each, parents.shape)
-    seen, _ = jax.lax.fori_loop(0, each.size, one_up, start)
+    seen, _ = jax.lax.fori_loop(0, each.size, move_up, start)
 
     @made_for(**sizes)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

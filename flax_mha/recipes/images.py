@@ -1,4 +1,4 @@
-"""Recipes of images: tokens stand row by row, each of a pixel or a patch."""
+"""Recipes for images, whose tokens are pixels or patches, row by row."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -13,14 +13,14 @@ from flax_mha.recipes.arguments import Arguments
 def neighborhood(height: int, width: int, size: int) -> Arguments:
     """Each token of an image sees the `size` x `size` tokens around it. NATTEN; Hassani et al., arXiv:2204.07143.
 
-    At borders by NATTEN's rule: the square is moved into the image, so that every token sees size^2 tokens. With the
-    token in row y and column x, a query sees a key if
+    At borders the square is moved into the image, as in NATTEN, so that every token sees size^2 tokens. A query sees a
+    key, in rows y and columns x, if
 
-        0 <= y_key - clip(y_query - size // 2, 0, height - size) < size, and the same of x and width.
+        0 <= y_key - clip(y_query - size // 2, 0, height - size) < size, and the same with x and width.
 
     Raises:
       ValueError: If `height`, `width` or `size` is no integer of 1 or more, or the square does not fit into the image;
-        when it is called, if there are more than `height` x `width` positions.
+        the attention raises it if there are more than `height` x `width` positions.
 
     Example:
       >>> from flax_mha import recipes
@@ -57,23 +57,23 @@ def shifted_windows(
     """Windows of an image, with a learned bias by relative position. Liu et al., Swin Transformer, arXiv:2103.14030.
 
     The image is cut into squares of `window` x `window` tokens, with the first cuts `shift` rows and columns from its
-    corner; Swin's blocks have shifts of 0 and window // 2 in turns. With the token in row y and column x, a query sees
-    the keys of its own square, and the score becomes
+    corner; the blocks of Swin alternate between shifts of 0 and window // 2. A query sees the keys of its own square,
+    and a score, of tokens in rows y and columns x, becomes
 
         score + table[(y_query - y_key + window - 1) * (2 * window - 1) + x_query - x_key + window - 1, head].
 
-    That is what Swin computes by rolling the image and masking what only rolling made neighbors.
+    Swin computes the same by rolling the image, and masking tokens that are neighbors only because of it.
 
     Args:
-      table: `relative_position_bias_table` of the model; it gets a gradient.
+      table: The `relative_position_bias_table` of the model; it gets a gradient.
       height: Rows of the image, a multiple of `window`.
       width: Columns of the image, a multiple of `window`.
       window: Rows and columns of a square.
       shift: From 0 to window - 1.
 
     Raises:
-      ValueError: If an argument is none of that; when it is called, if there are other heads than the table has, or
-        more than `height` x `width` positions.
+      ValueError: If an argument is not as above; the attention raises it if the number of heads is not that of the
+        table, or if there are more than `height` x `width` positions.
 
     Example:
       >>> import jax.numpy as jnp
@@ -100,7 +100,7 @@ def shifted_windows(
         raise ValueError(f"table must be [(2 * window - 1)^2, heads] = ({side**2}, N), but got shape {table.shape}.")
 
     def squares(index: Array) -> tuple[list[Array], list[Array]]:
-        """The row and column of the token's square, and those of the token in it."""
+        """Returns the row and column of each token's square, and those of the token in its square."""
         moved = [x + window - shift for x in (index // width, index % width)]
         return [x // window for x in moved], [x % window for x in moved]
 

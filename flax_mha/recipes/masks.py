@@ -1,4 +1,4 @@
-"""Recipes of masks over one text."""
+"""Recipes that are masks over one text."""
 
 from jaxtyping import Array, Bool, Int
 
@@ -10,42 +10,42 @@ from flax_mha.recipes.arguments import Arguments
 
 
 def causal() -> Arguments:
-    """Each token sees itself and what came before."""
+    """Each token sees itself and the tokens before it."""
     return {"mask": CausalMask()}
 
 
 def sliding_window(width: int) -> Arguments:
-    """Each token sees itself and the `width` before it. Beltagy et al., Longformer, arXiv:2004.05150.
+    """Each token sees itself and the `width` tokens before it. Beltagy et al., Longformer, arXiv:2004.05150.
 
-    A module that decodes takes `local_window_size=(width, 0)` in its constructor instead: its cache is a ring then.
+    A module that decodes takes `local_window_size=(width, 0)` in its constructor instead: its cache is then a ring.
     """
     return {"mask": LocalMask(width, 0)}
 
 
 def prefix_lm(length: int | Int[Array, ""]) -> Arguments:
-    """The first `length` tokens see each other, the others what came before. Raffel et al., T5, arXiv:1910.10683."""
+    """The first `length` tokens see each other; causal after them. Raffel et al., T5, arXiv:1910.10683."""
     length = length if is_int(length) else int32("length", length)
     return {"mask": CausalMask() | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < length)}
 
 
 def documents(ids: Int[Array, "*B S"]) -> Arguments:
-    """Several documents packed into one sequence: each token sees what came before in its own."""
+    """Packs several documents into one sequence: causal in each document, whose tokens have the same id."""
     return {"mask": CausalMask() & SegmentMask(ids, ids)}
 
 
 def dilated(step: int) -> Arguments:
-    """Each token sees every `step`-th before it. Child et al., Sparse Transformers, arXiv:1904.10509, section 4.2."""
+    """Each token sees itself and every `step`-th one before. Child et al., Sparse Transformers, arXiv:1904.10509."""
     step = int_at_least("step", step, 1)
     return {"mask": CausalMask() & FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % step == 0)}
 
 
 def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> Arguments:
-    """Blocks of `block` x `block` scores as `table` says, for each head. Zaheer et al., BigBird, arXiv:2007.14062.
+    """Shows blocks of `block` x `block` scores where `table` is True. Zaheer et al., BigBird, arXiv:2007.14062.
 
-    The table must have a row for each block of queries and a column for each block of keys of the call.
+    For each head, the table must have a row for each block of queries and a column for each block of keys.
 
     Raises:
-      ValueError: If the table is not boolean with three axes, or `block` no integer of 1 or more.
+      ValueError: If the table is not boolean with three axes, or if `block` is no integer of 1 or more.
     """
     table, block = as_array("table", table, "a boolean array"), int_at_least("block", block, 1)
     if table.dtype != bool or table.ndim != 3:

@@ -16,11 +16,11 @@ from flax_mha.recipes.arguments import Arguments
 
 
 def alibi(num_heads: int) -> Arguments:
-    """Scores fall with the distance, at another rate in each head. Press et al., ALiBi, arXiv:2108.12409, section 3.
+    """Lowers scores in proportion to the distance, with a slope for each head. Press et al., ALiBi, arXiv:2108.12409.
 
-    The slopes are those of the authors' code, as Bloom has them: of n heads, n a power of two, 2^(-8/n), 2^(-16/n), up
-    to 2^-8. Another number of heads takes the slopes of the power of two below it, and then every second one of the
-    power of two above it.
+    The slopes are those of the authors' code, as in Bloom: for n heads, a power of two, 2^(-8/n), 2^(-16/n), up to
+    2^-8. Another number of heads has the slopes for the power of two below it, then every second one for the power of
+    two above it.
 
     Raises:
       ValueError: If `num_heads` is no integer of 1 or more.
@@ -44,10 +44,10 @@ def _alibi(num_heads: int) -> Callable[..., Array]:
 
 
 def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirectional: bool = False) -> Arguments:
-    """A learned bias by distance, in buckets that widen; `table` gets a gradient. Raffel et al., arXiv:1910.10683, 2.1.
+    """Adds a learned bias by distance, in buckets; `table` gets a gradient. Raffel et al., T5, arXiv:1910.10683, 2.1.
 
-    Half of the buckets hold one distance each, the others grow logarithmically up to `max_distance`; causal. With
-    `bidirectional`, as in encoders, the upper half of the table is for keys after the query.
+    Half of the buckets have one distance each, the others grow logarithmically up to `max_distance`. Causal, unless
+    `bidirectional`, as in encoders: then the upper half of the table is for keys after the query.
 
     Raises:
       ValueError: If the table does not have two axes, or too few buckets, or if `max_distance` is too small for them.
@@ -73,7 +73,7 @@ def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirecti
 
 
 def soft_cap(cap: float = 50.0) -> Arguments:
-    """Causal; scores s become cap * tanh(s / cap). Gemma 2, arXiv:2408.00118, section 2.
+    """Caps scores s to cap * tanh(s / cap); causal. Gemma 2, arXiv:2408.00118, section 2.
 
     For `dot_product_attention`. A module takes `logits_soft_cap=cap` in its constructor, and `causal()` in its call.
     """
@@ -81,9 +81,9 @@ def soft_cap(cap: float = 50.0) -> Arguments:
 
 
 def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> Arguments:
-    """One learned logit per head that takes attention and has no value, with a window. gpt-oss, arXiv:2508.10925.
+    """Adds a learned logit per head to the sum of the softmax; causal, with a window. gpt-oss, arXiv:2508.10925.
 
-    For `dot_product_attention`. A module takes `sinks=True` and `local_window_size=(width, 0)` in its constructor: the
-    sinks are its parameter.
+    For `dot_product_attention`. A module takes `sinks=True` and `local_window_size=(width, 0)` in its constructor, and
+    has the sinks as a parameter.
     """
     return {"mask": LocalMask(width, 0), "sinks": sinks}
