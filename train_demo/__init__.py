@@ -9,8 +9,8 @@ Example:
   ```
 """
 
-# A type checker sees these names; a program imports them when it asks for them, because `python -m train_demo` imports
-# this file before it can heed Ctrl-C.
+# Only type checkers import these names here. A program imports them lazily, because `python -m train_demo` runs this
+# file before it handles Ctrl-C.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from train_demo.api import Run, load, train

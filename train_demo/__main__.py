@@ -1,22 +1,22 @@
-"""Starts `python -m train_demo [train | sample | plot | ...]`, and ends it at once on Ctrl-C and SIGTERM."""
+"""`python -m train_demo [train | sample | plot | ...]`: starts a command; Ctrl-C and SIGTERM end it at once."""
 
-# Only light modules of the standard library stand here: whatever is imported before the handler is set can be
-# interrupted with a traceback, and a KeyboardInterrupt during the import of JAX may even be swallowed.
+# Only light modules of the standard library are imported here: Ctrl-C before the handler is set prints a traceback, and
+# may even be ignored during the import of JAX.
 import gc
 import os
 import sys
 from collections.abc import Sequence
 
 SHOW_CURSOR = b"\x1b[?25h"  # the progress bar hides it
-# New objects between two garbage collections: imports and traces make millions, and hardly any garbage.
-SELDOM = 200_000
+# New objects between two garbage collections: imports and traces make millions of objects, and little garbage.
+COLLECT_EVERY = 200_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM during the training.
 
     Raises:
-      SystemExit: With code 2 and one line on stderr, for whatever the user can fix.
+      SystemExit: With code 2 and one line on stderr, for errors that the user can fix.
     """
     from train_demo.command_line import run
 
@@ -24,10 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def end_at_once(number: int = 2, *_: object) -> None:
-    """Ends the process with one line and exit code 128 + `number`; runs as a handler of SIGINT and SIGTERM.
+    """Handles SIGINT and SIGTERM: ends the process with one line and exit code 128 + `number`.
 
-    Nothing is unwound, because code that catches or ignores exceptions could keep the process alive. Files are
-    written atomically, so that the run can be resumed.
+    No exception is raised, because code that catches exceptions could keep the process alive. Files are written
+    atomically, so that the run can be resumed.
     """
     try:
         sys.stdout.flush()
@@ -51,13 +51,13 @@ def _start() -> None:
         signal.signal(signal.SIGTERM, end_at_once)
     except KeyboardInterrupt:
         end_at_once()
-    gc.set_threshold(SELDOM)
+    gc.set_threshold(COLLECT_EVERY)
     try:
         code = main()
     except SystemExit as ended:
         if ended.code != 2:
             raise
-        # What could not be written is not tried again, nor is a thread waited for.
+        # Output that cannot be written is dropped, and threads are not waited for.
         with suppress(OSError):
             print(end="", flush=True)
             print(end="", flush=True, file=sys.stderr)

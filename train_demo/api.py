@@ -1,4 +1,4 @@
-"""The demo from Python: `train` does what the command does, and returns the run with its trained model."""
+"""The demo from Python: `train` works like the command, and returns the run with its trained model."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from train_demo.settings import SAMPLING, Layout, Settings, checked, completed
 if TYPE_CHECKING:
     from train_demo.model import Transformer
 
-# JAX is imported where it is used, so that refusals come at once.
+# JAX is imported where it is used, so that errors in arguments come at once.
 
 RUNS = Path("runs")
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
@@ -26,12 +26,12 @@ class Run:
     """A trained run.
 
     Attributes:
-      out: Its folder.
-      config: Its settings, its vocabulary, and where its data lies.
+      out: The folder of the run.
+      config: Settings, vocabulary, and the path of the data.
       model: The `flax.nnx` module, with the parameters of the newest checkpoint.
-      losses: The training loss after each step, in nats per character, by the step.
-      val_losses: The validation losses, likewise.
-      seconds: How long the training took, with the time that compiling takes.
+      losses: For each step, the training loss in nats per character.
+      val_losses: For each validated step, the validation loss in nats per character.
+      seconds: The duration of the training, with compiling.
     """
 
     out: Path
@@ -58,22 +58,19 @@ class Run:
         min_p: float | None = None,
         seed: int = 0,
     ) -> str:
-        """Continues a text.
+        """Continues a text, and returns the continuation alone.
 
         Args:
-          prompt: What the model goes on writing.
-          max_new_tokens: Characters to write.
-          temperature: 0 takes the likeliest character.
-          top_k: Choose among so many likeliest characters.
-          top_p: Choose among the likeliest characters that are this probable together, above 0 and at most 1.
-          min_p: Choose among characters that are so many times as likely as the likeliest, from 0 to 1.
-          seed: Another seed writes another text.
-
-        Returns:
-          What was written after the prompt.
+          prompt: The text.
+          max_new_tokens: Number of characters to write.
+          temperature: Divides the logits; 0 takes the likeliest character.
+          top_k: Draw from the k likeliest characters.
+          top_p: Draw from the likeliest characters whose probabilities add up to p, above 0 and at most 1.
+          min_p: Draw from characters that are at least p times as likely as the likeliest, from 0 to 1.
+          seed: The seed of the draws.
 
         Raises:
-          UserError: An argument is out of range, or the prompt holds what the model never saw.
+          UserError: An argument is out of range, or the prompt has characters that the model never saw.
         """
         given = {name: value for name, value in locals().items() if name in SAMPLING and value is not None}
         from train_demo.generate import Sampling, generate
@@ -90,10 +87,10 @@ class Run:
         """Writes the model as safetensors with PyTorch's names, its configuration, and the PyTorch code that runs it.
 
         Args:
-          to: The folder, which takes the place of an earlier export there; None means `export` in the run's folder.
+          to: The folder; an earlier export in it is replaced. None means `export` in the run's folder.
 
         Raises:
-          UserError: The folder holds something else, or cannot be written.
+          UserError: The folder has other files in it, or cannot be written.
         """
         from train_demo import export
 
@@ -107,7 +104,7 @@ class Run:
         return folder
 
 
-def train(  # noqa: D417, the settings are explained where they are defined
+def train(  # noqa: D417 - `Settings` describes the others
     data: str | Path | None = None,
     *,
     out: str | Path | None = None,
@@ -132,26 +129,23 @@ def train(  # noqa: D417, the settings are explained where they are defined
     max_score: bool | None = None,
     save_every: int | None = None,
 ) -> Run:
-    """Trains a model as `python -m train_demo` does, with the options of that command, which its `--help` explains.
+    """Trains a model like `python -m train_demo`, whose `--help` describes the arguments that are not described here.
 
-    An argument that is None is as the resumed run has it, or otherwise the default of the command.
+    None means the value of the resumed run, or else the default of the command.
 
     Args:
-      data: A UTF-8 text file, or a folder of them; None means Python's documentation.
+      data: A UTF-8 text file, or a folder of such files; None means Python's documentation.
       out: The run's folder; None means `runs/` and the name of the data.
-      resume: Go on from the newest whole checkpoint; larger `steps` extend the run.
+      resume: Continue from the newest whole checkpoint; larger `steps` extend the run.
       quiet: Print nothing.
-      samples: Write a short text at each validation, which is compiled the first time.
-      layout: How it is computed, and on which devices.
-      size: "tiny", "small", "medium" or "gpt2": model, batch and steps at once; what follows counts more.
-
-    Returns:
-      The trained run.
+      samples: Write a short text at each validation.
+      layout: How the run is computed, and on which devices.
+      size: "tiny", "small", "medium" or "gpt2": sets model, batch and steps, unless they are given, too.
 
     Raises:
-      UserError: An argument, the data or the folder is unfit; the message says why, and what to do.
-      KeyboardInterrupt: Ctrl-C was pressed. The run was saved, and `resume` goes on with it.
-      SystemExit: The process got SIGTERM. The run was saved likewise.
+      UserError: An argument, the data or the folder cannot be used; the message says why, and how to fix it.
+      KeyboardInterrupt: Ctrl-C was pressed. The run is saved, and `resume` continues it.
+      SystemExit: The process got SIGTERM. The run is saved, and `resume` continues it.
 
     Example:
       ```python
@@ -209,9 +203,9 @@ def start(
         print(
             printable(f"{len(text):,} characters of {found}, {len(text.vocabulary):,} kinds of characters"), flush=True
         )
-    # On a GPU some fast operations add numbers in whatever order they come; a resumed run must repeat the bits.
+    # Some fast operations on GPUs add in any order, but a resumed run must compute the same bits.
     flags = os.environ.get("XLA_FLAGS", "")
-    if DETERMINISTIC not in flags.split():  # a program may train several times
+    if DETERMINISTIC not in flags.split():  # a program may call this several times
         os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
     from train_demo import processes, training
 
@@ -220,7 +214,7 @@ def start(
 
 
 def default_folder(data: str | None) -> Path:
-    """Names the folder of a run that names none."""
+    """Returns the folder of a run without `out`."""
     if data is None:
         return RUNS / "python-docs"
     path = Path(data)

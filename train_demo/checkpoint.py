@@ -1,7 +1,7 @@
-"""Checkpoints: one file of safetensors each, which is there whole or not at all.
+"""Checkpoints: each is one safetensors file, written atomically.
 
-The name holds the step and the start of the file's sha256: a file that does not fit its name is damaged, and is passed
-over. Arrays are gathered from the mesh and written by one process, and may be read onto any other mesh.
+The file's name contains the step and the start of the content's sha256, by which a damaged file is found and skipped.
+One process gathers the arrays from the mesh and writes them; they can be read onto any other mesh.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ Trees = dict[str, Any]
 
 
 def save(out: Path, step: int, trees: Trees) -> None:
-    """Saves named trees of arrays that lie on one device, and deletes all checkpoints but the newest ones.
+    """Saves named trees of arrays, each on one device, and deletes all checkpoints but the newest `KEPT`.
 
     Raises:
-      UserError: The disk is full, or cannot be written for another reason; earlier checkpoints stay as they are.
+      UserError: The file cannot be written, for example on a full disk; earlier checkpoints stay as they are.
     """
     leaves = jax.tree_util.tree_leaves_with_path(trees)
     content = serialized({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
@@ -49,28 +49,28 @@ def restore_newest(out: Path, like: Trees, say: Callable[[str], Any]) -> tuple[i
 
     Args:
       out: The run's folder.
-      like: For each wanted name a tree of `jax.ShapeDtypeStruct`, shaped like the saved one. Where these have a
-        sharding, each device gets its part; otherwise the arrays are numpy's.
-      say: Told of each checkpoint that is passed over.
+      like: For each name to read, a tree of `jax.ShapeDtypeStruct` like the saved tree. Arrays whose struct has a
+        sharding are placed by it; others are numpy arrays.
+      say: Called with a line about each checkpoint that is skipped.
 
     Returns:
-      Its step and the trees, or None where no checkpoint is whole.
+      The step and the trees, or None if no checkpoint is whole.
     """
     for step, path in reversed(_entries(out)):
         try:
             content = path.read_bytes()
             if path.name == f"{step}-{_fingerprint(content)}.safetensors":
-                return step, _placed(like, load(content))
+                return step, _place(like, load(content))
             flaw = "it is damaged"
         except OSError as error:
             flaw = f"it cannot be read: {reason(error)}"
-        except (SafetensorError, KeyError, ValueError):  # every byte is as it was saved, so
+        except (SafetensorError, KeyError, ValueError):  # the bytes are those that were saved
             flaw = f"it does not fit {CONFIG}"
         say(f"Checkpoint {step} is not used ({flaw})")
     return None
 
 
-def _placed(like: Trees, arrays: dict[str, np.ndarray]) -> Trees:
+def _place(like: Trees, arrays: dict[str, np.ndarray]) -> Trees:
     def place(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
         array = arrays[jax.tree_util.keystr(path)]
         if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
@@ -82,7 +82,7 @@ def _placed(like: Trees, arrays: dict[str, np.ndarray]) -> Trees:
 
 
 def delete_after(out: Path, step: int) -> None:
-    """Deletes what stands in the place of checkpoints after the newest whole one; none of it is whole."""
+    """Deletes the checkpoints of later steps, none of which is whole."""
     for later, path in _entries(out):
         if later > step:
             _delete(path)

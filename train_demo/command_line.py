@@ -1,7 +1,6 @@
 """The commands `train`, `sample`, `plot` (or `report`), `export` and `plan`, and their options.
 
-The options are the fields of `Settings` and `Layout`. The standard library's argparse makes commands of them; what it
-lacks, an error in one line, is a method.
+The options are the fields of `Settings` and `Layout`.
 """
 
 import argparse
@@ -20,20 +19,20 @@ from train_demo.errors import UserError, enough_memory, printable, reason
 from train_demo.run_folder import CONFIG, newest, read_config
 from train_demo.settings import SAMPLING, SIZES, Layout, Settings, completed, count, one_of, option_of
 
-# JAX, Matplotlib and Orbax are imported where they are used, so that help and refusals come at once.
+# JAX and Matplotlib are imported where they are used, so that help and errors in options come at once.
 
 LAYOUT = {option.name: option for option in fields(Layout)}
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """An argument parser that prints an error as one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, printable(f"{self.prog}: error: {' '.join(message.split())}") + "\n")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command and returns the exit code; `train_demo.__main__.main` says which ones there are."""
+    """Runs one command and returns its exit code; see `train_demo.__main__.main`."""
     arguments = list(arguments)
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["train", *arguments]
@@ -45,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
         return code
     except UserError as error:
         parser.error(str(error))
-    except OSError as error:  # say a full disk; what is written to stdout alone names no file
+    except OSError as error:  # such as a full disk; errors of stdout have no file name
         parser.error(str(error) if error.filename else f"cannot write to standard output ({reason(error)})")
     except ModuleNotFoundError as error:
         parser.error(f"{error.name} is not installed: run pip install 'flax-mha[demo]'")
@@ -67,11 +66,11 @@ def _given(chosen: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _keep_compiled() -> None:
-    """Has JAX keep what it compiles in the user's cache folder, for the next run, unless it was told where to.
+    """Makes JAX cache compiled programs in the user's cache folder, unless the environment names another folder.
 
-    A cache that cannot be read or written is no error: the run compiles then.
+    If the cache cannot be read or written, the run compiles without it.
     """
-    if "jax" in sys.modules:  # this is no process of its own, and JAX has been configured
+    if "jax" in sys.modules:  # another program runs in this process, and may have configured JAX
         return
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "flax_mha")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
@@ -106,7 +105,7 @@ def _sample(chosen: argparse.Namespace) -> int:
 
 
 def _show(prompts: Sequence[str], num_samples: int, pieces: Iterator[list[str]]) -> None:
-    """Prints one text as it is written, several ones at the end."""
+    """Prints a single text piece by piece as it is written, several texts at the end."""
     if len(prompts) * num_samples == 1:
         for (piece,) in itertools.chain([prompts], pieces):
             print(printable(piece), end="", flush=True)
@@ -138,7 +137,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     settings = Settings(**completed(chosen.size or "tiny", _given(chosen, SETTINGS)))
     layout, number = Layout(**_given(chosen, LAYOUT)), chosen.devices or 1
     text = data.load(chosen.data, settings.context_length)
-    # The older way to ask for virtual devices may not stand beside the newer one.
+    # JAX refuses the older way to ask for virtual devices beside the newer one.
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     os.environ |= {"XLA_FLAGS": " ".join(kept), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(number)}
     import jax
@@ -152,7 +151,7 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 
 def folder(text: str) -> Path:
-    """Reads a folder's name, which is empty where a variable of the shell is not set."""
+    """Reads the name of a folder, which must not be empty, as a shell variable that is not set."""
     if not text:
         raise argparse.ArgumentTypeError("expected a folder, got ''")
     return Path(text)
@@ -200,7 +199,7 @@ def _parser() -> Parser:
 
 
 def _add(parser: Parser, options: Iterable[Any]) -> None:
-    """Adds fields as options, which are None where they are not given."""
+    """Adds an option for each field; its value is None if it is not given."""
     for option in options:
         parse, explanation = option.metadata["parse"], option.metadata["help"]
         if parse is None:

@@ -1,7 +1,7 @@
-"""Says in one line why JAX ended a process: a program that reads what the process's C++ libraries wrote, to its end.
+"""A program that reads the log of a process's C++ libraries, and prints one line if JAX aborted that process.
 
-Where another process of a run dies, JAX's runtime aborts those that are left, in the middle of whatever they do, with
-a long log. No handler in Python runs then, so the line has to come from another program.
+If a process of a run dies, JAX's runtime aborts all others with a long log. No Python code runs in them then, so the
+line has to come from another program.
 """
 
 import re
@@ -12,7 +12,7 @@ AGAIN = "start all processes again with --resume"
 
 
 def summary(log: str) -> str | None:
-    r"""Puts a log in a line; None where it holds no fatal error.
+    r"""Summarizes a log in one line; None if it contains no fatal error.
 
     Example:
       >>> summary("W1122 17:01:34.9 12 a.cc:1] Something is odd")

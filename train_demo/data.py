@@ -1,8 +1,8 @@
 """The data of a run: the characters of a file, of a folder of files, or of Python's documentation.
 
-Where the data has several documents, windows are cut from all of them, one after the other. A character attends
-only to characters of its own document, and the first one of a document, which nothing announces, is not predicted: it
-has a mark, from which everything else follows. Positions are not counted anew, because only their differences matter.
+Several documents are concatenated, and windows are cut from the whole. A character attends only to characters of its
+own document. The first character of a document, which cannot be predicted, is marked with `FIRST`. Positions do not
+start anew at a document, because only their differences matter.
 """
 
 import collections
@@ -20,10 +20,10 @@ from jaxtyping import Int
 from train_demo.errors import UserError, reason
 from train_demo.vocabulary import Vocabulary
 
-# Large texts are validated on evenly spread windows that hold this many characters; smaller ones on all of them.
+# Validation uses evenly spread windows with this many characters in all, or the whole of a smaller validation part.
 VALIDATED = 2**16
-WINDOWS = 32  # validated at a time
-FIRST = 2**30  # set in the number of the first character of a document
+WINDOWS = 32  # windows that are validated at a time
+FIRST = 2**30  # a bit that is set in the first character of each of several documents
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class Text:
     """The data of a run.
 
     Attributes:
-      vocabulary: Its distinct characters.
-      training: Nine tenths of it, or what is not held out, int32; `FIRST` is set where one of several documents starts.
-      validation: Its last tenth, likewise; of several documents about a tenth, but whole documents.
-      sha256: Its fingerprint, by which a resumed run knows its own data.
-      documents: How many there are.
-      skipped: Files of the folder that are no text.
+      vocabulary: The distinct characters.
+      training: Numbers of the characters to train on, int32: the first nine tenths of one document, or about nine
+        tenths of several documents, each starting with `FIRST` set.
+      validation: Numbers of the other characters, in the same form.
+      sha256: The fingerprint of the data, which a resumed run compares.
+      documents: Number of documents.
+      skipped: Number of files in the folder that are no text.
     """
 
     vocabulary: Vocabulary
@@ -54,7 +55,7 @@ class Text:
         return self.documents > 1
 
     def sentence(self, limit: int) -> str:
-        """Finds the validation part's first sentence that stands on one line, or its start."""
+        """Returns the first sentence of the validation part that is on one line, or else the start of that part."""
         start = self.vocabulary.decode((self.validation[:VALIDATED] % FIRST).tolist())
         found = re.search(r"(?<=\s)[A-Z][a-z]+ [a-z][^.\n]{20,38}\.(?=\s)", start)
         return (found[0] if found else start[:40])[:limit]
@@ -64,9 +65,9 @@ def load(path: str | None, context_length: int) -> Text:
     """Reads the data of a run.
 
     Args:
-      path: A UTF-8 file, or a folder whose UTF-8 files all count; None means the topics of Python's `help()`, about
-        460,000 characters of English.
-      context_length: Characters of the windows that both parts have to hold.
+      path: A UTF-8 file, or a folder of UTF-8 files; None means the topics of Python's `help()`, about 460,000
+        characters of English.
+      context_length: Number of characters of a window; both parts must have room for windows.
     """
     documents, skipped = _found(path)
     if not any(documents):
@@ -86,7 +87,7 @@ def load(path: str | None, context_length: int) -> Text:
 
 
 def _found(path: str | None) -> tuple[list[str], int]:
-    """Reads the documents of a path; returns them, and how many other files there are."""
+    """Returns the documents at a path, and the number of files that were skipped."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -95,16 +96,16 @@ def _found(path: str | None) -> tuple[list[str], int]:
         return _found_in(Path(path)) if Path(path).is_dir() else ([_read(Path(path))], 0)
     except UnicodeDecodeError as error:
         raise UserError(f"--data {path} is not UTF-8 (byte {error.start}): convert it, or give another file") from error
-    except (OSError, ValueError) as error:  # a ValueError: a path that no file can have
+    except (OSError, ValueError) as error:  # ValueError: a path that is not valid
         where = getattr(error, "filename", None) or path
         fix = "give a UTF-8 text file, or a folder of them"
         raise UserError(f"cannot read --data {where} ({reason(error)}): {fix}") from error
 
 
 def _found_in(folder: Path) -> tuple[list[str], int]:
-    """Reads the files below a folder in the order of their paths, but no hidden ones, and skips those that are no text.
+    """Reads the files below a folder in the order of their paths, without hidden files.
 
-    Files are skipped that are binary, not UTF-8, or shorter than two characters.
+    Skips, and counts, files that are binary, not UTF-8, or shorter than two characters.
     """
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
@@ -122,7 +123,7 @@ def _found_in(folder: Path) -> tuple[list[str], int]:
 
 
 def _read(path: Path) -> str:
-    """Reads a text without a byte order mark; its lines end with a newline only."""
+    """Reads a text, without a byte order mark, with newlines as the ends of lines."""
     if path.exists() and not path.is_file():  # a pipe or a device might never end
         raise OSError(errno.EINVAL, "it is no file", str(path))
     return path.read_text("utf-8-sig")
@@ -133,11 +134,10 @@ def fingerprint(text: str) -> str:
 
 
 def _held_out(documents: Sequence[str]) -> set[str]:
-    """Chooses the documents that validate: about a tenth of all characters, but at least one document.
+    """Chooses the documents for validation: at most a tenth of all characters, but at least one document.
 
-    They are taken in the order of their fingerprints, which has nothing to do with what is in them, as long as they
-    make up no more than a tenth; where already the first is larger, the smallest one. Equal documents go to the same
-    side.
+    They are taken in the order of their fingerprints, which is arbitrary but fixed; if the first one is larger than a
+    tenth, the smallest document is taken. Equal documents are on the same side.
     """
     numbers = collections.Counter(documents)
     ordered = sorted(numbers, key=fingerprint)
@@ -148,7 +148,7 @@ def _held_out(documents: Sequence[str]) -> set[str]:
 
 
 def _numbers(documents: Sequence[str], vocabulary: Vocabulary) -> Int[np.ndarray, " S"]:
-    """Turns documents into numbers, one after the other, with `FIRST` set in the first of each."""
+    """Concatenates the numbers of the documents' characters, with `FIRST` set in the first of each document."""
     parts = [np.zeros(0, np.int32), *(vocabulary.encode(each) for each in documents)]
     for part in parts:
         part[:1] |= FIRST
@@ -156,7 +156,7 @@ def _numbers(documents: Sequence[str], vocabulary: Vocabulary) -> Int[np.ndarray
 
 
 def _refuse_short(text: Text, path: str | None, context_length: int) -> None:
-    # The validation part holds one window and the character that follows it; the training part two windows.
+    # Validation needs a window and the character after it, training two windows.
     if len(text.validation) <= context_length or len(text.training) <= context_length + 1:
         raise UserError(
             f"{path or 'the text'} holds {len(text.training)} characters to train on and {len(text.validation)} to "
@@ -168,13 +168,11 @@ def _refuse_short(text: Text, path: str | None, context_length: int) -> None:
 def validation_windows(
     part: Int[np.ndarray, " V"], context_length: int, windows: int = WINDOWS
 ) -> Int[np.ndarray, "C W T+1"]:
-    """Cuts the validation part into the same windows every time.
+    """Cuts C chunks of W = `windows` windows, evenly spread, out of the validation part; T is `context_length`.
 
-    Returns:
-      C chunks of windows that are evenly spread: together they predict every character after the first, as long as the
-      part holds no more than `VALIDATED`.
+    They predict every character after the first, if the part has no more than `VALIDATED` characters.
     """
     predicted = min(len(part) - 1, VALIDATED)
-    chunks = -(-predicted // (context_length * windows))  # the division rounded up: the windows may overlap a little
+    chunks = -(-predicted // (context_length * windows))  # rounded up: windows may overlap a little
     starts = np.linspace(0, len(part) - 1 - context_length, chunks * windows).astype(int)
     return part[starts[:, None] + np.arange(context_length + 1)].reshape(chunks, windows, context_length + 1)

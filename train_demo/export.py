@@ -1,4 +1,4 @@
-"""The exported model: `model.safetensors` with PyTorch's names and shapes, `config.json`, and the code that runs it."""
+"""Exports a model: `model.safetensors` with PyTorch's names and shapes, `config.json`, and PyTorch code."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 
 
 def write(to: Path, model: Transformer, config: Config) -> None:
-    """Writes a model into a folder of its own, which takes the place of an earlier export there."""
+    """Writes a model into a new or empty folder, or over an earlier export."""
     if to.exists() and not _is_export(to):
         raise UserError(f"{to} holds something else than an export: choose another folder with --to")
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -35,7 +35,7 @@ def write(to: Path, model: Transformer, config: Config) -> None:
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether all that it holds was written here, with the code that only an export has; so it may be replaced."""
+    """Returns True for a folder that is empty or has only files of an export in it, the code among them."""
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
@@ -43,7 +43,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def described(config: Config) -> dict[str, Any]:
-    """What `config.json` says: `model` is what the PyTorch model is made with, `vocabulary` its characters."""
+    """Returns the content of `config.json`: the arguments of the PyTorch model, and the vocabulary's characters."""
     settings = config.settings
     names = ("layers", "features", "heads", "context_length", "token_shift")
     sizes = {name: getattr(settings, name) for name in names}
@@ -55,7 +55,7 @@ def described(config: Config) -> dict[str, Any]:
 
 
 def torch_arrays(params: dict[Any, Any], prefix: str = "") -> dict[str, np.ndarray]:
-    """The parameters by PyTorch's names: matrices `[out, in]`, heads beside each other.
+    """Returns the parameters by their names in PyTorch; matrices are `[out, in]`, without an axis of heads.
 
     Example:
       >>> torch_arrays({"head": {"kernel": np.ones((3, 5))}})["head.weight"].shape
@@ -68,8 +68,8 @@ def torch_arrays(params: dict[Any, Any], prefix: str = "") -> dict[str, np.ndarr
             continue
         array = np.asarray(value)
         if name == "kernel":
-            outputs = prefix.endswith(".out.")  # [heads, head size, features]; the others end with what they make
-            array = array.reshape(-1, array.shape[-1]) if outputs else array.reshape(array.shape[0], -1)
+            is_out = prefix.endswith(".out.")  # [heads, head size, features]; others are [features, ...]
+            array = array.reshape(-1, array.shape[-1]) if is_out else array.reshape(array.shape[0], -1)
             array = np.ascontiguousarray(array.T)
         found[prefix + ("scale" if prefix == "shift." else NAMES[name])] = array
     return found

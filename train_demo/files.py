@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and lines of JSON that may be damaged."""
+"""Writes files atomically, and reads lines of JSON, some of which may be damaged."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is, at every moment and after a power cut, either the old one or the new one."""
+    """Writes a file so that at every moment, even after a power cut, it is either the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -18,13 +18,13 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)  # half a file is of no use, and the disk may be full
+            temporary.unlink(missing_ok=True)  # the disk may be full
         error.filename = error.filename or str(path)
         raise
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads a file of one JSON object per line; skips what is none, such as the half-written line of a killed run."""
+    """Reads a file of one JSON object per line; skips other lines, such as the half-written line of a killed run."""
     values = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
         with suppress(ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Text from a model: prompts fill its cache, then a compiled loop draws a chunk of characters at a time."""
+"""Generates text: prompts fill the model's cache, then a compiled loop draws one chunk of characters at a time."""
 
 import functools
 import sys
@@ -18,18 +18,18 @@ from train_demo.model import Transformer, blueprint
 from train_demo.run_folder import Config
 from train_demo.vocabulary import Vocabulary
 
-CHUNK = 32  # characters that are written to each text between two looks at them
-SHORTEST = 16  # places for a prompt; a longer one gets the next power of two, so that few lengths are compiled
-ENDLESS = 2**31 - 1  # characters that the cache is asked to hold; because of the model's window it is a small ring
+CHUNK = 32  # characters that are written to each text before they are shown
+SHORTEST = 16  # prompts are padded to this length, or to a power of two above it, so that few lengths are compiled
+ENDLESS = 2**31 - 1  # length of the cache: because of the model's window it is a small ring, which never overflows
 Number = float | Float[Array, ""]
 
 
 class Sampling(NamedTuple):
-    """How to choose a character; None switches a filter off. Numbers may be traced, so that other ones compile nothing.
+    """How to choose a character; None switches a filter off. Numbers may be traced, so that no change compiles anew.
 
     Attributes:
-      temperature: Divides the logits, 0 or above; 0 takes the likeliest one, the first one of equals.
-      top_k: Keeps the k likeliest characters, and all that are as likely as the last of them.
+      temperature: Divides the logits; 0 takes the likeliest character, the first of several.
+      top_k: Keeps the k likeliest characters, and all that are as likely as the k-th.
       top_p: Keeps the likeliest characters whose probabilities add up to p, above 0 and at most 1.
       min_p: Keeps the characters that are at least p times as likely as the likeliest one, from 0 to 1.
     """
@@ -41,19 +41,19 @@ class Sampling(NamedTuple):
 
 
 def filtered(logits: Float[Array, " V"], sampling: Sampling) -> Float[Array, " V"]:
-    """Divides logits by the temperature, with -inf for what the filters remove; the largest becomes 0.
+    """Returns the logits divided by the temperature, the largest being 0, and -inf for removed characters.
 
     Example:
       >>> logits = jnp.log(jnp.array([0.1, 0.6, 0.3]))
       >>> jnp.exp(filtered(logits, Sampling(temperature=1.0, top_k=2))).round(3).tolist()
       [0.0, 1.0, 0.5]
     """
-    # Without the largest logit, which changes no probability, a small temperature makes no infinity of it.
+    # Subtracting the largest logit changes no probability, and avoids infinity for a small temperature.
     scores = (logits - logits.max()) / sampling.temperature
     if sampling.top_k is not None:
         scores = jnp.where(scores < jnp.sort(scores)[jnp.maximum(len(scores) - sampling.top_k, 0)], -jnp.inf, scores)
     if sampling.top_p is not None:
-        ascending = jnp.argsort(scores)  # of equals, the last ones are kept
+        ascending = jnp.argsort(scores)  # of equally likely ones, the last are kept
         removed = jnp.cumsum(jax.nn.softmax(scores)[ascending]) <= 1 - sampling.top_p
         scores = scores.at[ascending].set(jnp.where(removed.at[-1].set(False), -jnp.inf, scores[ascending]))
     if sampling.min_p is not None:
@@ -62,14 +62,14 @@ def filtered(logits: Float[Array, " V"], sampling: Sampling) -> Float[Array, " V
 
 
 def draw(key: Key[Array, ""], logits: Float[Array, " V"], sampling: Sampling) -> Int[Array, ""]:
-    """Draws the number of a character, int32; the same key draws the same one. Use `jax.vmap` for several rows."""
+    """Draws the number of a character, int32; `jax.vmap` draws several."""
     greedy = jnp.asarray(sampling.temperature) <= 0
     scores = filtered(logits, sampling._replace(temperature=jnp.where(greedy, 1.0, sampling.temperature)))
     return jnp.where(greedy, logits.argmax(), jax.random.categorical(key, scores)).astype(jnp.int32)
 
 
 def load_model(out: Path, config: Config) -> Transformer:
-    """Loads the newest whole checkpoint of a run, finished or still running."""
+    """Loads the model of a run, finished or not, from its newest whole checkpoint."""
     structure, params = blueprint(len(config.vocabulary), config.settings)
     passed_over: list[str] = []
     restored = checkpoint.restore_newest(out, {"params": params}, passed_over.append)
@@ -91,17 +91,17 @@ def generate(
     num_samples: int = 1,
     seed: int = 0,
 ) -> Iterator[list[str]]:
-    """Continues prompts, all of them at the same time.
+    """Continues several prompts at the same time.
 
-    A text depends on its prompt, the seed and its number among the samples of its prompt. Other prompts do not change
+    A text depends on its prompt, the seed and its number among the samples of the prompt. Other prompts do not change
     it, except that sums may be rounded differently in a larger batch.
 
     Yields:
-      For each text what was written since the last time, which may be nothing: all samples of the first prompt, then
-      those of the second, and so on.
+      The next piece of each text, which may be empty: all samples of the first prompt, then those of the second, and so
+      on.
     """
     structure, params = nnx.split(model, nnx.Param)
-    # No prediction depends on what comes before the model's reach.
+    # No prediction depends on earlier characters than these.
     rows = [vocabulary.encode(prompt)[-model.reach :] for prompt in prompts]
     for prompt, row in zip(prompts, rows, strict=True):
         if not len(row):
@@ -116,7 +116,7 @@ def generate(
 
 
 def padded(rows: Sequence[np.ndarray]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
-    """Makes one array of rows of different lengths, with zeros at their ends; returns it and the lengths, int32.
+    """Pads rows with zeros at their ends; returns them as one array, and their lengths, int32.
 
     Example:
       >>> numbers, lengths = padded([np.array([1, 2, 3]), np.array([4])])
@@ -138,7 +138,7 @@ def prefill(
     lengths: Int[Array, " P"],
     num_samples: int,
 ) -> tuple[nnx.State, Float[Array, "B V"]]:
-    """Reads the prompts, padded at their ends; returns cache and next logits for B = P * num_samples texts."""
+    """Computes the cache and the next logits of B = P * num_samples texts; prompts are padded at their ends."""
     model = _decoding(structure, params, len(numbers))
     logits = model(numbers, lengths=lengths)
     logits = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
@@ -172,5 +172,5 @@ def write(
 
 
 def _decoding(structure: nnx.GraphDef[Transformer], params: nnx.State, batch: int) -> Transformer:
-    """Makes the model as it decodes, with an empty cache."""
+    """Returns the model in its decoding mode, with an empty cache."""
     return nnx.view(nnx.merge(structure, params), decode=True, batch_size=batch, max_length=ENDLESS, per_row=True)

@@ -1,4 +1,4 @@
-"""The memory that a training step needs of each device, known without running it: compiled with shapes, not arrays."""
+"""Estimates the memory of a training step on each device, from a program that is compiled but not run."""
 
 import math
 
@@ -12,23 +12,23 @@ from train_demo.model import blueprint
 from train_demo.settings import Layout, Settings
 from train_demo.update import State, compiled, make_optimizer, make_update
 
-# The machine code is never run, so LLVM need not work on it. Memory is settled before.
+# LLVM need not optimize code that never runs; XLA assigns memory before.
 UNOPTIMIZED: dict[str, str | bool] = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": "0"}
 
 
 def estimate(
     settings: Settings, layout: Layout, vocabulary_size: int, characters: int, devices: list[jax.Device]
 ) -> dict[str, int]:
-    """Compiles a training step on so many characters for devices, and reads how many bytes each of them needs."""
+    """Compiles a training step on data of this many characters, and returns the bytes that each device needs."""
     sizes = layout.sizes(len(devices), settings)
     devices = devices[: math.prod(sizes)]
     structure, params = blueprint(vocabulary_size, settings, layout)
-    over = mesh.make(sizes, devices)
-    state = mesh.placed(over, State(params, jax.eval_shape(make_optimizer(settings).init, params)))
-    whole = NamedSharding(over, P()) if over else None
+    device_mesh = mesh.make(sizes, devices)
+    state = mesh.placed(device_mesh, State(params, jax.eval_shape(make_optimizer(settings).init, params)))
+    whole = NamedSharding(device_mesh, P()) if device_mesh else None
     step, text = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in ((), (characters,)))
-    with mesh.use(over):
-        update = compiled(make_update(structure, settings, layout), mesh.shardings(over, state))
+    with mesh.use(device_mesh):
+        update = compiled(make_update(structure, settings, layout), mesh.shardings(device_mesh, state))
         used = update.lower(state, step, text).compile(UNOPTIMIZED).memory_analysis()
     assert used is not None
     return {

@@ -1,6 +1,6 @@
-"""The mesh of devices: how parameters, optimizer state and batches lie on it.
+"""The mesh of devices: how parameters, optimizer state and batches are split over it.
 
-Four axes, of which each may have one device only ("context" is left out then):
+It has four axes. With one device only, "context" is left out:
 
     data     each device has all parameters and a part of the batch; gradients are added up once in a step
     fsdp     each device has a part of the batch and a part of all parameters and their optimizer state; a block's
@@ -8,8 +8,8 @@ Four axes, of which each may have one device only ("context" is left out then):
     context  each device has a part of every window's characters
     model    each device has some attention heads, and a part of the width of the small networks
 
-The mesh has axes of type Auto: these functions say where arrays lie, and XLA adds what the devices send to each other.
-On one device there is no mesh, and they return what they are given.
+The axes have the type Auto: these functions constrain how arrays are split, and XLA adds the communication. On one
+device there is no mesh, and the functions return their arguments.
 """
 
 import math
@@ -27,7 +27,7 @@ from jaxtyping import Array
 from train_demo.settings import Sizes
 
 BATCH = ("data", "fsdp")  # the axes that split the batch
-# By the name of the layer. What is not here, the scales of the norms, lies whole on each device.
+# How kernels and embeddings are split, by the name of the layer. All other parameters are whole on each device.
 PARAMS = {
     "embedding": P(None, "fsdp"),  # [vocabulary, features]
     "query": P("fsdp", "model", None),  # [features, heads, head size]
@@ -44,28 +44,28 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def make(sizes: Sizes, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
-    """Arranges the first devices in a mesh; None where it is one device."""
+    """Makes a mesh of the first devices; None for one device."""
     number = math.prod(sizes)
     if number == 1:
         return None
-    # The attention names the axes that split its arrays, and would add up gradients over one that it does not name.
+    # Without "context" of one device: the attention does not name it, and would add up gradients over it.
     axes = {name: size for name, size in sizes._asdict().items() if name != "context" or size > 1}
     devices = (jax.devices() if devices is None else devices)[:number]
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
 
 
 def use(mesh: Mesh | None) -> AbstractContextManager:
-    """Makes the mesh the one that the functions below, and the attention, find in their context."""
+    """Sets the mesh of the context, which the functions below and the attention read."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def leave() -> AbstractContextManager:
-    """Leaves the mesh of the context, for what one device computes alone."""
+    """Leaves the mesh of the context, for computations of a single device."""
     return nullcontext() if current() is None else jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def current() -> AbstractMesh | None:
-    """The mesh of the context; None on one device."""
+    """Returns the mesh of the context; None on one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
@@ -76,14 +76,14 @@ def batch_parts() -> int:
 
 
 def shardings(mesh: Mesh | None, tree: Tree) -> Tree | None:
-    """Says where each array of a tree of parameters, or of their optimizer's state, lies; None on one device."""
+    """Returns the sharding of each array in a tree of parameters, or of their optimizer state; None on one device."""
     if mesh is None:
         return None
     return jax.tree.map_with_path(lambda path, leaf: NamedSharding(mesh, _spec(path, leaf)), tree)
 
 
 def placed(mesh: Mesh | None, shapes: Tree) -> Tree:
-    """Adds to the shapes of arrays where these lie; nothing on one device."""
+    """Adds their `shardings` to the shapes of arrays."""
     if mesh is None:
         return shapes
     return jax.tree.map(
@@ -92,14 +92,14 @@ def placed(mesh: Mesh | None, shapes: Tree) -> Tree:
 
 
 def as_stored(params: Tree) -> Tree:
-    """Constrains parameters, or gradients, to lie as the parameters do between two steps."""
+    """Constrains parameters, or gradients, to be split as parameters are between two steps."""
     return _constrain(params, lambda path, leaf: _spec(path, leaf))
 
 
 def gathered(module: Module) -> Module:
-    """A module whose parameters are whole along the axis "fsdp", for use.
+    """Returns a module whose parameters are gathered along the axis "fsdp", ready for use.
 
-    Without it, XLA would rather leave the parameters where they are and send the much larger activations.
+    Without this, XLA would leave the parameters where they are, and send the much larger activations.
     """
     if current() is None:
         return module
@@ -109,12 +109,12 @@ def gathered(module: Module) -> Module:
 
 
 def split_batch(windows: Array, axis: int = 0) -> Array:
-    """Constrains windows to be split along the axis of the batch."""
+    """Constrains windows to be split over `BATCH` along the axis of the batch."""
     return _constrain(windows, lambda path, leaf: P(*[None] * axis, BATCH))
 
 
 def split_characters(numbers: Array) -> Array:
-    """Constrains `[B, T]` to be split along the characters of each window, besides what splits the batch."""
+    """Constrains `[B, T]` to be split along the characters of each window, too, if the mesh has "context"."""
     mesh = current()
     if mesh is None or "context" not in mesh.shape:
         return numbers
@@ -122,14 +122,14 @@ def split_characters(numbers: Array) -> Array:
 
 
 def put(mesh: Mesh | None, array: np.ndarray, *axes: Any) -> Array:
-    """Puts what every process has onto the devices of all of them, split over the mesh's axes as of `P(*axes)`."""
+    """Puts an array that every process has onto the devices of all processes, split as `P(*axes)` says."""
     if mesh is None:
         return jax.device_put(array)
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P(*axes)), lambda part: array[part])
 
 
 def fetch(mesh: Mesh | None, tree: Tree) -> Tree:
-    """Gathers arrays whole onto this process's first device."""
+    """Gathers whole arrays on the first device of this process."""
     if mesh is None:
         return tree
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
@@ -143,7 +143,7 @@ def _constrain(tree: Tree, spec: Any) -> Tree:
 
 
 def _spec(path: tuple[Any, ...], leaf: Any) -> P:
-    """The names of the layers are in the path, for parameters and for the optimizer's copies of them alike."""
+    """Returns how an array is split, by the layer's name in its path: of parameters, and of optimizer state alike."""
     names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
     return next((PARAMS[name] for name in reversed(names) if name in PARAMS), P())
 

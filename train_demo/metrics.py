@@ -1,4 +1,4 @@
-"""What a run leaves to read: `metrics.jsonl`, `samples.jsonl` and `resources.json`."""
+"""Writes and reads the measurements of a run: `metrics.jsonl`, `samples.jsonl` and `resources.json`."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ from train_demo.files import read_lines, write_atomically
 from train_demo.run_folder import Config
 
 METRICS, SAMPLES, RESOURCES = "metrics.jsonl", "samples.jsonl", "resources.json"
-DIVERGED = 100  # times the loss of guessing: no training comes back from there to anything of use
+DIVERGED = 100  # a loss above this many times that of guessing ends the run: no training recovers from it
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -28,17 +28,17 @@ def read(out: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(out: Path) -> list[dict[str, Any]]:
-    """Reads what the model wrote while it was trained: `step`, `prompt` and `text`."""
+    """Reads the texts that the model wrote during its training: `step`, `prompt` and `text`."""
     return [line for line in read_lines(out / SAMPLES) if {"step", "prompt", "text"} <= line.keys()]
 
 
 def read_resources(out: Path) -> dict[str, Any]:
-    """Reads what a run noted of its device, speed and memory; nothing where there is no such file."""
+    """Reads a run's device, speed and memory; empty without the file."""
     return (read_lines(out / RESOURCES) or [{}])[0]
 
 
 def facts(out: Path, config: Config) -> Iterator[tuple[str, str, str]]:
-    """Says what a run measured, for its report and the terminal: name, value and meaning."""
+    """Yields the measurements of a run for its report and the terminal: name, value and meaning."""
     measured, used, settings = read(out), read_resources(out), config.settings
     yield from _losses(measured)
     if measured:
@@ -71,13 +71,13 @@ def _losses(measured: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
 
 
 class Log:
-    """Notes a run's losses and samples.
+    """Writes a run's losses and samples, and refuses losses that diverge.
 
     Args:
-      out: The run's folder; None checks the losses, and writes nothing.
-      start: The step that the run goes on from; what a killed run noted beyond it is dropped.
+      out: The run's folder; None writes nothing.
+      start: The step that the run continues from; lines of later steps, from a killed run, are dropped.
       guess: The loss of a model that guesses: the logarithm of the number of characters.
-      began: When the training began, of `time.perf_counter`; a resumed run counts on from what it goes on from.
+      began: The `time.perf_counter` at the start; the seconds of a resumed run continue those before.
     """
 
     def __init__(self, out: Path | None, start: int, guess: float, began: float):
@@ -93,11 +93,11 @@ class Log:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far, with the time that compiling takes."""
+        """The seconds of training so far, with compiling."""
         return round(time.perf_counter() - self._began, 3)
 
     def loss(self, name: str, step: int, value: SupportsFloat, **others: SupportsFloat) -> float:
-        """Waits for a loss, notes it and other numbers, and returns it."""
+        """Waits for a loss, writes it with other numbers, and returns it."""
         number = float(value)
         if not number <= self._highest:  # also where it is not a number
             what = name.replace("val_loss", "validation loss")
@@ -111,7 +111,7 @@ class Log:
         self._add(SAMPLES, {"step": step, "prompt": prompt, "text": text})
 
     def sync(self) -> None:
-        """Brings all lines to the disk, which a checkpoint must find done: a resumed run never writes them again."""
+        """Flushes all lines to the disk, before a checkpoint: a resumed run does not write them again."""
         for file in self._files.values():
             with _writing(file):
                 os.fsync(file.fileno())
@@ -142,14 +142,12 @@ def _writing(file: FileIO) -> Iterator[None]:
 
 
 def write_resources(out: Path, mesh: jax.sharding.Mesh | None, tokens_per_second: float) -> None:
-    """Notes what computed a run, how fast, and the largest size in memory so far, in bytes."""
+    """Writes the device, the speed, and the largest memory use so far, in bytes."""
     devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
     memory = [device.memory_stats() or {} for device in devices if device.process_index == jax.process_index()]
-    found = {
-        "device": f"{len(devices)} x {devices[0].device_kind}",
-        "tokens_per_second": round(tokens_per_second),
-    }
-    if any(memory):  # CPUs do not say
+    device = f"{len(devices)} x {devices[0].device_kind}"
+    found = {"device": device, "tokens_per_second": round(tokens_per_second)}
+    if any(memory):  # CPUs have no statistics
         found["memory_of_device"] = max(stats.get("peak_bytes_in_use", 0) for stats in memory)
     with suppress(ImportError):  # Windows
         import resource

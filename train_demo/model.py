@@ -1,4 +1,4 @@
-"""A causal transformer over characters: embeddings, blocks of attention and of a small network, a head."""
+"""A causal transformer over characters: embeddings, blocks of attention and MLP, and a head."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ from train_demo import mesh
 from train_demo.settings import Layout, Settings
 
 Params = dict[Any, Any]
-# Blocks begin as the identity, and all characters as equally likely.
-NOTHING = nnx.initializers.zeros_init()
+# At first each block is the identity, and all characters are equally likely.
+ZEROS = nnx.initializers.zeros_init()
 
 
 class TokenShift(nnx.Module):
-    """`x[t] + sum_i scale[i] * x[t - i]`: each embedding with those of the `distance` characters before it.
+    """Adds the `distance` embeddings before each embedding, scaled: `x[t] + sum_i scale[i] * x[t - i]`.
 
-    So the first layer sees pairs of characters, without attention having to find the neighbor first. While the model
-    decodes, the embeddings of the last characters are kept.
+    The first layer then sees several characters at once, and its attention need not find neighbors. While the model
+    decodes, the last embeddings are cached.
     """
 
     def __init__(self, distance: int, features: int):
@@ -33,7 +33,7 @@ class TokenShift(nnx.Module):
         self.last: nnx.Cache | None = nnx.data(None)
 
     def set_view(self, decode: bool | None = None, batch_size: int | None = None) -> None:
-        """Starts to decode, before the first character, or ends it; `nnx.view` calls this."""
+        """Starts decoding, before the first character, or ends it; `nnx.view` calls this."""
         if decode is False:
             self.last = nnx.data(None)
         if decode and batch_size is not None:
@@ -45,7 +45,7 @@ class TokenShift(nnx.Module):
         lengths: Int[Array, " B"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Mixes; `lengths` says where each row's padding begins, and no document is mixed into another."""
+        """Adds embeddings of the same document; row b has `lengths[b]` characters before its padding."""
         distance, length = len(self.scale), x.shape[1]
         before = jnp.zeros((x.shape[0], *self.scale.shape)) if self.last is None else self.last[...]
         x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
@@ -56,8 +56,8 @@ class TokenShift(nnx.Module):
         scale = self.scale[...].astype(x.dtype)[:, None, None]
         shifted = [scale[i - 1] * x[:, distance - i : distance - i + length] for i in range(1, distance + 1)]
         if segment_ids is not None:
-            own = [segment_ids == jnp.roll(segment_ids, i, axis=1) for i in range(1, distance + 1)]
-            shifted = [jnp.where(same[..., None], each, 0) for same, each in zip(own, shifted, strict=True)]
+            same = [segment_ids == jnp.roll(segment_ids, i, axis=1) for i in range(1, distance + 1)]
+            shifted = [jnp.where(where[..., None], each, 0) for where, each in zip(same, shifted, strict=True)]
         return functools.reduce(jnp.add, shifted, x[:, distance:])
 
 
@@ -68,7 +68,7 @@ class MLP(nnx.Module):
         features = settings.features
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=computed_in(settings), rngs=rngs)
         self.widen = linear(features, 4 * features)
-        self.narrow = linear(4 * features, features, kernel_init=NOTHING)
+        self.narrow = linear(4 * features, features, kernel_init=ZEROS)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.narrow(jnp.square(jax.nn.relu(self.widen(x))))
@@ -87,17 +87,17 @@ class Block(nnx.Module):
             dtype=dtype,
             dropout_rate=settings.dropout_rate,
             use_bias=False,
-            out_kernel_init=NOTHING,
+            out_kernel_init=ZEROS,
             normalize_qk="rms_norm",
             rope=RoPE(),
-            # Windows of training are no longer than this. In longer texts the window slides, and the cache is a ring.
+            # As long as the windows of training; in longer texts it slides, and the cache is a ring.
             local_window_size=(settings.context_length - 1, 0),
             decode=False,
             keep_rngs=False,
             rngs=rngs,
             attention_fn=flax_mha.attention_fn if layout.context == 1 else over_devices,
         )
-        # Told how the heads are split, each device computes the attention of its own as if it were alone.
+        # With this sharding each device computes the attention of its own heads, without communication.
         self.qkv_sharding = P(mesh.BATCH, None, "model", None) if layout.context == 1 else None
         self.network_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
         self.mlp = MLP(settings, rngs=rngs)
@@ -137,11 +137,11 @@ class Transformer(nnx.Module):
     Args:
       vocabulary_size: V, the distinct characters.
       settings: Layers, heads, features, dropout rate, and the context length.
-      layout: How it is computed, of which the attention over several devices' characters heeds something.
+      layout: How the model is computed; its `context` devices split the attention along the sequence.
       rngs: The stream `params` draws the weights.
 
     Attributes:
-      reach: The number of last characters on which a prediction depends, through all layers together.
+      reach: The number of last characters that a prediction depends on, through all layers.
     """
 
     def __init__(self, vocabulary_size: int, settings: Settings, layout: Layout | None = None, *, rngs: nnx.Rngs):
@@ -151,7 +151,7 @@ class Transformer(nnx.Module):
         self.shift = TokenShift(settings.token_shift, features) if settings.token_shift else None
         self.blocks = nnx.List([Block(settings, layout or Layout(), rngs=rngs) for _ in range(settings.layers)])
         self.norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(features, vocabulary_size, use_bias=False, dtype=dtype, kernel_init=NOTHING, rngs=rngs)
+        self.head = nnx.Linear(features, vocabulary_size, use_bias=False, dtype=dtype, kernel_init=ZEROS, rngs=rngs)
         self.reach = settings.layers * (settings.context_length - 1) + 1 + settings.token_shift
 
     def __call__(
@@ -168,13 +168,14 @@ class Transformer(nnx.Module):
         """Returns the logits of the next character, float32.
 
         Args:
-          characters: Their numbers in the vocabulary.
-          lengths: The characters of each row before its padding; None means all.
-          segment_ids: The document of each character, which sees no other one; None means a single one.
-          rngs: The stream `dropout`; None means no dropout.
+          characters: Numbers of the characters in the vocabulary.
+          lengths: Number of characters of each row before its padding; None means all.
+          segment_ids: Number of the document of each character; documents do not see each other. None means one
+            document.
+          rngs: Random streams with `dropout`; None means no dropout.
           sow_weights: Sow every block's `attention_weights`, `[B, N, T, T]`, for `nnx.capture`.
-          sow_max_score: Sow every block's `attention_max_score`, `[B, N]`, likewise.
-          remat: For the gradient, compute each block again instead of keeping what it computed.
+          sow_max_score: Sow every block's `attention_max_score`, `[B, N]`, for `nnx.capture`.
+          remat: Recompute each block for its gradient instead of storing its intermediate results.
         """
         x = mesh.gathered(self.embedding)(characters)
         if self.shift is not None:
@@ -192,9 +193,9 @@ class Transformer(nnx.Module):
 def _rematerialized(
     run: Callable[..., Array], blocks: Sequence[Block], x: Float[Array, "B T D"], rngs: nnx.Rngs | None
 ) -> Float[Array, "B T D"]:
-    """Runs the blocks one after the other, and keeps only what goes in; they are computed again for their gradients.
+    """Runs the blocks one after the other, and stores only their inputs; gradients recompute the blocks.
 
-    In a loop, because without one XLA may compute all of them again at once, when it needs only the last.
+    They run in a loop, because otherwise XLA may recompute all blocks before it needs them.
     """
     structures, states = zip(*map(nnx.split, blocks), strict=True)
     stream, draws = nnx.split(rngs)
@@ -211,13 +212,13 @@ def _rematerialized(
 
 
 def computed_in(settings: Settings) -> Any:
-    """The dtype that layers compute in; None, for float32, is that of the parameters."""
+    """Returns the dtype that layers compute in; None, for float32, means that of the parameters."""
     name = chosen_dtype(settings)
     return None if name == "float32" else jnp.dtype(name)
 
 
 def chosen_dtype(settings: Settings) -> str:
-    """The name of the dtype that layers compute in; "auto" depends on what JAX runs on."""
+    """Returns the name of the dtype that layers compute in; "auto" depends on the device."""
     if settings.dtype != "auto":
         return settings.dtype
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -226,17 +227,13 @@ def chosen_dtype(settings: Settings) -> str:
 def blueprint(
     vocabulary_size: int, settings: Settings, layout: Layout | None = None
 ) -> tuple[nnx.GraphDef[Transformer], Params]:
-    """Returns the model's structure and its parameters' shapes, without computing anything.
-
-    Returns:
-      The structure, which `nnx.merge` joins with parameters to a model, and a nested dict of `jax.ShapeDtypeStruct`.
-    """
+    """Returns the model's structure, for `nnx.merge`, and its parameters as a nested dict of `jax.ShapeDtypeStruct`."""
     _, structure, shapes = _drawing(vocabulary_size, settings, layout or Layout())
     return structure, shapes
 
 
 def initial_params(vocabulary_size: int, settings: Settings, shardings: Params | None = None) -> Params:
-    """Draws the first parameters, a nested dict of arrays, from the settings' seed; they lie as `shardings` says."""
+    """Draws the initial parameters, a nested dict of arrays, from the settings' seed, with these shardings."""
     draw, *_ = _drawing(vocabulary_size, settings, Layout())
     return jax.jit(draw, out_shardings=shardings)()
 
@@ -245,9 +242,9 @@ def initial_params(vocabulary_size: int, settings: Settings, shardings: Params |
 def _drawing(
     vocabulary_size: int, settings: Settings, layout: Layout
 ) -> tuple[Callable[[], Params], nnx.GraphDef[Transformer], Params]:
-    """A function that draws the first parameters, and what its trace tells: the model's structure, and their shapes.
+    """Returns a function that draws the initial parameters, the model's structure, and the parameters' shapes.
 
-    Kept, because to build a model takes a few tenths of a second, traced or not: `jax.jit(draw)` finds the trace, too.
+    Cached, because tracing a model takes a few tenths of a second; `jax.jit(draw)` uses the same trace.
     """
     structures = []
 

@@ -1,4 +1,4 @@
-"""The two pictures of a run: its losses, and what its attention heads look at."""
+"""Draws the two pictures of a run: its losses, and the attention weights of its heads."""
 
 import io
 import warnings
@@ -27,14 +27,11 @@ PICTURES = ("loss.png", "attention.png")
 
 def draw(out: Path, model: Transformer, config: Config) -> None:
     """Writes `loss.png` and `attention.png` into a run's folder."""
-    figures = (
-        loss_figure(metrics.read(out)),
-        attention_figure(attention_weights(model, config), pieces(config)),
-    )
+    figures = loss_figure(metrics.read(out)), attention_figure(attention_weights(model, config), pieces(config))
     for name, figure in zip(PICTURES, figures, strict=True):
         picture = io.BytesIO()
         with warnings.catch_warnings():
-            # Matplotlib's font lacks some scripts; it draws a box then, which is all that can be done.
+            # Matplotlib draws boxes for characters that its font lacks.
             warnings.filterwarnings("ignore", message="Glyph .* missing from")
             figure.savefig(picture, format="png", dpi=110)
         write_atomically(out / name, picture.getvalue())
@@ -61,7 +58,7 @@ def loss_figure(measured: list[dict[str, Any]]) -> Figure:
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Averages each value with its neighbours, a hundredth of all on either side."""
+    """Averages each value with its neighbors, a hundredth of all values on either side."""
     reach, places = len(values) // 100, np.arange(len(values))
     starts, ends = np.maximum(places - reach, 0), np.minimum(places + reach + 1, len(values))
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -69,12 +66,12 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def pieces(config: Config) -> list[str]:
-    """Makes white space and control characters of a run's sentence visible."""
+    """Returns the characters of a run's sentence, with white space and control characters made visible."""
     return [printable(visible(character)) for character in config.sentence]
 
 
 def attention_weights(model: Transformer, config: Config) -> np.ndarray:
-    """Runs the model on the run's sentence and returns what each head attends to, `[layers, heads, T, T]`."""
+    """Runs the model on the run's sentence, and returns its attention weights, `[layers, heads, T, T]`."""
     characters = jnp.asarray(config.vocabulary.encode(config.sentence))[None]
     structure, params = nnx.split(model)
 
@@ -88,14 +85,14 @@ def attention_weights(model: Transformer, config: Config) -> np.ndarray:
 
 
 def attention_figure(weights: np.ndarray, characters: Sequence[str]) -> Figure:
-    """Draws a grid of layers by heads: the row's character looks at the columns' characters."""
+    """Draws the weights of each layer and head; the character of a row attends to the characters of columns."""
     layers, heads, *_ = weights.shape
     figure = Figure(figsize=(4.4 * heads + 1, 4.4 * layers + 1), layout="constrained")
     grid = figure.subplots(layers, heads, squeeze=False)
     hidden = np.triu(np.ones(weights.shape[-2:], bool), k=1)
     places, rotation = range(len(characters)), 90 if max(map(len, characters)) > 2 else 0
     for (layer, head), axes in np.ndenumerate(grid):
-        # The square root spreads the many small weights over the scale.
+        # On a square root scale, because most weights are small.
         shown = axes.imshow(np.ma.array(weights[layer, head], mask=hidden), cmap="magma_r", norm=PowerNorm(0.5, 0, 1))
         axes.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=13)
         axes.set_xticks(places, characters, fontsize=8, family="monospace", parse_math=False, rotation=rotation)

@@ -1,4 +1,4 @@
-"""Several processes that train one model: how they find each other, and how each ends when another one is lost."""
+"""Connects several processes that train one model, and ends each with one line if another one is lost."""
 
 import hashlib
 import os
@@ -19,12 +19,12 @@ from train_demo import crash_log
 from train_demo.errors import UserError, printable, reason
 from train_demo.settings import Layout
 
-HEARTBEAT_SECONDS = 10  # without a sign of life a process counts as lost
+HEARTBEAT_SECONDS = 10  # a process that is silent for longer is lost
 
 
 @contextmanager
 def joined(layout: Layout) -> Iterator[None]:
-    """Joins the other processes of the run for as long as the context lasts; does nothing for a single process.
+    """Connects to the other processes of the run inside the context; does nothing for a single process.
 
     Raises:
       UserError: Another process was lost, or the coordinator's port is taken.
@@ -32,7 +32,7 @@ def joined(layout: Layout) -> Iterator[None]:
     if layout.num_processes is None:
         yield
         return
-    reader = _hide_logs(layout)  # noqa: F841, kept: Python complains of processes that nobody waits for
+    reader = _hide_logs(layout)  # noqa: F841 - Python warns of a process that is deleted while it runs
     _connect(layout)
     try:
         yield
@@ -40,13 +40,13 @@ def joined(layout: Layout) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        # The runtime may be about to end this process, and then says why.
+        # The runtime may be about to abort this process, with a better message.
         time.sleep(HEARTBEAT_SECONDS + 2)
         raise UserError(f"another process was lost ({reason(error)}): {crash_log.AGAIN}") from error
 
 
 def _connect(layout: Layout) -> None:
-    # JAX would abort the process with a long log when its own time-out ends.
+    # After its own time-out JAX would abort the process with a long log.
     timer = threading.Timer(layout.start_timeout, _not_found, [layout])
     timer.daemon = True
     timer.start()
@@ -78,10 +78,7 @@ def _not_found(layout: Layout) -> None:
 
 
 def _hide_logs(layout: Layout) -> subprocess.Popen:
-    """Sends what C++ writes to a program that makes a line of it; what Python writes goes where it went.
-
-    Only process 0 writes to stdout.
-    """
+    """Redirects the output of C++ libraries to `crash_log`; the output of Python stays, but only process 0's stdout."""
     sys.stdout.flush()
     sys.stderr.flush()
     reader = subprocess.Popen(
@@ -103,9 +100,9 @@ def wait(name: str) -> None:
 
 
 def refuse_differences(what: str, text: str) -> None:
-    """Raises a `UserError` where a text is not that of process 0."""
+    """Raises a `UserError` if `text` differs from that of process 0."""
     if jax.process_count() == 1:
         return
-    own = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
-    if (multihost_utils.broadcast_one_to_all(own) != own).any():
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    if (multihost_utils.broadcast_one_to_all(digest) != digest).any():
         raise UserError(f"{what} differ from those of process 0: start all processes with the same ones")

@@ -1,4 +1,4 @@
-"""`report.html`: a run in one file that asks for no other: pictures, samples, time, memory and settings."""
+"""Writes `report.html`: a run in one file, with its pictures, samples, time, memory and settings."""
 
 import base64
 import html
@@ -28,7 +28,7 @@ STYLE = """
 
 
 def write(out: Path, config: Config) -> None:
-    """Writes a run's report into its folder, with the pictures that lie there."""
+    """Writes the report of a run into its folder, with the pictures in that folder."""
     name = "Python's documentation" if config.data is None else Path(config.data).name
     title, last = _text(f"Training on {name}"), max((metric["step"] for metric in metrics.read(out)), default=0)
     kinds = len(config.vocabulary)
@@ -57,7 +57,7 @@ def write(out: Path, config: Config) -> None:
 
 
 def _text(text: object) -> str:
-    """Escapes what would be HTML, or command a terminal."""
+    """Escapes HTML and control characters."""
     return html.escape(printable(str(text)))
 
 

@@ -1,4 +1,4 @@
-"""A run's folder: the configuration it was started with, and one writer at a time."""
+"""The folder of a run: its configuration, and a lock for its only writer."""
 
 import json
 from collections.abc import Iterator
@@ -15,28 +15,27 @@ from train_demo.vocabulary import Vocabulary
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing keeps two runs out of one folder there
+except ImportError:  # Windows, where folders are not locked
     fcntl = None  # type: ignore[assignment]
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
-# What the configuration and the parameters of a checkpoint mean. Version 1, which had no number, learned an embedding
-# of each position; version 2 normalized queries and keys with LayerNorm and saw each character alone; version 3 had
-# another configuration.
+# The version of the configuration and the parameters. Version 1, without a number, learned embeddings of positions;
+# version 2 had LayerNorm for queries and keys, and no token shift; version 3 had another configuration.
 MODEL_VERSION = 4
 
 
 @dataclass(frozen=True)
 class Config:
-    """What `config.json` holds: enough to resume, to sample and to plot without being told anything again.
+    """The content of `config.json`: all that is needed to resume, to sample and to plot.
 
     Attributes:
-      settings: The run's numbers.
+      settings: The settings of the run.
       data: The text file or folder; None means Python's documentation.
-      sha256: The text's fingerprint.
-      vocabulary: Its characters.
+      sha256: The fingerprint of the text.
+      vocabulary: The characters of the text.
       sentence: The piece of the validation part that the attention picture shows.
-      model_version: The version of the model that the run trains.
+      model_version: `MODEL_VERSION` when the run was started.
     """
 
     settings: Settings
@@ -48,28 +47,28 @@ class Config:
 
     @property
     def prompt(self) -> str:
-        """The first word of the sentence, which the run's samples continue."""
+        """The first word of the sentence, which samples continue."""
         return self.sentence.split(" ")[0] or self.sentence
 
 
 def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) -> tuple[Config, data.Text]:
-    """Settles a run's configuration and text without writing anything.
+    """Returns the configuration and the text of a run that is to be started or resumed; writes nothing.
 
     Args:
       out: The run's folder, which need not exist.
-      path: The text file or folder; None means the resumed run's, or Python's documentation.
-      given: The settings that were named; the others come from the resumed run, or are the defaults. More `steps` than
-        the resumed run has extend it.
-      resume: Whether a run that is there already may go on.
+      path: The text file or folder; None means that of the resumed run, or Python's documentation.
+      given: The settings that the user gave; others are those of the resumed run, or the defaults. More `steps` extend
+        the resumed run.
+      resume: True continues a run that is in the folder; False refuses the folder.
     """
-    if path == "":  # a variable of the shell that is not set
+    if path == "":  # a shell variable that is not set
         raise UserError("--data is empty: name a file or a folder, or leave it out")
     saved = read_config(out) if (out / CONFIG).exists() else None
     if saved and not resume:
         raise UserError(f"{out} holds a run already: pass --resume to go on with it, or another --out")
     if not saved and (out / CHECKPOINTS).exists():
         raise UserError(f"{out} holds checkpoints without their {CONFIG}: choose another --out")
-    if saved and given.get("dtype") == "auto":  # what it was when the run began
+    if saved and given.get("dtype") == "auto":  # the run has settled it
         given = {name: value for name, value in given.items() if name != "dtype"}
     settings = replace(saved.settings, **given) if saved else Settings(**completed("tiny", given))
     path = saved.data if path is None and saved else path
@@ -93,12 +92,12 @@ def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
 
 def _named(config: Config) -> dict[str, Any]:
     options = {option_of(name): value for name, value in asdict(config.settings).items()}
-    # The text counts, not where it lies.
+    # The text must be the same, its path need not.
     return {**options, "--data with the sha256": config.sha256[:12]}
 
 
 def newest(runs: Path) -> Path:
-    """Finds the run that was started or resumed last."""
+    """Returns the folder of the run that was started or resumed last."""
     found = [path for path in runs.glob("*/" + CONFIG) if path.is_file()]
     if not found:
         raise UserError(f"{runs} holds no run: train one with python -m train_demo, or name its folder with --out")
@@ -128,7 +127,7 @@ def read_config(out: Path) -> Config:
 
 
 def _checked(saved: Any) -> Config:
-    """Rebuilds a configuration of which this was saved."""
+    """Returns the configuration that was saved as this value; raises a ValueError if none was."""
     try:
         settings, vocabulary = Settings(**saved["settings"]), Vocabulary(**saved["vocabulary"])
         config = Config(**saved | {"settings": settings, "vocabulary": vocabulary})
@@ -142,7 +141,7 @@ def _checked(saved: Any) -> Config:
 
 @contextmanager
 def sole_writer(out: Path) -> Iterator[None]:
-    """Makes the folder if need be, and keeps a second run out of it; the lock falls with the process."""
+    """Makes the folder, and locks it inside the context; the lock also ends with the process."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("w") as file:
         try:

@@ -1,4 +1,4 @@
-"""What decides a run besides its text, and how it is computed: every option, its default, and which values are sane."""
+"""Every option of a run, with its default and the values that it may have: `Settings`, `Layout` and `SAMPLING`."""
 
 import argparse
 import math
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from train_demo.errors import UserError
 
-# What `--size` stands for. Larger models read more tokens in a step; the learning rate that suits a matrix or an
-# embedding does not depend on their width under Muon and Adam, and that of the head is divided by it (update.py).
+# The settings of `--size`. Larger models read more tokens in a step. With Muon and Adam the best learning rate of a
+# matrix or an embedding does not depend on its width; that of the head is divided by the width (update.py).
 SIZES: Mapping[str, Mapping[str, int]] = {
     "tiny": {"layers": 2, "heads": 4, "features": 128, "context_length": 64, "batch_size": 12, "steps": 1500},
     "small": {"layers": 4, "heads": 4, "features": 256, "context_length": 128, "batch_size": 24, "steps": 4000},
@@ -21,14 +21,14 @@ Parse = Callable[[str], Any]
 
 
 def parser(kind: Callable[[str], Any], expected: str, is_sane: Callable[[Any], bool]) -> Parse:
-    """Makes a function that reads a text with `kind`, or says in an `argparse.ArgumentTypeError` what it expected."""
+    """Returns a function that reads a text as `kind`; it raises an `argparse.ArgumentTypeError` unless `is_sane`."""
 
     def parse(text: str) -> Any:
         try:
             value = kind(text)
             if (isinstance(value, str) or math.isfinite(value)) and is_sane(value):
                 return value
-        except (ValueError, OverflowError):  # not a number, or a whole one too large for math.isfinite
+        except (ValueError, OverflowError):  # no number, or too large for math.isfinite
             pass
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
@@ -60,12 +60,12 @@ SAMPLING = {
 
 
 def option(default: Any, parse: Parse | None, explanation: str) -> Any:
-    """A field of a dataclass that is also an option of the command line; without `parse` it is a flag."""
+    """Returns a dataclass field that is also an option of the command line, a flag if `parse` is None."""
     return field(default=default, metadata={"parse": parse, "help": explanation})
 
 
 def checked(name: str, value: Any, kind: type, parse: Parse | None) -> Any:
-    """Reads an argument of Python as the command line reads its text."""
+    """Checks an argument that was passed in Python like its text on the command line, and returns its value."""
     expected = {str: "a text", bool: "True or False"}.get(kind, "a number")
     fits = isinstance(value, kind) if kind in (str, bool) else not isinstance(value, str | bool)
     try:
@@ -77,7 +77,7 @@ def checked(name: str, value: Any, kind: type, parse: Parse | None) -> Any:
 
 
 def _check_fields(options: Any) -> None:
-    """Replaces the values of a frozen dataclass of options by checked ones."""
+    """Checks the values of a frozen dataclass of options, and replaces them by the checked ones."""
     for each in fields(options):
         value = getattr(options, each.name)
         if value is not each.default:
@@ -87,7 +87,7 @@ def _check_fields(options: Any) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of one run; each field is also an option of the command line."""
+    """The settings that decide the result of a run; each field is also an option of the command line."""
 
     seed: int = option(0, seed, "where the weights, the batches and the dropout start")
     steps: int = option(SIZES["tiny"]["steps"], count, "parameter updates")
@@ -120,7 +120,7 @@ class Settings:
 
 
 def completed(size: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to the settings that were named those that a size and an optimizer stand for.
+    """Returns the given settings, and otherwise those of the size and the learning rate of the optimizer.
 
     Example:
       >>> completed("small", {"layers": 6, "optimizer": "adamw"})["learning_rate"]
@@ -183,9 +183,9 @@ class Layout:
         return self.process_id in (None, 0)
 
     def sizes(self, devices: int, settings: Settings) -> Sizes:
-        """Settles how many devices each axis of the mesh has.
+        """Returns the number of devices along each axis of the mesh.
 
-        Without any size given, as many devices as divide the batch are used; otherwise all of them, or none.
+        Without any number given, as many devices are used as divide the batch; otherwise all devices must be used.
         """
         shared = self.fsdp * self.context * self.tensor
         data = self.data_parallel

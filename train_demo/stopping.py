@@ -1,8 +1,7 @@
-"""Ctrl-C and SIGTERM while a run is trained: answered at once, heeded after the dispatch that runs.
+"""Handles Ctrl-C and SIGTERM in a training: acknowledges them at once, and stops after the current dispatch.
 
-A handler in Python runs only when the main thread executes Python, which it does not while XLA compiles or computes.
-So a thread reads the signals' numbers from a socket, says that they came, and ends a process that does not stop in
-time.
+A handler in Python runs only when the main thread executes Python, not while XLA compiles or computes. So a thread
+reads the signals' numbers from a socket, prints that they came, and ends a process that does not stop in time.
 """
 
 import os
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-GRACE = 9  # seconds that SIGTERM leaves for the step that runs, and for the checkpoint
+GRACE = 9  # seconds from SIGTERM until the current step and the checkpoint must be done
 STOPPING = {
     signal.SIGINT: "Stopping after this step, then saving (Ctrl-C again: stop at once)",
     signal.SIGTERM: "Terminated: stopping after this step, then saving",
@@ -26,10 +25,10 @@ TOO_LATE = b"Terminated before a step ended: python -m train_demo --resume goes 
 
 
 class Stop:
-    """Whether a run was asked to stop, and by which signal.
+    """The state of a request to stop.
 
     Attributes:
-      number: The signal's; None as long as there was none.
+      number: The number of the signal; None without a request.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class Stop:
         self._dispatches = 0
 
     def asked(self) -> bool:
-        """Returns whether to stop after this dispatch; several processes agree on the dispatch, after SIGTERM alone."""
+        """Returns True if the run stops after this dispatch; several processes agree on it, and only heed SIGTERM."""
         self._dispatches += 1
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self._dispatches):
             self.number = signal.SIGTERM
@@ -46,10 +45,10 @@ class Stop:
 
 @contextmanager
 def heeded(say: Callable[[str], Any], several_processes: bool) -> Iterator[Stop]:
-    """Turns the first Ctrl-C or SIGTERM into a request; the second one does what it did before."""
+    """Turns the first Ctrl-C or SIGTERM into a request to stop; the next one has its previous handler."""
     stop = Stop()
     if several_processes or threading.current_thread() is not threading.main_thread():
-        yield stop  # only a main thread may say what a signal does
+        yield stop  # only a main thread may set handlers
         return
     before = {number: signal.getsignal(number) for number in STOPPING}
 
@@ -79,7 +78,7 @@ def _set_handlers(handlers: dict[Any, Any]) -> None:
 
 
 def _watch(reader: socket.socket, say: Callable[[str], Any]) -> None:
-    """Reads the numbers of signals until the socket is closed; ends the process where that takes too long."""
+    """Reads the numbers of signals until the socket is closed; ends the process `GRACE` seconds after SIGTERM."""
     try:
         while numbers := reader.recv(1):
             if numbers[0] == signal.SIGTERM:

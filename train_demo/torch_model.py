@@ -1,13 +1,13 @@
-"""The demo's transformer in PyTorch, which needs nothing else; `train_demo export` puts this file beside the weights.
+"""The demo's transformer in PyTorch alone; `train_demo export` puts this file beside the weights.
 
-It has no cache: every token takes a pass over the whole text.
+There is no cache: each new token takes a pass over the whole text.
 """
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-EPSILON = 1e-6  # Flax's, of both norms
+EPSILON = 1e-6  # as in Flax's norms
 
 
 class Attention(nn.Module):
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotary positions, `x` being `[batch, length, heads, size]`: pairs are a feature of each half."""
+    """Applies rotary positions to `[batch, length, heads, size]`; a pair is one feature of each half."""
     size = x.shape[-1]
     frequencies = (1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)).float()
     angle = (positions.float()[:, None] * frequencies)[:, None].repeat(1, 1, 2)
@@ -55,7 +55,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a small network; each adds to its input."""
+    """A pre-norm transformer block: attention, then an MLP, each added to its input."""
 
     def __init__(self, features: int, heads: int, context_length: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class TokenShift(nn.Module):
-    """Adds the embeddings of the tokens before, each times a vector."""
+    """Adds the embeddings of the tokens before each token, scaled feature by feature."""
 
     def __init__(self, distance: int, features: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class TokenShift(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model; its arguments are what `config.json` has as `model`."""
+    """The model; its arguments are those under `model` in `config.json`."""
 
     def __init__(
         self, vocabulary_size: int, layers: int, features: int, heads: int, context_length: int, token_shift: int = 2
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(features, vocabulary_size, bias=False)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Returns the logits of the token after each: int64 `[batch, length]` to `[batch, length, vocabulary]`."""
+        """Turns int64 tokens `[batch, length]` into logits of the tokens after each, `[batch, length, vocabulary]`."""
         x = self.shift(self.embedding(numbers))
         for block in self.blocks:
             x = block(x)
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def continued(model: nn.Module, numbers: list[int], length: int) -> list[int]:
-    """The `length` likeliest tokens after the given ones, one after the other."""
+    """Returns `length` tokens after the given ones, each the likeliest."""
     for _ in range(length):
         numbers = [*numbers, int(model(torch.tensor([numbers]))[0, -1].argmax())]
     return numbers[-length:]

@@ -1,4 +1,4 @@
-"""The training loop: it measures, saves, shows what it does, and can be stopped and resumed at any step."""
+"""The training loop, which measures, saves and shows its progress, and can be stopped and resumed at any step."""
 
 import contextlib
 import math
@@ -29,15 +29,15 @@ from train_demo.settings import Layout
 from train_demo.update import MOST_STEPS, State, largest_score, make_optimizer, make_update, make_updates, make_validate
 from train_demo.vocabulary import visible
 
-SAMPLE = 64  # tokens of what is written at each validation
-WIDTH = 66  # columns of it on the terminal
-DISPATCH = 0.25  # seconds of steps that are dispatched at once: so soon Ctrl-C is heeded, and the bar moves
-IN_STEP = 8  # steps in each dispatch of several processes, which must not disagree
+SAMPLE = 64  # tokens of the sample at each validation
+WIDTH = 66  # columns of the sample on the terminal
+DISPATCH = 0.25  # seconds of one dispatch, after which Ctrl-C is handled and the bar moves
+IN_STEP = 8  # steps in one dispatch of several processes, which must agree
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, where it is computed and where it writes, and what follows from that."""
+    """The configuration, data, folder and devices of a run."""
 
     config: Config
     text: Text
@@ -58,11 +58,11 @@ class Run:
 
     @cached_property
     def shardings(self) -> State | None:
-        """Where the arrays of the state lie; None on one device."""
+        """The shardings of the state; None on one device."""
         return mesh.shardings(self.mesh, self.shapes)
 
     def say(self, text: str, style: str | None = None) -> None:
-        """Shows a text on the terminal, which it cannot command."""
+        """Prints a text, without control characters."""
         self.console.print(printable(text), style=style)
 
     def first_state(self) -> State:
@@ -78,15 +78,15 @@ class Run:
 
 
 class Dispatch:
-    """Chooses how many steps to dispatch at once from how long the ones before took; this changes no result."""
+    """Chooses the number of steps in a dispatch by the time of those before; results do not depend on it."""
 
     def __init__(self, fixed: bool):
         self._fixed, self.steps = fixed, IN_STEP if fixed else 1
-        self._since: float | None = None  # the first dispatch compiles, and says nothing about the ones after it
+        self._since: float | None = None  # None until the first dispatch, which compiles, has ended
         self._taken, self._seconds = 0, 0.0
 
     def took(self, steps: int) -> None:
-        """Notes that so many steps have ended since the last call of this or of `pause`."""
+        """Records that this many steps have ended since the last call of `took` or `pause`."""
         now = time.perf_counter()
         if self._since is not None:
             seconds = max(now - self._since, 1e-6)
@@ -96,25 +96,25 @@ class Dispatch:
         self._since = now
 
     def pause(self) -> None:
-        """Notes that something else took time."""
+        """Starts the time of the next dispatch after something else than steps."""
         self._since = time.perf_counter()
 
     @property
     def speed(self) -> float:
-        """Steps per second so far, without what came between them; 0 before that is known."""
+        """Steps per second so far, without compiling and pauses; 0 if not known yet."""
         return self._taken / self._seconds if self._taken else 0.0
 
 
 def train(
     config: Config, text: Text, out: Path, resume: bool, layout: Layout, quiet: bool, samples: bool, began: float
 ) -> int:
-    """Trains to the last step, or until Ctrl-C or SIGTERM; leaves checkpoints, metrics and pictures in the folder."""
+    """Trains to the last step, or until Ctrl-C or SIGTERM; returns 0, or 128 + the number of the signal."""
     config = replace(config, settings=replace(config.settings, dtype=chosen_dtype(config.settings)))
     devices = mesh.make(layout.sizes(jax.device_count(), config.settings))
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
     run = Run(config, text, out, layout, devices, console, began)
     options = (config.settings, config.sha256, layout.alone(), resume)
-    processes.refuse_differences("the options", repr(options))  # and every process has looked at the folder
+    processes.refuse_differences("the options", repr(options))  # and waits until all have read the folder
     with mesh.use(devices), sole_writer(out) if layout.first else contextlib.nullcontext():
         if layout.first:
             write_config(out, config)
@@ -178,10 +178,10 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
             step = end
             stop, last = stop_request.asked(), step == settings.steps
             measure, keep = last or step % settings.eval_every == 0, last or stop or step % settings.save_every == 0
-            # Reading losses waits for them: a dispatch late, when the device has the next one to do.
+            # Reading losses waits for them, so it is done a dispatch later, when the device has the next one to run.
             while len(unread) > (0 if measure or keep else 1):
                 taken, losses = unread.pop(0)
-                for number, loss in zip(taken, np.asarray(losses), strict=False):  # there are fewer steps than places
+                for number, loss in zip(taken, np.asarray(losses), strict=False):  # more losses than steps
                     last_loss = log.loss("loss", number, loss)
                     if number == start + 1:
                         run.say(f"the first step is done {log.seconds:.1f} s after the start")
@@ -208,27 +208,27 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
 
 
 def next_stop(step: int, last: int, *every: int) -> int:
-    """Finds the first step after `step` that a dispatch must not go beyond."""
+    """Returns the next step after `step` at which a dispatch must end: the last one, or a multiple of a number."""
     return min(last, *(step + number - step % number for number in every))
 
 
 def _programs(run: Run) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Makes what takes steps, and what validates, both of which compile when they are called first."""
+    """Makes the functions `updates` and `validate`, which compile when they are first called."""
     structure, _ = run.blueprint
     update = make_update(structure, run.config.settings, run.layout, run.text.packed)
     return make_updates(update, run.shardings), make_validate(structure, run.text.packed)
 
 
 def _inputs(run: Run) -> tuple[Array, Array]:
-    """Puts what steps train on, and the windows of the validation part, on the devices."""
+    """Puts the training characters and the validation windows on the devices."""
     parts = mesh.batch_parts()
-    together = -(-WINDOWS // parts) * parts  # so many that every part of the mesh has equally many of them
+    together = -(-WINDOWS // parts) * parts  # a multiple of the parts of the batch
     windows = validation_windows(run.text.validation, run.config.settings.context_length, together)
     return mesh.put(run.mesh, run.text.training), mesh.put(run.mesh, windows, None, mesh.BATCH)
 
 
 def _scores(run: Run, params: Params) -> dict[str, Array]:
-    """Computes the largest attention score in the first windows of the validation part, in one process, if asked."""
+    """Computes the largest attention score in the first validation windows, in process 0, if `max_score` is set."""
     if not run.config.settings.max_score:
         return {}
     params = mesh.fetch(run.mesh, params)
@@ -241,22 +241,22 @@ def _scores(run: Run, params: Params) -> dict[str, Array]:
 
 
 def _sample(run: Run, log: metrics.Log, step: int, params: Params) -> None:
-    """Writes and shows a short text; nothing that the training computes depends on it."""
+    """Generates, logs and prints a short text, which does not change the training."""
     params = mesh.fetch(run.mesh, params)
     if run.layout.first:
         prompt = run.config.prompt
         with mesh.leave():
-            text = _written(run, run.alone(params), SAMPLE)
+            text = _generated(run, run.alone(params), SAMPLE)
         log.sample(step, prompt, text)
         run.say(f"{'':13}{one_line(prompt + text)}", style="dim")
 
 
-def _written(run: Run, model: Transformer, tokens: int) -> str:
+def _generated(run: Run, model: Transformer, tokens: int) -> str:
     return "".join(piece for (piece,) in generate(model, run.config.vocabulary, [run.config.prompt], tokens))
 
 
 def one_line(text: str) -> str:
-    """Shows the beginning of a text on one line of a terminal."""
+    """Returns the beginning of a text as one line of a terminal."""
     return set_cell_size(printable(visible(text)), WIDTH).rstrip()
 
 
@@ -270,13 +270,13 @@ def _conclude(run: Run, tokens_per_second: float) -> None:
 
 
 def _finish(run: Run, model: Transformer) -> None:
-    from train_demo import plots, report  # Matplotlib takes half a second, and no step needs it
+    from train_demo import plots, report  # here, because importing Matplotlib takes half a second
 
     out, prompt = run.out, run.config.prompt
     run.say("Drawing the pictures, and writing a sample ...")
     plots.draw(out, model, run.config)
     report.write(out, run.config)
-    text = _written(run, model, 500)
+    text = _generated(run, model, 500)
     run.console.rule("a sample", style="dim")
     run.say(prompt + text)
     run.console.rule(style="dim")

@@ -1,4 +1,4 @@
-"""The pure functions of training: one update of the state, or several, and the loss over the validation windows."""
+"""The pure functions of a training: the optimizer, one or several updates of the state, and the validation loss."""
 
 import functools
 from collections.abc import Callable
@@ -18,38 +18,37 @@ from train_demo.data import FIRST
 from train_demo.model import Params, Transformer
 from train_demo.settings import Layout, Settings
 
-# By the name of the layer: the axes that Muon takes for the rows and for the columns of a matrix.
+# For each layer with a matrix: the axes that Muon treats as rows and as columns.
 _heads_out, _heads_in = MuonDimensionNumbers(0, (1, 2)), MuonDimensionNumbers((0, 1), 2)
 ORTHOGONALIZED = dict.fromkeys(("query", "key", "value"), _heads_out) | {"out": _heads_in}
 ORTHOGONALIZED |= {name: MuonDimensionNumbers(0, 1) for name in ("widen", "narrow")}
-# Coefficients of the steps that make a matrix roughly orthogonal, each `a X + b (X X^T) X + c (X X^T)^2 X`: the first
-# three of the five of Dion (arXiv 2504.05295). The other two make singular values more alike, which took time and gave
-# the same loss.
+# Coefficients of the steps `a X + b (X X^T) X + c (X X^T)^2 X`, which make a matrix roughly orthogonal: the first three
+# of the five of Dion (arXiv 2504.05295). The other two took time, and gave the same loss.
 NEWTON_SCHULZ = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037))
 WARM_UP = 20  # steps
-MOST_STEPS = 128  # in one dispatch
-REFERENCE_FEATURES = 128  # where the head learns as fast as the rest
+MOST_STEPS = 128  # the largest number of steps in one dispatch
+REFERENCE_FEATURES = 128  # the width at which the head has the learning rate of other layers
 
 
 class State(NamedTuple):
-    """All that an update changes."""
+    """The arrays that an update changes."""
 
     params: Params
     optimizer: optax.OptState
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """The optimizer; the learning rate warms up, then falls linearly to 0 at the last step.
+    """Makes the optimizer; its learning rate warms up, then falls linearly to 0 at the last step.
 
     Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon) makes the momentum of each matrix orthogonal, so that
-    all directions learn at one speed; AdamW has what is no matrix between features: embedding, head, scales.
+    all directions learn at one speed; AdamW updates the other parameters: embedding, head and scales.
     """
     schedule = _schedule(settings.learning_rate, settings.steps)
     if settings.optimizer == "adamw":
         adamw = optax.adamw(schedule, b2=0.99, weight_decay=0.1, mask=_matrices)
         return optax.chain(optax.clip_by_global_norm(1.0), adamw)
     muon = optax.contrib.muon(schedule, NEWTON_SCHULZ, adam_b2=0.99, muon_weight_dimension_numbers=_orthogonalized)
-    # Each logit adds up `features` numbers, which all move by the learning rate (muP, arXiv 2203.03466).
+    # A logit is a sum over `features`, all of which change by the learning rate (muP, arXiv 2203.03466).
     head = optax.masked(optax.scale(REFERENCE_FEATURES / settings.features), _of_head)
     return optax.chain(muon, head)
 
@@ -60,10 +59,10 @@ Step = Callable[[State, Int[Array, ""], Int[Array, " S"]], tuple[State, Float[Ar
 def make_update(
     structure: nnx.GraphDef[Transformer], settings: Settings, layout: Layout | None = None, packed: bool = False
 ) -> Step:
-    """Makes `update(state, step, characters) -> (state, loss)`, to be compiled: one step of the training.
+    """Makes `update(state, step, characters) -> (state, loss)`, one step of the training, not compiled.
 
-    The batch and the dropout are drawn from the seed and the step alone, so that a resumed run draws the same ones.
-    (Dropout of an accumulated batch depends on how it is split, too.)
+    Batch and dropout depend on the seed and the step only, so that a resumed run repeats them. (The dropout of an
+    accumulated batch also depends on its number of parts.)
     """
     optimizer, layout = make_optimizer(settings), layout or Layout()
 
@@ -79,7 +78,7 @@ def make_update(
             loss, gradients = jax.value_and_grad(loss_of)(state.params, mesh.split_batch(windows), dropout_key)
         else:
             loss, gradients = _accumulated(loss_of, state.params, windows, dropout_key, layout.accumulate)
-        if packed:  # of all windows together: parts of the batch may predict more or fewer tokens than others
+        if packed:  # by the share in the whole batch, because it differs between parts
             share = predicted_share(windows)
             loss, gradients = jax.tree.map(lambda x: x / share, (loss, gradients))
         updates, optimizer_state = optimizer.update(mesh.as_stored(gradients), state.optimizer, state.params)
@@ -89,15 +88,15 @@ def make_update(
 
 
 def compiled(function: Callable[..., tuple[State, Array]], shardings: State | None = None) -> jax.stages.Wrapped:
-    """Compiles a function of a state, which is used up, that returns the next one, and losses."""
+    """Returns a jitted function from a state, whose arrays it reuses, to the next state and losses."""
     return jax.jit(function, donate_argnums=0, out_shardings=None if shardings is None else (shardings, P()))
 
 
 def make_updates(update: Step, shardings: State | None = None) -> jax.stages.Wrapped:
     """Makes `updates(state, first, steps, characters) -> (state, losses)`, compiled: several steps of `update`.
 
-    The number of steps, at most `MOST_STEPS`, is an argument of one and the same loop: however a run is cut into
-    dispatches, it computes the same bits. Of the `[MOST_STEPS]` losses only those of the steps taken mean something.
+    The number of steps, at most `MOST_STEPS`, is an argument of one compiled loop, so that the results do not depend on
+    how a run is cut into dispatches. Only the first `steps` of the `[MOST_STEPS]` losses are meant.
     """
 
     def updates(
@@ -119,7 +118,7 @@ def _accumulated(
     key: Key[Array, ""],
     rounds: int,
 ) -> tuple[Float[Array, ""], Params]:
-    """Computes the loss and its gradients in rounds, one after the other."""
+    """Computes the loss and its gradients in `rounds` parts of the batch, one after the other."""
     windows = mesh.split_batch(windows.reshape(rounds, -1, windows.shape[-1]), axis=1)
 
     def add(total: tuple[Array, Params], some: tuple[Array, Array]) -> tuple[tuple[Array, Params], None]:
@@ -154,7 +153,7 @@ def largest_score(
 
 
 def unpack(windows: Int[Array, "*B T"]) -> tuple[Int[Array, "*B T"], Int[Array, "*B T"], Bool[Array, "*B T"]]:
-    """Takes the marks off the first tokens of documents: returns the tokens, their documents, and where marks were.
+    """Removes the bit `FIRST`: returns tokens, the number of each token's document, and where a document begins.
 
     Example:
       >>> numbers, segment_ids, first = unpack(jnp.array([7, 8, 5 | FIRST, 6]))
@@ -166,7 +165,7 @@ def unpack(windows: Int[Array, "*B T"]) -> tuple[Int[Array, "*B T"], Int[Array, 
 
 
 def predicted_share(windows: Int[Array, "*B T+1"]) -> Float[Array, ""]:
-    """Computes the share of the tokens after the first of each window that are predicted."""
+    """Computes the share of predicted tokens among those after the first of each window."""
     return 1 - (windows[..., 1:] >= FIRST).mean()
 
 
@@ -178,12 +177,12 @@ def _schedule(learning_rate: float, steps: int) -> optax.Schedule:
 
 
 def _matrices(params: Params) -> Params:
-    """Only matrices decay: a scale has no reason to be small."""
+    """Returns a tree of bools: True for the parameters with weight decay, all but scales."""
     return jax.tree.map_with_path(lambda path, _: path[-1].key != "scale", params)
 
 
 def _orthogonalized(params: Params) -> Params:
-    """Which axes of each matrix are summed over, and which ones come out; None for what AdamW has."""
+    """Returns a tree with the axes of each matrix that Muon updates; None for parameters of AdamW."""
     return jax.tree.map_with_path(lambda path, _: ORTHOGONALIZED.get(path[-2].key), params)
 
 
@@ -194,7 +193,7 @@ def _of_head(params: Params) -> Params:
 def _loss(
     model: Transformer, windows: Int[Array, "B T+1"], rngs: nnx.Rngs | None, remat: bool = False, packed: bool = False
 ) -> Float[Array, ""]:
-    """The mean over all places, of which those that are not predicted count as 0."""
+    """Computes the mean loss over all tokens; those that are not predicted count as 0."""
     segment_ids = None
     if packed:
         windows, segments, first = unpack(windows)

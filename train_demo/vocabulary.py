@@ -1,4 +1,4 @@
-"""The tokens: the distinct characters of the data. Texts become numbers, and numbers texts again."""
+"""The vocabulary: turns characters into numbers, and numbers into characters."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from train_demo.errors import UserError
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Every one of these characters, which are in the order of their code points, is a token.
+    """The tokens: the distinct characters of the data, in the order of their code points.
 
     Example:
       >>> Vocabulary("ab").encode("abba")
@@ -43,5 +43,5 @@ class Vocabulary:
 
 
 def visible(text: str) -> str:
-    """Shows white space: one character each, so that a text stands on one line."""
+    """Replaces white space by visible characters, so that a text is on one line."""
     return text.translate({32: "␣", 10: "↵", 9: "⇥"})
