@@ -70,7 +70,8 @@ def test_a_step_copies_no_cache(case):
     program, size = compiled(**case)
     analysis = program.memory_analysis()
     of_new = case.get("number", 1) * B * N * H * 4  # queries, keys, values and outputs, in parts
-    assert analysis.temp_size_in_bytes <= 2 * 2**20 + size / 100 + 6 * of_new
+    # Three arrays of at most 256 K scores, or a block of keys and values of 2 MiB and the scores of it.
+    assert analysis.temp_size_in_bytes <= 3 * 2**20 + size / 100 + 6 * of_new
     assert analysis.alias_size_in_bytes >= size  # what is donated is written to
 
 

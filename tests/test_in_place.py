@@ -168,21 +168,26 @@ def test_batch_axes_and_halves():
         assert_same(got.astype(jnp.float32), expected.astype(jnp.float32), float(jnp.finfo(dtype).eps) * 2)
 
 
-def test_one_block_in_bfloat16(monkeypatch):
-    """Where the CPU multiplies bfloat16, and the scale is a power of two: as exact as weights rounded to bfloat16."""
+def test_products_in_bfloat16(monkeypatch):
+    """Where the CPU multiplies bfloat16, in blocks and in one: as exact as weights rounded to bfloat16."""
     monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 128)
     monkeypatch.setattr(schedule, "_cpu_features", lambda: {"avx512_bf16"})
     chosen, original = [], schedule.blocks_in_place
     monkeypatch.setattr(schedule, "blocks_in_place", lambda call: chosen.append(original(call)) or chosen[-1])
     query, key, value = (x.astype(jnp.bfloat16) for x in arrays(1))
-    for scale, residual, dtype in ((0.25, False, jnp.bfloat16), (0.25, True, None), (0.3, False, None)):
+    exact = [x.astype(jnp.float32) for x in (query, key, value)]
+    for scale, residual, offset, dtype in (
+        (0.25, False, S, "bfloat16"),
+        (0.3, False, 10, "bfloat16"),
+        (0.3, True, S, "float32"),
+    ):
         call = functools.partial(
-            dot_product_attention, implementation="xla", scale=scale, return_residual=residual, query_offset=S
+            dot_product_attention, is_causal=True, scale=scale, return_residual=residual, query_offset=offset
         )
-        got = jax.jit(functools.partial(call, is_causal=True))(query, key, value)
-        assert chosen[-1].whole_dtype == dtype
-        exact = call(*(x.astype(jnp.float32) for x in (query, key, value)))
-        assert_same(jax.tree.map(lambda x: x.astype(jnp.float32), got), exact, 2**-8)
+        got = jax.jit(functools.partial(call, implementation="xla"))(query, key, value)
+        assert chosen[-1].dtype == dtype
+        want = call(*exact, implementation="blockwise")
+        assert_same(jax.tree.map(lambda x: x.astype(jnp.float32), got), want, 2**-8)
 
 
 def test_a_mapped_axis_of_length_0():

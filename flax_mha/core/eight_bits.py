@@ -39,10 +39,15 @@ def _quantize_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple:
     )
 
 
-def dequantize(x: Array, scale: Float[Array, "... 1"], dtype: DTypeLike) -> Array:
-    """Returns the vectors that these numbers, or the bits of `float8_e4m3fn` in uint8, and scales stand for."""
+def as_floats(x: Array, dtype: DTypeLike) -> Array:
+    """Converts numbers, also the bits of `float8_e4m3fn` in uint8, to floats."""
     if x.dtype == jnp.uint8:  # a float16 with their sign, exponent and fraction is 2^-8 of their number
         signed = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
         bits = (signed << jnp.int16(7)) & jnp.int16(-0x4001)
-        x, scale = lax.bitcast_convert_type(bits, jnp.float16), scale * 256
-    return (x.astype(jnp.float32) * scale).astype(dtype)
+        x = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * 256
+    return x.astype(dtype)
+
+
+def dequantize(x: Array, scale: Float[Array, "... 1"], dtype: DTypeLike) -> Array:
+    """Returns the vectors that numbers in 8 bits and their scales stand for."""
+    return (as_floats(x, jnp.float32) * scale).astype(dtype)

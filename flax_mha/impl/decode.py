@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
-from flax_mha.core.eight_bits import dequantize
+from flax_mha.core.eight_bits import as_floats, dequantize, is_quantized
 from flax_mha.core.tile import Grid, Scalar, Tile
 from flax_mha.core.tracing import by_mapped_axis, platform, varying_alike, varying_as
 from flax_mha.impl import dense
@@ -53,12 +53,17 @@ from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 Results = tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None]
 
 
+# XLA's CPU reads floats of these dtypes faster as their bits: it converts what it computes in them.
+BITS = {"float8_e4m3fn": jnp.uint8, "bfloat16": jnp.uint16}
+
+
 class BatchSlice(NamedTuple):
     """Queries of all batch entries, or of one, whose batch axes then have length 1, and what makes their scores.
 
     Attributes:
       first: The first of these batch entries, an index for each batch axis.
-      query: Their queries, scaled, in the dtype of the products; like the rest with leading axes for batch and heads.
+      query: Their queries in the dtype of the products; like the rest with leading axes for batch and heads.
+      query_scale: Multiplies the products, if queries would be rounded by it; None if they are scaled.
       key: Of all batch entries, where they are.
       value: The same.
       flags: Infinity for the queries that were not finite and are 0 now (`nonfinite.py`); None where none was looked
@@ -66,18 +71,19 @@ class BatchSlice(NamedTuple):
       row: The row of the first of these queries.
       inputs: Bias, sink and captured arrays, which enter the scores besides the products.
       rule: How products become scores.
-      scale: Of all keys and values in 8 bits (`KVCache.scale`).
+      cache_scale: Of all keys and values in 8 bits (`KVCache.scale`).
     """
 
     first: tuple[Scalar, ...]
     query: Float[Array, "*B K G t H"]
+    query_scale: Float[Array, "*#B 1 1 1 1"] | None
     key: Shaped[Array, "*B S K H"]
     value: Shaped[Array, "*B S K Hv"]
     flags: Float[Array, "*B K G t"] | None
     row: Scalar
     inputs: ScoreInputs
     rule: ScoreRule
-    scale: Float[Array, "*B S K _"] | None = None
+    cache_scale: Float[Array, "*B S K _"] | None
 
 
 def attention(call: Call) -> OutputAndLse:
@@ -112,9 +118,9 @@ def _differentiable(
 ) -> OutputAndLse:
     arrays = query, key, value, scale, inputs, rule, cache_scale
     query, key, value, scale, inputs, rule, cache_scale = varying_alike(arrays)
-    groups, dtype = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
-    queries = split_heads(query.astype(dtype) * scale.astype(dtype), groups)
-    return to_caller(_mapped(blocks)(queries, key, value, inputs, rule, cache_scale), query.dtype)
+    queries = split_heads(query, (key.shape[-2], query.shape[-2] // key.shape[-2]))
+    scale = scale.astype(rule.dtype).reshape((1,) * queries.ndim)
+    return to_caller(_mapped(blocks)(queries, key, value, scale, inputs, rule, cache_scale), query.dtype)
 
 
 @_differentiable.defjvp
@@ -124,7 +130,9 @@ def _differentiable_jvp(
     *_, rule, cache_scale = primals  # what these hold has no gradient
 
     def dense_of(query: Array, key: Array, value: Array, scale: Array, inputs: ScoreInputs) -> OutputAndLse:
-        key, value = (_floats(x, cache_scale, place, rule.dtype) for place, x in enumerate((key, value)))
+        if cache_scale is not None:
+            scales = _by_place(cache_scale)
+            key, value = (dequantize(x, scale, rule.dtype) for x, scale in zip((key, value), scales, strict=True))
         head = head_of(query, key, value, scale, inputs, rule, "flags", rule.dtype)
         return dense.map_dense_heads(head, query.dtype, looped_axes)
 
@@ -146,7 +154,7 @@ def _mapped(blocks: KeyBlocks) -> Callable[..., Results]:
             has_keys_and_values += jax.tree.leaves(is_batched[-1])
             if not (size and all(has_keys_and_values)):  # what all share would have to be copied for each
                 axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
-                in_blocks = functools.partial(_attend, blocks._replace(whole_dtype=None))
+                in_blocks = functools.partial(_attend, blocks._replace(wide=None))
                 return jax.vmap(in_blocks, axes)(*operands)
             queries, *others = jax.tree.map(lambda x, batched: x if batched else x[None], operands, tuple(is_batched))
             queries = queries if has_queries else jnp.broadcast_to(queries, (len(others[0]), *queries.shape[1:]))
@@ -163,35 +171,37 @@ def _attend(
     queries: Float[Array, "*B K G T H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
+    scale: Float[Array, "*#B 1 1 1 1"],
     inputs: ScoreInputs,
     rule: ScoreRule,
-    scale: Float[Array, "*B S K _"] | None,
+    cache_scale: Float[Array, "*B S K _"] | None,
 ) -> Results:
-    length = key.shape[-3]
-    everything = BatchSlice((0,) * (queries.ndim - 4), queries, key, value, None, 0, inputs, rule, scale)
-    run, masks = _entries_in_turn if blocks.sequential else _blocks_of_rows, rule.masks_scores(inputs)
-
-    def in_one_block() -> tuple[Results, Array]:
-        blocks_of_all = KeyBlocks(blocks.height, length, sequential=False, block_diagonal=True)
-        return _blocks_of_rows(blocks_of_all, everything._replace(query=queries.astype(blocks.whole_dtype)))
+    length, is_narrow, first = key.shape[-3], blocks.dtype != rule.dtype, (0,) * (queries.ndim - 4)
+    scaled = queries.astype(rule.dtype) * scale
+    query, query_scale = (queries.astype(blocks.dtype), scale) if is_narrow else (scaled, None)
+    everything = BatchSlice(first, query, query_scale, key, value, None, 0, inputs, rule, cache_scale)
+    masks, wide = rule.masks_scores(inputs), blocks.wide
 
     def again() -> Results:
-        part = everything
+        part = everything._replace(query=scaled, query_scale=None)
         if masks:  # else NaN and infinity propagate by themselves, if no product mixes heads
-            flags = nonfinite.flag_rows(queries)
-            part = part._replace(query=nonfinite.zero_rows(queries, flags), flags=flags)
-        return run(blocks._replace(block_diagonal=False), part)[0]
+            flags = nonfinite.flag_rows(scaled)
+            part = part._replace(query=nonfinite.zero_rows(scaled, flags), flags=flags)
+        return _run(blocks._replace(block_diagonal=False), part)[0]
 
-    may_be_whole = blocks.whole_dtype is not None and math.prod(queries.shape[:-1]) * length <= blocks.max_scores
-    if may_be_whole:
+    if wide is not None and math.prod(queries.shape[:-1]) * length <= wide.max_scores:
         most_seen = _seen(blocks, everything, length).mean() > 0.5
-        results, flag = lax.cond(most_seen, in_one_block, lambda: run(blocks, everything))
+        results, flag = lax.cond(most_seen, lambda: _run(wide, everything), lambda: _run(blocks, everything))
     else:
-        results, flag = run(blocks, everything)
-    if masks or blocks.block_diagonal or may_be_whole:
+        results, flag = _run(blocks, everything)
+    if masks or blocks.block_diagonal or wide is not None or is_narrow:
         finite = jnp.isfinite(results[0]).all() & jnp.isfinite(flag).all()
         results = lax.cond(finite, lambda: results, again)
     return results
+
+
+def _run(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
+    return (_entries_in_turn if blocks.sequential else _blocks_of_rows)(blocks, part)
 
 
 def _entries_in_turn(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
@@ -200,8 +210,9 @@ def _entries_in_turn(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Floa
 
     def one_entry(i: Int[Array, ""]) -> tuple[Results, Array]:
         place = jnp.unravel_index(i, batch)
-        query, flags, inputs, rule = _of_entry((part.query, part.flags, part.inputs, part.rule), place)
-        own = part._replace(first=place, query=query, flags=flags, inputs=inputs, rule=rule)
+        arrays = part.query, part.query_scale, part.flags, part.inputs, part.rule
+        query, scale, flags, inputs, rule = _of_entry(arrays, place)
+        own = part._replace(first=place, query=query, query_scale=scale, flags=flags, inputs=inputs, rule=rule)
         return _blocks_of_rows(blocks, own)
 
     answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
@@ -260,81 +271,85 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
     """Takes in block i of the keys."""
     (length, num_heads), axes = part.key.shape[-3:-1], part.query.ndim - 2
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
-    k, v = (_floats_of_block(x, part, column, blocks.width, place) for place, x in enumerate((part.key, part.value)))
-    flags = None
+    dtype = part.query.dtype
+    k, v = (as_floats(_block(x, part, column, blocks.width, dtype), dtype) for x in (part.key, part.value))
+    k_scale = v_scale = flags = None
+    if part.cache_scale is not None:
+        k_scale, v_scale = _by_place(_block(part.cache_scale, part, column, blocks.width, part.rule.dtype))
     if part.flags is not None:
-        k, v, of_keys = nonfinite.zero_keys(k, v)
+        if k_scale is None or v_scale is None:
+            k, v, of_keys = nonfinite.zero_keys(k, v)
+        else:  # numbers in 8 bits are finite; if a key or value was not, its scale is NaN
+            k_scale, v_scale, of_keys = nonfinite.zero_keys(k_scale, v_scale)
         flags = NonfiniteFlags(part.flags, vectors_by_head(of_keys, (num_heads, 1)))
+    k_scale, v_scale = jax.tree.map(lambda x: vectors_by_head(x[..., 0], (num_heads, 1)), (k_scale, v_scale))
 
     def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
-        product, inputs, rule, flags, (state, flag) = own
+        product, query_scale, k_scale, v_scale, inputs, rule, flags, (state, flag) = own
+        raw = product
+        product = product if query_scale is None else product * query_scale
+        product = product if k_scale is None else product * k_scale[None, :]
         tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets.values, ring=rule.ring)
         poison = None if flags is None else flags.key_poison()
         s = rule.tile(product, inputs.cut(tile), tile, poison)
         if length % blocks.width:  # and begins with keys of the one before
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
         row_poison = None if flags is None else flags.row_poison(unmasked=False)
-        state, weights = online_softmax.rescale(state, s, row_poison, part.query.dtype)
+        state, weights = online_softmax.rescale(state, s, row_poison, dtype if v_scale is None else None)
         kept = rule.dropout_multiplier(tile, s.dtype)
-        return state, weights if kept is None else weights * kept, _nonfinite_flag(flag, product, rule)
+        weights = weights if kept is None else weights * kept
+        weights = weights if v_scale is None else weights * v_scale[None, :]
+        return state, weights.astype(dtype), _nonfinite_flag(flag, raw, product, rule)
 
     products = _key_products(part.query, k, part.rule, blocks.block_diagonal)
-    operands = (products, part.inputs, part.rule, flags, carry)
+    operands = (products, part.query_scale, k_scale, v_scale, part.inputs, part.rule, flags, carry)
     state, weights, flag = map_heads(one_head, operands, axes)
     of_values = _value_products(weights, v, part.rule, blocks.block_diagonal)
     return state._replace(output=state.output + of_values), flag
 
 
-def _floats_of_block(
-    x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, place: int
-) -> Float[Array, "*B s K F"]:
-    """The keys or values of a part from this column on; `place` is 0 for keys and 1 for values."""
-    dtype = part.query.dtype
-    if part.scale is None:
-        return _block(x, part, column, width, dtype)
-    scale = _block(part.scale, part, column, width)
-    return _floats(_block(x, part, column, width), scale, place, dtype)
-
-
-def _floats(x: Array, scale: Array | None, place: int, dtype: DTypeLike) -> Array:
-    """Keys or values, dequantized if they have 8 bits; of a scale that serves both, there is one."""
-    return x if scale is None else dequantize(x, scale[..., min(place, scale.shape[-1] - 1), None], dtype)
+def _by_place(scale: Float[Array, "*B S K _"]) -> tuple[Float[Array, "*B S K 1"], Float[Array, "*B S K 1"]]:
+    """The scales of keys and those of values, which may be the same."""
+    return scale[..., :1], scale[..., -1:]
 
 
 def _block(
-    x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike | None = None
+    x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Shaped[Array, "*B s K F"]:
-    """A part of keys, values or their scale, in this dtype; None: as it is, or as bits where these are read faster."""
-    by_bits = x.dtype == jnp.float8_e4m3fn and platform() == "cpu"
-    stored = jnp.uint8 if by_bits else x.dtype
-    dtype = stored if dtype is None else dtype
+    """A part of keys, values or their scale in this dtype; numbers in 8 bits as they are, or float8 as its bits."""
+    bits = BITS.get(x.dtype.name) if platform() == "cpu" else None
+    has_8_bits = is_quantized(x.dtype)
     batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
-    if width == length and batch == x.shape[:-3]:
-        return lax.bitcast_convert_type(x, stored).astype(dtype)
+    if width == length and batch == x.shape[:-3] and not (has_8_bits and bits):
+        return x if has_8_bits else x.astype(dtype)
     start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
     shape = (*batch, width, num_heads, size)
 
     def read() -> Array:
-        bits = lax.bitcast_convert_type(x, stored)
-        return lax.dynamic_slice(bits, start, shape, allow_negative_indices=False).astype(dtype)
+        block = x if bits is None else lax.bitcast_convert_type(x, bits)
+        block = lax.dynamic_slice(block, start, shape, allow_negative_indices=False)
+        return block if has_8_bits else lax.bitcast_convert_type(block, x.dtype).astype(dtype)
 
-    if not by_bits and (x.dtype != jnp.bfloat16 or platform() != "cpu"):
+    if bits is None:
         return read()
     # XLA's CPU converts an array before it takes a part of it, and would do so with all of it before the loop. Nothing
     # is moved out of a branch; that this one is always taken, XLA must not know.
-    nothing = varying_as(x, jnp.zeros(shape, dtype))
+    nothing = varying_as(x, jnp.zeros(shape, bits if has_8_bits else dtype))
     always = lax.optimization_barrier(start[-3]) >= 0
     return lax.cond(always, read, lambda: nothing)
 
 
-def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], rule: ScoreRule) -> Float[Array, ""]:
+def _nonfinite_flag(
+    before: Float[Array, ""], raw: Float[Array, "t s"], products: Float[Array, "t s"], rule: ScoreRule
+) -> Float[Array, ""]:
     """A number that is not finite if a product is not, and if the output does not show that.
 
     NaN and infinity make the output NaN. Minus infinity leaves no trace in it: the weight is 0, although what is not
-    finite in a query or a key should make the output NaN. A soft cap or a `score_mod` may hide all three.
+    finite in a query or a key should make the output NaN. It is there before products are scaled. A soft cap or a
+    `score_mod` may hide all three.
     """
     if rule.soft_cap is None and rule.score_mod is None:
-        return jnp.minimum(before, jnp.min(products))
+        return jnp.minimum(before, jnp.min(raw))
     return before + jnp.sum(products * 0)
 
 

@@ -7,6 +7,7 @@ compiled programs (`benchmarks/compiled.py`); accelerators run all heads togethe
 import functools
 import math
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options
+from flax_mha.core.eight_bits import is_quantized
 from flax_mha.core.tracing import Target, being_traced, is_key, readable
 from flax_mha.impl.shared.head import mask_by_head, one_of
 from flax_mha.impl.shared.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
@@ -66,6 +68,9 @@ MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
 MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
+# So many bytes of keys and values in the dtype of products where that is bfloat16, or the cache has 8 bits, and where
+# most of the keys are visible; so many scores of one batch entry there.
+MAX_BYTES_WIDE, MAX_SCORES_WIDE = 2 * 2**20, 64 * 1024
 # One product serves all heads there (`decode.py`) if K * T * N, which measures its work, is the first at most.
 # All keys may be one block if it is the second at most, and B * T * N * S, which measures its memory, the third.
 MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
@@ -86,18 +91,19 @@ class KeyBlocks(NamedTuple):
       height: Queries of a block.
       width: Keys of a block.
       sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
+      dtype: Of queries, keys and weights in matrix products.
       block_diagonal: Whether one matrix product serves all heads, as `decode.py` describes.
-      whole_dtype: If more than half the cache is visible and there are at most `max_scores` scores, process the cache
-        as one block in this dtype, in which no scaled query is rounded; None disables it.
-      max_scores: Of all batch entries and heads.
+      max_scores: Use these blocks for at most so many scores of all batch entries and heads.
+      wide: Blocks to use instead if more than half of the keys are visible; None: there are none.
     """
 
     height: int
     width: int
     sequential: bool
+    dtype: jnp.dtype
     block_diagonal: bool = False
-    whole_dtype: jnp.dtype | None = None
-    max_scores: int = 0
+    max_scores: int = sys.maxsize
+    wide: "KeyBlocks | None" = None
 
 
 class Plan(NamedTuple):
@@ -205,34 +211,42 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     height = min(queries, MAX_HEIGHT_IN_PLACE)
     if not on_cpu:
         width = MAX_WIDTH_ACCELERATOR if operands.cache_scale is None else MAX_WIDTH_IN_PLACE  # of what is converted
-        return KeyBlocks(height, min(keys, width), sequential=False)
-    numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
-    most = MAX_NUMBERS_IN_PLACE * (1 if operands.cache_scale is None else 2)  # fewer and larger blocks of 8 bits
-    width = max(MIN_WIDTH_IN_PLACE, min(most // numbers // 64 * 64, MAX_WIDTH_IN_PLACE))
-    width = min(keys, width)
+        return KeyBlocks(height, min(keys, width), False, options.dtype)
+    numbers, dtype = num_heads * (operands.key.shape[-1] + operands.value.shape[-1]), _dtype_in_place(call)
+    is_narrow, has_8_bits = dtype != options.dtype, operands.cache_scale is not None
+    widest = min(MAX_BYTES_WIDE // dtype.itemsize // numbers, MAX_SCORES_WIDE // (queries * operands.query.shape[-2]))
+    width = widest if is_narrow or has_8_bits else MAX_NUMBERS_IN_PLACE // numbers
+    width = min(keys, max(MIN_WIDTH_IN_PLACE, min(width // 64 * 64, MAX_WIDTH_IN_PLACE)))
     masked = operands.mask is not None or operands.bias is not None or options.score_mod is not None
     if keys % width and not masked:
         return None  # the last block would have to mask some of its keys
     if options.target.may_be_split:
-        return KeyBlocks(height, width, sequential=False)
+        return KeyBlocks(height, width, False, options.dtype)
     joint = num_heads * height * operands.query.shape[-2] <= MAX_JOINT_ROWS
-    return KeyBlocks(height, width, True, joint, _dtype_of_one_block(call), MAX_SCORES_WHOLE)
+    blocks = KeyBlocks(height, width, True, dtype, joint)
+    wide = blocks._replace(width=max(width, min(widest, keys) // 64 * 64))
+    # Keys of another dtype would have to be converted, all of them at once.
+    rows = queries * operands.query.shape[-2] * num_heads if operands.key.dtype == dtype else sys.maxsize
+    scores = math.prod(operands.query.shape[:-1]) * keys
+    if queries <= MAX_HEIGHT_IN_PLACE and rows <= MAX_JOINT_ROWS_WHOLE and scores <= MAX_SCORES_WHOLE:
+        wide = KeyBlocks(height, keys, False, dtype, True, MAX_SCORES_WHOLE)
+    elif not has_8_bits and num_heads > 1:
+        return blocks
+    return blocks._replace(wide=wide)
 
 
-def _dtype_of_one_block(call: Call) -> jnp.dtype | None:
-    """In what dtype keys that are read in place are multiplied if all of them are one block; None: in blocks only."""
+def _dtype_in_place(call: Call) -> jnp.dtype:
+    """Chooses the dtype of the products of keys that are read in place, on one CPU.
+
+    It is bfloat16 if the CPU has products of it. Then queries are not scaled before, so only weights are rounded, which
+    makes the log-sum-exp less exact.
+    """
     operands, options = call
-    queries, num_heads = operands.query.shape[-3], operands.key.shape[-2]
-    if queries > MAX_HEIGHT_IN_PLACE or queries * operands.query.shape[-2] * num_heads > MAX_JOINT_ROWS_WHOLE:
-        return None
-    dtypes = {x.dtype for x in (operands.query, operands.key, operands.value)}
-    if dtypes == {options.dtype}:
-        return operands.query.dtype
-    # Others would have to be converted, all of them at once. Queries that are scaled by a power of two are not rounded;
-    # that the scale is a number is so under jit. Weights are rounded, which makes the log-sum-exp less exact.
-    exact = operands.scale is None and options.scale > 0 and math.frexp(options.scale)[0] == 0.5
-    narrow = dtypes == {jnp.dtype(jnp.bfloat16)} and exact and not options.return_residual and _may_round(options)
-    return jnp.dtype(jnp.bfloat16) if narrow and {"amx_bf16", "avx512_bf16"} & _cpu_features() else None
+    cached = {x.dtype for x in (operands.key, operands.value)}
+    narrow = operands.query.dtype == jnp.bfloat16 and (cached == {operands.query.dtype} or is_quantized(*cached))
+    exact = options.return_residual or not _may_round(options)
+    has_products = bool({"amx_bf16", "avx512_bf16"} & _cpu_features())
+    return operands.query.dtype if narrow and has_products and not exact else options.dtype
 
 
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
