@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
-from flax_mha.core.eight_bits import as_floats, dequantize, is_quantized
+from flax_mha.core.eight_bits import as_floats, dequantize
 from flax_mha.core.tile import Grid, Scalar, Tile
 from flax_mha.core.tracing import by_mapped_axis, platform, varying_alike, varying_as
 from flax_mha.impl import dense
@@ -181,27 +181,24 @@ def _attend(
     query, query_scale = (queries.astype(blocks.dtype), scale) if is_narrow else (scaled, None)
     everything = BatchSlice(first, query, query_scale, key, value, None, 0, inputs, rule, cache_scale)
     masks, wide = rule.masks_scores(inputs), blocks.wide
+    run, run_wide = (_entries_in_turn if x and x.sequential else _blocks_of_rows for x in (blocks, wide))
 
     def again() -> Results:
         part = everything._replace(query=scaled, query_scale=None)
         if masks:  # else NaN and infinity propagate by themselves, if no product mixes heads
             flags = nonfinite.flag_rows(scaled)
             part = part._replace(query=nonfinite.zero_rows(scaled, flags), flags=flags)
-        return _run(blocks._replace(block_diagonal=False), part)[0]
+        return run(blocks._replace(block_diagonal=False), part)[0]
 
     if wide is not None and math.prod(queries.shape[:-1]) * length <= wide.max_scores:
         most_seen = _seen(blocks, everything, length).mean() > 0.5
-        results, flag = lax.cond(most_seen, lambda: _run(wide, everything), lambda: _run(blocks, everything))
+        results, flag = lax.cond(most_seen, lambda: run_wide(wide, everything), lambda: run(blocks, everything))
     else:
-        results, flag = _run(blocks, everything)
+        results, flag = run(blocks, everything)
     if masks or blocks.block_diagonal or wide is not None or is_narrow:
         finite = jnp.isfinite(results[0]).all() & jnp.isfinite(flag).all()
         results = lax.cond(finite, lambda: results, again)
     return results
-
-
-def _run(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
-    return (_entries_in_turn if blocks.sequential else _blocks_of_rows)(blocks, part)
 
 
 def _entries_in_turn(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
@@ -272,9 +269,10 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
     (length, num_heads), axes = part.key.shape[-3:-1], part.query.ndim - 2
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
     dtype = part.query.dtype
-    k, v = (as_floats(_block(x, part, column, blocks.width, dtype), dtype) for x in (part.key, part.value))
+    k, v = (_block(x, part, column, blocks.width, dtype) for x in (part.key, part.value))
     k_scale = v_scale = flags = None
     if part.cache_scale is not None:
+        k, v = as_floats(k, dtype), as_floats(v, dtype)
         k_scale, v_scale = _by_place(_block(part.cache_scale, part, column, blocks.width, part.rule.dtype))
     if part.flags is not None:
         if k_scale is None or v_scale is None:
@@ -317,8 +315,9 @@ def _block(
     x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Shaped[Array, "*B s K F"]:
     """A part of keys, values or their scale in this dtype; numbers in 8 bits as they are, or float8 as its bits."""
-    bits = BITS.get(x.dtype.name) if platform() == "cpu" else None
-    has_8_bits = is_quantized(x.dtype)
+    bits = BITS.get(x.dtype.name)
+    bits = bits if bits and platform() == "cpu" else None
+    has_8_bits = x.dtype.itemsize == 1
     batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
     if width == length and batch == x.shape[:-3] and not (has_8_bits and bits):
         return x if has_8_bits else x.astype(dtype)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options
-from flax_mha.core.eight_bits import is_quantized
 from flax_mha.core.tracing import Target, being_traced, is_key, readable
 from flax_mha.impl.shared.head import mask_by_head, one_of
 from flax_mha.impl.shared.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
@@ -242,11 +241,11 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
     makes the log-sum-exp less exact.
     """
     operands, options = call
-    cached = {x.dtype for x in (operands.key, operands.value)}
-    narrow = operands.query.dtype == jnp.bfloat16 and (cached == {operands.query.dtype} or is_quantized(*cached))
+    is_narrow = {x.dtype for x in operands[:3]} == {jnp.dtype(jnp.bfloat16)}
+    is_narrow |= operands.query.dtype == jnp.bfloat16 and operands.cache_scale is not None
     exact = options.return_residual or not _may_round(options)
     has_products = bool({"amx_bf16", "avx512_bf16"} & _cpu_features())
-    return operands.query.dtype if narrow and has_products and not exact else options.dtype
+    return operands.query.dtype if is_narrow and has_products and not exact else options.dtype
 
 
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
