@@ -206,19 +206,6 @@ def test_x64(implementation):
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
 
 
-def test_forward_over_reverse_through_tiles():
-    """A Hessian-vector product differentiates the backward pass, which is plain JAX."""
-
-    def product(implementation):
-        def loss(query):
-            output = dot_product_attention(query, *ARRAYS[1:], is_causal=True, implementation=implementation)
-            return jnp.sum(jnp.sin(output))
-
-        return jax.jvp(jax.grad(loss), (ARRAYS[0],), (jnp.cos(ARRAYS[0]),))[1]
-
-    np.testing.assert_allclose(product("blockwise"), product("xla"), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
