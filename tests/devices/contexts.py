@@ -126,31 +126,36 @@ def compare(got, expected):
 
 def compare_derivatives(derivatives, attention_fn, case, layout, mesh, dtype=np.float64):
     """Compares derivatives, by a function of `test_derivatives`, with those on one device."""
+    with jax.enable_x64(dtype == np.float64):
+        got = _derivatives(derivatives, attention_fn, case, dtype, *in_order(layout, mesh.shape["context"]))
+        want = _derivatives_on_one_device(derivatives, case, dtype)
+    test_derivatives.compare(got, want, test_derivatives.TOLERANCE[dtype])
+
+
+@functools.cache
+def _derivatives_on_one_device(derivatives, case, dtype):
+    one = functools.partial(flax_mha.attention_fn, implementation="xla")
+    return _derivatives(derivatives, one, case, dtype, *in_order("contiguous", 1))
+
+
+def _derivatives(derivatives, attention_fn, case, dtype, order, back):
     arguments, x = CASES[case]
 
-    def answers(attention_fn, layout):
-        order, back = in_order(layout, mesh.shape["context"])
+    def loss(x):
+        output = attention_fn(x["query"], x["key"], x["value"], **arguments(x, order))
+        return jnp.sin(output).sum(), (output,)
 
-        def loss(x):
-            output = attention_fn(x["query"], x["key"], x["value"], **arguments(x, order))
-            return jnp.sin(output).sum(), (output,)
-
-        exact = {name: jnp.asarray(order(array, 1) if name in QKV else array, dtype) for name, array in x.items()}
-        tangents = {name: jnp.cos(2 * array) for name, array in exact.items()}
-        results = jax.jit(derivatives(loss))(exact, tangents)
-        return {
-            name: {key: back(array) if key in QKV else array for key, array in result.items()}
-            if isinstance(result, dict)
-            else back(result)
-            if result.ndim
-            else result
-            for name, result in jax.device_get(results).items()
-        }
-
-    with jax.enable_x64(dtype == np.float64):
-        one = functools.partial(flax_mha.attention_fn, implementation="xla")
-        want, got = answers(one, "contiguous"), answers(attention_fn, layout)
-    test_derivatives.compare(got, want, test_derivatives.TOLERANCE[dtype])
+    exact = {name: jnp.asarray(order(array, 1) if name in QKV else array, dtype) for name, array in x.items()}
+    tangents = {name: jnp.cos(2 * array) for name, array in exact.items()}
+    results = jax.jit(derivatives(loss))(exact, tangents)
+    return {
+        name: {key: back(array) if key in QKV else array for key, array in result.items()}
+        if isinstance(result, dict)
+        else back(result)
+        if result.ndim
+        else result
+        for name, result in jax.device_get(results).items()
+    }
 
 
 def moved(text):

@@ -49,6 +49,12 @@ def of_nnx(graph, state, x):
     return output, pull(jnp.cos(output))
 
 
+@functools.cache
+def nnx_on_one_device(num_kv_heads):
+    graph, state = nnx.split(nnx_layer(num_kv_heads, keep_rngs=False))
+    return jax.device_get(jax.jit(functools.partial(of_nnx, graph))(state, inputs()))
+
+
 def linen_layer(num_kv_heads, **options):
     return linen.MultiHeadDotProductAttention(N, num_kv_heads=num_kv_heads, deterministic=True, **OPTIONS | options)
 
@@ -63,6 +69,14 @@ def of_linen(layer, variables, x):
     return output, pull(jnp.cos(output))
 
 
+@functools.cache
+def linen_on_one_device(num_kv_heads):
+    """The variables, and what `of_linen` returns."""
+    layer = linen_layer(num_kv_heads)
+    variables = layer.init(jax.random.key(0), inputs())
+    return variables, jax.device_get(jax.jit(functools.partial(of_linen, layer))(variables, inputs()))
+
+
 def check(function, state, mesh, kind, expected):
     """On the mesh the answer is the same, after one sum in the forward pass."""
     x = jax.device_put(inputs(), jax.NamedSharding(mesh, jax.P("data")))
@@ -75,8 +89,6 @@ def check(function, state, mesh, kind, expected):
 
 @pytest.mark.parametrize(("num_kv_heads", "kind"), with_core_tuples(OF_NNX, (N, "explicit, set_mesh")))
 def test_nnx(num_kv_heads, kind):
-    graph, state = nnx.split(nnx_layer(num_kv_heads, keep_rngs=False))
-    whole = jax.device_get(jax.jit(functools.partial(of_nnx, graph))(state, inputs()))
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         layer = nnx_layer(num_kv_heads, keep_rngs=False, head_axis="model")
@@ -85,13 +97,12 @@ def test_nnx(num_kv_heads, kind):
     assert tuple(layer.value.kernel[...].sharding.spec) == (None, heads, None)
     assert tuple(layer.out.kernel[...].sharding.spec) == ("model", None, None)
     graph, state = nnx.split(layer)
-    check(functools.partial(of_nnx, graph), state, mesh, kind, whole)
+    check(functools.partial(of_nnx, graph), state, mesh, kind, nnx_on_one_device(num_kv_heads))
 
 
 @pytest.mark.parametrize(("num_kv_heads", "kind"), with_core_tuples(OF_LINEN, (1, "explicit, set_mesh")))
 def test_linen(num_kv_heads, kind):
-    variables = linen_layer(num_kv_heads).init(jax.random.key(0), inputs())
-    whole = jax.device_get(jax.jit(functools.partial(of_linen, linen_layer(num_kv_heads)))(variables, inputs()))
+    variables, whole = linen_on_one_device(num_kv_heads)
     mesh, layer = mesh_of(kind), linen_layer(num_kv_heads, head_axis="model")
     with jax.set_mesh(mesh):
         boxed = jax.jit(layer.init)(jax.random.key(0), inputs())
@@ -148,13 +159,14 @@ def test_without_a_mesh_there_is_metadata_alone():
 def test_decoding(num_kv_heads, kind, window):
     """The cache stays split as it was made: over batch and heads."""
     options = {"local_window_size": window, "decode": True, "dropout_rate": 0.0, "sinks": False}
-    expected = nnx_layer(num_kv_heads, **options | {"decode": False})(inputs(100), is_causal=True)
+    whole = jax.jit(functools.partial(nnx_layer(num_kv_heads, **options | {"decode": False}), is_causal=True))
+    expected = whole(inputs(81))
     mesh = mesh_of(kind)
     spec = jax.P("data", None, "model" if num_kv_heads == N else None, None)
     with jax.set_mesh(mesh):
         layer = nnx_layer(num_kv_heads, head_axis="model", **options)
         layer.init_cache((4, 120, FEATURES), per_row=True, sharding=spec)
-        x = jax.device_put(inputs(100), jax.NamedSharding(mesh, jax.P("data")))
+        x = jax.device_put(inputs(81), jax.NamedSharding(mesh, jax.P("data")))
         graph, cache, rest = nnx.split(layer, nnx.Cache, ...)
 
         @jax.jit
@@ -163,7 +175,7 @@ def test_decoding(num_kv_heads, kind, window):
             return layer(x), nnx.state(layer, nnx.Cache)
 
         outputs = []
-        for start, end in ((0, 40), (40, 41), (41, 100)):
+        for start, end in ((0, 40), (40, 41), (41, 81)):
             output, cache = step(cache, rest, x[:, start:end])
             outputs.append(jax.device_get(output))
     compare(np.concatenate(outputs, 1), expected)
