@@ -1,5 +1,7 @@
 """Fixtures of the demo's tests, for `pytest_plugins`: a tiny run, which is trained once by each worker."""
 
+import os
+
 import pytest
 from demo_runs import SETTINGS, TEXT, as_users_have_it
 
@@ -20,11 +22,26 @@ def run(text, tmp_path_factory):
         return train_demo.train(text, out=tmp_path_factory.mktemp("runs") / "run", quiet=True, **SETTINGS)
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """What is trained in this process leaves empty pictures: to draw them takes longer than to train."""
+    from train_demo import plots  # imports Matplotlib
+
+    def leave(out, *_):
+        for name in plots.PICTURES:
+            (out / name).touch()
+
+    monkeypatch.setattr(plots, "draw", leave)
+
+
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory):
-    """What the processes have in common: what they compile, and a GPU where there is one."""
+    """What the processes share: what they compile, with this one if it keeps that, and a GPU where there is one."""
+    compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(tmp_path_factory.mktemp("compiled"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", compiled)
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        # As `filterwarnings` in pyproject.toml: another worker may still write an entry.
+        patch.setenv("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry:UserWarning")
         patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         yield

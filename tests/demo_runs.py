@@ -43,11 +43,13 @@ def demo(*arguments, code=0, start=("-m", "train_demo")):
 
 
 def here(capfd, *arguments):
-    """Runs the command in this process, which spares the imports; returns what it said on stdout."""
+    """Runs the command in this process, which spares the imports; returns what it said, on stdout alone."""
     capfd.readouterr()
     with as_users_have_it():
         assert main([str(argument) for argument in arguments]) == 0
-    return capfd.readouterr().out
+    said, complaint = capfd.readouterr()
+    assert not complaint
+    return said
 
 
 def refusal(capsys, *arguments):

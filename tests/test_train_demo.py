@@ -114,7 +114,8 @@ def test_a_finished_run_leaves_what_was_promised(run):
     assert all(len(sample["text"]) == training.SAMPLE for sample in written)
 
 
-def test_a_run_killed_twice_and_twice_out_of_room_ends_as_if_it_never_was(run, text, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_killed_twice_and_twice_out_of_room_ends_as_if_it_never_was(run, text, tmp_path, monkeypatch, capfd):
     out = tmp_path / "run"
     resume, kill = ("--resume", "--out", out), signal.SIGKILL
 
@@ -129,14 +130,15 @@ def test_a_run_killed_twice_and_twice_out_of_room_ends_as_if_it_never_was(run, t
     with (out / metrics.METRICS).open("a") as file:
         file.write('{"step": 11, "lo')
 
-    assert "Going on from the checkpoint of step 8" in demo(*resume)
+    assert "Going on from the checkpoint of step 8" in here(capfd, *resume)
     assert_same_run(out, run.out)
 
 
-def test_an_extended_run_stays_exact_and_says_what_the_report_says(run, tmp_path):
+@pytest.mark.usefixtures("no_pictures")
+def test_an_extended_run_stays_exact_and_says_what_the_report_says(run, tmp_path, capfd):
     one, other = (Path(shutil.copytree(run.out, tmp_path / name)) for name in ("one", "other"))
     longer = 2 * STEPS
-    said = demo("--resume", "--steps", longer, "--out", one)
+    said = here(capfd, "--resume", "--steps", longer, "--out", one)
     assert f"step {longer:>6}  validation loss" in said
     assert f"python -m train_demo sample --out={one}" in said
     assert "␣ is a space, ↵ the end of a line" in said
@@ -152,7 +154,7 @@ def test_an_extended_run_stays_exact_and_says_what_the_report_says(run, tmp_path
     assert f"Go on with:\npython -m train_demo --resume --out {other}\n" in said
     stopped = max(int(path.name.split("-")[0]) for path in other.glob("checkpoints/*"))
     assert STEPS < stopped < longer  # where the signal came
-    assert f"Going on from the checkpoint of step {stopped}" in demo("--resume", "--out", other)
+    assert f"Going on from the checkpoint of step {stopped}" in here(capfd, "--resume", "--out", other)
     assert_same_run(one, other, longer)
 
 

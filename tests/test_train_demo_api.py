@@ -125,6 +125,7 @@ def test_what_layouts_refuse(options, words):
     assert all(word in str(refused.value) for word in words), refused.value
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_run_resumes_with_the_default_dtype_spelled_out(run, text):
     again = train_demo.train(text, out=run.out, resume=True, quiet=True, dtype="auto", **SETTINGS)
     assert again.config.settings.dtype == "float32"
@@ -153,6 +154,7 @@ def test_a_name_that_is_not_there():
         _ = train_demo.trian
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_ctrl_c_saves_and_a_resumed_run_is_the_same(run, text, tmp_path, monkeypatch):
     def note(self, name, step, value, loss=metrics.Log.loss):
         if (name, step) == ("loss", 1):
@@ -185,6 +187,7 @@ def test_every_setting_is_an_argument_with_the_type_of_its_default():
         assert arguments[field.name].annotation == type(field.default) | None
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_largest_attention_score_is_noted_and_changes_nothing(run, text, tmp_path):
     noted = train_demo.train(text, out=tmp_path / "run", quiet=True, max_score=True, **SETTINGS)
     assert noted.losses == run.losses
@@ -226,12 +229,14 @@ def test_the_block_of_the_documentation(tmp_path, monkeypatch, capfd):
     assert len(said[0].split()) == 3
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = json.loads((ROOT / "docs" / "train_demo.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert "steps=200, eval_every=50" in cells[0]
-    cells[0] = cells[0].replace("steps=200, eval_every=50", "steps=40, eval_every=20")
+    sizes = "steps=200, eval_every=50, features=64"
+    assert sizes in cells[0]
+    cells[0] = cells[0].replace(sizes, "steps=40, eval_every=20, features=32, context_length=32, batch_size=8")
     assert not any(cell.get("outputs") for cell in notebook["cells"])
     monkeypatch.chdir(tmp_path)
     names = {}

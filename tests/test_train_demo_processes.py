@@ -23,7 +23,7 @@ SIZES = (
     *("--steps", STEPS, "--save-every", 2, "--eval-every", 3, "--batch-size", 8),
     *("--context-length", 8, "--layers", 1, "--heads", 2, "--features", 16, "--learning-rate", 0.01),
 )
-MESH = ("--data-parallel", 2, "--fsdp", 4)
+MESH = ("--data-parallel", 2, "--fsdp", 2)
 # Kills the process when it is about to do this to such a path, or to note the loss of this step.
 SABOTAGED = """
 import os, signal, sys
@@ -69,10 +69,10 @@ def start(devices, *arguments, moment=""):
 
 
 def two(*arguments, killed=None, moment=""):
-    """Runs two processes of four devices; returns their exit codes, what they said, and when a killed run ended."""
+    """Runs two processes of two devices; returns their exit codes, what they said, and when a killed run ended."""
     shared = (*arguments, *MESH, "--coordinator", f"localhost:{free_port()}", "--num-processes", 2)
     processes = [
-        start(4, *shared, "--process-id", number, moment=moment if number == killed else "") for number in range(2)
+        start(2, *shared, "--process-id", number, moment=moment if number == killed else "") for number in range(2)
     ]
     ends = []
     if killed is not None:
@@ -98,7 +98,7 @@ def finished(tmp_path_factory, text):
     codes, said, _ = two("--data", text, "--out", out, *SIZES)
     assert codes == [0, 0], said
     assert f"step {STEPS:>6}  validation loss" in said[0][0]
-    assert "8 x cpu" in said[0][0]
+    assert "4 x cpu" in said[0][0]
     assert [said[0][1], *said[1]] == [""] * 3  # only process 0 prints
     return out
 
@@ -111,12 +111,14 @@ def assert_close(one, other, tolerance):
     np.testing.assert_allclose(values, other_values, rtol=0, atol=tolerance)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_one_device_computes_the_same(finished, text, tmp_path, capfd):
     here(capfd, "--data", text, "--out", tmp_path / "one", *SIZES)
     assert_close(finished, tmp_path / "one", 1e-5)
     assert [sample["step"] for sample in metrics.read_samples(finished)] == [3, STEPS]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_killed_twice_in_mid_save_it_goes_on_as_if_nothing_had_been_and_on_one_device(finished, text, tmp_path, capfd):
     out = tmp_path / "run"
     arguments = ("--data", text, *SIZES)
@@ -186,15 +188,20 @@ def test_without_options_as_many_devices_as_divide_the_batch():
     assert Layout().sizes(8, Settings(batch_size=16)).data == 8
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_processes_that_do_not_find_each_other(text, tmp_path, number):
-    where = f"localhost:{free_port()}"
-    together = ("--coordinator", where, "--num-processes", 2, "--process-id", number, "--start-timeout", 2)
-    process = start(1, "--data", text, "--out", tmp_path / "run", *SIZES, *together)
-    out, error = process.communicate(timeout=60)
-    assert (process.returncode, error.count("\n")) == (2, 1), error
-    assert f"--coordinator {where} within 2 s" in error
-    assert [line.split(" of ")[0] for line in out.splitlines()] == ["1,800 characters"][number:]  # of the first alone
+def test_processes_that_do_not_find_each_other(text, tmp_path):
+    """The first of two, and the second of two others: each says so, in one line."""
+    places = [f"localhost:{free_port()}" for _ in range(2)]
+    together = ("--num-processes", 2, "--start-timeout", 2, "--data", text, "--out", tmp_path / "run", *SIZES)
+    processes = [
+        start(1, *together, "--coordinator", place, "--process-id", number) for number, place in enumerate(places)
+    ]
+    for number, (process, place) in enumerate(zip(processes, places, strict=True)):
+        out, error = process.communicate(timeout=60)
+        assert (process.returncode, error.count("\n")) == (2, 1), error
+        assert f"--coordinator {place} within 2 s" in error
+        assert [line.split(" of ")[0] for line in out.splitlines()] == ["1,800 characters"][
+            number:
+        ]  # of the first alone
     assert not (tmp_path / "run").exists()
 
 
