@@ -90,22 +90,25 @@ CASES = {
         {"mask": masks.FunctionMask(lambda b, h, q, k: (q >= k) | (h > 0) | (b > 0))},
         {},
     ),
-    "bias of keys": (shapes(127, 300, n=2, k=1), {"is_causal": True, "query_offset": 150}, {"bias": (2, 1, 300)}),
+    "bias of keys, mask of queries": (
+        shapes(127, 300, n=2, k=1),
+        {"is_causal": True, "query_offset": 150, "mask": masked_share(2, 1, 127, 1)},
+        {"bias": (2, 1, 300)},
+    ),
     "bias of queries, mask of keys": (
         shapes(300, 127),
         {"mask": masked_share(2, 1, 1, 127)},
         {"bias": (2, 1, 300, 1)},
     ),
-    "bias, one number, mask of queries": (shapes(127, 127), {"mask": masked_share(2, 1, 127, 1)}, {"bias": ()}),
     "dropout": (
         shapes(300, 127, n=4, k=2),
         {"dropout_rate": 0.3, "dropout_rng": KEY, "query_offset": 5, "is_causal": True},
         {},
     ),
-    "combined masks": (
+    "combined masks, a bias of one number": (
         shapes(300, 300),
         {"mask": masks.LocalMask(100, -20) | ~masks.CausalMask() & masks.FunctionMask(lambda b, h, q, k: k % 3 == b)},
-        {},
+        {"bias": ()},
     ),
     "two batch axes, everything": (
         shapes(150, 140, batch=(2, 2), n=4, k=2, h=16, hv=24),
