@@ -265,7 +265,11 @@ def test_bad_arguments(name):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "implementation"), IN_TURNS)
+# What masks alone show does not depend on the dtype.
+OF_SCORES = [(name, how) for name, how in IN_TURNS if name == "causal" or {*RECIPES[name][2]} != {"mask"}]
+
+
+@pytest.mark.parametrize(("name", "implementation"), OF_SCORES)
 def test_bfloat16_by_the_rule_of_flash_attention(name, implementation):
     """At most twice the error of the dense formula with its scores and weights in bfloat16, plus one rounding."""
     arrays = inputs(jnp.bfloat16)
@@ -295,18 +299,20 @@ def test_bfloat16_by_the_rule_of_flash_attention(name, implementation):
 def test_under_vmap_and_remat(name):
     make, learned, _ = RECIPES[name]
     arrays = inputs()
+
+    def loss(attend, inputs):
+        output = attend(inputs, learned)
+        return jnp.sum(jnp.sin(output)), output
+
     attend = lambda inputs, learned: dot_product_attention(  # noqa: E731
         **inputs, **(make() if learned is None else make(learned)), implementation="blockwise"
     )
-    want = np.asarray(jax.jit(attend)(arrays, learned))
-    close = {"rtol": 0, "atol": 1e-5}
+    plain, again = (jax.grad(functools.partial(loss, f), has_aux=True) for f in (attend, jax.checkpoint(attend)))
+    want = jax.jit(plain)(arrays)
     pair = jax.tree.map(lambda x: np.stack([x, x[::-1]]), arrays)
-    np.testing.assert_allclose(jax.jit(jax.vmap(attend, (0, None)))(pair, learned)[1], want[::-1], **close)
-    gradient, again = (
-        jax.jit(jax.grad(lambda inputs, f=f: jnp.sum(jnp.sin(f(inputs, learned)))))(arrays)
-        for f in (attend, jax.checkpoint(attend))
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), gradient, again)
+    got = jax.jit(jax.vmap(again))(pair)
+    for i, order in enumerate((1, -1)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b[::order], rtol=0, atol=1e-5), got, want)  # noqa: B023
 
 
 # Windows, soft caps and sinks, whose memory test_memory.py has; a second function of positions, and a second one of T5.
@@ -314,10 +320,10 @@ OTHERWISE_TESTED = ("causal", "sliding window", "prefix-LM", "soft cap", "attent
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in OTHERWISE_TESTED])
-def test_memory_at_16k(name, monkeypatch):
-    """Of the gradient: at most 1/20 of the dense computation's temporaries, and no array that has both lengths."""
+def test_memory_at_8k(name, monkeypatch):
+    """Of the gradient: at most 1/16 of the dense computation's temporaries, and no array that has both lengths."""
     monkeypatch.undo()
-    length, heads = 16384, 4
+    length, heads = 8192, 4
     x = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32)
     fixed = {
         "documents": lambda: recipes.documents(jnp.arange(length) // 1024),
@@ -326,8 +332,8 @@ def test_memory_at_16k(name, monkeypatch):
         "block-sparse": lambda: recipes.block_sparse(jnp.asarray(rng.random((heads, 32, 32)) < 0.2), 512),
         "shared prefix": lambda: recipes.shared_prefix(jnp.arange(length) // 2048),
         "block diffusion": lambda: recipes.block_diffusion(length // 2, 32),
-        "neighborhood": lambda: recipes.neighborhood(128, 128, 7),
-        "shifted windows": lambda: recipes.shifted_windows(jnp.ones((225, heads)), 128, 128, window=8, shift=4),
+        "neighborhood": lambda: recipes.neighborhood(64, 128, 7),
+        "shifted windows": lambda: recipes.shifted_windows(jnp.ones((225, heads)), 64, 128, window=8, shift=4),
         "tree": lambda: recipes.tree_causal(PARENTS[0], length - 7),
     }
     make = fixed.get(name, RECIPES[name][0])
@@ -336,6 +342,6 @@ def test_memory_at_16k(name, monkeypatch):
         return dot_product_attention(query, key, value, **make()).sum()
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x)
-    assert "16384x16384" not in lowered.as_text()
+    assert f"{length}x{length}" not in lowered.as_text()
     dense_bytes = heads * length**2 * 4 * 2  # scores, and the weights' cotangent
-    assert lowered.compile().memory_analysis().temp_size_in_bytes <= dense_bytes / 20
+    assert lowered.compile().memory_analysis().temp_size_in_bytes <= dense_bytes / 16
