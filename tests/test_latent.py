@@ -17,16 +17,23 @@ B, T, D, N = 2, 83, 24, 3
 C, R = 16, 6
 SIZES = {"kv_lora_rank": C, "qk_nope_head_dim": 5, "qk_rope_head_dim": R, "v_head_dim": 19}
 ROPE = RoPE(interleaved=True, scaling=YaRN(4.0, 16, mscale=0.7, mscale_all_dim=1.3))
-PIECES = (70, 1, 5, 1, 6)  # a prompt, and calls of one and of several tokens
+PIECES = (70, 1, 5, 1, 5, 1)  # a prompt, and calls of one and of several tokens
 OPTIONS = {
     "compressed queries": {"q_lora_rank": 7, "use_bias": True},
-    "scores": {"sinks": True, "logits_soft_cap": 2.0, "rope": RoPE(fraction=1 / 3), "scale": 0.9},
+    "scores, dropout": {
+        "sinks": True,
+        "logits_soft_cap": 2.0,
+        "rope": RoPE(fraction=1 / 3),
+        "scale": 0.9,
+        "dropout_rate": 0.3,
+    },
     "ring": {"local_window_size": (7, 0), "q_lora_rank": 7},
-    "dropout": {"dropout_rate": 0.3, "rope": None},
-    "blockwise": {"implementation": "blockwise"},
+    "blockwise": {"implementation": "blockwise", "rope": None},
 }
 CALLS = {
-    "scores": {"score_mod": lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx).astype(score.dtype)},
+    "scores, dropout": {
+        "score_mod": lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx).astype(score.dtype)
+    },
     "blockwise": {"mask": flax_mha.FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 5 != 3)},
 }
 
@@ -50,12 +57,22 @@ def assert_close(got, expected, tolerance=2e-6):
 
 def run(name, module, x, **arguments):
     """With dropout every call draws the same key, so weights are dropped by their positions alone."""
-    dropout = {"deterministic": False, "rngs": nnx.Rngs(dropout=1)} if name == "dropout" else {}
+    dropout = {"deterministic": False, "rngs": nnx.Rngs(dropout=1)} if "dropout" in name else {}
     return module(x, **CALLS.get(name, {}), **dropout, **arguments)
 
 
+def jitted(sows=False, **arguments):
+    """A call with these arguments, as one program; where it sows, with what is sown."""
+
+    @nnx.jit
+    def call(module, x):
+        return (nnx.capture(module, nnx.Intermediate) if sows else module)(x, **arguments)
+
+    return call
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["scores, dropout", "ring", "blockwise"])  # the other one decodes in linen, below
 def test_any_split_of_decoding_equals_one_call(name):
     module, x = made(**OPTIONS[name]), inputs()
     whole = nnx.jit(lambda module, x: run(name, module, x, is_causal=True))(module, x)
@@ -74,12 +91,13 @@ def test_linen_is_the_same(name):
     module = made(**OPTIONS[name])
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     layer = linen.MultiHeadLatentAttention(N, **options)
-    fresh = layer.init(jax.random.key(0), x)["params"]
-    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, params)
-    whole = module(x, is_causal=True)
-    np.testing.assert_array_equal(layer.apply({"params": params}, x, is_causal=True), whole)
+    fresh = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
+    assert jax.tree.map(lambda x: x.shape, fresh) == jax.tree.map(jnp.shape, params)
+    whole = jitted(is_causal=True)(module, x)
+    assert_close(jax.jit(lambda x: layer.apply({"params": params}, x, is_causal=True))(x), whole)
     decoding = layer.clone(decode=True)
-    cache = decoding.init(jax.random.key(0), jnp.zeros((B, 99, D)))["cache"]
+    shapes = jax.eval_shape(decoding.init, jax.random.key(0), jnp.zeros((B, 99, D)))["cache"]
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     assert {*cache} == {"cached_key", "cache_index"}
     step = jax.jit(lambda cache, x: decoding.apply({"params": params, "cache": cache}, x, mutable="cache"))
     outputs, end = [], 0
@@ -105,7 +123,7 @@ def test_a_cache_has_the_bytes_of_its_latents():
 def test_caches_of_fewer_bits(dtype, tolerance):
     """Scores and values round to 1 / 254, 1 / 16 and 1 / 256 of the largest feature of a token, in all features."""
     module, x = made(), inputs()[:, :23]
-    whole = module(x, is_causal=True)
+    whole = jitted(is_causal=True)(module, x)
     module.init_cache((B, 31, D), dtype=dtype)
     step = nnx.jit(lambda module, x: module(x, decode=True))
     outputs = [step(module, x[:, i:j]) for i, j in ((0, 11), *((i, i + 1) for i in range(11, 23)))]
@@ -116,13 +134,13 @@ def test_caches_of_fewer_bits(dtype, tolerance):
 def test_ragged_prompts_each_as_alone():
     """What stands in padding, and in slots without a token, is NaN."""
     module, lengths = made(q_lora_rank=7, rope=RoPE()), np.array([5, 2, 0, 9])
-    x = inputs(1, (4, 12, D))
-    alone = jax.vmap(lambda x: module(x, is_causal=True))(x)
+    x = np.asarray(inputs(1, (4, 12, D)))
+    alone = np.asarray(jax.jit(jax.vmap(lambda x: module(x, is_causal=True)))(x))
     module.init_cache((4, 17, D), per_row=True)
     module.cached_key[...] = jnp.full_like(module.cached_key[...], jnp.nan)
     step = nnx.jit(lambda module, x, lengths: module(x, lengths=lengths, decode=True))
     padding = np.arange(9)[None, :, None] >= lengths[:, None, None]
-    output = step(module, jnp.where(padding, jnp.nan, x[:, :9]), jnp.asarray(lengths))
+    output = np.asarray(step(module, np.where(padding, np.float32(np.nan), x[:, :9]), jnp.asarray(lengths)))
     np.testing.assert_array_equal(module.cache_index[...], lengths)
     for i in range(3):
         rows = np.arange(4)
@@ -140,40 +158,53 @@ def test_masked_tokens_may_hold_nan():
     mask = jnp.arange(11) != 4
 
     @jax.jit
-    def gradient(x):
-        return jax.grad(lambda x: module(x, mask=mask[None, None, None])[:, mask].sum())(x)[:, mask]
+    def of_the_others(x):
+        def total(x):
+            output = module(x, mask=mask[None, None, None])[:, mask]
+            return output.sum(), output
 
-    np.testing.assert_array_equal(
-        module(bad, mask=mask[None, None, None])[:, mask], module(x, mask=mask[None, None, None])[:, mask]
-    )
-    np.testing.assert_array_equal(gradient(bad), gradient(x))
+        gradient, output = jax.grad(total, has_aux=True)(x)
+        return output, gradient[:, mask]
+
+    jax.tree.map(np.testing.assert_array_equal, of_the_others(bad), of_the_others(x))
 
 
 @pytest.mark.core
 def test_lengths_and_segments():
     module, x = made(), inputs()[:, :11]
     lengths, ids = jnp.array([7, 11]), jnp.repeat(jnp.array([0, 1]), jnp.array([4, 7]))[None]
-    output = module(x.at[0, 7:].set(jnp.nan), lengths=lengths)
-    assert_close(output[0, :7], module(x[0, :7]))
-    packed = module(x, segment_ids=jnp.tile(ids, (B, 1)), positions=jnp.concatenate([jnp.arange(4), jnp.arange(7)]))
-    assert_close(packed, jnp.concatenate([module(x[:, :4]), module(x[:, 4:])], axis=1))
+    positions = jnp.concatenate([jnp.arange(4), jnp.arange(7)])
+
+    @nnx.jit
+    def together(module, x):
+        padded = module(x.at[0, 7:].set(jnp.nan), lengths=lengths)
+        return padded[0, :7], module(x, segment_ids=jnp.tile(ids, (B, 1)), positions=positions)
+
+    @nnx.jit
+    def alone(module, x):
+        return module(x[0, :7]), jnp.concatenate([module(x[:, :4]), module(x[:, 4:])], axis=1)
+
+    for got, expected in zip(together(module, x), alone(module, x), strict=True):
+        assert_close(got, expected)
 
 
 def test_weights_and_largest_scores_are_sown_in_both_ways():
     """And other attention functions get keys and values of heads."""
     module, x = made(rope=RoPE(), v_head_dim=SIZES["qk_nope_head_dim"] + R), inputs()[:, :11]
-    whole, sown = nnx.capture(module, nnx.Intermediate)(x, is_causal=True, sow_weights=True, sow_max_score=True)
+    sow = {"sow_weights": True, "sow_max_score": True}
+    whole, sown = jitted(sows=True, is_causal=True, **sow)(module, x)
     module.init_cache((B, 11, D))
-    module(x[:, :10], decode=True)
-    last, of_last = nnx.capture(module, nnx.Intermediate)(x[:, 10:], decode=True, sow_weights=True, sow_max_score=True)
+    jitted(decode=True)(module, x[:, :10])
+    last, of_last = jitted(sows=True, decode=True, **sow)(module, x[:, 10:])
     sown, of_last = (nnx.to_pure_dict(state) for state in (sown, of_last))
     assert_close(of_last["attention_weights"][0], sown["attention_weights"][0][..., 10:, :])
     assert of_last["attention_max_score"][0].shape == (B, N)
     assert_close(last, whole[:, 10:])
     module.init_cache((B, 11, D))
     module.attention_fn = nnx.dot_product_attention
-    assert_close(module(x, is_causal=True), whole)
-    assert_close(jnp.concatenate([module(x[:, :10], decode=True), module(x[:, 10:], decode=True)], axis=1), whole)
+    assert_close(jitted(is_causal=True)(module, x), whole)
+    step = jitted(decode=True)
+    assert_close(jnp.concatenate([step(module, x[:, :10]), step(module, x[:, 10:])], axis=1), whole)
 
 
 def test_explained_calls():
