@@ -268,20 +268,19 @@ def test_vmap_over_sequences_with_an_index_each(number):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_scan(dtype):
-    x = [x.astype(dtype) for x in X]
+def test_scan():
+    """In float32 it is that of ten thousand tokens, below."""
+    x = [x.astype(jnp.bfloat16) for x in X]
     by_token = [jnp.moveaxis(x, 1, 0)[:, :, None] for x in x]
 
     def one(cache, token):
         output, cache = cached_attention(*token, cache)
         return cache, output[:, 0]
 
-    cache, outputs = jax.jit(lambda cache: jax.lax.scan(one, cache, by_token))(empty(dtype=dtype))
+    cache, outputs = jax.jit(lambda cache: jax.lax.scan(one, cache, by_token))(empty(dtype=jnp.bfloat16))
     assert int(cache.index) == LENGTH
-    tolerance = 1e-5 if dtype == jnp.float32 else 2**-6
     expected = np.asarray(in_full(x), np.float32)
-    np.testing.assert_allclose(np.asarray(outputs, np.float32).swapaxes(0, 1), expected, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(outputs, np.float32).swapaxes(0, 1), expected, rtol=0, atol=2**-6)
 
 
 def test_twenty_steps_trace_once():
@@ -329,7 +328,7 @@ def test_blockwise(window):
     cache = KVCache.create(B, S if window is None else 999, K, H, window=window)
     given = {"implementation": "blockwise", "local_window_size": window}
     at, outputs = 0, []
-    for size in (18, 1, 12):
+    for size in (18, LENGTH - 18):  # one token: test_nnx.py
         output, cache = jax.jit(functools.partial(cached_attention, **given))(*cut(X, at, at + size), cache)
         outputs.append(output)
         at += size

@@ -1,6 +1,5 @@
 """The referee finds planted errors, and none in the package."""
 
-import functools
 import subprocess
 import sys
 
@@ -75,9 +74,17 @@ def test_the_table(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["no_such_package.f", "jax.nn.no_such_function", "jax.nn"])
-def test_a_name_that_is_no_function(name):
-    run = functools.partial(subprocess.run, capture_output=True, text=True, check=False)
-    ran = run([sys.executable, "-m", "flax_mha.conformance", name])
+def test_a_name_that_is_no_function(name, capsys):
+    with pytest.raises(SystemExit) as error:
+        main([name])
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert "error: PACKAGE.FUNCTION must be " in said.splitlines()[-1]
+    assert name in said
+
+
+def test_the_command():
+    command = [sys.executable, "-m", "flax_mha.conformance", "jax.nn.no_such_function"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "error: PACKAGE.FUNCTION must be " in ran.stderr.splitlines()[-1]
-    assert name in ran.stderr

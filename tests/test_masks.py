@@ -1,8 +1,7 @@
 """Mask objects: what they show, what they say of tiles, how they combine, print, and reach the attention."""
 
+import io
 import itertools
-import os
-import subprocess
 import sys
 
 import jax
@@ -143,7 +142,7 @@ ATTENDED += [(name, "xla", False) for name in CORE]
     ("name", "implementation", "traced"), with_core_tuples(ATTENDED, *(case for case in ATTENDED if case[0] in CORE))
 )
 def test_attention_sees_what_the_array_shows(name, implementation, traced):
-    """Also where arrays of the mask are arguments of a jitted function, so that nothing of them is known before."""
+    """Also where arrays of the mask are arguments of the jitted function, so that nothing of them is known before."""
     mask, array, offset = MASKS[name]
     inputs = {
         "query": rng.standard_normal((B, T, N, 8)),
@@ -153,14 +152,14 @@ def test_attention_sees_what_the_array_shows(name, implementation, traced):
     inputs = {name: x.astype(np.float32) for name, x in inputs.items()}
     cotangents = np.ones((B, T, N, 8), np.float32), np.zeros((B, T, N), np.float32)
 
-    def outputs(inputs, mask, offset):
+    def outputs(inputs, mask=mask, offset=offset):
         attend = lambda inputs: dot_product_attention(  # noqa: E731
             **inputs, mask=mask, query_offset=offset, implementation=implementation
         )
         output, pull = jax.vjp(attend, inputs)
         return output, pull(jnp.ones_like(output))[0]
 
-    output, grads = jax.jit(outputs)(inputs, mask, offset) if traced else outputs(inputs, mask, offset)
+    output, grads = jax.jit(outputs)(inputs, mask, offset) if traced else jax.jit(outputs)(inputs)
     (want, _), want_grads = reference.attention(**inputs, mask=array, cotangents=cotangents)
     for got, expected in zip((output, *(grads[n] for n in inputs)), (want, *want_grads), strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=(T + S) * np.finfo(np.float32).eps * 4)
@@ -224,11 +223,13 @@ def test_pictures_of_any_mask():
     assert plot.plot_mask(SegmentMask(ids, ids), 5, 5).get_title() == "visible: 52 % of 5 x 5"
 
 
-def test_a_picture_for_a_terminal_without_these_characters():
-    code = "from flax_mha.masks import LocalMask; print(LocalMask(0, 0))"
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert run.stdout.splitlines()[:2] == ["#.......", ".#......"]
+def test_a_picture_for_a_terminal_without_these_characters(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    print(LocalMask(0, 0))
+    monkeypatch.undo()
+    terminal.seek(0)
+    assert terminal.read().splitlines()[:2] == ["#.......", ".#......"]
 
 
 @pytest.mark.core

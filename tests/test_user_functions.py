@@ -356,7 +356,7 @@ def test_equal_functions_and_other_numbers_compile_nothing(implementation):
             call(slope, offset, scale)
 
 
-def test_a_thousand_lambdas_leave_nothing_behind():
+def test_hundreds_of_lambdas_leave_nothing_behind():
     def call(slope):
         return attend(lambda score, b, h, q_idx, kv_idx: score * slope)
 
@@ -364,10 +364,10 @@ def test_a_thousand_lambdas_leave_nothing_behind():
     gc.collect()
     objects = len(gc.get_objects())
     with nothing_is_compiled():
-        for i in range(1000):
-            call(i / 1000)
+        for i in range(200):
+            call(i / 200)
     gc.collect()
-    assert len(gc.get_objects()) - objects < 1000
+    assert len(gc.get_objects()) - objects < 200
 
 
 @pytest.mark.core
