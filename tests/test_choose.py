@@ -301,7 +301,6 @@ def kernel_with_a_gradient(kernel, query, key, value, query_lengths, key_lengths
     return run_once([query, key, value] if bias is None else [query, key, value, bias])
 
 
-@pytest.mark.core
 @pytest.mark.usefixtures("hopper")
 def test_derivatives_of_every_order_around_a_kernel(monkeypatch):
     """Also under vmap; of the rule's parts each is used: tangent, gradient, and the tangents of both."""

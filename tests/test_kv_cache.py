@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import pairwise
+from marks import pairwise, with_core
 
 from flax_mha import dot_product_attention
 from flax_mha.cache.kv_cache import SPARE, KVCache
@@ -213,8 +213,7 @@ def test_debug_nans_lets_a_ring_be_truncated():
         assert int(cache.truncate(3 * RING - 2).index) == 3 * RING - 2
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", with_core([False, True], True))
 def test_keep(jit):
     """A path of a tree of drafts; paths of their own, of which one is empty; the tokens that follow."""
     keep = jax.jit(KVCache.keep) if jit else KVCache.keep

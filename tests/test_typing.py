@@ -111,7 +111,6 @@ CONFIG = """
 [mypy-jaxlib.*,jax.experimental.*,jax._src.pallas.*,jax._src.mosaic.*,jax._src.tpu.*,jax._src.scipy.*,matplotlib.*,rich.*]
 follow_imports = skip
 """
-pytestmark = pytest.mark.core
 
 
 @pytest.fixture(scope="module", params=["editable", "wheel"])
