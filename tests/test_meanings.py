@@ -61,9 +61,7 @@ def dropped_and_causal(implementation):
     return output_and_gradients(inputs(), is_causal=True, query_offset=20, implementation=implementation, **DROP)
 
 
-@pytest.mark.parametrize(
-    "tile", with_core([(16, 16), (48, 16), (16, 64), (512, 512), (32, 16, 2), (64, 16, 4)], (48, 16))
-)
+@pytest.mark.parametrize("tile", with_core([(48, 16), (16, 64), (512, 512), (64, 16, 4)], (48, 16)))
 def test_tiles_change_nothing_but_the_order_of_sums(tile, monkeypatch):
     """Dropout included: which weights it drops is a matter of the key and their place alone."""
     monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(*tile),))
