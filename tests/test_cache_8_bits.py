@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from marks import with_core_tuples
 
 import flax_mha
 from flax_mha import dot_product_attention, linen
@@ -50,9 +51,13 @@ def test_bits_of_float8_are_its_numbers():
     np.testing.assert_array_equal(got[finite], np.asarray(numbers, np.float32)[finite])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
-    ("dtype", "kind"), [("int8", "one index"), ("float8_e4m3fn", "lengths"), ("float8_e4m3fn", "ring")]
+    ("dtype", "kind"),
+    with_core_tuples(
+        [("int8", "one index"), ("float8_e4m3fn", "lengths"), ("float8_e4m3fn", "ring")],
+        ("int8", "one index"),
+        ("float8_e4m3fn", "ring"),
+    ),
 )
 def test_attention_over_a_cache_is_that_over_its_floats(dtype, kind):
     """A prompt, some tokens, many, one; bytes; beams; tokens that are taken back."""

@@ -322,8 +322,7 @@ def test_64_bit_types():
 # Implementations -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("window", with_core([None, WINDOW], WINDOW))
 def test_blockwise(window):
     cache = KVCache.create(B, S if window is None else 999, K, H, window=window)
     given = {"implementation": "blockwise", "local_window_size": window}
