@@ -117,6 +117,17 @@ def test_nan_reaches_what_sees_it_and_nothing_else(dtype, place):
         )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_an_infinite_query_beside_empty_slots(dtype):
+    """Its products are infinite, and NaN where a slot holds zeros; together they make its row NaN, and no other."""
+    query, *new = (jnp.abs(x) for x in tokens(5, dtype=jnp.bfloat16))
+    cache = empty(dtype).update(*(jnp.abs(x) for x in tokens(S - 8, dtype=jnp.bfloat16)[1:]))
+    call = jax.jit(functools.partial(cached_attention, local_window_size=(40, 0)))
+    output, _ = call(query.at[0].set(-jnp.inf), *new, cache)
+    assert jnp.isnan(output[0]).all()
+    assert jnp.isfinite(output[1]).all()
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn"])
 def test_transformations(dtype):
     """Mapped, in a scan, by NumPy's arrays, over batch axes, without a batch, kept branches, values among the keys."""

@@ -348,7 +348,8 @@ def _nonfinite_flag(
     `score_mod` may hide all three.
     """
     if rule.soft_cap is None and rule.score_mod is None:
-        return jnp.minimum(before, jnp.min(raw))
+        # Not the smallest product: beside NaN, as of an infinite query and a slot of zeros, XLA's CPU loses -inf.
+        return jnp.where(jnp.any(raw == -jnp.inf), jnp.full_like(before, -jnp.inf), before)
     return before + jnp.sum(products * 0)
 
 
