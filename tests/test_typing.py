@@ -113,7 +113,7 @@ follow_imports = skip
 """
 
 
-@pytest.fixture(scope="module", params=["editable", "wheel"])
+@pytest.fixture(scope="module", params=[pytest.param("editable", marks=pytest.mark.core), "wheel"])
 def reported(request, tmp_path_factory):
     """For each of the two files the lines that mypy finds fault with, in an environment that has the package."""
     folder = tmp_path_factory.getbasetemp() / "typing"  # one, so that the second run finds what mypy knows of jax
