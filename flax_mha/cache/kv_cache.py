@@ -435,7 +435,7 @@ class Appended(NamedTuple):
     room: Bool[Array, "..."] | bool  # the result of `KVCache.has_room`
 
     def checked(self, x: Array) -> Array:
-        """Replaces results [B..., ...] of sequences that had no room by NaN."""
+        """Returns x [B..., ...], NaN for sequences whose new tokens found no room in the cache."""
         if self.room is True:
             return x
         own_axes = (None,) * (x.ndim - len(self.cache.batch))

@@ -81,7 +81,7 @@ def flint(values: Values, layer: int) -> str:
 
 
 def cohere_moe(values: Values, layer: int) -> str:
-    """The first, dense layers of Cohere 2's mixture of experts have a pattern of their own."""
+    """Every n-th layer is full; the first, dense layers have an n of their own, and the others count from 1 again."""
     dense = values.get("first_k_dense_replace") or 0
     number = values["prefix_dense_sliding_window_pattern"] if layer < dense else values["sliding_window_pattern"]
     return SLIDING if (layer + 1 if layer < dense else layer + 1 - dense) % number else FULL

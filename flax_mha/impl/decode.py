@@ -3,13 +3,18 @@
 Elsewhere keys and values are put into the layout of one head, which reads and writes all of them. Here a loop reads
 blocks of keys [B..., S, K, H] in place, a block for all heads, and only from the first to the last block in which a
 query of the batch entry sees a key. A step of decoding costs what its sequence has written to the cache, not what the
-cache can hold. Where most of the cache has been written, all of it is one block, which spares even the copy of a block.
+cache can hold. Where most of the cache has been written, blocks are larger, or all of it is one block, which spares
+even the copy of a block.
 
 A matrix product for each key head needs the keys of this head one after another: they are copied. Of few queries, one
 block-diagonal product for all heads is faster: every query is filled up with zeros to the features of all key heads, so
 that its products with the keys of other heads are 0, and of its outputs only those of its own head are used. That
 multiplies K times as much, but reads every key once, where it is. In such a product, a key that is not finite makes the
 products of other heads NaN, too.
+
+Numbers in 8 bits are exact in bfloat16, and each of their scales belongs to a token and head. So queries in bfloat16
+and keys in bfloat16 or 8 bits are multiplied as they are, where the CPU has products of bfloat16, and the scales
+multiply scores and weights.
 
 Looking for keys and values that are not finite would take as long as all the rest. So this is done only if an output is
 not finite, or a product that may have been lost in it: then everything is computed again, as `nonfinite.py` describes,

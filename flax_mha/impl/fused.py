@@ -56,7 +56,7 @@ class _Functions(NamedTuple):
     num_results: int
 
     def run(self, jaxpr: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
-        """Evaluates a part of the kernel, compiled for its platform."""
+        """Evaluates a jaxpr of the kernel or of its gradient, compiled for `platform` if that is given."""
         run = jaxpr_as_fun(jaxpr) if self.platform is None else compile_for(self.platform, jaxpr)
         return run(*arguments)
 

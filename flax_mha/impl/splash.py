@@ -137,7 +137,7 @@ def _output(
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """Sets the same tiles in all kernels: the forward kernel leaves NaN in skipped tiles, so backward must skip them.
+    """Sets tiles of this shape in all kernels: forward leaves NaN in skipped tiles, so backward must skip the same.
 
     Backward is two kernels; a single fused one would store a gradient of the queries for every column of tiles.
     """

@@ -30,7 +30,7 @@ from flax_mha.core.validation import Shape
 
 
 class Occupancy(NamedTuple):
-    """Whether some scores of each tile of a grid may be visible, and whether all are; they broadcast to its counts."""
+    """For each tile of a grid, whether some scores may be visible, and whether all are; broadcast to `Grid.counts`."""
 
     any_visible: BoolMatrix
     all_visible: BoolMatrix

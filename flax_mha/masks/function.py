@@ -186,7 +186,7 @@ def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
 
 @functools.partial(jax.jit, static_argnames="grid")
 def _occupancies(heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
-    """Computes the occupancy of one head after another; offsets are arrays, so that new ones need no compilation."""
+    """Computes the occupancy [heads, rows, columns], head by head; offsets are arrays: new ones need no compilation."""
 
     def one(head: tuple[Array, Array]) -> Occupancy:
         mask = dataclasses.replace(heads, batch=head[0], head=head[1])

@@ -63,7 +63,7 @@ class Lookup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileFunction:
-    """The part of a function that is computed for whole tiles, from the values of the outer part."""
+    """What a kernel computes of a user's function, in whole tiles; XLA computes `outer` for each head before."""
 
     outer: Jaxpr  # equations of the outer part
     arguments: Sequence[Any]  # variables of the arguments [score,] q_idx, kv_idx

@@ -134,7 +134,7 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
 
 
 def head_ids(operands: Operands, options: Options) -> HeadIds:
-    """Makes the indices of batch entries and heads, for `score_mod`, and random words for dropout."""
+    """Makes the indices of batch entries and heads for `score_mod`, and two random words per head to seed dropout."""
     if operands.head_ids is not None:
         return operands.head_ids
     batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
