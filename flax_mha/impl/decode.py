@@ -136,7 +136,7 @@ def _differentiable_jvp(
 
     def dense_of(query: Array, key: Array, value: Array, scale: Array, inputs: ScoreInputs) -> OutputAndLse:
         if cache_scale is not None:
-            scales = _by_place(cache_scale)
+            scales = _split_scales(cache_scale)
             key, value = (dequantize(x, scale, rule.dtype) for x, scale in zip((key, value), scales, strict=True))
         head = head_of(query, key, value, scale, inputs, rule, "flags", rule.dtype)
         return dense.map_dense_heads(head, query.dtype, looped_axes)
@@ -271,24 +271,12 @@ def _rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Array]:
 
 def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple:
     """Takes in block i of the keys."""
-    (length, num_heads), axes = part.key.shape[-3:-1], part.query.ndim - 2
+    length, dtype = part.key.shape[-3], part.query.dtype
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
-    dtype = part.query.dtype
-    k, v = (_block(x, part, column, blocks.width, dtype) for x in (part.key, part.value))
-    k_scale = v_scale = flags = None
-    if part.cache_scale is not None:
-        k, v = as_floats(k, dtype), as_floats(v, dtype)
-        k_scale, v_scale = _by_place(_block(part.cache_scale, part, column, blocks.width, part.rule.dtype))
-    if part.flags is not None:
-        if k_scale is None or v_scale is None:
-            k, v, of_keys = nonfinite.zero_keys(k, v)
-        else:  # numbers in 8 bits are finite; if a key or value was not, its scale is NaN
-            k_scale, v_scale, of_keys = nonfinite.zero_keys(k_scale, v_scale)
-        flags = NonfiniteFlags(part.flags, vectors_by_head(of_keys, (num_heads, 1)))
-    k_scale, v_scale = jax.tree.map(lambda x: vectors_by_head(x[..., 0], (num_heads, 1)), (k_scale, v_scale))
+    k, v, scales, flags = _read_block(part, column, blocks.width)
 
     def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
-        product, query_scale, k_scale, v_scale, inputs, rule, flags, (state, flag) = own
+        product, query_scale, (k_scale, v_scale), inputs, rule, flags, (state, flag) = own
         raw = product
         product = product if query_scale is None else product * query_scale
         product = product if k_scale is None else product * k_scale[None, :]
@@ -305,21 +293,40 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
         return state, weights.astype(dtype), _nonfinite_flag(flag, raw, product, rule)
 
     products = _key_products(part.query, k, part.rule, blocks.block_diagonal)
-    operands = (products, part.query_scale, k_scale, v_scale, part.inputs, part.rule, flags, carry)
-    state, weights, flag = map_heads(one_head, operands, axes)
+    operands = (products, part.query_scale, scales, part.inputs, part.rule, flags, carry)
+    state, weights, flag = map_heads(one_head, operands, part.query.ndim - 2)
     of_values = _value_products(weights, v, part.rule, blocks.block_diagonal)
     return state._replace(output=state.output + of_values), flag
 
 
-def _by_place(scale: Float[Array, "*B S K _"]) -> tuple[Float[Array, "*B S K 1"], Float[Array, "*B S K 1"]]:
-    """The scales of keys and those of values, which may be the same."""
+def _read_block(
+    part: BatchSlice, column: Scalar, width: int
+) -> tuple[Array, Array, tuple[Array | None, Array | None], NonfiniteFlags | None]:
+    """Reads keys and values [*B, s, K, F] from this column on, their scales [*B, K, 1, s] and their flags."""
+    dtype, groups = part.query.dtype, (part.key.shape[-2], 1)
+    k, v = (_block(x, part, column, width, dtype) for x in (part.key, part.value))
+    k_scale = v_scale = flags = None
+    if part.cache_scale is not None:
+        k, v = as_floats(k, dtype), as_floats(v, dtype)
+        k_scale, v_scale = _split_scales(_block(part.cache_scale, part, column, width, part.rule.dtype))
+    if part.flags is not None:
+        if k_scale is None or v_scale is None:
+            k, v, of_keys = nonfinite.zero_keys(k, v)
+        else:  # numbers in 8 bits are finite; if a key or value was not, its scale is NaN
+            k_scale, v_scale, of_keys = nonfinite.zero_keys(k_scale, v_scale)
+        flags = NonfiniteFlags(part.flags, vectors_by_head(of_keys, groups))
+    return k, v, jax.tree.map(lambda x: vectors_by_head(x[..., 0], groups), (k_scale, v_scale)), flags
+
+
+def _split_scales(scale: Float[Array, "*B S K _"]) -> tuple[Float[Array, "*B S K 1"], Float[Array, "*B S K 1"]]:
+    """Returns the scales of keys and those of values, which are the same where there is one for both."""
     return scale[..., :1], scale[..., -1:]
 
 
 def _block(
     x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Shaped[Array, "*B s K F"]:
-    """A part of keys, values or their scale in this dtype; numbers in 8 bits as they are, or float8 as its bits."""
+    """Reads keys, values or scales in this dtype; numbers in 8 bits as they are, except float8, which come as bits."""
     bits = BITS.get(x.dtype.name)
     bits = bits if bits and platform() == "cpu" else None
     has_8_bits = x.dtype.itemsize == 1

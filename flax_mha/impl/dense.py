@@ -150,6 +150,15 @@ def _differentiable(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
     )
 
 
+@jax.custom_jvp
+def _raise_masked(s: Float[Array, "t s"]) -> Float[Array, "t s"]:
+    """Replaces minus infinity by the lowest number; derivatives pass, because such scores have none and weight 0."""
+    return jnp.where(s == -jnp.inf, jnp.finfo(s.dtype).min, s)
+
+
+_raise_masked.defjvp(lambda primals, tangents: (_raise_masked(*primals), *tangents))
+
+
 def _softmax(
     s: Float[Array, "t s"],
     value: Float[Array, "s Hv"],
@@ -162,7 +171,7 @@ def _softmax(
     lowest = jnp.finfo(s.dtype).min
     # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` may give it to visible scores.
     replaced = s.size > 0 and not (fused or inputs.bias is not None or rule.score_mod is not None)
-    s = jnp.where(s == -jnp.inf, lowest, s) if replaced else s
+    s = _raise_masked(s) if replaced else s
     # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
     largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=None if replaced else -jnp.inf))
     of_rows = None
