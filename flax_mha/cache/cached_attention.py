@@ -148,7 +148,7 @@ def over_cache(
     latent: Latent | None = None,
     **arguments: Unpack[CallArguments],
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
-    """Computes `cached_attention` by a function that runs calls, or that explains them instead.
+    """Computes `cached_attention`; `run` computes the calls of the core that this makes, or only explains them.
 
     A prompt of more than 16 tokens may meet an empty cache, for which there is a faster call. If it is not known
     whether the cache is empty, both calls are traced, that of the empty one first, and one of them runs. Fewer tokens,
@@ -195,7 +195,7 @@ def over_cache(
 
 
 class Step(NamedTuple):
-    """New tokens, checked, and the cache before and after they were added."""
+    """The checked arguments of one `cached_attention`, and the cache before and after its tokens were added."""
 
     scoring: Scoring
     shape: Shape  # of the new tokens alone
@@ -209,13 +209,13 @@ class Step(NamedTuple):
     is_padded: bool  # if there may be padding among the new tokens
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
-        """Returns the step of a prompt whose keys and values are those of heads, not latents."""
+        """Returns this step with keys and values of heads, not latents, for a prompt that meets an empty cache."""
         query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, target_of((query, key, value)))
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
-        """Makes the call for an empty cache, an ordinary one, or the one that is right whatever the cache holds."""
+        """Makes the core's call: over new tokens if the cache `is_empty`, else over the cache, `in_place` or copied."""
         (query, *_), number, cache, (new, tokens, _) = self.scoring, self.shape.query_length, self.cache, self.appended
         key, value, bias, mask = self.key, self.value, self.bias, self.mask
         index: Any = None  # of the first new token, and the position of the first key: 0 if they are None
@@ -256,14 +256,14 @@ class Step(NamedTuple):
 
 
 def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:
-    """Gives one number, or one for each sequence, the rank of the batch axes, in int32."""
+    """Returns x, one number or one for each sequence, as int32 with `rank` axes, so that it broadcasts to the batch."""
     return jnp.asarray(x, jnp.int32).reshape((1,) * (rank - x.ndim) + x.shape)
 
 
 def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, Int[Array, "..."]]:
-    """Keys and values of a ring and of the tokens that come after it by their positions, and the first position.
+    """Returns the keys and values of a ring, then those of new tokens, in order of position, and the first position.
 
-    Positions below 0 have nothing in them.
+    Keys and values are [B..., S + T, K, _]; positions below 0 hold no token. The first position is shaped as the index.
     """
     first = jnp.maximum(cache.index, 0) - cache.length
     slots = (first[..., None] + cache.counted(cache.length)) % cache.length
@@ -272,14 +272,14 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
 
 
 def _by_emptiness(compute: Callable[[bool], T], cache: KVCache) -> T:
-    """Calls `compute(empty)`, with both if it is not known whether the cache is empty."""
+    """Returns `compute(is_empty)` for this cache; if its index is traced, both are traced, and one runs."""
     if not readable(cache.index):
         return lax.cond(jnp.all(cache.index == 0), lambda: compute(True), lambda: compute(False))
     return compute(not np.any(np.asarray(cache.index)))
 
 
 def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> tuple[int | None, int | None] | None:
-    """Returns the window, if a ring's is no larger than the ring's own, and no bias or mask tells its slots apart."""
+    """Returns the window as (left, right), or None; raises a ValueError if it, bias or mask does not fit the cache."""
     window = None if local_window_size is None else check_window(local_window_size)
     if cache.window is None:
         for name, x in (("bias", bias), ("mask", mask)):
@@ -307,7 +307,7 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
 
 
 def _differs_by_slot(x: Any) -> bool:
-    """Returns True if a bias or mask has an entry for each slot."""
+    """Returns True if a bias, a mask or an array in a mask object has an entry for each slot of the cache."""
     if isinstance(x, Mask):
         return x.lengths[1] > 0
     try:
@@ -317,7 +317,7 @@ def _differs_by_slot(x: Any) -> bool:
 
 
 def _of_first_slots(x: Any, number: int) -> Any:
-    """Cuts out the entries for the first slots, in which the prompt stands."""
+    """Cuts a bias or mask [..., S] to the first `number` slots, where a prompt goes; leaves [..., 1] and objects."""
     if isinstance(x, Mask) or not _differs_by_slot(x):
         return x
     return (x if isinstance(x, np.ndarray) else jnp.asarray(x))[..., :number]

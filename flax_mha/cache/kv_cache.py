@@ -128,7 +128,7 @@ class KVCache:
         return cls(key, value, index, window if is_ring else None, value_size, scale)
 
     def values(self, key: Float[Array, "*B T K H"], value: ArrayLike | None) -> Array:
-        """Returns new values as an array, [B..., T, K, 0] with a `value_size`, where `value` must be None."""
+        """Returns new values as an array; [B..., T, K, 0] with a `value_size`, where `value` must be None."""
         if value is not None and self.value_size is not None:
             raise ValueError("value must be None where the values are a part of the cached keys, but got an array.")
         return key[..., :0] if self.value_size is not None else jnp.asarray(value)
@@ -136,7 +136,7 @@ class KVCache:
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
         """Raises a ValueError unless new keys and values fit the cache.
 
-        If their `number` is given, they may have another dtype, because the caller converts them.
+        With a `number`, they must be of that many tokens, and may have another dtype, because the caller converts them.
         """
         self._check_scale()
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
@@ -180,7 +180,7 @@ class KVCache:
 
     @property
     def _entries(self) -> tuple[Array, ...]:
-        """The arrays [B..., S, K, _] that have an entry for each token."""
+        """The arrays [B..., S, K, _] that have an entry for each slot: key, value, and the scale if there is one."""
         return self.key, self.value, *(() if self.scale is None else (self.scale,))
 
     def _replace(self, entries: Sequence[Array], index: Array) -> "KVCache":
@@ -195,7 +195,7 @@ class KVCache:
             )
 
     def floats(self, dtype: DTypeLike) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
-        """Returns all keys and values in this dtype."""
+        """Returns the keys and values of all slots in this floating-point dtype; those in 8 bits are dequantized."""
         if self.scale is None:
             return self.key.astype(dtype), self.value.astype(dtype)
         return dequantize(self.key, self.scale[..., :1], dtype), dequantize(self.value, self.scale[..., -1:], dtype)
@@ -275,7 +275,7 @@ class KVCache:
         return self.append(key, value, lengths).cache
 
     def append(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> "Appended":
-        """Computes `update` for keys and values that fit; also returns which tokens were added."""
+        """Does `update` without checks of shapes and dtypes; also returns how many tokens are new, and who had room."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind = Kind(self.window is not None, all_or_none=lengths is None)
@@ -399,7 +399,7 @@ class KVCache:
         return self._replace(written, jnp.where(fine, start + lengths, jnp.int32(-1)))
 
     def _for_each(self, name: str, given: ArrayLike) -> Int[Array, "..."]:
-        """Returns integers, one or [B...], in the shape of the index."""
+        """Broadcasts integers to the shape of the index, [] or [B...]; raises a ValueError if they do not fit."""
         numbers = int32(name, given)
         if numbers.shape not in ((), self.index.shape):
             raise ValueError(
@@ -423,12 +423,12 @@ class KVCache:
         return jnp.broadcast_to(positions, (*self.batch, self.length))
 
     def counted(self, number: int) -> Int[Array, "... n"]:
-        """Returns 0, 1, ..., `number` - 1, after an axis of length 1 for each axis of the index."""
+        """Returns 0, 1, ..., `number` - 1 on the last axis, after an axis of length 1 for each axis of the index."""
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))
 
 
 class Appended(NamedTuple):
-    """The result of `KVCache.append`."""
+    """The result of `KVCache.append`: the new cache, how many tokens are new, and which sequences had room for them."""
 
     cache: KVCache
     tokens: Int[Array, "..."]  # the number of new tokens of each sequence without padding, in the shape of the index

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 
 class Latent(NamedTuple):
-    """The matrices of all heads."""
+    """The matrices W and V of all heads, in one kernel, and their products; the module's docstring has the equation."""
 
     kernel: Float[Array, "C N F"]  # W and V of the module's docstring
     key_size: int  # the features of a head's query and key that are not rotary, the first ones of F
@@ -30,20 +30,20 @@ class Latent(NamedTuple):
         return self.kernel.shape[0]
 
     def expand(self, key: Float[Array, "*B S 1 CR"]) -> tuple[Float[Array, "*B S N H"], Float[Array, "*B S N Hv"]]:
-        """Computes the keys and values of all heads."""
+        """Computes the keys [W c, r] and the values V c of all heads from cached keys [c, r]."""
         heads = self._product("...c,cnf->...nf", key[..., 0, : self.size], self.kernel)
         content, value = heads[..., : self.key_size], heads[..., self.key_size :]
         rotary = key[..., self.size :].astype(heads.dtype) + jnp.zeros_like(content[..., :1])  # split as heads are
         return jnp.concatenate([content, rotary], axis=-1), value
 
     def absorb(self, query: Float[Array, "*B T N H"]) -> Float[Array, "*B T N CR"]:
-        """Multiplies queries by W^T, so that their products with latents are those with keys."""
+        """Multiplies queries by W^T: their products with cached keys [c, r] are then those with the keys of heads."""
         content, rotary = query[..., : self.key_size], query[..., self.key_size :]
         absorbed = self._product("...nf,cnf->...nc", content, self.kernel[..., : self.key_size])
         return jnp.concatenate([absorbed, rotary.astype(absorbed.dtype)], axis=-1)
 
     def project(self, x: Float[Array, "*B T N CR"]) -> Float[Array, "*B T N Hv"]:
-        """Multiplies averages of latents by V; what stands after their C features is left out."""
+        """Multiplies the attention's output, averages of cached keys [c, r], by V, without their last R features."""
         # As one program with the product, XLA's CPU does not transpose V, but multiplies along its strides.
         by_head = lax.optimization_barrier(jnp.swapaxes(self.kernel[..., self.key_size :], 0, 1))
         return self._product("...nc,ncf->...nf", x[..., : self.size], by_head)

@@ -24,16 +24,16 @@ _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
 class Kind(NamedTuple):
-    """The static options of `write_entries`."""
+    """The static options of `write_entries`: is the cache a ring, and does a sequence add all new entries or none."""
 
     ring: bool  # the first slot follows the last one; of more entries than slots, the last ones are kept
     all_or_none: bool  # a sequence adds either all of its T new entries or, without room, none
 
 
 def by_device(function: Callable[..., T], cached: Shaped[Array, "*B S K _"], *others: tuple[Array, str]) -> T:
-    """Calls `function(cached, *others)`; on a mesh with Explicit axes, on each device with the parts that it has.
+    """Calls `function(cached, *others)`; on a mesh with Explicit axes, on each device with its shards of the arrays.
 
-    Results are split as `cached` is. Each other array is paired with its axes, as in the field metadata of masks.
+    Results are split as `cached` is. Each other array is paired with the names of its axes, such as "B T K H".
     """
     sharding = jax.typeof(cached).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -81,7 +81,7 @@ def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
 
 
 def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """Writes by a scatter, which accelerators do in place and XLA's partitioner can split."""
+    """Does `write_entries` for one array by a scatter: accelerators do it in place, XLA's partitioner can split it."""
     length, number = cached.shape[-3], new.shape[-3]
     index, added = index[..., None], added[..., None]
     steps = jnp.arange(number, dtype=jnp.int32).reshape((1,) * (index.ndim - 1) + (number,))
@@ -99,7 +99,7 @@ def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _write_slices(kind: Kind, *arrays: Array) -> Array:
-    """Writes by slices, with the derivative of the scatter; `jax.vmap` adds a batch axis."""
+    """Does what `_scatter` does, by slices, with the scatter's derivative; `jax.vmap` makes its axis a batch axis."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
@@ -132,7 +132,7 @@ def _write_slices_jvp(kind: Kind, primals: tuple, tangents: tuple) -> tuple[Arra
 
 @functools.partial(jax.jit, static_argnums=0)
 def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """Writes the new entries of all sequences at once if they go to the same slots, else sequence by sequence."""
+    """Writes the new entries of all sequences as one slice if they go to the same slots, else sequence by sequence."""
     batch = cached.shape[:-3]  # not flattened: XLA would copy some caches into other layouts
     if _fills_one_slice(kind, new) and not index.ndim:
         return _write_sequence(kind, cached, new, (jnp.zeros_like(index),) * len(batch), index, added)
@@ -150,7 +150,7 @@ def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: A
 
 
 def _fills_one_slice(kind: Kind, new: Array) -> bool:
-    """Returns True if the new entries of a sequence go to consecutive slots, all or none of them."""
+    """Returns True if a sequence's new entries go to consecutive slots, and either all or none are written."""
     return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 
@@ -164,7 +164,7 @@ def _write_sequence(
 ) -> Float[Array, "*B S K H"]:
     """Writes the first `added` new entries of the sequence at indices `place` of the batch axes.
 
-    `new` may also have all sequences, from `place` 0 on, and may be the bits of the entries (`_bits`).
+    `new` may also have all sequences, from `place` 0 on, and may be the entries' bits as unsigned integers (`_bits`).
     """
     length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
     first = index % length if kind.ring else index
@@ -183,7 +183,7 @@ def _write_sequence(
 
 
 def _start(place: tuple[Array, ...], slot: Int[Array, ""]) -> tuple[Array, ...]:
-    """Returns the start indices of a slice [..., slots, K, H] from the given sequence and slot on."""
+    """Returns the start indices, one for each axis [B..., S, K, H], of a slice from this sequence and slot on."""
     zero = jnp.zeros_like(slot)
     return varying_alike((*place, slot, zero, zero))
 
@@ -194,7 +194,7 @@ def _update_slice(
     start: tuple[Array, ...],
     in_use: Bool[Array, "..."],
 ) -> Float[Array, "*B S K H"]:
-    """Writes the entries, or their bits, where `in_use` is True: one bool, or one for each slot."""
+    """Writes entries, or their bits, into the slice from `start` on where `in_use`, one bool or one a slot, is True."""
     if not _is_converted(cached):
         before = lax.dynamic_slice(cached, start, entries.shape)
         return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), start)
