@@ -11,7 +11,7 @@ from flax_mha.hf_config.layers import FULL, LayerType, Rotates, Values, cycle, f
 
 
 class Family(NamedTuple):
-    """The attention of a model type.
+    """Describes the attention of a Hugging Face model type: what a reader of its config must know beside the config.
 
     `keys` are the keys that its config may have besides `COMMON` in hf_config/config.py, with their defaults in
     Transformers; keys that only other families have are not read. A family whose queries and keys are rotated has a

@@ -18,7 +18,7 @@ NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": 
 
 
 def entry(values: Values, key: str, layer: int) -> Any:
-    """Returns the layer's entry of the list under a key."""
+    """Returns entry `layer` of the list `values[key]`; raises a ValueError if there is none."""
     found = values[key]
     if not isinstance(found, list | tuple) or layer >= len(found):
         raise ValueError(f"{key} must be a list with an entry for layer {layer}, but got {found!r}.")
@@ -46,7 +46,7 @@ def windowed(layer_type: LayerType) -> LayerType:
 
 
 def listed(otherwise: LayerType) -> LayerType:
-    """Returns a rule that reads the list `layer_types`, and asks another rule about layers after its end."""
+    """Returns a rule that reads the list `layer_types`; after its end, or without it, the rule `otherwise` decides."""
 
     def layer_type(values: Values, layer: int) -> str:
         types = values.get("layer_types") or ()
@@ -56,22 +56,22 @@ def listed(otherwise: LayerType) -> LayerType:
 
 
 def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
-    """Returns a rule by which the last of each `number` layers, or of each `values[key]`, is full; others slide."""
+    """Returns a rule: without `layer_types`, the last of each `values[key]` or `number` layers is full, rest slide."""
     return listed(lambda values, layer: sliding(values, layer) if (layer + 1) % (values.get(key) or number) else FULL)
 
 
 def first_of(number: int, key: str = "") -> LayerType:
-    """Returns a rule by which the first of each `number` layers, or of each `values[key]`, is full; others slide."""
+    """Returns a rule: without `layer_types`, the first of each `values[key]` or `number` layers is full, rest slide."""
     return listed(lambda values, layer: sliding(values, layer) if layer % values.get(key, number) else FULL)
 
 
 def upper_slide(values: Values, layer: int) -> str:
-    """Layers from `max_window_layers` on slide."""
+    """Returns `SLIDING` for layers from `max_window_layers` on, if the config has a window, else `FULL`."""
     return sliding(values, layer) if layer >= values["max_window_layers"] else FULL
 
 
 def lower_even_slide(values: Values, layer: int) -> str:
-    """Every second layer below `max_window_layers` slides."""
+    """Returns `SLIDING` for layers 0, 2, 4, ... below `max_window_layers`, if the config has a window, else `FULL`."""
     return sliding(values, layer) if layer % 2 == 0 and layer < values["max_window_layers"] else FULL
 
 
@@ -81,36 +81,36 @@ def flint(values: Values, layer: int) -> str:
 
 
 def cohere_moe(values: Values, layer: int) -> str:
-    """Every n-th layer is full; the first, dense layers have an n of their own, and the others count from 1 again."""
+    """Returns `FULL` for every n-th layer, else `SLIDING`; n and the count differ in the dense layers at the start."""
     dense = values.get("first_k_dense_replace") or 0
     number = values["prefix_dense_sliding_window_pattern"] if layer < dense else values["sliding_window_pattern"]
     return SLIDING if (layer + 1 if layer < dense else layer + 1 - dense) % number else FULL
 
 
 def rest_linear(values: Values, layer: int) -> str:
-    """The last of each `full_attention_interval` layers has softmax attention, the others linear attention."""
+    """Returns `FULL` for the last of each `full_attention_interval` layers, "linear_attention" for the others."""
     return "linear_attention" if (layer + 1) % values["full_attention_interval"] else FULL
 
 
 def kimi_linear(values: Values, layer: int) -> str:
-    """The lists in Kimi Linear's config count layers from 1."""
+    """Returns `FULL` for layers in Kimi's list `full_attn_layers`, which counts from 1, else "linear_attention"."""
     found = (values["linear_attn_config"] or {}).get("full_attn_layers")
     is_full = layer and layer % 4 == 0 if found is None else layer + 1 in found
     return FULL if is_full else "linear_attention"
 
 
 def rotated_chunked(values: Values, layer: int) -> str:
-    """Layers with RoPE have chunked attention."""
+    """Returns `CHUNKED` for layers with RoPE, `FULL` for the others."""
     return CHUNKED if listed_rotate(values, layer, "") else FULL
 
 
 def unrotated_slide(values: Values, layer: int) -> str:
-    """Layers without RoPE slide."""
+    """Returns `FULL` for layers with RoPE; the others slide, if the config has a window."""
     return FULL if listed_rotate(values, layer, "") else sliding(values, layer)
 
 
 def indices(key: str, otherwise: LayerType) -> LayerType:
-    """Returns a rule that finds attention in the layers listed under a key; `otherwise` is for configs without it."""
+    """Returns a rule: layers listed under `key` are full, others have no attention; `otherwise` decides without it."""
 
     def layer_type(values: Values, layer: int) -> str:
         found = values.get(key)
@@ -133,7 +133,7 @@ def periodic(values: Values, layer: int) -> str:
 
 
 def cycle(key: str, *otherwise: str) -> LayerType:
-    """Returns a rule that repeats the list, or the letters, under a key; `otherwise` is for configs without it."""
+    """Returns a rule that repeats the types, or a text's letters, under `key`; if they are missing, `otherwise`."""
 
     def layer_type(values: Values, layer: int) -> str:
         types = values.get(key) or otherwise
@@ -143,7 +143,7 @@ def cycle(key: str, *otherwise: str) -> LayerType:
 
 
 def gpt_neo(values: Values, layer: int) -> str:
-    """`attention_types` holds lists and how often each is repeated: `[[["global", "local"], 12]]`."""
+    """Returns the type by `attention_types`, lists and how often each is repeated: `[[["global", "local"], 12]]`."""
     types = [name for names, times in values["attention_types"] for name in names * times]
     types = values.get("attention_layers") or types
     return NAMES.get(types[layer], types[layer]) if layer < len(types) else FULL
@@ -158,7 +158,7 @@ def all_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 
 def listed_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    """Layers rotate whose entry in `no_rope_layers` is 1; without it, all but each `no_rope_layer_interval`-th."""
+    """Returns True if the layer has a 1 in `no_rope_layers`; without it, except in each `no_rope_layer_interval`-th."""
     if values.get("no_rope_layers"):
         return bool(entry(values, "no_rope_layers", layer))
     return bool((layer + 1) % values["no_rope_layer_interval"])
@@ -169,12 +169,12 @@ def sliding_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 
 def sliding_or_all_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    """Layers with a window rotate; in a model without one, all do."""
+    """Returns True for layers with a window, and for all layers of a model without windows."""
     return layer_type == SLIDING or values.get("sliding_window") is None
 
 
 def cohere_moe_rotates(values: Values, layer: int, layer_type: str) -> bool:
-    """Layers with a window rotate, and dense ones if their pattern gives none of them a window."""
+    """Returns True for layers with a window, and for dense layers if none of these has one."""
     is_dense = layer < (values.get("first_k_dense_replace") or 0)
     is_dense = entry(values, "mlp_layer_types", layer) == "dense" if values.get("mlp_layer_types") else is_dense
     return layer_type == SLIDING or (is_dense and values["prefix_dense_sliding_window_pattern"] == 1)
@@ -186,15 +186,15 @@ def if_key(key: str, value: Any = True) -> Rotates:
 
 
 def with_theta_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    """Layers rotate whose entry in `layer_rope_theta` is not 0; without the list, all."""
+    """Returns True if the layer's entry in `layer_rope_theta` is not 0; without the list, for all layers."""
     return values.get("layer_rope_theta") is None or bool(entry(values, "layer_rope_theta", layer))
 
 
 def given_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    """Layers rotate whose type has an entry in `rope_parameters` that is not null."""
+    """Returns True if `rope_parameters` has an entry, and not null, for the type of the layer."""
     return (values.get("rope_parameters") or {}).get(layer_type) is not None
 
 
 def given_theta_rotates(values: Values, layer: int, layer_type: str) -> bool:
-    """All layers rotate, unless `rope_parameters` has no `rope_theta`."""
+    """Returns True for all layers, but False if the config has `rope_parameters` without a `rope_theta`."""
     return (values.get("rope_parameters") or {"rope_theta": 1}).get("rope_theta") is not None
