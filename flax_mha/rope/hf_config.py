@@ -39,7 +39,7 @@ KNOWN |= {"rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_value"}
 
 
 def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[str, Any]:
-    """Returns the fields of the `RoPE` for layers of one type; see `RoPE.from_config`."""
+    """Returns the constructor arguments of the `RoPE` for layers of one type; `RoPE.from_config` describes all."""
     if layer_type is not None and layer_type not in LAYER_TYPES:
         raise ValueError(f"layer_type must be None or one of {', '.join(LAYER_TYPES)}, but got {layer_type!r}.")
     family, given = read_config(config)
@@ -70,7 +70,7 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
 
 
 def _read_vision(values: Values) -> dict[str, Any]:
-    """Returns the `RoPE` fields of a vision encoder; each of the two coordinates rotates half of the pairs."""
+    """Returns the constructor arguments of a vision encoder's `RoPE`: two coordinates rotate half of the pairs each."""
     name = values.get("model_type", "")
     if name.removesuffix("_vision") not in VISION:
         raise ValueError(f"model_type must be one of {', '.join(VISION)} of those with a patch_size, but got {name!r}.")
@@ -102,7 +102,7 @@ def _check_numbers(values: Values) -> None:
 
 
 def _parameters(values: Values, layer_type: str | None) -> Values:
-    """Returns the rope parameters of layers of one type, as Transformers 5 has them: one dict with a `rope_theta`."""
+    """Returns one dict of rope parameters, `rope_theta` among them, for layers of one type, as in Transformers 5."""
     found = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"rope_scaling and rope_parameters must be dicts, but got {found!r}.")
@@ -190,7 +190,7 @@ def _scaling(rope_type: str, given: Values, values: Values, max_length: Any) -> 
 
 
 def _fraction(*sources: Values) -> float:
-    """Returns the rotated fraction of a head, from the first dict that has it; a size in features is rounded down."""
+    """Returns the rotated fraction of a head by the first dict that tells it, rounded down to whole features."""
     told = (source for source in sources if {"partial_rotary_factor", "rotary_dim"} & {*source})
     source = next(told, {"partial_rotary_factor": 1.0})
     fraction = source.get("partial_rotary_factor")

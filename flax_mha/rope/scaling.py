@@ -41,7 +41,7 @@ class Scaling:
         return 1.0
 
     def _check(self, name: str, **bounds: float) -> None:
-        """Raises a ValueError unless the field with this name is in range, or None where that is its default."""
+        """Raises a ValueError unless the field `name` is a number within `bounds`, or None if that is its default."""
         value = getattr(self, name)
         if value is not None or getattr(type(self), name, 0) is not None:
             check_number(f"{type(self).__name__}({name})", value, **bounds)
