@@ -128,7 +128,7 @@ def _sow(module: Any, name: str, x: Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """The attribute `core` of an attention function of this package: how modules compute its attention themselves."""
+    """The attribute `core` of an attention function of this package, by which modules compute without calling it."""
 
     function: Callable[..., Array]  # a wrapper that copies its attributes, as by `functools.wraps`, is another function
     defaults: Mapping[str, Any]  # of the function's arguments
@@ -137,7 +137,7 @@ class CoreAttention:
     preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # set by `functools.partial`s of the function
 
     def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
-        """Returns the arguments of a module's call together with the preset ones, except those named in `without`.
+        """Adds the preset arguments, except those named in `without`, to those that a module passes to the function.
 
         Of an argument that is given twice, one value must be the default, such as None.
         """

@@ -41,7 +41,7 @@ DIRECT = CORE | {"deterministic", "dtype", "force_fp32_for_softmax"}
 
 
 class FlaxModule(NamedTuple):
-    """The layers, parameters and cache of a module in one call, and the arguments of its attention function."""
+    """What `call_module` needs of an nnx or linen module in one call: layers, parameters, cache, Flax's arguments."""
 
     query: Layer  # projects inputs [B..., T, D] to queries [B..., T, N, H]
     key: Layer  # projects inputs to keys; with `latent`, to the one key [latent, rotary key] that all heads share
@@ -58,7 +58,7 @@ class FlaxModule(NamedTuple):
     features: tuple[int, int] | None = None  # of queries, and of keys and values; None if the projections check them
 
     def output(self, x: Float[Array, "*B T N H"], inputs_q: Float[Array, "*B T D"]) -> Float[Array, "*B T Dout"]:
-        """Multiplies the attention's output by the gate of the inputs, if there is a gate, and projects it back."""
+        """Multiplies the attention's output by a sigmoid gate of the inputs, if there is one, and projects it back."""
         if self.gate is None:
             return self.out(x)
         gate = jax.nn.sigmoid(self.gate(inputs_q))
@@ -155,7 +155,7 @@ def _project(
 def _normalize(
     flax: FlaxModule, query: Array, key: Array, keys: KeySource
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"]]:
-    """Normalizes query and key; stored keys were normalized when they were stored."""
+    """Normalizes query and key if there are norms; stored keys were normalized when they were stored."""
     if flax.norms is None:
         return query, key
     return flax.norms[0](query), key if keys == "stored" else flax.norms[1](key)
@@ -164,7 +164,7 @@ def _normalize(
 def _attention_arguments(
     module: Any, flax: FlaxModule, core: CoreAttention | None, keys: KeySource, given: dict[str, Any], decoding: bool
 ) -> dict[str, Any]:
-    """Returns the arguments of the attention function: Flax's, those of the module and its call, and of partials."""
+    """Joins the attention function's arguments: Flax's, the module's options, the call's (`given`), a partial's."""
     # The positions of queries that use stored keys are not known.
     without = ("is_causal",) if keys in ("stored", "to store") else ()
     ours = given | {name: getattr(module, name) for name in OPTIONS} | {"sinks": flax.sinks}
@@ -185,7 +185,7 @@ def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any,
 
 
 def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Array) -> KVCache | None:
-    """Returns the cache, into which key and value fit, or None if this call makes it."""
+    """Returns the module's cache as a `KVCache`, into which key and value fit, or None if this call makes the cache."""
     arrays = flax.cache(query, key)
     if arrays is None:
         return None
@@ -222,7 +222,7 @@ def core_computes(arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool
 def call_of(
     core: CoreAttention, query: Array, key: Array, value: Array, **arguments: Any
 ) -> tuple[Call, Implementation | None]:
-    """Makes the core's call from arguments of `attention_fn`; those that the core does not have are left out."""
+    """Turns arguments of `attention_fn` into a `Call` of the core, and the implementation's name; leaves out others."""
     promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
     query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments)
@@ -234,7 +234,7 @@ def call_of(
 
 
 def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns arguments of `attention_fn` into those of `dot_product_attention`; others are left out."""
+    """Turns arguments of `attention_fn` into those of `dot_product_attention`; leaves out others, such as `module`."""
     dropout = ("dropout_rate", "dropout_rng") if arguments.get("deterministic") else ()
     known = {name: x for name, x in arguments.items() if name in CORE and name not in dropout and x is not None}
     if not isinstance(known.get("mask"), Mask | None):
@@ -253,7 +253,7 @@ def _decoding(
     arguments: dict[str, Any],
     latent: Latent | None,
 ) -> Callable[[], Any]:
-    """Returns a function that computes attention of new tokens over a cache and themselves, and the new cache.
+    """Returns a function without arguments that computes the attention of new tokens over a cache, and the new cache.
 
     It calls the core, or the attention function itself if not `core_computes`. The caller calls it, which keeps the
     stack of a decoding step short.

@@ -67,7 +67,7 @@ def decode_by(
 
 
 def _drops_by_position(query: Array, arguments: dict[str, Any]) -> bool:
-    """Returns True if `flax_mha.attention_fn` drops weights and does not pass the call on to Flax's function."""
+    """Returns True if `attention_fn` drops weights itself, which depends on positions, and does not let Flax do it."""
     flax_computes = jnp.iscomplexobj(query) or any("einsum" in name and x for name, x in arguments.items())
     drops = arguments.get("dropout_rng") is not None and not arguments.get("deterministic")
     return drops and not flax_computes

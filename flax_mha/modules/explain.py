@@ -18,7 +18,7 @@ M = TypeVar("M")
 
 
 class ExplainedAttention:
-    """Replaces the `attention_fn` of a module: appends an explanation of each call, which returns zeros."""
+    """An `attention_fn` that computes nothing: it adds an explanation of each call to a list, and returns zeros."""
 
     def __init__(self, given: Callable[..., Array]):
         core = core_of(given)
@@ -28,7 +28,7 @@ class ExplainedAttention:
         self.explanations: list[Explanation] = []
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
-        """Explains a call; arguments that the core does not have, such as `module`, are left out."""
+        """Records the explanation of a call, and returns zeros; ignores arguments that are not the core's: `module`."""
         return self.core.run(*call_of(self.core, query, key, value, **arguments))[0]
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Output:
@@ -40,7 +40,7 @@ class ExplainedAttention:
 def explaining(
     call: Callable[Concatenate[M, P], Array], explained: Callable[..., Explanation]
 ) -> Callable[Concatenate[M, P], Explanation]:
-    """Makes the method `explain` of a module: calls `explained`, and has the signature of the method `call`."""
+    """Makes a module's method `explain`, which takes the arguments of its method `call`, and returns `explained`'s."""
 
     @functools.wraps(call, assigned=("__annotations__",))
     def explain(self: M, *arguments: P.args, **keywords: P.kwargs) -> Explanation:

@@ -15,7 +15,7 @@ SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def check_latent(options: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless the sizes and options of a module, by name, are valid."""
+    """Raises a ValueError unless the constructor arguments of a module of latent attention, by name, are valid."""
     for name in ("num_heads", *SIZES, "q_lora_rank"):
         size, optional = options[name], name == "q_lora_rank"
         if (not is_int(size) or size < 1) and (size is not None or not optional):

@@ -20,7 +20,7 @@ NormKind = Literal[
 
 
 class Norm(NamedTuple):
-    """A norm of queries and keys [B..., T, N, H], which `normalize_qk` names."""
+    """Describes a norm of queries and keys [B..., T, N, H]; `NORMS` has one for each name in `normalize_qk`."""
 
     is_rms: bool = False  # RMSNorm, else LayerNorm
     axes: tuple[int, ...] = (-1,)  # axes of the mean and the variance
@@ -40,7 +40,7 @@ NORMS: dict[str, Norm] = {
 
 
 def norm_of(normalize_qk: bool | str) -> Norm:
-    """Returns the norm of a `normalize_qk` that is not False."""
+    """Returns the norm that a module's `normalize_qk` names; True means "layer_norm", and False is not allowed here."""
     return NORMS[normalize_qk if isinstance(normalize_qk, str) else "layer_norm"]
 
 

@@ -24,7 +24,7 @@ def per_sequence_arguments(
 ) -> dict[str, Array | None]:
     """Turns `segment_ids` and `lengths` of a module's call into arguments of `dot_product_attention`.
 
-    Returns none if keys go into a cache (`is_cached`), whose methods take the lengths.
+    Returns an empty dict if keys go into a cache (`is_cached`), whose methods take the lengths.
     """
     if decode and segment_ids is not None:
         raise ValueError("segment_ids must be None while decoding, but got an array; a cache holds one document.")
@@ -103,7 +103,7 @@ def _rotate_end(
 def _count(
     queries: int, keys: int, rope: RoPE, self_attention: bool, start: Int[Array, "..."] | int
 ) -> tuple[Array, Array]:
-    """Returns the positions of so many queries and keys, counted from `start`, equal in all coordinates."""
+    """Returns the positions of so many queries and keys, from `start` on: [..., T], or [..., T, D] with sections."""
     if rope.section_layout.startswith("axial"):
         raise ValueError("positions must be [..., T, coordinates] where rope is axial, but got None.")
     start = jnp.asarray(start, jnp.int32)[..., None]
@@ -116,7 +116,7 @@ def _count(
 
 
 def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequence:
-    """Returns the number of keys before the padding of each sequence, as int32; None means all."""
+    """Returns the number of keys before the padding of each sequence, int32 [B...]; None means all S keys."""
     lengths = int32("lengths", key.shape[-3] if lengths is None else lengths)
     return jnp.broadcast_to(lengths if key.ndim > 3 else lengths.reshape(()), key.shape[:-3])
 
@@ -140,7 +140,7 @@ def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | No
 
 
 def mask_padding(mask: Any, lengths: PerSequence, key: Float[Array, "*B S K H"]) -> Array:
-    """Returns a mask that also hides the keys of each sequence after the first `lengths`."""
+    """Returns a bool mask that hides what `mask` hides, and each sequence's keys after the first `lengths`."""
     places = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
     shown = (places < lengths[..., None])[..., None, None, :]
     return shown if mask is None else validation.mask_of_numbers(mask) & shown
