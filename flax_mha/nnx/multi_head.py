@@ -165,14 +165,14 @@ class AttentionModule(nnx.Module):
         return _read(self.cached_key, self.cached_value, self.cached_lengths)
 
     def _cache(self, *_: Array) -> Arrays:
-        """Returns the arrays of the cache; see `KVCache.of_window`."""
+        """Returns the cache's arrays in the order in which `KVCache.of_window` takes them: key, value, index, scale."""
         if self.cached_key is None or self.cache_index is None:
             raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
         key, *others = _read(*self._variables())
         return (key, key[..., :0], *others) if self.cached_value is None else (key, *others)
 
     def _write(self, arrays: Arrays, stored: bool) -> None:
-        """Writes the arrays of the cache or, if the call stored keys, those with their values and lengths."""
+        """Sets the cache's variables to a call's arrays: a new cache, or keys, values and lengths that it `stored`."""
         if stored:
             self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, arrays)
             self.cache_index = self.cached_scale = None
@@ -182,12 +182,12 @@ class AttentionModule(nnx.Module):
             variable[...] = array
 
     def _variables(self) -> list[Any]:
-        """Returns the variables of the cache; values and scale may be missing."""
+        """Returns the cache's variables: key, value (none in latent attention), index, and scale (only of 8 bits)."""
         variables = self.cached_key, self.cached_value, self.cache_index, self.cached_scale
         return [variable for variable in variables if variable is not None]
 
     def _first_given(self, name: str, argument: bool | None) -> bool:
-        """Returns the argument of the call or, if that is None, the attribute of the module."""
+        """Returns the argument of the call or, if that is None, the module's attribute `name`; one must not be None."""
         return first_from(
             argument,
             getattr(self, name),
@@ -462,7 +462,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     explain = explaining(__call__, AttentionModule._explained)
 
     def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
-        """Splits the parameters by these names of mesh axes; see `split_variable`."""
+        """Splits each parameter over the mesh axes that `tensor_parallel.parameter_names` gave for it."""
         layers = (self.query, "query"), (self.key, "key"), (self.value, "key"), (self.out, "out"), (self.gate, "query")
         for layer, name in layers:
             if layer is None:
@@ -477,7 +477,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         return self.num_kv_heads, self.head_dim, None
 
     def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-        """Makes a norm of this kind, with the `scale` of Flax's norm, or at least with its dtype and metadata."""
+        """Makes a norm of this kind; its scale is that of `flax_norm`, or a new one of the same dtype and metadata."""
         options: dict[str, Any] = {} if kind.is_rms else {"use_bias": False}
         norm: Any = (nnx.RMSNorm if kind.is_rms else nnx.LayerNorm)(
             self.head_dim,
