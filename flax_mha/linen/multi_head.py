@@ -130,7 +130,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         sow_weights: bool,
         variables: list[nn.Variable],
     ) -> FlaxModule:
-        """Makes the layers and parameters of a call; reading the cache adds its variables to `variables`."""
+        """Makes what `call_module` needs in a call; its function `cache` adds the cache's variables to `variables`."""
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
         check_options(vars(self), qkv_features)
@@ -162,7 +162,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     explain = nn.nowrap(explaining(__call__, AttentionModule._explained))
 
     def _dense(self, name: str, features: int | tuple[int, int]) -> nn.DenseGeneral:
-        """Makes the projection to heads with this name, or "out", the one back to features."""
+        """Makes the projection of this name: "query", "key", "value" and "gate" are to heads, "out" to features."""
         is_out, axes = name == "out", {"value": "key", "gate": "query"}.get(name, name)
         kernel_init, bias_init = (self.out_kernel_init, self.out_bias_init) if is_out else (None, None)
         product = self.out_dot_general if is_out else self.qkv_dot_general
