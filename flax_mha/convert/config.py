@@ -173,7 +173,7 @@ def _size(values: Values, name: str) -> int:
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    """Returns the arguments of the module that are numbers of heads and features."""
+    """Returns `num_heads`, `num_kv_heads` and the numbers of features, as arguments of the module by name."""
     heads, hidden = _size(values, "num_attention_heads"), _size(values, "hidden_size")
     features = hidden
     if "attention_hidden_size" in values:  # Zamba: the input of its attention includes the embeddings
@@ -214,7 +214,7 @@ def _scale(values: Values, layer: int, head_size: int) -> float | None:
 
 
 def _window(values: Values) -> tuple[int, int] | None:
-    """Returns (left, right): `sliding_window` counts the token itself and the tokens before it."""
+    """Returns `local_window_size` (left, 0), or None; `sliding_window` in a config also counts the token itself."""
     width = values.get("sliding_window")
     if width is None or not values.get("use_sliding_window", True):
         return None

@@ -21,7 +21,7 @@ QUERIES = ({"q_proj/kernel"}, {"q_a_proj/kernel", "q_a_layernorm/scale", "q_b_pr
 
 
 def key_of(path: str) -> str:
-    """Returns the key in a state_dict of the parameter with this path in Flax."""
+    """Returns the key in a state_dict, such as `q_proj.weight`, of the parameter with Flax's path `q_proj/kernel`."""
     name, leaf = path.split("/")
     return f"{name}.{'bias' if leaf == 'bias' else 'weight'}"
 
@@ -30,12 +30,12 @@ PATHS = {key_of(path): path for path in AXES}
 
 
 def is_latent(keys: Collection[str]) -> bool:
-    """Returns True for the keys of a latent attention."""
+    """Returns True if these are the keys of a latent attention (DeepSeek's): all of `LATENT_KEYS` are among them."""
     return {*LATENT_KEYS} <= {*keys}
 
 
 def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arrays:
-    """Returns the arrays of a latent attention, without its prefix, by Flax's paths and in Flax's shapes."""
+    """Turns entries of a state_dict into arrays by Flax's paths, in Flax's shapes; `prefix` is for error messages."""
     entries = {key: value for key, value in entries.items() if not key.startswith("rotary_emb.")}
     if extra := sorted({*entries} - {*PATHS}):
         raise ValueError(f"state_dict must hold a latent attention alone, but got {', '.join(extra[:6])}, too.")

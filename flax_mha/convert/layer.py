@@ -88,7 +88,7 @@ def from_hf(
 def _attention_fn(
     family: Family, values: Values, described: dict[str, Any], state_dict: Mapping[str, Any], is_decoder: bool
 ) -> Any:
-    """Returns the `attention_fn` of a layer, in which the arguments are set that every call needs."""
+    """Returns the `attention_fn` of a layer, a partial that sets what each call needs: causality, T5's bias, ALiBi."""
     causal = values[family.causal] if isinstance(family.causal, str) else family.causal
     causal = bool(is_decoder if causal is None else causal)
     if not values.get("is_causal", True):

@@ -68,11 +68,11 @@ class Layout(NamedTuple):
         return any({"query/kernel", "key/kernel"} <= {*paths} for paths in self.stacks.values())
 
     def key_of(self, path: str) -> str:
-        """Returns the key in the state_dict of the weight that contains this Flax path."""
+        """Returns the key in the state_dict of the array that is, or stacks, the parameter with this Flax path."""
         return next(key for key, paths in self.stacks.items() if path in paths)
 
     def difference(self, keys: Collection[str]) -> tuple[list[str], list[str]]:
-        """Returns the keys that the layout does not have, and the keys of weights that are missing."""
+        """Compares keys with the layout: returns those that it does not have, and those of weights that are missing."""
         extra = {key for key in keys if not key.startswith(self.ignored)} - {*self.stacks}
         missing = {key for key, paths in self.stacks.items() if paths[0] in KERNELS} - {*keys}
         return sorted(extra), sorted(missing)
@@ -93,7 +93,7 @@ def _layout(
     gate: str = "",
     **rest: Any,
 ) -> Layout:
-    """Makes a layout from keys in the order of `WITH_GATES`, `*` being `weight` or `bias`, and of `OTHER_AXES`."""
+    """Makes a layout; `keys`, `*` for weight or bias, are ordered as `WITH_GATES`, and `others` as `OTHER_AXES`."""
     names = f"{keys} {biases or keys}".split() + [gate] * bool(gate) * 2
     names = [
         name.replace("*", "bias" if path.endswith("bias") else "weight")

@@ -107,7 +107,7 @@ def _load_latent(
     qk_norm_offset: float | None,
     check_options: bool,
 ) -> None:
-    """Loads the weights of a latent attention; see `load_torch`."""
+    """Does `load_torch` for a module of latent attention."""
     if qk_norm_offset is not None:
         raise ValueError(f"qk_norm_offset must be None for latent attention, but got {qk_norm_offset!r}.")
     layout, arrays = read(state_dict, module.num_heads, module.num_heads, prefix, 0.0)
@@ -126,7 +126,7 @@ def _load_latent(
 
 
 def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[str], layout: LayoutName) -> None:
-    """Sets the variables to the arrays; raises a ValueError instead if there are problems."""
+    """Sets the variables to the arrays with their paths, or raises a ValueError that lists problems, if any."""
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
@@ -137,7 +137,7 @@ def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[
 
 
 def _variables(module: Any, paths: Iterable[str]) -> dict[str, nnx.Variable]:
-    """Returns the module's parameters among these paths."""
+    """Returns the module's variables by path, such as `query/kernel`, for those of these paths that it has."""
 
     def find(path: str) -> Any:
         return functools.reduce(lambda part, name: getattr(part, name, None), path.split("/"), module)
@@ -146,7 +146,7 @@ def _variables(module: Any, paths: Iterable[str]) -> dict[str, nnx.Variable]:
 
 
 def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[str]:
-    """Returns a line for each parameter that does not fit its array, or that is on one side only."""
+    """Returns a message for each parameter that does not fit its array, or is missing in the module or `arrays`."""
     problems = []
     for path in (*TORCH_AXES, *OTHER_AXES):
         name, option = path.replace("/", "."), OPTIONS.get("scale" if "_ln/" in path else path.split("/")[-1], "")
@@ -173,7 +173,7 @@ def _has_biases(arrays: Arrays) -> bool:
 
 
 def _wrong_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-    """Returns a line for each contradiction between the module's heads and a buffer or table beside the weights."""
+    """Returns a message for each array beside the weights, such as T5's table, that shows other heads than `module`."""
     problems, rope = [], getattr(module, "rope", None)
     frequencies = attention_entries(state_dict, prefix)[1].get("rotary_emb.inv_freq")
     if frequencies is not None and rope is not None:
@@ -192,7 +192,7 @@ def _wrong_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any],
 def _missing_options(
     module: Any, name: LayoutName, arrays: Arrays, state_dict: Mapping[str, Any], prefix: str
 ) -> list[str]:
-    """Returns a line for each option that models of this layout have and the module lacks."""
+    """Returns a message for each option, such as `rope`, that models of this layout have and the module lacks."""
     problems, layout, rest = [], LAYOUTS[name], "pass check_options=False if this layer has none"
     rope, scale, cap = (getattr(module, option, None) for option in ("rope", "scale", "logits_soft_cap"))
     if layout.rotary and rope is None:

@@ -15,7 +15,7 @@ from flax_mha.recipes import alibi
 def position_arguments(
     family: Family, values: Values, num_heads: int, rotates: bool, is_chunked: bool
 ) -> dict[str, Any]:
-    """Returns the `score_mod` and `mask` of layers with ALiBi, the temperature of Llama 4 or Ministral 3, or chunks."""
+    """Returns a dict: a `score_mod` for ALiBi or a temperature (Llama 4, Ministral 3), a `mask` for chunks, if any."""
     changes: dict[str, Any] = {}
     rotary = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if family.alibi:

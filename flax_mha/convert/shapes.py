@@ -38,7 +38,7 @@ def join(layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, in
 
 
 def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
-    """Returns the size of each letter in `axes`; raises a ValueError if arrays disagree about one."""
+    """Returns the size of each letter, given the letters of arrays' `axes`; raises a ValueError if arrays disagree."""
     sizes: dict[str, int] = {}
     for path, array in arrays.items():
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in axes[path])
@@ -49,7 +49,7 @@ def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
 
 
 def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str, int]:
-    """Returns the sizes of N, K and H; raises a ValueError unless the heads divide the features into equal parts."""
+    """Returns the numbers of heads N and K and their size H; raises a ValueError unless they make up the features."""
     size, rest = divmod(sizes["A"], heads)
     if rest or size * kv_heads != sizes["B"]:
         raise ValueError(

@@ -78,7 +78,7 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
 
 
 def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Returns, most important first, if the orientation, the gate and the biases of the weights are the layout's."""
+    """Ranks a layout whose keys fit: tells if the orientation, the gate and the biases of the weights fit it, too."""
     key = layout.key_of("query/kernel")
     shape, out_shape = (tuple(getattr(entries[x], "shape", ())) for x in (key, layout.key_of("out/kernel")))
     is_doubled = len(shape) == len(out_shape) == 2 and shape[0] == 2 * out_shape[1]

@@ -146,7 +146,7 @@ def norm_offset(family: Family) -> float:
 def read(
     state_dict: Any, num_heads: int, num_kv_heads: int, prefix: str, qk_norm_offset: float
 ) -> tuple[LayoutName, Arrays]:
-    """Returns the layout of an attention in a state_dict, and its arrays, by Flax's paths and in Flax's shapes."""
+    """Returns the layout of an attention in a state_dict, and its arrays in Flax's shapes, by paths like `out/bias`."""
     if not all(is_int(number) and number > 0 for number in (num_heads, num_kv_heads)) or num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a positive multiple of num_kv_heads, got {num_heads!r} and {num_kv_heads!r}."
@@ -197,7 +197,7 @@ def fill_with_zeros(arrays: Arrays) -> Arrays:
 
 
 def _drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
-    """Leaves out biases of zeros if the remaining ones are a choice of the layout, else returns all arrays."""
+    """Leaves out biases of zeros if models of this layout may lack them, else returns all arrays."""
     biased = {name for name in ALL if f"{name}/bias" in arrays}
     for choice in layout.biased:
         dropped = {f"{name}/bias" for name in biased - {*choice}}
