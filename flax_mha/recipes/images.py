@@ -100,7 +100,7 @@ def shifted_windows(
         raise ValueError(f"table must be [(2 * window - 1)^2, heads] = ({side**2}, N), but got shape {table.shape}.")
 
     def squares(index: Array) -> tuple[list[Array], list[Array]]:
-        """Returns the row and column of each token's square, and those of the token in its square."""
+        """Returns [row, column] of the square of each token `index`, and [row, column] of the token in its square."""
         moved = [x + window - shift for x in (index // width, index % width)]
         return [x // window for x in moved], [x % window for x in moved]
 
