@@ -18,7 +18,7 @@ MARGIN = 64  # tolerance, times the dtype's epsilon and the largest entry: sums 
 
 
 class Result(NamedTuple):
-    """The result of one check."""
+    """The result of one check of a function: it computes, refuses with an error, or is wrong."""
 
     name: str
     kind: Literal["computes", "refuses", "wrong"]  # "refuses" if it raised an error
@@ -26,11 +26,11 @@ class Result(NamedTuple):
 
 
 class WrongAnswerError(Exception):
-    """Raised if the function's result is not that of the reference."""
+    """Raised if an attention function returns something else than the reference, or no error where it must."""
 
 
 def check(function: Attention, name: str) -> Result:
-    """Runs the check with this name in `CHECKS`.
+    """Runs the check with this name in `CHECKS` on a function, and returns the result; raises no error.
 
     The function gets query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv], and by their names some of the
     other arguments of `flax_mha.dot_product_attention`.
@@ -95,7 +95,7 @@ def _reference(case: Case, arrays: Mapping[str, Any], cotangent: Any) -> tuple[A
 
 
 def _check_case(case: Case, dtype: Any, function: Attention) -> None:
-    """Compares output and gradients in one dtype, for inputs that are rounded to it."""
+    """Compares a function's output and gradients with the reference's, for inputs that are rounded to this dtype."""
     arrays = {name: np.asarray(jnp.asarray(x, dtype)) for name, x in case.arrays(dtype=np.float64).items()}
     cotangent = np.asarray(jnp.asarray(case.cotangents()[0], dtype))
     out, gradients = _output_and_gradients(function, case, arrays, cotangent)
@@ -120,7 +120,7 @@ def _check_lse(case: Case, function: Attention) -> None:
 
 
 def _check_hidden(number: float, places: Mapping[str, tuple], function: Attention) -> None:
-    """Sets one feature each of keys or values that are masked, or of queries that see nothing, to NaN or infinity."""
+    """Checks that NaN or infinity in masked keys or values, or in queries that see nothing, changes no result."""
     mask = np.ones((2, 1, T, S), bool)
     for name, (entry, place, *_) in places.items():
         mask[(entry, 0, place) if name == "query" else (entry, 0, slice(None), place)] = False
@@ -169,7 +169,7 @@ def _check_vmap(function: Attention) -> None:
 
 
 def _slopes(exact: Callable[..., list], arrays: Mapping[str, Any], tangents: Mapping[str, Any]) -> list:
-    """Returns the derivative of a function of float64 arrays along tangents, by central differences."""
+    """Returns the derivative of each of a function's results along tangents, by central differences in float64."""
     step = 1e-5
     ahead, behind = (
         exact(**{name: x.astype(np.float64) + h * tangents[name] for name, x in arrays.items()}) for h in (step, -step)
