@@ -171,7 +171,7 @@ def train(  # noqa: D417 - `Settings` describes the others
 
 
 def load(out: str | Path) -> Run:
-    """Loads the newest whole checkpoint of a run, finished or not."""
+    """Loads a run, finished or not, with the model of its newest whole checkpoint."""
     out = Path(out)
     config = read_config(out)
     from train_demo import metrics
@@ -193,7 +193,7 @@ def start(
     quiet: bool = False,
     samples: bool = True,
 ) -> int:
-    """Trains; returns the exit code of the command: 0, 130 after Ctrl-C, or 143 after SIGTERM."""
+    """Starts or resumes a run, and trains; returns the command's exit code: 0, 130 after Ctrl-C, 143 after SIGTERM."""
     began = time.perf_counter()
     config, text = prepare(out, data, given, resume)
     if layout.first and not quiet:  # before JAX is imported, which takes a second
@@ -214,7 +214,7 @@ def start(
 
 
 def default_folder(data: str | None) -> Path:
-    """Returns the folder of a run without `out`."""
+    """Returns the folder of a run for which no `out` was given: `runs/` and the name of the data."""
     if data is None:
         return RUNS / "python-docs"
     path = Path(data)

@@ -82,7 +82,7 @@ def _place(like: Trees, arrays: dict[str, np.ndarray]) -> Trees:
 
 
 def delete_after(out: Path, step: int) -> None:
-    """Deletes the checkpoints of later steps, none of which is whole."""
+    """Deletes the checkpoints of steps after `step`, which `restore_newest` has skipped as unusable."""
     for later, path in _entries(out):
         if later > step:
             _delete(path)

@@ -105,7 +105,7 @@ def _sample(chosen: argparse.Namespace) -> int:
 
 
 def _show(prompts: Sequence[str], num_samples: int, pieces: Iterator[list[str]]) -> None:
-    """Prints a single text piece by piece as it is written, several texts at the end."""
+    """Prints prompts and what follows: a single text piece by piece as it is written, several texts at the end."""
     if len(prompts) * num_samples == 1:
         for (piece,) in itertools.chain([prompts], pieces):
             print(printable(piece), end="", flush=True)
@@ -151,7 +151,7 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 
 def folder(text: str) -> Path:
-    """Reads the name of a folder, which must not be empty, as a shell variable that is not set."""
+    """Returns the path that a text names; refuses an empty text, which a shell variable that is not set becomes."""
     if not text:
         raise argparse.ArgumentTypeError("expected a folder, got ''")
     return Path(text)
@@ -199,7 +199,7 @@ def _parser() -> Parser:
 
 
 def _add(parser: Parser, options: Iterable[Any]) -> None:
-    """Adds an option for each field; its value is None if it is not given."""
+    """Adds a command-line option for each field of `Settings` or `Layout`; its value is None if it is not given."""
     for option in options:
         parse, explanation = option.metadata["parse"], option.metadata["help"]
         if parse is None:

@@ -55,7 +55,7 @@ class Text:
         return self.documents > 1
 
     def sentence(self, limit: int) -> str:
-        """Returns the first sentence of the validation part that is on one line, or else the start of that part."""
+        """Returns the validation part's first short sentence, or else its start; cut to `limit` characters."""
         start = self.vocabulary.decode((self.validation[:VALIDATED] % FIRST).tolist())
         found = re.search(r"(?<=\s)[A-Z][a-z]+ [a-z][^.\n]{20,38}\.(?=\s)", start)
         return (found[0] if found else start[:40])[:limit]
@@ -103,7 +103,7 @@ def _found(path: str | None) -> tuple[list[str], int]:
 
 
 def _found_in(folder: Path) -> tuple[list[str], int]:
-    """Reads the files below a folder in the order of their paths, without hidden files.
+    """Returns the texts of the files below a folder by path, without hidden files, and how many files it skipped.
 
     Skips, and counts, files that are binary, not UTF-8, or shorter than two characters.
     """

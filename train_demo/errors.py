@@ -30,7 +30,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def enough_memory(options: str) -> Iterator[None]:
-    """Turns an error about too little memory of the device into a `UserError` that names the options to lower."""
+    """Turns JAX's error in the context that a device lacks memory into a `UserError` that names options to lower."""
     from jax.errors import JaxRuntimeError
 
     try:

@@ -62,7 +62,7 @@ def filtered(logits: Float[Array, " V"], sampling: Sampling) -> Float[Array, " V
 
 
 def draw(key: Key[Array, ""], logits: Float[Array, " V"], sampling: Sampling) -> Int[Array, ""]:
-    """Draws the number of a character, int32; `jax.vmap` draws several."""
+    """Draws a character by its logits, and returns its number in the vocabulary, int32; `jax.vmap` draws several."""
     greedy = jnp.asarray(sampling.temperature) <= 0
     scores = filtered(logits, sampling._replace(temperature=jnp.where(greedy, 1.0, sampling.temperature)))
     return jnp.where(greedy, logits.argmax(), jax.random.categorical(key, scores)).astype(jnp.int32)
@@ -116,7 +116,7 @@ def generate(
 
 
 def padded(rows: Sequence[np.ndarray]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
-    """Pads rows with zeros at their ends; returns them as one array, and their lengths, int32.
+    """Pads rows with zeros at their ends to a power of two; returns them as one array, and their lengths, int32.
 
     Example:
       >>> numbers, lengths = padded([np.array([1, 2, 3]), np.array([4])])
@@ -138,7 +138,7 @@ def prefill(
     lengths: Int[Array, " P"],
     num_samples: int,
 ) -> tuple[nnx.State, Float[Array, "B V"]]:
-    """Computes the cache and the next logits of B = P * num_samples texts; prompts are padded at their ends."""
+    """Reads P prompts, padded at their ends; returns the cache and the next logits of B = P * num_samples texts."""
     model = _decoding(structure, params, len(numbers))
     logits = model(numbers, lengths=lengths)
     logits = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
@@ -156,7 +156,7 @@ def write(
     start: int | Int[Array, ""],
     sampling: Sampling,
 ) -> tuple[nnx.State, Float[Array, "B V"], Int[Array, "B CHUNK"]]:
-    """Writes `CHUNK` characters to each text."""
+    """Draws the next `CHUNK` characters of each text; returns the cache and the logits after them, and the numbers."""
 
     def step(carry: tuple[nnx.State, Array], place: Int[Array, ""]) -> tuple[tuple[nnx.State, Array], Array]:
         cache, logits = carry

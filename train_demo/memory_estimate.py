@@ -19,7 +19,7 @@ UNOPTIMIZED: dict[str, str | bool] = {"xla_llvm_disable_expensive_passes": True,
 def estimate(
     settings: Settings, layout: Layout, vocabulary_size: int, characters: int, devices: list[jax.Device]
 ) -> dict[str, int]:
-    """Compiles a training step on data of this many characters, and returns the bytes that each device needs."""
+    """Compiles a training step on this many characters of data, and returns the bytes of each device, by purpose."""
     sizes = layout.sizes(len(devices), settings)
     devices = devices[: math.prod(sizes)]
     structure, params = blueprint(vocabulary_size, settings, layout)

@@ -44,7 +44,7 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def make(sizes: Sizes, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
-    """Makes a mesh of the first devices; None for one device."""
+    """Makes a mesh with axes of these sizes from the first of the devices; returns None if one is enough."""
     number = math.prod(sizes)
     if number == 1:
         return None
@@ -55,17 +55,17 @@ def make(sizes: Sizes, devices: Sequence[jax.Device] | None = None) -> Mesh | No
 
 
 def use(mesh: Mesh | None) -> AbstractContextManager:
-    """Sets the mesh of the context, which the functions below and the attention read."""
+    """Returns a context manager that sets the mesh, which the functions below and the attention read."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def leave() -> AbstractContextManager:
-    """Leaves the mesh of the context, for computations of a single device."""
+    """Returns a context manager in which no mesh is set, for computations on a single device."""
     return nullcontext() if current() is None else jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def current() -> AbstractMesh | None:
-    """Returns the mesh of the context; None on one device."""
+    """Returns the mesh that `use` has set; None on one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
@@ -83,7 +83,7 @@ def shardings(mesh: Mesh | None, tree: Tree) -> Tree | None:
 
 
 def placed(mesh: Mesh | None, shapes: Tree) -> Tree:
-    """Adds their `shardings` to the shapes of arrays."""
+    """Adds its sharding to each `jax.ShapeDtypeStruct` in a tree of parameters, or of their optimizer state."""
     if mesh is None:
         return shapes
     return jax.tree.map(
@@ -109,7 +109,7 @@ def gathered(module: Module) -> Module:
 
 
 def split_batch(windows: Array, axis: int = 0) -> Array:
-    """Constrains windows to be split over `BATCH` along the axis of the batch."""
+    """Constrains windows to be split over the mesh axes `BATCH` along their batch axis, `axis`."""
     return _constrain(windows, lambda path, leaf: P(*[None] * axis, BATCH))
 
 
@@ -129,7 +129,7 @@ def put(mesh: Mesh | None, array: np.ndarray, *axes: Any) -> Array:
 
 
 def fetch(mesh: Mesh | None, tree: Tree) -> Tree:
-    """Gathers whole arrays on the first device of this process."""
+    """Returns a tree of whole arrays on the first device of this process, gathered from all devices."""
     if mesh is None:
         return tree
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
@@ -143,7 +143,7 @@ def _constrain(tree: Tree, spec: Any) -> Tree:
 
 
 def _spec(path: tuple[Any, ...], leaf: Any) -> P:
-    """Returns how an array is split, by the layer's name in its path: of parameters, and of optimizer state alike."""
+    """Returns how a parameter, or its optimizer state, is split, by the name of its layer in its path in the tree."""
     names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
     return next((PARAMS[name] for name in reversed(names) if name in PARAMS), P())
 

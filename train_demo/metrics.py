@@ -97,7 +97,7 @@ class Log:
         return round(time.perf_counter() - self._began, 3)
 
     def loss(self, name: str, step: int, value: SupportsFloat, **others: SupportsFloat) -> float:
-        """Waits for a loss, writes it with other numbers, and returns it."""
+        """Waits for a loss, writes it and `others` as one line, and returns it; raises a `UserError` if it diverged."""
         number = float(value)
         if not number <= self._highest:  # also where it is not a number
             what = name.replace("val_loss", "validation loss")
@@ -111,7 +111,7 @@ class Log:
         self._add(SAMPLES, {"step": step, "prompt": prompt, "text": text})
 
     def sync(self) -> None:
-        """Flushes all lines to the disk, before a checkpoint: a resumed run does not write them again."""
+        """Flushes all lines to the disk: before a checkpoint, as a run resumed from it does not write them again."""
         for file in self._files.values():
             with _writing(file):
                 os.fsync(file.fileno())
@@ -142,7 +142,7 @@ def _writing(file: FileIO) -> Iterator[None]:
 
 
 def write_resources(out: Path, mesh: jax.sharding.Mesh | None, tokens_per_second: float) -> None:
-    """Writes the device, the speed, and the largest memory use so far, in bytes."""
+    """Writes `resources.json`: the devices, the speed, and the largest memory use so far, in bytes."""
     devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
     memory = [device.memory_stats() or {} for device in devices if device.process_index == jax.process_index()]
     device = f"{len(devices)} x {devices[0].device_kind}"

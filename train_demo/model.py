@@ -33,7 +33,7 @@ class TokenShift(nnx.Module):
         self.last: nnx.Cache | None = nnx.data(None)
 
     def set_view(self, decode: bool | None = None, batch_size: int | None = None) -> None:
-        """Starts decoding, before the first character, or ends it; `nnx.view` calls this."""
+        """Makes an empty cache of the last embeddings for decoding, or drops the cache; `nnx.view` calls this."""
         if decode is False:
             self.last = nnx.data(None)
         if decode and batch_size is not None:
@@ -45,7 +45,7 @@ class TokenShift(nnx.Module):
         lengths: Int[Array, " B"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Adds embeddings of the same document; row b has `lengths[b]` characters before its padding."""
+        """Adds to each embedding those before it in its document; row b has `lengths[b]` characters, then padding."""
         distance, length = len(self.scale), x.shape[1]
         before = jnp.zeros((x.shape[0], *self.scale.shape)) if self.last is None else self.last[...]
         x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
@@ -212,7 +212,7 @@ def _rematerialized(
 
 
 def computed_in(settings: Settings) -> Any:
-    """Returns the dtype that layers compute in; None, for float32, means that of the parameters."""
+    """Returns the argument `dtype` of layers: what they compute in, or None for float32, the parameters' dtype."""
     name = chosen_dtype(settings)
     return None if name == "float32" else jnp.dtype(name)
 

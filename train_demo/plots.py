@@ -66,12 +66,12 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def pieces(config: Config) -> list[str]:
-    """Returns the characters of a run's sentence, with white space and control characters made visible."""
+    """Returns the attention picture's labels: the characters of the run's sentence, all of them made visible."""
     return [printable(visible(character)) for character in config.sentence]
 
 
 def attention_weights(model: Transformer, config: Config) -> np.ndarray:
-    """Runs the model on the run's sentence, and returns its attention weights, `[layers, heads, T, T]`."""
+    """Runs the model on `config.sentence` of T characters; returns its attention weights, `[layers, heads, T, T]`."""
     characters = jnp.asarray(config.vocabulary.encode(config.sentence))[None]
     structure, params = nnx.split(model)
 

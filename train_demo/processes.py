@@ -78,7 +78,7 @@ def _not_found(layout: Layout) -> None:
 
 
 def _hide_logs(layout: Layout) -> subprocess.Popen:
-    """Redirects the output of C++ libraries to `crash_log`; the output of Python stays, but only process 0's stdout."""
+    """Starts and returns `crash_log`, which reads what C++ libraries print; only process 0 keeps Python's stdout."""
     sys.stdout.flush()
     sys.stderr.flush()
     reader = subprocess.Popen(
@@ -100,7 +100,7 @@ def wait(name: str) -> None:
 
 
 def refuse_differences(what: str, text: str) -> None:
-    """Raises a `UserError` if `text` differs from that of process 0."""
+    """Raises a `UserError` about `what` if `text` differs from that of process 0; all processes have to call this."""
     if jax.process_count() == 1:
         return
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)

@@ -110,7 +110,7 @@ def write_config(out: Path, config: Config) -> None:
 
 
 def read_config(out: Path) -> Config:
-    """Reads the configuration of the run in a folder."""
+    """Reads the configuration of the run in a folder; raises a `UserError` if there is none that this demo can use."""
     try:
         saved = json.loads((out / CONFIG).read_bytes())
         version = saved.get("model_version", 1) if isinstance(saved, dict) and "settings" in saved else MODEL_VERSION
@@ -127,7 +127,7 @@ def read_config(out: Path) -> Config:
 
 
 def _checked(saved: Any) -> Config:
-    """Returns the configuration that was saved as this value; raises a ValueError if none was."""
+    """Turns a value read from JSON into the `Config` that was written so; raises a ValueError if none was."""
     try:
         settings, vocabulary = Settings(**saved["settings"]), Vocabulary(**saved["vocabulary"])
         config = Config(**saved | {"settings": settings, "vocabulary": vocabulary})
@@ -141,7 +141,7 @@ def _checked(saved: Any) -> Config:
 
 @contextmanager
 def sole_writer(out: Path) -> Iterator[None]:
-    """Makes the folder, and locks it inside the context; the lock also ends with the process."""
+    """Makes and locks a run's folder for the context, or raises a `UserError`; the lock also ends with the process."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("w") as file:
         try:

@@ -21,7 +21,7 @@ Parse = Callable[[str], Any]
 
 
 def parser(kind: Callable[[str], Any], expected: str, is_sane: Callable[[Any], bool]) -> Parse:
-    """Returns a function that reads a text as `kind`; it raises an `argparse.ArgumentTypeError` unless `is_sane`."""
+    """Returns a function that reads a text as a `kind` that `is_sane`, or raises argparse's error with `expected`."""
 
     def parse(text: str) -> Any:
         try:
@@ -65,7 +65,7 @@ def option(default: Any, parse: Parse | None, explanation: str) -> Any:
 
 
 def checked(name: str, value: Any, kind: type, parse: Parse | None) -> Any:
-    """Checks an argument that was passed in Python like its text on the command line, and returns its value."""
+    """Returns an argument of a Python call after the command line's checks; raises a `UserError` with its `name`."""
     expected = {str: "a text", bool: "True or False"}.get(kind, "a number")
     fits = isinstance(value, kind) if kind in (str, bool) else not isinstance(value, str | bool)
     try:
@@ -120,7 +120,7 @@ class Settings:
 
 
 def completed(size: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the given settings, and otherwise those of the size and the learning rate of the optimizer.
+    """Returns the given settings, completed by those of the size and by the optimizer's learning rate.
 
     Example:
       >>> completed("small", {"layers": 6, "optimizer": "adamw"})["learning_rate"]
@@ -131,7 +131,7 @@ def completed(size: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Sizes(NamedTuple):
-    """The sizes of the mesh's axes."""
+    """The number of devices along each axis of the mesh; mesh.py says what each axis splits."""
 
     data: int
     fsdp: int

@@ -25,7 +25,7 @@ TOO_LATE = b"Terminated before a step ended: python -m train_demo --resume goes 
 
 
 class Stop:
-    """The state of a request to stop.
+    """Tells if the training was asked to stop.
 
     Attributes:
       number: The number of the signal; None without a request.
@@ -36,7 +36,7 @@ class Stop:
         self._dispatches = 0
 
     def asked(self) -> bool:
-        """Returns True if the run stops after this dispatch; several processes agree on it, and only heed SIGTERM."""
+        """Returns True if the run stops now; called once a dispatch. Several processes agree, and only heed SIGTERM."""
         self._dispatches += 1
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self._dispatches):
             self.number = signal.SIGTERM
@@ -45,7 +45,7 @@ class Stop:
 
 @contextmanager
 def heeded(say: Callable[[str], Any], several_processes: bool) -> Iterator[Stop]:
-    """Turns the first Ctrl-C or SIGTERM into a request to stop; the next one has its previous handler."""
+    """Yields a `Stop` that the first Ctrl-C or SIGTERM in the context sets; then the earlier handlers are back."""
     stop = Stop()
     if several_processes or threading.current_thread() is not threading.main_thread():
         yield stop  # only a main thread may set handlers
@@ -78,7 +78,7 @@ def _set_handlers(handlers: dict[Any, Any]) -> None:
 
 
 def _watch(reader: socket.socket, say: Callable[[str], Any]) -> None:
-    """Reads the numbers of signals until the socket is closed; ends the process `GRACE` seconds after SIGTERM."""
+    """Says which signals came, by their numbers from the socket; ends the process `GRACE` seconds after SIGTERM."""
     try:
         while numbers := reader.recv(1):
             if numbers[0] == signal.SIGTERM:

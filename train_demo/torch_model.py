@@ -11,7 +11,7 @@ EPSILON = 1e-6  # as in Flax's norms
 
 
 class Attention(nn.Module):
-    """Causal over the last `context_length` positions; queries and keys are normalized, then rotated."""
+    """Causal self-attention over the last `context_length` positions; normalizes, then rotates queries and keys."""
 
     def __init__(self, features: int, heads: int, context_length: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Applies rotary positions to `[batch, length, heads, size]`; a pair is one feature of each half."""
+    """Rotates x `[batch, length, heads, size]` by positions `[length]`; feature i is paired with i + size / 2."""
     size = x.shape[-1]
     frequencies = (1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)).float()
     angle = (positions.float()[:, None] * frequencies)[:, None].repeat(1, 1, 2)
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def continued(model: nn.Module, numbers: list[int], length: int) -> list[int]:
-    """Returns `length` tokens after the given ones, each the likeliest."""
+    """Returns the `length` tokens that follow the given ones, each the likeliest after all before it."""
     for _ in range(length):
         numbers = [*numbers, int(model(torch.tensor([numbers]))[0, -1].argmax())]
     return numbers[-length:]

@@ -37,7 +37,7 @@ IN_STEP = 8  # steps in one dispatch of several processes, which must agree
 
 @dataclass(frozen=True)
 class Run:
-    """The configuration, data, folder and devices of a run."""
+    """What the functions below need to know of a run: its configuration, data, folder, devices and terminal."""
 
     config: Config
     text: Text
@@ -58,11 +58,11 @@ class Run:
 
     @cached_property
     def shardings(self) -> State | None:
-        """The shardings of the state; None on one device."""
+        """The sharding of each array of `State`; None on one device."""
         return mesh.shardings(self.mesh, self.shapes)
 
     def say(self, text: str, style: str | None = None) -> None:
-        """Prints a text, without control characters."""
+        """Prints a text on the terminal, its control characters escaped, unless the run is quiet."""
         self.console.print(printable(text), style=style)
 
     def first_state(self) -> State:
@@ -78,7 +78,7 @@ class Run:
 
 
 class Dispatch:
-    """Chooses the number of steps in a dispatch by the time of those before; results do not depend on it."""
+    """Chooses how many steps a dispatch, one call of `updates`, runs by the time of those before; no loss changes."""
 
     def __init__(self, fixed: bool):
         self._fixed, self.steps = fixed, IN_STEP if fixed else 1
@@ -96,7 +96,7 @@ class Dispatch:
         self._since = now
 
     def pause(self) -> None:
-        """Starts the time of the next dispatch after something else than steps."""
+        """Starts the clock anew after work that is no step, such as validation, so that it counts for no dispatch."""
         self._since = time.perf_counter()
 
     @property
@@ -157,7 +157,7 @@ def _introduce(run: Run, state: State, samples: bool) -> None:
 
 
 def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State, int | None]:
-    """Trains from after `start`; returns the last step, its state, and the number of the signal that stopped it."""
+    """Trains from after step `start`; returns the last step, its state, and the signal that stopped it, or None."""
     settings = run.config.settings
     updates, validate = _programs(run)
     characters, windows = _inputs(run)
@@ -208,19 +208,19 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
 
 
 def next_stop(step: int, last: int, *every: int) -> int:
-    """Returns the next step after `step` at which a dispatch must end: the last one, or a multiple of a number."""
+    """Returns the next step after `step` at which a dispatch must end: `last`, or a multiple of one of `every`."""
     return min(last, *(step + number - step % number for number in every))
 
 
 def _programs(run: Run) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Makes the functions `updates` and `validate`, which compile when they are first called."""
+    """Makes the functions `updates` and `validate` of update.py, which compile when they are first called."""
     structure, _ = run.blueprint
     update = make_update(structure, run.config.settings, run.layout, run.text.packed)
     return make_updates(update, run.shardings), make_validate(structure, run.text.packed)
 
 
 def _inputs(run: Run) -> tuple[Array, Array]:
-    """Puts the training characters and the validation windows on the devices."""
+    """Puts the training characters `[S]` and validation windows `[C, W, T + 1]` on the devices, and returns them."""
     parts = mesh.batch_parts()
     together = -(-WINDOWS // parts) * parts  # a multiple of the parts of the batch
     windows = validation_windows(run.text.validation, run.config.settings.context_length, together)
@@ -228,7 +228,7 @@ def _inputs(run: Run) -> tuple[Array, Array]:
 
 
 def _scores(run: Run, params: Params) -> dict[str, Array]:
-    """Computes the largest attention score in the first validation windows, in process 0, if `max_score` is set."""
+    """Returns the largest score in the first validation windows as `max_score`, in process 0 if that is on, else {}."""
     if not run.config.settings.max_score:
         return {}
     params = mesh.fetch(run.mesh, params)
@@ -256,7 +256,7 @@ def _generated(run: Run, model: Transformer, tokens: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """Returns the beginning of a text as one line of a terminal."""
+    """Returns the beginning of a text as one printable line of at most `WIDTH` columns."""
     return set_cell_size(printable(visible(text)), WIDTH).rstrip()
 
 

@@ -31,7 +31,7 @@ REFERENCE_FEATURES = 128  # the width at which the head has the learning rate of
 
 
 class State(NamedTuple):
-    """The arrays that an update changes."""
+    """The arrays that a training step changes: the parameters, and the state of the optimizer."""
 
     params: Params
     optimizer: optax.OptState
@@ -88,7 +88,7 @@ def make_update(
 
 
 def compiled(function: Callable[..., tuple[State, Array]], shardings: State | None = None) -> jax.stages.Wrapped:
-    """Returns a jitted function from a state, whose arrays it reuses, to the next state and losses."""
+    """Jits a function of a state that returns the next state and losses; the arrays of the state are donated."""
     return jax.jit(function, donate_argnums=0, out_shardings=None if shardings is None else (shardings, P()))
 
 
@@ -118,7 +118,7 @@ def _accumulated(
     key: Key[Array, ""],
     rounds: int,
 ) -> tuple[Float[Array, ""], Params]:
-    """Computes the loss and its gradients in `rounds` parts of the batch, one after the other."""
+    """Computes the mean loss and its gradients in `rounds` parts of the batch, one after the other, to save memory."""
     windows = mesh.split_batch(windows.reshape(rounds, -1, windows.shape[-1]), axis=1)
 
     def add(total: tuple[Array, Params], some: tuple[Array, Array]) -> tuple[tuple[Array, Params], None]:
@@ -145,7 +145,7 @@ def make_validate(structure: nnx.GraphDef[Transformer], packed: bool = False) ->
 def largest_score(
     structure: nnx.GraphDef[Transformer], params: Params, windows: Int[Array, "W T"], packed: bool
 ) -> Float[Array, ""]:
-    """Computes the largest attention score of all layers and heads."""
+    """Computes the largest attention score of all layers and heads in these windows."""
     characters, segment_ids, _ = unpack(windows)
     sowing = nnx.capture(nnx.merge(structure, params), nnx.Intermediate)
     _, sown = sowing(characters, segment_ids=segment_ids if packed else None, sow_max_score=True)
@@ -165,7 +165,7 @@ def unpack(windows: Int[Array, "*B T"]) -> tuple[Int[Array, "*B T"], Int[Array, 
 
 
 def predicted_share(windows: Int[Array, "*B T+1"]) -> Float[Array, ""]:
-    """Computes the share of predicted tokens among those after the first of each window."""
+    """Computes the share of tokens that are predicted: they follow another in their window, and begin no document."""
     return 1 - (windows[..., 1:] >= FIRST).mean()
 
 
@@ -182,7 +182,7 @@ def _matrices(params: Params) -> Params:
 
 
 def _orthogonalized(params: Params) -> Params:
-    """Returns a tree with the axes of each matrix that Muon updates; None for parameters of AdamW."""
+    """Returns a tree of the parameters that Muon updates: their axes as rows and columns; None means AdamW."""
     return jax.tree.map_with_path(lambda path, _: ORTHOGONALIZED.get(path[-2].key), params)
 
 
@@ -193,7 +193,7 @@ def _of_head(params: Params) -> Params:
 def _loss(
     model: Transformer, windows: Int[Array, "B T+1"], rngs: nnx.Rngs | None, remat: bool = False, packed: bool = False
 ) -> Float[Array, ""]:
-    """Computes the mean loss over all tokens; those that are not predicted count as 0."""
+    """Computes the mean loss over all tokens; the first one of a document, which is not predicted, counts as 0."""
     segment_ids = None
     if packed:
         windows, segments, first = unpack(windows)
