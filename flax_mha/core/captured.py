@@ -13,7 +13,7 @@ _JITTED = type(jax.jit(abs))
 
 
 def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Replaces NumPy arrays by JAX arrays in a captured value and in all that it holds or captures itself."""
+    """Copies a value and all that it holds or captures, NumPy arrays as JAX arrays; `seen` has the copies by `id`."""
     seen = {} if seen is None else seen
     if id(value) not in seen:
         seen[id(value)] = value  # a function may capture itself
@@ -22,7 +22,7 @@ def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
 
 
 def _replace_parts(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Applies `change` to the parts of a container or a callable; converts a NumPy array itself."""
+    """Copies a container or callable with `change` applied to all that it holds or captures; converts an array."""
     if isinstance(value, np.ndarray):
         return jnp.asarray(value.copy())  # JAX keeps what an array of 64 bits held when it was first a constant
     if isinstance(value, dict):

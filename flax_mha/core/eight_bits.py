@@ -13,15 +13,15 @@ LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 
 def is_quantized(dtype: DTypeLike) -> bool:
-    """Returns whether numbers of this dtype come with scales."""
+    """Returns whether this is int8 or float8_e4m3fn, the dtypes of 8 bits whose numbers come with scales."""
     return jnp.dtype(dtype) in LARGEST
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def quantize(x: Float[Array, "... F"], dtype: jnp.dtype) -> tuple[Array, Float[Array, "... 1"]]:
-    """Rounds vectors to 8 bits, and returns them with their scales, float32.
+    """Divides each vector by a scale and rounds it to `dtype`, of 8 bits; returns the numbers and the float32 scales.
 
-    A vector of zeros has scale 0, one that is not finite zeros and scale NaN.
+    A vector of zeros has scale 0. A vector with NaN or infinity becomes zeros with scale NaN.
     """
     x = x.astype(jnp.float32)
     is_finite = jnp.isfinite(x).all(axis=-1, keepdims=True)  # in some sizes XLA's CPU loses the NaN of a maximum
@@ -40,7 +40,7 @@ def _quantize_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple:
 
 
 def as_floats(x: Array, dtype: DTypeLike) -> Array:
-    """Converts numbers, also the bits of `float8_e4m3fn` in uint8, to floats."""
+    """Converts numbers in 8 bits to unscaled floats of this dtype; uint8 holds the bits of `float8_e4m3fn`."""
     if x.dtype == jnp.uint8:  # a float16 with their sign, exponent and fraction is 2^-8 of their number
         signed = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
         bits = (signed << jnp.int16(7)) & jnp.int16(-0x4001)
@@ -49,5 +49,5 @@ def as_floats(x: Array, dtype: DTypeLike) -> Array:
 
 
 def dequantize(x: Array, scale: Float[Array, "... 1"], dtype: DTypeLike) -> Array:
-    """Returns the vectors that numbers in 8 bits and their scales stand for."""
+    """Inverts `quantize`, but for the rounding: returns numbers in 8 bits times their scales, in this dtype."""
     return (as_floats(x, jnp.float32) * scale).astype(dtype)

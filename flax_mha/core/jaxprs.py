@@ -67,7 +67,7 @@ def key_of(value: Any, without_rules: frozenset | None = None) -> tuple:
 
 
 def _key_of_jaxpr(jaxpr: Jaxpr, without_rules: frozenset | None) -> tuple:
-    """Converts a jaxpr to a key; equations whose results are unused, which custom rules leave, do not count."""
+    """Converts a jaxpr to a key; ignores equations whose results nothing uses, as custom derivatives add them."""
     live, needed, numbers = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, [], dict[Any, int]()
     for equation in reversed(jaxpr.eqns):
         if equation.effects or live.intersection(equation.outvars):
@@ -89,9 +89,9 @@ def _key_of_jaxpr(jaxpr: Jaxpr, without_rules: frozenset | None) -> tuple:
 
 
 def evaluate_varying(jaxpr: Jaxpr, values: Sequence[Array]) -> Array:
-    """Evaluates a jaxpr inside `jax.shard_map` that was traced outside of it.
+    """Evaluates a jaxpr with one result inside `jax.shard_map`, though it was traced outside.
 
-    There the operands of each primitive must vary over the same mesh axes, so each equation gets them cast.
+    There the operands of each primitive must vary over the same mesh axes, so those of every equation are cast.
     """
     known = dict(zip(jaxpr.invars, values, strict=True))
 

@@ -30,7 +30,7 @@ NAMES = {"b": "batch entries", "h": "heads", "q_idx": "query positions", "kv_idx
 
 
 class _Scalar(NamedTuple):
-    """A scalar while tracing: its value or None, and the arguments that it is computed from without a lookup."""
+    """A scalar in a jaxpr: its value or None, and the names of arguments it depends on, except through lookups."""
 
     value: Any
     sources: frozenset[str]
@@ -66,7 +66,7 @@ def check(
 
 
 def _misfit(function: TracedFunction, arguments: tuple[int | None, ...]) -> str | None:
-    """Describes the first size for which the function is not made if these are its last arguments."""
+    """Returns an error message if `made_for` excludes a call whose last b, h, q_idx, kv_idx are these, else None."""
     for name, value in zip(POSITIONS, arguments, strict=True):
         size = function.made_for.get(name)
         if size is not None and value is not None and (value >= size or (name in "bh" and value + 1 < size)):
@@ -75,7 +75,7 @@ def _misfit(function: TracedFunction, arguments: tuple[int | None, ...]) -> str 
 
 
 def _corners(queries: Span, keys: Span, ahead: int | None) -> list[tuple[int | None, int | None]]:
-    """Positions of a query and a key that it sees, which make indices large."""
+    """Lists pairs (q_idx, kv_idx), None if unknown, at which to try lookups because indices are large there."""
     (q_first, q_last), (k_first, k_last) = queries or (None, None), keys or (None, None)
     if ahead is not None and k_last is not None:
         k_last = None if q_last is None else min(k_last, q_last + ahead)
@@ -85,7 +85,7 @@ def _corners(queries: Span, keys: Span, ahead: int | None) -> list[tuple[int | N
 
 
 def _visible_corners(queries: Span, keys: Span, window: Window) -> list[tuple[int, int]]:
-    """The first and the last query, each with the first and the last key that it sees."""
+    """Lists visible pairs (q_idx, kv_idx): first and last query, each with the first and last key that it sees."""
     if queries is None or keys is None or window is None:
         return []
     left, right = window
@@ -99,9 +99,9 @@ def _visible_corners(queries: Span, keys: Span, window: Window) -> list[tuple[in
 
 @functools.lru_cache(maxsize=256)
 def _fault(function: TracedFunction, arguments: tuple[int | None, ...], is_visible: bool) -> str | None:
-    """Describes the first lookup that leaves its array if the function is called with these arguments.
+    """Returns an error message on the first lookup that leaves its array for these arguments; None if there is none.
 
-    If the query may not see the key, lookups by both are not judged.
+    Unless the query surely sees the key (`is_visible`), lookups at an index that depends on both are not judged.
     """
     variables = function.jaxpr.invars[-len(POSITIONS) :]
     scalars = {
@@ -166,7 +166,7 @@ def _read(atom: Any, scalars: dict[Any, _Scalar]) -> _Scalar:
 
 
 def _evaluate(jaxpr: Jaxpr, scalars: dict[Any, _Scalar]) -> list[dict[int, frozenset[str]]]:
-    """Adds every scalar, as far as it is known, to `scalars`, and returns what each equation needs; see `_needed`."""
+    """Adds every scalar of the jaxpr, as far as it is known, to `scalars`, and returns `_needed` of each equation."""
     needed = []
     for equation in jaxpr.eqns:
         operands = [_read(x, scalars) for x in equation.invars]
@@ -180,7 +180,7 @@ def _evaluate(jaxpr: Jaxpr, scalars: dict[Any, _Scalar]) -> list[dict[int, froze
 
 
 def _value(equation: Any, operands: list[_Scalar], needed: list[int]) -> Any:
-    """The equation's value, if it is an integer or a boolean, also one as a float, that can be known."""
+    """Computes an equation's value if it is an integer, a boolean or a boolean as a float; None if unknown."""
     name, aval = equation.primitive.name, equation.outvars[0].aval
     is_switch = name == "convert_element_type" and equation.invars[0].aval.dtype == bool
     if aval.shape or not (is_switch or jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == bool):
@@ -195,10 +195,10 @@ def _value(equation: Any, operands: list[_Scalar], needed: list[int]) -> Any:
 
 
 def _needed(equation: Any, operands: list[_Scalar]) -> dict[int, frozenset[str]]:
-    """The operands that the equation needs, each with the arguments of unknown conditions that may discard it.
+    """Maps the number of each operand the equation needs to the arguments of unknown conditions that may discard it.
 
-    One alone is the value of a select_n whose condition is known, of an `and` with a False and of an `or` with a True.
-    So is a False as a float in a product: that is what remains of `table[kv_idx] * (kv_idx < length)`.
+    Only one operand is needed by a select_n whose condition is known, an `and` with a False, an `or` with a True, and
+    a product with a False as a float, as in `table[kv_idx] * (kv_idx < length)`.
     """
     name, nothing, dtypes = equation.primitive.name, frozenset[str](), [x.aval.dtype for x in equation.outvars]
     if name == "select_n":
@@ -218,7 +218,7 @@ def _needed(equation: Any, operands: list[_Scalar]) -> dict[int, frozenset[str]]
 
 
 def _conditions(jaxpr: Jaxpr, needed: list[dict[int, frozenset[str]]]) -> dict[Any, frozenset[str]]:
-    """The variables that the result may need, each with the arguments of unknown conditions that may discard it."""
+    """Maps each variable that the result may need to the arguments of unknown conditions that may discard it."""
     conditions: dict[Any, frozenset[str]] = {v: frozenset() for v in jaxpr.outvars if not isinstance(v, Literal)}
     for equation, operands in zip(reversed(jaxpr.eqns), reversed(needed), strict=True):
         results = [conditions[v] for v in equation.outvars if v in conditions]

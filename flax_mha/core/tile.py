@@ -42,7 +42,7 @@ class Offsets:
 
     @property
     def are_known(self) -> bool:
-        """True if both are numbers."""
+        """Whether both positions are numbers, and so known while tracing."""
         return self.query_array is None and self.key_array is None
 
     def moved(self, query: Any, key: Any) -> "Offsets":
@@ -76,7 +76,7 @@ class Tile(NamedTuple):
 
     @property
     def query_positions(self) -> Int[Array, "#t #s"]:
-        """Positions of the queries, [t, 1] here."""
+        """Positions of the tile's queries: [t, 1], or [1, t] in a subclass with queries along columns."""
         rows = self.rows
         if self.lengths is not None:
             rows = jnp.minimum(rows, jnp.int32(max(self.lengths[0] - 1, 0)))
@@ -84,7 +84,7 @@ class Tile(NamedTuple):
 
     @property
     def key_positions(self) -> Int[Array, "#t #s"]:
-        """Positions of the keys, [1, s] here."""
+        """Positions of the tile's keys: [1, s], or [s, 1] in a subclass with queries along columns."""
         columns = self.columns
         if self.lengths is not None:
             columns = jnp.minimum(columns, jnp.int32(max(self.lengths[1] - 1, 0)))
@@ -107,11 +107,11 @@ class Tile(NamedTuple):
         return self.cut(x[None, :])
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
-        """Cuts the tile's columns out of an axis of length S."""
+        """Cuts the tile's columns out of `x`, whose axis `axis` has length S."""
         return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
 
     def add(self, x: Array, part: Array) -> Array:
-        """Adds `part` to the part of `x` that `cut` returns."""
+        """Returns `x` with `part` added to the entries that `cut(x)` would return."""
         place = (0 if size == 1 else first for size, first in zip(x.shape, (self.row, self.column), strict=True))
         start = tuple(jnp.asarray(first, jnp.int32) for first in place)
         part = part + lax.dynamic_slice(x, start, part.shape, allow_negative_indices=False)
@@ -140,6 +140,6 @@ class Grid(NamedTuple):
         return (first + self.offsets[axis], last + self.offsets[axis]) if positions else (first, last)
 
     def distance_bounds(self) -> tuple[IntMatrix, IntMatrix]:
-        """Computes the least and greatest difference, key position minus query position, in each tile."""
+        """Computes the least and the greatest key position minus query position in each tile, both [rows, columns]."""
         (q_first, q_last), (k_first, k_last) = self.bounds(0, positions=True), self.bounds(1, positions=True)
         return k_first - q_last, k_last - q_first

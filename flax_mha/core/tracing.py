@@ -58,7 +58,7 @@ def reasons_against_kernel(target: Target) -> list[str]:
 
 
 def without_mesh() -> AbstractContextManager:
-    """Hides the mesh while a scalar function is traced, because it may run inside `jax.shard_map`, on another mesh."""
+    """Makes a context that hides the mesh from a scalar function's trace, which may run inside `jax.shard_map`."""
     axis_types = jax.sharding.get_abstract_mesh().axis_types
     if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
