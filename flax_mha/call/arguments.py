@@ -117,7 +117,7 @@ def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], mea
 
 
 def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) -> Offsets:
-    """Checks the positions of the first query and the first key."""
+    """Checks the first positions of queries and keys: all positions and distances must fit in int32."""
     offsets, ends = [], []
     for name, value, length in (
         ("query_offset", query_offset, shape.query_length),
@@ -169,7 +169,7 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
 
 
 def check_precision(value: Any) -> Any:
-    """Checks a precision of `jax.lax.dot_general`."""
+    """Checks that `jax.lax.dot_general` accepts this precision, and returns it in a form that can be hashed."""
     value = tuple(value) if isinstance(value, list) else value  # options must be hashable
     if value is not None:
         try:
@@ -265,7 +265,7 @@ def canonical(
 
 
 class Scoring(NamedTuple):
-    """Checked arguments that do not depend on the keys; see `Operands` and `Options`."""
+    """What `check_scoring` returns: the arguments that need no keys, checked, for `Operands` and `Options`."""
 
     query: Array
     sinks: Array | None
@@ -279,7 +279,7 @@ class Scoring(NamedTuple):
 def check_scoring(
     query: Array, shape: Shape, arguments: CallArguments, target: Target, return_residual: bool = False
 ) -> Scoring:
-    """Checks the arguments that do not depend on the keys."""
+    """Checks the arguments that need no keys, such as scale, `score_mod`, dropout and sinks; traces `score_mod`."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     score_mod = arguments.get("score_mod")
@@ -316,9 +316,9 @@ def with_keys(
     ring: bool = False,
     scale: Array | None = None,
 ) -> Call:
-    """Makes a `Call` of checked arguments, keys, values and masks, and checks the bias and lookups.
+    """Makes a `Call` of checked arguments, keys, values and masks; checks the bias, and what user functions look up.
 
-    `scale` is that of keys and values in 8 bits (`Operands.cache_scale`).
+    `scale` is that of keys and values in 8 bits (`Operands.cache_scale`); `cached` and `ring` are those of `Options`.
     """
     present = [mask for mask in masks if mask is not None]
     operands = Operands(
@@ -366,7 +366,7 @@ def _check_lookups(operands: Operands, options: Options) -> None:
 
 
 def _span(offset: int | Array, length: int) -> tuple[int, int] | None:
-    """Returns the first and last position of a sequence that begins at `offset`, or None if they are not known."""
+    """Returns the least and greatest position in sequences that begin at `offset`; None if they are not known."""
     if not isinstance(length, int) or not (isinstance(offset, int) or readable(offset)):
         return None
     first, last = (offset, offset) if isinstance(offset, int) else extremes(offset)

@@ -39,7 +39,7 @@ class Context(NamedTuple):
     mesh: Mesh | AbstractMesh | None
 
     def with_sharding(self, sharding: Any, rank: int) -> "Context":
-        """Adds the mesh, and the mesh axes for batch and heads, of a sharding of the query [B..., T, N, H].
+        """Returns these arguments with the mesh, and mesh axes of batch and heads, of a sharding of the query.
 
         Raises:
           ValueError: If the sharding contradicts these arguments.
@@ -66,7 +66,7 @@ Sharding = PartitionSpec | NamedSharding | Context
 
 
 class HeadIds(NamedTuple):
-    """Indices of batch entries and heads, for `score_mod`, and their random words; None if the call needs none."""
+    """Indices of batch entries and heads for `score_mod`, and random words for dropout; None if not needed."""
 
     batch: Int[Array, "*B"] | None  # indices of the batch entries (flattened)
     head: Int[Array, " N"] | None  # indices of the query heads
@@ -92,12 +92,12 @@ class Operands(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """T and S."""
+        """The number of queries T, and of keys S."""
         return self.query.shape[-3], self.key.shape[-3]
 
     @property
     def groups(self) -> tuple[int, int]:
-        """K, and G = N / K."""
+        """The number of key heads K, and of query heads that share one of them, G = N / K."""
         return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
 
     def axis_names(self) -> list[str]:

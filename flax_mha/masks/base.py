@@ -37,7 +37,7 @@ class Occupancy(NamedTuple):
 
 
 def part_axes(axes: str) -> list[str]:
-    """Lists the axes of one head: all but "B" and "N"."""
+    """Lists the names in `axes` that one head's part of an array has: all but "B" and "N"."""
     return [name for name in axes.split() if name not in "BN"]
 
 

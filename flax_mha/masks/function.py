@@ -70,7 +70,7 @@ class FunctionMask(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class _Comparable:
-    """A `mask_mod` that is equal to another if both computed the same when their masks were flattened."""
+    """The static part of a flattened `FunctionMask`; two are equal if their functions computed the same then."""
 
     mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(compare=False)
     traced: Trace | None = dataclasses.field(
@@ -82,7 +82,7 @@ class _Comparable:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedMask(Mask):
-    """A traced `mask_mod`."""
+    """The canonical form of a `FunctionMask`: its function traced, and the arrays and indices to call it with."""
 
     captured: list[Array] = dataclasses.field(metadata={"axes": ""})  # the arrays that the function captures
     # Indices of batch entries that the function is called with; None means 0.
@@ -137,7 +137,7 @@ def _calls_function(part: Any) -> bool:
 
 
 def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
-    """Evaluates a canonical mask's functions, if their data are known, on squares of `cell` rows and columns."""
+    """Evaluates a mask's functions, if their data are known, to give it the occupancy of `cell` x `cell` squares."""
     counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
     return map_functions(functools.partial(_with_occupancy, Grid(counts, (cell, cell), offsets, lengths)), mask)
 
@@ -170,7 +170,7 @@ def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
 
 @functools.lru_cache(maxsize=64)
 def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
-    """Makes a mask with static occupancy, by evaluating its function once for all calls."""
+    """Makes a mask of a function that captures nothing, with static occupancy, evaluated once for all calls."""
     head = np.zeros(1, np.int32)
     some, full = _evaluated(TracedMask([], head, head, function), grid)
     known = some.tobytes(), full.tobytes(), grid.counts
