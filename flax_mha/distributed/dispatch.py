@@ -102,7 +102,7 @@ def _attention_of(call: Call, implementation: str | None) -> Callable[[Call], Ou
 def _fused_attention(
     kernel: Callable[[Call], Output], portable: Callable[[Call], Output], elsewhere: Call | None, call: Call
 ) -> Output:
-    """Computes a call by a kernel; if the program is compiled for a CPU, computes the call `elsewhere` instead."""
+    """Computes a call by `kernel`, its missing derivatives by `portable`; compiled for a CPU, computes `elsewhere`."""
 
     def of_operands(attention: Callable[[Call], Output]) -> Callable[[Operands], Output]:
         return lambda operands: attention(call._replace(operands=operands))
@@ -147,7 +147,7 @@ def chosen(call: Call) -> str:
 
 
 def _on_cpu(call: Call, name: str) -> Call | None:
-    """Returns the call for a CPU if a kernel was chosen in a traced program, else None.
+    """Returns the call with a CPU as its target, if a kernel (`name`) was chosen while tracing, else None.
 
     The program may still be compiled for a CPU; see `lower_for_platform.py`.
     """
@@ -179,7 +179,7 @@ def _run_part(implementation: str | None, context: Context | None) -> Callable[[
 
 
 def _exchanging(context: Context | None, attend: Callable[[Call], Output]) -> Callable[[Call], Output]:
-    """Puts the exchanges of "ulysses" or "allgather" around `attend`."""
+    """Returns `attend` with the exchanges of "ulysses" or "allgather" around it; unchanged without these."""
     if context is None or context.strategy == "ring":
         return attend
     strategy = ulysses if context.strategy == "ulysses" else allgather
@@ -209,7 +209,7 @@ def _unsplit(call: Call) -> Call:
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """Selects the key head of a device's query heads, if every device holds all key heads."""
+    """Keeps only the key head that a device's query heads share, if every device holds all key heads."""
     if parts.heads == parts.key_heads:
         return part
     group_size = whole.query.shape[-2] // whole.key.shape[-2]

@@ -120,7 +120,7 @@ class Ring(NamedTuple):
 
 
 def merge_hops(ring: Ring, operands: Operands) -> OutputAndLse:
-    """Computes output, log-sum-exp and, if asked for, largest scores over all keys."""
+    """Computes output, log-sum-exp and, if asked for, largest scores over all keys, by merging all hops."""
     (*rows, _), features, dtype = operands.query.shape, operands.value.shape[-1], ring.options.dtype
 
     def step(held: Operands, source: Scalar, merged: State) -> State:
@@ -157,15 +157,15 @@ def _rows(results: T, chunk: Scalar, size: int, axis: int) -> T:
 
 
 def _put_rows(results: T, chunk: Scalar, parts: T, size: int, axis: int) -> T:
-    """Replaces the rows of one chunk."""
+    """Returns `results` with `parts` in place of the rows that `_rows` cuts out."""
     put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk * size, axis=axis)
     return jax.tree.map(put, results, parts)
 
 
 def tangents(ring: Ring, operands: Operands, known: OutputAndLse, d_operands: Trainable) -> OutputAndLse:
-    """Computes the tangents of the results `known`: the sum of all shares.
+    """Computes the tangents of `known`, output and log-sum-exp over all keys: the sum of the shares of all hops.
 
-    The tangents of keys and values travel around the ring with these.
+    The tangents of keys and values travel around the ring with them.
     """
     ring = ring.portable
     axis = operands.query.ndim - 3
@@ -186,9 +186,9 @@ def tangents(ring: Ring, operands: Operands, known: OutputAndLse, d_operands: Tr
 
 
 def gradients(ring: Ring, operands: Operands, known: OutputAndLse, cotangents: OutputAndLse) -> Trainable:
-    """Computes the gradients of a device's operands: the sum of all shares.
+    """Computes the gradients of a device's operands: the sum of the shares of all hops.
 
-    The gradients of keys and values travel around the ring with these, and so return to their device.
+    The gradients of keys and values travel around the ring with them, and so return to their device.
     """
     axis = operands.query.ndim - 3
     rows = functools.partial(_rows, size=operands.query.shape[axis] // ring.chunks, axis=axis)

@@ -42,7 +42,7 @@ def ring_attention(call: Call, context: Context, implementation: str | None) -> 
 
 
 def explain(call: Call, context: Context, implementation: str | None) -> Explanation:
-    """Explains which implementation computes the hops, by the first of them."""
+    """Explains which implementation computes the hops, and why the others cannot compute the first of them."""
     first = _first_slice(call, context)
     table = {name: _refusals(name, first) for name in registry.NAMES}
     if implementation is not None:
@@ -64,7 +64,7 @@ def _refusals(name: str, call: Call) -> list[str]:
 
 
 def _ring_of(call: Call, context: Context, implementation: str) -> tuple[Ring, Operands]:
-    """Returns the ring, and the operands of its hops: sinks are added at the end, random words are drawn already."""
+    """Returns the ring and its hops' operands, without sinks (added last) and `dropout_rng` (see `head_ids`)."""
     operands = call.operands._replace(sinks=None, dropout_rng=None)
     ring = Ring(
         axis=context.axis,
@@ -79,7 +79,7 @@ def _ring_of(call: Call, context: Context, implementation: str) -> tuple[Ring, O
 
 
 def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> tuple[Array, Array]:
-    """Adds one score per head, which has no value, to the softmax of an output and log-sum-exp."""
+    """Adds sinks, one score per head without a value, to the softmax behind output and log-sum-exp; returns both."""
     # Rows that are NaN, or have neither a visible score nor a sink, stay as they are and have no gradient.
     proper = (lse < jnp.inf) & ((lse > -jnp.inf) | (sinks > -jnp.inf))
     a, b = (jnp.where(proper, x, jnp.zeros_like(x)) for x in (lse, jnp.broadcast_to(sinks, lse.shape)))
@@ -88,7 +88,7 @@ def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> tup
 
 
 def _results(ring: Ring, operands: Operands) -> Any:
-    """Computes the results over all keys, as one operation with handwritten derivatives."""
+    """Computes `hops.merge_hops` as one operation, whose derivatives are `hops.tangents` and `hops.gradients`."""
     leaves, structure = jax.tree.flatten(operands)
     rows, dtype = operands.query.shape[:-1], ring.options.dtype
     shapes = (*rows, operands.value.shape[-1]), *(rows for _ in range(1 + ring.options.return_max_score))
@@ -110,7 +110,7 @@ def _results(ring: Ring, operands: Operands) -> Any:
 
 
 def _linear(compute: Callable, ring: Ring, operands: Operands, known: OutputAndLse, linear: Any) -> list[Array]:
-    """Calls `hops.tangents` or `hops.gradients`, each the transpose of the other, as one linear operation."""
+    """Calls `compute`, `hops.tangents` or its transpose `hops.gradients`, as one operation, linear in `linear`."""
     leaves, residuals = jax.tree.flatten((operands, known))
     linear_leaves, structure = jax.tree.flatten(linear)
     like, results = jax.tree.flatten(known if compute is hops.tangents else hops.trainable_of(operands))

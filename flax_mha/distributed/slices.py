@@ -83,7 +83,7 @@ def _map(change: Callable[[Array, SequenceAxes], Any], operands: Operands, axes:
 
 
 def travelling_arrays(operands: Operands, axes: Sequence[SequenceAxes]) -> list[Array]:
-    """Lists keys, values and all other arrays that are split over devices as these are."""
+    """Lists keys, values and all other arrays that are split over devices as keys and values are."""
     return [x for x, of_array in zip(jax.tree.leaves(operands), axes, strict=True) if of_array.travels]
 
 
@@ -123,5 +123,5 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
-    """Returns which chunk of the sequence is a device's chunk 0 or, in the layout "zigzag", 1."""
+    """Returns which chunk of the sequence is chunk `number` of device `rank`: 0 or, in the layout "zigzag", 1."""
     return rank + number * (2 * devices - 1 - 2 * rank)

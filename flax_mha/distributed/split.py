@@ -75,7 +75,7 @@ class Split(NamedTuple):
         return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
 
     def _sequences(self, names: list[str]) -> dict[str, tuple[Axes]]:
-        """Returns the mesh axes that split the queries and the keys, in an array whose axes have these names."""
+        """Maps the axis names that `context_parallel` splits to mesh axes, in an array whose axes are `names`."""
         if self.context is None:
             return {}
         axis, strategy = self.context.axis, self.context.strategy
@@ -124,7 +124,7 @@ def by_types(call: Call) -> Split:
 
 
 def by_caller(call: Call, sharding: Any) -> Split | None:
-    """Returns the split by `qkv_sharding`, a NamedSharding or a PartitionSpec on the mesh of the context."""
+    """Returns the split by `qkv_sharding`, whose mesh is its own or that of `jax.set_mesh`; None without a mesh."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
     named = {name for axes in spec for name in names_of(axes)}
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
@@ -135,7 +135,7 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
 
 
 def by_placement(call: Call) -> Split | None:
-    """Returns the split of concrete arrays, if the call can be computed without moving them."""
+    """Returns the split of concrete arrays if the call can be computed without moving them, else None."""
     shardings: list[Any] = [x.sharding for x in call.operands[:3]]
     if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
         return None

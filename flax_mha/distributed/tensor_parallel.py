@@ -26,7 +26,7 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
 
     Returns:
       "query" and "key" (also for values) for kernels [features, N, H], without the first for biases [N, H]; "key" is
-      all None if there are fewer key heads than devices, and is also for a cache [S, K, H] without its batch axes.
+      all None if there are fewer key heads than devices, and fits a cache [S, K, H] without its batch axes, too.
       "out" for the kernel [N, H, features], "out_bias" for its bias, "sinks" for [N].
     """
     parts = _size(head_axis)
@@ -46,7 +46,7 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
 
 
 def mesh_axis(head_axis: str) -> Any:
-    """Returns the mesh axes of a logical axis by Flax's rules in the context; other names unchanged."""
+    """Returns the mesh axes that Flax's current rules give to a logical axis; a name without a rule unchanged."""
     return next((mesh for logical, mesh in spmd.get_logical_axis_rules() if logical == head_axis), head_axis)
 
 
@@ -80,7 +80,7 @@ class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
 
 
 def _size(head_axis: str) -> int:
-    """Returns the number of devices along an axis; 1 without a mesh."""
+    """Returns the number of devices along a mesh axis, or a logical axis with a rule; 1 without a mesh."""
     axes, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1
