@@ -74,7 +74,7 @@ def _split(
 
 
 def _tile_mask(rank: int, mask: TracedMask) -> Mask:
-    """Converts a mask by a user's function to one that the kernels compute."""
+    """Converts a mask by a user's function to one that the kernels compute, a `TileMask`."""
     tile, values = _split(mask.function, mask.captured, mask.batch, mask.head, rank)
     return TileMask(values, tile)
 
@@ -102,7 +102,7 @@ class _Wanted:
 
 
 def attend(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
-    """Computes output, log-sum-exp and, if asked for, largest scores; `known` is the result of `Implementation.hop`."""
+    """Computes output, log-sum-exp and, if asked for, largest scores; `known` is `result` of `Implementation.hop`."""
     is_static = isinstance(call.occupancy.any_visible, np.ndarray)
 
     def call_of(inputs: Inputs, occupancy: Occupancy | None) -> KernelCall:
@@ -140,7 +140,7 @@ def _forward(call: KernelCall) -> OutputAndLse:
 
 
 def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangents: OutputAndLse) -> Inputs:
-    """Computes the gradients of the inputs, None for those without."""
+    """Computes the gradients of the inputs from the results and their cotangents; None for inputs without one."""
     inputs = _round_operands(call.plan, call.inputs)
     query, d_output, lse, delta = nonfinite.backward_rows(
         inputs.query, results[:2], cotangents[:2], keys_are_finite=inputs.key_poison is not None
@@ -161,6 +161,6 @@ def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangen
 
 
 def _sum_to(x: Array, like: Array) -> Array:
-    """Sums over the axes along which heads share an entry of `like`."""
+    """Sums `x` over the axes along which `like` has length 1, because heads share its entry."""
     axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
     return x.sum(axes, keepdims=True)

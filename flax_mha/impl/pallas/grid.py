@@ -120,7 +120,7 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
 
 
 def _first(x: Any) -> Bool[Array, "*heads groups members"]:
-    """Keeps the first True of each group."""
+    """Sets all but the first True of each group to False."""
     return x & (x.cumsum(-1) == 1)
 
 

@@ -92,7 +92,7 @@ class KernelPlan(NamedTuple):
         return x.reshape(1, -1) if not axes else x if len(axes) == 2 else jnp.expand_dims(x, -2)
 
     def to_rows(self, block: Array) -> Array:
-        """Transposes a block to features last, as matrix products take the rows of a tile, or back."""
+        """Transposes a stored block to features last, or back; unchanged if features are stored last."""
         return block if self.features_last else jnp.transpose(block.astype(jnp.float32)).astype(block.dtype)
 
 
@@ -121,11 +121,11 @@ class LoadedTile(NamedTuple):
     entries: list[Array | None]  # for each value of `score_mod` the indices in its table, or None for a number
 
     def over_features(self, rows: Float[Array, "m F"], columns: Array) -> Float[Array, "m n"]:
-        """Computes the matrix product over features of an array of the rows and an array of the columns."""
+        """Computes the matrix product, over features, of one of `rows` and one of `columns`."""
         return self.rule.dot(rows, columns, transpose_b=self.plan.features_last)
 
     def over_columns(self, tile: Float[Array, "m n"], columns: Array) -> Float[Array, "m F"]:
-        """Computes the matrix product over columns of a tile and an array of the columns."""
+        """Computes the matrix product, over columns, of an array [m, n] of the tile and one of `columns`."""
         return self.rule.dot(tile, columns, transpose_b=not self.plan.features_last)
 
     def products(self) -> Float[Array, "m n"]:

@@ -61,7 +61,7 @@ def forward(call: KernelCall) -> OutputAndLse:
 
 
 def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
-    """One step of the online softmax; `sums` are its maximum, sum and output (`online_softmax.State`)."""
+    """Adds a tile to `sums`: maximum, sum and output of the online softmax, as in `online_softmax.State`."""
     running_max, running_sum, weighted = sums
     poison, is_masked = tile.inputs.key_poison, tile.rule.mask is not None
     s = tile.rule.tile(tile.products(), tile.params, tile.tile, poison if is_masked else None)
@@ -115,7 +115,7 @@ def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array,
 
 
 def _add_value(d_value: Array, entry: Array | None, total: Any) -> None:
-    """Adds a tile's gradients to the gradient of a number, or of the entries of a table.
+    """Adds a tile's gradients to `total`, the gradient of a number or, if `entry` holds indices, of a table's entries.
 
     There is no scatter on TPUs: a table takes one pass for each entry between the least and the greatest.
     """

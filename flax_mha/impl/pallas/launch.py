@@ -56,7 +56,7 @@ class Kernel(NamedTuple):
         return "".join(name for name in "TS" if name in self.results[0].names)
 
     def kept_rows(self, inputs: Inputs) -> list[Array]:
-        """Lists the arrays of a tile's rows, to be loaded once, if all tiles of a group have the same rows."""
+        """Lists the arrays of a tile's rows if a group's tiles share them, to be loaded once per group; else none."""
         rows = inputs.of_rows(self.transposed)
         return rows if (self.by, rows[0].shape[:-2]) == ("S" if self.transposed else "T", self.heads) else []
 

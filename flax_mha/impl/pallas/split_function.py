@@ -47,7 +47,7 @@ class Lookup(NamedTuple):
     by_position: Sequence[int]
 
     def table(self, known: dict[Any, Array]) -> Array:
-        """Returns all entries that may be looked up, flattened."""
+        """Returns all entries that may be looked up, flattened; `known` has the values of variables."""
         indices = [0 if i in self.by_position else _read(x, known) for i, x in enumerate(self.indices)]
         sizes = [size if i in self.by_position else 1 for i, size in enumerate(self.array.aval.shape)]
         return lax.dynamic_slice(known[self.array], indices, sizes).reshape(-1)
@@ -141,7 +141,7 @@ def _compute(equation: Any, known: dict[Any, Any]) -> Array:
 
 
 def _sign(x: Array) -> Array:
-    """Computes `lax.sign`, whose lowering in Mosaic needs a TPU in the machine that compiles."""
+    """Computes `lax.sign` by comparisons: its own lowering in Mosaic needs a TPU in the machine that compiles."""
     one, x = jnp.ones_like(x), lax.stop_gradient(x)
     return jnp.where(x > 0, one, jnp.where(x < 0, -one, x))
 

@@ -44,7 +44,7 @@ class TransposedTile(KernelTile):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileMask(Mask):
-    """A mask by a `mask_mod`: its part for tiles, and the values of its outer part."""
+    """A mask by a `mask_mod` that `split_function.py` has split: a function of tiles, and its outer values."""
 
     values: tuple[Array, ...] = dataclasses.field(metadata={"axes": "B N L"})
     function: TileFunction = dataclasses.field(metadata={"static": True})
@@ -57,7 +57,7 @@ class TileMask(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class TileRule(ScoreRule):
-    """The score rule inside a kernel."""
+    """The `ScoreRule` inside a kernel, with a `TileFunction` in place of `score_mod`."""
 
     function: TileFunction | None = None  # the part of `score_mod` for tiles
     values: Sequence[Array] = ()  # its values; those that get gradients are in `ScoreInputs.captured` instead
