@@ -54,8 +54,8 @@ def linear_function(
 ) -> Function:
     """Makes a function that is linear in its arguments from number `first` on; see `Function`.
 
-    By arguments before `first`, JAX differentiates `portable`, which computes the same as `evaluate`, or `evaluate`
-    itself if that is None.
+    Its derivatives by arguments before `first` are those of `portable`, which computes the same as `evaluate`, or of
+    `evaluate` itself if that is None.
     """
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
@@ -92,7 +92,7 @@ def differentiate(function: Callable, arguments: Sequence[Any], tangents: Tangen
 
 
 def replace_at(leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]) -> list[Array]:
-    """Replaces the leaves with these numbers."""
+    """Returns `leaves` with those at the indices `places` replaced by `some`."""
     replaced = dict(zip(places, some, strict=True))
     return [replaced.get(i, x) for i, x in enumerate(leaves)]
 

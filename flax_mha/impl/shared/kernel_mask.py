@@ -72,7 +72,7 @@ def kernel_mask(call: Call) -> KernelMask:
 
 
 def _parts(mask: Mask | None) -> list[Mask]:
-    """Lists the masks that `&` combines."""
+    """Lists the masks that `mask` combines by `&`: only itself if it is no such combination, none for None."""
     if isinstance(mask, And):
         return [*_parts(mask.left), *_parts(mask.right)]
     return [] if mask is None else [mask]

@@ -47,7 +47,7 @@ class NonfiniteFlags(NamedTuple):
         return lax.add(lax.broadcast_in_dim(query, shape, (0,)), lax.broadcast_in_dim(key, shape, (1,)))
 
     def key_poison(self) -> Float[Array, "1 S"]:
-        """Computes the poison of visible scores from the keys alone."""
+        """Computes the poison that keys give to visible scores: infinity where the key is flagged, else 0."""
         return lax.expand_dims(poison(self.key), (0,))
 
     def row_poison(self, unmasked: bool) -> Float[Array, " T"]:
@@ -168,7 +168,7 @@ def backward_rows(
 
 
 def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool) -> Float[Array, "..."]:
-    """Computes the softmax from scores and the log-sum-exp from `derivative_rows`; 0 in rows without derivatives.
+    """Computes the softmax from scores and `derivative_rows`' log-sum-exp; it is 0 in rows without derivatives.
 
     `may_be_nan` tells whether scores in these rows may be NaN, as with a bias or a `score_mod`.
     """

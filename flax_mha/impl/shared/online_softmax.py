@@ -51,7 +51,7 @@ def rescale(
     row_poison: Float[Array, " t"] | None = None,
     dtype: DTypeLike | None = None,
 ) -> tuple[State, Float[Array, "t s"]]:
-    """One online-softmax step without the value product: rescales the state, returns it and the new weights.
+    """Takes one online-softmax step but for the values: returns the rescaled state, and the weights of these keys.
 
     Args:
       state: The state before these keys.
@@ -78,7 +78,7 @@ def update(
     weigh: Callable[[Array], Array],
     row_poison: Float[Array, " t"] | None = None,
 ) -> State:
-    """One online-softmax step: `rescale`, then `weigh`, the product of weights [t, s] and values -> [t, Hv]."""
+    """Takes one online-softmax step: `rescale`, then adds `weigh(weights [t, s])`, the weighted values [t, Hv]."""
     state, weights = rescale(state, scores, row_poison)
     return state._replace(output=state.output + weigh(weights))
 

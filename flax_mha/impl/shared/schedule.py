@@ -87,10 +87,10 @@ class KeyBlocks(NamedTuple):
     """Blocks of queries and keys, for attention that reads keys in place.
 
     Attributes:
-      height: Queries of a block.
-      width: Keys of a block.
+      height: Number of queries in a block.
+      width: Number of keys in a block.
       sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
-      dtype: Of queries, keys and weights in matrix products.
+      dtype: Dtype of queries, keys and weights in matrix products.
       block_diagonal: Whether one matrix product serves all heads, as `decode.py` describes.
       max_scores: Use these blocks for at most so many scores of all batch entries and heads.
       wide: Blocks to use instead if more than half of the keys are visible; None: there are none.
@@ -109,10 +109,10 @@ class Plan(NamedTuple):
     """How the math of one head is mapped over all heads.
 
     Attributes:
-      looped_axes: How many of the leading axes [B..., K, G] are looped over, of tiles at least; None: none, as arrays
-        may be split.
+      looped_axes: How many of the leading axes [B..., K, G] are looped over ("blockwise": at least); None: none, as
+        arrays may be split.
       max_heads_on_tpu: How many heads run together at most; None: no limit, as on CPUs and GPUs.
-      dtype: Of the operands of matrix products.
+      dtype: Dtype of the operands of matrix products.
       fuses_rows: Whether XLA's CPU makes one fast kernel of `dense.fused_rows`, of all scores or of a tile.
     """
 
@@ -142,7 +142,7 @@ def plan_tiles(call: Call) -> tuple[Plan, Tiling, BlockMask | None]:
 
 
 def with_occupancy(call: Call) -> Call:
-    """The call with a mask that knows which squares of CELL rows and columns are empty, if that can be known now."""
+    """Returns the call; its mask then knows which squares of CELL rows and columns are empty, if its data are known."""
     operands = call.operands
     if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
         return call  # without arrays it knows
@@ -152,7 +152,7 @@ def with_occupancy(call: Call) -> Call:
 
 
 def prefers_dense(call: Call) -> bool:
-    """Returns whether "xla" is the faster of the two that compute every call."""
+    """Returns whether "xla" is faster than "blockwise", the other implementation that computes every call."""
     query, options = call.operands.query, call.options
     scores = query.shape[-3] * call.operands.key.shape[-3]
     if not options.has_known_sizes or scores <= MAX_SCORES_DENSE:
@@ -170,7 +170,7 @@ def on_gpu(call: Call) -> bool:
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
     """Returns whether XLA's CPU makes one kernel of `dense.fused_rows` that writes no score to memory, and a fast one.
 
-    There are so many `scores` of one head, or of one tile, of which `rows` of a head are computed together.
+    `scores` is the number of scores of a head, or of one of the `rows` tiles of a head that are computed together.
     """
     if not _may_fuse(call, scores):
         return False
@@ -187,7 +187,7 @@ def _may_fuse(call: Call, scores: int) -> bool:
 
 
 def _product_size(call: Call) -> int:
-    """The number of multiplications per score in a matrix product: the head size."""
+    """Returns the number of multiplications per score in a matrix product: the larger head size, H or Hv."""
     return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
 
 
@@ -249,9 +249,9 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
 
 
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
-    """In what dtype query, key, value and weights enter matrix products, whose sums are float32 at least.
+    """Chooses the dtype in which query, key, value and weights enter matrix products; sums are float32 at least.
 
-    In their own, 16 bits wide, where that is faster: on accelerators, and in large tiles on CPUs with a matrix unit for
+    It is theirs, of 16 bits, where that is faster: on accelerators, and in large tiles on CPUs with a matrix unit for
     bfloat16 (AMX). Other CPUs, and whoever asks for more precision than the default, get `options.dtype`.
     `tiles`: the call is computed tile by tile.
     """
@@ -306,7 +306,7 @@ def _max_heads_on_tpu(call: Call, scores: int) -> int | None:
 
 
 def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
-    """The fastest tiling, and its block mask [B..., K | 1, G | 1] if the mask holds arrays and all are concrete.
+    """Chooses the fastest tiling, with its block mask [B..., K | 1, G | 1] if the mask holds arrays, all concrete.
 
     Otherwise the block mask is None: the caller computes it (`blockwise._block_mask`), at trace time or in the program.
     """
@@ -337,7 +337,7 @@ def cheapest(
     shapes: Sequence[TileShape],
     head_size: int,
 ) -> Tiling:
-    """The tiling with the least to compute for the masks of some heads, which are known while tracing."""
+    """Chooses, among tilings by `shapes`, the one with the least to compute for `masks`, known masks of some heads."""
     candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
     with jax.ensure_compile_time_eval():
         for candidate in candidates:
@@ -370,5 +370,5 @@ def _cheapest_of_one(
 
 @functools.lru_cache(maxsize=256)
 def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> BlockMask:
-    """The block mask of a mask without arrays, the same for all heads."""
+    """Makes the block mask [1, ...] of a mask without arrays, the same for all heads; it is cached."""
     return static_block_mask(tiling, (mask,), offsets)

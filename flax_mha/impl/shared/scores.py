@@ -90,7 +90,7 @@ class ScoreRule:
         tile: Tile,
         flags: NonfiniteFlags | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes the scores of a tile, and its row poison, from its queries and keys and the inputs of the head."""
+        """Computes a tile's scores, and row poison (`nonfinite.py`), from its queries, keys and the head's inputs."""
         products, poison, row_poison = self.products(query, key), None, None
         if flags is not None:
             # Without poison in the scores, XLA's CPU can fuse the product with the row maximum.
@@ -99,7 +99,7 @@ class ScoreRule:
         return self.tile(products, inputs.cut(tile), tile, poison), row_poison
 
     def weigh(self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile) -> Float[Array, "t Hv"]:
-        """Computes the sum of values, with weights after dropout."""
+        """Computes the sums of a tile's values, weighted by `weights` after dropout."""
         return self.dot(times(weights, self.dropout_multiplier(tile, weights.dtype)), value)
 
     def tile(
@@ -222,7 +222,7 @@ class ScoreRule:
         return products if self.soft_cap is None else self.soft_cap * jnp.tanh(products / self.soft_cap)
 
     def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
-        """Makes the user's function of one score, its query position and its key position."""
+        """Returns `score_mod` as a function of one score, its query position and its key position alone."""
         error, mod = self.forward_mode_error, self.score_mod
         guard = functools.partial(reverse_only, error=error) if error else lambda x: x
         arrays = [*map(guard, captured), *self.constants]
@@ -247,7 +247,7 @@ class ScoreRule:
         return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
 
     def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
-        """Computes the same factors elementwise: each query computes both words and uses one, without reshaping."""
+        """Computes `dropout_multiplier` elementwise: each query computes both words and uses one, without reshaping."""
         if self.dropout_seed is None:
             return None
         rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))
@@ -260,7 +260,7 @@ class ScoreRule:
         return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
 
     def _words_by_pairs(self, tile: Tile) -> UInt32[Array, "t s"]:
-        """Computes the random word of every weight, both words of a counter at once."""
+        """Computes the random word of every weight, for two queries at once: each gets a word of their counter."""
         (height, width), (query_offset, _) = tile.shape, tile.offsets
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
         # Tiles begin at even rows, so only an odd offset can separate the two queries of a counter.

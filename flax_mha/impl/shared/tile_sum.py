@@ -42,7 +42,6 @@ class Argument(NamedTuple):
 
     @classmethod
     def of(cls, kinds: Iterable[Any], arrays: Iterable[Array]) -> "tuple[Argument, ...]":
-        """Describes arrays of these kinds."""
         return tuple(cls(kind, x.shape, x.dtype) for kind, x in zip(kinds, arrays, strict=True))
 
     def start(self, height: int | None = None) -> Array:
@@ -76,7 +75,7 @@ class TileVisit(NamedTuple):
         return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
 
     def cut(self, kind: Kind, x: Array) -> Array:
-        """Cuts the tile's part out of an argument; one of queries holds a row of tiles."""
+        """Cuts the tile's part out of an argument; those of kind "queries" hold only its row of tiles."""
         axis = int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.rows(x, axis)
@@ -85,7 +84,7 @@ class TileVisit(NamedTuple):
         return self.tile.cut(x) if kind == "scores" else x
 
     def add(self, kind: Kind, x: Array, part: Array) -> Array:
-        """Adds the tile's part to a sum, which for queries holds a row of tiles, and for keys is [F, S]."""
+        """Adds the tile's part to a sum; one of kind "queries" holds only its row of tiles, "keys" is [F, S]."""
         part, axis = part.astype(x.dtype), int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.put_rows(x, self.rows(x, axis) + part, axis)

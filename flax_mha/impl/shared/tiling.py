@@ -83,7 +83,7 @@ def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) 
 
 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
-    """Returns number (>= 1) and size of equal pieces that cover `length`; bands of several are multiples of 16."""
+    """Returns number and size of equal pieces that cover `length`; if several, their bands are multiples of 16."""
     count = max(-(-length // largest), 1)
     multiple = 16 * bands if count > 1 or bands > 1 else 1
     size = max(-(-length // (multiple * count)), 1) * multiple
@@ -121,7 +121,7 @@ def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class InsideMask(Mask):
-    """A mask of the padding: the first `queries` rows and `keys` columns are visible."""
+    """A mask that hides padding: the first `queries` rows and `keys` columns are visible."""
 
     queries: int = dataclasses.field(metadata={"static": True})
     keys: int = dataclasses.field(metadata={"static": True})
@@ -138,7 +138,7 @@ class InsideMask(Mask):
 
 
 def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Joins the occupancy of cells to that of tiles [rows, bands, tiles], and returns it with their first cells."""
+    """Computes from the occupancy of cells that of tiles [rows, bands, tiles], and the tiles' first cells."""
     cells_of_tile = tiling.width // tiling.cell_width
     start = _starts(np.asarray(some.any(1)), cells_of_tile)
     cells = np.minimum(start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1)
@@ -258,7 +258,7 @@ def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tup
 
 
 def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
-    """Makes the block mask of one head whose mask or offset is data: then its numbers bound loops."""
+    """Makes the block mask of one head whose mask or offset is data: so are its numbers of tiles, which bound loops."""
     column, _, num_full, num_tiles = tiles_of(tiling, mask, offsets)
     whole = (TileBand(0, tiling.height),)
     return BlockMask(column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False)

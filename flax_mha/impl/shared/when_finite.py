@@ -49,7 +49,7 @@ class Fused(NamedTuple):
 
 
 def attention(fused: Fused, arrays: Arrays, mask: KernelMask) -> Array:
-    """Computes the output, with first-order derivatives in reverse mode."""
+    """Computes the output by the kernel if that is right, else by "blockwise"; differentiable once, in reverse mode."""
     return _attention(fused, *varying_alike((arrays, mask)))
 
 
@@ -134,6 +134,6 @@ def _all_moderate_of_all(axis_size: int, in_batched: list[bool], *arrays: Array)
 
 
 def _combine_alike(flags: list[Array]) -> list[Array]:
-    """Combines boolean arrays of the same shape by `and`."""
+    """Combines boolean arrays of the same shape by `and`, to one for each shape."""
     shapes = dict.fromkeys(x.shape for x in flags)
     return [functools.reduce(jnp.logical_and, [x for x in flags if x.shape == shape]) for shape in shapes]
