@@ -39,7 +39,7 @@ def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
 
 
 def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndLse:
-    """Computes a hop (see `Implementation.hop`), with matrix products in the dtype of its inputs."""
+    """Computes a hop (see `Implementation.hop`), whose matrix products are not rounded to `dtype`."""
     return attention(call, result)
 
 
@@ -71,7 +71,7 @@ def _all_heads(
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
-    """Makes the block mask, once for all heads that share it; a static one without tracing."""
+    """Makes the block mask, with length 1 along axes of heads that share it; static if the mask has no arrays."""
     if not jax.tree.leaves((rule.mask, rule.offsets)):
         blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
         return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
@@ -120,7 +120,7 @@ def _pad_to(x: Array, *lengths: int) -> Array:
 
 
 def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any) -> list[Array]:
-    """Computes the results of one padded head, or returns the known ones, as a differentiable `Function`."""
+    """Computes the `ResultsOfHead` of a padded head, as a differentiable `Function`; returns `known` if given."""
     leaves, structure = jax.tree.flatten((head, blocks, known))
     shapes = (tiling.shape[0], head.value.shape[1]), *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max))
     outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
@@ -178,7 +178,7 @@ def _cut_flags(flags: NonfiniteFlags | None, of_rows: Array | None, tile: Tile) 
 
 
 def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> ResultsOfHead:
-    """Computes the results of one head whose rows of tiles have one tile each, which needs no online softmax."""
+    """Computes `ResultsOfHead` where every row of tiles has a single tile, which needs no online softmax."""
     attend = dense.fused_rows if fuse_rows else dense.plain_rows
     mask, flags = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None, head.nonfinite
     rule = dataclasses.replace(head.rule, mask=mask)
@@ -224,20 +224,20 @@ def _tangent(
 
 
 def _arguments(head: Head) -> list[Array]:
-    """Lists keys, values, the bias if there is one, and captured arrays."""
+    """Lists what a tile sum takes besides queries: keys, values, the bias if there is one, and captured arrays."""
     bias = [] if head.inputs.bias is None else [head.inputs.bias]
     return [head.key, head.value, *bias, *head.inputs.captured]
 
 
 def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
-    """Makes the score inputs of a tile from bias, if there is one, and captured arrays."""
+    """Makes the score inputs of a tile from the end of `_arguments`: bias, if there is one, and captured arrays."""
     bias, captured = (arguments[0], arguments[1:]) if has_bias else (None, arguments)
     bias = None if bias is None else bias.astype(accumulation_dtype(bias.dtype))
     return ScoreInputs(bias, None, list(captured))
 
 
 def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
-    """Makes the function whose tile sum gives the tangents of output, before `output lse'`, and log-sum-exp."""
+    """Makes the function whose tile sum is (p s') v + p v', and the sum of p s', in the symbols of `_tangent`."""
     has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
     may_be_nan = has_bias or head.rule.score_mod is not None
 
@@ -315,5 +315,5 @@ def _backward(
 
 
 def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
-    """Widens float16 operands of products with gradients of scores, which float16 cannot hold."""
+    """Converts float16 to float32, for products with gradients of scores, which float16 cannot hold."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x

@@ -48,7 +48,7 @@ def device(platform: str) -> Device:
 
 
 class Kernel(NamedTuple):
-    """cuDNN's attention, with everything that its plan depends on."""
+    """cuDNN's attention, with everything that decides how, and whether, cuDNN can compile it (its "plan")."""
 
     query: tuple[int, ...]  # shape of the padded queries [B, T, N, H]
     key: tuple[int, ...]  # shape of the padded keys [B, S, K, H]
@@ -156,7 +156,7 @@ def _refusals_of_bias(call: Call) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def failure(kernel: Kernel) -> list[str]:
-    """Compiles the kernel, forward and backward, and returns the error of cuDNN if that fails."""
+    """Compiles the kernel, forward and backward; returns [the error of cuDNN] if that fails, else an empty list."""
     query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
     key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
     lengths = jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32) if kernel.padded else None
@@ -205,7 +205,7 @@ def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
 
 
 def _masked(kernel: Kernel, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-    """Computes the output, 0 for queries that see no key, and the arrays that must be finite; see `when_finite`."""
+    """Computes the output, 0 for queries that see no key, and arrays that show if it is right (`when_finite.Fused`)."""
     query, key, value, bias, _ = arrays
     batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
     all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
@@ -221,7 +221,7 @@ def _masked(kernel: Kernel, arrays: Arrays, mask: KernelMask, differentiated: bo
 
 
 def _masked_without_cond(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
-    """Computes the output for any NaN and infinity, without a condition that devices with parts of the call share."""
+    """Computes the output for any NaN and infinity without `lax.cond`, on whose branch all devices must agree."""
     query, key, value = arrays[:3]
     first, end = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
     key, value, of_keys = nonfinite.zero_keys(key, value)

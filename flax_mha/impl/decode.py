@@ -67,16 +67,16 @@ class BatchSlice(NamedTuple):
 
     Attributes:
       first: The first of these batch entries, an index for each batch axis.
-      query: Their queries in the dtype of the products; like the rest with leading axes for batch and heads.
+      query: Their queries in the dtype of the products, with leading axes for batch and heads (`head.py`).
       query_scale: Multiplies the products, if queries would be rounded by it; None if they are scaled.
-      key: Of all batch entries, where they are.
-      value: The same.
+      key: All keys of all batch entries, not copied.
+      value: All values, likewise.
       flags: Infinity for the queries that were not finite and are 0 now (`nonfinite.py`); None where none was looked
         for.
       row: The row of the first of these queries.
       inputs: Bias, sink and captured arrays, which enter the scores besides the products.
       rule: How products become scores.
-      cache_scale: Of all keys and values in 8 bits (`KVCache.scale`).
+      cache_scale: Scales of all keys and values, if they are in 8 bits (`KVCache.scale`).
     """
 
     first: tuple[Scalar, ...]
@@ -92,7 +92,7 @@ class BatchSlice(NamedTuple):
 
 
 def attention(call: Call) -> OutputAndLse:
-    """`implementation="xla"`: reads keys in place, with the derivatives of dense attention, or is dense attention."""
+    """Computes "xla": reads keys in place, with the derivatives of dense attention, or calls dense attention."""
     call = numbers_as_arrays(call)
     blocks = schedule.blocks_in_place(call)
     if blocks is None:
@@ -207,7 +207,7 @@ def _attend(
 
 
 def _entries_in_turn(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
-    """As `_blocks_of_rows`, a batch entry after the other."""
+    """Computes the same as `_blocks_of_rows`, one batch entry after another: each visits only its own blocks."""
     batch = part.query.shape[:-4]
 
     def one_entry(i: Int[Array, ""]) -> tuple[Results, Array]:
@@ -222,7 +222,7 @@ def _entries_in_turn(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Floa
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
-    """Takes the batch entry at `place` from every array; its batch axes have length 1."""
+    """Takes the batch entry at `place` out of every array; its batch axes stay, with length 1."""
 
     def own(x: Array) -> Array:
         for axis, i in enumerate(place):
@@ -233,7 +233,7 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
 
 
 def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
-    """The results, a block of queries after the other, and `_nonfinite_flag` of all products."""
+    """Computes the `Results` of one block of queries after another, and the `_nonfinite_flag` of all products."""
     length, axis = part.query.shape[-2], part.query.ndim - 2
     count = -(-length // blocks.height)
     if count == 1:
@@ -257,7 +257,7 @@ def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float
 
 
 def _rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Array]:
-    """As `_blocks_of_rows`, for one block of queries."""
+    """Computes the same as `_blocks_of_rows` for a single block of queries, in a loop over blocks of keys."""
     heads, dtype = part.query.shape[:-2], part.rule.dtype
     shape = (*heads, blocks.height)
     state = online_softmax.start(shape, part.value.shape[-1], part.inputs.sink, dtype, part.rule.returns_max)
@@ -270,7 +270,7 @@ def _rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Array]:
 
 
 def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple:
-    """Takes in block i of the keys."""
+    """Returns `carry`, the state of the online softmax and the `_nonfinite_flag`, updated by block i of the keys."""
     length, dtype = part.key.shape[-3], part.query.dtype
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
     k, v, scales, flags = _read_block(part, column, blocks.width)
@@ -319,14 +319,14 @@ def _read_block(
 
 
 def _split_scales(scale: Float[Array, "*B S K _"]) -> tuple[Float[Array, "*B S K 1"], Float[Array, "*B S K 1"]]:
-    """Returns the scales of keys and those of values, which are the same where there is one for both."""
+    """Returns the scales of keys and those of values: first and last entry of the last axis, which may have one."""
     return scale[..., :1], scale[..., -1:]
 
 
 def _block(
     x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Shaped[Array, "*B s K F"]:
-    """Reads keys, values or scales in this dtype; numbers in 8 bits as they are, except float8, which come as bits."""
+    """Cuts `width` keys, values or scales from `column` on, in `dtype`; 8 bits stay so, float8 as bits on a CPU."""
     bits = BITS.get(x.dtype.name)
     bits = bits if bits and platform() == "cpu" else None
     has_8_bits = x.dtype.itemsize == 1
@@ -353,10 +353,10 @@ def _block(
 def _nonfinite_flag(
     before: Float[Array, ""], raw: Float[Array, "t s"], products: Float[Array, "t s"], rule: ScoreRule
 ) -> Float[Array, ""]:
-    """A number that is not finite if a product is not, and if the output does not show that.
+    """Returns `before`, or a number that is not finite if a product is not finite and the output would not show it.
 
     NaN and infinity make the output NaN. Minus infinity leaves no trace in it: the weight is 0, although what is not
-    finite in a query or a key should make the output NaN. It is there before products are scaled. A soft cap or a
+    finite in a query or a key should make the output NaN. It is sought in `raw`, the unscaled products. A soft cap or a
     `score_mod` may hide all three.
     """
     if rule.soft_cap is None and rule.score_mod is None:
@@ -366,7 +366,7 @@ def _nonfinite_flag(
 
 
 def _visited(blocks: KeyBlocks, part: BatchSlice, length: int) -> tuple[Scalar, Scalar]:
-    """The first block of keys in which some query may see one, and one past the last."""
+    """Finds the first block of keys in which some query may see a key, and the end, one past the last such block."""
     some = _seen(blocks, part, length)
     some = some.any(range(some.ndim - 1))
     before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
@@ -374,7 +374,7 @@ def _visited(blocks: KeyBlocks, part: BatchSlice, length: int) -> tuple[Scalar, 
 
 
 def _seen(blocks: KeyBlocks, part: BatchSlice, length: int) -> Bool[Array, "*#B #K #G count"]:
-    """In which blocks of keys some query may see one."""
+    """Computes for each of the `count` blocks of keys whether some query may see a key in it."""
     rule, count = part.rule, -(-length // blocks.width)
     if rule.ring is not None:  # all of it, or what has been written since it was empty
         newest = jnp.asarray(rule.offsets.values[1])
@@ -395,7 +395,7 @@ def _seen(blocks: KeyBlocks, part: BatchSlice, length: int) -> Bool[Array, "*#B 
 
 
 def _bounds(mask: Mask | None) -> Mask | None:
-    """The parts of the mask that bound the visible positions, if there are any."""
+    """Returns the causal, window and length masks among those that `mask` combines by `&`; None if there are none."""
     if isinstance(mask, And):
         left, right = _bounds(mask.left), _bounds(mask.right)
         return left if right is None else right if left is None else And(left, right)
@@ -405,7 +405,7 @@ def _bounds(mask: Mask | None) -> Mask | None:
 def _key_products(
     query: Float[Array, "*B K G t H"], key: Float[Array, "*B s K H"], rule: ScoreRule, block_diagonal: bool
 ) -> Float[Array, "*B K G t s"]:
-    """Products of queries and keys, by one matrix product for all heads if `block_diagonal`."""
+    """Computes products of queries and keys, by one matrix product for all heads if `block_diagonal`."""
     *batch, num_heads, _, _, size = query.shape
 
     def product(pair: tuple[Array, Array]) -> Array:
@@ -424,7 +424,7 @@ def _key_products(
 def _value_products(
     weights: Float[Array, "*B K G t s"], value: Float[Array, "*B s K Hv"], rule: ScoreRule, block_diagonal: bool
 ) -> Float[Array, "*B K G t Hv"]:
-    """Sums of the weighted values, by one matrix product for all heads if `block_diagonal`."""
+    """Computes sums of the weighted values, by one matrix product for all heads if `block_diagonal`."""
     *batch, num_heads, _, _, length = weights.shape
 
     def product(pair: tuple[Array, Array]) -> Array:
@@ -438,5 +438,5 @@ def _value_products(
 
 
 def _same_head(num_heads: int) -> Bool[Array, "K 1 1 K"]:
-    """True where the key head on the last axis is the one on the first."""
+    """Makes an array that is True where the key heads on its first and its last axis are the same."""
     return jnp.eye(num_heads, dtype=bool)[:, None, None, :]

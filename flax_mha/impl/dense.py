@@ -43,7 +43,7 @@ def _all_heads(operands: Operands, options: Options, plan: Plan) -> OutputAndLse
 def map_dense_heads(
     head: Head, dtype: DTypeLike, looped_axes: int | None, max_heads_on_tpu: int | None = None, fuse_rows: bool = False
 ) -> OutputAndLse:
-    """Computes output, in this dtype, and log-sum-exp of heads [B..., K, G]."""
+    """Computes output [B..., T, N, Hv], in `dtype`, and log-sum-exp from heads [B..., K, G], by `dense_head`."""
     one_head = functools.partial(dense_head, fuse_rows=fuse_rows)
     return to_caller(map_heads(one_head, head, head.query.ndim - 2, looped_axes or 0, max_heads_on_tpu), dtype)
 
@@ -78,7 +78,7 @@ def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> t
 
 
 def plain_rows(head: Head, tile: Tile) -> ResultsOfHead:
-    """Computes the results of rows that see no keys outside one tile, without gradients.
+    """Computes `ResultsOfHead` for rows that see no keys outside one tile; it is not differentiated.
 
     `head` holds the tile's part of all arrays. Queries and keys that are not finite are NaN, and so are their scores:
     a masked score is replaced, a visible one makes its row NaN. So no poison is added, except with a `score_mod`,
@@ -131,7 +131,7 @@ def _shrunk(x: Float[Array, "n H"], row_scale: Float[Array, " n"]) -> tuple[Floa
 
 
 def _differentiable(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
-    """Computes the results by operations that JAX differentiates, with finite gradients in rows that are NaN."""
+    """Does the same as `dense_head` by operations that JAX differentiates: gradients in NaN rows are finite."""
     head = _with_flags(head)
     rule, whole = head.rule, head.whole
     products = checkpoint_name(rule.products(head.query, head.key), "attention_scores")
@@ -167,7 +167,7 @@ def _softmax(
     tile: Tile,
     fused: bool = False,
 ) -> ResultsOfHead:
-    """Computes the results from the scores and values of a tile."""
+    """Computes output, log-sum-exp and largest scores (or None) of rows from their scores and values in a tile."""
     lowest = jnp.finfo(s.dtype).min
     # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` may give it to visible scores.
     replaced = s.size > 0 and not (fused or inputs.bias is not None or rule.score_mod is not None)

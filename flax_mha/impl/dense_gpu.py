@@ -31,7 +31,7 @@ NAN_ROW = -1e-30  # replaces the weights of a NaN row in gradients; products wit
 
 
 class Products(NamedTuple):
-    """A matrix product with its precision and dtype."""
+    """Multiplies matrices with this precision and dtype."""
 
     precision: lax.PrecisionLike  # precision, as in `jax.lax.dot_general`
     dtype: jnp.dtype  # dtype of the product
@@ -77,7 +77,7 @@ def dense_head_on_gpu(head: Head) -> tuple[Float[Array, "T Hv"], Float[Array, " 
 
 
 def _scores_of(products: Float[Array, "T S"], inputs: ScoreInputs, rule: ScoreRule, whole: Tile) -> Float[Array, "T S"]:
-    """Computes the scores: -inf where masked, NaN where a visible product or bias is."""
+    """Computes scores from scaled products: -inf where masked, NaN where a visible product or bias is."""
     bias, poison = inputs.bias, None
     if rule.soft_cap is not None or rule.score_mod is not None:  # their derivatives at NaN would be NaN
         is_nan = lax.stop_gradient(products != products)
@@ -119,7 +119,7 @@ def _products_jvp(dot: Products, primals: tuple, tangents: tuple) -> tuple[Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _replaced(number: float, x: Float[Array, "#T #S"], keep: Bool[Array, "#T #S"]) -> Float[Array, "#T #S"]:
-    """Replaces `x` by `number` unless `keep`; the gradient is the identity, as it is 0 there already."""
+    """Replaces `x` by `number` unless `keep`; passes the gradient on as it is, which is 0 there already."""
     return jnp.where(keep, x, jnp.asarray(number, x.dtype))
 
 
@@ -136,7 +136,7 @@ def _attention(
     kept: Float[Array, "T S"] | None,
     value: Float[Array, "S Hv"],
 ) -> tuple[Float[Array, "T Hv"], Float[Array, "T 1"]]:
-    """Computes output and log-sum-exp. Values that are not finite count as 0: rows that see them have NaN weights."""
+    """Computes output and log-sum-exp from scores `s`; values not finite count as 0, because their scores are NaN."""
     e, divisor, lse = _exponentials(s, sink)
     return dot(times(e / divisor, kept).astype(value.dtype), dot.finite(value)), lse
 

@@ -81,7 +81,7 @@ class _ForwardPass(NamedTuple):
 
     @classmethod
     def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
-        """Traces the forward pass for gradients of the leaves with these numbers."""
+        """Traces the kernel's forward pass, for gradients of the operands' leaves with the numbers `places`."""
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:

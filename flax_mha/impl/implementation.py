@@ -34,5 +34,5 @@ RESIDUALS = ("attention_output", "attention_lse")
 def name_residuals(
     output: Float[Array, "..."], lse: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Names output and log-sum-exp by `RESIDUALS`."""
+    """Returns output and log-sum-exp with the names `RESIDUALS`, by which policies of `jax.checkpoint` find them."""
     return checkpoint_name(output, RESIDUALS[0]), checkpoint_name(lse, RESIDUALS[1])

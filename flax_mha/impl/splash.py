@@ -114,7 +114,7 @@ def _scaled(query: Float[Array, "B N T H"], scale: float) -> Float[Array, "B N T
 def _output(
     soft_cap: float | None, interpret: bool, arrays: Arrays, mask: KernelMask, differentiated: bool
 ) -> tuple[Float[Array, "B N T Hv"], tuple[Array, ...]]:
-    """Computes the output, 0 for queries that see no key, and the arrays that must be finite; see `when_finite`."""
+    """Computes the output, 0 for queries that see no key, and arrays that show if it is right (`when_finite.Fused`)."""
     query, key, value, _, sinks = arrays
     lengths = query.shape[2], key.shape[2]
     sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
@@ -147,7 +147,7 @@ def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
 
 
 def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
-    """Makes the mask by position; a full one if everything is masked, because splash needs a visible tile."""
+    """Makes splash's mask of window and padding; a full one if all is masked: splash needs a visible tile."""
     queries, keys = lengths
     size = queries + -queries % sides[0], keys + -keys % sides[1]
     nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
@@ -173,7 +173,7 @@ def _segment_ids(
 
 
 def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
-    """Returns the least number that is none of the ids."""
+    """Returns for each batch entry the least number >= 0 that is none of its ids."""
     numbers = jnp.arange(ids.shape[1] + 1, dtype=jnp.int32)
     taken = (ids[:, :, None] == numbers[None, None, :]).any(1)
     return jnp.argmin(taken, axis=1).astype(jnp.int32)
