@@ -106,7 +106,7 @@ def check_inputs(
 
 
 def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
-    """Checks a bias or sinks: floats that broadcast to `shape`, which errors call `meaning`."""
+    """Checks bias or sinks, floats that broadcast to `shape` (`meaning` in errors); returns them with its rank."""
     if value is None:
         return None
     array = as_array(name, value, "an array of floats")

@@ -178,7 +178,7 @@ def _fix(error: Exception) -> str:
 
 
 def _jaxpr_of(function: Callable, *dtypes: Any) -> ClosedJaxpr:
-    """Traces a function as it is now, past JAX's caches.
+    """Traces a function with the values that it captures now, which JAX's caches would not notice.
 
     JAX reuses the trace of a function, and of jitted helpers that it calls, even if their closures have changed. So a
     new function is traced here, and everything runs without `jit`; arrays that helpers capture are then captured, too.

@@ -203,7 +203,7 @@ _compiled_on_mesh = jax.jit(run_on_mesh, static_argnames=("options", "parts", "r
 
 
 def _unsplit(call: Call) -> Call:
-    """Marks a call as one whose arrays are on one device."""
+    """Returns the call, marked as one whose arrays are on one device."""
     options = call.options
     return call._replace(options=options._replace(sharding=None, target=options.target._replace(may_be_split=False)))
 

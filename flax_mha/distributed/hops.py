@@ -135,7 +135,7 @@ def merge_hops(ring: Ring, operands: Operands) -> OutputAndLse:
 
 
 def _merge(merged: State, chunk: Scalar, result: OutputAndLse) -> State:
-    """Merges the result of a hop into the rows of one chunk.
+    """Merges the result of a hop for the queries of `chunk` into the rows of that chunk in `merged`.
 
     In the online softmax, the result over some keys is like one more key: its score is the log-sum-exp and its value is
     the output. The state keeps maximum and sum apart; a merged log-sum-exp would be rounded in every hop.

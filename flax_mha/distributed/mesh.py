@@ -28,7 +28,7 @@ def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array
 
 
 def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
-    """Gathers the entries of the first axis with these indices, `missing` for indices out of range.
+    """Gathers the entries of `x` at the indices `numbers` of its first axis; `missing` for indices out of range.
 
     On a mesh with Explicit axes, the result is split like `x`; its first axis is not, if its length does not allow it.
     """

@@ -185,7 +185,7 @@ def _softmax_jvp(guards: bool, primals: tuple, tangents: tuple) -> tuple[tuple, 
 def _weigh_tangents(
     weights: Float[Array, "T S"], lse: Float[Array, "T 1"], sink: Array | None, d_s: Float[Array, "T S"], d_sink: Any
 ) -> tuple[Float[Array, "T S"], Float[Array, "T 1"]]:
-    """Multiplies weights by the tangents of their scores; also returns the sums of rows, that of the sink included.
+    """Multiplies weights by the tangents of their scores; also returns the sum of each row, with the sink's product.
 
     The product is 0 where the weight is 0, so that no masked score gets a gradient of NaN.
     """

@@ -133,7 +133,7 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | 
 
 
 def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]) -> Function:
-    """Makes the tangent of the results: a function of the leaves, all residuals, and the tangents of some leaves."""
+    """Makes the tangent of the kernel's results, a function of leaves, all residuals, and tangents of some leaves."""
     places, num_saved = saved.places, saved.pull.num_leaves
     first = num_leaves + num_saved
 

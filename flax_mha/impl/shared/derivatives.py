@@ -69,7 +69,7 @@ def linear_function(
 
 
 def reverse_only(x: Array, error: str) -> Array:
-    """Returns `x`; its derivative in reverse mode is the identity, in forward mode NotImplementedError(error)."""
+    """Returns `x`; its derivative is the identity in reverse mode, and raises NotImplementedError in forward mode."""
 
     def refuse(*_: Array) -> Sequence[Array]:
         raise NotImplementedError(error)

@@ -42,7 +42,7 @@ class Head:
 
     @property
     def whole(self) -> Tile:
-        """The tile of all scores."""
+        """The tile that holds all scores of the head."""
         shape = (self.query.shape[0], self.key.shape[0])
         return Tile(0, 0, shape, self.rule.offsets.values, ring=self.rule.ring)
 

@@ -66,12 +66,12 @@ class TileVisit(NamedTuple):
     tile: Tile
 
     def rows(self, x: Array, axis: int = 0) -> Array:
-        """Cuts the tile's rows out of an array for its row of tiles."""
+        """Cuts the tile's rows out of an array that holds its row of tiles along `axis`."""
         height = self.tile.shape[0]
         return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
 
     def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
-        """Replaces the tile's rows in an array for its row of tiles."""
+        """Replaces the tile's rows by `part`, in an array that holds its row of tiles along `axis`."""
         return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
 
     def cut(self, kind: Kind, x: Array) -> Array:
@@ -137,7 +137,7 @@ class TileSummand(NamedTuple):
 
 
 def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
-    """Returns the shape of the part that `TileVisit.cut` returns."""
+    """Returns the shape of what `TileVisit.cut` cuts out of an argument."""
     kind, shape = argument.kind, argument.shape
     if kind == "whole":
         return shape
@@ -167,7 +167,7 @@ def tile_sum(
 
 
 def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Callable | None) -> Function:
-    """Makes the tile sum a `Function`: of the leaves of rule and block mask, then residuals and linear arguments."""
+    """Makes a `Function` of a tile sum: it takes the leaves of rule and block mask, residuals and linear arguments."""
     count, first = structure.num_leaves, structure.num_leaves + len(function.residuals)
 
     def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:

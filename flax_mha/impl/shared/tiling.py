@@ -91,7 +91,7 @@ def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
 
 
 def occupancy(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> Occupancy:
-    """Computes the occupancy of the tiling's grid, as NumPy arrays if the mask of the head is known."""
+    """Computes the occupancy of `tiling.grid` by the mask of one head, as NumPy arrays if the mask is known."""
     grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
     some, full = (everything, everything) if mask is None else mask.occupancy(grid)
