@@ -15,6 +15,7 @@ from flax_mha import dot_product_attention, linen
 from flax_mha.cache.kv_cache import SPARE, KVCache
 from flax_mha.cached_attention import cached_attention
 from flax_mha.core.eight_bits import dequantize, quantize
+from flax_mha.impl.shared import schedule
 
 B, N, K, H, S, WINDOW = 2, 4, 2, 16, 700, 5
 DTYPES = ("int8", "float8_e4m3fn")
@@ -117,13 +118,15 @@ def test_nan_reaches_what_sees_it_and_nothing_else(dtype, place):
         )
 
 
+@pytest.mark.parametrize("scale", [0.3, -0.3])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_an_infinite_query_beside_empty_slots(dtype):
+def test_an_infinite_query_beside_empty_slots(dtype, scale, monkeypatch):
     """Its products are infinite, and NaN where a slot holds zeros; together they make its row NaN, and no other."""
+    monkeypatch.setattr(schedule, "_cpu_features", lambda: {"avx512_bf16"})  # products are scaled, not queries
     query, *new = (jnp.abs(x) for x in tokens(5, dtype=jnp.bfloat16))
     cache = empty(dtype).update(*(jnp.abs(x) for x in tokens(S - 8, dtype=jnp.bfloat16)[1:]))
-    call = jax.jit(functools.partial(cached_attention, local_window_size=(40, 0)))
-    output, _ = call(query.at[0].set(-jnp.inf), *new, cache)
+    call = jax.jit(functools.partial(cached_attention, local_window_size=(40, 0), scale=scale))
+    output, _ = call(query.at[0].set(-jnp.inf if scale > 0 else jnp.inf), *new, cache)
     assert jnp.isnan(output[0]).all()
     assert jnp.isfinite(output[1]).all()
 

@@ -70,7 +70,7 @@ class BatchSlice(NamedTuple):
       query: Their queries in the dtype of the products, with leading axes for batch and heads (`head.py`).
       query_scale: Multiplies the products, if queries would be rounded by it; None if they are scaled.
       key: All keys of all batch entries, not copied.
-      value: All values, likewise.
+      value: All values, not copied.
       flags: Infinity for the queries that were not finite and are 0 now (`nonfinite.py`); None where none was looked
         for.
       row: The row of the first of these queries.
@@ -356,12 +356,12 @@ def _nonfinite_flag(
     """Returns `before`, or a number that is not finite if a product is not finite and the output would not show it.
 
     NaN and infinity make the output NaN. Minus infinity leaves no trace in it: the weight is 0, although what is not
-    finite in a query or a key should make the output NaN. It is sought in `raw`, the unscaled products. A soft cap or a
-    `score_mod` may hide all three.
+    finite in a query or a key should make the output NaN. Both infinities are sought in `raw`, the products before they
+    are scaled, because a negative scale turns one into the other. A soft cap or a `score_mod` may hide all three.
     """
     if rule.soft_cap is None and rule.score_mod is None:
         # Not the smallest product: beside NaN, as of an infinite query and a slot of zeros, XLA's CPU loses -inf.
-        return jnp.where(jnp.any(raw == -jnp.inf), jnp.full_like(before, -jnp.inf), before)
+        return jnp.where(jnp.any(jnp.isinf(raw)), jnp.full_like(before, jnp.inf), before)
     return before + jnp.sum(products * 0)
 
 

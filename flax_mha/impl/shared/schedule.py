@@ -211,27 +211,36 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     if not on_cpu:
         width = MAX_WIDTH_ACCELERATOR if operands.cache_scale is None else MAX_WIDTH_IN_PLACE  # of what is converted
         return KeyBlocks(height, min(keys, width), False, options.dtype)
-    numbers, dtype = num_heads * (operands.key.shape[-1] + operands.value.shape[-1]), _dtype_in_place(call)
-    is_narrow, has_8_bits = dtype != options.dtype, operands.cache_scale is not None
+    in_turn, has_8_bits = not options.target.may_be_split, operands.cache_scale is not None
+    dtype = _dtype_in_place(call) if in_turn else options.dtype
+    numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
     widest = min(MAX_BYTES_WIDE // dtype.itemsize // numbers, MAX_SCORES_WIDE // (queries * operands.query.shape[-2]))
-    width = widest if is_narrow or has_8_bits else MAX_NUMBERS_IN_PLACE // numbers
+    # Fewer and larger blocks of what is converted, or multiplied in fewer bits.
+    width = (2 if has_8_bits else 1) * MAX_NUMBERS_IN_PLACE // numbers
+    width = widest if in_turn and (has_8_bits or dtype != options.dtype) else width
     width = min(keys, max(MIN_WIDTH_IN_PLACE, min(width // 64 * 64, MAX_WIDTH_IN_PLACE)))
     masked = operands.mask is not None or operands.bias is not None or options.score_mod is not None
     if keys % width and not masked:
         return None  # the last block would have to mask some of its keys
-    if options.target.may_be_split:
-        return KeyBlocks(height, width, False, options.dtype)
+    if not in_turn:
+        return KeyBlocks(height, width, False, dtype)
     joint = num_heads * height * operands.query.shape[-2] <= MAX_JOINT_ROWS
     blocks = KeyBlocks(height, width, True, dtype, joint)
-    wide = blocks._replace(width=max(width, min(widest, keys) // 64 * 64))
+    return blocks._replace(wide=_wide_blocks(call, blocks, widest))
+
+
+def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None:
+    """Chooses the blocks for where most keys are visible, of at most `widest` keys or all keys; None: the same."""
+    operands, (queries, num_heads) = call.operands, call.operands.query.shape[-3:-1]
+    keys, num_kv_heads = operands.key.shape[-3:-1]
     # Keys of another dtype would have to be converted, all of them at once.
-    rows = queries * operands.query.shape[-2] * num_heads if operands.key.dtype == dtype else sys.maxsize
-    scores = math.prod(operands.query.shape[:-1]) * keys
-    if queries <= MAX_HEIGHT_IN_PLACE and rows <= MAX_JOINT_ROWS_WHOLE and scores <= MAX_SCORES_WHOLE:
-        wide = KeyBlocks(height, keys, False, dtype, True, MAX_SCORES_WHOLE)
-    elif not has_8_bits and num_heads > 1:
-        return blocks
-    return blocks._replace(wide=wide)
+    may_be_whole = operands.key.dtype == blocks.dtype and queries <= MAX_HEIGHT_IN_PLACE
+    may_be_whole &= queries * num_heads * num_kv_heads <= MAX_JOINT_ROWS_WHOLE
+    if may_be_whole and math.prod(operands.query.shape[:-1]) * keys <= MAX_SCORES_WHOLE:
+        return blocks._replace(width=keys, sequential=False, block_diagonal=True, max_scores=MAX_SCORES_WHOLE)
+    width = min(widest, keys) // 64 * 64
+    is_wider = width > blocks.width and (operands.cache_scale is not None or num_kv_heads == 1)
+    return blocks._replace(width=width) if is_wider else None
 
 
 def _dtype_in_place(call: Call) -> jnp.dtype:
