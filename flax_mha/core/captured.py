@@ -13,7 +13,10 @@ _JITTED = type(jax.jit(abs))
 
 
 def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Copies a value and all that it holds or captures, NumPy arrays as JAX arrays; `seen` has the copies by `id`."""
+    """Copies a value with every NumPy array that it holds or captures converted to a JAX array.
+
+    `seen` maps the `id` of each value met so far to its copy.
+    """
     seen = {} if seen is None else seen
     if id(value) not in seen:
         seen[id(value)] = value  # a function may capture itself
@@ -22,7 +25,7 @@ def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
 
 
 def _replace_parts(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Copies a container or callable with `change` applied to all that it holds or captures; converts an array."""
+    """Converts a NumPy array, or copies a container or callable with `change` applied to each part; else returns it."""
     if isinstance(value, np.ndarray):
         return jnp.asarray(value.copy())  # JAX keeps what an array of 64 bits held when it was first a constant
     if isinstance(value, dict):

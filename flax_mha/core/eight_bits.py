@@ -40,7 +40,7 @@ def _quantize_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple:
 
 
 def as_floats(x: Array, dtype: DTypeLike) -> Array:
-    """Converts numbers in 8 bits to unscaled floats of this dtype; uint8 holds the bits of `float8_e4m3fn`."""
+    """Converts numbers in 8 bits to floats of this dtype, not scaled; uint8 stands for the bits of float8_e4m3fn."""
     if x.dtype == jnp.uint8:  # a float16 with their sign, exponent and fraction is 2^-8 of their number
         signed = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
         bits = (signed << jnp.int16(7)) & jnp.int16(-0x4001)

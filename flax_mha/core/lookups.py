@@ -30,7 +30,10 @@ NAMES = {"b": "batch entries", "h": "heads", "q_idx": "query positions", "kv_idx
 
 
 class _Scalar(NamedTuple):
-    """A scalar in a jaxpr: its value or None, and the names of arguments it depends on, except through lookups."""
+    """A scalar in a jaxpr: its value, None if unknown, and which of b, h, q_idx, kv_idx it is computed from.
+
+    An entry of an array counts as computed from the array alone, not from the index.
+    """
 
     value: Any
     sources: frozenset[str]
@@ -75,7 +78,10 @@ def _misfit(function: TracedFunction, arguments: tuple[int | None, ...]) -> str 
 
 
 def _corners(queries: Span, keys: Span, ahead: int | None) -> list[tuple[int | None, int | None]]:
-    """Lists pairs (q_idx, kv_idx), None if unknown, at which to try lookups because indices are large there."""
+    """Lists pairs (q_idx, kv_idx) of first or last positions, where an index is likely out of range; None if unknown.
+
+    With `ahead`, the last key is the last one that the last query may see.
+    """
     (q_first, q_last), (k_first, k_last) = queries or (None, None), keys or (None, None)
     if ahead is not None and k_last is not None:
         k_last = None if q_last is None else min(k_last, q_last + ahead)
@@ -166,7 +172,10 @@ def _read(atom: Any, scalars: dict[Any, _Scalar]) -> _Scalar:
 
 
 def _evaluate(jaxpr: Jaxpr, scalars: dict[Any, _Scalar]) -> list[dict[int, frozenset[str]]]:
-    """Adds every scalar of the jaxpr, as far as it is known, to `scalars`, and returns `_needed` of each equation."""
+    """Evaluates the jaxpr: adds the `_Scalar` of every variable to `scalars`, given those of the arguments.
+
+    Returns the result of `_needed` for each equation.
+    """
     needed = []
     for equation in jaxpr.eqns:
         operands = [_read(x, scalars) for x in equation.invars]
@@ -180,7 +189,10 @@ def _evaluate(jaxpr: Jaxpr, scalars: dict[Any, _Scalar]) -> list[dict[int, froze
 
 
 def _value(equation: Any, operands: list[_Scalar], needed: list[int]) -> Any:
-    """Computes an equation's value if it is an integer, a boolean or a boolean as a float; None if unknown."""
+    """Computes the result of an equation if that is an integer, a boolean or a boolean cast to float; None if unknown.
+
+    `needed` are the numbers of the operands that it needs; if that is only one of several, its value is the result.
+    """
     name, aval = equation.primitive.name, equation.outvars[0].aval
     is_switch = name == "convert_element_type" and equation.invars[0].aval.dtype == bool
     if aval.shape or not (is_switch or jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == bool):
@@ -195,10 +207,11 @@ def _value(equation: Any, operands: list[_Scalar], needed: list[int]) -> Any:
 
 
 def _needed(equation: Any, operands: list[_Scalar]) -> dict[int, frozenset[str]]:
-    """Maps the number of each operand the equation needs to the arguments of unknown conditions that may discard it.
+    """Finds the operands that an equation may use, by number, and for each what decides whether it is used.
 
-    Only one operand is needed by a select_n whose condition is known, an `and` with a False, an `or` with a True, and
-    a product with a False as a float, as in `table[kv_idx] * (kv_idx < length)`.
+    What decides is the set of those of b, h, q_idx, kv_idx from which a condition with unknown value is computed; empty
+    if the operand is used for certain. Only one operand is used by a select_n whose condition is known, an `and` with a
+    False, an `or` with a True, and a product with a False as a float, as in `table[kv_idx] * (kv_idx < length)`.
     """
     name, nothing, dtypes = equation.primitive.name, frozenset[str](), [x.aval.dtype for x in equation.outvars]
     if name == "select_n":
@@ -218,7 +231,7 @@ def _needed(equation: Any, operands: list[_Scalar]) -> dict[int, frozenset[str]]
 
 
 def _conditions(jaxpr: Jaxpr, needed: list[dict[int, frozenset[str]]]) -> dict[Any, frozenset[str]]:
-    """Maps each variable that the result may need to the arguments of unknown conditions that may discard it."""
+    """Finds the variables that the result may use, and for each what decides whether it is used; see `_needed`."""
     conditions: dict[Any, frozenset[str]] = {v: frozenset() for v in jaxpr.outvars if not isinstance(v, Literal)}
     for equation, operands in zip(reversed(jaxpr.eqns), reversed(needed), strict=True):
         results = [conditions[v] for v in equation.outvars if v in conditions]

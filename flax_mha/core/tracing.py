@@ -58,7 +58,7 @@ def reasons_against_kernel(target: Target) -> list[str]:
 
 
 def without_mesh() -> AbstractContextManager:
-    """Makes a context that hides the mesh from a scalar function's trace, which may run inside `jax.shard_map`."""
+    """Makes a context that hides the mesh while a function of scalars is traced, unless all its axes are Manual."""
     axis_types = jax.sharding.get_abstract_mesh().axis_types
     if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
@@ -112,9 +112,9 @@ def is_key(x: Any) -> bool:
 
 
 def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tuple) -> T:
-    """Calls `function(*operands)` in a rule for `jax.vmap`, on each device if the mapped axis is split over a mesh.
+    """Calls `function(*operands)` in a rule for `jax.vmap`, by `jax.shard_map` if the mapped axis is split over a mesh.
 
-    The mapped axis is the first of all results, and of all arrays in `operands` for which `is_batched` is True.
+    The mapped axis is the first axis of every result and of every array in `operands` whose `is_batched` is True.
     """
     leaves = [x for x, batched in zip(*map(jax.tree.leaves, (operands, is_batched)), strict=True) if batched]
     shardings = [jax.typeof(x).sharding for x in leaves]

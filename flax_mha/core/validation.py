@@ -35,7 +35,10 @@ class Shape(NamedTuple):
         return (*self.batch, self.num_heads, self.query_length, self.key_length)
 
     def indices(self, by_batch: bool, by_head: bool) -> tuple[Array | np.ndarray, np.ndarray]:
-        """Returns the indices of batch entries (flattened) [B...] and of heads [N]; one 0 for those not asked for."""
+        """Returns the indices of batch entries [B...], counted over all axes, and of heads [N].
+
+        Without `by_batch` or `by_head`, these are 0, in an array of length 1 along the same axes.
+        """
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
         entries = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
