@@ -102,7 +102,10 @@ def _attention_of(call: Call, implementation: str | None) -> Callable[[Call], Ou
 def _fused_attention(
     kernel: Callable[[Call], Output], portable: Callable[[Call], Output], elsewhere: Call | None, call: Call
 ) -> Output:
-    """Computes a call by `kernel`, its missing derivatives by `portable`; compiled for a CPU, computes `elsewhere`."""
+    """Computes a call by `kernel`, and the derivatives that it lacks by `portable`.
+
+    If `elsewhere` is given, programs compiled for a CPU compute that call instead; then no log-sum-exp is returned.
+    """
 
     def of_operands(attention: Callable[[Call], Output]) -> Callable[[Operands], Output]:
         return lambda operands: attention(call._replace(operands=operands))
@@ -179,7 +182,7 @@ def _run_part(implementation: str | None, context: Context | None) -> Callable[[
 
 
 def _exchanging(context: Context | None, attend: Callable[[Call], Output]) -> Callable[[Call], Output]:
-    """Returns `attend` with the exchanges of "ulysses" or "allgather" around it; unchanged without these."""
+    """Wraps `attend`, attention on one device, in the communication of "ulysses" or "allgather"; else returns it."""
     if context is None or context.strategy == "ring":
         return attend
     strategy = ulysses if context.strategy == "ulysses" else allgather
@@ -209,7 +212,10 @@ def _unsplit(call: Call) -> Call:
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """Keeps only the key head that a device's query heads share, if every device holds all key heads."""
+    """Returns `part`, a device's part of the operands `whole`, with no key heads but those of its query heads.
+
+    If key heads are not split as query heads are, every device holds all of them, and its query heads share one.
+    """
     if parts.heads == parts.key_heads:
         return part
     group_size = whole.query.shape[-2] // whole.key.shape[-2]

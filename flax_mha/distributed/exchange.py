@@ -18,7 +18,7 @@ from flax_mha.distributed import slices
 
 
 def ulysses(call: Call, context: Context, attend: Callable[[Call], Output]) -> Output:
-    """Computes output and log-sum-exp of a device's queries; calls `attend` with some heads over all positions."""
+    """Computes output and log-sum-exp of a device's queries; `attend` gets some of the heads of the whole sequence."""
     operands, options = call
     axis, is_zigzag = context.axis, context.layout == "zigzag"
     order = slices.chunk_order(context.layout, lax.axis_size(axis))
@@ -35,7 +35,7 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Output]) -> O
 
 
 def allgather(call: Call, context: Context, attend: Callable[[Call], Output]) -> Output:
-    """Computes output and log-sum-exp of a device's queries; calls `attend` with each of its chunks and all keys."""
+    """Computes output and log-sum-exp of a device's queries; `attend` gets a chunk of them at a time, and all keys."""
     operands, options = call
     devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
     key, value = (

@@ -46,7 +46,7 @@ def trainable_of(operands: Operands) -> Trainable:
 
 
 class Ring(NamedTuple):
-    """The static description of a ring of devices."""
+    """A ring of devices: how the sequence is split over it, and how its hops are computed. All of it is static."""
 
     axis: str  # the mesh axis along which the devices form the ring
     size: int  # the number of devices
@@ -77,14 +77,14 @@ class Ring(NamedTuple):
         return lax.scan(hop, start, jnp.arange(self.size, dtype=jnp.int32))[0][0]
 
     def for_pairs(self, step: Callable[[Scalar, Scalar, T], T]) -> Callable[[T], T]:
-        """Returns a fold of `step(i, j, state)` over all pairs of a chunk of queries and a chunk of keys."""
+        """Makes the function of `state` that folds `step(i, j, state)` over all chunks i of queries and j of keys."""
         if self.chunks == 1:
             return functools.partial(step, 0, 0)
         pairs, chunks = self.chunks**2, self.chunks
         return lambda state: lax.fori_loop(0, pairs, lambda n, state: step(n // chunks, n % chunks, state), state)
 
     def slice(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
-        """Cuts out chunk `i` of a device's queries and chunk `j` of the keys that came from device `source`."""
+        """Makes the call of one pair: chunk `i` of a device's queries, and chunk `j` of the keys of device `source`."""
         queries, keys = operands.query.shape[-3], operands.key.shape[-3]
         height, width = queries // self.chunks, keys // self.chunks
         first_query = slices.chunk_of(lax.axis_index(self.axis), i, self.size) * height
@@ -96,10 +96,10 @@ class Ring(NamedTuple):
     def hop(
         self, operands: Operands, source: Scalar, i: Scalar, j: Scalar, known: OutputAndLse | None = None
     ) -> OutputAndLse:
-        """Computes output and log-sum-exp of one pair of chunks, in float32 at least.
+        """Computes output and log-sum-exp of the pair of chunks that `slice` makes, in float32 at least.
 
-        If `known`, the result over all keys, is given, it is returned, and its derivatives are the share of this pair;
-        see `Implementation.hop`.
+        If `known` is given, the result of query chunk `i` over all keys, it is returned, and its derivatives are the
+        share of this pair; see `Implementation.hop`.
         """
         pair, options = self.slice(operands, source, i, j)
         query, key, value = (x.astype(options.dtype) for x in pair[:3])

@@ -14,7 +14,7 @@ from flax_mha.distributed.split import is_explicit, number_of_parts, pad_spec
 
 
 def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
-    """Places an array on a mesh by a sharding, of which only the first `rank` axes count if that is given."""
+    """Places an array on a mesh by a sharding, or by its first `rank` axes; without a sharding, returns it."""
     if sharding is None:
         return x
     mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())

@@ -64,7 +64,10 @@ def _refusals(name: str, call: Call) -> list[str]:
 
 
 def _ring_of(call: Call, context: Context, implementation: str) -> tuple[Ring, Operands]:
-    """Returns the ring and its hops' operands, without sinks (added last) and `dropout_rng` (see `head_ids`)."""
+    """Makes the ring, and the operands of its hops: those of the call without sinks and `dropout_rng`.
+
+    Sinks are added after the last hop, and `head_ids` holds the random words already.
+    """
     operands = call.operands._replace(sinks=None, dropout_rng=None)
     ring = Ring(
         axis=context.axis,
@@ -110,7 +113,10 @@ def _results(ring: Ring, operands: Operands) -> Any:
 
 
 def _linear(compute: Callable, ring: Ring, operands: Operands, known: OutputAndLse, linear: Any) -> list[Array]:
-    """Calls `compute`, `hops.tangents` or its transpose `hops.gradients`, as one operation, linear in `linear`."""
+    """Calls `hops.tangents`, or its transpose `hops.gradients`, as one operation that JAX can transpose.
+
+    `compute` is the one to call; `linear` are the tangents, or cotangents, that it takes.
+    """
     leaves, residuals = jax.tree.flatten((operands, known))
     linear_leaves, structure = jax.tree.flatten(linear)
     like, results = jax.tree.flatten(known if compute is hops.tangents else hops.trainable_of(operands))

@@ -52,7 +52,7 @@ def slice_call(
     """Cuts some queries and keys out of the operands of a device.
 
     Args:
-      operands: The operands.
+      operands: The operands that one device holds.
       axes: The sequence axes of all operands.
       queries: The first query and the number of queries.
       keys: The first key in arrays that travel, the first key in arrays with entries for all keys, and the number of
@@ -123,5 +123,8 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
-    """Returns which chunk of the sequence is chunk `number` of device `rank`: 0 or, in the layout "zigzag", 1."""
+    """Returns the place in the sequence, counted in chunks, of chunk `number` of the chunks that device `rank` holds.
+
+    A device holds one chunk (`number` 0, its place is `rank`), or two in the layout "zigzag" (`number` 0 and 1).
+    """
     return rank + number * (2 * devices - 1 - 2 * rank)

@@ -116,7 +116,7 @@ class Split(NamedTuple):
 
 
 def by_types(call: Call) -> Split:
-    """Returns the split in the types of the arrays, on a mesh with Explicit axes."""
+    """Returns the split that the types of query, key and value contain; one of them is on a mesh with Explicit axes."""
     arrays = call.operands[:3]
     mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
     specs = [jax.typeof(x).sharding.spec for x in arrays]
@@ -135,7 +135,10 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
 
 
 def by_placement(call: Call) -> Split | None:
-    """Returns the split of concrete arrays if the call can be computed without moving them, else None."""
+    """Returns the split of a call by the shardings of its query, key and value, which are concrete.
+
+    None if they are not on the same mesh, if it has one device, or if the call cannot be computed in these parts.
+    """
     shardings: list[Any] = [x.sharding for x in call.operands[:3]]
     if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
         return None

@@ -25,9 +25,9 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
     """Returns axis names for Flax's metadata of all parameters, if `head_axis` splits the heads.
 
     Returns:
-      "query" and "key" (also for values) for kernels [features, N, H], without the first for biases [N, H]; "key" is
-      all None if there are fewer key heads than devices, and fits a cache [S, K, H] without its batch axes, too.
-      "out" for the kernel [N, H, features], "out_bias" for its bias, "sinks" for [N].
+      A name or None for each axis. "query", and "key" for keys and values: axes of a kernel [features, N, H] or, after
+      the batch axes, of a cache [S, K, H]; without the first, those of a bias [N, H]. "key" is all None if there are
+      fewer key heads than devices. "out": axes of the kernel [N, H, features]; "out_bias": of its bias; "sinks": [N].
     """
     parts = _size(head_axis)
     if num_heads % parts:
@@ -57,7 +57,7 @@ def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..
 
 
 class _Unboxing:
-    """Places a parameter on the mesh when it is unboxed, but not the flat kernel that `DenseGeneral` initializes."""
+    """Makes `unbox` place the parameter on the mesh, if its rank fits: `DenseGeneral` boxes a flat kernel first."""
 
     value: Any
     names: Names
