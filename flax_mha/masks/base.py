@@ -67,7 +67,7 @@ class Mask:
         return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
 
     def canonical(self, shape: Shape) -> "Mask":
-        """Checks the mask's arrays against the sizes of a call, and gives them the axes named in their metadata.
+        """Checks the mask's arrays against the sizes of a call, and adds those axes of their metadata that they lack.
 
         Raises:
           ValueError: If an array does not fit.

@@ -68,7 +68,7 @@ class LocalMask(Mask):
 
 
 def _int32(distance: int) -> int:
-    """Returns the int32 nearest to a distance; those between positions are all in its range."""
+    """Clips a distance to the range of int32, which holds all distances between positions."""
     return int(min(max(distance, SMALLEST), LARGEST))
 
 

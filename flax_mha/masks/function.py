@@ -70,7 +70,7 @@ class FunctionMask(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class _Comparable:
-    """The static part of a flattened `FunctionMask`; two are equal if their functions computed the same then."""
+    """The static part of a flattened `FunctionMask`; equal if the functions, traced while flattening, are equal."""
 
     mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(compare=False)
     traced: Trace | None = dataclasses.field(
@@ -137,7 +137,10 @@ def _calls_function(part: Any) -> bool:
 
 
 def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
-    """Evaluates a mask's functions, if their data are known, to give it the occupancy of `cell` x `cell` squares."""
+    """Evaluates the user's functions in a mask for all positions, where the arrays that they capture are known.
+
+    Returns the mask with the occupancy of `cell` x `cell` squares in these parts, so that no call computes it again.
+    """
     counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
     return map_functions(functools.partial(_with_occupancy, Grid(counts, (cell, cell), offsets, lengths)), mask)
 
@@ -170,7 +173,7 @@ def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
 
 @functools.lru_cache(maxsize=64)
 def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
-    """Makes a mask of a function that captures nothing, with static occupancy, evaluated once for all calls."""
+    """Makes the mask of a function without captured arrays, with occupancy that is static and computed once."""
     head = np.zeros(1, np.int32)
     some, full = _evaluated(TracedMask([], head, head, function), grid)
     known = some.tobytes(), full.tobytes(), grid.counts
@@ -178,7 +181,7 @@ def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
 
 
 def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
-    """Computes the occupancy [heads, rows, columns] as NumPy arrays, even while the call is being traced."""
+    """Computes the occupancy [heads, rows, columns] of a mask with indices [heads], as NumPy arrays even in a trace."""
     with jax.ensure_compile_time_eval():
         offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
         return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))))
@@ -186,7 +189,10 @@ def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
 
 @functools.partial(jax.jit, static_argnames="grid")
 def _occupancies(heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
-    """Computes the occupancy [heads, rows, columns], head by head; offsets are arrays: new ones need no compilation."""
+    """Computes the occupancy [heads, rows, columns] of a mask with indices [heads], one head after another.
+
+    `offsets` replace those of `grid`, which are static: new ones need no compilation.
+    """
 
     def one(head: tuple[Array, Array]) -> Occupancy:
         mask = dataclasses.replace(heads, batch=head[0], head=head[1])
