@@ -39,7 +39,7 @@ def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
 
 
 def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndLse:
-    """Computes a hop (see `Implementation.hop`), whose matrix products are not rounded to `dtype`."""
+    """Computes `Implementation.hop`; ignores `dtype`, to which that may round, but need not."""
     return attention(call, result)
 
 
@@ -71,7 +71,10 @@ def _all_heads(
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
-    """Makes the block mask, with length 1 along axes of heads that share it; static if the mask has no arrays."""
+    """Makes the block mask of all heads [B..., K, G], with axes of length 1 where heads share it.
+
+    It holds NumPy arrays if mask and offsets hold no arrays.
+    """
     if not jax.tree.leaves((rule.mask, rule.offsets)):
         blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
         return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
@@ -85,8 +88,8 @@ def blockwise_head(
 ) -> ResultsOfHead:
     """Computes output, log-sum-exp and largest scores (or None) of one head.
 
-    `operands` are the head, its block mask, and None or the result of a hop, see `Implementation.hop`. With
-    `fuse_rows`, which needs `blocks.single`, all rows of tiles are vmapped if there is no gradient.
+    `operands` are the head, its block mask, and the `result` that `Implementation.hop` takes, or None. With
+    `fuse_rows`, all rows of tiles are computed at once if there is no gradient; each must be a single tile.
     """
     head, blocks, result = operands
     head, (queries, _), (rows, _) = _pad(head, tiling), tiling.lengths, tiling.shape
@@ -173,7 +176,7 @@ def _join_rows(results: Any) -> ResultsOfHead:
 
 
 def _cut_flags(flags: NonfiniteFlags | None, of_rows: Array | None, tile: Tile) -> NonfiniteFlags | None:
-    """Returns the flags of a tile: `of_rows` for its queries, cut out of `flags` for its keys."""
+    """Makes the flags of a tile: `of_rows`, those of its queries, and those of its keys, cut out of `flags`."""
     return None if flags is None or of_rows is None else NonfiniteFlags(of_rows, tile.cut_columns(flags.key, 0))
 
 
@@ -224,7 +227,7 @@ def _tangent(
 
 
 def _arguments(head: Head) -> list[Array]:
-    """Lists what a tile sum takes besides queries: keys, values, the bias if there is one, and captured arrays."""
+    """Lists the arguments of a tile sum (`tile_sum.py`) but queries: keys, values, bias if any, and captured arrays."""
     bias = [] if head.inputs.bias is None else [head.inputs.bias]
     return [head.key, head.value, *bias, *head.inputs.captured]
 

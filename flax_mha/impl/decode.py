@@ -63,10 +63,10 @@ BITS = {"float8_e4m3fn": jnp.uint8, "bfloat16": jnp.uint16}
 
 
 class BatchSlice(NamedTuple):
-    """Queries of all batch entries, or of one, whose batch axes then have length 1, and what makes their scores.
+    """Queries of all batch entries, or of one (batch axes of length 1), and all that their attention needs.
 
     Attributes:
-      first: The first of these batch entries, an index for each batch axis.
+      first: Index of the first of these batch entries along each batch axis.
       query: Their queries in the dtype of the products, with leading axes for batch and heads (`head.py`).
       query_scale: Multiplies the products, if queries would be rounded by it; None if they are scaled.
       key: All keys of all batch entries, not copied.
@@ -92,7 +92,10 @@ class BatchSlice(NamedTuple):
 
 
 def attention(call: Call) -> OutputAndLse:
-    """Computes "xla": reads keys in place, with the derivatives of dense attention, or calls dense attention."""
+    """Computes attention as "xla": by blocks of keys read in place, where that is planned, or by `dense.attention`.
+
+    Derivatives are those of dense attention in both cases.
+    """
     call = numbers_as_arrays(call)
     blocks = schedule.blocks_in_place(call)
     if blocks is None:
@@ -326,7 +329,10 @@ def _split_scales(scale: Float[Array, "*B S K _"]) -> tuple[Float[Array, "*B S K
 def _block(
     x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Shaped[Array, "*B s K F"]:
-    """Cuts `width` keys, values or scales from `column` on, in `dtype`; 8 bits stay so, float8 as bits on a CPU."""
+    """Cuts `width` keys, values or scales out of `x`, from `column` on, and converts them to `dtype`.
+
+    Numbers in 8 bits are not converted; on a CPU, float8_e4m3fn is returned as its bits, uint8.
+    """
     bits = BITS.get(x.dtype.name)
     bits = bits if bits and platform() == "cpu" else None
     has_8_bits = x.dtype.itemsize == 1

@@ -43,7 +43,7 @@ def _all_heads(operands: Operands, options: Options, plan: Plan) -> OutputAndLse
 def map_dense_heads(
     head: Head, dtype: DTypeLike, looped_axes: int | None, max_heads_on_tpu: int | None = None, fuse_rows: bool = False
 ) -> OutputAndLse:
-    """Computes output [B..., T, N, Hv], in `dtype`, and log-sum-exp from heads [B..., K, G], by `dense_head`."""
+    """Computes output [B..., T, N, Hv] in `dtype`, and log-sum-exp, of all heads [B..., K, G] by `dense_head`."""
     one_head = functools.partial(dense_head, fuse_rows=fuse_rows)
     return to_caller(map_heads(one_head, head, head.query.ndim - 2, looped_axes or 0, max_heads_on_tpu), dtype)
 
@@ -131,7 +131,7 @@ def _shrunk(x: Float[Array, "n H"], row_scale: Float[Array, " n"]) -> tuple[Floa
 
 
 def _differentiable(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
-    """Does the same as `dense_head` by operations that JAX differentiates: gradients in NaN rows are finite."""
+    """Computes `dense_head` by operations that JAX can differentiate; rows that are NaN add nothing to gradients."""
     head = _with_flags(head)
     rule, whole = head.rule, head.whole
     products = checkpoint_name(rule.products(head.query, head.key), "attention_scores")
@@ -152,7 +152,10 @@ def _differentiable(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
 
 @jax.custom_jvp
 def _raise_masked(s: Float[Array, "t s"]) -> Float[Array, "t s"]:
-    """Replaces minus infinity by the lowest number; derivatives pass, because such scores have none and weight 0."""
+    """Replaces scores of -inf by the lowest finite number. Its derivative is the identity.
+
+    Nothing is lost by that: masked scores have weight 0, and no derivative.
+    """
     return jnp.where(s == -jnp.inf, jnp.finfo(s.dtype).min, s)
 
 

@@ -119,7 +119,7 @@ def _products_jvp(dot: Products, primals: tuple, tangents: tuple) -> tuple[Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _replaced(number: float, x: Float[Array, "#T #S"], keep: Bool[Array, "#T #S"]) -> Float[Array, "#T #S"]:
-    """Replaces `x` by `number` unless `keep`; passes the gradient on as it is, which is 0 there already."""
+    """Replaces `x` by `number` where `keep` is False. Gradients pass unchanged: they are 0 there already."""
     return jnp.where(keep, x, jnp.asarray(number, x.dtype))
 
 

@@ -99,7 +99,7 @@ class _ForwardPass(NamedTuple):
         return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
 
     def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
-        """Returns all residuals, given those that come from the kernel."""
+        """Lists all residuals in order: `kept`, those of the kernel, and others, which it computes from `arguments`."""
         computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 

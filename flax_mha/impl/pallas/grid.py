@@ -36,7 +36,7 @@ MOST_WORDS = 2 * 65535
 
 
 class StepGrid(NamedTuple):
-    """The sizes of a kernel's grid and of its lists of steps."""
+    """The grid of a kernel: its axes of batch and heads, and the lists that say which tile each step visits."""
 
     sizes: Sizes  # sizes of the axes of batch and heads
     results: Sizes  # the same axes of the results, 1 if heads share a result
@@ -61,7 +61,10 @@ class StepGrid(NamedTuple):
         return action, head, lax.shift_right_logical(tile, 16), tile & 0xFFFF
 
     def spec(self, axes: str, heads: Sizes, stored: Sizes, tiling: Tiling) -> pl.BlockSpec:
-        """Makes the spec that selects the block of a stored array for each step; an array without axes is in SMEM."""
+        """Makes the spec that tells which block of an array of shape `stored` each step reads or writes.
+
+        `heads` are its sizes of batch and heads, `axes` all others; an array without these is in SMEM as a whole.
+        """
         if not axes:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
         sizes, row = {"T": tiling.height, "S": tiling.width}, (0,) * (len(axes) == 1)

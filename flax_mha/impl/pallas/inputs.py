@@ -72,13 +72,16 @@ class KernelPlan(NamedTuple):
     learned: tuple[bool, ...] = ()  # for each value of `score_mod`'s outer part, whether it gets a gradient
 
     def stored_axes(self, names: str, part: Sizes) -> str:
-        """Returns the axes, one letter each, with which one head's part is stored; none for a number."""
+        """Converts the axis names of one head's part to those that it is stored with, a letter each; none for a number.
+
+        Broadcast axes are left out, and features come first unless `features_last`.
+        """
         pairs = zip(names.split(), part, strict=False)
         kept = "".join(name[0] for name, size in pairs if not (name.endswith("|1") and size == 1))
         return kept[::-1] if kept.endswith("H") and not self.features_last else kept
 
     def store(self, x: Array, axes: str, rank: int) -> Array:
-        """Stores an array with `rank` leading axes as [*heads, rows, columns], numbers as [1, n]."""
+        """Converts an array with `rank` axes of heads to its stored form [*heads, rows, columns], numbers to [1, n]."""
         heads = x.shape[:rank]
         x = jnp.swapaxes(x, -1, -2) if axes.startswith("H") else x
         part = x.shape[rank:] if x.ndim - rank == len(axes) else tuple(n for n in x.shape[rank:] if n != 1)

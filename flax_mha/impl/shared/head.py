@@ -71,7 +71,7 @@ def head_of(
     dtype: DTypeLike,
     stored: DTypeLike | None = None,
 ) -> Head:
-    """Does the same as `heads_of` for `inputs` and `rule` that have the layout of one head already."""
+    """Converts query, key and value to a `Head` as `heads_of` does; `inputs` and `rule` are in its layout already."""
     groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
     stored = dtype if stored is None else stored
     query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
@@ -171,7 +171,7 @@ def split_heads(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[A
 
 
 def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float[Array, "*B K G L"]:
-    """Does the same as `split_heads` for arrays with one number per query or key."""
+    """Splits and moves the heads as `split_heads` does, for arrays of numbers instead of vectors."""
     rank = x.ndim - 2
     x = lax.transpose(x, (*range(rank), rank + 1, rank))
     return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))

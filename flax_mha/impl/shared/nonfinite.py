@@ -168,9 +168,10 @@ def backward_rows(
 
 
 def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool) -> Float[Array, "..."]:
-    """Computes the softmax from scores and `derivative_rows`' log-sum-exp; it is 0 in rows without derivatives.
+    """Computes weights exp(s - lse) from scores; 0 in rows without derivatives, whose log-sum-exp must be infinity.
 
-    `may_be_nan` tells whether scores in these rows may be NaN, as with a bias or a `score_mod`.
+    `derivative_rows` makes it so. `may_be_nan` tells whether scores in these rows may be NaN, as with a bias or a
+    `score_mod`.
     """
     s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s
     return jnp.exp(s - lse)

@@ -142,7 +142,7 @@ def plan_tiles(call: Call) -> tuple[Plan, Tiling, BlockMask | None]:
 
 
 def with_occupancy(call: Call) -> Call:
-    """Returns the call; its mask then knows which squares of CELL rows and columns are empty, if its data are known."""
+    """Evaluates the functions of a call's mask, if their data are known; returns the call with occupancy of cells."""
     operands = call.operands
     if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
         return call  # without arrays it knows
@@ -230,7 +230,7 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
 
 
 def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None:
-    """Chooses the blocks for where most keys are visible, of at most `widest` keys or all keys; None: the same."""
+    """Chooses the blocks to use if most keys are visible: all keys, or at most `widest`; None if they are `blocks`."""
     operands, (queries, num_heads) = call.operands, call.operands.query.shape[-3:-1]
     keys, num_kv_heads = operands.key.shape[-3:-1]
     # Keys of another dtype would have to be converted, all of them at once.
@@ -260,8 +260,8 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     """Chooses the dtype in which query, key, value and weights enter matrix products; sums are float32 at least.
 
-    It is theirs, of 16 bits, where that is faster: on accelerators, and in large tiles on CPUs with a matrix unit for
-    bfloat16 (AMX). Other CPUs, and whoever asks for more precision than the default, get `options.dtype`.
+    It is the dtype of the query, if that has 16 bits and is faster: on accelerators, and in large tiles on CPUs with a
+    matrix unit for bfloat16 (AMX). Other CPUs, and calls with more precision than the default, get `options.dtype`.
     `tiles`: the call is computed tile by tile.
     """
     operands, options = call

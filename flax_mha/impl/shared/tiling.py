@@ -62,7 +62,7 @@ class Tiling(NamedTuple):
         return self.height // self.bands
 
     def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
-        """Makes the grid, a band high and a cell wide, whose occupancy decides which tiles are visited."""
+        """Makes the grid of rectangles, one band by one cell, whose occupancy decides which tiles are visited."""
         counts, shape = (self.rows * self.bands, self.cells), (self.band_height, self.cell_width)
         return Grid(counts, shape, offsets, self.inside)
 

@@ -121,7 +121,10 @@ def _gradients(fused: Fused, mask: KernelMask, arrays: Arrays, cotangent: Float[
 
 @jax.custom_batching.custom_vmap
 def all_moderate(*arrays: Float[Array, "B L *rest"]) -> Bool[Array, ""]:
-    """Returns whether all entries are at most `LARGEST`; under `vmap`, one bool for all calls, which keeps `cond`."""
+    """Returns whether all entries are finite and at most `LARGEST` in size.
+
+    Under `vmap`, it returns one bool for all calls together, so that a `lax.cond` on it stays a branch.
+    """
     # XLA reads arrays of one shape in one kernel, and reduces them to rows, which are combined in the same way.
     entries = _combine_alike([lax.abs(x) <= min(LARGEST, float(jnp.finfo(x.dtype).max)) for x in arrays])
     rows = _combine_alike([x.all(range(2, x.ndim)) for x in entries])
