@@ -83,7 +83,7 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
     precision: lax.PrecisionLike = None,
     qkv_sharding: Sharding | None = None,
 ) -> tuple[Array, KVCache] | tuple[Array, KVCache, Array]:
-    """Causal attention of T new tokens over the tokens in a cache and themselves; they are added to the cache.
+    """Computes causal attention of T new tokens over a cache and themselves, and adds them to the cache.
 
     Token i of a sequence stands at position `cache.index + i`. Any split of a sequence into calls gives what
     `dot_product_attention(..., is_causal=True)` gives for the whole sequence.
@@ -92,18 +92,19 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
     values are read where they are in the cache, only as far as a query sees.
 
     Args:
-      query: Of the new tokens.
-      key: Likewise; rotated, if there are rotary embeddings.
-      value: Likewise; None where the cache has a `value_size`: then values are the first features of the keys.
-      cache: The tokens before them.
-      bias: Broadcasts to [B..., N, T, S], where S counts the slots of the cache; added to the scores.
+      query: Queries of the new tokens.
+      key: Keys of the new tokens, rotated if there are rotary embeddings.
+      value: Values of the new tokens; None if the cache has a `value_size`: then they are the first features of keys.
+      cache: The keys and values of the tokens before them.
+      bias: Added to the scores; broadcasts to [B..., N, T, S], where S is the number of slots of the cache.
       mask: bool, broadcasts to [B..., N, T, S]. Or a mask object, which speaks of positions; its arrays with an entry
         per key speak of slots.
-      lengths: int [B...]: how many of the T tokens of each sequence are none of the padding, which stands at the end;
-        None means all. The output of padding is 0. Needs a cache made with `per_row=True`.
+      lengths: int [B...]: number of new tokens of each sequence before the padding at its end; None means T. The output
+        of padding is 0. Needs a cache made with `per_row=True`.
       scale: As in `dot_product_attention`, like all others.
       local_window_size: (left, right). A ring needs one that reaches no further back than its own window.
-      implementation: Which one; None chooses. A named one gets keys and values as arrays, all that the cache can hold.
+      implementation: Name of the implementation; None chooses. A named one gets all keys and values that the cache can
+        hold as arrays.
       qkv_sharding: How a mesh splits the query, and the cache alike.
 
     Returns:
@@ -148,7 +149,7 @@ def over_cache(
     latent: Latent | None = None,
     **arguments: Unpack[CallArguments],
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
-    """Computes `cached_attention`; `run` computes the calls of the core that this makes, or only explains them.
+    """Computes `cached_attention` by a function `run(call, implementation)`, which computes a call or explains it.
 
     A prompt of more than 16 tokens may meet an empty cache, for which there is a faster call. If it is not known
     whether the cache is empty, both calls are traced, that of the empty one first, and one of them runs. Fewer tokens,
@@ -209,7 +210,7 @@ class Step(NamedTuple):
     is_padded: bool  # if there may be padding among the new tokens
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
-        """Returns this step with keys and values of heads, not latents, for a prompt that meets an empty cache."""
+        """Returns this step with `query`, that of heads, and keys and values of heads computed from the new latents."""
         query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, target_of((query, key, value)))
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)

@@ -128,7 +128,7 @@ class KVCache:
         return cls(key, value, index, window if is_ring else None, value_size, scale)
 
     def values(self, key: Float[Array, "*B T K H"], value: ArrayLike | None) -> Array:
-        """Returns new values as an array; [B..., T, K, 0] with a `value_size`, where `value` must be None."""
+        """Converts the values of new tokens to an array; with a `value_size`, None becomes an array [B..., T, K, 0]."""
         if value is not None and self.value_size is not None:
             raise ValueError("value must be None where the values are a part of the cached keys, but got an array.")
         return key[..., :0] if self.value_size is not None else jnp.asarray(value)

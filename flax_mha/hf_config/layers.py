@@ -56,12 +56,15 @@ def listed(otherwise: LayerType) -> LayerType:
 
 
 def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
-    """Returns a rule: without `layer_types`, the last of each `values[key]` or `number` layers is full, rest slide."""
+    """Returns a rule by which the last of every n layers is full, and the others slide; `layer_types` go before it.
+
+    n is the config's value `key`, or else `number`.
+    """
     return listed(lambda values, layer: sliding(values, layer) if (layer + 1) % (values.get(key) or number) else FULL)
 
 
 def first_of(number: int, key: str = "") -> LayerType:
-    """Returns a rule: without `layer_types`, the first of each `values[key]` or `number` layers is full, rest slide."""
+    """Returns a rule by which the first of every n layers is full, and the others slide; see `last_of`."""
     return listed(lambda values, layer: sliding(values, layer) if layer % values.get(key, number) else FULL)
 
 
@@ -81,7 +84,10 @@ def flint(values: Values, layer: int) -> str:
 
 
 def cohere_moe(values: Values, layer: int) -> str:
-    """Returns `FULL` for every n-th layer, else `SLIDING`; n and the count differ in the dense layers at the start."""
+    """Returns `FULL` for every n-th layer, else `SLIDING`.
+
+    The dense layers at the start have an n of their own, and the layers after them are counted anew.
+    """
     dense = values.get("first_k_dense_replace") or 0
     number = values["prefix_dense_sliding_window_pattern"] if layer < dense else values["sliding_window_pattern"]
     return SLIDING if (layer + 1 if layer < dense else layer + 1 - dense) % number else FULL
