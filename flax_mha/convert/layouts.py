@@ -93,7 +93,11 @@ def _layout(
     gate: str = "",
     **rest: Any,
 ) -> Layout:
-    """Makes a layout; `keys`, `*` for weight or bias, are ordered as `WITH_GATES`, and `others` as `OTHER_AXES`."""
+    """Makes a layout from its keys, words in a text: `keys` of kernels, query, key, value and out, then of `others`.
+
+    A `*` stands for "weight", and in the keys of the biases, by default the same, for "bias". The order is that of
+    `WITH_GATES`, of `others` that of `OTHER_AXES`; "-" leaves one out.
+    """
     names = f"{keys} {biases or keys}".split() + [gate] * bool(gate) * 2
     names = [
         name.replace("*", "bias" if path.endswith("bias") else "weight")

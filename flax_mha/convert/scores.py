@@ -15,7 +15,7 @@ from flax_mha.recipes import alibi
 def position_arguments(
     family: Family, values: Values, num_heads: int, rotates: bool, is_chunked: bool
 ) -> dict[str, Any]:
-    """Returns a dict: a `score_mod` for ALiBi or a temperature (Llama 4, Ministral 3), a `mask` for chunks, if any."""
+    """Makes the arguments for scores that positions change: `score_mod` (ALiBi, temperature), `mask` (chunks), none."""
     changes: dict[str, Any] = {}
     rotary = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if family.alibi:

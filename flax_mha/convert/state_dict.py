@@ -78,7 +78,7 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
 
 
 def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Ranks a layout whose keys fit: tells if the orientation, the gate and the biases of the weights fit it, too."""
+    """Tells how well a layout with these keys fits: if the orientation, the gate, and the biases of weights do, too."""
     key = layout.key_of("query/kernel")
     shape, out_shape = (tuple(getattr(entries[x], "shape", ())) for x in (key, layout.key_of("out/kernel")))
     is_doubled = len(shape) == len(out_shape) == 2 and shape[0] == 2 * out_shape[1]

@@ -128,7 +128,7 @@ def _sow(module: Any, name: str, x: Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """The attribute `core` of an attention function of this package, by which modules compute without calling it."""
+    """Describes an attention function of this package, in its attribute `core`; modules then call the core directly."""
 
     function: Callable[..., Array]  # a wrapper that copies its attributes, as by `functools.wraps`, is another function
     defaults: Mapping[str, Any]  # of the function's arguments

@@ -20,7 +20,7 @@ NormKind = Literal[
 
 
 class Norm(NamedTuple):
-    """Describes a norm of queries and keys [B..., T, N, H]; `NORMS` has one for each name in `normalize_qk`."""
+    """The kind of norm of queries and keys [B..., T, N, H]; `NORMS` has it for each name that `normalize_qk` takes."""
 
     is_rms: bool = False  # RMSNorm, else LayerNorm
     axes: tuple[int, ...] = (-1,)  # axes of the mean and the variance
