@@ -204,10 +204,10 @@ class Step(NamedTuple):
     value: Array
     cache: KVCache
     appended: Appended
-    bias: ArrayLike | None  # of the slots
-    mask: ArrayLike | Mask | None  # of the slots, or an object
+    bias: ArrayLike | None  # with an entry for each slot, or one for all
+    mask: ArrayLike | Mask | None  # as the bias, or a mask object
     window: tuple[int | None, int | None] | None
-    is_padded: bool  # if there may be padding among the new tokens
+    is_padded: bool  # whether there may be padding among the new tokens
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
         """Returns this step with `query`, that of heads, and keys and values of heads computed from the new latents."""
@@ -219,8 +219,8 @@ class Step(NamedTuple):
         """Makes the core's call: over new tokens if the cache `is_empty`, else over the cache, `in_place` or copied."""
         (query, *_), number, cache, (new, tokens, _) = self.scoring, self.shape.query_length, self.cache, self.appended
         key, value, bias, mask = self.key, self.value, self.bias, self.mask
-        index: Any = None  # of the first new token, and the position of the first key: 0 if they are None
-        first: Any = None
+        index: Any = None  # position of the first new token; None means 0
+        first: Any = None  # position of the first key; None means 0
         is_ring = not is_empty and cache.window is not None
         in_place, by_one = in_place and not is_empty, is_ring and in_place and number == 1
         if is_empty:
@@ -233,7 +233,7 @@ class Step(NamedTuple):
         elif is_ring:
             (key, value, first), in_place = in_order(cache, self.key, self.value), False
         if cache.value_size is not None and not value.shape[-1]:
-            # Of a cache that is read in place a part would be a copy; its output is cut.
+            # To cut values out of keys would copy a cache that is read in place; so the output is cut instead.
             value = key if in_place else key[..., : cache.value_size]
         if not in_place:
             key, value = key.astype(query.dtype), value.astype(query.dtype)

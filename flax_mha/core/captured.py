@@ -27,7 +27,7 @@ def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
 def _replace_parts(value: Any, change: Callable[[Any], Any]) -> Any:
     """Converts a NumPy array, or copies a container or callable with `change` applied to each part; else returns it."""
     if isinstance(value, np.ndarray):
-        return jnp.asarray(value.copy())  # JAX keeps what an array of 64 bits held when it was first a constant
+        return jnp.asarray(value.copy())  # JAX would keep the values that a 64-bit array had at first
     if isinstance(value, dict):
         return {name: change(x) for name, x in value.items()}
     if type(value) in (list, tuple):

@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-# The largest number of each dtype; the largest of a vector becomes that.
+# The largest number of each dtype, to which the largest number of a vector is scaled.
 LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 

@@ -182,7 +182,7 @@ def _evaluate(jaxpr: Jaxpr, scalars: dict[Any, _Scalar]) -> list[dict[int, froze
         needed.append(_needed(equation, operands))
         value = None if equation.primitive.multiple_results else _value(equation, operands, list(needed[-1]))
         if equation.primitive.name in ("dynamic_slice", "gather"):
-            operands = operands[:1]  # a condition on what was looked up is none on its index
+            operands = operands[:1]  # a condition on an entry is none on its index
         sources = frozenset().union(*(x.sources for x in operands))
         scalars.update((variable, _Scalar(value, sources)) for variable in equation.outvars)
     return needed

@@ -31,7 +31,7 @@ class Family(NamedTuple):
     layer_type: LayerType = full
     rotates: Rotates = layers.all_rotate
     causal: str | bool | None = True  # or the config key of that boolean; None: causal in decoders only
-    refused: str = ""  # why `describe` refuses the family, of which only `RoPE.from_config` then reads the keys
+    refused: str = ""  # why `describe` refuses the family; `RoPE.from_config` still reads its keys
 
 
 def like(family: Family, keys: Values, **fields: Any) -> Family:

@@ -286,7 +286,7 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
         tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets.values, ring=rule.ring)
         poison = None if flags is None else flags.key_poison()
         s = rule.tile(product, inputs.cut(tile), tile, poison)
-        if length % blocks.width:  # and begins with keys of the one before
+        if length % blocks.width:  # then it begins with keys of the block before
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
         row_poison = None if flags is None else flags.row_poison(unmasked=False)
         state, weights = online_softmax.rescale(state, s, row_poison, dtype if v_scale is None else None)
@@ -349,8 +349,8 @@ def _block(
 
     if bits is None:
         return read()
-    # XLA's CPU converts an array before it takes a part of it, and would do so with all of it before the loop. Nothing
-    # is moved out of a branch; that this one is always taken, XLA must not know.
+    # XLA's CPU converts an array before it cuts a part out, and so would convert all keys before the loop. It moves
+    # nothing out of a branch of `lax.cond`, if it does not know that this branch is always taken.
     nothing = varying_as(x, jnp.zeros(shape, bits if has_8_bits else dtype))
     always = lax.optimization_barrier(start[-3]) >= 0
     return lax.cond(always, read, lambda: nothing)
@@ -366,7 +366,7 @@ def _nonfinite_flag(
     are scaled, because a negative scale turns one into the other. A soft cap or a `score_mod` may hide all three.
     """
     if rule.soft_cap is None and rule.score_mod is None:
-        # Not the smallest product: beside NaN, as of an infinite query and a slot of zeros, XLA's CPU loses -inf.
+        # XLA's CPU loses the -inf of a minimum if there is NaN, too, as of an infinite query and a slot of zeros.
         return jnp.where(jnp.any(jnp.isinf(raw)), jnp.full_like(before, jnp.inf), before)
     return before + jnp.sum(products * 0)
 
@@ -382,7 +382,7 @@ def _visited(blocks: KeyBlocks, part: BatchSlice, length: int) -> tuple[Scalar, 
 def _seen(blocks: KeyBlocks, part: BatchSlice, length: int) -> Bool[Array, "*#B #K #G count"]:
     """Computes for each of the `count` blocks of keys whether some query may see a key in it."""
     rule, count = part.rule, -(-length // blocks.width)
-    if rule.ring is not None:  # all of it, or what has been written since it was empty
+    if rule.ring is not None:  # the whole ring, or the slots written so far
         newest = jnp.asarray(rule.offsets.values[1])
         return jax.vmap(lambda first: first <= newest, out_axes=-1)(
             jnp.arange(count, dtype=newest.dtype) * blocks.width

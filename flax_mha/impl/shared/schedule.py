@@ -62,18 +62,19 @@ MAX_SCORES_TPU = 64 * 512 * 512
 EXAMPLES = 4
 
 ALL_AT_ONCE, IN_PLACE = "all scores at once", "keys read in place"  # the ways of "xla"
-# On a CPU keys are read in place for up to so many queries, from so many keys on, unless they are a cache: always then.
+# On a CPU, keys are read in place for at most so many queries over at least so many keys; those of a cache always are.
 MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
-# Of a block that is read in place: at most so many queries, and so many keys of so many numbers for all heads.
+# The blocks: at most so many queries; at most so many numbers in the keys and values of all heads; and the least and
+# the largest number of keys.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
 MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
-# So many bytes of keys and values in the dtype of products where that is bfloat16, or the cache has 8 bits, and where
-# most of the keys are visible; so many scores of one batch entry there.
+# Blocks are wider if products are in bfloat16, if the cache has 8 bits, or if most keys are visible. Then they have at
+# most so many bytes of keys and values in the dtype of the products, and so many scores of one batch entry.
 MAX_BYTES_WIDE, MAX_SCORES_WIDE = 2 * 2**20, 64 * 1024
-# One product serves all heads there (`decode.py`) if K * T * N, which measures its work, is the first at most.
-# All keys may be one block if it is the second at most, and B * T * N * S, which measures its memory, the third.
+# One block-diagonal product serves all heads (`decode.py`) if K * T * N, a measure of its work, is at most the first.
+# All keys may be one block if K * T * N is at most the second, and B * T * N * S, the number of scores, the third.
 MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
-# The same on accelerators, which compute all batch entries together.
+# The largest number of keys in a block on accelerators, which compute all batch entries together.
 MAX_WIDTH_ACCELERATOR = 4096
 
 # What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL multiplications on, n times the head
@@ -145,7 +146,7 @@ def with_occupancy(call: Call) -> Call:
     """Evaluates the functions of a call's mask, if their data are known; returns the call with occupancy of cells."""
     operands = call.operands
     if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
-        return call  # without arrays it knows
+        return call  # a mask without arrays knows it already
     lengths = operands.query.shape[-3], operands.key.shape[-3]
     mask = with_known_occupancy(operands.mask, lengths, operands.offsets.numbers, CELL)
     return call._replace(operands=operands._replace(mask=mask))
@@ -209,7 +210,7 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
         return None
     height = min(queries, MAX_HEIGHT_IN_PLACE)
     if not on_cpu:
-        width = MAX_WIDTH_ACCELERATOR if operands.cache_scale is None else MAX_WIDTH_IN_PLACE  # of what is converted
+        width = MAX_WIDTH_ACCELERATOR if operands.cache_scale is None else MAX_WIDTH_IN_PLACE  # 8 bits are converted
         return KeyBlocks(height, min(keys, width), False, options.dtype)
     in_turn, has_8_bits = not options.target.may_be_split, operands.cache_scale is not None
     dtype = _dtype_in_place(call) if in_turn else options.dtype
