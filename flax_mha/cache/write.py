@@ -24,10 +24,11 @@ _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
 class Kind(NamedTuple):
-    """The static options of `write_entries`: is the cache a ring, and does a sequence add all new entries or none."""
+    """The static options of `write_entries`."""
 
-    ring: bool  # the first slot follows the last one; of more entries than slots, the last ones are kept
-    all_or_none: bool  # a sequence adds either all of its T new entries or, without room, none
+    # Whether the cache is a ring: the first slot follows the last; of more entries than slots, the last are kept.
+    ring: bool
+    all_or_none: bool  # whether a sequence adds either all of its T new entries or, without room, none
 
 
 def by_device(function: Callable[..., T], cached: Shaped[Array, "*B S K _"], *others: tuple[Array, str]) -> T:
@@ -99,7 +100,7 @@ def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _write_slices(kind: Kind, *arrays: Array) -> Array:
-    """Does what `_scatter` does, by slices, with the scatter's derivative; `jax.vmap` makes its axis a batch axis."""
+    """Does `write_entries` for one array by slices; its derivative is that of `_scatter`, its `vmap` adds an axis."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
@@ -162,9 +163,9 @@ def _write_sequence(
     index: Int[Array, ""],
     added: Int[Array, ""],
 ) -> Float[Array, "*B S K H"]:
-    """Writes the first `added` new entries of the sequence at indices `place` of the batch axes.
+    """Writes the first `added` new entries of one sequence, at the indices `place` of the batch axes, from `index` on.
 
-    `new` may also have all sequences, from `place` 0 on, and may be the entries' bits as unsigned integers (`_bits`).
+    `new` may be the bits of the entries (`_bits`). With a `place` of zeros it may hold the entries of all sequences.
     """
     length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
     first = index % length if kind.ring else index
@@ -194,7 +195,7 @@ def _update_slice(
     start: tuple[Array, ...],
     in_use: Bool[Array, "..."],
 ) -> Float[Array, "*B S K H"]:
-    """Writes entries, or their bits, into the slice from `start` on where `in_use`, one bool or one a slot, is True."""
+    """Writes entries, or their bits, into the slice from `start` on where `in_use`, one bool or one per slot, holds."""
     if not _is_converted(cached):
         before = lax.dynamic_slice(cached, start, entries.shape)
         return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), start)

@@ -201,7 +201,7 @@ def _evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> Array:
 
 
 def _floats_as_arguments(jaxpr: Jaxpr) -> tuple[list[Any], list[tuple[Any, Array]]]:
-    """Replaces finite float literals in a jaxpr by variables, so that another number does not compile again.
+    """Replaces finite float literals in a jaxpr by variables, so that functions that differ in them compile once.
 
     Exponents stay literals: XLA computes x ** 2.0 faster if it knows the 2.0.
 

@@ -1,4 +1,4 @@
-"""Masks as functions of positions, never as T x S arrays."""
+"""Masks as functions of positions; only `ArrayMask` holds T x S values."""
 
 from flax_mha.masks.base import And as And
 from flax_mha.masks.base import Mask as Mask

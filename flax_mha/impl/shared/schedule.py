@@ -1,7 +1,8 @@
 """Every measured number, and every choice made from one: which sizes run dense, tile shapes, loops over heads.
 
 None of these choices changes a result but by rounding. The numbers were measured on CPUs, those of GPUs counted in
-compiled programs (`benchmarks/compiled.py`); accelerators run all heads together in tiles of one shape.
+compiled programs (`benchmarks/compiled.py`); accelerators use tiles of one shape,
+and run all heads together, or as many as a TPU's fast memory holds.
 """
 
 import functools
@@ -300,7 +301,7 @@ def _looped_axes(call: Call, scores: int) -> int | None:
     accelerators, where arrays may be split, and for symbolic sizes: then no axis may be looped over.
     """
     if call.options.target != ON_ONE_CPU or not call.options.has_known_sizes:
-        return None  # an accelerator runs all heads together, and a mesh may split them
+        return None  # an accelerator vmaps heads, and a mesh may split them
     axes, num_heads = call.operands.query.ndim - 1, call.operands.query.shape[-2]
     if scores <= MAX_SCORES_ALL_HEADS:
         return 0

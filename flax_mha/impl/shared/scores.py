@@ -260,7 +260,7 @@ class ScoreRule:
         return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
 
     def _words_by_pairs(self, tile: Tile) -> UInt32[Array, "t s"]:
-        """Computes the random word of every weight, for two queries at once: each gets a word of their counter."""
+        """Computes a random word for each weight of a tile; a counter gives two, one for each query of a pair."""
         (height, width), (query_offset, _) = tile.shape, tile.offsets
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
         # Tiles begin at even rows, so only an odd offset can separate the two queries of a counter.
