@@ -1,8 +1,8 @@
 """Every measured number, and every choice made from one: which sizes run dense, tile shapes, loops over heads.
 
 None of these choices changes a result but by rounding. The numbers were measured on CPUs, those of GPUs counted in
-compiled programs (`benchmarks/compiled.py`); accelerators use tiles of one shape,
-and run all heads together, or as many as a TPU's fast memory holds.
+compiled programs (`benchmarks/compiled.py`); accelerators use tiles of one shape, and run all heads together, or as
+many as the fast memory of a TPU holds.
 """
 
 import functools
