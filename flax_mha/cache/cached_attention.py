@@ -103,8 +103,8 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
         of padding is 0. Needs a cache made with `per_row=True`.
       scale: As in `dot_product_attention`, like all others.
       local_window_size: (left, right). A ring needs one that reaches no further back than its own window.
-      implementation: Name of the implementation; None chooses. A named one gets all keys and values that the cache can
-        hold as arrays.
+      implementation: Name of the implementation; None chooses. A named one gets the whole cache, as arrays of keys
+        and values.
       qkv_sharding: How a mesh splits the query, and the cache alike.
 
     Returns:

@@ -93,10 +93,10 @@ def _layout(
     gate: str = "",
     **rest: Any,
 ) -> Layout:
-    """Makes a layout from its keys, words in a text: `keys` of kernels, query, key, value and out, then of `others`.
+    """Makes a layout from texts with the keys of query, key, value and out: `keys` of kernels, `biases` if they differ.
 
-    A `*` stands for "weight", and in the keys of the biases, by default the same, for "bias". The order is that of
-    `WITH_GATES`, of `others` that of `OTHER_AXES`; "-" leaves one out.
+    A `*` stands for "weight" or "bias". `others` are the keys of norms and sinks, in the order of `OTHER_AXES`, "-" for
+    none.
     """
     names = f"{keys} {biases or keys}".split() + [gate] * bool(gate) * 2
     names = [

@@ -106,7 +106,7 @@ class Trace(NamedTuple):
 
 
 def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
-    """Traces a user's function of scalars, with the values that it captures now, to one that `jit` can compare.
+    """Traces a user's function of scalars, and the values that it captures now, to a form that `jit` can compare.
 
     Args:
       name: Name of the argument, for errors.

@@ -39,7 +39,7 @@ def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
 
 
 def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndLse:
-    """Computes `Implementation.hop`; ignores `dtype`, to which that may round, but need not."""
+    """Computes a hop, see `Implementation.hop`; ignores `dtype`: nothing is rounded to it for matrix products."""
     return attention(call, result)
 
 

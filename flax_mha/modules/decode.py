@@ -26,9 +26,10 @@ def decode_by(
 ) -> tuple[Array, KVCache]:
     """Computes attention of new tokens over a cache and themselves by a function with Flax's signature.
 
-    For functions that are not `flax_mha.attention_fn` (`is_ours`), and for its calls that sow weights, are complex or
-    have Flax's einsums; `over_cache` computes all others. Query and key are rotated; key and value have the dtype of
-    the cache. `latent` computes keys and values of heads from a cache of latents. Returns the output and the new cache.
+    It serves functions other than `flax_mha.attention_fn`, and calls of that one (`is_ours`) that sow weights, are
+    complex or have Flax's einsums; `over_cache` computes all others. Query and key are rotated; key and value have the
+    dtype of the cache. `latent` computes keys and values of heads from a cache of latents. Returns the output and the
+    new cache.
     """
     arguments = dict(arguments)
     window_size, mask = arguments.pop("local_window_size", None), arguments.pop("mask", None)

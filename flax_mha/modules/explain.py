@@ -28,7 +28,7 @@ class ExplainedAttention:
         self.explanations: list[Explanation] = []
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
-        """Records the explanation of a call, and returns zeros; ignores others than the core's, such as `module`."""
+        """Records the explanation of a call, and returns zeros; ignores arguments like `module`."""
         return self.core.run(*call_of(self.core, query, key, value, **arguments))[0]
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Output:
@@ -40,7 +40,7 @@ class ExplainedAttention:
 def explaining(
     call: Callable[Concatenate[M, P], Array], explained: Callable[..., Explanation]
 ) -> Callable[Concatenate[M, P], Explanation]:
-    """Makes a module's method `explain`: it calls `explained`, and its type has the arguments of the method `call`."""
+    """Makes a module's method `explain` of the function `explained`, typed with the arguments of its method `call`."""
 
     @functools.wraps(call, assigned=("__annotations__",))
     def explain(self: M, *arguments: P.args, **keywords: P.kwargs) -> Explanation:

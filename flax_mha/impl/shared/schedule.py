@@ -144,7 +144,7 @@ def plan_tiles(call: Call) -> tuple[Plan, Tiling, BlockMask | None]:
 
 
 def with_occupancy(call: Call) -> Call:
-    """Evaluates the functions of a call's mask, if their data are known; returns the call with occupancy of cells."""
+    """Returns the call with a mask that knows the occupancy of CELL x CELL squares, if the mask's data are known."""
     operands = call.operands
     if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
         return call  # a mask without arrays knows it already
