@@ -416,14 +416,15 @@ def _key_products(
 
     def product(pair: tuple[Array, Array]) -> Array:
         query, key = pair
-        return rule.dot(key, query, transpose_b=True)  # in the other order XLA would transpose the keys
+        if query.dtype != rule.dtype:  # of 16 bits
+            return rule.dot(query, key, transpose_b=True)
+        # In the other order, or without the barrier, XLA would transpose the keys.
+        return lax.optimization_barrier(rule.dot(key, query, transpose_b=True)).T
 
     if not block_diagonal:
-        keys = split_heads(key, (num_heads, 1))
-        return jnp.matrix_transpose(map_heads(product, (query, keys), len(batch) + 2))
+        return map_heads(product, (query, split_heads(key, (num_heads, 1))), len(batch) + 2)
     rows = jnp.where(_same_head(num_heads)[..., None], query[..., None, :], 0).reshape(*batch, -1, num_heads * size)
     products = map_heads(product, (rows, key.reshape(*key.shape[:-2], -1)), len(batch))
-    products = jnp.matrix_transpose(lax.optimization_barrier(products))  # else XLA would change the order
     return products.reshape(*query.shape[:-1], -1)
 
 
