@@ -310,7 +310,6 @@ def _read_block(
     k, v = (_block(x, part, column, width, dtype) for x in (part.key, part.value))
     k_scale = v_scale = flags = None
     if part.cache_scale is not None:
-        k, v = as_floats(k, dtype), as_floats(v, dtype)
         k_scale, v_scale = _split_scales(_block(part.cache_scale, part, column, width, part.rule.dtype))
     if part.flags is not None:
         if k_scale is None or v_scale is None:
@@ -328,30 +327,30 @@ def _split_scales(scale: Float[Array, "*B S K _"]) -> tuple[Float[Array, "*B S K
 
 def _block(
     x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
-) -> Shaped[Array, "*B s K F"]:
-    """Cuts `width` keys, values or scales out of `x`, from `column` on, and converts them to `dtype`.
-
-    Numbers in 8 bits are not converted; on a CPU, float8_e4m3fn is returned as its bits, uint8.
-    """
+) -> Float[Array, "*B s K F"]:
+    """Cuts `width` keys, values or scales out of `x`, from `column` on, as floats of `dtype`; 8 bits are not scaled."""
     bits = BITS.get(x.dtype.name)
     bits = bits if bits and platform() == "cpu" else None
     has_8_bits = x.dtype.itemsize == 1
     batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
+
+    def convert(block: Array) -> Array:
+        return as_floats(block, dtype) if has_8_bits else lax.bitcast_convert_type(block, x.dtype).astype(dtype)
+
     if width == length and batch == x.shape[:-3] and not (has_8_bits and bits):
-        return x if has_8_bits else x.astype(dtype)
+        return convert(x)
     start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
     shape = (*batch, width, num_heads, size)
 
     def read() -> Array:
         block = x if bits is None else lax.bitcast_convert_type(x, bits)
-        block = lax.dynamic_slice(block, start, shape, allow_negative_indices=False)
-        return block if has_8_bits else lax.bitcast_convert_type(block, x.dtype).astype(dtype)
+        return convert(lax.dynamic_slice(block, start, shape, allow_negative_indices=False))
 
     if bits is None:
         return read()
     # XLA's CPU converts an array before it cuts a part out, and so would convert all keys before the loop. It moves
     # nothing out of a branch of `lax.cond`, if it does not know that this branch is always taken.
-    nothing = varying_as(x, jnp.zeros(shape, bits if has_8_bits else dtype))
+    nothing = varying_as(x, jnp.zeros(shape, dtype))
     always = lax.optimization_barrier(start[-3]) >= 0
     return lax.cond(always, read, lambda: nothing)
 
