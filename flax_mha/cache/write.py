@@ -204,8 +204,15 @@ def _update_slice(
     def read(cached: Array) -> Array:
         return lax.dynamic_slice(_bits(cached), start, entries.shape)
 
+    # It goes over all slots, and of a single head writes each again, unless the features come in three parts.
+    in_parts = cached.shape[-2] == 1 and (entries.shape[-3] == 1 or in_use.ndim > 0)
+
     def write(cached: Array) -> Array:
-        return lax.bitcast_convert_type(lax.dynamic_update_slice(_bits(cached), _bits(entries), start), cached.dtype)
+        bits, (*first, feature) = _bits(cached), start
+        for part in jnp.array_split(_bits(entries), 3 if in_parts else 1, axis=-1):
+            bits = lax.dynamic_update_slice(bits, part, (*first, feature)) if part.size else bits
+            feature += part.shape[-1]
+        return lax.bitcast_convert_type(bits, cached.dtype)
 
     any_in_use = in_use.any()
     if in_use.ndim:
