@@ -14,8 +14,8 @@ import flax_mha
 from flax_mha import dot_product_attention, linen
 from flax_mha.cache.kv_cache import SPARE, KVCache
 from flax_mha.cached_attention import cached_attention
+from flax_mha.core import tracing
 from flax_mha.core.eight_bits import dequantize, quantize
-from flax_mha.impl.shared import schedule
 
 B, N, K, H, S, WINDOW = 2, 4, 2, 16, 700, 5
 DTYPES = ("int8", "float8_e4m3fn")
@@ -122,7 +122,7 @@ def test_nan_reaches_what_sees_it_and_nothing_else(dtype, place):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_an_infinite_query_beside_empty_slots(dtype, scale, monkeypatch):
     """Its products are infinite, and NaN where a slot holds zeros; together they make its row NaN, and no other."""
-    monkeypatch.setattr(schedule, "_cpu_features", lambda: {"avx512_bf16"})  # products are scaled, not queries
+    monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})  # products are scaled, not queries
     query, *new = (jnp.abs(x) for x in tokens(5, dtype=jnp.bfloat16))
     cache = empty(dtype).update(*(jnp.abs(x) for x in tokens(S - 8, dtype=jnp.bfloat16)[1:]))
     call = jax.jit(functools.partial(cached_attention, local_window_size=(40, 0), scale=scale))

@@ -544,7 +544,7 @@ def test_a_prompt_that_meets_an_empty_cache_reaches_the_kernel(hopper, lengths, 
 )
 def test_where_products_have_16_bits(platform, amx, arguments, tiles, dtype, monkeypatch):
     compiled_for(monkeypatch, platform)
-    monkeypatch.setattr(schedule, "_cpu_features", lambda: {"amx_bf16"} if amx else set())
+    monkeypatch.setattr(schedule, "cpu_features", lambda: {"amx_bf16"} if amx else set())
     sizes = {name: x for name, x in arguments.items() if name != "precision"}
     precision = arguments.get("precision")
     seen = []

@@ -9,6 +9,7 @@ import pytest
 from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation
+from flax_mha.core import tracing
 from flax_mha.impl.shared import schedule
 from flax_mha.masks import FunctionMask
 
@@ -171,7 +172,7 @@ def test_batch_axes_and_halves():
 def test_products_in_bfloat16(monkeypatch):
     """Where the CPU multiplies bfloat16, in blocks and in one: as exact as weights rounded to bfloat16."""
     monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 128)
-    monkeypatch.setattr(schedule, "_cpu_features", lambda: {"avx512_bf16"})
+    monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})
     chosen, original = [], schedule.blocks_in_place
     monkeypatch.setattr(schedule, "blocks_in_place", lambda call: chosen.append(original(call)) or chosen[-1])
     query, key, value = (x.astype(jnp.bfloat16) for x in arrays(1))

@@ -12,6 +12,8 @@ from marks import with_core
 
 import flax_mha
 from flax_mha import CausalMask, convert, linen, masks
+from flax_mha.core import tracing
+from flax_mha.modules.call import dot_general
 from flax_mha.rope import RoPE, apply_rope
 
 B, T, S, D, N, K = 2, 9, 13, 16, 4, 2
@@ -536,3 +538,20 @@ def test_attention_fn_takes_every_argument_of_flax():
     got = flax_mha.attention_fn(query, query, query, einsum_dot_general=counted)
     assert len(calls) == 2
     np.testing.assert_allclose(got, flax_mha.attention_fn(query, query, query), rtol=0, atol=1e-5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_projections_in_bfloat16(tokens, monkeypatch):
+    """Where a CPU multiplies bfloat16, they are rounded float32 sums, also of a single row and of transposed arrays."""
+    monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})
+    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((2, 31, tokens), (N, 31, 8)))
+    expected = np.einsum("bdt,ndh->btnh", np.asarray(x, np.float64), np.asarray(kernel, np.float64))
+
+    def project(x):
+        return dot_general(x.T, jnp.transpose(kernel, (1, 2, 0)), (((1,), (0,)), ((), ())))
+
+    for got in (jnp.stack([jax.jit(project)(own) for own in x]), jax.jit(jax.vmap(project))(x)):
+        assert got.dtype == jnp.bfloat16
+        got = np.moveaxis(np.asarray(got, np.float64), -1, -2)
+        np.testing.assert_allclose(got, expected, rtol=2**-8, atol=1e-5)

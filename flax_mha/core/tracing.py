@@ -1,6 +1,7 @@
 """Properties of a JAX trace: its target devices, which arrays are concrete, and which mesh axes they vary over."""
 
 import functools
+import pathlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +26,18 @@ def platform() -> str:
     """Returns the platform of JAX's default device: "cpu", "gpu" or "tpu"."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return jax.default_backend() if device is None else getattr(device, "platform", device)
+
+
+def multiplies_bfloat16() -> bool:
+    """Returns whether JAX's default device is a CPU with matrix products of bfloat16 (AVX-512 BF16 or AMX)."""
+    return platform() == "cpu" and bool({"amx_bf16", "avx512_bf16"} & cpu_features())
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """Reads the CPU's features from Linux; none elsewhere."""
+    info = pathlib.Path("/proc/cpuinfo")
+    return frozenset(info.read_text().split()) if info.exists() else frozenset()
 
 
 def target_of(arrays: Sequence[Array]) -> Target:

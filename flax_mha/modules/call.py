@@ -6,6 +6,7 @@ The modules pass what differs between `flax.nnx` and `flax.linen` in a `FlaxModu
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +23,7 @@ from flax_mha.cache.latent import Latent
 from flax_mha.call.arguments import Arguments, canonical, check_sharding, check_window
 from flax_mha.call.operands import Call
 from flax_mha.core import validation
+from flax_mha.core.tracing import multiplies_bfloat16
 from flax_mha.distributed import tensor_parallel
 from flax_mha.distributed.split import names_of
 from flax_mha.impl.registry import Implementation
@@ -181,7 +183,16 @@ def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any,
     by_types = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs))
     if by_types and options.get("out_sharding") is None:
         options["out_sharding"] = tensor_parallel.sharding_of_product(lhs, rhs, dimension_numbers)
-    return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
+    if options.get("preferred_element_type") or not (lhs.dtype == rhs.dtype == jnp.bfloat16 and multiplies_bfloat16()):
+        return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
+    # With a bfloat16 result, or a single row, XLA's CPU would convert all weights to float32. The barrier keeps it from
+    # reading `lhs` transposed, for which it has no product.
+    (contracted, _), (batch, _) = dimension_numbers
+    is_row = 0 not in contracted and not batch and lhs.size == math.prod(lhs.shape[i] for i in contracted)
+    rows = lax.optimization_barrier(jnp.broadcast_to(lhs, (2, *lhs.shape[1:])) if is_row else lhs)
+    options["preferred_element_type"] = jnp.float32
+    product = lax.dot_general(rows, rhs, dimension_numbers, *arguments, **options).astype(jnp.bfloat16)
+    return product[:1] if is_row else product
 
 
 def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Array) -> KVCache | None:

@@ -7,7 +7,6 @@ many as the fast memory of a TPU holds.
 
 import functools
 import math
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options
-from flax_mha.core.tracing import Target, being_traced, is_key, readable
+from flax_mha.core.tracing import Target, being_traced, cpu_features, is_key, multiplies_bfloat16, readable
 from flax_mha.impl.shared.head import mask_by_head, one_of
 from flax_mha.impl.shared.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
 from flax_mha.masks import Mask
@@ -255,8 +254,7 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
     is_narrow = {x.dtype for x in operands[:3]} == {jnp.dtype(jnp.bfloat16)}
     is_narrow |= operands.query.dtype == jnp.bfloat16 and operands.cache_scale is not None
     exact = options.return_residual or not _may_round(options)
-    has_products = bool({"amx_bf16", "avx512_bf16"} & _cpu_features())
-    return operands.query.dtype if is_narrow and has_products and not exact else options.dtype
+    return operands.query.dtype if is_narrow and multiplies_bfloat16() and not exact else options.dtype
 
 
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
@@ -278,20 +276,13 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     whole_tiles = call.options.has_known_sizes and not any(x.shape[-3] % 128 for x in (operands.query, operands.key))
     several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
     plain = whole_tiles and several_heads and not options.target.may_be_split
-    return dtype if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in _cpu_features() else wide
+    return dtype if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in cpu_features() else wide
 
 
 def _may_round(options: Options) -> bool:
     """Returns whether operands of matrix products may be rounded to the dtype of query, key and value."""
     precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
     return all(precision in DEFAULT_PRECISION for precision in precisions)
-
-
-@functools.cache
-def _cpu_features() -> frozenset[str]:
-    """Reads the CPU's features from Linux; none elsewhere."""
-    info = pathlib.Path("/proc/cpuinfo")
-    return frozenset(info.read_text().split()) if info.exists() else frozenset()
 
 
 def _looped_axes(call: Call, scores: int) -> int | None:
