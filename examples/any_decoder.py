@@ -85,7 +85,7 @@ TABLE = [
     ("mixtral", Family(experts="softmax")),
     ("qwen3_moe olmoe mellum", TOP_K),
     ("qwen2_moe", TOP_K._replace(experts="softmax gated shared")),
-    ("deepseek_v3 glm4_moe dots1 exaone_moe", Family(experts="sigmoid biased shared", keys=DEEPSEEK)),
+    ("deepseek_v3 kimi_k2 glm4_moe dots1 exaone_moe", Family(experts="sigmoid biased shared", keys=DEEPSEEK)),
     ("llama4_text", Family(experts="sigmoid shared", keys={"scores_inputs": True, "norm_topk_prob": False})),
     ("gpt_oss", Family(experts="softmax", keys={"swiglu_limit": 7.0, "swiglu_alpha": 1.702})),
 ]

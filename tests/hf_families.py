@@ -95,6 +95,8 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "minimax_m2": {"rotary_dim": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 4},
     "minicpm3": LATENT,
+    "ministral": {"head_dim": H},
+    "ministral3": {"rope_parameters": SCALED | {"llama_4_scaling_beta": 0.5}},
     "mllama_text_model": {"cross_attention_layers": [2]},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},

@@ -7,7 +7,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import convert, linen
-from flax_mha.rope import RoPE
+from flax_mha.rope import RoPE, YaRN
 
 N, D, C, R = 4, 24, 10, 6
 CONFIG = {"model_type": "deepseek_v3", "num_attention_heads": N, "hidden_size": D, "kv_lora_rank": C}
@@ -35,8 +35,11 @@ def test_describe():
     given = {"in_features": D, "num_heads": N, "kv_lora_rank": C, "q_lora_rank": None, "use_bias": False}
     assert convert.describe(CONFIG).items() >= (given | {"rope": RoPE(interleaved=True)}).items()
     of_kimi_k2 = {"model_type": "kimi_k2", "num_attention_heads": 64, "hidden_size": 7168, "rope_theta": 50_000.0}
+    of_kimi_k2["rope_scaling"] = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    of_kimi_k2["rope_scaling"] |= {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     sizes = {"num_heads": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    assert convert.describe(of_kimi_k2).items() >= sizes.items()
+    rope = RoPE(50_000.0, interleaved=True, scaling=YaRN(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0))
+    assert convert.describe(of_kimi_k2).items() >= (sizes | {"rope": rope}).items()
     linear = CONFIG | {"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": [4, 8]}}
     assert convert.describe(linear, 3)["rope"] is None
     with pytest.raises(ValueError, match="layer 4 of kimi_linear is of type 'linear_attention'"):

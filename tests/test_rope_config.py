@@ -55,7 +55,7 @@ REFUSED = {
     "Llama 3 length": (lambda: Llama3(8, 1, 4, None), r"Llama3\(original_max_position\) must be .* got None"),
     "YaRN below 1": (lambda: YaRN(0.5, 4096), r"YaRN\(factor\) must be"),
     "YaRN length": (lambda: YaRN(4, 0), r"YaRN\(original_max_position\) must be"),
-    "YaRN betas": (lambda: YaRN(4, 4096, 1, 32), r"YaRN\(beta_fast\) must be .* above 32, but got 1"),
+    "YaRN betas": (lambda: YaRN(4, 4096, 1, 32), r"YaRN\(beta_fast\) must be .* at least 32, but got 1"),
     "YaRN attention": (lambda: YaRN(4, 4096, attention_factor=0), r"YaRN\(attention_factor\) must be"),
     "YaRN mscale": (lambda: YaRN(4, 4096, mscale=-1), r"YaRN\(mscale\) must be"),
     "YaRN truncate": (lambda: YaRN(4, 4096, truncate=0), r"YaRN\(truncate\) must be True or False"),

@@ -81,9 +81,9 @@ def glm_4(x: Tensor, positions: Tensor) -> Tensor:
     return partially(rotate_every_two, x, angles(positions, default_frequencies(10_000.0, x.shape[-1] // 2)))
 
 
-def yarn_frequencies(base: float, size: int, factor: float, length: int, truncate: bool) -> Tensor:
-    """Between the pairs that turn 32 times and once in `length`, by index, they go from kept to divided."""
-    low, high = (size / 2 * math.log(length / (2 * math.pi * turns)) / math.log(base) for turns in (32.0, 1.0))
+def yarn_frequencies(base: float, size: int, factor: float, length: int, truncate: bool, fast: float = 32.0) -> Tensor:
+    """Between the pairs that turn `fast` times and once in `length`, by index, they go from kept to divided."""
+    low, high = (size / 2 * math.log(length / (2 * math.pi * turns)) / math.log(base) for turns in (fast, 1.0))
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     ramp = ((torch.arange(size // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
@@ -95,6 +95,11 @@ def qwen_3_yarn(x: Tensor, positions: Tensor) -> Tensor:
     """Its 32,768 positions made 131,072, as its model card says."""
     angle = angles(positions, yarn_frequencies(1_000_000.0, x.shape[-1], 4.0, 32_768, truncate=True))
     return rotate_halves(x, angle, 0.1 * math.log(4.0) + 1)
+
+
+def kimi_k2(x: Tensor, positions: Tensor) -> Tensor:
+    """Its 4,096 positions made 131,072: with equal turns, a pair is kept or divided; both of its mscales are 1."""
+    return rotate_every_two(x, angles(positions, yarn_frequencies(50_000.0, x.shape[-1], 32.0, 4096, True, fast=1.0)))
 
 
 def gpt_oss(x: Tensor, positions: Tensor) -> Tensor:

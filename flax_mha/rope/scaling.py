@@ -137,7 +137,7 @@ class YaRN(Scaling):
     Attributes:
       factor: The ratio of the new length to the original one, at least 1.
       original_max_position: The length of the pretraining, in tokens.
-      beta_fast: A pair that turns more often than this in the original length is kept; above `beta_slow`.
+      beta_fast: A pair that turns more often than this in the original length is kept; at least `beta_slow`.
       beta_slow: A pair that turns less often than this is slowed down by the factor; above 0.
       attention_factor: The factor of cos and sin, above 0. None means m(mscale) / m(mscale_all_dim) if both are given
         and not 0, as for DeepSeek, else m(1), where m(s) = 0.1 s ln(factor) + 1.
@@ -162,7 +162,7 @@ class YaRN(Scaling):
         self._check("factor", at_least=1.0)
         self._check("original_max_position", at_least=1)
         self._check("beta_slow", above=0.0)
-        self._check("beta_fast", above=self.beta_slow)
+        self._check("beta_fast", at_least=self.beta_slow)
         self._check("attention_factor", above=0.0)
         self._check("mscale", at_least=0.0)
         self._check("mscale_all_dim", at_least=0.0)
