@@ -3,8 +3,7 @@
     pip install 'flax-mha[demo]' tokenizers
     python examples/any_decoder.py FOLDER "Once upon a time" "Attention is"
 
-`convert.from_hf` makes the attention of each layer. What stands around it differs from family to family, and is a line
-of a table here. Tensors that are missing or left over are errors.
+`convert.from_hf` makes the attention of each layer; for each family a line of a table says what stands around it.
 """
 
 import functools
@@ -53,7 +52,7 @@ class Family(NamedTuple):
     parallel: bool = False  # attention and network read the same
     gated: bool = True  # the network
     experts: str = ""  # "softmax" or "sigmoid" makes scores, "biased" for the choice alone; "shared", also "gated"
-    keys: dict[str, Any] = {}  # noqa: RUF012 of configs, which not all families heed; or our own
+    keys: dict[str, Any] = {}  # noqa: RUF012 of configs, which not all families heed, and defaults (`...`: none); or our own
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -62,8 +61,7 @@ PLAIN = Family(norm="layer", gated=False)
 NEOX, GELU = PLAIN._replace(keys={"mlp_bias": True}), {"activation": "gelu"}
 GEMMA = {"embed_sqrt": True, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
 GRANITE = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
-TOP_K = Family(experts="softmax", keys={"norm_topk_prob": False})
-DEEPSEEK = {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+TOP_K, GROUPS = {"norm_topk_prob": ...}, dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group"), ...)
 TABLE = [
     ("llama mistral ministral ministral3 qwen2 qwen3 smollm3 hunyuan_v1_dense phi3 glm cwm helium ernie4_5", Family()),
     ("arcee", PLAIN._replace(norm="rms")),
@@ -71,7 +69,8 @@ TABLE = [
     ("olmo2 olmo3 exaone4", Family(AFTER)),
     ("olmo", Family(norm="layer bare", keys={"epsilon": 1e-5})),
     ("gemma", Family(norm="rms + 1", keys=GEMMA)),
-    ("gemma2 gemma3_text", Family(NORMS, "rms + 1", keys=GEMMA | {"final_logit_softcapping": None})),
+    ("gemma2", Family(NORMS, "rms + 1", keys=GEMMA | {"final_logit_softcapping": ...})),
+    ("gemma3_text", Family(NORMS, "rms + 1", keys=GEMMA | {"final_logit_softcapping": None})),
     ("granite granite_swa", Family(keys=GRANITE)),
     ("cohere cohere2", Family(SHARED, "layer unbiased", parallel=True, keys={"logit_scale": 0.0625})),
     ("phi", NEOX._replace(norms=SHARED, parallel=True, keys={"mlp_bias": True, "head_bias": True})),
@@ -83,9 +82,9 @@ TABLE = [
     ("nemotron", PLAIN._replace(norm="layer + 1")),
     ("stablelm", Family(norm="layer")),
     ("mixtral", Family(experts="softmax")),
-    ("qwen3_moe olmoe mellum", TOP_K),
-    ("qwen2_moe", TOP_K._replace(experts="softmax gated shared")),
-    ("deepseek_v3 kimi_k2 glm4_moe dots1 exaone_moe", Family(experts="sigmoid biased shared", keys=DEEPSEEK)),
+    ("qwen3_moe olmoe mellum", Family(experts="softmax", keys=TOP_K)),
+    ("qwen2_moe", Family(experts="softmax gated shared", keys=TOP_K)),
+    ("deepseek_v3 kimi_k2 glm4_moe dots1 exaone_moe", Family(experts="sigmoid biased shared", keys=TOP_K | GROUPS)),
     ("llama4_text", Family(experts="sigmoid shared", keys={"scores_inputs": True, "norm_topk_prob": False})),
     ("gpt_oss", Family(experts="softmax", keys={"swiglu_limit": 7.0, "swiglu_alpha": 1.702})),
 ]
@@ -126,6 +125,7 @@ class Decoder(nnx.Module):
             raise ValueError(f"model_type must be one of FAMILIES, but got {kind!r}; add what is around its attention.")
         self.family, keys = FAMILIES[kind], FAMILIES[kind].keys
         self.config = keys | {key: x for key, x in values.items() if key not in OPTIONAL or key in keys}
+        self.config |= {key: self.get(key) for key in keys}
         tensors = read_tensors(Path(folder), "language_model." * ("text_config" in given), "swiglu_limit" in keys)
         self.attentions: nnx.List[Any] = nnx.List()
         for layer in range(self.get("num_hidden_layers")):
@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
         del self.read
 
     def get(self, *keys: str) -> Any:
-        if not (found := [self.config[key] for key in keys if key in self.config]):
+        if not (found := [self.config[key] for key in keys if self.config.get(key, ...) is not ...]):
             raise ValueError(f"config.json must hold {' or '.join(keys)}, but does not.")
         return found[0]
 

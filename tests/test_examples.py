@@ -151,6 +151,7 @@ def test_any_decoder(tmp_path):
         ({"lm_head.weight": None}, "must hold lm_head.weight"),
         ({"model.layers.0.mlp.up_proj.bias": np.ones(10, np.float32)}, "got model.layers.0.mlp.up_proj.bias, 1 such"),
         ({"rms_norm_eps": None}, "config.json must hold epsilon or rms_norm_eps"),
+        ({"n_group": None}, "config.json must hold n_group, but does not"),
         ({"hidden_act": "xielu"}, "activation must be one of .* got 'xielu'"),
         ({"model_type": "bloom"}, "model_type must be one of FAMILIES, but got 'bloom'"),
     ],
