@@ -504,6 +504,7 @@ def test_describe(config, layer, expected):
         ),
         (DEEPSEEK | {"kv_lora_rank": 0}, 0, "config must hold kv_lora_rank as a positive integer, but got 0"),
         (DEEPSEEK | {"rope_scaling": {"partial_rotary_factor": 0.5}}, 0, "partial_rotary_factor .* 64 .* of 192"),
+        (DEEPSEEK | {"rope_scaling": {"llama_4_scaling_beta": 0.1}}, 0, "without llama_4_scaling_beta=0.1: its models"),
         (DEEPSEEK | {"q_lora_rank": "x"}, 0, "config must hold q_lora_rank as a positive integer or null, but got 'x'"),
         (LLAMA | {"model_type": "qwen3_next"}, 0, "layer 0 of qwen3_next is of type 'linear_attention'"),
         ({"model_type": "laguna"}, 0, "got 'laguna': the gate of its attention's output is not a sigmoid"),

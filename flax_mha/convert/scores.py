@@ -23,6 +23,8 @@ def position_arguments(
     elif values.get("attn_temperature_tuning") and not rotates:  # Llama 4
         changes["score_mod"] = _temperature(float(values["attn_scale"]), float(values["floor_scale"]), 1.0)
     elif beta := rotary.get("llama_4_scaling_beta"):  # Ministral 3
+        if "llama_4_scaling_beta" not in family.keys.get("rope_parameters", {}):
+            raise ValueError(f"config must do without llama_4_scaling_beta={beta!r}: its models do not read it.")
         length = rotary.get("original_max_position_embeddings") or values["max_position_embeddings"]
         changes["score_mod"] = _temperature(float(beta), float(length), 0.0)
     if is_chunked and values["attention_chunk_size"]:
