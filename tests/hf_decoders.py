@@ -8,6 +8,7 @@ differ by more than 1e-4 of the largest, or of 1.
     python tests/hf_decoders.py llama gpt_oss  # these
 """
 
+import copy
 import json
 import os
 import sys
@@ -93,7 +94,7 @@ def tiny(name: str, changes: dict[str, Any]) -> Any:
     kind = getattr(transformers, MODELS[family])
     config = shrink(kind.config_class().to_dict()) | OTHERS.get(kind.config_class.model_type, {}) | changes
     torch.manual_seed(0)
-    model = kind(kind.config_class(**published or config)).eval().float()
+    model = kind(kind.config_class(**copy.deepcopy(published or config))).eval().float()  # which changes it
     for x in model.state_dict().values():
         if x.is_floating_point():
             drawn = torch.randn_like(x)
