@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import transformers
 from flax import nnx
-from hf_families import MODELS, OTHERS, model_type_of, shrink
+from hf_families import MODELS, OTHERS, config_class, model_type_of, shrink
 
 TABLE = Path(__file__).with_suffix(".md")
 LENGTHS, STEPS, TOLERANCE = (13, 7), 8, 1e-4
@@ -91,10 +91,10 @@ PUBLISHED = {"kimi_k2": ("deepseek_v3", KIMI_K2)}
 def tiny(name: str, changes: dict[str, Any]) -> Any:
     """Makes a random model, norms and biases too."""
     family, published = PUBLISHED.get(name, (name, {}))
-    kind = getattr(transformers, MODELS[family])
-    config = shrink(kind.config_class().to_dict()) | OTHERS.get(kind.config_class.model_type, {}) | changes
+    kind, config = getattr(transformers, MODELS[family]), config_class(family)
+    others = shrink(config().to_dict()) | OTHERS.get(config.model_type, {}) | changes
     torch.manual_seed(0)
-    model = kind(kind.config_class(**copy.deepcopy(published or config))).eval().float()  # which changes it
+    model = kind(config(**copy.deepcopy(published or others))).eval().float()  # which changes the dict
     for x in model.state_dict().values():
         if x.is_floating_point():
             drawn = torch.randn_like(x)

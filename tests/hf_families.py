@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
 
 from flax_mha import convert
@@ -87,6 +88,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "hunyuan_v1_dense": {"head_dim": H},
     "hunyuan_v1_moe": {"head_dim": H},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lara_mini": {"layer_types": ["linear_attention", "sliding_attention", "full_attention", "sliding_attention"]},
     "kimi_linear": HEADS | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4},
     "lfm2": {"full_attn_idxs": [1, 3]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -109,6 +111,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "qwen3": SLIDING | {"max_window_layers": 2},
     "qwen3_moe": SLIDING,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "sarvam_mla": LATENT,
     "smollm3": SLIDING,
     "xlm": {"causal": True},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
@@ -139,12 +142,17 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
+def config_class(name: str) -> Any:
+    """Returns the class of a family's config: its own, even if another family's model runs it, unless it has parts."""
+    own = CONFIG_MAPPING[name]
+    return getattr(transformers, MODELS[name]).config_class if own.sub_configs else own
+
+
 def tiny(name: str, changes: dict[str, Any]) -> Any:
     """Makes a random model whose scores are about 1."""
-    kind = getattr(transformers, MODELS[name])
-    others = OTHERS.get(kind.config_class.model_type, {})
+    kind, config = getattr(transformers, MODELS[name]), config_class(name)
     torch.manual_seed(0)
-    model = kind(kind.config_class(**shrink(kind.config_class().to_dict()) | others | changes)).eval()
+    model = kind(config(**shrink(config().to_dict()) | OTHERS.get(config.model_type, {}) | changes)).eval()
     for key, parameter in model.named_parameters():
         if any(part in key for part in ATTENTIONS) and "vision" not in key:
             drawn = torch.randn_like(parameter)
@@ -178,7 +186,7 @@ def capture(model: nn.Module, prefixes: list[str]) -> dict[str, tuple[Tensor, Te
 
 def model_type_of(name: str) -> str:
     """Returns the model type that counts: of the text model, where a model has several parts."""
-    config = getattr(transformers, MODELS[name]).config_class
+    config = config_class(name)
     if config.model_type in FAMILIES:
         return config.model_type
     text = config.sub_configs.get("text_config", config)

@@ -189,6 +189,11 @@ CONFIGS = {
         {},
         RoPE(interleaved=True, scaling=YaRN(40, 4096, mscale=1.0, mscale_all_dim=1.0)),
     ),
+    "Sarvam": (
+        {"model_type": "sarvam_mla", "rope_scaling": {**YARN, "rope_type": "deepseek_yarn"}, "head_dim": 576},
+        {},
+        RoPE(interleaved=True, scaling=YaRN(40, 4096)),
+    ),
     "rope_interleave": ({"model_type": "deepseek_v3", "rope_interleave": False}, {}, RoPE()),
     "YaRN by the ratio of lengths": (
         {"rope_theta": 1e4, "max_position_embeddings": 8192, "rope_scaling": {**YARN, "factor": None}},

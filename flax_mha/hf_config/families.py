@@ -104,6 +104,9 @@ MINICPM |= {"v_head_dim": None}
 MISTRAL_4 = MINISTRAL | {"factor": 128.0, "original_max_position_embeddings": 8192}
 KIMI_LINEAR: Values = {key: x for key, x in LATENTS.items() if key != "rope_theta"}
 KIMI_LINEAR |= {"q_lora_rank": None, "linear_attn_config": None}
+SARVAM: Values = BIAS | {"rope_theta": 8e6, "partial_rotary_factor": 1.0, "num_key_value_heads": 4, "head_dim": 64}
+SARVAM |= {"use_qk_norm": True, "use_qkv_bias": False}
+LARA_MINI = ("linear_attention", layers.SLIDING, "linear_attention", FULL, layers.SLIDING)
 ZAMBA: Values = {"attention_hidden_size": None, "use_shared_attention_adapter": False}
 
 # Families that several model types share, or that are the start of others.
@@ -131,6 +134,7 @@ RELATIVE = Family({}, refused="scores depend on products of queries with embeddi
 
 FAMILIES: dict[str, Family] = {
     **alike("llama arcee aria_text internlm3 iquestcoder", LLAMA),
+    "exaone": like(LLAMA, {"rope_theta": 500_000.0, "num_key_value_heads": 8}),
     "jais2": like(LLAMA, {"attention_bias": True}),
     "emu3_text_model": like(LLAMA, MILLION | {"num_key_value_heads": 8}),
     "hyperclovax": like(LLAMA, {"attention_multiplier": None}),
@@ -161,7 +165,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_text": like(QWEN_3_VL, {"num_key_value_heads": 32, "head_dim": 128}),
     "qwen3_vl_moe_text": like(QWEN_3_VL, {"num_key_value_heads": 16, "head_dim": None}),
     "dots1": Family(DOTS, "attention_bias", RMS, layer_type=listed(layers.upper_slide)),
-    "apertus": Family(APERTUS, "attention_bias", RMS),
+    **alike("apertus apertus1p5_text", Family(APERTUS, "attention_bias", RMS)),
     "hy_v3": like(
         LLAMA, {"rope_theta": 11_158_840.0, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}, norm=RMS
     ),
@@ -212,6 +216,7 @@ FAMILIES: dict[str, Family] = {
         RMS,
         "use_qk_norm",
     ),
+    "sarvam_moe": Family(SARVAM, "attention_bias use_qkv_bias", RMS, "use_qk_norm"),
     **alike("glm glm4", Family(GLM, "attention_bias")),
     "glm4v_text": Family(GLM_4V, True),
     "helium": Family(PAIRS | {"rope_theta": 100_000.0, "head_dim": 128}, "attention_bias"),
@@ -259,6 +264,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # Latent attention.
     **alike("deepseek_v3 kimi_k2 youtu axk1", LATENT),
+    "sarvam_mla": like(LATENT, {"q_lora_rank": None}),
     "deepseek_v2": Family(LATENTS | {"rope_pairs": True}, "attention_bias", latent=True),
     "glm4_moe_lite": like(LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}),
     "minicpm3": Family(MINICPM, "attention_bias", latent=True),
@@ -293,6 +299,13 @@ FAMILIES: dict[str, Family] = {
         layer_type=listed(layers.no_attention),
         rotates=layers.if_key("position_embedding_type", "rope"),
     ),
+    "lara_mini": like(
+        LLAMA,
+        {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 512},
+        norm=RMS,
+        layer_type=listed(cycle("", *LARA_MINI)),
+        rotates=layers.sliding_rotate,
+    ),
     "recurrent_gemma": Family(
         HALF | {"sliding_window": 2048, "block_types": ("recurrent", "recurrent", "attention")},
         True,
@@ -322,9 +335,10 @@ FAMILIES: dict[str, Family] = {
     "gemma3n_text": like(SHARED_KEYS, {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0}),
     **alike("gemma4_text gemma4_unified_text gemma4_assistant gemma4_unified_assistant", SHARED_KEYS),
     **alike("mamba mamba2 falcon_mamba rwkv xlstm", Family({}, refused="it is recurrent and has no softmax over keys")),
-    **alike("xlnet prophetnet inkling_text inkling2_text", RELATIVE),
-    "bitnet": Family(
-        ROPE | {"rope_theta": 500_000.0}, refused="a norm stands between its attention and the projection back"
+    **alike("xlnet prophetnet inkling_text inkling2_text inkling2_loop_text", RELATIVE),
+    **alike(
+        "bitnet dory",
+        Family({"rope_theta": 5e5}, refused="a norm stands between its attention and the projection back"),
     ),
     "blt": Family(ROPE, refused="it has several transformers, each with a config of its own"),
     "cpmant": Family({}, refused="its scores get learned biases by segment and distance"),
