@@ -99,7 +99,7 @@ OSS_SHAPES = linears(LLAMA_NAMES, D, K, LLAMA_NAMES) | {"sinks": (N,)}
 
 
 LATENT = {"num_attention_heads": N, "hidden_size": D, "num_hidden_layers": 6, "kv_lora_rank": 10, "v_head_dim": 5}
-LATENT |= {"qk_nope_head_dim": 7, "qk_rope_head_dim": 6}
+LATENT |= {"qk_nope_head_dim": 7, "qk_rope_head_dim": 6, "num_key_value_heads": N}
 LATENT_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale": 0.7}
 LATENT_ROPE |= {"mscale_all_dim": 1.3, "rope_theta": 1e4}
 

@@ -51,9 +51,8 @@ def mask(settings: Any, x: Tensor, layer: int, windowed: bool) -> Tensor:
     """As the model makes it for its layers; of Bloom as numbers, which it makes itself."""
     make_mask = create_sliding_window_causal_mask if windowed else create_causal_mask
     positions = torch.arange(x.shape[1])[None]
-    return make_mask(
-        config=settings, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions
-    )
+    cache = {name: None for name in ("cache", "past_key_values") if name in inspect.signature(make_mask).parameters}
+    return make_mask(config=settings, inputs_embeds=x, attention_mask=None, position_ids=positions, **cache)
 
 
 def rotary(library: Any, settings: Any, x: Tensor, layer: int) -> tuple[Tensor, Tensor] | None:
