@@ -166,21 +166,26 @@ def test_positions_that_are_not_known():
         run(lambda b, h, q, k: jnp.where(q >= k, HEADS[h], 0.0), is_causal=True)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("jit", [False, True])
-def test_a_cache_may_be_longer_than_a_table(window, jit):
-    """Slots that hold no token are never looked up; positions are checked where the index is known."""
+@pytest.mark.parametrize("by_distance", [False, True])
+def test_a_cache_may_be_longer_than_a_table(window, by_distance):
+    """Positions are checked where the index is known; else the tokens of a position without an entry become NaN."""
     x = jnp.ones((B, 1, N, 4))
 
     def step(x, cache):
-        added = mod(lambda b, h, q, k: jnp.ones(3)[k] + jnp.ones(3)[q])
-        return cached_attention(x, x, x, cache, **added, local_window_size=window and (window, 0))[1]
+        added = mod(lambda b, h, q, k: jnp.ones(3)[q - k] if by_distance else jnp.ones(3)[k] + jnp.ones(3)[q])
+        return cached_attention(x, x, x, cache, **added, local_window_size=window and (window, 0))
 
-    cache = KVCache.create(B, 99, N, 4, window=window)
-    for _ in range(3):
-        cache = (jax.jit(step) if jit else step)(x, cache)
-    if not jit:
-        with pytest.raises(ValueError, match=r"idx = 3 .* at least 4 long"):
+    cache = KVCache.create(B, 99, N, 4, window=window, per_row=True)
+    _, cache = cached_attention(x, x, x, cache, lengths=[0, 1], local_window_size=window and (window, 0))
+    for last in range(4):
+        output, cache = jax.jit(step)(x, cache)
+        positions = np.array([last, last + 1])
+        np.testing.assert_array_equal(np.isnan(output).any(axis=(1, 2, 3)), positions >= 3)
+        np.testing.assert_array_equal(np.isnan(output).all(axis=(1, 2, 3)), positions >= 3)
+    if window is None or not by_distance:  # a ring may not have written the keys at that distance
+        with pytest.raises(ValueError, match="must look up entries that its arrays have"):
             step(x, cache)
 
 

@@ -18,6 +18,7 @@ from flax_mha.call.arguments import (
     check_inputs,
     check_scoring,
     check_window,
+    count_positions,
     given_mask,
     with_keys,
 )
@@ -109,7 +110,8 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
 
     Returns:
       The output, the cache with the new tokens and, with `return_max_score`, the maximum [B..., N]. Under `jit`, a
-      sequence whose tokens find no room returns NaN, and its cache is left as it was.
+      sequence whose tokens find no room returns NaN, and its cache is left as it was. So does a sequence at a position
+      for which an array of `score_mod` or `mask` has no entry, but its tokens are cached.
 
     Raises:
       ValueError: If arguments do not fit together, or if there is no room and the index is known.
@@ -174,6 +176,9 @@ def over_cache(
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value)))
     step = Step(scoring, shape, key, value, cache, appended, bias, mask, window, lengths is not None)
 
+    if (scoring.options.score_mod is not None or isinstance(mask, Mask)) and not readable(cache.index):
+        appended = step.checked_lookups(None if mask is not None else (window and window[0], 0))
+
     def of_heads(output: Array) -> Array:
         return output[..., : cache.value_size] if latent is None else latent.project(output)
 
@@ -214,6 +219,17 @@ class Step(NamedTuple):
         query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, target_of((query, key, value)))
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
+
+    def checked_lookups(self, window: tuple[int | None, int | None] | None) -> Appended:
+        """Returns `appended`, with room for the positions alone for which the arrays of user functions have entries.
+
+        JAX would clamp the index. `window` is what a query sees of the keys that have been written, None if unknown.
+        """
+        end = self.cache.length if self.cache.window is None else np.iinfo(np.int32).max
+        known = count_positions(self.call(False, in_place=True), window, end)
+        if known == end:
+            return self.appended
+        return self.appended._replace(room=self.appended.room & (self.cache.index + self.appended.tokens <= known))
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
         """Makes the core's call: over new tokens if the cache `is_empty`, else over the cache, `in_place` or copied."""

@@ -1,5 +1,6 @@
 """Checks the arguments of `dot_product_attention`, as `core/validation.py` does, and makes a `Call` of them."""
 
+import bisect
 import functools
 import math
 import operator
@@ -349,8 +350,33 @@ def _flag(name: str, value: Any) -> bool:
     return value if isinstance(value, bool) else validation.flag(name, value)
 
 
-def _check_lookups(operands: Operands, options: Options) -> None:
-    """Checks that user functions fit the call's sizes and look up only entries that their arrays have."""
+def count_positions(call: Call, window: lookups.Window, end: int) -> int:
+    """Counts the positions, from 0 to below `end`, at which user functions look up only entries that their arrays have.
+
+    Of a causal call over a cache, which does not know its positions. `window` is what a query sees of the keys that
+    have been written; None if that is not known.
+    """
+
+    def is_refused(last: int) -> bool:
+        try:
+            _check_lookups(*call, ((last, last), (0, last)), window)
+        except ValueError:
+            return True
+        return False
+
+    return bisect.bisect_left(range(end), True, key=is_refused) if is_refused(end - 1) else end
+
+
+def _check_lookups(
+    operands: Operands,
+    options: Options,
+    spans: tuple[lookups.Span, lookups.Span] | None = None,
+    window: lookups.Window = None,
+) -> None:
+    """Checks that user functions fit the call's sizes and look up only entries that their arrays have.
+
+    `spans` are the positions of queries and keys, with this window; None means those of the call, if they are known.
+    """
     functions = [part.function for part in functions_of(operands.mask)]
     functions += [] if options.score_mod is None else [options.score_mod]
     batch, num_heads = math.prod(operands.query.shape[:-3]), operands.query.shape[-2]
@@ -358,11 +384,12 @@ def _check_lookups(operands: Operands, options: Options) -> None:
     if not functions or 0 in (batch, *lengths):
         return
     offsets = operands.offsets.values
-    queries, keys = map(_span, offsets, lengths)
+    queries, keys = spans or map(_span, offsets, lengths)
     mask = LocalMask(None, None) if operands.mask is None else operands.mask
-    differ = not any(isinstance(x, int) for x in offsets)  # the least and greatest may be of different sequences
+    if spans is None and any(isinstance(x, int) for x in offsets):  # else first and last may be of different sequences
+        window = mask.window
     for function in functions:
-        lookups.check(function, batch, num_heads, queries, keys, mask.ahead, None if differ else mask.window)
+        lookups.check(function, batch, num_heads, queries, keys, mask.ahead, window)
 
 
 def _span(offset: int | Array, length: int) -> tuple[int, int] | None:
