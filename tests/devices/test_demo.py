@@ -47,8 +47,12 @@ class Seen(NamedTuple):
     memory: int  # bytes on a device, as XLA says
 
 
-@functools.cache
 def seen(name, settings=SETTINGS):
+    return _seen(name, settings)  # one entry of the cache, whether the settings are named or not
+
+
+@functools.cache
+def _seen(name, settings):
     layout = LAYOUTS[name]
     over = mesh.make(layout.sizes(1 if name == "alone" else 8, settings))
     structure, shapes = blueprint(VOCABULARY, settings, layout)
