@@ -239,8 +239,12 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
     may_be_whole &= queries * num_heads * num_kv_heads <= MAX_JOINT_ROWS_WHOLE
     if may_be_whole and math.prod(operands.query.shape[:-1]) * keys <= MAX_SCORES_WHOLE:
         return blocks._replace(width=keys, sequential=False, block_diagonal=True, max_scores=MAX_SCORES_WHOLE)
+    has_8_bits, entries = operands.cache_scale is not None, math.prod(operands.query.shape[:-3])
+    if has_8_bits and widest >= 2 * keys and entries > 1:  # several entries at once
+        width = max(MIN_WIDTH_IN_PLACE, widest // entries // 64 * 64)
+        return blocks._replace(width=min(width, keys), sequential=False)
     width = min(widest, keys) // 64 * 64
-    is_wider = width > blocks.width and (operands.cache_scale is not None or num_kv_heads == 1)
+    is_wider = width > blocks.width and (has_8_bits or num_kv_heads == 1)
     return blocks._replace(width=width) if is_wider else None
 
 
