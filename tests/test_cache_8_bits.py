@@ -55,23 +55,32 @@ def test_bits_of_float8_are_its_numbers():
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     with_core_tuples(
-        [("int8", "one index"), ("float8_e4m3fn", "lengths"), ("float8_e4m3fn", "ring")],
+        [("int8", "one index"), ("float8_e4m3fn", "lengths"), ("float8_e4m3fn", "ring"), ("int8", "ring of latents")],
         ("int8", "one index"),
         ("float8_e4m3fn", "ring"),
     ),
 )
 def test_attention_over_a_cache_is_that_over_its_floats(dtype, kind):
     """A prompt, some tokens, many, one; bytes; beams; tokens that are taken back."""
-    window, lengths = (WINDOW if kind == "ring" else None), (np.array([20, 13]) if kind == "lengths" else None)
-    cache = empty(dtype, per_row=kind == "lengths", window=window)
-    assert cache.length == (WINDOW + 1 + SPARE if kind == "ring" else S)
+    window, lengths = (WINDOW if "ring" in kind else None), (np.array([20, 13]) if kind == "lengths" else None)
+    value_size = 10 if "latents" in kind else None
+    cache = empty(dtype, per_row=kind == "lengths", window=window, value_size=value_size)
+    assert cache.length == (WINDOW + 1 + SPARE if "ring" in kind else S)
     attend = jax.jit(cached_attention, static_argnames="local_window_size")
-    first = tokens(20)
+
+    def new_tokens(number):
+        query, key, value = tokens(number)
+        return query, key, None if value_size else value
+
+    def floats(key, value):
+        return key, key[..., :value_size] if value_size else value
+
+    first = new_tokens(20)
     output, cache = attend(*first, cache, lengths=lengths, local_window_size=window)
-    in_full = dot_product_attention(*first, is_causal=True, local_window_size=window)
+    in_full = dot_product_attention(first[0], *floats(*first[1:]), is_causal=True, local_window_size=window)
     np.testing.assert_allclose(output[:, :13], in_full[:, :13], rtol=0, atol=1e-5)  # a prompt is not rounded
     for number in (1, 5, 30, 1):
-        query, key, value = tokens(number)
+        query, key, value = new_tokens(number)
         output, cache = attend(query, key, value, cache, local_window_size=window)
         index = np.broadcast_to(cache.index, B)
         positions, slots = np.asarray(cache.positions()), index[:, None] - number + np.arange(number)
@@ -80,11 +89,13 @@ def test_attention_over_a_cache_is_that_over_its_floats(dtype, kind):
         )
         if window is not None:
             bias = np.where(positions[:, None] < slots[..., None] - window, -np.inf, bias)
-        want = dot_product_attention(query, *cache.floats(jnp.float32), jnp.asarray(bias[:, None], jnp.float32))
-        atol = 0.2 if kind == "ring" and number > 1 else 1e-5  # new tokens are not rounded there
+        keys_and_values = floats(*cache.floats(jnp.float32))
+        want = dot_product_attention(query, *keys_and_values, jnp.asarray(bias[:, None], jnp.float32))
+        atol = 0.2 if "ring" in kind and number > 1 else 1e-5  # new tokens are not rounded there
         np.testing.assert_allclose(output, want, rtol=0, atol=atol)
     back = cache.truncate(cache.index - 2).take([1, 1, 0])
-    again = back.update(key[jnp.array([1, 1, 0])], value[jnp.array([1, 1, 0])])
+    rows = jnp.array([1, 1, 0])
+    again = back.update(key[rows], None if value_size else value[rows])
     for x, rows in ((back, [1, 1, 0]), (again, [1, 1, 0])):
         end = int(x.index.max()) - (1 if x is again else 0)
         held = (np.asarray(x.positions()) >= max(0, end - WINDOW)) & (np.asarray(x.positions()) < end)
@@ -103,15 +114,56 @@ def test_bytes(dtype, size, most):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("dtype", "place"), [("int8", "value"), ("float8_e4m3fn", "key")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latents_beside_other_features_of_any_size(dtype):
+    """Scores are off by |query| . step, weights by a factor of exp(2 error), values by a step, whatever the ratio.
+
+    Ratios are powers of two, so that outputs are equal, bit for bit.
+    """
+    values, old = 10, tokens(600, (1,))[0]
+    (query, new), attend = tokens(1, (N, 1)), jax.jit(cached_attention)
+
+    def output(ratio):
+        factors = np.where(np.arange(H) < values, 1, np.float32(ratio)).reshape(1, 1, 1, H)
+        cache = KVCache.create(B, S, 1, H, dtype, value_size=values).update(old * factors, None)
+        return attend(query / factors, new * factors, None, cache)[0]
+
+    got = output(1)
+    for ratio in (1 / 128, 16, 128):
+        np.testing.assert_array_equal(output(ratio), got)
+    keys = np.concatenate([old, new], 1)[:, :, 0]
+    parts = np.abs(keys[..., :values]), np.abs(keys[..., values:])
+    largest = [np.broadcast_to(x.max(-1, keepdims=True), x.shape) for x in parts]
+    int8 = dtype == "int8"
+    steps = [m / 254 if int8 else np.maximum(x / 16, m / 448 / 1024) for x, m in zip(parts, largest, strict=True)]
+    exact = [keys[..., :values], np.einsum("bnh,bsh->bns", query[:, 0], keys)]
+    error = 2 * np.einsum("bnh,bsh->bns", np.abs(query[:, 0]), np.concatenate(steps, -1)).max(-1) / H**0.5
+    weights = np.asarray(jax.nn.softmax(exact[1] / H**0.5))
+    of_weights = np.expm1(error)[..., None] * np.einsum("bns,bsv->bnv", weights, parts[0])
+    of_values = np.exp(error)[..., None] * np.einsum("bns,bsv->bnv", weights, steps[0])
+    want = np.einsum("bns,bsv->bnv", weights, exact[0])
+    assert (np.abs(got[:, 0] - want) <= of_weights + of_values + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "place"),
+    with_core_tuples(
+        [("int8", "value"), ("float8_e4m3fn", "key"), ("int8", "other feature"), ("float8_e4m3fn", "latent")],
+        ("int8", "value"),
+        ("float8_e4m3fn", "key"),
+        ("int8", "other feature"),
+    ),
+)
 def test_nan_reaches_what_sees_it_and_nothing_else(dtype, place):
     key, value = tokens(600)[1:]
-    bad = {"key": key, "value": value}[place].at[0, 300, 1, 3].set(jnp.nan)
-    key, value = (bad, value) if place == "key" else (key, bad)
+    bad = (value if place == "value" else key).at[0, 300, 1, 12 if place == "other feature" else 3].set(jnp.nan)
+    key, value = (key, bad) if place == "value" else (bad, value)
     cache = empty(dtype).update(key, value)
+    if place in ("latent", "other feature"):
+        cache, value = empty(dtype, value_size=10).update(key, None), None
     for mask, number in ((None, 4), (jnp.arange(S) != 300, 4), (None, 40), (jnp.arange(S) != 300, 40)):
         new = [x[:, :number] for x in tokens(40)]
-        output, _ = jax.jit(cached_attention)(*new, cache, mask=mask)
+        output, _ = jax.jit(cached_attention)(*new[:2], None if value is None else new[2], cache, mask=mask)
         wrong = np.isnan(output).any((1, 3))
         np.testing.assert_array_equal(
             wrong, [[False, False, True, True], [False] * 4] if mask is None else [[False] * 4] * 2
@@ -155,11 +207,17 @@ def test_transformations(dtype):
     output, _ = jax.jit(functools.partial(cached_attention, implementation="blockwise"))(*new, cache)
     np.testing.assert_allclose(output, want, rtol=0, atol=1e-5)
     latent = KVCache.create(B, S, 1, H, dtype, value_size=6).update(tokens(9)[1][:, :, :1], None)
-    assert latent.scale.shape == (B, S, 1, 1)
-    query, key, _ = tokens(1)
-    output, latent = cached_attention(query, key[:, :, :1], None, latent)
-    keys = latent.floats(jnp.float32)[0][:, :10]
-    np.testing.assert_allclose(output, dot_product_attention(query, keys, keys[..., :6]), rtol=0, atol=1e-5)
+    assert latent.scale.shape == (B, S, 1, 2)
+    (query, key, _), attend = tokens(1), jax.jit(lambda query, *cached: cached_attention(query, *cached)[0])
+    new, keys = key[:, :, :1], latent.update(key[:, :, :1], None).floats(jnp.float32)[0][:, :10]
+    want, pull = jax.vjp(lambda query: dot_product_attention(query, keys, keys[..., :6]), query)
+    output, pull_of_cache = jax.vjp(lambda query: attend(query, new, None, latent), query)
+    np.testing.assert_allclose(output, want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(*pull(want), *pull_of_cache(want), rtol=0, atol=1e-5)
+    mapped = jax.vmap(attend, (None, None, None, 0))(
+        query, new, None, jax.tree.map(lambda x: jnp.stack([x, x]), latent)
+    )
+    np.testing.assert_allclose(mapped, jnp.stack([want, want]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -215,11 +273,17 @@ INT8 = jnp.zeros((B, S, K, H), jnp.int8)
 REFUSED = {
     "no scale": (
         lambda: cached_attention(*tokens(1), KVCache(INT8, INT8, jnp.int32(0))),
-        r"scale must be given for keys and values in 8 bits, and only for those, but got none for int8; use KVC",
+        rf"scale must have shape \({B}, {S}, {K}, 2\) for keys and values in 8 bits.*, but got None for int8; use KVC",
     ),
     "a scale for floats": (
         lambda: KVCache(*tokens(9)[1:], jnp.int32(0), scale=jnp.ones((B, 9, K, 2))).update(*tokens(1)[1:]),
-        "only for those, but got one for float32",
+        "must be None for others, but got \\(2, 9, 2, 2\\) for float32",
+    ),
+    "one scale for latents": (
+        lambda: cached_attention(
+            *tokens(1)[:2], None, KVCache(INT8, INT8[..., :0], 0, None, 6, jnp.ones((B, S, K, 1)))
+        ),
+        rf"scale must have shape \({B}, {S}, {K}, 2\) for .*, but got \({B}, {S}, {K}, 1\) for int8",
     ),
     "8 bits as keys": (
         lambda: dot_product_attention(tokens(1)[0], INT8, INT8),

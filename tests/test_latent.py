@@ -111,9 +111,9 @@ def test_linen_is_the_same(name):
 
 @pytest.mark.core
 def test_a_cache_has_the_bytes_of_its_latents():
-    """512 + 64 numbers per token, whatever the heads; in 8 bits also a scale of float32."""
+    """512 + 64 numbers per token, whatever the heads; in 8 bits also a scale in float32 of each of the two."""
     sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 4, "qk_rope_head_dim": 64, "v_head_dim": 4}
-    for dtype, per_token in (("float32", 4 * 576), ("bfloat16", 2 * 576), ("int8", 576 + 4), ("float8_e4m3fn", 580)):
+    for dtype, per_token in (("float32", 4 * 576), ("bfloat16", 2 * 576), ("int8", 576 + 8), ("float8_e4m3fn", 584)):
         module = made(**sizes)
         module.init_cache((3, 7, D), dtype=dtype)
         cached = nnx.to_pure_dict(nnx.state(module, nnx.Cache))
@@ -122,13 +122,18 @@ def test_a_cache_has_the_bytes_of_its_latents():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("int8", 0.02), ("float8_e4m3fn", 0.1), ("bfloat16", 0.02)])
 def test_caches_of_fewer_bits(dtype, tolerance):
-    """Scores and values round to 1 / 254, 1 / 16 and 1 / 256 of the largest feature of a token, in all features."""
+    """Scores and values round to 1 / 254, 1 / 16 and 1 / 256 of the largest feature of a latent or a rotary key.
+
+    However many times as large one of them is: here rotary keys, which meet queries that are smaller.
+    """
     module, x = made(), inputs()[:, :23]
-    whole = jitted(is_causal=True)(module, x)
-    module.init_cache((B, 31, D), dtype=dtype)
-    step = nnx.jit(lambda module, x: module(x, decode=True))
-    outputs = [step(module, x[:, i:j]) for i, j in ((0, 11), *((i, i + 1) for i in range(11, 23)))]
-    assert_close(jnp.concatenate(outputs, axis=1), whole, tolerance)
+    whole, step = jitted(is_causal=True)(module, x), jitted(decode=True)
+    for ratio in (1, 100, 1e-4):  # 1, 100, 1 / 100
+        module.kv_a_proj_with_mqa.kernel[...] *= np.where(np.arange(C + R) < C, 1, np.float32(ratio))[None]
+        module.q_proj.kernel[...] /= np.where(np.arange(5 + R) < 5, 1, np.float32(ratio))[None, None]
+        module.init_cache((B, 31, D), dtype=dtype)
+        outputs = [step(module, x[:, i:j]) for i, j in ((0, 11), *((i, i + 1) for i in range(11, 23)))]
+        assert_close(jnp.concatenate(outputs, axis=1), whole, tolerance)
 
 
 @pytest.mark.core

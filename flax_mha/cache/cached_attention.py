@@ -265,9 +265,10 @@ class Step(NamedTuple):
         query_offset, key_offset = (None if x is None else _by_batch(x, rank) for x in (index, first))
         offsets = Offsets(query_offset, key_offset)
         scale = new.scale if in_place else None
-        call = with_keys(
-            self.scoring, key, value, shape, bias, masks, offsets, cached=in_place, ring=by_one, scale=scale
-        )
+        value_size = None if scale is None else cache.value_size
+        options = self.scoring.options._replace(cached=in_place, ring=by_one, value_size=value_size)
+        scoring = self.scoring._replace(options=options)
+        call = with_keys(scoring, key, value, shape, bias, masks, offsets, scale)
         # What is read in place is dequantized by blocks; nothing else reads 8 bits.
         return call if scale is None or blocks_in_place(call) is not None else self.call(is_empty, False)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha.cache.write import Kind, by_device, write_entries
 from flax_mha.call.operands import Sharding
 from flax_mha.core import validation
-from flax_mha.core.eight_bits import dequantize, is_quantized, quantize
+from flax_mha.core.eight_bits import dequantize_cache, is_quantized, quantize_cache
 from flax_mha.core.integers import extremes, int32, int_at_least, is_int
 from flax_mha.core.tracing import readable
 from flax_mha.distributed.mesh import place, take_entries
@@ -38,8 +38,8 @@ class KVCache:
         that has lost tokens that a query needs; its outputs are NaN.
       window: Number of positions before its own that a query sees; None if the cache is no ring.
       value_size: If given, values are the first `value_size` features of keys, and are not stored again.
-      scale: Factors of keys and of values in 8 bits, [B..., S, K, 2], or [B..., S, K, 1] with a `value_size`; None if
-        they have more bits.
+      scale: Factors of keys and of values in 8 bits; with a `value_size`, of the other features of keys and of values.
+        None if they have more bits.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,7 +58,7 @@ class KVCache:
     index: Int[Array, "..."]
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
     value_size: int | None = dataclasses.field(default=None, metadata={"static": True})
-    scale: Float[Array, "*B S K _"] | None = None
+    scale: Float[Array, "*B S K 2"] | None = None
 
     @classmethod
     def create(
@@ -80,8 +80,8 @@ class KVCache:
           max_length: Number of tokens that the cache has room for.
           num_kv_heads: Number of key and value heads K.
           head_size: H, of keys and of values.
-          dtype: Dtype of keys and values: floating point, or `int8` or `float8_e4m3fn`, with one float32 scale for each
-            token and key head.
+          dtype: Dtype of keys and values: floating point, or `int8` or `float8_e4m3fn`, with float32 scales for each
+            token and key head; see `scale`.
           window: Number of positions before its own that a query sees, the `left` of `local_window_size`; None means
             all. If `max_length` is at least window + 1 + 64, the cache is a ring of window + 1 + 64 slots.
           per_row: True gives each sequence its own index.
@@ -106,10 +106,8 @@ class KVCache:
         sizes_of = head_size, head_size if value_size is None else 0
         key, value = (place(jnp.zeros((*axes, slots, num_kv_heads, x), dtype), sharding) for x in sizes_of)
         index = place(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
-        scale = None
-        if is_quantized(dtype):
-            number = 2 if value_size is None else 1
-            scale = place(jnp.zeros((*key.shape[:-1], number), jnp.float32), sharding)
+        shape = (*key.shape[:-1], 2)
+        scale = place(jnp.zeros(shape, jnp.float32), sharding) if is_quantized(dtype) else None
         return cls.of_window(key, value, index, scale, window=window, value_size=value_size)
 
     @classmethod
@@ -188,17 +186,19 @@ class KVCache:
         return dataclasses.replace(self, key=key, value=value, index=index, scale=scale[0] if scale else None)
 
     def _check_scale(self) -> None:
-        if (self.key.dtype.itemsize == 1) != (self.scale is not None):
+        given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
+        if given != (expected if self.key.dtype.itemsize == 1 else None):
             raise ValueError(
-                f"scale must be given for keys and values in 8 bits, and only for those, but got "
-                f"{'none' if self.scale is None else 'one'} for {self.key.dtype}; use KVCache.create(..., dtype=...)."
+                f"scale must have shape {expected} for keys and values in 8 bits, and must be None for others, but got "
+                f"{given} for {self.key.dtype}; use KVCache.create(..., dtype=...)."
             )
 
     def floats(self, dtype: DTypeLike) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
         """Returns the keys and values of all slots in this floating-point dtype; those in 8 bits are dequantized."""
         if self.scale is None:
             return self.key.astype(dtype), self.value.astype(dtype)
-        return dequantize(self.key, self.scale[..., :1], dtype), dequantize(self.value, self.scale[..., -1:], dtype)
+        key, value = dequantize_cache(self.key, self.value, self.scale, self.value_size, dtype)
+        return key, value[..., : self.value.shape[-1]]
 
     def _tokens(self, number: int, lengths: ArrayLike | None) -> Int[Array, "..."]:
         """Returns the number of new tokens of each sequence without padding, in the shape of the index."""
@@ -281,9 +281,7 @@ class KVCache:
         kind = Kind(self.window is not None, all_or_none=lengths is None)
         entries: tuple[Array, ...] = key, value
         if self.scale is not None:
-            (key, key_scale), (value, value_scale) = (quantize(x, self.key.dtype) for x in entries)
-            scales = key_scale if self.value_size is not None else jnp.concatenate([key_scale, value_scale], axis=-1)
-            entries = key, value, scales
+            entries = quantize_cache(key, value, self.value_size, self.key.dtype)
         written = write_entries(kind, self._entries, entries, self.index, added)
         return Appended(self._replace(written, self.index + added), tokens, room)
 

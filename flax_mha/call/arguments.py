@@ -313,13 +313,11 @@ def with_keys(
     bias: ArrayLike | None,
     masks: Sequence[Mask | None],
     offsets: Offsets,
-    cached: bool = False,
-    ring: bool = False,
     scale: Array | None = None,
 ) -> Call:
     """Makes a `Call` of checked arguments, keys, values and masks; checks the bias, and what user functions look up.
 
-    `scale` is that of keys and values in 8 bits (`Operands.cache_scale`); `cached` and `ring` are those of `Options`.
+    `scale` is that of keys and values in 8 bits (`Operands.cache_scale`).
     """
     present = [mask for mask in masks if mask is not None]
     operands = Operands(
@@ -338,8 +336,6 @@ def with_keys(
     )
     options = scoring.options._replace(
         has_known_sizes=all(isinstance(n, int) for x in (scoring.query, key, value) for n in x.shape),
-        cached=cached,
-        ring=ring,
     )
     if options.score_mod is not None or jax.tree.leaves(operands.mask):  # masks without arrays call no function
         _check_lookups(operands, options)

@@ -88,7 +88,7 @@ class Operands(NamedTuple):
     scale: Array | None  # factor of query . key if it is an array, else None
     dropout_rng: Array | None
     head_ids: "HeadIds | None" = None  # indices and random words, if these operands are a slice of a larger call
-    cache_scale: Float[Array, "*B S K _"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
+    cache_scale: Float[Array, "*B S K 2"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -136,6 +136,7 @@ class Options(NamedTuple):
     cached: bool = False  # whether keys and values are a cache, which is read in place
     ring: bool = False  # whether they are a ring cache; the key offset is then the position of the newest key
     return_max_score: bool = False
+    value_size: int | None = None  # that of a `KVCache` in 8 bits, which is read in place
 
 
 class Call(NamedTuple):

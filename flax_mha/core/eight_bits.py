@@ -55,3 +55,26 @@ def as_floats(x: Array, dtype: DTypeLike) -> Array:
 def dequantize(x: Array, scale: Float[Array, "... 1"], dtype: DTypeLike) -> Array:
     """Inverts `quantize`, but for the rounding: returns numbers in 8 bits times their scales, in this dtype."""
     return (as_floats(x, jnp.float32) * scale).astype(dtype)
+
+
+def quantize_cache(
+    key: Float[Array, "... H"], value: Float[Array, "... Hv"], value_size: int | None, dtype: jnp.dtype
+) -> tuple[Array, Array, Float[Array, "... 2"]]:
+    """Quantizes keys and values; `value_size` and the scales that it returns are those of `KVCache`."""
+    numbers, scales = zip(*(quantize(x, dtype) for x in _parts(key, value, value_size)), strict=True)
+    entries = numbers if value_size is None else (jnp.concatenate(numbers[::-1], axis=-1), value)
+    return *entries, jnp.concatenate(scales, axis=-1)
+
+
+def dequantize_cache(
+    key: Array, value: Array, scale: Float[Array, "... 2"], value_size: int | None, dtype: DTypeLike
+) -> tuple[Float[Array, "... H"], Float[Array, "... Hv"]]:
+    """Inverts `quantize_cache`, but for the rounding; with a `value_size`, values are the first features of keys."""
+    parts = _parts(key, value, value_size)
+    key, value = (dequantize(x, scale[..., i : i + 1], dtype) for i, x in enumerate(parts))
+    return key if value_size is None else jnp.concatenate([value, key], axis=-1), value
+
+
+def _parts(key: Array, value: Array, value_size: int | None) -> tuple[Array, Array]:
+    """Returns keys and values; with a `value_size`, the other features of keys and those that are values."""
+    return (key, value) if value_size is None else (key[..., value_size:], key[..., :value_size])

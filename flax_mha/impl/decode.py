@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha.call.operands import Call, Operands, Options, OutputAndLse
-from flax_mha.core.eight_bits import as_floats, dequantize
+from flax_mha.core.eight_bits import as_floats, dequantize_cache
 from flax_mha.core.tile import Grid, Scalar, Tile
 from flax_mha.core.tracing import by_mapped_axis, platform, varying_alike, varying_as
 from flax_mha.impl import dense
@@ -139,8 +139,7 @@ def _differentiable_jvp(
 
     def dense_of(query: Array, key: Array, value: Array, scale: Array, inputs: ScoreInputs) -> OutputAndLse:
         if cache_scale is not None:
-            scales = _split_scales(cache_scale)
-            key, value = (dequantize(x, scale, rule.dtype) for x, scale in zip((key, value), scales, strict=True))
+            key, value = dequantize_cache(key, value, cache_scale, blocks.value_size, rule.dtype)
         head = head_of(query, key, value, scale, inputs, rule, "flags", rule.dtype)
         return dense.map_dense_heads(head, query.dtype, looped_axes)
 
@@ -263,7 +262,8 @@ def _rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Array]:
     """Computes the same as `_blocks_of_rows` for a single block of queries, in a loop over blocks of keys."""
     heads, dtype = part.query.shape[:-2], part.rule.dtype
     shape = (*heads, blocks.height)
-    state = online_softmax.start(shape, part.value.shape[-1], part.inputs.sink, dtype, part.rule.returns_max)
+    value_size = blocks.value_size or part.value.shape[-1]
+    state = online_softmax.start(shape, value_size, part.inputs.sink, dtype, part.rule.returns_max)
     nothing = varying_as(part.query, (state, jnp.zeros(heads, dtype)))
     step = functools.partial(_step, blocks, part)
     begin, end = _visited(blocks, part, part.key.shape[-3])
@@ -276,26 +276,29 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
     """Returns `carry`, the state of the online softmax and the `_nonfinite_flag`, updated by block i of the keys."""
     length, dtype = part.key.shape[-3], part.query.dtype
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
-    k, v, scales, flags = _read_block(part, column, blocks.width)
+    keys, v, scales, flags = _read_block(blocks, part, column)
 
     def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
-        product, query_scale, (k_scale, v_scale), inputs, rule, flags, (state, flag) = own
-        raw = product
-        product = product if query_scale is None else product * query_scale
-        product = product if k_scale is None else product * k_scale[None, :]
+        products, query_scale, scales, inputs, rule, flags, (state, flag) = own
+        scaled = products if query_scale is None else [x * query_scale for x in products]
+        scaled = scaled if scales is None else [x * scale[None, :] for x, scale in zip(scaled, scales, strict=False)]
+        raw, product = (sum(x[1:], x[0]) for x in (products, scaled))
         tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets.values, ring=rule.ring)
         poison = None if flags is None else flags.key_poison()
         s = rule.tile(product, inputs.cut(tile), tile, poison)
         if length % blocks.width:  # then it begins with keys of the block before
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
         row_poison = None if flags is None else flags.row_poison(unmasked=False)
-        state, weights = online_softmax.rescale(state, s, row_poison, dtype if v_scale is None else None)
+        state, weights = online_softmax.rescale(state, s, row_poison, dtype if scales is None else None)
         kept = rule.dropout_multiplier(tile, s.dtype)
         weights = weights if kept is None else weights * kept
-        weights = weights if v_scale is None else weights * v_scale[None, :]
+        weights = weights if scales is None else weights * scales[1][None, :]
         return state, weights.astype(dtype), _nonfinite_flag(flag, raw, product, rule)
 
-    products = _key_products(part.query, k, part.rule, blocks.block_diagonal)
+    products = [
+        _key_products(part.query[..., features], k, part.rule, blocks.block_diagonal)
+        for features, k in zip(_scaled_features(blocks), keys, strict=True)
+    ]
     operands = (products, part.query_scale, scales, part.inputs, part.rule, flags, carry)
     state, weights, flag = map_heads(one_head, operands, part.query.ndim - 2)
     of_values = _value_products(weights, v, part.rule, blocks.block_diagonal)
@@ -303,31 +306,35 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
 
 
 def _read_block(
-    part: BatchSlice, column: Scalar, width: int
-) -> tuple[Array, Array, tuple[Array | None, Array | None], NonfiniteFlags | None]:
-    """Reads keys and values [*B, s, K, F] from this column on, their scales [*B, K, 1, s] and their flags."""
-    dtype, groups = part.query.dtype, (part.key.shape[-2], 1)
-    k, v = (_block(x, part, column, width, dtype) for x in (part.key, part.value))
-    k_scale = v_scale = flags = None
+    blocks: KeyBlocks, part: BatchSlice, column: Scalar
+) -> tuple[list[Array], Array, list[Array] | None, NonfiniteFlags | None]:
+    """Reads parts of keys and values [*B, s, K, F] from this column on, their scales [*B, K, 1, s] and their flags."""
+    groups, scale, flags = (part.key.shape[-2], 1), None, None
+    read = functools.partial(_block, part=part, column=column, width=blocks.width)
+    keys = [read(part.key, features, dtype=part.query.dtype) for features in _scaled_features(blocks)]
+    v = read(part.value, slice(None), dtype=part.query.dtype) if blocks.value_size is None else keys[1]
     if part.cache_scale is not None:
-        k_scale, v_scale = _split_scales(_block(part.cache_scale, part, column, width, part.rule.dtype))
+        scale = read(part.cache_scale, slice(None), dtype=part.rule.dtype)
     if part.flags is not None:
-        if k_scale is None or v_scale is None:
-            k, v, of_keys = nonfinite.zero_keys(k, v)
-        else:  # numbers in 8 bits are finite; if a key or value was not, its scale is NaN
-            k_scale, v_scale, of_keys = nonfinite.zero_keys(k_scale, v_scale)
+        if scale is None:
+            keys[0], v, of_keys = nonfinite.zero_keys(keys[0], v)
+        else:  # numbers in 8 bits are finite; if a key or value was not, a scale is NaN
+            of_keys = nonfinite.flag_rows(scale)
+            scale = nonfinite.zero_rows(scale, of_keys)
         flags = NonfiniteFlags(part.flags, vectors_by_head(of_keys, groups))
-    return k, v, jax.tree.map(lambda x: vectors_by_head(x[..., 0], groups), (k_scale, v_scale)), flags
+    scales = None if scale is None else [vectors_by_head(scale[..., i], groups) for i in (0, 1)]
+    return keys, v, scales, flags
 
 
-def _split_scales(scale: Float[Array, "*B S K _"]) -> tuple[Float[Array, "*B S K 1"], Float[Array, "*B S K 1"]]:
-    """Returns the scales of keys and those of values: first and last entry of the last axis, which may have one."""
-    return scale[..., :1], scale[..., -1:]
+def _scaled_features(blocks: KeyBlocks) -> list[slice]:
+    """Returns the features of keys of each scale: all, or with a `value_size` others than values, and values."""
+    number = blocks.value_size
+    return [slice(None)] if number is None else [slice(number, None), slice(number)]
 
 
 def _block(
-    x: Shaped[Array, "*B S K F"], part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
-) -> Float[Array, "*B s K F"]:
+    x: Shaped[Array, "*B S K F"], features: slice, part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
+) -> Float[Array, "*B s K f"]:
     """Cuts `width` keys, values or scales out of `x`, from `column` on, as floats of `dtype`; 8 bits are not scaled."""
     bits = BITS.get(x.dtype.name)
     bits = bits if bits and platform() == "cpu" else None
@@ -338,19 +345,19 @@ def _block(
         return as_floats(block, dtype) if has_8_bits else lax.bitcast_convert_type(block, x.dtype).astype(dtype)
 
     if width == length and batch == x.shape[:-3] and not (has_8_bits and bits):
-        return convert(x)
+        return convert(x[..., features])
     start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
     shape = (*batch, width, num_heads, size)
 
     def read() -> Array:
         block = x if bits is None else lax.bitcast_convert_type(x, bits)
-        return convert(lax.dynamic_slice(block, start, shape, allow_negative_indices=False))
+        return convert(lax.dynamic_slice(block, start, shape, allow_negative_indices=False)[..., features])
 
     if bits is None:
         return read()
     # XLA's CPU converts an array before it cuts a part out, and so would convert all keys before the loop. It moves
     # nothing out of a branch of `lax.cond`, if it does not know that this branch is always taken.
-    nothing = varying_as(x, jnp.zeros(shape, dtype))
+    nothing = varying_as(x, jnp.zeros(shape, dtype)[..., features])
     always = lax.optimization_barrier(start[-3]) >= 0
     return lax.cond(always, read, lambda: nothing)
 
@@ -422,8 +429,9 @@ def _key_products(
 
     if not block_diagonal:
         return map_heads(product, (query, split_heads(key, (num_heads, 1))), len(batch) + 2)
-    rows = jnp.where(_same_head(num_heads)[..., None], query[..., None, :], 0).reshape(*batch, -1, num_heads * size)
-    products = map_heads(product, (rows, key.reshape(*key.shape[:-2], -1)), len(batch))
+    rows = jnp.where(_same_head(num_heads)[..., None], query[..., None, :], 0)
+    rows = rows.reshape(*batch, math.prod(query.shape[-4:-1]), num_heads * size)  # of no features, too
+    products = map_heads(product, (rows, key.reshape(*key.shape[:-2], num_heads * size)), len(batch))
     return products.reshape(*query.shape[:-1], -1)
 
 

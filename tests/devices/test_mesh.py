@@ -455,29 +455,34 @@ def test_where_arrays_may_be_split_no_bfloat16_cache_is_copied(per_row, number):
 
 @pytest.mark.parametrize(
     ("kind", "kv_heads", "dtype"),
-    [("auto", 4, jnp.float8_e4m3fn), ("explicit", 4, jnp.int8), ("explicit", 2, jnp.float8_e4m3fn)],
+    [
+        ("auto", 4, jnp.float8_e4m3fn),
+        ("explicit", 4, jnp.int8),
+        ("explicit", 2, jnp.float8_e4m3fn),
+        ("explicit", 1, jnp.int8),
+    ],
 )
 def test_a_cache_in_8_bits(kind, kv_heads, dtype):
-    """Split by batch and heads, its scales alike; with fewer key heads than devices, on all of them."""
+    """Split by batch and heads, its scales alike; with fewer key heads than devices, on all of them; latents too."""
     mesh, spec = mesh_of(kind, (2, 4)), jax.P("data", None, "model" if kv_heads == 4 else None, None)
-    rng = np.random.default_rng(0)
+    rng, value_size = np.random.default_rng(0), H - 2 if kv_heads == 1 else None
+    empty = functools.partial(KVCache.create, 8, 30, kv_heads, H, dtype, value_size=value_size)
     prompt, token = (
         [jnp.asarray(rng.standard_normal((8, t, n, H)), jnp.float32) for n in (4, kv_heads, kv_heads)] for t in (18, 1)
     )
 
     def decode(cache, prompt, token):
-        cache = cache.update(*prompt[1:]).keep([5, 7])
-        query, key, value = token
-        return cached_attention(query, key, value, cache)
+        prompt, token = ([*x[:2], x[2] if value_size is None else None] for x in (prompt, token))
+        return cached_attention(*token, cache.update(*prompt[1:]).keep([5, 7]))
 
-    expected, after = jax.jit(decode)(KVCache.create(8, 30, kv_heads, H, dtype), prompt, token)
+    expected, after = jax.jit(decode)(empty(), prompt, token)
     with jax.set_mesh(mesh):
         split = [
             [jax.device_put(x, jax.NamedSharding(mesh, jax.P("data", None, "model"))) for x in y[:1]]
             + [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in y[1:]]
             for y in (prompt, token)
         ]
-        got, cache = jax.jit(decode)(KVCache.create(8, 30, kv_heads, H, dtype, sharding=spec), *split)
+        got, cache = jax.jit(decode)(empty(sharding=spec), *split)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
     for x, want in zip(cache.arrays, after.arrays, strict=True):
         np.testing.assert_array_equal(x, want)

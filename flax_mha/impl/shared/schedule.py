@@ -95,6 +95,7 @@ class KeyBlocks(NamedTuple):
       block_diagonal: Whether one matrix product serves all heads, as `decode.py` describes.
       max_scores: Use these blocks for at most so many scores of all batch entries and heads.
       wide: Blocks to use instead if more than half of the keys are visible; None: there are none.
+      value_size: If given, keys have two scales: one of the first `value_size` features, the values, one of the others.
     """
 
     height: int
@@ -104,6 +105,7 @@ class KeyBlocks(NamedTuple):
     block_diagonal: bool = False
     max_scores: int = sys.maxsize
     wide: "KeyBlocks | None" = None
+    value_size: int | None = None
 
 
 class Plan(NamedTuple):
@@ -209,9 +211,10 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     if not few and not options.cached:
         return None
     height = min(queries, MAX_HEIGHT_IN_PLACE)
+    blocks_of = functools.partial(KeyBlocks, height, value_size=options.value_size)
     if not on_cpu:
         width = MAX_WIDTH_ACCELERATOR if operands.cache_scale is None else MAX_WIDTH_IN_PLACE  # 8 bits are converted
-        return KeyBlocks(height, min(keys, width), False, options.dtype)
+        return blocks_of(min(keys, width), False, options.dtype)
     in_turn, has_8_bits = not options.target.may_be_split, operands.cache_scale is not None
     dtype = _dtype_in_place(call) if in_turn else options.dtype
     numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
@@ -224,9 +227,9 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     if keys % width and not masked:
         return None  # the last block would have to mask some of its keys
     if not in_turn:
-        return KeyBlocks(height, width, False, dtype)
+        return blocks_of(width, False, dtype)
     joint = num_heads * height * operands.query.shape[-2] <= MAX_JOINT_ROWS
-    blocks = KeyBlocks(height, width, True, dtype, joint)
+    blocks = blocks_of(width, True, dtype, joint)
     return blocks._replace(wide=_wide_blocks(call, blocks, widest))
 
 
