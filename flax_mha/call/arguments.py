@@ -266,7 +266,7 @@ def canonical(
 
 
 class Scoring(NamedTuple):
-    """What `check_scoring` returns: the arguments that need no keys, checked, for `Operands` and `Options`."""
+    """The arguments that need no keys, as `check_scoring` has checked them: parts of `Operands`, and `Options`."""
 
     query: Array
     sinks: Array | None

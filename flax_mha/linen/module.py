@@ -51,7 +51,7 @@ class AttentionModule:
         sow_weights: bool,
         **others: Any,
     ) -> dict[str, Any]:
-        """Returns the arguments that Flax's module passes to its attention function, if the function has them."""
+        """Returns Flax's arguments for the attention function, but those that it neither has nor needs."""
         keeps_all = self.dropout_rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
         if not keeps_all and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")

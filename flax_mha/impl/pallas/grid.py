@@ -128,7 +128,7 @@ def _first(x: Any) -> Bool[Array, "*heads groups members"]:
 
 
 def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads groups members"]:
-    """Reshapes [*heads, rows, columns] to one group of tiles per result; heads that share a result join its group."""
+    """Reshapes [*heads, rows, columns] to one group of tiles per result, over heads that share it; see `list_steps`."""
     rank = len(sizes)
     shared = [axis for axis in range(rank) if results[axis] == 1]
     separate = [axis for axis in range(rank) if results[axis] != 1]
