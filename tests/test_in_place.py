@@ -215,3 +215,15 @@ def test_a_mapped_call_still_chooses(shared):
     entries = [[value if axis is None else value[i] for value, axis in zip(x, axes, strict=True)] for i in range(3)]
     assert_same(every(*x), jax.tree.map(lambda *x: jnp.stack(x), *(call(*entry) for entry in entries)))
     assert ("stablehlo.case" in every.lower(*x).as_text()) == (shared != "keys")
+
+
+@pytest.mark.core
+def test_products_of_bfloat16_are_not_rounded(monkeypatch):
+    """Scores of 256 and 257 differ by 1, of which bfloat16 would leave nothing."""
+    monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})
+    query = jnp.full((1, 1, 2, 16), 16, jnp.bfloat16)
+    key = jnp.zeros((1, S, 1, 16), jnp.bfloat16).at[:, :2].set(1).at[:, 1, :, 0].set(1.0625)
+    value = jnp.zeros_like(key).at[:, 1].set(1)
+    call = functools.partial(dot_product_attention, scale=1.0, is_causal=True, query_offset=S, implementation="xla")
+    got = jax.jit(call)(query, key, value)
+    np.testing.assert_allclose(np.asarray(got, np.float32), 1 / (1 + np.exp(-1)), rtol=2**-8)

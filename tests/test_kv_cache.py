@@ -1,5 +1,7 @@
 """`KVCache`: what stands where, what is taken back or reordered, and what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from marks import pairwise, with_core
 from flax_mha import dot_product_attention
 from flax_mha.cache.kv_cache import SPARE, KVCache
 from flax_mha.cached_attention import cached_attention
+from flax_mha.core.eight_bits import quantize
 
 B, S, K, H = 3, 11, 2, 5
 WINDOW = 4
@@ -95,6 +98,24 @@ def test_tokens_one_after_another(batch, dtype):
         held = (np.arange(S) < at)[:, None, None]
         np.testing.assert_array_equal(cache.key, np.where(held, key, 0))
         np.testing.assert_array_equal(cache.value, np.where(held, value, 0))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.bfloat16, 7), (jnp.float8_e4m3fn, 2)])
+@pytest.mark.parametrize("lengths", [None, [1, 0, 2]])
+def test_every_feature_of_one_key_head(dtype, size, lengths):
+    """On CPUs they may be written in parts."""
+    number, first = 1 if lengths is None else 2, 3
+    new = jnp.linspace(-1, 1, B * number * size).reshape(B, number, 1, size).astype(jnp.bfloat16)
+    cache = KVCache.create(B, S, 1, size, dtype, per_row=lengths is not None)
+    cache = dataclasses.replace(cache, index=cache.index + first)
+    grown = updated(cache, new, -new, None if lengths is None else jnp.array(lengths))
+    held = (np.arange(number) < np.array(lengths or [1] * B)[:, None])[..., None, None]
+    stored = new if dtype == jnp.bfloat16 else quantize(new, jnp.dtype(dtype))[0]
+    expected = np.zeros((B, S, 1, size), np.float32)
+    expected[:, first : first + number] = np.where(held, np.asarray(stored, np.float32), 0)
+    np.testing.assert_array_equal(np.asarray(grown.key, np.float32), expected)
+    np.testing.assert_array_equal(np.asarray(grown.value, np.float32), -expected)
 
 
 @pytest.mark.core

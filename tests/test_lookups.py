@@ -189,6 +189,16 @@ def test_a_cache_may_be_longer_than_a_table(window, by_distance):
             step(x, cache)
 
 
+@pytest.mark.core
+def test_all_new_tokens_of_a_sequence_need_an_entry():
+    """Its padding needs none."""
+    x = jnp.ones((2, 2, N, 4))
+    cache = KVCache.create(2, 99, N, 4, per_row=True).update(x, x)
+    step = jax.jit(functools.partial(cached_attention, **mod(lambda b, h, q, k: jnp.ones(3)[q])))
+    output, _ = step(x, x, x, cache, lengths=jnp.array([2, 1]))  # at positions 2 and 3, and at 2
+    np.testing.assert_array_equal(np.isnan(output).any(axis=(2, 3)), [[True, True], [False, False]])
+
+
 def test_a_recipe_of_other_heads_is_refused_by_every_caller():
     x, cache = jnp.ones((B, 5, N, 4)), KVCache.create(B, 9, N, 4, jnp.int8, per_row=True)
     inputs, arguments = jnp.ones((B, 5, 32)), recipes.alibi(2 * N)

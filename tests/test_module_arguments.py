@@ -555,3 +555,16 @@ def test_projections_in_bfloat16(tokens, monkeypatch):
         assert got.dtype == jnp.bfloat16
         got = np.moveaxis(np.asarray(got, np.float64), -1, -2)
         np.testing.assert_allclose(got, expected, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.core
+def test_projections_of_a_vector_and_into_a_named_dtype(monkeypatch):
+    """A product into float32 is not rounded to bfloat16, and a vector is no row."""
+    monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})
+    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((31,), (31, 8)))
+    expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    axes = (((0,), (0,)), ((), ()))
+    got, wide = dot_general(x, kernel, axes), dot_general(x, kernel, axes, preferred_element_type=jnp.float32)
+    assert (got.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2**-8, atol=1e-5)
+    np.testing.assert_allclose(wide, expected, rtol=0, atol=1e-5)
