@@ -280,9 +280,10 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
 
     def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
         products, query_scale, scales, inputs, rule, flags, (state, flag) = own
-        scaled = products if query_scale is None else [x * query_scale for x in products]
-        scaled = scaled if scales is None else [x * scale[None, :] for x, scale in zip(scaled, scales, strict=False)]
-        raw, product = (sum(x[1:], x[0]) for x in (products, scaled))
+        products = products if query_scale is None else [x * query_scale for x in products]
+        if scales is not None:
+            products = [x * scale[None, :] for x, scale in zip(products, scales, strict=False)]
+        product = sum(products[1:], products[0])
         tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets.values, ring=rule.ring)
         poison = None if flags is None else flags.key_poison()
         s = rule.tile(product, inputs.cut(tile), tile, poison)
@@ -293,7 +294,7 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
         kept = rule.dropout_multiplier(tile, s.dtype)
         weights = weights if kept is None else weights * kept
         weights = weights if scales is None else weights * scales[1][None, :]
-        return state, weights.astype(dtype), _nonfinite_flag(flag, raw, product, rule)
+        return state, weights.astype(dtype), _nonfinite_flag(flag, product, rule)
 
     products = [
         _key_products(part.query[..., features], k, part.rule, blocks.block_diagonal)
@@ -362,18 +363,15 @@ def _block(
     return lax.cond(always, read, lambda: nothing)
 
 
-def _nonfinite_flag(
-    before: Float[Array, ""], raw: Float[Array, "t s"], products: Float[Array, "t s"], rule: ScoreRule
-) -> Float[Array, ""]:
+def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], rule: ScoreRule) -> Float[Array, ""]:
     """Returns `before`, or a number that is not finite if a product is not finite and the output would not show it.
 
     NaN and infinity make the output NaN. Minus infinity leaves no trace in it: the weight is 0, although what is not
-    finite in a query or a key should make the output NaN. Both infinities are sought in `raw`, the products before they
-    are scaled, because a negative scale turns one into the other. A soft cap or a `score_mod` may hide all three.
+    finite in a query or a key should make the output NaN. A soft cap or a `score_mod` may hide all three.
     """
     if rule.soft_cap is None and rule.score_mod is None:
         # XLA's CPU loses the -inf of a minimum if there is NaN, too, as of an infinite query and a slot of zeros.
-        return jnp.where(jnp.any(jnp.isinf(raw)), jnp.full_like(before, jnp.inf), before)
+        return jnp.where(jnp.any(jnp.isinf(products)), jnp.full_like(before, jnp.inf), before)
     return before + jnp.sum(products * 0)
 
 
