@@ -323,7 +323,10 @@ def _read_block(
             of_keys = nonfinite.flag_rows(scale)
             scale = nonfinite.zero_rows(scale, of_keys)
         flags = NonfiniteFlags(part.flags, vectors_by_head(of_keys, groups))
-    scales = None if scale is None else [vectors_by_head(scale[..., i], groups) for i in (0, 1)]
+    if scale is None:
+        return keys, v, None, flags
+    # Without the barrier XLA's CPU would read every second number again wherever a scale is used.
+    scales = lax.optimization_barrier([vectors_by_head(scale[..., i], groups) for i in (0, 1)])
     return keys, v, scales, flags
 
 
