@@ -27,6 +27,7 @@ import torch
 import transformers
 from flax import nnx
 from hf_families import MODELS, OTHERS, config_class, model_type_of, shrink
+from torch_rope import KIMI_SCALING
 
 TABLE = Path(__file__).with_suffix(".md")
 LENGTHS, STEPS, TOLERANCE = (13, 7), 8, 1e-4
@@ -58,15 +59,7 @@ KIMI_K2: dict[str, Any] = {
     "v_head_dim": 32,
     "attention_bias": False,
     "rope_theta": 50000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 1.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 64,
-    },
+    "rope_scaling": KIMI_SCALING | {"original_max_position_embeddings": 64},
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",

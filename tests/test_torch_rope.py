@@ -45,15 +45,6 @@ OSS_SCALING = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-KIMI_SCALING = {
-    "type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 1.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-}
 QWEN_SCALING = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 PHI_3_FACTOR = 1.1902380714238083  # sqrt(1 + ln(32) / ln(4096)) = sqrt(17 / 12)
 # port: (the line of RoPE's docstring, what from_config reads, the arguments besides, head size)
@@ -100,7 +91,7 @@ MODELS = {
     ),
     "kimi_k2": (
         RoPE(50_000.0, interleaved=True, scaling=YaRN(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0)),
-        {"model_type": "kimi_k2", "rope_theta": 50000.0, "rope_scaling": KIMI_SCALING},
+        {"model_type": "kimi_k2", "rope_theta": 50000.0, "rope_scaling": torch_rope.KIMI_SCALING},
         {},
         64,
     ),

@@ -97,6 +97,17 @@ def qwen_3_yarn(x: Tensor, positions: Tensor) -> Tensor:
     return rotate_halves(x, angle, 0.1 * math.log(4.0) + 1)
 
 
+KIMI_SCALING = {
+    "type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
 def kimi_k2(x: Tensor, positions: Tensor) -> Tensor:
     """Its 4,096 positions made 131,072: with equal turns, a pair is kept or divided; both of its mscales are 1."""
     return rotate_every_two(x, angles(positions, yarn_frequencies(50_000.0, x.shape[-1], 32.0, 4096, True, fast=1.0)))
