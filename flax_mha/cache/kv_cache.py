@@ -38,8 +38,8 @@ class KVCache:
         that has lost tokens that a query needs; its outputs are NaN.
       window: Number of positions before its own that a query sees; None if the cache is no ring.
       value_size: If given, values are the first `value_size` features of keys, and are not stored again.
-      scale: Factors of keys and of values in 8 bits; with a `value_size`, of the other features of keys and of values.
-        None if they have more bits.
+      scale: Factors [B..., S, K, 2] of keys and of values in 8 bits; with a `value_size`, of the other features of keys
+        and of values. None if they have more bits.
 
     Example:
       >>> import jax.numpy as jnp

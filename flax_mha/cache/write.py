@@ -204,7 +204,7 @@ def _update_slice(
     def read(cached: Array) -> Array:
         return lax.dynamic_slice(_bits(cached), start, entries.shape)
 
-    # It goes over all slots, and of a single head writes each again, unless the features come in three parts.
+    # XLA goes over all slots, and of a single head writes each again, unless the features come in three parts.
     in_parts = cached.shape[-2] == 1 and (entries.shape[-3] == 1 or in_use.ndim > 0)
 
     def write(cached: Array) -> Array:

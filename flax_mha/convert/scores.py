@@ -15,7 +15,7 @@ from flax_mha.recipes import alibi
 def position_arguments(
     family: Family, values: Values, num_heads: int, rotates: bool, is_chunked: bool
 ) -> dict[str, Any]:
-    """Makes the arguments for scores that positions change: `score_mod` (ALiBi, temperature), `mask` (chunks), none."""
+    """Returns the arguments by which positions change scores: `score_mod` (ALiBi, temperature), `mask` (chunks)."""
     changes: dict[str, Any] = {}
     rotary = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if family.alibi:

@@ -6,7 +6,6 @@ The modules pass what differs between `flax.nnx` and `flax.linen` in a `FlaxModu
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -188,7 +187,8 @@ def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any,
     # With a bfloat16 result, or a single row, XLA's CPU would convert all weights to float32. The barrier keeps it from
     # reading `lhs` transposed, for which it has no product.
     (contracted, _), (batch, _) = dimension_numbers
-    is_row = 0 not in contracted and not batch and lhs.size == math.prod(lhs.shape[i] for i in contracted)
+    kept = [size for axis, size in enumerate(lhs.shape) if axis not in contracted]
+    is_row = 0 not in contracted and not batch and all(size == 1 for size in kept)
     rows = lax.optimization_barrier(jnp.broadcast_to(lhs, (2, *lhs.shape[1:])) if is_row else lhs)
     options["preferred_element_type"] = jnp.float32
     product = lax.dot_general(rows, rhs, dimension_numbers, *arguments, **options).astype(jnp.bfloat16)
