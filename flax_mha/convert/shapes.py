@@ -60,7 +60,7 @@ def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str,
 
 
 def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
-    """Returns why the layout cannot hold the arrays, in words; an empty text if it can."""
+    """Returns why the layout cannot hold the arrays, whose axes have these sizes by letter; an empty text if it can."""
     biased = tuple(name for name in ALL if f"{name}/bias" in arrays)
     if biased not in layout.biased:
         choices = " or on ".join(", ".join(choice) or "none" for choice in layout.biased)

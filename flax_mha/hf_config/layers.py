@@ -164,7 +164,7 @@ def all_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 
 def listed_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    """Returns True if the layer has a 1 in `no_rope_layers`; without it, except in each `no_rope_layer_interval`-th."""
+    """Returns True for a 1 in `no_rope_layers`; without that list, for all but every `no_rope_layer_interval`-th."""
     if values.get("no_rope_layers"):
         return bool(entry(values, "no_rope_layers", layer))
     return bool((layer + 1) % values["no_rope_layer_interval"])

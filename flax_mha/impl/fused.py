@@ -105,7 +105,7 @@ class _ForwardPass(NamedTuple):
 
 
 def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
-    """Makes the function that computes the kernel's results and then, with `saved`, the kernel's residuals."""
+    """Makes the `Function` that evaluates `jaxpr`: the kernel's results and, with `saved`, then its residuals."""
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         return functions.run(jaxpr, arguments)

@@ -502,7 +502,7 @@ def _read(*variables: Any) -> Any:
 
 
 def split_variable(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
-    """Returns the variable, split over these mesh axes (metadata `out_sharding`), and placed if a mesh is set."""
+    """Returns a copy split over these mesh axes: says so in its metadata `out_sharding`; places it if a mesh is set."""
     metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
     if "out_sharding" in metadata:
         raise ValueError(

@@ -100,8 +100,8 @@ class NTK(Scaling):
 class Llama3(Scaling):
     """Llama 3.1: slow pairs are slowed down by the factor, fast ones are kept, those between are interpolated.
 
-    A pair that turns t = original_max_position * f / 2 pi times in the original length is kept if t > high_freq_factor,
-    slowed down if t < low_freq_factor. Grattafiori et al., arXiv:2407.21783.
+    A pair of frequency f turns t = original_max_position * f / 2 pi times in the original length. It is kept if
+    t > high_freq_factor, slowed down if t < low_freq_factor. Grattafiori et al., arXiv:2407.21783.
 
     Attributes:
       factor: The ratio of the new length to the original one, at least 1.

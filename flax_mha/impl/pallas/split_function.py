@@ -85,7 +85,7 @@ class TileFunction:
         return [known[x] for x in self.numbers] + [x.table(known) for x in self.lookups.values()]
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
-        """Computes the function for a tile of this shape, from its arguments and `values`, all of which broadcast."""
+        """Computes a tile [t, s] from [score,] q_idx, kv_idx and the `values` of numbers and lookups, which broadcast."""
         known = dict(zip((*self.arguments, *self.numbers, *self.lookups), (*arguments, *values), strict=True))
         for equation in self.equations:
             if equation.outvars[0] not in known:

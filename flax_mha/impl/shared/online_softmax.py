@@ -33,7 +33,8 @@ def start(
 ) -> State:
     """Makes the state before the first key. A sink is a score that counts in the sum but has no value.
 
-    `rows` is the number of rows, or the shape [*L, t] of the rows of many heads; `features` is Hv.
+    `rows` is the number of rows, or the shape [*L, t] of the rows of many heads; `features` is Hv. With `keeps_largest`
+    the state also has the largest score without the sink.
     """
     shape = (rows,) if isinstance(rows, int) else rows
     output = jnp.zeros((*shape, features), dtype)
