@@ -119,8 +119,8 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from flax_mha.cache.cached_attention import cached_attention
-      >>> from flax_mha.cache.kv_cache import KVCache
+      >>> from flax_mha.cached_attention import cached_attention
+      >>> from flax_mha.kv_cache import KVCache
       >>> cache = KVCache.create(2, 100, num_kv_heads=1, head_size=16)
       >>> query = jax.random.normal(jax.random.key(0), (2, 5, 4, 16))
       >>> key = value = query[:, :, :1]

@@ -43,7 +43,7 @@ class KVCache:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from flax_mha.cache.kv_cache import KVCache
+      >>> from flax_mha.kv_cache import KVCache
       >>> cache = KVCache.create(2, 100, num_kv_heads=4, head_size=16, per_row=True)
       >>> prompt = jnp.ones((2, 7, 4, 16))
       >>> cache = cache.update(prompt, prompt, lengths=jnp.array([7, 3]))
@@ -360,7 +360,7 @@ class KVCache:
 
         Example:
           >>> import jax.numpy as jnp
-          >>> from flax_mha.cache.kv_cache import KVCache
+          >>> from flax_mha.kv_cache import KVCache
           >>> drafts = jnp.arange(7.0).reshape(1, 7, 1, 1)
           >>> cache = KVCache.create(1, 10, num_kv_heads=1, head_size=1).update(drafts, drafts)
           >>> cache = cache.keep([3, 4, 6])

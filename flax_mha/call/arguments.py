@@ -313,12 +313,9 @@ def with_keys(
     bias: ArrayLike | None,
     masks: Sequence[Mask | None],
     offsets: Offsets,
-    scale: Array | None = None,
+    cache_scale: Array | None = None,
 ) -> Call:
-    """Makes a `Call` of checked arguments, keys, values and masks; checks the bias, and what user functions look up.
-
-    `scale` is that of keys and values in 8 bits (`Operands.cache_scale`).
-    """
+    """Makes a `Call` of checked arguments, keys, values and masks; checks the bias, and what user functions look up."""
     present = [mask for mask in masks if mask is not None]
     operands = Operands(
         query=scoring.query,
@@ -332,7 +329,7 @@ def with_keys(
         offsets=offsets,
         scale=scoring.scale,
         dropout_rng=scoring.dropout_rng,
-        cache_scale=scale,
+        cache_scale=cache_scale,
     )
     options = scoring.options._replace(
         has_known_sizes=all(isinstance(n, int) for x in (scoring.query, key, value) for n in x.shape),

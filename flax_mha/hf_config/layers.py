@@ -65,7 +65,7 @@ def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
 
 def first_of(number: int, key: str = "") -> LayerType:
     """Returns a rule by which the first of every n layers is full, and the others slide; see `last_of`."""
-    return listed(lambda values, layer: sliding(values, layer) if layer % values.get(key, number) else FULL)
+    return listed(lambda values, layer: sliding(values, layer) if layer % (values.get(key) or number) else FULL)
 
 
 def upper_slide(values: Values, layer: int) -> str:

@@ -85,7 +85,7 @@ class TileFunction:
         return [known[x] for x in self.numbers] + [x.table(known) for x in self.lookups.values()]
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
-        """Computes a tile [t, s] from [score,] q_idx, kv_idx and the `values` of numbers and lookups, which broadcast."""
+        """Computes a tile [t, s] from [score,] q_idx, kv_idx and `values` (numbers, looked up entries), broadcast."""
         known = dict(zip((*self.arguments, *self.numbers, *self.lookups), (*arguments, *values), strict=True))
         for equation in self.equations:
             if equation.outvars[0] not in known:

@@ -1,7 +1,8 @@
 """Converts a call to the layout of one head, and maps functions of one head over batch and heads (`map_heads`).
 
 In the layout of one head, every array of a call is [B..., K | 1, G | 1, part of one head]: B are the batch axes, K the
-key and value heads, G = N / K the query heads that share a key head. Along an axis of length 1, all share one entry.
+key and value heads, G = N / K the query heads that share a key head (head n has key head n // G). Along an axis of
+length 1, all share one entry.
 """
 
 import dataclasses

@@ -263,8 +263,8 @@ class ScoreRule:
         """Computes a random word for each weight of a tile; a counter gives two, one for each query of a pair."""
         (height, width), (query_offset, _) = tile.shape, tile.offsets
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
-        # If the offset is a number, tiles begin at even rows, those of `decode.py` at row 0. So only an odd offset can
-        # separate the two queries of a counter.
+        # If the offset is a number, tiles begin at even rows. (`decode.py` begins at odd ones only over a cache, whose
+        # offsets are arrays.) So only an odd offset can separate the two queries of a counter.
         is_even = isinstance(query_offset, int) and query_offset % 2 == 0
         pairs = -(-height // 2) if is_even else height // 2 + 1
         pair = lax.shift_right_arithmetic(first, jnp.int32(1)) + lax.broadcasted_iota(jnp.int32, (pairs, width), 0)
