@@ -78,7 +78,7 @@ def raw(x):
 def scaled(key, shape, dtype, out_sharding=None):
     """An initializer of kernels and biases that is quick, since nothing is compiled for it."""
     seed = 0 if isinstance(key, jax.core.Tracer) else np.asarray(raw(key))  # linen traces for the shapes alone
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / np.sqrt(FEATURES), dtype)
+    return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(FEATURES)).astype(dtype)
 
 
 def assert_same(got, expected):

@@ -23,7 +23,7 @@ rng = np.random.default_rng(0)
 
 
 def tokens(number, heads=(N, K, K), dtype=jnp.float32):
-    return [jnp.asarray(rng.standard_normal((B, number, n, H)), dtype) for n in heads]
+    return [rng.standard_normal((B, number, n, H)).astype(dtype) for n in heads]
 
 
 def empty(dtype, slots=S, **given):
@@ -90,7 +90,7 @@ def test_attention_over_a_cache_is_that_over_its_floats(dtype, kind):
         if window is not None:
             bias = np.where(positions[:, None] < slots[..., None] - window, -np.inf, bias)
         keys_and_values = floats(*cache.floats(jnp.float32))
-        want = dot_product_attention(query, *keys_and_values, jnp.asarray(bias[:, None], jnp.float32))
+        want = dot_product_attention(query, *keys_and_values, np.float32(bias[:, None]))
         atol = 0.2 if "ring" in kind and number > 1 else 1e-5  # new tokens are not rounded there
         np.testing.assert_allclose(output, want, rtol=0, atol=atol)
     back = cache.truncate(cache.index - 2).take([1, 1, 0])
@@ -156,7 +156,11 @@ def test_latents_beside_other_features_of_any_size(dtype):
 )
 def test_nan_reaches_what_sees_it_and_nothing_else(dtype, place):
     key, value = tokens(600)[1:]
-    bad = (value if place == "value" else key).at[0, 300, 1, 12 if place == "other feature" else 3].set(jnp.nan)
+    bad = (
+        jnp.asarray(value if place == "value" else key)
+        .at[0, 300, 1, 12 if place == "other feature" else 3]
+        .set(jnp.nan)
+    )
     key, value = (key, bad) if place == "value" else (bad, value)
     cache = empty(dtype).update(key, value)
     if place in ("latent", "other feature"):
@@ -178,7 +182,7 @@ def test_an_infinite_query_beside_empty_slots(dtype, scale, monkeypatch):
     query, *new = (jnp.abs(x) for x in tokens(5, dtype=jnp.bfloat16))
     cache = empty(dtype).update(*(jnp.abs(x) for x in tokens(S - 8, dtype=jnp.bfloat16)[1:]))
     call = jax.jit(functools.partial(cached_attention, local_window_size=(40, 0), scale=scale))
-    output, _ = call(query.at[0].set(-jnp.inf if scale > 0 else jnp.inf), *new, cache)
+    output, _ = call(jnp.asarray(query).at[0].set(-jnp.inf if scale > 0 else jnp.inf), *new, cache)
     assert jnp.isnan(output[0]).all()
     assert jnp.isfinite(output[1]).all()
 

@@ -25,7 +25,7 @@ RING = WINDOW + 1 + SPARE
 
 def tokens(number, batch=(B,), dtype=jnp.float32, seed=0):
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal((*batch, number, n, H)), dtype) for n in (N, K, K)]
+    return [rng.standard_normal((*batch, number, n, H)).astype(dtype) for n in (N, K, K)]
 
 
 def cut(arrays, first, last):
@@ -151,7 +151,7 @@ def test_what_is_visible_is_seen(number):
     for filling in (jnp.nan, jnp.inf):
         for which in (1, 2):
             spoilt = list(X)
-            spoilt[which] = X[which].at[0, place, 1, 2].set(filling)
+            spoilt[which] = jnp.asarray(X[which]).at[0, place, 1, 2].set(filling)
             cache = empty().update(*cut(spoilt, 0, at)[1:])
             output = np.asarray(step(*cut(spoilt, at, at + number), cache)[0])
             assert np.isnan(output[sees]).all()
@@ -671,7 +671,7 @@ def test_ten_thousand_tokens_in_a_ring():
     window, total, kept = 256, 10_000, 64
     chunk, heads, size = 500, 2, 4
     rng = np.random.default_rng(0)
-    x = [jnp.asarray(rng.standard_normal((1, total + kept, n, size)), jnp.float32) for n in (heads, 1, 1)]
+    x = [np.float32(rng.standard_normal((1, total + kept, n, size))) for n in (heads, 1, 1)]
     attend = functools.partial(cached_attention, local_window_size=window)
 
     def some(cache, tokens):

@@ -56,8 +56,12 @@ DRAFTS = [{"number": 5, "dtype": dtype, "num_kv_heads": 2, "per_row": True} for 
 # In 8 bits: a step, some tokens, many after others; never is a whole cache dequantized.
 QUANTIZED = [
     {"stored": stored, "number": number, "num_kv_heads": 8, "per_row": per_row, "dtype": dtype}
-    for stored in ("int8", "float8_e4m3fn")
-    for number, per_row, dtype in ((1, False, jnp.float32), (5, True, jnp.bfloat16), (40, False, jnp.float32))
+    for stored, number, per_row, dtype in (
+        ("int8", 1, False, jnp.float32),
+        ("float8_e4m3fn", 5, True, jnp.bfloat16),
+        ("int8", 40, False, jnp.float32),
+        ("float8_e4m3fn", 1, True, jnp.float32),
+    )
 ]
 
 

@@ -29,7 +29,7 @@ EVERYTHING = {
     "sinks": True,
     "normalize_qk": "rms_norm",
 }
-X = jnp.asarray(np.random.default_rng(0).standard_normal((B, LENGTH, D)), jnp.float32)
+X = np.float32(np.random.default_rng(0).standard_normal((B, LENGTH, D)))
 SIZES = (1, 7, 40)
 CALLS = ((0, 40), (40, 48))
 

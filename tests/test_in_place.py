@@ -31,7 +31,7 @@ def small_blocks(monkeypatch):
 def arrays(t, batch=BATCH, seed=1):
     rng = np.random.default_rng(seed)
     shapes = ((t, N, H), (S, K, H), (S, K, HV))
-    return [jnp.asarray(rng.standard_normal((*batch, *shape)), jnp.float32) for shape in shapes]
+    return [np.float32(rng.standard_normal((*batch, *shape))) for shape in shapes]
 
 
 def sloped(slopes):
@@ -90,7 +90,7 @@ def test_outputs(name, one_block, monkeypatch):
     """Also with NaN and infinities in keys, values and queries, wherever they are, and large numbers where hidden."""
     if one_block:  # where more than half of the keys are seen
         monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 128)
-    query, key, value = arrays(5)
+    query, key, value = map(jnp.asarray, arrays(5))
     given = {
         "clean": (query, key, value),
         "NaN in a key": (query, key.at[0, 70, 1, 2].set(jnp.nan), value),
@@ -105,7 +105,7 @@ def test_outputs(name, one_block, monkeypatch):
 
     def program():
         call = jax.jit(lambda *x: attend(*x, **CASES[name]))
-        return {filling: call(*x) for filling, x in given.items()}
+        return jax.device_get({filling: call(*x) for filling, x in given.items()})
 
     in_place, dense = both_ways(program)
     for filling in given:

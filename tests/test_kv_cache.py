@@ -24,7 +24,7 @@ def tokens(first, number, batch=(B,), dtype=jnp.float32):
     entry = np.arange(np.prod(batch, dtype=int)).reshape(*batch, 1, 1, 1)
     position = np.asarray(first).reshape(np.shape(first) + (1,) * 3) + np.arange(number)[:, None, None]
     key = np.broadcast_to(entry + (position + 1) / 1024, (*batch, number, K, H))
-    return jnp.asarray(key, dtype), jnp.asarray(-key, dtype)
+    return key.astype(dtype), -key.astype(dtype)
 
 
 def assert_holds(cache, index):

@@ -180,7 +180,7 @@ def test_ids_captured_by_a_function_may_be_traced():
 
 
 def test_a_mask_says_the_same_as_the_arguments_and_adds_to_them():
-    arrays = [jnp.asarray(rng.standard_normal((B, T, 2, 8)), jnp.float32) for _ in range(3)]
+    arrays = [np.float32(rng.standard_normal((B, T, 2, 8))) for _ in range(3)]
     arguments = {"is_causal": True, "local_window_size": (9, 0), "key_value_seq_lengths": jnp.array([40, 30])}
     mask = CausalMask() & LocalMask(9, 0) & LengthMask(jnp.array([40, 30]))
     want = dot_product_attention(*arrays, **arguments)

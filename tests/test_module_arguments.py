@@ -18,7 +18,7 @@ from flax_mha.rope import RoPE, apply_rope
 
 B, T, S, D, N, K = 2, 9, 13, 16, 4, 2
 rng = np.random.default_rng(0)
-X, Y = (jnp.asarray(rng.standard_normal((B, n, D)), jnp.float32) for n in (T, S))
+X, Y = (np.float32(rng.standard_normal((B, n, D))) for n in (T, S))
 
 
 class Nnx:
@@ -79,7 +79,7 @@ def test_gate():
     )
     output = flax_mha.dot_product_attention(query, key, value, is_causal=True) / (1 + jnp.exp(-gate))
     expected = jnp.einsum("btnh,nhd->btd", output, params["out"]["kernel"])
-    padded = X.at[1, 5:].set(jnp.nan)
+    padded = jnp.asarray(X).at[1, 5:].set(jnp.nan)
     for call in (module, functools.partial(layer.apply, {"params": params})):
         np.testing.assert_allclose(call(X, is_causal=True), expected, atol=1e-5)
         got = call(padded, is_causal=True, lengths=jnp.array([T, 5]))
@@ -101,7 +101,7 @@ def test_lengths_are_a_mask_of_padding(api):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
     assert (got[1, 4:] == 0).all()
     # What padding holds reaches nothing.
-    spoilt = api.call(api.make(use_bias=False), X.at[1, 4:].set(jnp.nan), lengths=lengths)
+    spoilt = api.call(api.make(use_bias=False), jnp.asarray(X).at[1, 4:].set(jnp.nan), lengths=lengths)
     np.testing.assert_array_equal(spoilt[1, :4], got[1, :4])
 
 

@@ -314,8 +314,9 @@ def test_under_vmap_and_remat(name):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b[::order], rtol=0, atol=1e-5), got, want)  # noqa: B023
 
 
-# Windows, soft caps and sinks, whose memory test_memory.py has; a second function of positions, and a second one of T5.
+# Windows, soft caps and sinks, whose memory test_memory.py has, and further functions of positions and ids.
 OTHERWISE_TESTED = ("causal", "sliding window", "prefix-LM", "soft cap", "attention sinks", "T5 bias of an encoder")
+OTHERWISE_TESTED += ("dilated", "neighborhood", "shared prefix")
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in OTHERWISE_TESTED])
@@ -329,9 +330,7 @@ def test_memory_at_8k(name, monkeypatch):
         "ALiBi": lambda: recipes.alibi(heads),
         "T5 bias": lambda: recipes.t5_bias(jnp.ones((32, heads))),
         "block-sparse": lambda: recipes.block_sparse(jnp.asarray(rng.random((heads, 32, 32)) < 0.2), 512),
-        "shared prefix": lambda: recipes.shared_prefix(jnp.arange(length) // 2048),
         "block diffusion": lambda: recipes.block_diffusion(length // 2, 32),
-        "neighborhood": lambda: recipes.neighborhood(64, 128, 7),
         "shifted windows": lambda: recipes.shifted_windows(jnp.ones((225, heads)), 64, 128, window=8, shift=4),
         "tree": lambda: recipes.tree_causal(PARENTS[0], length - 7),
     }

@@ -81,15 +81,16 @@ HIDING = {
         shapes(300, 300, batch=()),
         {"is_causal": True, "local_window_size": 100, "logits_soft_cap": 2.0},
     ),
-    "groups, window": (shapes(n=4, k=2, h=8), {"local_window_size": (100, 5)}),
     "window ahead, offset, one length for all": (
         shapes(130, 400),
         {"local_window_size": (None, 5), "query_offset": 150, "key_value_seq_lengths": lengths(260)},
     ),
     "offset below, whole tiles see nothing": (shapes(400, 260), {"is_causal": True, "query_offset": -140}),
-    "nobody sees anything": (shapes(), {"is_causal": True, "query_offset": -1000}),
     "lengths": (shapes(), {"key_value_seq_lengths": lengths(200, 0), "query_seq_lengths": lengths(100, 256)}),
-    "groups, segments": (shapes(n=4, k=2, h=8), {"query_segment_ids": SEGMENTS}),
+    "groups, segments, window": (
+        shapes(n=4, k=2, h=8),
+        {"query_segment_ids": SEGMENTS, "local_window_size": (100, 5), "scale": -0.3},
+    ),
     "packed segments, causal, lengths": (
         shapes(),
         {"key_value_segment_ids": PACKED, "is_causal": True, "key_value_seq_lengths": lengths(200, 256)},

@@ -18,6 +18,7 @@ def is_quantized(dtype: DTypeLike) -> bool:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@functools.partial(jax.jit, static_argnums=1)
 def quantize(x: Float[Array, "... F"], dtype: jnp.dtype) -> tuple[Array, Float[Array, "... 1"]]:
     """Divides each vector by a scale and rounds it to `dtype`, of 8 bits; returns the numbers and the float32 scales.
 
