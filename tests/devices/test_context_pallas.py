@@ -11,7 +11,7 @@ from cases import compiled_for, forget_programs, interpret
 from contexts import QKV, compare, compare_derivatives, mesh_of, moved, on_devices, on_one_device
 from jax import lax
 from marks import with_core_tuples
-from test_derivatives import second_derivatives
+from test_derivatives import hessian_product
 
 import flax_mha
 from flax_mha.conformance import reference
@@ -63,7 +63,7 @@ def test_as_on_one_device(strategy, layout, devices, case, interpreted):
 def test_derivatives_of_every_order(interpreted):
     """Of hops by kernels, which have gradients alone."""
     parallel_ring, mesh = parallel(2, "ring", "zigzag"), mesh_of(context=2)
-    compare_derivatives(second_derivatives, parallel_ring, "plain", "zigzag", mesh, np.float32)
+    compare_derivatives(hessian_product, parallel_ring, "plain", "zigzag", mesh, np.float32)
 
 
 def test_not_finite(interpreted):
