@@ -1,7 +1,7 @@
 """Derivatives of every order, forward and reverse: those through tiles equal those through all scores.
 
-DERIVATIVE_CASES in the environment is a number of random calls to draw; every run has four, among which each argument
-of `draw` is met.
+DERIVATIVE_CASES in the environment is a number of random calls to draw; every run has three, which with those of
+`test_finite_differences` meet each argument of `draw`, and most pairs of them.
 """
 
 import functools
@@ -21,7 +21,7 @@ from flax_mha import FunctionMask, dot_product_attention
 from flax_mha.impl.shared import schedule, tiling
 from flax_mha.impl.shared.tiling import TileShape
 
-SEEDS = range(int(os.environ["DERIVATIVE_CASES"])) if "DERIVATIVE_CASES" in os.environ else (2, 4, 6, 8)
+SEEDS = range(int(os.environ["DERIVATIVE_CASES"])) if "DERIVATIVE_CASES" in os.environ else (2, 4, 8)
 TOLERANCE = {np.float64: 1e-9, np.float32: 1e-4}
 T, S = 20, 29
 
@@ -103,7 +103,7 @@ def gradient_of_gradient(loss_and_aux):
 
 
 def derivatives(loss_and_aux):
-    """Tangents; Hessian-vector product; gradients of squared tangents, also as in MeanFlow, and of a gradient."""
+    """Tangents; Hessian-vector product; gradients of squared tangents, with MeanFlow's loss, and of a gradient."""
 
     def loss(x):
         return loss_and_aux(x)[0]
@@ -113,7 +113,7 @@ def derivatives(loss_and_aux):
 
     def mean_flow(x, tangents):
         output, moved = jax.jvp(lambda x: loss_and_aux(x)[1][0], (x,), (tangents,))
-        return squares(output - jax.lax.stop_gradient(moved)), moved
+        return squares(output - jax.lax.stop_gradient(moved)) + squares(moved), moved
 
     def answers(x, tangents):
         gradient, product = jax.jvp(jax.grad(loss), (x,), (tangents,))
@@ -122,8 +122,7 @@ def derivatives(loss_and_aux):
             "tangents": moved,
             "gradient": gradient,
             "Hessian-vector product": product,
-            "gradient of tangents": jax.grad(lambda x: squares(mean_flow(x, tangents)[1]))(x),
-            "MeanFlow": flow,
+            "gradient of tangents, MeanFlow": flow,
         } | gradient_of_gradient(loss_and_aux)(x, tangents)
 
     return answers
@@ -133,18 +132,6 @@ def compare(got, want, tolerance, at_least=1e-2):
     for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         largest = np.abs(other).max(initial=at_least)
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * largest, err_msg=jax.tree_util.keystr(path))
-
-
-def check(seed, derivatives, dtype=np.float64):
-    """Those through tiles are those through all scores; in float64, differences of gradients agree."""
-    structure, *arrays = draw(seed)
-    with jax.enable_x64(dtype == np.float64):
-        learned, fixed, tangents = jax.tree.map(lambda x: x if x.dtype.kind in "bi" else x.astype(dtype), arrays)
-        run, dense = (jax.jit(derivatives(loss_of(structure, fixed, name))) for name in ("blockwise", "xla"))
-        got = run(learned, tangents)
-        compare(got, dense(learned, tangents), TOLERANCE[dtype])
-        if dtype == np.float64:
-            compare_with_differences(run, got, learned, tangents)
 
 
 def compare_with_differences(run, got, x, tangents):
@@ -158,14 +145,17 @@ def compare_with_differences(run, got, x, tangents):
 
 @pytest.mark.parametrize("seed", with_core(SEEDS, *SEEDS[:1]))
 def test_every_order_equals_that_of_all_scores(seed):
-    check(seed, derivatives)
+    """Those through tiles are those through all scores; differences of gradients agree."""
+    structure, *arrays = draw(seed)
+    with jax.enable_x64(True):
+        learned, fixed, tangents = jax.tree.map(lambda x: x if x.dtype.kind in "bi" else np.float64(x), arrays)
+        run, dense = (jax.jit(derivatives(loss_of(structure, fixed, name))) for name in ("blockwise", "xla"))
+        got = run(learned, tangents)
+        compare(got, dense(learned, tangents), TOLERANCE[np.float64])
+        compare_with_differences(run, got, learned, tangents)
 
 
-def test_both_modes_in_float32():
-    check(3, second_derivatives, np.float32)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 5, 9])
+@pytest.mark.parametrize("seed", [16, 36, 48])
 def test_finite_differences(seed):
     """Of calls with other pairs of arguments than those above, whose products are compared in the same way."""
     structure, learned, fixed, tangents = draw(seed)
@@ -286,12 +276,11 @@ def nan_programs(implementation):
                 implementation=implementation,
                 return_residual=True,
             )
-            return jnp.sin(output).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum(), (output, lse)
+            return jnp.sin(output).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum(), output
 
         tangents = jax.tree.map(jnp.cos, [jnp.arange(x.size).reshape(x.shape).astype(x.dtype) for x in arrays])
-        output, along = jax.jvp(lambda x: loss(x)[1][0], (arrays,), (tangents,))
-        gradient, product = jax.jvp(jax.grad(lambda x: loss(x)[0]), (arrays,), (tangents,))
-        squares = jax.grad(lambda x: sum((y**2).sum() for y in jax.grad(lambda x: loss(x)[0])(x)))(arrays)
+        (gradient, output), (product, along) = jax.jvp(jax.grad(loss, has_aux=True), (arrays,), (tangents,))
+        squares = jax.grad(lambda x: sum((y**2).sum() for y in jax.grad(loss, has_aux=True)(x)[0]))(arrays)
         return output, along, gradient, product, squares
 
     return run
