@@ -21,7 +21,7 @@ from flax_mha import dot_product_attention
 from flax_mha.conformance import reference
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask
 
-USUAL_STRUCTURES = 8
+USUAL_STRUCTURES = 6
 STRUCTURES = int(os.environ.get("FUZZ_STRUCTURES", USUAL_STRUCTURES))
 DRAWS = int(os.environ.get("FUZZ_DRAWS", "40"))
 KEY = jax.random.key(11)

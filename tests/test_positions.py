@@ -1,7 +1,5 @@
 """Positions: offsets of queries and keys, the ends of int32, and calls on slices that equal parts of the whole call."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,30 +42,12 @@ def attention(*arrays, **arguments):
     return jax.device_get(dot_product_attention(*arrays, return_residual=True, **arguments))
 
 
-@functools.cache
-def whole_call(name, implementation):
-    return attention(QUERY, KEY, VALUE, **BY_POSITION[name], implementation=implementation)
-
-
-@BOTH
-def test_a_slice_of_the_queries_is_a_part_of_the_whole_call(implementation):
-    """With all of the keys: the same rows, whether offsets are numbers, arrays, or one per batch entry."""
-    name = "masks, functions"  # dropout and windows at arrays of offsets: below, and test_attention.py
-    arguments = BY_POSITION[name] | {"implementation": implementation}
-    # Slices of one size share their programs, and so do numbers and arrays of one number.
-    for start, stop in ((13, 36), (17, 40)):
-        for offset in (start, np.int32(start), np.full(B, start)):
-            part = attention(QUERY[:, start:stop], KEY, VALUE, query_offset=offset, **arguments)
-            for got, want in zip(part, whole_call(name, implementation), strict=True):
-                np.testing.assert_allclose(got, want[:, start:stop], rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize("name", with_core(BY_POSITION, "window, lengths"))
 @BOTH
 def test_slices_of_queries_and_keys_merge_into_the_whole_call(name, implementation):
-    """By their log-sum-exps, as ring attention does."""
+    """By their log-sum-exps, as ring attention does; offsets are numbers, arrays, or one per batch entry."""
     arguments = BY_POSITION[name] | {"implementation": implementation}
-    output, lse = whole_call(name, implementation)
+    output, lse = attention(QUERY, KEY, VALUE, **arguments)
     for q_start, q_stop, middle in SLICES[: len(SLICES) if name == "window, lengths" else -1]:
         total = np.zeros_like(output[:, q_start:q_stop])
         for start, stop in ((0, middle), (middle, T)):
@@ -75,7 +55,7 @@ def test_slices_of_queries_and_keys_merge_into_the_whole_call(name, implementati
                 QUERY[:, q_start:q_stop],
                 KEY[:, start:stop],
                 VALUE[:, start:stop],
-                query_offset=q_start,
+                query_offset=np.full(B, q_start) if name == "masks, functions" else q_start,
                 key_value_offset=np.int32(start),
                 **arguments,
             )
