@@ -25,23 +25,24 @@ def _as_users_have_it():
         yield
 
 
-def run(settings, *dispatches):
-    """The losses, and the last state, of steps that are dispatched so."""
-    structure, _ = blueprint(VOCABULARY, settings)
-    params = initial_params(VOCABULARY, settings)
-    state, losses = State(params, make_optimizer(settings).init(params)), []
-    updates = make_updates(make_update(structure, settings))
-    for last, steps in zip(itertools.accumulate(dispatches), dispatches, strict=True):
-        state, some = updates(state, last - steps + 1, steps, TEXT)
-        losses += np.asarray(some)[:steps].tolist()
-    return losses, jax.tree.map(np.asarray, state)
-
-
 @pytest.mark.parametrize("optimizer", LEARNING_RATES)
 def test_the_bits_do_not_depend_on_the_dispatches(optimizer):
-    settings = Settings(**{**vars(SMALL), "optimizer": optimizer, "learning_rate": LEARNING_RATES[optimizer]})
-    losses, state = run(settings, 7, 5)
-    other_losses, other_state = run(settings, 1, 2, 4, 4, 1)
+    settings = replace(SMALL, optimizer=optimizer, learning_rate=LEARNING_RATES[optimizer])
+    structure, _ = blueprint(VOCABULARY, settings)
+    params = jax.device_get(initial_params(VOCABULARY, settings))
+    start = jax.device_get(jax.jit(make_optimizer(settings).init)(params))
+    updates = make_updates(make_update(structure, settings))
+
+    def run(*dispatches):
+        """The losses, and the last state, of steps that are dispatched so."""
+        state, losses = State(params, start), []
+        for last, steps in zip(itertools.accumulate(dispatches), dispatches, strict=True):
+            state, some = updates(state, last - steps + 1, steps, TEXT)
+            losses += np.asarray(some)[:steps].tolist()
+        return losses, jax.tree.map(np.asarray, state)
+
+    losses, state = run(7, 5)
+    other_losses, other_state = run(1, 2, 4, 4, 1)
     assert losses == other_losses
     assert len(set(losses)) == 12
     jax.tree.map(np.testing.assert_array_equal, state, other_state)
