@@ -91,18 +91,6 @@ def text(processes, tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, text):
-    """A run of two processes that nothing disturbed."""
-    out = tmp_path_factory.mktemp("runs") / "two"
-    codes, said, _ = two("--data", text, "--out", out, *SIZES)
-    assert codes == [0, 0], said
-    assert f"step {STEPS:>6}  validation loss" in said[0][0]
-    assert "4 x cpu" in said[0][0]
-    assert [said[0][1], *said[1]] == [""] * 3  # only process 0 prints
-    return out
-
-
 def assert_close(one, other, tolerance):
     (names, values), (other_names, other_values) = (
         zip(*((tuple(line), tuple(line.values())) for line in untimed(out)), strict=True) for out in (one, other)
@@ -112,15 +100,15 @@ def assert_close(one, other, tolerance):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_one_device_computes_the_same(finished, text, tmp_path, capfd):
-    here(capfd, "--data", text, "--out", tmp_path / "one", *SIZES)
-    assert_close(finished, tmp_path / "one", 1e-5)
+def test_killed_twice_in_mid_save_it_goes_on_as_if_nothing_had_been_and_on_one_device(text, tmp_path, capfd):
+    finished, out = tmp_path / "finished", tmp_path / "run"
+    codes, said, _ = two("--data", text, "--out", finished, *SIZES)
+    assert codes == [0, 0], said
+    assert f"step {STEPS:>6}  validation loss" in said[0][0]
+    assert "4 x cpu" in said[0][0]
+    assert [said[0][1], *said[1]] == [""] * 3  # only process 0 prints
     assert [sample["step"] for sample in metrics.read_samples(finished)] == [3, STEPS]
 
-
-@pytest.mark.usefixtures("no_pictures")
-def test_killed_twice_in_mid_save_it_goes_on_as_if_nothing_had_been_and_on_one_device(finished, text, tmp_path, capfd):
-    out = tmp_path / "run"
     arguments = ("--data", text, *SIZES)
     for killed, moment, lost in (
         (1, "loss 5", "process 1 was lost"),
