@@ -7,6 +7,7 @@ stale: pictures of masks, tables of benchmarks, signatures.
 
 import ast
 import dataclasses
+import functools
 import importlib.metadata
 import inspect
 import re
@@ -169,6 +170,7 @@ def fields_as_written(kind: type) -> list[str]:
     return shown
 
 
+@functools.cache
 def source(obj: Any) -> str:
     """The source of a class or function, without its indentation."""
     return textwrap.dedent(inspect.getsource(obj))
