@@ -220,6 +220,22 @@ def test_transformations(transformed):
     compare(answers("blockwise"), answers("xla"), 1e-4)
 
 
+def test_products_in_16_bits(monkeypatch):
+    """As on accelerators, where products are scaled, not queries: some roundings from what float32 gives."""
+    monkeypatch.setattr(schedule, "product_dtype", lambda call, tiles: call.operands.query.dtype)
+
+    def second(x, implementation):
+        def loss(x):
+            return jnp.sin(dot_product_attention(*x, is_causal=True, implementation=implementation)).sum()
+
+        return jax.device_get(jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (jax.tree.map(jnp.cos, x),))[1])(x))
+
+    x = [array.astype(jnp.bfloat16) for array in inputs(1, h=8)]
+    wide = second([array.astype(jnp.float32) for array in x], "xla")
+    for got, want in zip(second(x, "blockwise"), wide, strict=True):
+        np.testing.assert_allclose(np.float32(got), want, rtol=0, atol=8 * 2**-8 * np.abs(want).max())
+
+
 def test_jacobians():
     attend = functools.partial(dot_product_attention, is_causal=True)
     arrays = inputs(n=1, h=2, t=9)
