@@ -1,1 +1,1 @@
-"""Implementations of attention for one head, and the one place where they are mapped over batch and heads."""
+"""Implementations of attention; `shared/head.py` maps those written for one head over batch and heads."""

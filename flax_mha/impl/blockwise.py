@@ -33,13 +33,13 @@ from flax_mha.impl.shared.tiling import BlockMask, Tiling, dynamic_block_mask, p
 
 
 def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
-    """Computes output and log-sum-exp of all heads; for `result` see `Implementation.hop`."""
+    """Computes output and log-sum-exp of all heads, or returns `result` with derivatives as in `Implementation.hop`."""
     call = schedule.with_occupancy(numbers_as_arrays(call))
     return _all_heads(call.operands, call.options, *schedule.plan_tiles(call), result)
 
 
 def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndLse:
-    """Computes a hop, see `Implementation.hop`; ignores `dtype`: nothing is rounded to it for matrix products."""
+    """Computes one step of a ring, see `Implementation.hop`; ignores `dtype`, because no operands are rounded."""
     return attention(call, result)
 
 
@@ -71,9 +71,9 @@ def _all_heads(
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
-    """Makes the block mask of all heads [B..., K, G], with axes of length 1 where heads share it.
+    """Makes the block mask of all heads, with `axes` leading axes [B..., K, G], of length 1 where heads share it.
 
-    It holds NumPy arrays if mask and offsets hold no arrays.
+    The block mask consists of NumPy arrays if mask and offsets hold no arrays.
     """
     if not jax.tree.leaves((rule.mask, rule.offsets)):
         blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
@@ -88,8 +88,8 @@ def blockwise_head(
 ) -> ResultsOfHead:
     """Computes output, log-sum-exp and largest scores (or None) of one head.
 
-    `operands` are the head, its block mask, and the `result` that `Implementation.hop` takes, or None. With
-    `fuse_rows`, all rows of tiles are computed at once if there is no gradient; each must be a single tile.
+    `operands` are the head, its block mask, and a `result` to return and differentiate (`Implementation.hop`) or None.
+    `fuse_rows` computes all rows of tiles at once unless differentiated; every row must then have a single tile.
     """
     head, blocks, result = operands
     head, (queries, _), (rows, _) = _pad(head, tiling), tiling.lengths, tiling.shape
@@ -123,7 +123,7 @@ def _pad_to(x: Array, *lengths: int) -> Array:
 
 
 def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any) -> list[Array]:
-    """Computes the `ResultsOfHead` of a padded head, as a differentiable `Function`; returns `known` if given."""
+    """Computes `ResultsOfHead` of a padded head by a `Function`, or returns and differentiates the result `known`."""
     leaves, structure = jax.tree.flatten((head, blocks, known))
     shapes = (tiling.shape[0], head.value.shape[1]), *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max))
     outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
@@ -175,13 +175,13 @@ def _join_rows(results: Any) -> ResultsOfHead:
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
 
 
-def _cut_flags(flags: NonfiniteFlags | None, of_rows: Array | None, tile: Tile) -> NonfiniteFlags | None:
-    """Makes the flags of a tile: `of_rows`, those of its queries, and those of its keys, cut out of `flags`."""
-    return None if flags is None or of_rows is None else NonfiniteFlags(of_rows, tile.cut_columns(flags.key, 0))
+def _cut_flags(flags: NonfiniteFlags | None, query_flags: Array | None, tile: Tile) -> NonfiniteFlags | None:
+    """Combines a tile's `query_flags` with its key flags, cut out of the head's `flags`; None if there are no flags."""
+    return None if flags is None or query_flags is None else NonfiniteFlags(query_flags, tile.cut_columns(flags.key, 0))
 
 
 def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> ResultsOfHead:
-    """Computes `ResultsOfHead` where every row of tiles has a single tile, which needs no online softmax."""
+    """Computes `ResultsOfHead` if each row of tiles has one tile: row by row or, with `fuse_rows`, all at once."""
     attend = dense.fused_rows if fuse_rows else dense.plain_rows
     mask, flags = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None, head.nonfinite
     rule = dataclasses.replace(head.rule, mask=mask)
@@ -210,8 +210,8 @@ def _tangent(
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     """Computes the tangents of output and log-sum-exp, which are linear in the tangents `d_head` of the head.
 
-    With weights p = exp(s - lse) and the tangents s' of scores, lse' is the sum of p s', plus that of the sink, and
-    the output's tangent is (p s') v + p v' - output lse'. The transpose is FlashAttention-2's backward pass.
+    With weights p = exp(s - lse) and tangents s' of scores and v' of values, lse' is the sum of p s' over keys and
+    sink, and the output's tangent is (p s') v + p v' - output lse'. The transpose is FlashAttention-2's backward pass.
     """
     query, output, lse, finite = nonfinite.derivative_rows(head.query, result, head.nonfinite is not None)
     function, arguments = _tangent_of_tile(head, lse), _arguments(head)
@@ -227,20 +227,20 @@ def _tangent(
 
 
 def _arguments(head: Head) -> list[Array]:
-    """Lists the arguments of a tile sum (`tile_sum.py`) but queries: keys, values, bias if any, and captured arrays."""
+    """Lists the arguments of a tile sum (`tile_sum.py`) after queries: keys, values, bias if any, captured arrays."""
     bias = [] if head.inputs.bias is None else [head.inputs.bias]
     return [head.key, head.value, *bias, *head.inputs.captured]
 
 
 def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
-    """Makes the score inputs of a tile from the end of `_arguments`: bias, if there is one, and captured arrays."""
+    """Makes score inputs from the `_arguments` after keys and values: bias, if `has_bias`, and captured arrays."""
     bias, captured = (arguments[0], arguments[1:]) if has_bias else (None, arguments)
     bias = None if bias is None else bias.astype(accumulation_dtype(bias.dtype))
     return ScoreInputs(bias, None, list(captured))
 
 
 def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
-    """Makes the function whose tile sum is (p s') v + p v', and the sum of p s', in the symbols of `_tangent`."""
+    """Makes the summand of (p s') v + p v' [T, Hv] and of p s' summed over keys [T, 1]; for symbols see `_tangent`."""
     has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
     may_be_nan = has_bias or head.rule.score_mod is not None
 
@@ -277,7 +277,8 @@ def _backward(
 ) -> list[Array]:
     """Computes the transpose of the tile sum in `_tangent`: FlashAttention-2's backward pass.
 
-    Returns the cotangents of queries, keys, values, bias and captured arrays.
+    `residuals` and `cotangents` are those of this tile sum. Returns the cotangents of queries, keys, values, bias (if
+    `has_bias`) and captured arrays.
     """
     query, lse, key, value, *inputs = residuals
     # The transpose of the last lines of `_tangent` makes `d_lse` the log-sum-exp's cotangent minus FlashAttention-2's

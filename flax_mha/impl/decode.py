@@ -6,10 +6,10 @@ query of the batch entry sees a key. A step of decoding costs what its sequence 
 cache can hold. Where most of the cache has been written, blocks are larger, or all of it is one block, which spares
 even the copy of a block.
 
-A matrix product for each key head needs the keys of this head one after another: they are copied. Of few queries, one
-block-diagonal product for all heads is faster: every query is filled up with zeros to the features of all key heads, so
-that its products with the keys of other heads are 0, and of its outputs only those of its own head are used. That
-multiplies K times as much, but reads every key once, where it is. In such a product, a key that is not finite makes the
+A matrix product for each key head needs the keys of this head contiguous in memory, so it copies them. For few queries,
+one block-diagonal product for all heads is faster: every query is padded with zeros to the features of all key heads,
+so that the keys of other heads contribute 0, and of its outputs only those of the query's head are used. That
+multiplies K times as much, but reads every key once, in place. In such a product, a key that is not finite makes the
 products of other heads NaN, too.
 
 Numbers in 8 bits are exact in bfloat16, and each of their scales belongs to a token and head. So queries in bfloat16
@@ -17,8 +17,8 @@ and keys in bfloat16 or 8 bits are multiplied as they are, where the CPU has pro
 multiply scores and weights.
 
 Looking for keys and values that are not finite would take as long as all the rest. So this is done only if an output is
-not finite, or a product that may have been lost in it: then everything is computed again, as `nonfinite.py` describes,
-and head by head.
+not finite, or a product is not finite and the output may hide it (`_nonfinite_flag`): then everything is computed
+again, as `nonfinite.py` describes, and head by head.
 """
 
 import functools
@@ -68,15 +68,15 @@ class BatchSlice(NamedTuple):
     Attributes:
       first: Index of the first of these batch entries along each batch axis.
       query: Their queries in the dtype of the products, with leading axes for batch and heads (`head.py`).
-      query_scale: Multiplies the products, if queries would be rounded by it; None if they are scaled.
+      query_scale: Scale to multiply products by, if scaling the queries would round them; None if they are scaled.
       key: All keys of all batch entries, not copied.
       value: All values, not copied.
-      flags: Infinity for the queries that were not finite and are 0 now (`nonfinite.py`); None where none was looked
-        for.
-      row: The row of the first of these queries.
+      flags: Flags of the queries (`nonfinite.py`): infinity for those replaced by zeros, else 0; None before they
+        are checked.
+      row: Index of the first of these queries among all queries.
       inputs: Bias, sink and captured arrays, which enter the scores besides the products.
-      rule: How products become scores.
-      cache_scale: Scales of all keys and values, if they are in 8 bits (`KVCache.scale`).
+      rule: The rule that makes scores from products.
+      cache_scale: Scales of all keys and values, if they are in 8 bits (`KVCache.scale`), else None.
     """
 
     first: tuple[Scalar, ...]
@@ -92,7 +92,7 @@ class BatchSlice(NamedTuple):
 
 
 def attention(call: Call) -> OutputAndLse:
-    """Computes attention as "xla": by blocks of keys read in place, where that is planned, or by `dense.attention`.
+    """Computes "xla" attention: reads blocks of keys in place if `schedule` plans them, else calls `dense.attention`.
 
     Derivatives are those of dense attention in both cases.
     """
@@ -209,7 +209,7 @@ def _attend(
 
 
 def _entries_in_turn(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
-    """Computes the same as `_blocks_of_rows`, one batch entry after another: each visits only its own blocks."""
+    """Computes `_blocks_of_rows` for one batch entry after another, so that each visits only the blocks it needs."""
     batch = part.query.shape[:-4]
 
     def one_entry(i: Int[Array, ""]) -> tuple[Results, Array]:
@@ -224,7 +224,7 @@ def _entries_in_turn(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Floa
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
-    """Takes the batch entry at `place` out of every array; its batch axes stay, with length 1."""
+    """Takes the batch entry with indices `place` out of every array of `tree`; batch axes stay, with length 1."""
 
     def own(x: Array) -> Array:
         for axis, i in enumerate(place):
@@ -309,7 +309,7 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
 def _read_block(
     blocks: KeyBlocks, part: BatchSlice, column: Scalar
 ) -> tuple[list[Array], Array, list[Array] | None, NonfiniteFlags | None]:
-    """Reads parts of keys and values [*B, s, K, F] from this column on, their scales [*B, K, 1, s] and their flags."""
+    """Reads a block of keys (split by `_scaled_features`), values, scales [*B, K, 1, s] or None, and flags or None."""
     groups, scale, flags = (part.key.shape[-2], 1), None, None
     read = functools.partial(_block, part=part, column=column, width=blocks.width)
     keys = [read(part.key, features, dtype=part.query.dtype) for features in _scaled_features(blocks)]
@@ -331,7 +331,7 @@ def _read_block(
 
 
 def _scaled_features(blocks: KeyBlocks) -> list[slice]:
-    """Returns the features of keys of each scale: all, or with a `value_size` others than values, and values."""
+    """Returns a slice of the keys' features for each scale: all, or those after the first `value_size`, then these."""
     number = blocks.value_size
     return [slice(None)] if number is None else [slice(number, None), slice(number)]
 
@@ -339,7 +339,7 @@ def _scaled_features(blocks: KeyBlocks) -> list[slice]:
 def _block(
     x: Shaped[Array, "*B S K F"], features: slice, part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Float[Array, "*B s K f"]:
-    """Cuts `width` keys, values or scales out of `x`, from `column` on, as floats of `dtype`; 8 bits are not scaled."""
+    """Reads `width` keys, values or scales from `column` on, of the batch entries in `part`, unscaled, as `dtype`."""
     bits = BITS.get(x.dtype.name)
     bits = bits if bits and platform() == "cpu" else None
     has_8_bits = x.dtype.itemsize == 1
@@ -367,10 +367,10 @@ def _block(
 
 
 def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], rule: ScoreRule) -> Float[Array, ""]:
-    """Returns `before`, or a number that is not finite if a product is not finite and the output would not show it.
+    """Updates the flag `before` of earlier blocks: not finite if a product is not finite and the output may hide it.
 
-    NaN and infinity make the output NaN. Minus infinity leaves no trace in it: the weight is 0, although what is not
-    finite in a query or a key should make the output NaN. A soft cap or a `score_mod` may hide all three.
+    NaN and infinity make the output NaN. Minus infinity leaves no trace in the output: its weight is 0, although a
+    query or key that is not finite should make the output NaN. A soft cap or a `score_mod` may hide all three.
     """
     if rule.soft_cap is None and rule.score_mod is None:
         # XLA's CPU loses the -inf of a minimum if there is NaN, too, as of an infinite query and a slot of zeros.
@@ -378,17 +378,17 @@ def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], rul
     return before + jnp.sum(products * 0)
 
 
-def _visited(blocks: KeyBlocks, part: BatchSlice, length: int) -> tuple[Scalar, Scalar]:
+def _visited(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> tuple[Scalar, Scalar]:
     """Finds the first block of keys in which some query may see a key, and the end, one past the last such block."""
-    some = _seen(blocks, part, length)
+    some = _seen(blocks, part, num_keys)
     some = some.any(range(some.ndim - 1))
     before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
     return before, jnp.where(some.any(), some.size - after, 0)
 
 
-def _seen(blocks: KeyBlocks, part: BatchSlice, length: int) -> Bool[Array, "*#B #K #G count"]:
+def _seen(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> Bool[Array, "*#B #K #G count"]:
     """Computes for each of the `count` blocks of keys whether some query may see a key in it."""
-    rule, count = part.rule, -(-length // blocks.width)
+    rule, count = part.rule, -(-num_keys // blocks.width)
     if rule.ring is not None:  # the whole ring, or the slots written so far
         newest = jnp.asarray(rule.offsets.values[1])
         return jax.vmap(lambda first: first <= newest, out_axes=-1)(

@@ -43,7 +43,7 @@ def _all_heads(operands: Operands, options: Options, plan: Plan) -> OutputAndLse
 def map_dense_heads(
     head: Head, dtype: DTypeLike, looped_axes: int | None, max_heads_on_tpu: int | None = None, fuse_rows: bool = False
 ) -> OutputAndLse:
-    """Computes output [B..., T, N, Hv] in `dtype`, and log-sum-exp, of all heads [B..., K, G] by `dense_head`."""
+    """Maps `dense_head` over all heads by a `Plan`; returns output [B..., T, N, Hv] in `dtype`, and log-sum-exp."""
     one_head = functools.partial(dense_head, fuse_rows=fuse_rows)
     return to_caller(map_heads(one_head, head, head.query.ndim - 2, looped_axes or 0, max_heads_on_tpu), dtype)
 
@@ -51,8 +51,8 @@ def map_dense_heads(
 def dense_head(head: Head, fuse_rows: bool = False) -> ResultsOfHead:
     """Computes output, log-sum-exp and largest scores of one head; 0, -inf and -inf for rows that see no key.
 
-    It has derivatives of every order, in forward and reverse mode. With `fuse_rows`, which needs flags with row scales,
-    it computes `fused_rows` if there is no gradient.
+    It has derivatives of every order, in forward and reverse mode. `fuse_rows` computes `fused_rows` instead of
+    `plain_rows` unless differentiated; the head's flags must then have row scales (`nonfinite.NonfiniteFlags`).
     """
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
     reverse_only = head.rule.score_mod is not None and head.rule.score_mod.has_custom_vjp
@@ -78,7 +78,7 @@ def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> t
 
 
 def plain_rows(head: Head, tile: Tile) -> ResultsOfHead:
-    """Computes `ResultsOfHead` for rows that see no keys outside one tile; it is not differentiated.
+    """Computes `ResultsOfHead` for rows that see no keys outside one tile; its callers define derivatives.
 
     `head` holds the tile's part of all arrays. Queries and keys that are not finite are NaN, and so are their scores:
     a masked score is replaced, a visible one makes its row NaN. So no poison is added, except with a `score_mod`,
@@ -170,7 +170,7 @@ def _softmax(
     tile: Tile,
     fused: bool = False,
 ) -> ResultsOfHead:
-    """Computes output, log-sum-exp and largest scores (or None) of rows from their scores and values in a tile."""
+    """Computes `ResultsOfHead` of rows from their scores and values in a tile; `fused` is that of `ScoreRule.tile`."""
     lowest = jnp.finfo(s.dtype).min
     # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` may give it to visible scores.
     replaced = s.size > 0 and not (fused or inputs.bias is not None or rule.score_mod is not None)

@@ -2,8 +2,8 @@
 
 Weights are divided by their sum before the product with the values, so that XLA makes one kernel of the softmax. Its
 gradient needs for each row the sum of weights times their cotangents. This is the sum of the output times its
-cotangent, which is cheaper (Dao et al., FlashAttention, arXiv:2205.14135, appendix B). The rule of `nonfinite.py` is
-kept without a pass that searches for NaN:
+cotangent, which is cheaper (Dao et al., FlashAttention, arXiv:2205.14135, appendix B). The rule of `nonfinite.py`
+holds without a pass that searches for NaN:
 
 - An entry of a query, key or value that is not finite makes all products of its row or column NaN, in the same kernel.
   A visible NaN makes the softmax of its row NaN; a masked one is replaced.
@@ -77,7 +77,7 @@ def dense_head_on_gpu(head: Head) -> tuple[Float[Array, "T Hv"], Float[Array, " 
 
 
 def _scores_of(products: Float[Array, "T S"], inputs: ScoreInputs, rule: ScoreRule, whole: Tile) -> Float[Array, "T S"]:
-    """Computes scores from scaled products: -inf where masked, NaN where a visible product or bias is."""
+    """Computes scores from scaled products: -inf where masked, NaN where a visible product or bias is NaN."""
     bias, poison = inputs.bias, None
     if rule.soft_cap is not None or rule.score_mod is not None:  # their derivatives at NaN would be NaN
         is_nan = lax.stop_gradient(products != products)
@@ -133,23 +133,23 @@ def _attention(
     dot: Products,
     s: Float[Array, "T S"],
     sink: Float[Array, ""] | None,
-    kept: Float[Array, "T S"] | None,
+    dropout: Float[Array, "T S"] | None,
     value: Float[Array, "S Hv"],
 ) -> tuple[Float[Array, "T Hv"], Float[Array, "T 1"]]:
     """Computes output and log-sum-exp from scores `s`; values not finite count as 0, because their scores are NaN."""
     e, divisor, lse = _exponentials(s, sink)
-    return dot(times(e / divisor, kept).astype(value.dtype), dot.finite(value)), lse
+    return dot(times(e / divisor, dropout).astype(value.dtype), dot.finite(value)), lse
 
 
 @_attention.defjvp
 def _attention_jvp(dot: Products, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    s, sink, kept, value = primals
+    s, sink, dropout, value = primals
     d_s, d_sink, _, d_value = tangents
     weights, lse = _softmax(dot.guards, s, sink)
-    dropped, finite = times(weights, kept).astype(value.dtype), dot.finite(value)
+    dropped, finite = times(weights, dropout).astype(value.dtype), dot.finite(value)
     output = dot(dropped, finite)
     weighted, mean = _weigh_tangents(weights, lse, sink, d_s, d_sink)
-    tangent = dot(times(weighted, kept).astype(value.dtype), finite) + dot(dropped, d_value)
+    tangent = dot(times(weighted, dropout).astype(value.dtype), finite) + dot(dropped, d_value)
     tangent = tangent - (mean * output.astype(mean.dtype)).astype(tangent.dtype)
     if dot.guards:
         is_nan = weights[:, :1] == NAN_ROW

@@ -14,9 +14,9 @@ class Implementation:
     """An implementation of attention.
 
     Its `hop(call, result, dtype)` computes attention over some of the keys, as each device of a ring does. Inputs are
-    in float32 at least, and may be rounded to `dtype` for matrix products. If `result` is None, it returns output and
-    log-sum-exp over these keys. Otherwise `result` is output and log-sum-exp over all keys: it is returned unchanged,
-    and has the gradients of these keys' contribution to it.
+    in float32 at least, and may be rounded to `dtype` for matrix products. If `result` is None, `hop` returns output
+    and log-sum-exp over these keys. Otherwise `result` is output and log-sum-exp over all keys: `hop` returns both
+    unchanged, but with the derivatives of these keys' contribution alone.
     """
 
     name: str  # its name in the argument `implementation`

@@ -1,4 +1,4 @@
-"""The table of implementations, from which `distributed/dispatch.py` chooses, and the reasons why one cannot run."""
+"""The table of implementations, from which `distributed/dispatch.py` chooses, and their reasons to refuse a call."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -17,7 +17,7 @@ XLA = Registered("xla", decode.attention, variant=schedule.variant_of_xla)
 
 
 class _Table(dict[str, Registered]):
-    """Implementations by name. Importing Pallas takes a second, so it is put off until a kernel of it is looked up."""
+    """Implementations by name; imports Pallas, which takes a second, only when "splash" or "pallas" is looked up."""
 
     def __missing__(self, name: str) -> Registered:
         if name == "splash":

@@ -55,7 +55,7 @@ def linear_function(
     """Makes a function that is linear in its arguments from number `first` on; see `Function`.
 
     Its derivatives by arguments before `first` are those of `portable`, which computes the same as `evaluate`, or of
-    `evaluate` itself if that is None.
+    `evaluate` itself if `portable` is None.
     """
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
@@ -83,7 +83,7 @@ def reverse_only(x: Array, error: str) -> Array:
 
 
 def differentiate(function: Callable, arguments: Sequence[Any], tangents: Tangents) -> Sequence[Array]:
-    """Computes the tangents of a function's results from those of some arguments, by `jax.jvp`."""
+    """Computes the tangents of a function's results by `jax.jvp`, from `tangents` of some arguments by number."""
 
     def of_some(*some: Array) -> list[Array]:
         return list(function(*replace_at(arguments, tangents, some)))

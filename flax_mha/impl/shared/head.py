@@ -53,8 +53,8 @@ def heads_of(
 ) -> Head:
     """Converts the operands of a call to the layout of one head.
 
-    `guard` is how NaN and infinity are treated, see `nonfinite.Guard`. Query, key and value have the dtype `stored`,
-    if that is given because they are rounded to `dtype`, that of the matrix products, later.
+    `guard` selects how NaN and infinity are treated, see `nonfinite.Guard`. `dtype` is that of matrix products: query,
+    key and value are converted to it, or to `stored`, if given, when the caller rounds them to `dtype` later.
     """
     inputs, rule = scores_of(operands, options)
     scale = options.scale if operands.scale is None else operands.scale
@@ -72,7 +72,7 @@ def head_of(
     dtype: DTypeLike,
     stored: DTypeLike | None = None,
 ) -> Head:
-    """Converts query, key and value to a `Head` as `heads_of` does; `inputs` and `rule` are in its layout already."""
+    """Makes a `Head` of query, key and value as `heads_of` does; `inputs` and `rule` have the layout of one head."""
     groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
     stored = dtype if stored is None else stored
     query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
@@ -152,7 +152,8 @@ def head_ids(operands: Operands, options: Options) -> HeadIds:
 def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) -> AnyArray:
     """Converts an array [B..., N | 1, part], of which any axes may be missing, to the layout of one head.
 
-    `axes` are its axis names as in `masks/base.py`, for example "B N T S"; `groups` are K and G.
+    `axes` are its axis names as in `masks/base.py`, for example "B N T S"; `batch_rank` is the number of batch axes,
+    `groups` are K and G.
     """
     names = axes.split()
     batch = batch_rank if "B" in names else 0
@@ -172,7 +173,7 @@ def split_heads(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[A
 
 
 def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float[Array, "*B K G L"]:
-    """Splits and moves the heads as `split_heads` does, for arrays of numbers instead of vectors."""
+    """Splits and moves the heads as `split_heads` does, for an array with one number for each position and head."""
     rank = x.ndim - 2
     x = lax.transpose(x, (*range(rank), rank + 1, rank))
     return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))
@@ -252,7 +253,7 @@ def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves:
 
 
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:
-    """Selects the operands of the head with these indices."""
+    """Selects the operands of the head with the indices `place` along the leading axes."""
     return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)
 
 

@@ -38,7 +38,7 @@ class KernelMask:
         return self.left is not None or self.right is not None or bool(jax.tree.leaves(self))
 
     def flat(self, batch: tuple[int, ...]) -> "KernelMask":
-        """Broadcasts all arrays over the batch axes, and flattens these to one axis."""
+        """Broadcasts all arrays over batch axes of the sizes `batch`, and flattens these to one axis."""
         rank = len(batch)
         return jax.tree.map(lambda x: flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank), self)
 
@@ -72,7 +72,7 @@ def kernel_mask(call: Call) -> KernelMask:
 
 
 def _parts(mask: Mask | None) -> list[Mask]:
-    """Lists the masks that `mask` combines by `&`: only itself if it is no such combination, none for None."""
+    """Lists the masks that `mask` combines by `&`, or `mask` alone if it combines none; an empty list for None."""
     if isinstance(mask, And):
         return [*_parts(mask.left), *_parts(mask.right)]
     return [] if mask is None else [mask]
@@ -85,7 +85,7 @@ def _smaller(a: Any, b: Any) -> Any:
 
 
 def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> list[str]:
-    """Lists why fused kernels cannot compute a call, apart from arguments named in `supported`."""
+    """Lists why fused kernels cannot compute a call with this mask; arguments named in `supported` are no reason."""
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
     fixed = "must be a number known while tracing, because the kernel's causal masks and windows stand still"
@@ -132,9 +132,9 @@ def vmap_alike(*arrays: Array) -> tuple[Array, ...]:
 def visible_range(
     mask: KernelMask, batch: int, lengths: tuple[int, int]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Computes the first visible key of each query, and the one after the last; ignores segments.
+    """Computes the first visible key of each query, and one past the last; ignores segments.
 
-    `mask` has one batch axis, like the arguments of all functions below.
+    `mask` has one batch axis, of size `batch`, and `lengths` are T and S, also in the functions below.
     """
     queries, keys = lengths
     rows = jnp.arange(queries, dtype=jnp.int32)
@@ -156,7 +156,7 @@ def count_flags(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[
 
 
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Returns True if only a window masks, and it shows every query a key."""
+    """Returns True if no lengths or segments mask keys, and the window, if any, shows every query a key."""
     queries, keys = lengths
     if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
         return False

@@ -65,7 +65,7 @@ class NonfiniteFlags(NamedTuple):
 def zero_keys(
     key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"], row_scales: bool = False
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Float[Array, "*B S K"]]:
-    """Replaces each key and its value by zeros if one of the two is not finite; returns both and the keys' flags."""
+    """Replaces a key and its value by zeros if either is not finite; also returns the keys' flags, see `flag_rows`."""
     of_values = flag_rows(value)
     flags = lax.select(_is_infinite(of_values), of_values, flag_rows(key, row_scales))
     return zero_rows(key, flags), zero_rows(value, flags), flags
@@ -97,7 +97,8 @@ def mark_by_nan(
     """Makes infinite entries of scaled queries and keys NaN; replaces values that are not finite by zeros.
 
     The keys of replaced values become NaN, so that visible ones still make the output NaN. Only values are searched
-    for NaN: with few scores, searching queries and keys takes as long as a pass over the scores.
+    for NaN: with few scores, searching queries and keys takes as long as a pass over the scores. `scale` only decides
+    which entries of queries become NaN; the others are returned unscaled.
     """
     of_values = flag_rows(value, row_scales=True)
     key = restore_rows(key + lax.stop_gradient(key * 0), of_values)
@@ -107,7 +108,7 @@ def mark_by_nan(
 def zero_nan(
     query: Float[Array, "T H"], key: Float[Array, "S H"], dtype: DTypeLike
 ) -> tuple[Float[Array, "T H"], Float[Array, "S H"], NonfiniteFlags]:
-    """Replaces queries and keys of one head that hold NaN by zeros; also returns their flags, in this dtype."""
+    """Replaces queries and keys of one head that hold NaN by zeros; also returns their flags as `dtype`."""
     flags = NonfiniteFlags(flag_rows(query).astype(dtype), flag_rows(key).astype(dtype))
     return zero_rows(query, flags.query), zero_rows(key, flags.key), flags
 
@@ -138,8 +139,8 @@ def derivative_rows(
     """Prepares query, output and log-sum-exp for derivatives, and tells which rows have derivatives.
 
     A row has none if its log-sum-exp is not finite: it saw no key, or NaN or infinity. Its log-sum-exp is replaced by
-    infinity, which makes its weights 0, and its output by 0. If `keys_are_finite`, its query is replaced by 0, too,
-    because products of finite numbers may overflow.
+    infinity, which makes its weights 0, and its output by 0. If `keys_are_finite`, its query is replaced by 0, too, so
+    that its products are 0 and cannot overflow.
     """
     output, lse = result
     finite = jnp.isfinite(lse)

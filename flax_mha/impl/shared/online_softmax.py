@@ -52,12 +52,12 @@ def rescale(
     row_poison: Float[Array, " t"] | None = None,
     dtype: DTypeLike | None = None,
 ) -> tuple[State, Float[Array, "t s"]]:
-    """Takes one online-softmax step but for the values: returns the rescaled state, and the weights of these keys.
+    """Takes one online-softmax step without the value product: returns the rescaled state and the new weights.
 
     Args:
       state: The state before these keys.
       scores: Scores of a block of keys, -inf where masked.
-      row_poison: NaN for rows that become NaN if they see any of these keys, else 0; None if there are none.
+      row_poison: NaN for rows that become NaN if they see any of these keys, else 0; None if no row does.
       dtype: Dtype to which weights are rounded, also in the sum; None keeps that of the scores.
     """
     largest_now = jnp.max(scores, axis=1)

@@ -1,8 +1,8 @@
 """Every measured number, and every choice made from one: which sizes run dense, tile shapes, loops over heads.
 
-None of these choices changes a result but by rounding. The numbers were measured on CPUs, those of GPUs counted in
-compiled programs (`benchmarks/compiled.py`); accelerators use tiles of one shape, and run all heads together, or as
-many as the fast memory of a TPU holds.
+These choices change results only by rounding. The numbers were measured on CPUs, those of GPUs counted in compiled
+programs (`benchmarks/compiled.py`); accelerators use tiles of one shape, and run all heads together, or as many as the
+fast memory of a TPU holds.
 """
 
 import functools
@@ -94,8 +94,8 @@ class KeyBlocks(NamedTuple):
       dtype: Dtype of queries, keys and weights in matrix products.
       block_diagonal: Whether one matrix product serves all heads, as `decode.py` describes.
       max_scores: Use these blocks for at most so many scores of all batch entries and heads.
-      wide: Blocks to use instead if more than half of the keys are visible; None: there are none.
-      value_size: If given, keys have two scales: one of the first `value_size` features, the values, one of the others.
+      wide: Blocks to use instead if more than half of the keys are visible; None to use these blocks then, too.
+      value_size: If given, the first `value_size` features of keys are the values; their scale is not that of the rest.
     """
 
     height: int
@@ -112,11 +112,11 @@ class Plan(NamedTuple):
     """How the math of one head is mapped over all heads.
 
     Attributes:
-      looped_axes: How many of the leading axes [B..., K, G] are looped over ("blockwise": at least); None: none, as
-        arrays may be split.
-      max_heads_on_tpu: How many heads run together at most; None: no limit, as on CPUs and GPUs.
+      looped_axes: Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more); None forbids
+        loops, because arrays may be split between devices.
+      max_heads_on_tpu: Largest number of heads that run together; None sets no limit, as on CPUs and GPUs.
       dtype: Dtype of the operands of matrix products.
-      fuses_rows: Whether XLA's CPU makes one fast kernel of `dense.fused_rows`, of all scores or of a tile.
+      fuses_rows: Whether XLA's CPU backend compiles `dense.fused_rows`, for a head or a tile, to one fast kernel.
     """
 
     looped_axes: int | None
@@ -126,14 +126,14 @@ class Plan(NamedTuple):
 
 
 def plan_dense(call: Call) -> Plan:
-    """Plans a call of which all scores of a head are computed at once."""
+    """Plans a call by dense attention, which computes all scores of a head at once."""
     scores = call.operands.query.shape[-3] * call.operands.key.shape[-3]
     looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
     return Plan(looped, _max_heads_on_tpu(call, scores), product_dtype(call, tiles=False), _fuses_rows(call, scores))
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Tiling, BlockMask | None]:
-    """Plans a call that is computed tile by tile, with its block mask if the mask holds arrays that are known."""
+    """Plans a call computed tile by tile: returns plan, tiling, and the block mask of `tiles`, or None."""
     tiling, blocks = tiles(call)
     scores = tiling.height * tiling.width
     looped, together, dtype = (
@@ -171,7 +171,7 @@ def on_gpu(call: Call) -> bool:
 
 
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
-    """Returns whether XLA's CPU makes one kernel of `dense.fused_rows` that writes no score to memory, and a fast one.
+    """Returns whether XLA's CPU backend compiles `dense.fused_rows` to one fast kernel that writes no score to memory.
 
     `scores` is the number of scores of a head, or of one of the `rows` tiles of a head that are computed together.
     """
@@ -234,7 +234,7 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
 
 
 def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None:
-    """Chooses the blocks to use if most keys are visible: all keys, or at most `widest`; None if they are `blocks`."""
+    """Chooses the blocks to use if most keys are visible: all keys, or `widest` keys at most; None to use `blocks`."""
     operands, (queries, num_heads) = call.operands, call.operands.query.shape[-3:-1]
     keys, num_kv_heads = operands.key.shape[-3:-1]
     # Keys of another dtype would have to be converted, all of them at once.
@@ -254,8 +254,9 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
 def _dtype_in_place(call: Call) -> jnp.dtype:
     """Chooses the dtype of the products of keys that are read in place, on one CPU.
 
-    It is bfloat16 if the CPU has products of it. Then queries are not scaled before, so only weights are rounded, which
-    makes the log-sum-exp less exact.
+    It is bfloat16 if the CPU multiplies bfloat16, queries are bfloat16, and keys and values are, too, or in 8 bits.
+    Products are then scaled instead of queries, so only weights are rounded. That makes the log-sum-exp less exact: if
+    it is returned, or precision is raised, the dtype is `options.dtype`.
     """
     operands, options = call
     is_narrow = {x.dtype for x in operands[:3]} == {jnp.dtype(jnp.bfloat16)}

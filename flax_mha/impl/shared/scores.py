@@ -90,7 +90,7 @@ class ScoreRule:
         tile: Tile,
         flags: NonfiniteFlags | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes a tile's scores, and row poison (`nonfinite.py`), from its queries, keys and the head's inputs."""
+        """Computes a tile's scores and, if there are `flags`, row poison (`nonfinite.py`); `inputs` are the head's."""
         products, poison, row_poison = self.products(query, key), None, None
         if flags is not None:
             # Without poison in the scores, XLA's CPU can fuse the product with the row maximum.
@@ -112,9 +112,9 @@ class ScoreRule:
     ) -> Float[Array, "t s"]:
         """Computes the scores of one tile, -inf where masked, from products of scaled queries and keys.
 
-        `inputs` are the tile's part; `poison` is added to visible scores, see `nonfinite.py`. With `fused`, XLA's CPU
-        backend can fuse the mask with the product before and the softmax after it, but no masked product may be NaN,
-        and nothing may be differentiated.
+        `inputs` are those of the tile (`ScoreInputs.cut`); `poison` is added to visible scores, see `nonfinite.py`.
+        With `fused`, XLA's CPU backend can fuse the mask with the product before and the softmax after it, but no
+        masked product may be NaN, and nothing may be differentiated.
         """
         scores, visible = self.unmasked_scores(products, inputs, tile, poison, fused)
         if visible is None:
@@ -131,7 +131,7 @@ class ScoreRule:
         poison: Float[Array, "#t #s"] | None = None,
         fused: bool = False,
     ) -> tuple[Float[Array, "t s"], Bool[Array, "#t #s"] | None]:
-        """Computes the scores of one tile, arbitrary where masked, and which are visible, None if all are.
+        """Computes the scores of one tile, arbitrary where masked, and where they are visible, None if everywhere.
 
         The arguments are those of `tile`.
         """

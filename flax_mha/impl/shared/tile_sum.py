@@ -45,9 +45,9 @@ class Argument(NamedTuple):
         return tuple(cls(kind, x.shape, x.dtype) for kind, x in zip(kinds, arrays, strict=True))
 
     def start(self, height: int | None = None) -> Array:
-        """Makes zeros in which an output is summed, or its part for a row of tiles of this height.
+        """Makes zeros to sum an output in or, given a `height`, its part for a row of tiles of this height.
 
-        For keys they are transposed: a CPU multiplies matrices faster if the result is wide, [F, s].
+        The zeros for kind "keys" are transposed: a CPU multiplies matrices faster if the result is wide, [F, s].
         """
         shape = self.shape if height is None else (height, self.shape[1])
         shape = shape[::-1] if self.kind in ("queries transposed", "keys") else shape
@@ -75,7 +75,7 @@ class TileVisit(NamedTuple):
         return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
 
     def cut(self, kind: Kind, x: Array) -> Array:
-        """Cuts the tile's part out of an argument; those of kind "queries" hold only its row of tiles."""
+        """Cuts the tile's part out of an argument, which holds only the tile's row of tiles if `kind` is "queries"."""
         axis = int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.rows(x, axis)
@@ -84,7 +84,7 @@ class TileVisit(NamedTuple):
         return self.tile.cut(x) if kind == "scores" else x
 
     def add(self, kind: Kind, x: Array, part: Array) -> Array:
-        """Adds the tile's part to a sum; one of kind "queries" holds only its row of tiles, "keys" is [F, S]."""
+        """Adds the tile's `part` to a sum `x`, which is one row of tiles for kind "queries", and [F, S] for "keys"."""
         part, axis = part.astype(x.dtype), int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.put_rows(x, self.rows(x, axis) + part, axis)
@@ -105,7 +105,7 @@ class TileSummand(NamedTuple):
     outputs: tuple[Argument, ...]
 
     def jvp(self, places: Sequence[int]) -> "TileSummand":
-        """Returns the tangent: all arguments are residuals, and it is linear in the tangents of those at `places`."""
+        """Returns the tangent: residuals are all arguments, linear arguments the tangents of those at `places`."""
         count = len(self.residuals)
 
         def compute(rule: ScoreRule, tile: Tile, arguments: Sequence, tangents: Sequence, _: bool) -> Sequence[Array]:
@@ -160,14 +160,14 @@ def tile_sum(
 ) -> list[Array]:
     """Sums a function over the tiles of one head that `blocks` lists.
 
-    `by_hand(rule, blocks, residuals, cotangents)` computes the transpose, if it is better than `function.transposed`.
+    `by_hand(rule, blocks, residuals, cotangents)` computes the transpose; None uses `function.transposed`.
     """
     context, structure = jax.tree.flatten((rule, blocks))
     return _sum_of(tiling, function, structure, by_hand)(*context, *residuals, *linear)
 
 
 def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Callable | None) -> Function:
-    """Makes a `Function` of a tile sum: it takes the leaves of rule and block mask, residuals and linear arguments."""
+    """Makes a tile sum a `Function` of the leaves of (rule, blocks) in `structure`, residuals and linear arguments."""
     count, first = structure.num_leaves, structure.num_leaves + len(function.residuals)
 
     def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
@@ -236,7 +236,7 @@ def over_keys(
     step: Callable[[TileVisit, ScoreRule, T], T],
     state: T,
 ) -> T:
-    """Folds `step(visit, rule, state)` over the tiles that `blocks`, the block mask of row i alone, lists."""
+    """Folds `step(visit, rule, state)` over the tiles that `blocks`, the block mask of row i of tiles, lists."""
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
     def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:

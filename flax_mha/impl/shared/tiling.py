@@ -73,7 +73,7 @@ class Tiling(NamedTuple):
 def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) -> Tiling:
     """Makes a tiling of T x S with the fewest tiles no larger than `largest`, and with the least padding.
 
-    Without `fine`, tiles have neither bands nor cells, which is best for masks that are data.
+    Without `fine`, each tile is a single band and a single cell, which is best for masks that are data.
     """
     bands = largest.bands if fine else 1
     rows, height = _cut_up(lengths[0], largest.height, bands)
@@ -107,7 +107,7 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
 
 
 def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
-    """Extends an array of one head's mask to padded lengths, by repeating the last entry."""
+    """Extends an array of a mask, with `axes` as in `masks/base.py`, to T and S in `shape`; repeats the last entry."""
     sizes = {"T": shape[0], "S": shape[1]}
     widths = [
         (0, 0 if name.endswith("|1") and size == 1 else sizes.get(name[0], size) - size)
@@ -138,7 +138,7 @@ class InsideMask(Mask):
 
 
 def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Computes from the occupancy of cells that of tiles [rows, bands, tiles], and the tiles' first cells."""
+    """Converts the occupancy of cells to that of tiles [rows, bands, tiles]; also returns the tiles' first cells."""
     cells_of_tile = tiling.width // tiling.cell_width
     start = _starts(np.asarray(some.any(1)), cells_of_tile)
     cells = np.minimum(start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1)
@@ -258,7 +258,7 @@ def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tup
 
 
 def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
-    """Makes the block mask of one head whose mask or offset is data: so are its numbers of tiles, which bound loops."""
+    """Makes the block mask of one head whose mask or offset is data: its numbers of tiles are data, and bound loops."""
     column, _, num_full, num_tiles = tiles_of(tiling, mask, offsets)
     whole = (TileBand(0, tiling.height),)
     return BlockMask(column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False)
