@@ -106,7 +106,7 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
 
 
 def refusals(call: Call) -> list[str]:
-    """Lists why cuDNN cannot compute a call; its plan is only tried if there is no other reason."""
+    """Lists why cuDNN cannot compute a call; if there is no other reason, tries to compile the kernel."""
     mask, here = kernel_mask.kernel_mask(call), device(call.options.target.platform)
     operands = call.operands
     head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
@@ -205,7 +205,7 @@ def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
 
 
 def _masked(kernel: Kernel, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-    """Computes the output, 0 for queries that see no key, and arrays that show if it is right (`when_finite.Fused`)."""
+    """Computes the output, 0 for queries that see no key, and arrays that must be `all_moderate` for it to be right."""
     query, key, value, bias, _ = arrays
     batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
     all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
@@ -221,7 +221,7 @@ def _masked(kernel: Kernel, arrays: Arrays, mask: KernelMask, differentiated: bo
 
 
 def _masked_without_cond(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
-    """Computes the output for any NaN and infinity without `lax.cond`, on whose branch all devices must agree."""
+    """Computes the output, right with NaN and infinity, without `lax.cond`: devices might take different branches."""
     query, key, value = arrays[:3]
     first, end = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
     key, value, of_keys = nonfinite.zero_keys(key, value)
@@ -236,7 +236,7 @@ def _masked_without_cond(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Ar
 
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
-    """Pads the arrays to the kernel's lengths, and computes the output and, with `residual`, the log-sum-exp."""
+    """Pads the arrays, computes output and, with `residual`, log-sum-exp; `visible` is None if all queries see keys."""
     query, key, value, *others = kernel_mask.vmap_alike(*jax.tree.leaves((arrays, visible)))
     batch, queries = query.shape[:2]
     used_queries = used_keys = None

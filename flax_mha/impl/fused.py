@@ -30,8 +30,8 @@ KERNELS = ("pallas_call", "dot_product_attention")
 def attention(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Output:
     """Computes output and log-sum-exp, which may be None, by `kernel`, and the derivatives that it lacks by `portable`.
 
-    `kernel` has gradients of first order in reverse mode, `portable` derivatives of every order. `platform` is that of
-    the kernel, if the program may be compiled for others, too; see `lower_for_platform.py`.
+    `kernel` has gradients of first order in reverse mode, `portable` derivatives of every order. `platform` is
+    the kernel's platform if the program may be compiled for others too, else None; see `lower_for_platform.py`.
     """
     leaves, structure = jax.tree.flatten(varying_alike(operands))
 
@@ -99,13 +99,13 @@ class _ForwardPass(NamedTuple):
         return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
 
     def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
-        """Lists all residuals in order: `kept`, those of the kernel, and others, which it computes from `arguments`."""
+        """Lists all residuals in order: `kept` has the kernel's, all others are computed here from `arguments`."""
         computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 
 
 def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
-    """Makes the `Function` that evaluates `jaxpr`: the kernel's results and, with `saved`, then its residuals."""
+    """Makes the `Function` that evaluates `jaxpr`; with `saved`, it is `saved.jaxpr`, which also returns residuals."""
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         return functions.run(jaxpr, arguments)
@@ -133,7 +133,7 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | 
 
 
 def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]) -> Function:
-    """Makes the tangent of the kernel's results, a function of leaves, all residuals, and tangents of some leaves."""
+    """Makes the tangent of the kernel's results: a `Function` of leaves, residuals, and tangents of `saved.places`."""
     places, num_saved = saved.places, saved.pull.num_leaves
     first = num_leaves + num_saved
 

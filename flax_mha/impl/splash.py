@@ -50,7 +50,7 @@ class Band(splash_masks.Mask):
         return np.arange(self.size[0], dtype=np.int32)
 
     def mask_function(self, rows: Any, columns: Any) -> Any:
-        """Computes which scores are visible, inside the kernel."""
+        """Computes which scores of queries `rows` and keys `columns` are visible; the kernel calls it, too."""
         visible = columns < self.keys
         if self.left is not None:
             visible = visible & (columns >= rows - self.left)
@@ -82,7 +82,7 @@ def refusals(call: Call) -> list[str]:
 
 
 def attention(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:
-    """Computes the output of all heads, without log-sum-exp; with `interpret` on any machine, slowly."""
+    """Computes the output of all heads, without log-sum-exp; `interpret=True` runs on any machine, slowly."""
     return _attention(*call, interpret=interpret), None
 
 
@@ -114,7 +114,7 @@ def _scaled(query: Float[Array, "B N T H"], scale: float) -> Float[Array, "B N T
 def _output(
     soft_cap: float | None, interpret: bool, arrays: Arrays, mask: KernelMask, differentiated: bool
 ) -> tuple[Float[Array, "B N T Hv"], tuple[Array, ...]]:
-    """Computes the output, 0 for queries that see no key, and arrays that show if it is right (`when_finite.Fused`)."""
+    """Computes the output, 0 for queries that see no key, and arrays that must be `all_moderate` for it to be right."""
     query, key, value, _, sinks = arrays
     lengths = query.shape[2], key.shape[2]
     sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
@@ -137,7 +137,7 @@ def _output(
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """Sets tiles of this shape in all kernels: forward leaves NaN in skipped tiles, so backward must skip the same.
+    """Sets tiles of `rows` x `columns` in all kernels: forward leaves NaN in skipped tiles, so backward must skip them.
 
     Backward is two kernels; a single fused one would store a gradient of the queries for every column of tiles.
     """
@@ -147,7 +147,7 @@ def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
 
 
 def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
-    """Makes splash's mask of window and padding; a full one if all is masked: splash needs a visible tile."""
+    """Makes splash's mask of window and padding; a full one if all is hidden, as splash needs a visible tile."""
     queries, keys = lengths
     size = queries + -queries % sides[0], keys + -keys % sides[1]
     nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
@@ -159,7 +159,7 @@ def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) ->
 def _segment_ids(
     mask: KernelMask, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
 ) -> splash.SegmentIds | None:
-    """Makes ids of queries and keys; keys after the end of their sequence get an id that no query has."""
+    """Makes ids of queries and keys, None if no mask needs ids; keys past their length get an id that no query has."""
     if mask.segments is None and mask.key_lengths is None:
         return None
     if mask.segments is None:

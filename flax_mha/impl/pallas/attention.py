@@ -28,7 +28,7 @@ from flax_mha.masks.function import TracedMask, map_functions
 
 
 def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype, interpret: Any) -> KernelCall:
-    """Converts a call, with matrix products in this dtype, to the form that the kernels take."""
+    """Converts a call to a `KernelCall`; query, key and value are rounded to `dtype` for the matrix products."""
     head = heads_of(operands, options, "flags", dtype, operands.query.dtype)
     rule, rank = head.rule, head.query.ndim - 2
     mask = map_functions(functools.partial(_tile_mask, rank), rule.mask)
@@ -66,7 +66,7 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
 def _split(
     function: TracedFunction, captured: list[Array], batch: Any, head: Any, rank: int
 ) -> tuple[TileFunction, tuple[Array, ...]]:
-    """Splits a function (see `split_function.py`) and computes the values of its outer part for all heads."""
+    """Splits a user's function, and computes its outer values for all heads, whose indices are `batch` and `head`."""
     tile = split(function, len(captured))
     one, ids = jnp.zeros((1,) * rank, jnp.int32), (("b", batch), ("h", head))
     used = (jnp.asarray(x) if x is not None and function.uses(name) else one for name, x in ids)
@@ -74,13 +74,13 @@ def _split(
 
 
 def _tile_mask(rank: int, mask: TracedMask) -> Mask:
-    """Converts a mask by a user's function to one that the kernels compute, a `TileMask`."""
+    """Converts the mask of a `mask_mod`, whose arrays have `rank` axes of heads, to a `TileMask`, for the kernels."""
     tile, values = _split(mask.function, mask.captured, mask.batch, mask.head, rank)
     return TileMask(values, tile)
 
 
 def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
-    """Computes the occupancy of all tiles [*heads, rows, columns], as NumPy arrays if it is known while tracing."""
+    """Computes the occupancy of all tiles [*heads, rows, columns]: NumPy arrays, unless a mask depends on arrays."""
 
     def of_head(arrays: tuple[Mask | None, Offsets]) -> Occupancy:
         return occupancy(tiling, arrays[0], arrays[1].values)
@@ -95,14 +95,14 @@ def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Whether the gradients of the bias, and of each value of `score_mod`, are needed; they take extra work."""
+    """Whether the bias, and each of `Inputs.values`, need a gradient; these gradients take extra work."""
 
     bias: bool
     values: tuple[bool, ...]
 
 
 def attend(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
-    """Computes output, log-sum-exp and, if asked for, largest scores; `known` is `result` of `Implementation.hop`."""
+    """Computes output, log-sum-exp and, if asked for, largest scores, or returns `known`; see `Implementation.hop`."""
     is_static = isinstance(call.occupancy.any_visible, np.ndarray)
 
     def call_of(inputs: Inputs, occupancy: Occupancy | None) -> KernelCall:
@@ -161,6 +161,6 @@ def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangen
 
 
 def _sum_to(x: Array, like: Array) -> Array:
-    """Sums `x` over the axes along which `like` has length 1, because heads share its entry."""
+    """Sums `x` to the shape of `like`: over its axes of length 1, along which heads share an entry."""
     axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
     return x.sum(axes, keepdims=True)

@@ -32,10 +32,10 @@ MOST_EQUATIONS = 32
 def attention(
     call: Call, result: OutputAndLse | None = None, dtype: DTypeLike | None = None, interpret: Any = False
 ) -> OutputAndLse:
-    """Computes output and log-sum-exp; for `result` see `Implementation.hop`.
+    """Computes output and log-sum-exp or, if `result` is given, returns that; see `Implementation.hop`.
 
-    Query, key and value are rounded to `dtype`, if that is given, for the matrix products; output and gradients have
-    the query's dtype. `interpret` is that of `jax.experimental.pallas.pallas_call`: True runs on any machine, slowly.
+    Query, key and value are rounded to `dtype` for the matrix products; None does not round. Output and gradients
+    have the query's dtype. `interpret` is passed to `pallas_call`: True runs on any machine, slowly.
     """
     dtype = jnp.dtype(call.operands.query.dtype if dtype is None else dtype)
     return _attention(*schedule.with_occupancy(call), _tiling(call), dtype, interpret, result)
@@ -90,7 +90,7 @@ def refusals(call: Call) -> list[str]:
 
 
 def _reasons_against_tiles(call: Call) -> list[str]:
-    """Lists why the table of tiles would not fit in scalar memory if no tile were empty."""
+    """Returns [a reason] if the lists of steps, with no tile empty, do not fit in scalar memory, else an empty list."""
     operands, tiling = call.operands, _tiling(call)
     heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2]
     lists = [heads if jax.tree.leaves((operands.mask, operands.offsets)) else operands.groups[1]]

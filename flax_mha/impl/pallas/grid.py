@@ -44,10 +44,10 @@ class StepGrid(NamedTuple):
     length: int  # number of steps in each list
 
     def place(self, *indices: Any) -> tuple[Any, list[Any], Any, Any]:
-        """Returns the action of a step, the indices of its head, and the row and the column of its tile.
+        """Reads one step: returns its action, the indices of its head, and the row and the column of its tile.
 
         Args:
-          *indices: Indices of the grid, and references to the two words of all steps; see `list_steps`.
+          *indices: The step's indices in the grid, then references to the two flat results of `list_steps`.
         """
         *head, step, action_ref, tile_ref = indices
         at = flat_index(head, self.lists) * self.length + step
@@ -63,7 +63,8 @@ class StepGrid(NamedTuple):
     def spec(self, axes: str, heads: Sizes, stored: Sizes, tiling: Tiling) -> pl.BlockSpec:
         """Makes the spec that tells which block of an array of shape `stored` each step reads or writes.
 
-        `heads` are its sizes of batch and heads, `axes` all others; an array without these is in SMEM as a whole.
+        `heads` are the array's sizes of batch and heads. `axes` names its other axes, a letter each; if there are
+        none, all of the array is in scalar memory.
         """
         if not axes:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -80,7 +81,7 @@ class StepGrid(NamedTuple):
 
 
 def flat_index(head: Sequence[Any], heads: Sizes) -> Any:
-    """Returns the index of a head in a flat array with these axes; axes of size 1 are shared by all heads."""
+    """Returns the index of the head with indices `head` in a flattened array [*heads]; heads share axes of size 1."""
     number: Any = 0
     for i, size in zip(head, heads, strict=True):
         number = number if size == 1 else number * size + i
@@ -97,9 +98,9 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
       by: Axes of the tiles along which results differ: "T" for rows, "S" for columns.
 
     Returns:
-      Two words for each step [*lists, steps]: the action, its flags + 2^4 times the index of the head among those that
-      share a result, and the tile, 2^16 times its row + its column. An axis of length 1 is a list that all heads along
-      it share.
+      Actions and tiles, each an int32 array [*lists, steps], where all heads along an axis of length 1 share a list.
+      An action is the sum of the step's flags (such as `FIRST`) and 2^4 times the index of its head among the heads
+      that share a result. A tile is 2^16 times its row plus its column.
     """
     group = functools.partial(_group, sizes=sizes, results=results, by=by)
     some, full = (group(x) for x in occupancy)
@@ -128,7 +129,7 @@ def _first(x: Any) -> Bool[Array, "*heads groups members"]:
 
 
 def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads groups members"]:
-    """Reshapes [*heads, rows, columns] to one group of tiles per result, over heads that share it; see `list_steps`."""
+    """Reshapes `x` [*heads, rows, columns] to one group for all tiles of a result; arguments as in `list_steps`."""
     rank = len(sizes)
     shared = [axis for axis in range(rank) if results[axis] == 1]
     separate = [axis for axis in range(rank) if results[axis] != 1]

@@ -72,16 +72,16 @@ class KernelPlan(NamedTuple):
     learned: tuple[bool, ...] = ()  # for each value of `score_mod`'s outer part, whether it gets a gradient
 
     def stored_axes(self, names: str, part: Sizes) -> str:
-        """Converts the axis names of one head's part to those that it is stored with, a letter each; none for a number.
+        """Converts the axis names of one head's part, of shape `part`, to the letters of its stored axes.
 
-        Broadcast axes are left out, and features come first unless `features_last`.
+        "T H" becomes "TH", or "HT" unless `features_last`. Broadcast axes are left out; a number has no letters.
         """
         pairs = zip(names.split(), part, strict=False)
         kept = "".join(name[0] for name, size in pairs if not (name.endswith("|1") and size == 1))
         return kept[::-1] if kept.endswith("H") and not self.features_last else kept
 
     def store(self, x: Array, axes: str, rank: int) -> Array:
-        """Converts an array with `rank` axes of heads to its stored form [*heads, rows, columns], numbers to [1, n]."""
+        """Pads an array with `rank` axes of heads, and reshapes it to [*heads, rows, columns]; numbers to [1, n]."""
         heads = x.shape[:rank]
         x = jnp.swapaxes(x, -1, -2) if axes.startswith("H") else x
         part = x.shape[rank:] if x.ndim - rank == len(axes) else tuple(n for n in x.shape[rank:] if n != 1)
@@ -100,7 +100,7 @@ class KernelPlan(NamedTuple):
 
 
 def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
-    """Converts a stored block of an array with this dtype to the layout of a tile, which may be transposed."""
+    """Converts a stored block to a tile's layout, with entries per row as [n, 1], and to bool if that is `dtype`."""
     x = x.astype(jnp.int32) if x.dtype == jnp.int8 else x
     if axes == ("S" if transposed else "T"):
         x = jnp.transpose(jnp.broadcast_to(x, (LANES, x.shape[1])))[:, :1]
@@ -124,11 +124,11 @@ class LoadedTile(NamedTuple):
     entries: list[Array | None]  # for each value of `score_mod` the indices in its table, or None for a number
 
     def over_features(self, rows: Float[Array, "m F"], columns: Array) -> Float[Array, "m n"]:
-        """Computes the matrix product, over features, of one of `rows` and one of `columns`."""
+        """Computes the matrix product, over features, of an array of `self.rows` and one of `self.columns`."""
         return self.rule.dot(rows, columns, transpose_b=self.plan.features_last)
 
     def over_columns(self, tile: Float[Array, "m n"], columns: Array) -> Float[Array, "m F"]:
-        """Computes the matrix product, over columns, of an array [m, n] of the tile and one of `columns`."""
+        """Computes the matrix product, over columns, of `tile` [m, n] and an array of `self.columns`."""
         return self.rule.dot(tile, columns, transpose_b=not self.plan.features_last)
 
     def products(self) -> Float[Array, "m n"]:
@@ -136,7 +136,7 @@ class LoadedTile(NamedTuple):
         return products if self.rule.scale == 1.0 else products * self.rule.scale
 
     def gradients(self) -> tuple[Float[Array, "m n"], Float[Array, "m n"], ScoreInputs]:
-        """Computes the weights after dropout, and the gradients of products and of `params`."""
+        """Computes the weights after dropout, and the gradients of `products()` and of `params`."""
         s, pull = self.rule.tile_vjp(self.products(), self.params, self.tile)
         may_be_nan = self.params.bias is not None or self.rule.score_mod is not None
         weights, kept = nonfinite.backward_weights(s, self.lse, may_be_nan), self.rule.dropout_multiplier(self.tile)
@@ -147,10 +147,10 @@ class LoadedTile(NamedTuple):
 def load_tile(
     plan: KernelPlan, inputs: Inputs, rows: list[Array], place: tuple[Any, Any], transposed: bool, masked: bool
 ) -> LoadedTile:
-    """Loads the tile of one step, in this row and column of tiles (`place`), from the blocks of the step.
+    """Loads the tile of one step from its blocks, `inputs`; `place` is the tile's row and column, counted in tiles.
 
-    `rows` are the arrays of the tile's rows if they are kept between steps, else empty. If `transposed`, queries are
-    along columns. If not `masked`, all of the tile is visible.
+    `rows` are the arrays of `Kernel.kept_rows`, read from fast memory. If `transposed`, queries are along columns.
+    If not `masked`, all of the tile is visible, and the mask is not computed.
     """
     tiling = plan.tiling
     shape, columns = (tiling.height, tiling.width), (inputs.key, inputs.value)

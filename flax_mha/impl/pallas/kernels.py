@@ -84,7 +84,7 @@ def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
 
 
 def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array, list[Array | None]]:
-    """Computes the gradients of queries and, for every head, of the learned values of `score_mod` (else None)."""
+    """Computes the gradients of queries and, per head, of each of `inputs.values`, None unless it is `learned`."""
     plan, inputs, _ = call
     *heads, length, head_size = inputs.query.shape
     shapes = [x.shape[len(heads) :] for x in inputs.values]

@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
 
 
 def launch(kernel: Kernel, call: KernelCall) -> list[Array]:
-    """Runs a kernel and returns its results [*kernel.heads, *part]."""
+    """Runs a kernel, and returns an array [*kernel.heads, *result.part] for each of `kernel.results`."""
     plan, inputs, occupancy = call
     sizes, tiling = inputs.query.shape[:-2], plan.tiling
     rank, arrays = len(sizes), jax.tree.leaves(inputs)
@@ -103,7 +103,7 @@ def _stored_shape(result: Result, axes: str, kernel: Kernel, plan: KernelPlan) -
 
 
 def _scratch(kernel: Kernel, inputs: Inputs, plan: KernelPlan) -> list[Any]:
-    """Lists the fast memory that is kept between steps: for the arrays of rows, with features last, and for sums."""
+    """Lists the buffers in fast memory: first for the arrays of `kept_rows`, with features last, then for the sums."""
     length, rank = plan.tiling.width if kernel.transposed else plan.tiling.height, len(kernel.heads)
     widths = [(x.shape[-1] if x.ndim == rank + 2 else LANES, x.dtype) for x in kernel.kept_rows(inputs)]
     kept = [pltpu.VMEM((length, width), dtype) for width, dtype in widths]
@@ -111,7 +111,7 @@ def _scratch(kernel: Kernel, inputs: Inputs, plan: KernelPlan) -> list[Any]:
 
 
 def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: StepGrid, plan: KernelPlan) -> Callable[..., None]:
-    """Makes the function of references that `pallas_call` runs in each step."""
+    """Makes the body that `pallas_call` runs in each step; `axes` are the `stored_axes` of each array in `inputs`."""
     arrays, structure = jax.tree.flatten(inputs)
     rank, count = len(grid.sizes), len(arrays)
 

@@ -47,13 +47,13 @@ class Lookup(NamedTuple):
     by_position: Sequence[int]
 
     def table(self, known: dict[Any, Array]) -> Array:
-        """Returns all entries that may be looked up, flattened; `known` has the values of variables."""
+        """Returns all entries that may be looked up, flattened; `known` maps variables of the jaxpr to values."""
         indices = [0 if i in self.by_position else _read(x, known) for i, x in enumerate(self.indices)]
         sizes = [size if i in self.by_position else 1 for i, size in enumerate(self.array.aval.shape)]
         return lax.dynamic_slice(known[self.array], indices, sizes).reshape(-1)
 
     def entry(self, known: dict[Any, Any]) -> Int[Array, "#t #s"]:
-        """Computes the index of an entry in the table, clipped to it like the indices of `lax.dynamic_slice`."""
+        """Computes the index in the table for each score, clipped as by `lax.dynamic_slice`; `known` as in `table`."""
         entry: Any = 0
         for axis in self.by_position:
             size = self.array.aval.shape[axis]
@@ -63,7 +63,7 @@ class Lookup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileFunction:
-    """What a kernel computes of a user's function, in whole tiles; XLA computes `outer` for each head before."""
+    """The part of a user's function that a kernel computes, in whole tiles, after XLA has computed `outer` per head."""
 
     outer: Jaxpr  # equations of the outer part
     arguments: Sequence[Any]  # variables of the arguments [score,] q_idx, kv_idx
@@ -85,7 +85,7 @@ class TileFunction:
         return [known[x] for x in self.numbers] + [x.table(known) for x in self.lookups.values()]
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
-        """Computes a tile [t, s] from [score,] q_idx, kv_idx and `values` (numbers, looked up entries), broadcast."""
+        """Computes a tile of this shape from the arguments [score,] q_idx, kv_idx and the values of `look_up`."""
         known = dict(zip((*self.arguments, *self.numbers, *self.lookups), (*arguments, *values), strict=True))
         for equation in self.equations:
             if equation.outvars[0] not in known:
@@ -95,10 +95,10 @@ class TileFunction:
     def look_up(
         self, positions: tuple[Array, Array], values: Sequence[Array]
     ) -> tuple[Sequence[Array], list[Int[Array, "#t #s"] | None]]:
-        """Replaces each table [1, entries], which come last among the values, by the entries at a tile's positions.
+        """Replaces the tables [1, entries], which follow the numbers in `values`, by the entries at a tile's positions.
 
         Returns:
-          The values that the function takes and, for each, the indices of the entries in its table, or None.
+          The values for `__call__` and, for each, the indices of its entries in the table, or None for a number.
         """
         count = len(self.numbers)
         entries: list[Any] = [None] * count
@@ -165,11 +165,11 @@ def _gather_lanes(table: Array, entry: Int[Array, "t 128"]) -> Array:
 
 
 def split(function: TracedFunction, num_captured: int) -> TileFunction:
-    """Splits a function of ([score,] b, h, q_idx, kv_idx), and returns the part for tiles.
+    """Splits a function of `num_captured` arrays and [score,] b, h, q_idx, kv_idx into outer part and part for tiles.
 
     Raises:
-      RefusedError: If that part has vectors, control flow, a primitive that Mosaic does not compile, a lookup by the
-        score, or a lookup in a table that is too large.
+      RefusedError: If the part for tiles has vectors, control flow, a primitive that Mosaic does not compile, a lookup
+        by the score, or a lookup in a table that is too large.
     """
     jaxpr = function.jaxpr
     *score, _, _, query, key = jaxpr.invars[num_captured:]

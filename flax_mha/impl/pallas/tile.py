@@ -17,7 +17,7 @@ from flax_mha.masks import Mask
 
 
 class KernelTile(Tile):
-    """A tile whose arrays are blocks that hold its part alone, so that cutting does nothing."""
+    """A tile in a kernel, which gets only the tile's part of every array, so that its `cut` methods change nothing."""
 
     def cut(self, x: Any) -> Array:
         return x
@@ -76,8 +76,8 @@ class TileRule(ScoreRule):
     ) -> tuple[Float[Array, "..."], Callable[[Array], tuple[Array, ScoreInputs]]]:
         """Computes the scores of a tile, and the function from their gradients to those of products and `inputs`.
 
-        The gradient of a captured value, a sum over all scores, is returned before it is summed. It is 0 for masked
-        scores, even if the function's derivative there is NaN.
+        The gradient of a captured value has an entry for each score [t, s], which the caller sums. It is 0 for masked
+        scores, even if the derivative of `score_mod` there is NaN.
         """
         scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         if self.score_mod is None:
