@@ -35,7 +35,7 @@ def from_hf(
     implementation: Implementation | None = None,
     head_axis: str | None = None,
 ) -> flax_mha.nnx.MultiHeadAttention | flax_mha.nnx.MultiHeadLatentAttention:
-    """Makes the self-attention of one layer of a Hugging Face model: an nnx module with its weights and results.
+    """Makes an nnx module that computes the self-attention of one layer of a Hugging Face model, with its weights.
 
     It is `MultiHeadAttention(**describe(config, layer))`, or `MultiHeadLatentAttention` for DeepSeek and others with
     latents, loaded by `load_torch`. Arguments that every call needs are set in its `attention_fn`: `is_causal=True` in

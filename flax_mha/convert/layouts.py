@@ -72,7 +72,7 @@ class Layout(NamedTuple):
         return next(key for key, paths in self.stacks.items() if path in paths)
 
     def difference(self, keys: Collection[str]) -> tuple[list[str], list[str]]:
-        """Compares keys with the layout: returns those that it does not have, and those of weights that are missing."""
+        """Compares keys with the layout: returns those not in the layout, and missing keys of the layout's weights."""
         extra = {key for key in keys if not key.startswith(self.ignored)} - {*self.stacks}
         missing = {key for key, paths in self.stacks.items() if paths[0] in KERNELS} - {*keys}
         return sorted(extra), sorted(missing)
@@ -93,10 +93,10 @@ def _layout(
     gate: str = "",
     **rest: Any,
 ) -> Layout:
-    """Makes a layout from texts with the keys of query, key, value and out: `keys` of kernels, `biases` if they differ.
+    """Makes a layout from `keys`, a text with the keys of query, key, value and out; a `*` is "weight" or "bias".
 
-    A `*` stands for "weight" or "bias". `others` are the keys of norms and sinks, in the order of `OTHER_AXES`, "-" for
-    none.
+    `biases` is such a text for the biases, if their keys differ, `gate` the key of a gate, and `others` the keys of
+    norms and sinks in the order of `OTHER_AXES`, "-" for none. All other arguments are fields of `Layout`.
     """
     names = f"{keys} {biases or keys}".split() + [gate] * bool(gate) * 2
     names = [

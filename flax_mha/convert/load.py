@@ -43,8 +43,8 @@ def load_torch(
     keys: `rope`, `scale`, `normalize_qk`, `sinks`. Keys do not show windows, the epsilon of norms, or which features
     rotary positions pair. They also do not distinguish RoFormer from BERT, or nanoGPT from a GPT-BigCode with
     `multi_query=False`, which stacks its weights in another order. Take `num_heads` from the model's config: weights of
-    12 heads of 64 features also fit 8 heads of 96, load, and give another output. It is checked only if the layer has
-    norms of queries and keys, sinks, the buffer `rotary_emb.inv_freq` of older files, or T5's table of biases.
+    12 heads of 64 features also fit 8 heads of 96, load, and give another output. The number is checked only if the
+    layer has norms of queries and keys, sinks, the buffer `rotary_emb.inv_freq` of older files, or T5's bias table.
 
     Args:
       module: `flax_mha.MultiHeadAttention`, or Flax's; `flax_mha.MultiHeadLatentAttention` for DeepSeek's weights.
@@ -126,7 +126,7 @@ def _load_latent(
 
 
 def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[str], layout: LayoutName) -> None:
-    """Sets the variables to the arrays with their paths, or raises a ValueError that lists problems, if any."""
+    """Sets each variable to the array of the same path, or raises a ValueError that lists `problems`, if any."""
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])

@@ -13,14 +13,14 @@ from flax_mha.recipes import alibi
 
 
 def position_arguments(
-    family: Family, values: Values, num_heads: int, rotates: bool, is_chunked: bool
+    family: Family, values: Values, num_heads: int, has_rope: bool, is_chunked: bool
 ) -> dict[str, Any]:
-    """Returns the arguments by which positions change scores: `score_mod` (ALiBi, temperature), `mask` (chunks)."""
+    """Returns `attention_fn` arguments that depend on positions: `score_mod` (ALiBi, temperature), `mask` (chunks)."""
     changes: dict[str, Any] = {}
     rotary = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if family.alibi:
         changes["score_mod"] = alibi(num_heads)["score_mod"]
-    elif values.get("attn_temperature_tuning") and not rotates:  # Llama 4
+    elif values.get("attn_temperature_tuning") and not has_rope:  # Llama 4
         changes["score_mod"] = _temperature(float(values["attn_scale"]), float(values["floor_scale"]), 1.0)
     elif beta := rotary.get("llama_4_scaling_beta"):  # Ministral 3
         if "llama_4_scaling_beta" not in family.keys.get("rope_parameters", {}):

@@ -29,7 +29,7 @@ def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) 
 
 
 def join(layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, int]) -> np.ndarray:
-    """Stacks the weights or biases with these Flax paths in one new array in C order, the inverse of `cut`."""
+    """Stacks the weights or biases `found` under these Flax paths in a new array in C order, the inverse of `cut`."""
     groups = 1 if len(paths) == 1 else layout.groups or sizes["K" if layout.is_stacked else "N"]
     arrays = [found[path] for path in paths]
     rows = [array.reshape(groups, -1, *array.shape[1:]) for array in arrays]
@@ -38,7 +38,7 @@ def join(layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, in
 
 
 def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
-    """Returns the size of each letter, given the letters of arrays' `axes`; raises a ValueError if arrays disagree."""
+    """Returns the size of each letter in `axes`, the axes of each array; raises a ValueError if arrays disagree."""
     sizes: dict[str, int] = {}
     for path, array in arrays.items():
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in axes[path])
@@ -49,7 +49,7 @@ def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
 
 
 def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str, int]:
-    """Returns the numbers of heads N and K and their size H; raises a ValueError unless they make up the features."""
+    """Returns heads N and K, and their size H; raises a ValueError unless they make up the features in `sizes`."""
     size, rest = divmod(sizes["A"], heads)
     if rest or size * kv_heads != sizes["B"]:
         raise ValueError(

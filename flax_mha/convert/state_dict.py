@@ -45,7 +45,7 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
 
 
 def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
-    """Returns the name of the layout with these keys; raises a ValueError that lists the attention layers found."""
+    """Returns the name of the layout with these keys; if none fits, raises a ValueError that lists the layers found."""
     if added := sorted({"bias_k", "bias_v"} & {*entries}):
         raise ValueError(f"state_dict must do without {', '.join(added)}: Flax has no add_bias_kv; train without it.")
     layers = attention_layers(entries)
@@ -78,7 +78,7 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
 
 
 def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Tells how well a layout with these keys fits: if the orientation, the gate, and the biases of weights do, too."""
+    """Returns whether the weights' orientation, the gate and the biases fit a layout, as several have the same keys."""
     key = layout.key_of("query/kernel")
     shape, out_shape = (tuple(getattr(entries[x], "shape", ())) for x in (key, layout.key_of("out/kernel")))
     is_doubled = len(shape) == len(out_shape) == 2 and shape[0] == 2 * out_shape[1]

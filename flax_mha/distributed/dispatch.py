@@ -59,7 +59,7 @@ def run(call: Call, implementation: str | None) -> Output:
 
 @jax.jit
 def _max_score(lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]) -> Float[Array, "*B N"]:
-    """Computes the largest score of each head from those of its rows, NaN if a row is NaN; without a gradient."""
+    """Computes each head's largest score from that of each row, NaN if a row's log-sum-exp is; without a gradient."""
     lse, largest = lax.stop_gradient((lse, largest))
     largest = jnp.max(largest, axis=-2, initial=-jnp.inf)
     return jnp.where(jnp.isnan(lse).any(-2), jnp.nan, largest)  # `jnp.max` may lose NaN
@@ -182,7 +182,7 @@ def _run_part(implementation: str | None, context: Context | None) -> Callable[[
 
 
 def _exchanging(context: Context | None, attend: Callable[[Call], Output]) -> Callable[[Call], Output]:
-    """Wraps `attend`, attention on one device, in the communication of "ulysses" or "allgather"; else returns it."""
+    """Wraps `attend`, for one device, in the communication of "ulysses" or "allgather"; else returns `attend`."""
     if context is None or context.strategy == "ring":
         return attend
     strategy = ulysses if context.strategy == "ulysses" else allgather
@@ -212,9 +212,9 @@ def _unsplit(call: Call) -> Call:
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """Returns `part`, a device's part of the operands `whole`, with no key heads but those of its query heads.
+    """Removes the key heads that a device's query heads do not use from `part`, its part of the operands `whole`.
 
-    If key heads are not split as query heads are, every device holds all of them, and its query heads share one.
+    If key heads are not split, every device has all of them, but its query heads share one. Else returns `part`.
     """
     if parts.heads == parts.key_heads:
         return part
@@ -226,7 +226,7 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
 
 
 def _empty_output(call: Call, parts: Split) -> tuple[Array, Array]:
-    """Returns empty output and log-sum-exp; XLA cannot always compile gradients of empty parts of a call."""
+    """Returns output and log-sum-exp of a call without queries: XLA cannot always compile gradients of empty parts."""
     query, value = call.operands.query, call.operands.value
     lse = query.sum(-1)  # no constant, so that the results are on the devices of the query
     output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))

@@ -58,13 +58,13 @@ class Ring(NamedTuple):
 
     @property
     def portable(self) -> "Ring":
-        """The same ring with the implementation whose hops have derivatives of every order."""
+        """The ring with hops by "blockwise", which have derivatives of every order."""
         return self._replace(implementation=DEFAULT)
 
     def fold(self, operands: Operands, step: Callable[[Operands, Scalar, T], T], state: T) -> T:
-        """Folds `step(held, source, state)` over all hops.
+        """Folds `step(held, source, state)` over all hops, and returns the last state.
 
-        `held` are the operands with the keys and values that device `source` had in the beginning.
+        `held` are `operands`, but with the keys and values that device `source` had before the first hop.
         """
         rank = lax.axis_index(self.axis)
 
@@ -186,7 +186,7 @@ def tangents(ring: Ring, operands: Operands, known: OutputAndLse, d_operands: Tr
 
 
 def gradients(ring: Ring, operands: Operands, known: OutputAndLse, cotangents: OutputAndLse) -> Trainable:
-    """Computes the gradients of a device's operands: the sum of the shares of all hops.
+    """Computes the gradients of a device's operands from the cotangents of `known`: the sum of the shares of all hops.
 
     The gradients of keys and values travel around the ring with them, and so return to their device.
     """

@@ -14,7 +14,7 @@ from flax_mha.distributed.split import is_explicit, number_of_parts, pad_spec
 
 
 def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
-    """Places an array on a mesh by a sharding, or by its first `rank` axes; without a sharding, returns it."""
+    """Places `x` by a sharding, or by the first `rank` entries of its spec; without a sharding, returns `x`."""
     if sharding is None:
         return x
     mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
@@ -30,7 +30,7 @@ def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array
 def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
     """Gathers the entries of `x` at the indices `numbers` of its first axis; `missing` for indices out of range.
 
-    On a mesh with Explicit axes, the result is split like `x`; its first axis is not, if its length does not allow it.
+    On a mesh with Explicit axes, the result is split like `x`, but along the first axis only if its length allows it.
     """
     x, target = jnp.asarray(x), None
     if is_explicit(x):

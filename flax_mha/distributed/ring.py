@@ -56,7 +56,7 @@ def _first_slice(call: Call, context: Context) -> Call:
 
 
 def _refusals(name: str, call: Call) -> list[str]:
-    """Lists why an implementation cannot compute the hops, of which `call` is one."""
+    """Lists why the implementation with this name cannot compute the hops of a ring; `call` is the first hop."""
     if IMPLEMENTATIONS[name].hop is None:
         known = " and ".join(f'"{name}"' for name in registry.NAMES if IMPLEMENTATIONS[name].hop is not None)
         return [f'with strategy="ring", only {known} compute the gradient of a hop from the merged result']
@@ -113,9 +113,9 @@ def _results(ring: Ring, operands: Operands) -> Any:
 
 
 def _linear(compute: Callable, ring: Ring, operands: Operands, known: OutputAndLse, linear: Any) -> list[Array]:
-    """Calls `hops.tangents`, or its transpose `hops.gradients`, as one operation that JAX can transpose.
+    """Returns the leaves of `compute(ring, operands, known, linear)`, as one operation that JAX can transpose.
 
-    `compute` is the one to call; `linear` are the tangents, or cotangents, that it takes.
+    `compute` is `hops.tangents`, or its transpose `hops.gradients`; `linear` are the tangents or cotangents.
     """
     leaves, residuals = jax.tree.flatten((operands, known))
     linear_leaves, structure = jax.tree.flatten(linear)

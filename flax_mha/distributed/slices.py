@@ -88,7 +88,7 @@ def travelling_arrays(operands: Operands, axes: Sequence[SequenceAxes]) -> list[
 
 
 def replace_travelling(operands: Operands, axes: Sequence[SequenceAxes], arrays: Sequence[Array]) -> Operands:
-    """Replaces the `travelling_arrays` of `operands` by others."""
+    """Replaces the `travelling_arrays` of `operands` by `arrays`."""
     following = iter(arrays)
     return _map(lambda x, of_array: next(following) if of_array.travels else x, operands, axes)
 
@@ -123,8 +123,8 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
-    """Returns the place in the sequence, counted in chunks, of chunk `number` of the chunks that device `rank` holds.
+    """Returns the index, among the chunks of the sequence, of the chunk `number` of device `rank`.
 
-    A device holds one chunk (`number` 0, its place is `rank`), or two in the layout "zigzag" (`number` 0 and 1).
+    A device holds one chunk (`number` 0, its index is `rank`), or two in the layout "zigzag" (`number` 0 and 1).
     """
     return rank + number * (2 * devices - 1 - 2 * rank)

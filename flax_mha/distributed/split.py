@@ -69,7 +69,7 @@ class Split(NamedTuple):
     context: Context | None = None  # the arguments of `context_parallel`; None if the sequence is not split
 
     def spec(self, x: Any, axes: str) -> PartitionSpec:
-        """Returns the split of an array, given the names of its axes as in the field metadata of `masks/base.py`."""
+        """Returns the split of an array, given the names of its axes, such as "B T N H"; see `masks/base.py`."""
         by_name = {"B": self.batch, "N": (self.heads,), "K": (self.key_heads,), **self._sequences(axes.split())}
         each = [part for name in axes.split() for part in by_name.get(name, (None,))]
         return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
@@ -124,7 +124,7 @@ def by_types(call: Call) -> Split:
 
 
 def by_caller(call: Call, sharding: Any) -> Split | None:
-    """Returns the split by `qkv_sharding`, whose mesh is its own or that of `jax.set_mesh`; None without a mesh."""
+    """Returns the split by `qkv_sharding`, on the mesh that it has or that of `jax.set_mesh`; None without a mesh."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
     named = {name for axes in spec for name in names_of(axes)}
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
@@ -137,7 +137,7 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
 def by_placement(call: Call) -> Split | None:
     """Returns the split of a call by the shardings of its query, key and value, which are concrete.
 
-    None if they are not on the same mesh, if it has one device, or if the call cannot be computed in these parts.
+    Returns None if the arrays are not on one mesh, if the mesh has one device, or if they cannot be split like this.
     """
     shardings: list[Any] = [x.sharding for x in call.operands[:3]]
     if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
@@ -150,7 +150,7 @@ def by_placement(call: Call) -> Split | None:
 
 
 def by_context(call: Call, context: Context) -> Split:
-    """Returns the split by `context_parallel`; batch and heads are split as the query is, if no argument tells."""
+    """Returns the split by `context_parallel`; without `batch_axes` or `head_axis`, these are split as in the query."""
     mesh, spec = _mesh_and_spec(call, context)
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
@@ -172,7 +172,7 @@ def by_context(call: Call, context: Context) -> Split:
 
 
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
-    """Returns the mesh, and for each axis of the query the mesh axes that split it, as far as they are known."""
+    """Returns the mesh, and for each axis of the query the mesh axes that split it, None if unknown or not split."""
     query: Any = call.operands.query
     is_traced = isinstance(query, jax.core.Tracer)
     known: Any = jax.typeof(query).sharding if is_explicit(query) else None if is_traced else query.sharding
@@ -205,7 +205,7 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
 
 
 def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, source: str) -> Split:
-    """Checks and returns the split of a call by the specs of query, key and value, or by one spec for all three."""
+    """Makes the split by specs of query, key and value, or by one for all; error messages name their `source`."""
     query, key, *_ = call.operands
     by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
     given = [{axes for axes in each if axes not in (None, ())} for each in by_axis]

@@ -25,9 +25,10 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
     """Returns axis names for Flax's metadata of all parameters, if `head_axis` splits the heads.
 
     Returns:
-      A name or None for each axis. "query", and "key" for keys and values: axes of a kernel [features, N, H] or, after
-      the batch axes, of a cache [S, K, H]; without the first, those of a bias [N, H]. "key" is all None if there are
-      fewer key heads than devices. "out": axes of the kernel [N, H, features]; "out_bias": of its bias; "sinks": [N].
+      For each parameter, the name or None of each axis. "query", and "key" for both keys and values, are for kernels
+      [features, N or K, H]; leave out the first name for a bias [N or K, H]. A cache [B..., S, K, H] ends with "key",
+      which is all None if there are fewer key heads than devices. "out" is for the output kernel [N, H, features],
+      "out_bias" for its bias, "sinks" for sinks [N].
     """
     parts = _size(head_axis)
     if num_heads % parts:
@@ -46,7 +47,7 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
 
 
 def mesh_axis(head_axis: str) -> Any:
-    """Returns the mesh axes that Flax's current rules give to a logical axis; a name without a rule unchanged."""
+    """Returns the mesh axes that Flax's current rules give to a logical axis, or the name itself if it has no rule."""
     return next((mesh for logical, mesh in spmd.get_logical_axis_rules() if logical == head_axis), head_axis)
 
 
@@ -57,7 +58,7 @@ def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..
 
 
 class _Unboxing:
-    """Makes `unbox` place the parameter on the mesh, if its rank fits: `DenseGeneral` boxes a flat kernel first."""
+    """Makes `unbox` place the parameter on the mesh, except the flat kernel that `DenseGeneral` makes first."""
 
     value: Any
     names: Names
@@ -93,7 +94,7 @@ def _size(head_axis: str) -> int:
 
 
 def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> NamedSharding:
-    """Returns a sharding for a matrix product, from the splits in the types of its operands.
+    """Returns a sharding for `lax.dot_general` of these arguments, from the splits in the types of `lhs` and `rhs`.
 
     JAX requires one for a product that sums over split axes.
     """

@@ -36,7 +36,7 @@ def sliding(values: Values, layer: int) -> str:
 
 
 def windowed(layer_type: LayerType) -> LayerType:
-    """Returns a rule like `layer_type`, but in which layers of full attention are `sliding`."""
+    """Returns a rule like `layer_type`, but its layers of full attention slide if the config has a window."""
 
     def windowed_type(values: Values, layer: int) -> str:
         found = layer_type(values, layer)
@@ -56,9 +56,9 @@ def listed(otherwise: LayerType) -> LayerType:
 
 
 def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
-    """Returns a rule by which the last of every n layers is full, and the others slide; `layer_types` go before it.
+    """Returns a rule by which the last of every n layers is full, and the others slide, unless `layer_types` is given.
 
-    n is the config's value `key`, or else `number`.
+    n is the value of `key` in the config, or `number` if there is none.
     """
     return listed(lambda values, layer: sliding(values, layer) if (layer + 1) % (values.get(key) or number) else FULL)
 
@@ -86,7 +86,8 @@ def flint(values: Values, layer: int) -> str:
 def cohere_moe(values: Values, layer: int) -> str:
     """Returns `FULL` for every n-th layer, else `SLIDING`.
 
-    The dense layers at the start have an n of their own, and the layers after them are counted anew.
+    n is `prefix_dense_sliding_window_pattern` for the dense layers at the start, `sliding_window_pattern` for the
+    layers after them, which are counted from the first that is not dense.
     """
     dense = values.get("first_k_dense_replace") or 0
     number = values["prefix_dense_sliding_window_pattern"] if layer < dense else values["sliding_window_pattern"]
@@ -116,7 +117,7 @@ def unrotated_slide(values: Values, layer: int) -> str:
 
 
 def indices(key: str, otherwise: LayerType) -> LayerType:
-    """Returns a rule: layers listed under `key` are full, others have no attention; `otherwise` decides without it."""
+    """Returns a rule: layers listed under `key` are full, others have no attention; without it, `otherwise` decides."""
 
     def layer_type(values: Values, layer: int) -> str:
         found = values.get(key)
@@ -139,7 +140,7 @@ def periodic(values: Values, layer: int) -> str:
 
 
 def cycle(key: str, *otherwise: str) -> LayerType:
-    """Returns a rule that repeats the types, or a text's letters, under `key`; if they are missing, `otherwise`."""
+    """Returns a rule that repeats the types under `key`, a list or a text of letters; if none, those in `otherwise`."""
 
     def layer_type(values: Values, layer: int) -> str:
         types = values.get(key) or otherwise
@@ -180,14 +181,14 @@ def sliding_or_all_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 
 def cohere_moe_rotates(values: Values, layer: int, layer_type: str) -> bool:
-    """Returns True for layers with a window, and for dense layers if none of these has one."""
+    """Returns True for layers with a window, and for all dense layers if no dense layer has a window."""
     is_dense = layer < (values.get("first_k_dense_replace") or 0)
     is_dense = entry(values, "mlp_layer_types", layer) == "dense" if values.get("mlp_layer_types") else is_dense
     return layer_type == SLIDING or (is_dense and values["prefix_dense_sliding_window_pattern"] == 1)
 
 
 def if_key(key: str, value: Any = True) -> Rotates:
-    """Returns a rule by which all layers rotate if the config has this value under a key."""
+    """Returns a rule by which all layers rotate if the config has this value under `key`, else none."""
     return lambda values, layer, layer_type: values.get(key) == value
 
 
