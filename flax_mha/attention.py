@@ -142,12 +142,12 @@ def dot_product_attention(
         of every order, in forward and reverse mode.
       return_residual: Also return the log-sum-exp of the scores.
       return_max_score: Also return the largest visible score of each head, as QK-Clip needs it.
-      precision: Of the matrix products; None means `jax.default_matmul_precision`.
+      precision: Precision of the matrix products; None means `jax.default_matmul_precision`.
       qkv_sharding: How a mesh splits the batch axes and heads of `query`, and of key and value alike, say
         `jax.P("data", None, "model")`; fewer key heads than devices are the same on several of them. Every device then
-        computes its part without communication. Only needed inside `jit` on a mesh with Auto axes: types with Explicit
-        axes, and arrays outside `jit`, say it themselves. A `jax.P` refers to the mesh of `jax.set_mesh`; without a
-        mesh, `jax.P()` says that nothing is split.
+        computes its part without communication. Only needed inside `jit` on a mesh with Auto axes: arrays outside
+        `jit`, and types with Explicit axes, contain their sharding. A `jax.P` refers to the mesh of `jax.set_mesh`;
+        without a mesh, `jax.P()` says that nothing is split.
 
     Returns:
       [B..., T, N, Hv] in the dtype of `query`; with `return_residual` also the log-sum-exp [B..., T, N] (float32, or

@@ -96,14 +96,14 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
       query: Queries of the new tokens.
       key: Keys of the new tokens, rotated if there are rotary embeddings.
       value: Values of the new tokens; None if the cache has a `value_size`: then they are the first features of keys.
-      cache: The keys and values of the tokens before them.
+      cache: The keys and values of the tokens before the new ones.
       bias: Added to the scores; broadcasts to [B..., N, T, S], where S is the number of slots of the cache.
-      mask: bool, broadcasts to [B..., N, T, S]. Or a mask object, which speaks of positions; its arrays with an entry
-        per key speak of slots.
+      mask: bool, broadcasts to [B..., N, T, S]. Or a mask object, which refers to positions; only the key axis of its
+        arrays refers to slots.
       lengths: int [B...]: number of new tokens of each sequence before the padding at its end; None means T. The output
         of padding is 0. Needs a cache made with `per_row=True`.
-      scale: As in `dot_product_attention`, like all others.
-      local_window_size: (left, right). A ring needs one that reaches no further back than its own window.
+      scale: As in `dot_product_attention`, like all arguments that are not described here.
+      local_window_size: (left, right). If the cache is a ring, `left` must be given, and at most the cache's `window`.
       implementation: Name of the implementation; None chooses. A named one gets the whole cache, as arrays of keys
         and values.
       qkv_sharding: How a mesh splits the query, and the cache alike.
@@ -157,8 +157,8 @@ def over_cache(
     whether the cache is empty, both calls are traced, that of the empty one first, and one of them runs. Fewer tokens,
     and masks or biases that differ by slot, take the general call. The caller has checked that keys and values fit.
 
-    With a `latent`, the query is that of heads; key and cache hold latents. A prompt that meets an empty cache attends
-    to keys and values of heads, which are fewer products; queries of later calls are absorbed.
+    With a `latent`, key and cache hold latents, but the query is not absorbed yet (see `Latent`). A prompt that meets
+    an empty cache attends to keys and values of heads, which are fewer products; queries of later calls are absorbed.
     """
     heads = query
     if latent is not None:
@@ -215,15 +215,15 @@ class Step(NamedTuple):
     is_padded: bool  # whether there may be padding among the new tokens
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
-        """Returns this step with `query`, that of heads, and keys and values of heads computed from the new latents."""
+        """Returns this step with `query`, which is not absorbed, and keys and values of heads from the new latents."""
         query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, target_of((query, key, value)))
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
     def checked_lookups(self, window: tuple[int | None, int | None] | None) -> Appended:
-        """Returns `appended`, with room for the positions alone for which the arrays of user functions have entries.
+        """Returns `appended`, without room for sequences at positions for which user functions' arrays have no entry.
 
-        JAX would clamp the index. `window` is what a query sees of the keys that have been written, None if unknown.
+        There JAX would clamp the index. `window` is described in `count_positions`.
         """
         end = self.cache.length if self.cache.window is None else np.iinfo(np.int32).max
         known = count_positions(self.call(False, in_place=True), window, end)
@@ -232,7 +232,7 @@ class Step(NamedTuple):
         return self.appended._replace(room=self.appended.room & (self.cache.index + self.appended.tokens <= known))
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
-        """Makes the core's call: over new tokens if the cache `is_empty`, else over the cache, `in_place` or copied."""
+        """Makes a `Call` over the new tokens alone if `is_empty`, else over the cache, read `in_place` if possible."""
         (query, *_), number, cache, (new, tokens, _) = self.scoring, self.shape.query_length, self.cache, self.appended
         key, value, bias, mask = self.key, self.value, self.bias, self.mask
         index: Any = None  # position of the first new token; None means 0
@@ -290,7 +290,7 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
 
 
 def _by_emptiness(compute: Callable[[bool], T], cache: KVCache) -> T:
-    """Returns `compute(is_empty)` for this cache; if its index is traced, both are traced, and one runs."""
+    """Returns `compute(is_empty)` for this cache, by `lax.cond` if the index of the cache is traced."""
     if not readable(cache.index):
         return lax.cond(jnp.all(cache.index == 0), lambda: compute(True), lambda: compute(False))
     return compute(not np.any(np.asarray(cache.index)))

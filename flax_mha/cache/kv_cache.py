@@ -38,8 +38,8 @@ class KVCache:
         that has lost tokens that a query needs; its outputs are NaN.
       window: Number of positions before its own that a query sees; None if the cache is no ring.
       value_size: If given, values are the first `value_size` features of keys, and are not stored again.
-      scale: Factors [B..., S, K, 2] of keys and of values in 8 bits; with a `value_size`, of the other features of keys
-        and of values. None if they have more bits.
+      scale: Factors [B..., S, K, 2] of 8-bit keys and of 8-bit values; with a `value_size`, of the features of keys
+        after the first `value_size`, and of values. None if keys and values have more bits.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,7 +81,7 @@ class KVCache:
           num_kv_heads: Number of key and value heads K.
           head_size: H, of keys and of values.
           dtype: Dtype of keys and values: floating point, or `int8` or `float8_e4m3fn`, with float32 scales for each
-            token and key head; see `scale`.
+            token and key head; see the attribute `scale`.
           window: Number of positions before its own that a query sees, the `left` of `local_window_size`; None means
             all. If `max_length` is at least window + 1 + 64, the cache is a ring of window + 1 + 64 slots.
           per_row: True gives each sequence its own index.
@@ -275,7 +275,7 @@ class KVCache:
         return self.append(key, value, lengths).cache
 
     def append(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> "Appended":
-        """Does `update` without checks of shapes and dtypes; also returns how many tokens are new, and who had room."""
+        """Does `update` without checking shapes and dtypes; also returns token counts, and which sequences had room."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind = Kind(self.window is not None, all_or_none=lengths is None)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 
 class Latent(NamedTuple):
-    """The matrices W and V of all heads, in one kernel, and their products; the module's docstring has the equation."""
+    """The matrices W and V of all heads, in one kernel, and products by them; the module's docstring defines them."""
 
     kernel: Float[Array, "C N F"]  # W and V of the module's docstring
     key_size: int  # the features of a head's query and key that are not rotary, the first ones of F
@@ -43,7 +43,7 @@ class Latent(NamedTuple):
         return jnp.concatenate([absorbed, rotary.astype(absorbed.dtype)], axis=-1)
 
     def project(self, x: Float[Array, "*B T N CR"]) -> Float[Array, "*B T N Hv"]:
-        """Multiplies the attention's output, averages of cached keys [c, r], by V, without their last R features."""
+        """Drops the last R features of the attention's output, averages of cached keys [c, r], and multiplies by V."""
         # As one program with the product, XLA's CPU does not transpose V, but multiplies along its strides.
         by_head = lax.optimization_barrier(jnp.swapaxes(self.kernel[..., self.key_size :], 0, 1))
         return self._product("...nc,ncf->...nf", x[..., : self.size], by_head)

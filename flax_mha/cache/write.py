@@ -100,7 +100,7 @@ def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _write_slices(kind: Kind, *arrays: Array) -> Array:
-    """Does `write_entries` for one array by slices; its derivative is that of `_scatter`, its `vmap` adds an axis."""
+    """Does `write_entries` for one array by slices; `_scatter` has the same arguments and derivative."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:

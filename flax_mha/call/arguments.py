@@ -107,7 +107,7 @@ def check_inputs(
 
 
 def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
-    """Checks bias or sinks, floats that broadcast to `shape` (`meaning` in errors); returns them with its rank."""
+    """Checks bias or sinks, floats that broadcast to `shape` (`meaning` in errors); gives them the rank of `shape`."""
     if value is None:
         return None
     array = as_array(name, value, "an array of floats")
@@ -315,7 +315,7 @@ def with_keys(
     offsets: Offsets,
     cache_scale: Array | None = None,
 ) -> Call:
-    """Makes a `Call` of checked arguments, keys, values and masks; checks the bias, and what user functions look up."""
+    """Makes a `Call`; checks the bias and lookups of user functions. `cache_scale` is the `scale` of a `KVCache`."""
     present = [mask for mask in masks if mask is not None]
     operands = Operands(
         query=scoring.query,
@@ -344,10 +344,10 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def count_positions(call: Call, window: lookups.Window, end: int) -> int:
-    """Counts the positions, from 0 to below `end`, at which user functions look up only entries that their arrays have.
+    """Counts the positions below `end` before the first at which user functions look up entries that their arrays lack.
 
-    Of a causal call over a cache, which does not know its positions. `window` is what a query sees of the keys that
-    have been written; None if that is not known.
+    The call is causal and over a cache, and its positions are traced. `window` is (left, right) if a query sees all
+    written keys in this window and no others; None if that is not known.
     """
 
     def is_refused(last: int) -> bool:
@@ -368,7 +368,8 @@ def _check_lookups(
 ) -> None:
     """Checks that user functions fit the call's sizes and look up only entries that their arrays have.
 
-    `spans` are the positions of queries and keys, with this window; None means those of the call, if they are known.
+    `spans` are the first and last positions of queries and of keys, `window` is that of `lookups.check`; without
+    `spans`, both are those of the call, if they are known.
     """
     functions = [part.function for part in functions_of(operands.mask)]
     functions += [] if options.score_mod is None else [options.score_mod]

@@ -120,7 +120,7 @@ def _check_lse(case: Case, function: Attention) -> None:
 
 
 def _check_hidden(number: float, places: Mapping[str, tuple], function: Attention) -> None:
-    """Checks that NaN or infinity in masked keys or values, or in queries that see nothing, changes no result."""
+    """Checks that `number`, NaN or infinity, changes no result at `places`, masked indices of query, key or value."""
     mask = np.ones((2, 1, T, S), bool)
     for name, (entry, place, *_) in places.items():
         mask[(entry, 0, place) if name == "query" else (entry, 0, slice(None), place)] = False
@@ -169,7 +169,7 @@ def _check_vmap(function: Attention) -> None:
 
 
 def _slopes(exact: Callable[..., list], arrays: Mapping[str, Any], tangents: Mapping[str, Any]) -> list:
-    """Returns the derivative of each of a function's results along tangents, by central differences in float64."""
+    """Returns the derivative of each result of `exact(**arrays)` along tangents, by central differences in float64."""
     step = 1e-5
     ahead, behind = (
         exact(**{name: x.astype(np.float64) + h * tangents[name] for name, x in arrays.items()}) for h in (step, -step)

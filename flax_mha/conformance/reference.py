@@ -28,8 +28,8 @@ def attention(
 
     With `return_max_score` the largest score of each head follows the log-sum-exp. `masking` is for `visible_scores`.
 
-    A `score_mod` is `added` [..., N, T, S], numbers that are added to the scores, of which -inf hides; its gradient
-    precedes all others. Dropout is `keep` [..., N, T, S], factors of the weights.
+    In place of a `score_mod`, `added` [..., N, T, S] is added to the scores, and -inf hides; its gradient precedes all
+    others. In place of dropout, the weights are multiplied by `keep` [..., N, T, S].
     """
     # [..., heads, length, size]
     q, k, v = (np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (query, key, value))

@@ -15,7 +15,7 @@ _JITTED = type(jax.jit(abs))
 def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
     """Copies a value with every NumPy array that it holds or captures converted to a JAX array.
 
-    `seen` maps the `id` of each value met so far to its copy.
+    `seen` maps the `id` of each value copied so far to its copy, as a value may contain itself; None starts empty.
     """
     seen = {} if seen is None else seen
     if id(value) not in seen:
@@ -25,7 +25,7 @@ def with_jax_arrays(value: Any, seen: dict[int, Any] | None = None) -> Any:
 
 
 def _replace_parts(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Converts a NumPy array, or copies a container or callable with `change` applied to each part; else returns it."""
+    """Returns a NumPy array as a JAX one, a container or callable with `change` applied to each part; else `value`."""
     if isinstance(value, np.ndarray):
         return jnp.asarray(value.copy())  # JAX would keep the values that a 64-bit array had at first
     if isinstance(value, dict):

@@ -20,7 +20,7 @@ def is_quantized(dtype: DTypeLike) -> bool:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 @functools.partial(jax.jit, static_argnums=1)
 def quantize(x: Float[Array, "... F"], dtype: jnp.dtype) -> tuple[Array, Float[Array, "... 1"]]:
-    """Divides each vector by a scale and rounds it to `dtype`, of 8 bits; returns the numbers and the float32 scales.
+    """Divides each vector by its scale and rounds it to the 8-bit `dtype`; returns numbers and float32 scales.
 
     A vector of zeros has scale 0. A vector with NaN or infinity becomes zeros with scale NaN.
     """
@@ -41,7 +41,7 @@ def _quantize_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple:
 
 
 def as_floats(x: Array, dtype: DTypeLike) -> Array:
-    """Converts numbers in 8 bits to floats of this dtype, not scaled; uint8 stands for the bits of float8_e4m3fn."""
+    """Converts 8-bit numbers to `dtype` without scaling them; uint8 numbers are the bits of float8_e4m3fn."""
     if x.dtype == jnp.uint8:  # a float16 with their sign, exponent and fraction is 2^-8 of their number
         signed = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
         bits = (signed << jnp.int16(7)) & jnp.int16(-0x4001)
@@ -54,14 +54,14 @@ def as_floats(x: Array, dtype: DTypeLike) -> Array:
 
 
 def dequantize(x: Array, scale: Float[Array, "... 1"], dtype: DTypeLike) -> Array:
-    """Inverts `quantize`, but for the rounding: returns numbers in 8 bits times their scales, in this dtype."""
+    """Inverts `quantize` up to rounding: multiplies 8-bit numbers by their scales, and returns floats of `dtype`."""
     return (as_floats(x, jnp.float32) * scale).astype(dtype)
 
 
 def quantize_cache(
     key: Float[Array, "... H"], value: Float[Array, "... Hv"], value_size: int | None, dtype: jnp.dtype
 ) -> tuple[Array, Array, Float[Array, "... 2"]]:
-    """Quantizes keys and values; `value_size` and the scales that it returns are those of `KVCache`."""
+    """Quantizes keys and values, and returns them and their scales; `KVCache` describes `value_size` and `scale`."""
     numbers, scales = zip(*(quantize(x, dtype) for x in _parts(key, value, value_size)), strict=True)
     entries = numbers if value_size is None else (jnp.concatenate(numbers[::-1], axis=-1), value)
     return *entries, jnp.concatenate(scales, axis=-1)
@@ -70,12 +70,12 @@ def quantize_cache(
 def dequantize_cache(
     key: Array, value: Array, scale: Float[Array, "... 2"], value_size: int | None, dtype: DTypeLike
 ) -> tuple[Float[Array, "... H"], Float[Array, "... Hv"]]:
-    """Inverts `quantize_cache`, but for the rounding; with a `value_size`, values are the first features of keys."""
+    """Inverts `quantize_cache` up to rounding; with a `value_size`, returns the first features of keys as values."""
     parts = _parts(key, value, value_size)
     key, value = (dequantize(x, scale[..., i : i + 1], dtype) for i, x in enumerate(parts))
     return key if value_size is None else jnp.concatenate([value, key], axis=-1), value
 
 
 def _parts(key: Array, value: Array, value_size: int | None) -> tuple[Array, Array]:
-    """Returns keys and values; with a `value_size`, the other features of keys and those that are values."""
+    """Returns the arrays with one scale each: key and value, or features of keys after and before a `value_size`."""
     return (key, value) if value_size is None else (key[..., value_size:], key[..., :value_size])

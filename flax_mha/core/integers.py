@@ -46,7 +46,7 @@ def integers(name: str, value: Any) -> Any:
     """Converts integers to an array, of NumPy where their values are known: JAX would reduce 64 bits to 32.
 
     Raises:
-      ValueError: If they are no integers.
+      ValueError: If `value` does not hold integers; the error calls it `name`.
     """
     value = unwrapped(value)
     is_int32 = isinstance(value, jax.Array) and value.dtype == jnp.int32

@@ -91,7 +91,7 @@ def _key_of_jaxpr(jaxpr: Jaxpr, without_rules: frozenset | None) -> tuple:
 def evaluate_varying(jaxpr: Jaxpr, values: Sequence[Array]) -> Array:
     """Evaluates a jaxpr with one result inside `jax.shard_map`, though it was traced outside.
 
-    There the operands of each primitive must vary over the same mesh axes, so those of every equation are cast.
+    Inside, the operands of a primitive must vary over the same mesh axes, so the operands of every equation are cast.
     """
     known = dict(zip(jaxpr.invars, values, strict=True))
 

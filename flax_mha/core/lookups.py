@@ -5,10 +5,10 @@ such lookups while tracing: it evaluates the integers and booleans of the functi
 and key of a call. Example: `score - slopes[h] * (q_idx - kv_idx)` in a call with 8 heads looks up entry 7; slopes of
 shape (4,) are refused.
 
-A lookup is refused only if it is certain. So these are not checked: an index that is computed from captured arrays, or
-from both positions if other masks than windows may hide these, several indices at once, a `mode` of `jnp.take` or of
-`array.at[indices].get`, lookups inside `jax.vmap` and control flow, and a lookup that a condition on the same index may
-discard, such as `jnp.where(kv_idx < length, table[kv_idx], 0)`.
+A lookup is refused only if it certainly leaves its array. So these are not checked: an index that is computed from
+captured arrays, or from both positions if a mask other than a window may hide the key, an array of indices, a `mode` of
+`jnp.take` or of `array.at[indices].get`, lookups inside `jax.vmap` and control flow, and a lookup that a condition on
+the same index may discard, such as `jnp.where(kv_idx < length, table[kv_idx], 0)`.
 """
 
 import functools
@@ -69,7 +69,7 @@ def check(
 
 
 def _misfit(function: TracedFunction, arguments: tuple[int | None, ...]) -> str | None:
-    """Returns an error message if `made_for` excludes a call whose last b, h, q_idx, kv_idx are these, else None."""
+    """Returns an error message if `made_for` excludes a call with last b, h, q_idx, kv_idx = `arguments`, else None."""
     for name, value in zip(POSITIONS, arguments, strict=True):
         size = function.made_for.get(name)
         if size is not None and value is not None and (value >= size or (name in "bh" and value + 1 < size)):
@@ -105,9 +105,9 @@ def _visible_corners(queries: Span, keys: Span, window: Window) -> list[tuple[in
 
 @functools.lru_cache(maxsize=256)
 def _fault(function: TracedFunction, arguments: tuple[int | None, ...], is_visible: bool) -> str | None:
-    """Returns an error message on the first lookup that leaves its array for these arguments; None if there is none.
+    """Returns an error message on the first lookup that leaves its array at `arguments` (b, h, q_idx, kv_idx), or None.
 
-    Unless the query surely sees the key (`is_visible`), lookups at an index that depends on both are not judged.
+    If not `is_visible`, a mask may hide the key from the query; an index that depends on both is then not checked.
     """
     variables = function.jaxpr.invars[-len(POSITIONS) :]
     scalars = {
@@ -191,7 +191,7 @@ def _evaluate(jaxpr: Jaxpr, scalars: dict[Any, _Scalar]) -> list[dict[int, froze
 def _value(equation: Any, operands: list[_Scalar], needed: list[int]) -> Any:
     """Computes the result of an equation if that is an integer, a boolean or a boolean cast to float; None if unknown.
 
-    `needed` are the numbers of the operands that it needs; if that is only one of several, its value is the result.
+    `needed` lists the operands that the equation uses, by number; if it uses one of several, that one is the result.
     """
     name, aval = equation.primitive.name, equation.outvars[0].aval
     is_switch = name == "convert_element_type" and equation.invars[0].aval.dtype == bool

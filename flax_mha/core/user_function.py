@@ -178,7 +178,7 @@ def _fix(error: Exception) -> str:
 
 
 def _jaxpr_of(function: Callable, *dtypes: Any) -> ClosedJaxpr:
-    """Traces a function with the values that it captures now, which JAX's caches would not notice.
+    """Traces a function of scalars of these dtypes, with the values that it captures now, not those in JAX's caches.
 
     JAX reuses the trace of a function, and of jitted helpers that it calls, even if their closures have changed. So a
     new function is traced here, and everything runs without `jit`; arrays that helpers capture are then captured, too.
@@ -223,7 +223,8 @@ def _floats_as_arguments(jaxpr: Jaxpr) -> tuple[list[Any], list[tuple[Any, Array
 def _derivative(jaxpr: Jaxpr, learned: list[Array], constants: list[Array]) -> ClosedJaxpr:
     """Traces the vector-Jacobian product of a `score_mod` that calls functions with custom derivatives.
 
-    The rules are Python functions, which cannot be compared; the jaxpr of what they compute can.
+    `learned` and `constants` are the captured arrays that `jaxpr` takes first. Derivative rules are Python functions,
+    which cannot be compared; the jaxpr of what they compute can.
     """
 
     def pulled(score: Array, cotangent: Array, positions: list[Array], learned: list, constants: list) -> Any:

@@ -140,7 +140,7 @@ def as_array(name: str, value: Any, expected: str) -> Array:
 
 
 def broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = "") -> Array:
-    """Checks that an array broadcasts to `shape`, and adds leading axes of length 1 up to its rank."""
+    """Checks that an array broadcasts to `shape` (in errors: `meaning`, `fix`), and adds axes up to its rank."""
     fits = array.ndim <= len(shape) and all(
         n in (1, size) for n, size in zip(reversed(array.shape), reversed(shape), strict=False)
     )

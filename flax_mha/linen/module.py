@@ -36,7 +36,7 @@ class AttentionModule:
         return explained.explanations[0]
 
     def _split(self: Any, init: Callable[..., Any], parameter: str, bias: bool = False) -> Callable[..., Any]:
-        """Returns the initializer, which boxes the parameter with names of mesh axes if there is a `head_axis`."""
+        """Returns `init`; if `head_axis` is set, it boxes a kernel, or `bias`, with the mesh axes of `parameter`."""
         if self.head_axis is None or not self.is_initializing():
             return init
         num_kv_heads = getattr(self, "num_kv_heads", None) or self.num_heads
@@ -51,7 +51,7 @@ class AttentionModule:
         sow_weights: bool,
         **others: Any,
     ) -> dict[str, Any]:
-        """Returns Flax's arguments for the attention function, but those that it neither has nor needs."""
+        """Returns Flax's arguments for the attention function, but no optional ones that its signature lacks."""
         keeps_all = self.dropout_rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
         if not keeps_all and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
@@ -80,7 +80,7 @@ class AttentionModule:
     ) -> Arrays | None:
         """Returns the arrays of the cache, see `KVCache.of_window`; None if this call makes the cache variables.
 
-        The variables are added to `variables`. If values are the first `value_size` features of keys, they have none.
+        The variables are added to `variables`. With a `value_size` (see `KVCache`), values have no variable.
         """
         starting, window = not self.has_variable("cache", "cached_key"), reach(self.local_window_size)
         *batch, length, num_heads, size = key.shape

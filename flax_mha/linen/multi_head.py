@@ -96,7 +96,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
           deterministic: True switches dropout off; None uses the attribute.
           dropout_rng: Key for dropout; None draws one from the collection `dropout`.
           sow_weights: Sow the weights [B..., N, T, S] as `attention_weights` in the collection `intermediates`.
-          lengths: See there; while decoding, they need the attribute `per_row`.
+          lengths: As in `flax_mha.MultiHeadAttention.__call__`; while decoding, they need the attribute `per_row`.
           sow_max_score: Sow the largest visible score of each head [B..., N] as `attention_max_score` in the collection
             `intermediates`, as QK-Clip needs it.
 
@@ -130,7 +130,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         sow_weights: bool,
         variables: list[nn.Variable],
     ) -> FlaxModule:
-        """Makes what `call_module` needs in a call; its function `cache` adds the cache's variables to `variables`."""
+        """Makes the `FlaxModule` of a call with input `features`; its `cache` adds cache variables to `variables`."""
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
         check_options(vars(self), qkv_features)

@@ -181,7 +181,7 @@ def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
 
 
 def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
-    """Computes the occupancy [heads, rows, columns] of a mask with indices [heads], as NumPy arrays even in a trace."""
+    """Computes the occupancy [heads, rows, columns] for each pair in `heads.batch`, `heads.head`, as NumPy arrays."""
     with jax.ensure_compile_time_eval():
         offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
         return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))))
@@ -189,9 +189,9 @@ def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
 
 @functools.partial(jax.jit, static_argnames="grid")
 def _occupancies(heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
-    """Computes the occupancy [heads, rows, columns] of a mask with indices [heads], one head after another.
+    """Computes the occupancy [heads, rows, columns] for each pair in `heads.batch`, `heads.head`, one by one.
 
-    `offsets` replace those of `grid`, which are static: new ones need no compilation.
+    `offsets` are used instead of those of `grid`: they are not static, so new ones need no compilation.
     """
 
     def one(head: tuple[Array, Array]) -> Occupancy:

@@ -128,7 +128,7 @@ def _sow(module: Any, name: str, x: Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """Describes an attention function of this package, in its attribute `core`; modules then call the core directly."""
+    """Describes, as the attribute `core` of this package's attention functions, how modules compute calls directly."""
 
     function: Callable[..., Array]  # a wrapper that copies its attributes, as by `functools.wraps`, is another function
     defaults: Mapping[str, Any]  # of the function's arguments
@@ -139,7 +139,8 @@ class CoreAttention:
     def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
         """Adds the preset arguments, except those named in `without`, to those that a module passes to the function.
 
-        Of an argument that is given twice, one value must be the default, such as None.
+        Raises a ValueError if an argument is given twice, unless the values are equal or one is the default, or if
+        `decoding` does not allow an argument.
         """
         if decoding and self.context is not None:
             raise ValueError(

@@ -42,7 +42,7 @@ DIRECT = CORE | {"deterministic", "dtype", "force_fp32_for_softmax"}
 
 
 class FlaxModule(NamedTuple):
-    """What `call_module` needs of an nnx or linen module in one call: layers, parameters, cache, Flax's arguments."""
+    """The layers, parameters, cache and Flax's arguments of an nnx or linen module, for one run of `call_module`."""
 
     query: Layer  # projects inputs [B..., T, D] to queries [B..., T, N, H]
     key: Layer  # projects inputs to keys; with `latent`, to the one key [latent, rotary key] that all heads share
@@ -233,7 +233,7 @@ def core_computes(arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool
 def call_of(
     core: CoreAttention, query: Array, key: Array, value: Array, **arguments: Any
 ) -> tuple[Call, Implementation | None]:
-    """Turns arguments of `attention_fn` into a `Call` of the core, and the implementation's name; leaves out others."""
+    """Makes a `Call` and an implementation's name from arguments of `attention_fn`; ignores others, like `module`."""
     promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
     query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments)
@@ -266,8 +266,8 @@ def _decoding(
 ) -> Callable[[], Any]:
     """Returns a function without arguments that computes the attention of new tokens over a cache, and the new cache.
 
-    It calls the core, or the attention function itself if not `core_computes`. The caller calls it, which keeps the
-    stack of a decoding step short.
+    The returned function calls the core or, if the core cannot compute the call (`core_computes`), the attention
+    function itself. It is not called here, which keeps the stack of a decoding step short.
     """
     arguments.pop("is_causal", None)  # decoding is always causal
     if cache.scale is None:
@@ -282,9 +282,9 @@ def _decoding(
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
-    """Returns the `qkv_sharding` of the attention: that of the call or a partial, else one that splits `head_axis`.
+    """Returns the attention's `qkv_sharding`: the call's or a partial's, else one that splits heads over `head_axis`.
 
-    The latter only on a mesh with Auto axes, and only if no other axis may split the batch.
+    The heads are only split so on a mesh with Auto axes, and only if no other axis may split the batch; else None.
     """
     if module.head_axis is None:
         return qkv_sharding
@@ -337,7 +337,7 @@ def source_of_keys(
     """Returns where the keys of a call come from, and checks that its inputs fit that.
 
     "inputs": from its inputs. "cache": from the cache and from its inputs, which go into the cache. "to store": from
-    its inputs, and later calls use these keys, too, for cross-attention. "stored": from an earlier call.
+    its inputs, and later calls use these keys, too, for cross-attention. "stored": from an earlier call (`has_stored`).
     """
     if store_keys is not False:
         validation.flag("store_keys", store_keys)

@@ -40,7 +40,7 @@ class ExplainedAttention:
 def explaining(
     call: Callable[Concatenate[M, P], Array], explained: Callable[..., Explanation]
 ) -> Callable[Concatenate[M, P], Explanation]:
-    """Makes a module's method `explain` of the function `explained`, typed with the arguments of its method `call`."""
+    """Makes the method `explain` of a module: it calls `explained`, and has the argument types of the method `call`."""
 
     @functools.wraps(call, assigned=("__annotations__",))
     def explain(self: M, *arguments: P.args, **keywords: P.kwargs) -> Explanation:

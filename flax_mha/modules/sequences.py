@@ -103,7 +103,7 @@ def _rotate_end(
 def _count(
     queries: int, keys: int, rope: RoPE, self_attention: bool, start: Int[Array, "..."] | int
 ) -> tuple[Array, Array]:
-    """Returns the positions of so many queries and keys, from `start` on: [..., T], or [..., T, D] with sections."""
+    """Counts positions of queries and keys from `start`, but cross-attention's keys from 0: [..., T] or [..., T, D]."""
     if rope.section_layout.startswith("axial"):
         raise ValueError("positions must be [..., T, coordinates] where rope is axial, but got None.")
     start = jnp.asarray(start, jnp.int32)[..., None]
@@ -122,7 +122,7 @@ def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequ
 
 
 def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | None, score_mod: Any) -> None:
-    """Raises a ValueError for arguments that depend on query positions, which calls with stored keys do not count."""
+    """Raises a ValueError if module, `preset` or call needs query positions, which are not counted over stored keys."""
     given = {
         "mask": isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask),
         "score_mod": score_mod is not None or preset.get("score_mod") is not None,

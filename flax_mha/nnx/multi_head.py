@@ -477,7 +477,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         return self.num_kv_heads, self.head_dim, None
 
     def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-        """Makes a norm of this kind; its scale is that of `flax_norm`, or a new one of the same dtype and metadata."""
+        """Makes a norm of this kind with the scale of `flax_norm` or, for one scale per head, a new one like it."""
         options: dict[str, Any] = {} if kind.is_rms else {"use_bias": False}
         norm: Any = (nnx.RMSNorm if kind.is_rms else nnx.LayerNorm)(
             self.head_dim,
@@ -502,7 +502,7 @@ def _read(*variables: Any) -> Any:
 
 
 def split_variable(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
-    """Returns a copy split over these mesh axes: says so in its metadata `out_sharding`; places it if a mesh is set."""
+    """Returns a copy of the variable with mesh axes `names` as its metadata `out_sharding`, placed if a mesh is set."""
     metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
     if "out_sharding" in metadata:
         raise ValueError(

@@ -52,7 +52,7 @@ def combine(*recipes: Arguments) -> Arguments:
 
 
 def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
-    """Returns the sizes that all functions are made for, as arguments of `made_for`; of positions, the smallest."""
+    """Merges the `made_for` sizes of several functions: b and h must agree, q_idx and kv_idx become the smallest."""
     common: dict[str, int] = {}
     for name, size in (item for one in score_mods for item in getattr(one, "made_for", {}).items()):
         if name in "bh" and common.get(name, size) != size:

@@ -81,7 +81,7 @@ def soft_cap(cap: float = 50.0) -> Arguments:
 
 
 def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> Arguments:
-    """Adds a learned logit per head to the sum of the softmax; causal, with a window. gpt-oss, arXiv:2508.10925.
+    """Adds a learned logit per head to the softmax's sum, in a `sliding_window(width)`. gpt-oss, arXiv:2508.10925.
 
     For `dot_product_attention`. A module takes `sinks=True` and `local_window_size=(width, 0)` in its constructor, and
     has the sinks as a parameter.

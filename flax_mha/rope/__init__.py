@@ -136,7 +136,7 @@ class RoPE:
         """Reads the `config.json` of a Hugging Face model, or `config.to_dict()`, of Transformers 4 or 5.
 
         The keys are `rope_theta` (`rotary_emb_base`), `partial_rotary_factor` (`rotary_pct`, or `rotary_dim` with the
-        head size), `rope_scaling` and `rope_parameters`; where they are missing, the defaults of `model_type` count.
+        head size), `rope_scaling` and `rope_parameters`; where they are missing, the defaults of `model_type` apply.
         `model_type` also decides `interleaved`: False for types that are not known. Not read here: which layers have
         RoPE at all (see `convert.describe`), and factors of the softmax scale (DeepSeek's mscale).
 

@@ -39,7 +39,7 @@ KNOWN |= {"rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_value"}
 
 
 def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[str, Any]:
-    """Returns the constructor arguments of the `RoPE` for layers of one type; `RoPE.from_config` describes all."""
+    """Returns the constructor arguments of the `RoPE` for one type of layer, given arguments of `RoPE.from_config`."""
     if layer_type is not None and layer_type not in LAYER_TYPES:
         raise ValueError(f"layer_type must be None or one of {', '.join(LAYER_TYPES)}, but got {layer_type!r}.")
     family, given = read_config(config)
@@ -191,7 +191,7 @@ def _scaling(rope_type: str, given: Values, values: Values, max_length: Any) -> 
 
 
 def _fraction(*sources: Values) -> float:
-    """Returns the rotated fraction of a head by the first dict that tells it, rounded down to whole features."""
+    """Returns the rotated fraction of a head from the first dict that has it, else 1; rounds down to whole features."""
     told = (source for source in sources if {"partial_rotary_factor", "rotary_dim"} & {*source})
     source = next(told, {"partial_rotary_factor": 1.0})
     fraction = source.get("partial_rotary_factor")
