@@ -126,7 +126,7 @@ def _load_latent(
 
 
 def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[str], layout: LayoutName) -> None:
-    """Sets each variable to the array of the same path, or raises a ValueError that lists `problems`, if any."""
+    """Sets variables to the arrays of the same paths or, given `problems`, raises a ValueError that lists them."""
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])

@@ -29,7 +29,7 @@ SIDE = 128
 # bias under `jax.vmap`.
 MAX_SCORES_OF_BIAS = 2**28
 
-Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
+Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]  # the first visible key of each query, and one past its last
 
 
 class Device(NamedTuple):
@@ -236,7 +236,7 @@ def _masked_without_cond(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Ar
 
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
-    """Pads the arrays, computes output and, with `residual`, log-sum-exp; `visible` is None if all queries see keys."""
+    """Computes [output] or, with `residual`, [output, log-sum-exp] by padding; `visible` is None if all see keys."""
     query, key, value, *others = kernel_mask.vmap_alike(*jax.tree.leaves((arrays, visible)))
     batch, queries = query.shape[:2]
     used_queries = used_keys = None

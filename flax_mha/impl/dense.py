@@ -104,7 +104,7 @@ def _with_flags(head: Head) -> Head:
 
 
 def fused_rows(head: Head, tile: Tile) -> ResultsOfHead:
-    """Computes the same as `plain_rows`, from flags with row scales (`nonfinite.NonfiniteFlags`).
+    """Computes the same as `plain_rows`; flags in `head.nonfinite`, if any, hold row scales (`NonfiniteFlags`).
 
     XLA's CPU can compile it to one kernel that writes no score to memory, if the log-sum-exp is not used.
     """

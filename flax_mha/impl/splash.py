@@ -50,7 +50,7 @@ class Band(splash_masks.Mask):
         return np.arange(self.size[0], dtype=np.int32)
 
     def mask_function(self, rows: Any, columns: Any) -> Any:
-        """Computes which scores of queries `rows` and keys `columns` are visible; the kernel calls it, too."""
+        """Computes which scores of queries `rows` and keys `columns` are visible; also called inside the kernel."""
         visible = columns < self.keys
         if self.left is not None:
             visible = visible & (columns >= rows - self.left)

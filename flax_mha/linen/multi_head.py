@@ -130,7 +130,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         sow_weights: bool,
         variables: list[nn.Variable],
     ) -> FlaxModule:
-        """Makes the `FlaxModule` of a call with input `features`; its `cache` adds cache variables to `variables`."""
+        """Makes what `call_module` needs in a call; its function `cache` adds the cache's to `variables`."""
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
         check_options(vars(self), qkv_features)

@@ -10,8 +10,8 @@ heads; both come first and may have length 1. "T" and "S" have one entry per que
 have length 1. An array without axis names has any shape, and is the same for all heads.
 
 A mask passes through three stages. In the user's mask, arrays have any shapes that broadcast. `canonical` checks them
-against the sizes of a call and gives each the leading axes [B..., N]. Mapped over batch and heads, each array is the
-part of one head; only then are `tile` and `occupancy` called.
+against the sizes of a call and gives each the leading axes that its metadata names. Mapped over batch and heads, each
+array is the part of one head; only then are `tile` and `occupancy` called.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class Mask:
         return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
 
     def canonical(self, shape: Shape) -> "Mask":
-        """Checks the mask's arrays against the sizes of a call, and adds those axes of their metadata that they lack.
+        """Checks arrays against the sizes of a call, and adds the axes of their metadata that they lack, of length 1.
 
         Raises:
           ValueError: If an array does not fit.
@@ -155,7 +155,7 @@ def axes_of(mask: Mask | None) -> list[str]:
 
 
 def _first_head(x: Array, axes: str) -> Array:
-    """Selects the first head of the first batch entry from an array with these axes, of which some may be missing."""
+    """Selects index 0 along the batch and head axes of an array, if it has any: all axes before `part_axes(axes)`."""
     rank = len(part_axes(axes))
     return x if not axes or np.ndim(x) <= rank else x.reshape(-1, *x.shape[x.ndim - rank :])[0]
 

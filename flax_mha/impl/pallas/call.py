@@ -90,7 +90,7 @@ def refusals(call: Call) -> list[str]:
 
 
 def _reasons_against_tiles(call: Call) -> list[str]:
-    """Returns [a reason] if the lists of steps, with no tile empty, do not fit in scalar memory, else an empty list."""
+    """Returns [a reason] if the steps that visit all tiles (`list_steps`) do not fit in scalar memory, else []."""
     operands, tiling = call.operands, _tiling(call)
     heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2]
     lists = [heads if jax.tree.leaves((operands.mask, operands.offsets)) else operands.groups[1]]

@@ -95,7 +95,7 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
       occupancy: Occupancy of all tiles [*heads, rows, columns].
       sizes: Sizes of the axes of batch and heads.
       results: The same axes of the results, 1 if heads share a result.
-      by: Axes of the tiles along which results differ: "T" for rows, "S" for columns.
+      by: Groups of tiles with one result: "T" rows, "S" columns, "TS" single tiles, "" all tiles.
 
     Returns:
       Actions and tiles, each an int32 array [*lists, steps], where all heads along an axis of length 1 share a list.

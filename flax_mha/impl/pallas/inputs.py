@@ -176,6 +176,6 @@ def load_tile(
 
 
 def repeat_lanes(columns: Array, width: int) -> Array:
-    """Widens an array [n, 128] whose columns are all equal to [n, width]."""
+    """Widens or cuts an array [n, 128] of equal columns to [n, width]."""
     wide = [columns] * -(-width // LANES)
     return (columns if len(wide) == 1 else jnp.concatenate(wide, axis=1))[:, :width]

@@ -52,7 +52,7 @@ class Kernel(NamedTuple):
 
     @property
     def by(self) -> str:
-        """The axes of tiles along which results differ: "T" for rows, "S" for columns."""
+        """Groups of tiles with one result: "T" rows, "S" columns, "TS" single tiles, "" all tiles."""
         return "".join(name for name in "TS" if name in self.results[0].names)
 
     def kept_rows(self, inputs: Inputs) -> list[Array]:

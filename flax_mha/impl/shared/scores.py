@@ -160,7 +160,7 @@ class ScoreRule:
 
     @property
     def has_finite_derivatives(self) -> bool:
-        """True if derivatives of masked scores are finite, too."""
+        """True if derivatives are finite at masked scores as well."""
         return self.score_mod is None or (self.score_mod.derivative_is_finite and self.soft_cap is None)
 
     def differentiable_tile(

@@ -39,7 +39,7 @@ class Arrays(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """A fused kernel and the static part of its call."""
+    """A fused kernel and the static options of its call."""
 
     # `kernel(arrays, mask, differentiated)` returns the output, and the arrays [B, L, ...] that decide: if they are all
     # finite and of moderate size, output and gradient are right.
