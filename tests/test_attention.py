@@ -83,7 +83,7 @@ def test_forward_and_gradients_under_jit(name, implementation):
 
 
 MAPPED = ["no batch", "lengths", "segments", "mask", "bias of keys", "one query"]
-MAPPED = [(name, IMPLEMENTATIONS[i % 2]) for i, name in enumerate(MAPPED)]
+MAPPED = [(name, IMPLEMENTATIONS[i % len(IMPLEMENTATIONS)]) for i, name in enumerate(MAPPED)]
 MAPPED_BY_BOTH = [*itertools.product(("grouped heads", "everything"), IMPLEMENTATIONS)]
 
 

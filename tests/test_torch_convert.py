@@ -109,11 +109,6 @@ def make_inputs(module, features):
     return (query,) * 3 if isinstance(module, SELF_ATTENTION) else (query, key, value)
 
 
-def test_every_layout_is_tried():
-    """Those that stand not here have their models in test_torch_families.py."""
-    assert {layout for layout, *_ in MODULES.values()} <= {*convert.LAYOUTS}
-
-
 @pytest.mark.core
 def test_outputs_agree(case):
     _, module, features, kv_heads = case

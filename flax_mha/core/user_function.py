@@ -3,12 +3,11 @@
 `jit` compiles again when a static argument is unequal to those that it has seen. A Python function is a poor static
 argument: a lambda that is made anew in every call is never equal to the last one, and a function whose closure has
 changed still is. So the function is traced in every call, and two traces are equal if they compute the same with the
-same constants. What may differ between equal traces is passed to the compiled program as arrays: the arrays that the
-function captures, and the floats in it.
+same arrays. These are passed to the compiled program, and may differ between equal traces: the arrays that the function
+captures, and the floats in it.
 
 Example: after `slope = 0.5`, the function `lambda score, b, h, q_idx, kv_idx: score - slope * (q_idx - kv_idx)` has one
-captured array, 0.5. With `slope = 0.6` it is traced into an equal value with another captured array, and nothing is
-compiled.
+float, 0.5. With `slope = 0.6` it is traced into an equal value with another float, and nothing is compiled.
 
 That is so for every call that Python makes. A program that a user has jitted calls no Python function again: there the
 slope stays that of its trace, unless it is an argument of that program.

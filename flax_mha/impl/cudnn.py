@@ -127,7 +127,7 @@ def refusals(call: Call) -> list[str]:
     if mask.segments is not None:
         reasons.append("jax.nn passes it no segments")
     if mask.right not in (None, 0) or (mask.left is not None and (mask.right is None or mask.left < 0)):
-        reasons.append("a window must end at the query itself: is_causal=True, or (left, 0)")
+        reasons.append("a window must end at the query itself, and hide keys after it: is_causal=True, or (left, 0)")
     return reasons or failure(_kernel(call, mask))
 
 
