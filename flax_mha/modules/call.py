@@ -187,8 +187,7 @@ def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any,
     # With a bfloat16 result, or a single row, XLA's CPU would convert all weights to float32. The barrier keeps it from
     # reading `lhs` transposed, for which it has no product.
     (contracted, _), (batch, _) = dimension_numbers
-    kept = [size for axis, size in enumerate(lhs.shape) if axis not in contracted]
-    is_row = 0 not in contracted and not batch and all(size == 1 for size in kept)
+    is_row = not batch and 0 not in contracted and all(n == 1 for i, n in enumerate(lhs.shape) if i not in contracted)
     rows = lax.optimization_barrier(jnp.broadcast_to(lhs, (2, *lhs.shape[1:])) if is_row else lhs)
     options["preferred_element_type"] = jnp.float32
     product = lax.dot_general(rows, rhs, dimension_numbers, *arguments, **options).astype(jnp.bfloat16)
