@@ -79,9 +79,9 @@ def untimed(out):
     return [{name: value for name, value in metric.items() if name != "seconds"} for metric in metrics.read(out)]
 
 
-def assert_same_run(one, other):
+def assert_same_run(one, other, steps=STEPS):
     (step, arrays), (other_step, other_arrays) = trees(one), trees(other)
-    assert step == other_step == STEPS
+    assert step == other_step == steps
     for array, other_array in zip(arrays, other_arrays, strict=True):
         np.testing.assert_array_equal(array, other_array, strict=True)
     assert untimed(one) == untimed(other)

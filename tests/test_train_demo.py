@@ -141,9 +141,10 @@ def test_a_run_killed_twice_stopped_and_out_of_room_ends_as_if_it_never_was(run,
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_an_extended_run_says_what_the_report_says(copy, capfd):
-    said = here(capfd, "--resume", "--steps", 2 * STEPS, "--out", copy)
-    assert f"step {2 * STEPS:>6}  validation loss" in said
+def test_an_extended_run_stays_exact_and_says_what_the_report_says(run, copy, tmp_path, capfd):
+    longer, other = 2 * STEPS, Path(shutil.copytree(run.out, tmp_path / "other"))
+    said = here(capfd, "--resume", "--steps", longer, "--out", copy)
+    assert f"step {longer:>6}  validation loss" in said
     assert f"python -m train_demo sample --out={copy}" in said
     assert "␣ is a space, ↵ the end of a line" in said
     page = (copy / "report.html").read_text()
@@ -151,7 +152,14 @@ def test_an_extended_run_says_what_the_report_says(copy, capfd):
     loss, number = re.search(r"training loss +([\d.]+) +mean of the last (\d+) steps", said).groups()
     assert facts["training loss"] == loss
     assert facts["characters per second"] == re.search(r"characters per second +([\d,]+) ", said)[1]
-    assert number == str(2 * STEPS)
+    assert number == str(longer)
+
+    struck(STEPS + 2, signal.SIGTERM, "--resume", "--steps", longer, "--out", other)
+    stopped = steps_saved(other)[-1]
+    assert STEPS < stopped < longer  # where the signal came
+    assert f"Going on from the checkpoint of step {stopped}" in here(capfd, "--resume", "--out", other)
+    assert_same_run(copy, other, longer)
+    assert metrics.read_samples(copy) == metrics.read_samples(other) != []
 
 
 @pytest.mark.core
