@@ -6,6 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.linen.module import merge_param
 from jaxtyping import Array
 
@@ -97,7 +98,7 @@ class AttentionModule:
         variables += [self.variable("cache", name, lambda x=None: x, *made[i : i + 1]) for i, name in enumerate(names)]
         if starting:
             return None
-        key, *others = (variable.value for variable in variables)
+        key, *others = (jnp.asarray(variable.value) for variable in variables)  # NumPy's, of a checkpoint
         size = key.shape[-1] if value_size is None else query.shape[-1]
         expected = (*key.shape[:-3], query.shape[-3], self.num_heads, size)
         if query.shape != expected:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -189,7 +190,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name, **options)
 
     def _stored(self) -> Any:
-        return tuple(self.get_variable("cache", name) for name in STORED)
+        return tuple(jnp.asarray(self.get_variable("cache", name)) for name in STORED)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.module import first_from
 from flax.nnx.nn import dtypes
@@ -179,7 +180,7 @@ class AttentionModule(nnx.Module):
             return
         arrays = arrays if self.cached_value is not None else (arrays[0], *arrays[2:])
         for variable, array in zip(self._variables(), arrays, strict=True):
-            variable[...] = array
+            _own(variable)[...] = array
 
     def _variables(self) -> list[Any]:
         """Returns the cache's variables: key, value (none in latent attention), index, and scale (only of 8 bits)."""
@@ -209,7 +210,9 @@ class AttentionModule(nnx.Module):
                     f"'rngs' must be provided to __call__ method if {type(self).__name__} instance is defined with "
                     "keep_rngs=False."
                 )
-            dropout_rng = (rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs)()
+            stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+            _own(stream.count)
+            dropout_rng = stream()
         return {
             "mask": None,
             "is_causal": False,
@@ -498,7 +501,17 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
 
 
 def _read(*variables: Any) -> Any:
-    return tuple(variable[...] for variable in variables)
+    return tuple(jnp.asarray(variable[...]) for variable in variables)
+
+
+def _own(variable: nnx.Variable) -> nnx.Variable:
+    """Copies the variable's value to a JAX array if it is a NumPy array, as in a restored state; returns the variable.
+
+    Flax would write into the NumPy array, which the caller may still use.
+    """
+    if isinstance(variable.get_value(), np.ndarray | np.generic):
+        variable.set_value(jnp.array(variable.get_value()))
+    return variable
 
 
 def split_variable(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
