@@ -525,7 +525,9 @@ def test_steps_are_pure_under_jit():
 @pytest.mark.parametrize("make", [nnx_cross, LinenCross])
 def test_lengths_of_64_bits_are_kept(make):
     module = make()
-    stored = module(TARGET[:, :1], ENCODED, lengths=(None, np.array([2**40, 4])), store_keys=True)
+    with pytest.raises(ValueError, match="lengths must be at most 11, the length of the array"):
+        module(TARGET[:, :1], ENCODED, lengths=(None, np.array([2**40, 4])), store_keys=True)
+    stored = module(TARGET[:, :1], ENCODED, lengths=(None, np.array([11, 4], np.int64)), store_keys=True)
     np.testing.assert_allclose(module(TARGET[:, :1]), stored, rtol=0, atol=1e-6)
 
 

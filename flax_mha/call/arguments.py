@@ -252,16 +252,16 @@ def canonical(
     query, key, value, shape = check_inputs(query, key, value)
     scoring = check_scoring(query, shape, arguments, target_of((query, key, value)), return_residual)
     window = check_window(arguments.get("local_window_size"))
-    masks = [
-        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
-        None if window is None else LocalMask(*window),
-        _length_mask(arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths"), shape),
-        _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
-        given_mask(mask, shape),
-    ]
     offsets = Offsets()
     if "query_offset" in arguments or "key_value_offset" in arguments:
         offsets = check_offsets(arguments.get("query_offset", 0), arguments.get("key_value_offset", 0), shape)
+    masks = [
+        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
+        None if window is None else LocalMask(*window),
+        _length_mask(arguments, shape, offsets),
+        _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
+        given_mask(mask, shape),
+    ]
     return with_keys(scoring, key, value, shape, bias, masks, offsets)
 
 
@@ -394,11 +394,15 @@ def _span(offset: int | Array, length: int) -> tuple[int, int] | None:
     return first, last + length - 1
 
 
-def _length_mask(query_lengths: ArrayLike | None, key_lengths: ArrayLike | None, shape: Shape) -> Mask | None:
+def _length_mask(arguments: CallArguments, shape: Shape, offsets: Offsets) -> Mask | None:
+    query_lengths, key_lengths = arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths")
     if query_lengths is None and key_lengths is None:
         return None
-    keys = validation.lengths("key_value_seq_lengths", key_lengths, shape)
-    queries = validation.lengths("query_seq_lengths", query_lengths, shape)
+    # With an offset, the arrays are a slice of longer sequences, to which the lengths refer.
+    is_slice = not offsets.are_known or offsets.numbers != (0, 0)
+    most = (None, None) if is_slice else (shape.query_length, shape.key_length)
+    queries = validation.lengths("query_seq_lengths", query_lengths, shape, most[0])
+    keys = validation.lengths("key_value_seq_lengths", key_lengths, shape, most[1])
     return LengthMask(keys, queries)
 
 

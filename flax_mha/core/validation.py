@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from flax_mha.core.integers import extremes, ids_int32, int32, unwrapped
 from flax_mha.core.tracing import being_traced, readable
@@ -55,17 +55,31 @@ def mask(value: ArrayLike | None, shape: Shape) -> Array:
     return broadcastable("mask", array, shape.scores, "[batch..., heads, queries, keys]", _mask_fix(array, shape))
 
 
-def mask_of_numbers(value: Any) -> Array:
-    """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean array."""
+def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
+    """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean array.
+
+    Returns the array and, for traced numbers, whether any of them is neither 0 nor 1. Such a mask is not one of Flax's
+    but most likely an additive mask of 0 and -inf, whose meaning is the opposite: pass the output through `nan_if`.
+
+    Raises:
+      ValueError: If the values are known and one of them is neither 0 nor 1.
+    """
     array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype == bool:
-        return array
-    if readable(array) and len(others := np.setdiff1d(array, (0, 1))):
+        return array, None
+    if not readable(array):
+        return array.astype(bool), ((array != 0) & (array != 1)).any()
+    if len(others := np.setdiff1d(array, (0, 1))):
         raise ValueError(
-            f"mask must be bool, or hold 0 and 1 alone (1 attends), but got {array.dtype} with {others[0]}; pass it as "
+            f"mask must be bool, or hold only 0 and 1 (1 attends), but got {array.dtype} with {others[0]}; pass it as "
             "bias= if it is to be added to the scores."
         )
-    return array.astype(bool)
+    return array.astype(bool), None
+
+
+def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
+    """Returns `x`, or NaN everywhere if the flag holds; None never holds."""
+    return x if flag is None else jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
@@ -90,11 +104,19 @@ def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | No
     return broadcastable(name, array, shape.batch, "[batch...]")
 
 
-def lengths(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
-    """Checks one length >= 0 per sequence, or one for all; returns int32 that broadcasts to [B...]."""
+def lengths(name: str, value: ArrayLike | None, shape: Shape, most: int | None = None) -> Array | None:
+    """Checks one length >= 0 per sequence, or one for all; returns int32 that broadcasts to [B...].
+
+    Lengths are at most `most`, the length of the array; None sets no limit, because the array may be a slice.
+    """
     array = per_sequence(name, value, shape)
-    if array is not None and (least := extremes(array)[0]) < 0:
-        raise ValueError(f"{name} must be at least 0, but got {least}; use 0 for a sequence of padding alone.")
+    if array is None:
+        return None
+    least, greatest = extremes(array)
+    if least < 0:
+        raise ValueError(f"{name} must be at least 0, but got {least}; use 0 for a sequence that is all padding.")
+    if isinstance(most, int) and greatest > most:
+        raise ValueError(f"{name} must be at most {most}, the length of the array, but got {greatest}.")
     return array
 
 

@@ -101,7 +101,9 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     """
     given = dict(locals())
     query, key, value = (promote_dtype or dtypes.promote_dtype)((query, key, value), dtype=dtype)
-    mask = mask if mask is None or isinstance(mask, Mask) else validation.mask_of_numbers(mask)
+    is_no_mask = None  # whether a mask of traced numbers holds others than 0 and 1
+    if not isinstance(mask, Mask | None):
+        mask, is_no_mask = validation.mask_of_numbers(mask)
     extra = {name: x for name, x in given.items() if name in EXTRA}
     dropout: dict[str, Any] = {"broadcast_dropout": broadcast_dropout}
     dropout |= {} if deterministic else {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
@@ -109,17 +111,18 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
         extra |= {"mask": mask if isinstance(mask, Mask) else None, "max_score_module": max_score_module}
         _check_flax_computes(implementation=implementation, **extra)
         flax_arguments = {name: given[name] for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)}
-        return _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_arguments)
+        output = _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_arguments)
+        return validation.nan_if(is_no_mask, output)
     scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
     if module is not None:
         weights = attention_weights(query, key, **scored)
         _sow(module, "attention_weights", weights if force_fp32_for_softmax else weights.astype(query.dtype))
     attend = functools.partial(dot_product_attention, implementation=implementation, **scored, **dropout)
     if max_score_module is None:
-        return attend(query, key, value)
+        return validation.nan_if(is_no_mask, attend(query, key, value))
     output, max_score = attend(query, key, value, return_max_score=True)
     _sow(max_score_module, "attention_max_score", max_score)
-    return output
+    return validation.nan_if(is_no_mask, output)
 
 
 def _sow(module: Any, name: str, x: Array) -> None:

@@ -99,12 +99,14 @@ def call_module(
     core = core_of(module.attention_fn)
     if keys == "stored":
         sequences.check_stored(module, {} if core is None else core.preset, mask, score_mod)
-    query, key, value, stored_lengths = _project(flax, keys, inputs_q, inputs_k, inputs_v)
-    if stored_lengths is not None and core is not None and core.context is None:
+    is_cross = inputs_k is not None and inputs_k is not inputs_q
+    features = None if keys == "stored" else flax.features
+    inputs = sequences.zero_padding(check_inputs(inputs_q, inputs_k, inputs_v, features), lengths)
+    query, key, value, stored_lengths = _project(flax, keys, *inputs)
+    takes_lengths = core is not None and core.context is None
+    if stored_lengths is not None and takes_lengths:
         per_sequence["key_value_seq_lengths"] = stored_lengths
-    elif stored_lengths is not None:
-        mask = sequences.mask_padding(mask, stored_lengths, key)
-    cache = _cache_of(module, flax, query, key, value) if keys == "cache" else None
+    cache = _cache_of(module, flax, query, key, value, is_cross) if keys == "cache" else None
     if module.rope is not None or positions is not None:
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
         size = None if flax.latent is None else key.shape[-1] - flax.latent.size
@@ -116,9 +118,14 @@ def call_module(
     given["max_score_module"] = module if sow_max_score else None
     given["qkv_sharding"] = _attention_sharding(module, core, qkv_sharding, query)
     arguments = _attention_arguments(module, flax, core, keys, given, decoding=cache is not None)
+    is_no_mask = None  # whether a mask of traced numbers holds others than 0 and 1
+    if (core is not None or keys != "inputs") and not isinstance(arguments.get("mask"), Mask | None):
+        arguments["mask"], is_no_mask = validation.mask_of_numbers(arguments["mask"])
+    if stored_lengths is not None and not takes_lengths:
+        arguments["mask"] = sequences.mask_padding(arguments.get("mask"), stored_lengths, key)
     if cache is not None:
         x, new = _decoding(module.attention_fn, core, query, key, value, cache, lengths, arguments, flax.latent)()
-        return flax.output(x, inputs_q), new.arrays
+        return flax.output(validation.nan_if(is_no_mask, x), inputs[0]), new.arrays
     if flax.latent is not None:
         key, value = flax.latent.expand(key)
     if core is not None and core_computes((query, key, value), arguments):
@@ -128,7 +135,7 @@ def call_module(
     stored = None
     if keys == "to store":
         stored = key, value, sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), key)
-    return flax.output(x, inputs_q), stored
+    return flax.output(validation.nan_if(is_no_mask, x), inputs[0]), stored
 
 
 # The arguments that modules pass on from their own call.
@@ -136,17 +143,14 @@ PASSED_ON = frozenset(inspect.signature(call_module).parameters) - {"module", "f
 
 
 def _project(
-    flax: FlaxModule, keys: KeySource, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None
+    flax: FlaxModule, keys: KeySource, inputs_q: Array, inputs_k: Array, inputs_v: Array
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Array | None]:
     """Returns query, key, value, and the lengths of stored keys or None; normalized, unless norms come after RoPE."""
-    lengths = None
+    lengths, query = None, flax.query(inputs_q)
     if keys == "stored":
-        check_inputs(inputs_q, inputs_q, inputs_q, None)
-        query = flax.query(inputs_q)
         key, value, lengths = flax.stored()  # type: ignore[misc]
     else:
-        inputs_k, inputs_v = check_inputs(inputs_q, inputs_k, inputs_v, flax.features)
-        query, key = flax.query(inputs_q), flax.key(inputs_k)
+        key = flax.key(inputs_k)
         value = key[..., :0] if flax.value is None else flax.value(inputs_v)
     if not flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
@@ -194,11 +198,18 @@ def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any,
     return product[:1] if is_row else product
 
 
-def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Array) -> KVCache | None:
+def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Array, is_cross: bool) -> KVCache | None:
     """Returns the module's cache as a `KVCache`, into which key and value fit, or None if this call makes the cache."""
     arrays = flax.cache(query, key)
     if arrays is None:
         return None
+    queries, keys = query.shape[-3], key.shape[-3]
+    if is_cross and (queries, keys) != (1, 1):
+        raise ValueError(
+            "Autoregressive cache shape error: inputs_k must be inputs_q, or one token, while decoding, which adds "
+            f"them to the cache and attends causally, but got another array of {keys} tokens with {queries} queries; "
+            "for cross-attention pass store_keys=True in the first call, or decode=False in every call."
+        )
     value_size = None if flax.latent is None else flax.latent.size
     cache = KVCache.of_window(*arrays, window=reach(module.local_window_size), value_size=value_size)
     cache.check_fits(key, value, query.shape[-3])
@@ -247,8 +258,6 @@ def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Turns arguments of `attention_fn` into those of `dot_product_attention`; leaves out others, such as `module`."""
     dropout = ("dropout_rate", "dropout_rng") if arguments.get("deterministic") else ()
     known = {name: x for name, x in arguments.items() if name in CORE and name not in dropout and x is not None}
-    if not isinstance(known.get("mask"), Mask | None):
-        known["mask"] = validation.mask_of_numbers(known["mask"])
     return known | {"return_max_score": arguments.get("max_score_module") is not None}
 
 
@@ -300,8 +309,8 @@ def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: A
 
 def check_inputs(
     inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None, features: tuple[int, int] | None
-) -> tuple[Array, Array]:
-    """Returns the inputs of keys, by default the queries', and of values, by default the keys'.
+) -> tuple[Array, Array, Array]:
+    """Returns the inputs of queries, of keys, by default the queries', and of values, by default the keys'.
 
     Raises a ValueError unless all are [batch..., length, features], fit each other, and have the given `features`: one
     number for queries, and one for keys and values.
@@ -327,7 +336,7 @@ def check_inputs(
                 raise ValueError(
                     f"Incompatible input dimension, got {x.shape[-1]} but module expects {expected} ({name} {x.shape})."
                 )
-    return inputs_k, inputs_v
+    return inputs_q, inputs_k, inputs_v
 
 
 def source_of_keys(

@@ -33,7 +33,6 @@ def decode_by(
     """
     arguments = dict(arguments)
     window_size, mask = arguments.pop("local_window_size", None), arguments.pop("mask", None)
-    mask = mask if mask is None or isinstance(mask, Mask) else validation.mask_of_numbers(mask)
     window = check_cache(cache, arguments.get("bias"), mask, window_size)
     appended = cache.append(key, value, lengths)
     index = jnp.maximum(cache.index, 0)

@@ -50,6 +50,27 @@ def per_sequence_arguments(
     }
 
 
+def zero_padding(inputs: tuple[Array, Array, Array], lengths: Any) -> tuple[Array, Array, Array]:
+    """Sets the inputs of padding to 0, so that NaN in it does not reach gradients of the projections' parameters.
+
+    `inputs` are those of queries, keys and values, [B..., T, D]; `lengths` are those of a module's call.
+    """
+    if lengths is None:
+        return inputs
+    query_lengths, key_lengths = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    inputs_q, inputs_k, inputs_v = inputs
+    return _zero_after(inputs_q, query_lengths), _zero_after(inputs_k, key_lengths), _zero_after(inputs_v, key_lengths)
+
+
+def _zero_after(x: Float[Array, "*B T D"], lengths: Any) -> Float[Array, "*B T D"]:
+    *batch, number, _ = x.shape
+    lengths = validation.lengths("lengths", lengths, validation.Shape(tuple(batch), number, number, 1, 1, 1, 1), number)
+    if lengths is None:
+        return x
+    places = jnp.arange(number, dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
+    return jnp.where((places < lengths[..., None])[..., None], x, jnp.zeros((), x.dtype))
+
+
 def rotate(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K Hk"],
@@ -139,8 +160,8 @@ def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | No
             )
 
 
-def mask_padding(mask: Any, lengths: PerSequence, key: Float[Array, "*B S K H"]) -> Array:
+def mask_padding(mask: Array | None, lengths: PerSequence, key: Float[Array, "*B S K H"]) -> Array:
     """Returns a bool mask that hides what `mask` hides, and each sequence's keys after the first `lengths`."""
     places = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
     shown = (places < lengths[..., None])[..., None, None, :]
-    return shown if mask is None else validation.mask_of_numbers(mask) & shown
+    return shown if mask is None else mask & shown

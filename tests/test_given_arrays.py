@@ -1,0 +1,224 @@
+"""What modules do with arrays they are given: padding, masks of numbers, and restored state."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import linen
+from flax_mha.rope import RoPE
+
+B, T, S, D, N = 2, 6, 5, 16, 4
+draw = np.random.default_rng(0)
+X, Y = (draw.standard_normal((B, n, D)).astype(np.float32) for n in (T, S))
+LENGTHS = jnp.array([6, 4])
+INSIDE = (jnp.arange(T)[None] < LENGTHS[:, None])[..., None]
+SIZES = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+
+
+def module_of(api, kind, **options):
+    """Returns the parameters of a module, and a function of parameters, inputs and keyword arguments that calls it."""
+    latent, options = kind == "latent", {"num_heads": N} | options
+    if api == "nnx":
+        cls = functools.partial(flax_mha.MultiHeadLatentAttention, **SIZES) if latent else flax_mha.MultiHeadAttention
+        graph, params, rest = nnx.split(cls(in_features=D, rngs=nnx.Rngs(0), **options), nnx.Param, ...)
+        return params, lambda params, *inputs, **given: nnx.merge(graph, params, rest)(*inputs, decode=False, **given)
+    latent_cls = functools.partial(linen.MultiHeadLatentAttention, **SIZES)
+    layer = (latent_cls if latent else linen.MultiHeadDotProductAttention)(**options)
+    params = layer.init(jax.random.key(0), X)
+    return params, layer.apply
+
+
+KINDS = {
+    "plain": {},
+    "gate": {"gate": True, "sinks": True},
+    "norms": {"normalize_qk": "layer_norm_bias", "rope": RoPE()},
+    "norms after": {"normalize_qk": "rms_norm_after_rope", "rope": RoPE(), "gate": True},
+    "latent": {"q_lora_rank": 8, "rope": RoPE()},
+}
+
+
+@pytest.mark.parametrize(
+    ("api", "kind"),
+    [
+        pytest.param(api, kind, marks=[pytest.mark.core] if kind in ("gate", "latent") else [])
+        for api in ("nnx", "linen")
+        for kind in KINDS
+    ],
+)
+def test_padding_reaches_no_gradient(api, kind):
+    """With NaN in the padding, gradients of parameters and inputs are those with zeros there."""
+    params, call = module_of(api, kind, **KINDS[kind])
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(given, lengths):
+        params, x = given
+        return jnp.where(INSIDE, call(params, x, lengths=lengths, is_causal=True), 0).var()
+
+    for filling in (np.nan, np.inf):
+        (got, gradients), (want, expected) = (
+            loss((params, jnp.where(INSIDE, X, x)), LENGTHS) for x in (jnp.float32(filling), jnp.float32(0))
+        )
+        np.testing.assert_array_equal(got, want)
+        jax.tree.map(np.testing.assert_array_equal, gradients, expected)
+        assert (gradients[1][1, 4:] == 0).all()
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_padding_of_keys_reaches_no_gradient(api):
+    """The same in cross-attention, where queries and keys have lengths of their own."""
+    params, call = module_of(api, "plain")
+    given = LENGTHS, jnp.array([2, 5])
+    queries, keys = (
+        (jnp.arange(n)[None] < lengths[:, None])[..., None] for n, lengths in zip((T, S), given, strict=True)
+    )
+    loss = jax.jit(jax.grad(lambda given: jnp.where(queries, call(*given, lengths=lengths), 0).var()))
+    lengths = given
+    got, want = (
+        loss((params, jnp.where(queries, X, x), jnp.where(keys, Y, x))) for x in (jnp.float32(np.nan), jnp.float32(0))
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_padding_of_prompts_reaches_no_gradient():
+    """The same in a call that decodes."""
+    layer = flax_mha.MultiHeadAttention(N, D, decode=True, gate=True, rngs=nnx.Rngs(0))
+    layer.init_cache((B, 20, D), per_row=True)
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    @jax.jit
+    @jax.grad
+    def loss(given):
+        params, x = given
+        layer = nnx.merge(graph, params, jax.tree.map(lambda x: x, rest))
+        return jnp.where(INSIDE, layer(x, lengths=LENGTHS), 0).var()
+
+    got, want = (loss((params, jnp.where(INSIDE, X, x))) for x in (jnp.float32(np.nan), jnp.float32(0)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_lengths_fit_the_inputs(api):
+    params, call = module_of(api, "plain")
+    for lengths, most in ((jnp.array([6, 7]), 6), ((None, jnp.array([5, 6])), 5), (7, 6)):
+        inputs = (X, Y) if isinstance(lengths, tuple) else (X,)
+        with pytest.raises(ValueError, match=f"lengths must be at most {most}, the length of the array, but got"):
+            call(params, *inputs, lengths=lengths)
+    with pytest.raises(ValueError, match="lengths must be at least 0, but got -1"):
+        call(params, X, lengths=jnp.array([-1, 3]))
+
+
+@pytest.mark.core
+def test_lengths_of_the_function_fit_its_arrays():
+    """A slice, which has offsets, belongs to longer sequences; so may a mask object."""
+    x = jnp.ones((B, T, N, 4))
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        with pytest.raises(ValueError, match=f"{name} must be at most 6, the length of the array, but got 7"):
+            flax_mha.dot_product_attention(x, x, x, **{name: jnp.array([7, 3])})
+        flax_mha.dot_product_attention(x, x, x, query_offset=6, key_value_offset=6, **{name: jnp.array([12, 3])})
+    flax_mha.dot_product_attention(x, x, x, mask=flax_mha.LengthMask(100))
+
+
+ADDITIVE = jnp.triu(jnp.ones((T, T)), 1)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("caller", ["nnx", "linen", "attention_fn", "decode"])
+def test_a_mask_of_other_numbers_gives_nan(caller):
+    """Its values are refused if they are known; under `jit`, an additive mask would otherwise be inverted."""
+    if caller == "attention_fn":
+        x = jnp.ones((B, T, N, 4))
+        call = lambda mask: flax_mha.attention_fn(x, x, x, mask=mask)  # noqa: E731
+    elif caller == "decode":
+        layer = flax_mha.MultiHeadAttention(N, D, decode=True, rngs=nnx.Rngs(0))
+        layer.init_cache((B, T, D))
+        graph, state = nnx.split(layer)
+        call = lambda mask: nnx.merge(graph, jax.tree.map(lambda x: x, state))(X, mask=mask)  # noqa: E731
+    else:
+        params, apply = module_of(caller, "plain")
+        call = lambda mask: apply(params, X, mask=mask)  # noqa: E731
+    jitted = jax.jit(call)
+    for additive in (ADDITIVE * -1e9, jnp.where(ADDITIVE == 1, -jnp.inf, 0.0)):
+        with pytest.raises(ValueError, match="mask must be bool, or hold only 0 and 1"):
+            call(additive)
+        assert jnp.isnan(jitted(additive)).all()
+    for dtype in (jnp.float32, jnp.int32):
+        mask = (1 - ADDITIVE).astype(dtype)
+        want = call(mask.astype(bool))
+        for got in (call(mask), jax.jit(call)(mask)):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+def read_only(x):
+    x = np.array(x)
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["plain", "latent", "int8", "ring"])
+@pytest.mark.parametrize("convert", [np.array, read_only])
+def test_restored_state_is_not_written_into(kind, convert):
+    """Decoding from NumPy arrays leaves them as they are; two modules that were updated from them share nothing."""
+    options = {"decode": True, "dropout_rate": 0.5, "deterministic": False}
+    options |= {"local_window_size": (2, 0)} if kind == "ring" else {}
+    cls = (
+        functools.partial(flax_mha.MultiHeadLatentAttention, **SIZES)
+        if kind == "latent"
+        else flax_mha.MultiHeadAttention
+    )
+
+    def make():
+        layer = cls(N, D, rngs=nnx.Rngs(0), **options)
+        layer.init_cache((B, 80, D), jnp.int8 if kind == "int8" else None)
+        return layer
+
+    layer = make()
+    layer(X)
+    stored = nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey)))
+    host = jax.tree.map(convert, stored)
+    outputs = []
+    for _ in range(2):
+        restored = make()
+        nnx.update(restored, host)
+        outputs.append([restored(X[:, i : i + 1]) for i in range(3)])
+    np.testing.assert_array_equal(*outputs)
+    np.testing.assert_array_equal(outputs[0], [layer(X[:, i : i + 1]) for i in range(3)])
+    jax.tree.map(np.testing.assert_array_equal, host, jax.tree.map(np.array, stored))
+
+
+@pytest.mark.parametrize("kind", ["plain", "stored"])
+def test_restored_variables_of_linen_are_not_written_into(kind):
+    layer = linen.MultiHeadDotProductAttention(num_heads=N, decode=True, cache_dtype=jnp.int8)
+    variables = layer.init(jax.random.key(0), X)
+    inputs = (X, Y) if kind == "stored" else (X[:, :2],)
+    _, stored = layer.apply(variables, *inputs, store_keys=kind == "stored", mutable="cache")
+    host = jax.tree.map(read_only, variables | stored)
+    before = jax.tree.map(np.copy, host)
+    got, want = (layer.apply(x, X[:, 2:3], mutable="cache")[0] for x in (host, variables | stored))
+    np.testing.assert_array_equal(got, want)
+    jax.tree.map(np.testing.assert_array_equal, host, before)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_cross_attention_is_not_decoded(api):
+    """A cache would take the encoder's output for the decoder's own tokens; one token a call is Flax's own use."""
+    if api == "nnx":
+        layer = flax_mha.MultiHeadAttention(N, D, decode=True, rngs=nnx.Rngs(0))
+        layer.init_cache((B, T, D))
+        call = layer
+    else:
+        layer = linen.MultiHeadDotProductAttention(num_heads=N, decode=True)
+        variables = layer.init(jax.random.key(0), X)
+        call = lambda *inputs: layer.apply(variables, *inputs, mutable="cache")[0]  # noqa: E731
+    for queries, keys in ((X, np.array(X)), (X[:, :1], Y), (X, Y[:, :1]), (X[:, :3], Y[:, :3])):
+        with pytest.raises(ValueError, match=r"Autoregressive cache shape error.*store_keys=True.*decode=False"):
+            call(queries, keys)
+    token = X[:, :1]
+    assert call(token, np.array(token)).shape == call(token, token).shape == token.shape
