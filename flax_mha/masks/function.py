@@ -57,11 +57,7 @@ class FunctionMask(Mask):
 
     def tree_flatten(self) -> tuple[tuple, "_Comparable"]:
         """Returns no arrays: `jax.jit` sees captured values as constants, as in other functions that it traces."""
-        try:
-            traced = trace("mask_mod", self.mask_mod)
-        except ValueError:  # attention with this mask raises it
-            return (), _Comparable(self.mask_mod, None, (self.mask_mod,))
-        return (), _Comparable(self.mask_mod, traced, (traced.function, *map(key_of, traced.constants)))
+        return (), _Comparable.of(self.mask_mod)
 
     @classmethod
     def tree_unflatten(cls, comparable: "_Comparable", _: tuple) -> "FunctionMask":
@@ -77,6 +73,19 @@ class _Comparable:
         compare=False, repr=False
     )  # kept alive, because the key holds the `id` of objects in it
     key: tuple = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, mask_mod: Callable[[Array, Array, Array, Array], Array]) -> "_Comparable":
+        """Traces the function; one that cannot be traced is compared by identity."""
+        try:
+            traced = trace("mask_mod", mask_mod)
+        except ValueError:  # attention with this mask raises it
+            return cls(mask_mod, None, (mask_mod,))
+        return cls(mask_mod, traced, (traced.function, *map(key_of, traced.constants)))
+
+    def __reduce__(self) -> tuple:
+        """Copies and pickles only the function, which is traced again, because a jaxpr can be neither."""
+        return _Comparable.of, (self.mask_mod,)
 
 
 @jax.tree_util.register_dataclass
