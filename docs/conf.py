@@ -1,8 +1,8 @@
 """How Sphinx builds these pages: `sphinx-build -W docs OUT`.
 
 Sphinx with MyST, because JAX and Flax use it: pages are Markdown, the reference is read from the docstrings, and all
-of its parts are maintained. What a page shows and the package can say is made while it is built, so that it cannot grow
-stale: pictures of masks, tables of benchmarks, signatures.
+of its parts are maintained. Pages hold no directives, so that GitHub shows them too: what only Sphinx can show is added
+to their text here.
 """
 
 import ast
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -21,9 +22,6 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import inventories  # noqa: E402
-import listings  # noqa: E402
-import pictures  # noqa: E402
-import tables  # noqa: E402
 from sphinx.application import Sphinx  # noqa: E402
 
 project = "flax_mha"
@@ -33,13 +31,11 @@ version = release = importlib.metadata.version("flax-mha")
 REPOSITORY = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 extensions = ["myst_parser", "sphinx_copybutton"]
-extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "extlinks", "intersphinx", "napoleon", "viewcode")]
-colab = REPOSITORY.replace("github.com", "colab.research.google.com/github")
-extlinks = {"colab": (f"{colab}/blob/main/docs/notebooks/%s", "Open in Colab: %s")}
+extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "intersphinx", "napoleon", "viewcode")]
 exclude_patterns = ["_build", "_generated"]
 myst_heading_anchors = 3
-# Included results begin at any level; a short name in a docstring may stand for one of nnx and one of linen.
-suppress_warnings = ["myst.header", "ref.python"]
+# A short name in a docstring may stand for one of nnx and one of linen.
+suppress_warnings = ["ref.python"]
 
 html_theme = "furo"
 html_title = f"flax_mha {version}"
@@ -70,26 +66,77 @@ copybutton_prompt_is_regexp = True
 
 
 def setup(app: Sphinx) -> None:
-    """Makes what pages include, and tells autodoc how signatures look."""
-    generated = HERE / "_generated"
-    pictures.draw(generated)
-    tables.write(generated)
-    listings.write(generated)
+    """Adds to pages what only Sphinx can show, and tells autodoc how signatures look."""
     app.connect("autodoc-process-signature", signature_as_written)
     app.connect("autodoc-process-docstring", add_long_signature, priority=600)  # when napoleon has read it
     app.connect("html-page-context", break_names)
+    app.connect("source-read", add_directives)
     app.connect("source-read", link_to_repository)
 
 
+# The order of the pages in the sidebar: a caption, and the pages below it.
+CONTENTS = {
+    "index": {
+        "Start": ["quickstart", "From Flax <from-flax>", "from-pytorch", "families", "known-issues"],
+        "Use": [
+            "Masks and score functions <masks>",
+            "padding",
+            "Decoding <inference>",
+            "whole-model-decoding",
+            "devices",
+            "The demo: training <training>",
+        ],
+        "Know": [
+            "GPU and TPU <gpu-tpu>",
+            "Choosing an implementation <implementations>",
+            "comparison",
+            "derivatives",
+            "semantics",
+            "conformance",
+            "Differences from Flax and jax.nn <differences>",
+            "performance",
+        ],
+        "Look up": [
+            "api/index",
+            "architecture",
+            "contributing",
+            f"Changelog <{REPOSITORY}/blob/main/CHANGELOG.md>",
+        ],
+    },
+    "api/index": {
+        "API": ["attention", "masks", "recipes", "modules", "rope", "decoding", "context_parallel", "convert"],
+    },
+}
+
+
+def add_directives(app: Sphinx, page: str, content: list[str]) -> None:
+    """Adds the contents, and makes of comments and HTML, which GitHub understands, what Sphinx does."""
+    text = content[0]
+    meta = re.findall(r"^<!-- meta (\w+): (.*) -->$", text, re.MULTILINE)
+    if meta:
+        lines = [f"    {name}: {json.dumps(value)}" for name, value in meta]
+        text = "\n".join(["---", "myst:", "  html_meta:", *lines, "---", "", text])
+    text = re.sub(r"<!-- begin: reference\n(.*?)-->.*?<!-- end -->", r"```{eval-rst}\n\1```", text, flags=re.DOTALL)
+    # Furo hides one of these classes, as its button for light and dark says.
+    text = re.sub(
+        r'<picture>.*?srcset="(.*?)".*?<img (.*?)src="(.*?)"(.*?)></picture>',
+        r'<img class="only-light" \2src="\3"\4><img class="only-dark" \2src="\1"\4>',
+        text,
+    )
+    for caption, pages in CONTENTS.get(page, {}).items():
+        text += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""])
+    content[0] = text
+
+
 def link_to_repository(app: Sphinx, page: str, content: list[str]) -> None:
-    """Points links to files beside `docs/`, which pages write as relative ones, to the repository; pictures stay."""
+    """Points relative links to files that are no pages to the repository; pictures stay."""
 
     def link(found: re.Match) -> str:
         path = (HERE / page).parent.joinpath(found[2]).resolve()
-        inside = path.is_relative_to(HERE)
-        return found[0] if inside else f"{found[1]}({REPOSITORY}/blob/main/{path.relative_to(HERE.parent)})"
+        is_page = path.is_relative_to(HERE) and path.suffix == ".md"
+        return found[0] if is_page else f"{found[1]}({REPOSITORY}/blob/main/{path.relative_to(HERE.parent)})"
 
-    content[0] = re.sub(r"(?<!!)(\[[^\[\]]*\])\((\.\./[^)]+)\)", link, content[0])
+    content[0] = re.sub(r"(?<!!)(\[[^\[\]]*\])\((?!https?:)([^)#\s]+)\)", link, content[0])
 
 
 def break_names(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

@@ -1,20 +1,24 @@
-"""Draws the pictures of the pages while they are built; run as a program, the README's own."""
+"""Draws the pictures of the pages as SVG, each for light and for dark pages.
+
+Plain text instead of Matplotlib: the files are small, the same on every machine, and a test compares them.
+"""
 
 import ast
 import graphlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from flax_mha import CausalMask, FunctionMask, LocalMask, Mask, SegmentMask, recipes
-from flax_mha.plot import plot_mask
 
+ROOT = Path(__file__).parent.parent
 LENGTH, HEADS = 32, 8
 IDS = np.repeat(np.arange(4), (9, 5, 12, 6))[None]
 BLOCKS = np.tri(4, dtype=bool) & (np.eye(4, dtype=bool) | (np.arange(4) == 0))
@@ -47,55 +51,122 @@ MASKS: dict[str, Mask] = {
 }
 
 
-def draw(folder: Path) -> None:
-    """Writes a PNG for each recipe and mask."""
-    folder.mkdir(exist_ok=True)
-    for name, mask in MASKS.items():
-        _save(folder / f"{name}.png", {"mask": mask})
+def draw() -> dict[str, str]:
+    """The text of each picture by its file's name: of masks, and beside them of what recipes do to scores."""
+    masks = MASKS | {name: arguments["mask"] for name, arguments in RECIPES.items()}
+    panels = {name: _mask(mask.picture(LENGTH, LENGTH)) for name, mask in masks.items()}
     for name, arguments in RECIPES.items():
-        _save(folder / f"{name}.png", arguments)
-    _draw_imports(folder / "architecture.png")
+        if "score_mod" in arguments:
+            panels[f"{name}_scores"] = _added(arguments["mask"], arguments["score_mod"])
+        if "logits_soft_cap" in arguments:
+            panels[f"{name}_scores"] = _cap(arguments["logits_soft_cap"])
+    panels |= {"architecture": _architecture(), "hero": draw_curves(curves())}
+    return {f"{name}-{theme}.svg": _svg(panel, colors) for name, panel in panels.items() for theme, colors in THEMES}
 
 
-def _save(path: Path, arguments: Mapping[str, Any]) -> None:
-    """The mask, and beside it what becomes of scores if the recipe changes them."""
-    scored = "score_mod" in arguments or "logits_soft_cap" in arguments
-    figure = Figure(figsize=(7.2 if scored else 3.6, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2 if scored else 1, squeeze=False)[0]
-    plot_mask(arguments["mask"], LENGTH, LENGTH, panels[0])
-    if "score_mod" in arguments:
-        _plot_added(arguments["mask"], arguments["score_mod"], panels[1])
-    if "logits_soft_cap" in arguments:
-        _plot_cap(arguments["logits_soft_cap"], panels[1])
-    figure.savefig(path, dpi=144)
+class Picture(NamedTuple):
+    """Shapes in a box of this size, with colors by their names in `THEMES`."""
+
+    width: int
+    height: int
+    shapes: list[str]
 
 
-def _plot_added(mask: Mask, score_mod: Any, axes: Axes) -> None:
-    """What a `score_mod` makes of scores of 0 in the first head, where they are visible."""
+# GitHub's own colors: text, lines beside it, ours, the others, and what is masked.
+THEMES = (
+    ("light", {"ink": "#1f2328", "line": "#59636e", "ours": "#0969da", "empty": "#eaeef2", "page": "#ffffff"}),
+    ("dark", {"ink": "#f0f6fc", "line": "#9198a1", "ours": "#4493f8", "empty": "#2a313c", "page": "#0d1117"}),
+)
+
+
+def _svg(picture: Picture, colors: Mapping[str, str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {picture.width} {picture.height}"'
+    head += f' width="{picture.width}" height="{picture.height}" font-family="system-ui,sans-serif">'
+    text = "\n".join([head, *picture.shapes, "</svg>", ""])
+    for name, color in colors.items():
+        text = text.replace(f"@{name}", color)
+    return text
+
+
+def _text(x: float, y: float, text: str, size: int = 18, more: str = 'fill="@ink"') -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" {more}>{escape(text)}</text>'
+
+
+MIDDLE = 'fill="@ink" text-anchor="middle"'
+MINUS = str.maketrans("-", "\N{MINUS SIGN}")
+
+
+def _path(points: Sequence[tuple[float, float]], more: str) -> str:
+    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return f'<path d="M{line}" fill="none" {more}/>'
+
+
+CELL = 9  # of a mask
+SIDE, LEFT, TOP = CELL * LENGTH, 28, 30  # of the square, and the place of its corner
+
+
+def _square(shapes: list[str], x: str, y: str, title: str) -> Picture:
+    """These shapes on a square with names of its axes and a title."""
+    middle = SIDE // 2
+    back = f'<rect x="{LEFT}" y="{TOP}" width="{SIDE}" height="{SIDE}" fill="@empty"/>'
+    names = [
+        _text(18, TOP + middle, y, more=f'{MIDDLE} transform="rotate(-90 18 {TOP + middle})"'),
+        _text(LEFT + middle, TOP + SIDE + 20, x, more=MIDDLE),
+        _text(LEFT + middle, 20, title.translate(MINUS), more=MIDDLE),
+    ]
+    return Picture(LEFT + SIDE + 4, TOP + SIDE + 26, [back, *shapes, *names])
+
+
+def _scores(layers: Sequence[tuple[np.ndarray, float]], title: str) -> Picture:
+    """A row per query and a column per key; of each layer the cells that are True, this opaque."""
+    shapes = []
+    for cells, opacity in layers:
+        runs = []
+        for row, line in enumerate(cells):
+            for is_set, run in groupby(enumerate(line), key=lambda cell: bool(cell[1])):
+                columns = [column for column, _ in run]
+                x, y, width = LEFT + CELL * columns[0], TOP + CELL * row, CELL * len(columns)
+                runs += [f"M{x} {y}h{width}v{CELL}h-{width}z"] if is_set else []
+        shapes.append(f'<path d="{"".join(runs)}" fill="@ours" fill-opacity="{opacity:.2f}"/>')
+    return _square(shapes, "key", "query", title)
+
+
+def _mask(visible: np.ndarray) -> Picture:
+    return _scores([(visible, 1.0)], f"visible: {100 * visible.mean():.0f} %")
+
+
+def _added(mask: Mask, score_mod: Any) -> Picture:
+    """What a `score_mod` makes of scores of 0 in the first head, where they are visible: eight shades."""
     q_idx, kv_idx = np.indices((LENGTH, LENGTH), np.int32)
     added = np.asarray(score_mod(jnp.zeros((LENGTH, LENGTH)), 0, 0, jnp.asarray(q_idx), jnp.asarray(kv_idx)))
-    shown = np.where(mask.picture(LENGTH, LENGTH), added, np.nan)
-    axes.figure.colorbar(axes.imshow(shown, cmap="viridis", interpolation="nearest"), ax=axes, shrink=0.8)
-    axes.set(xlabel="key", ylabel="query", title="added to the score, head 0")
+    visible = mask.picture(LENGTH, LENGTH)
+    low, high = added[visible].min(), added[visible].max()
+    shade = np.round(7 * (added - low) / (high - low))
+    layers = [(visible & (shade == level), 0.3 + 0.1 * level) for level in range(8)]
+    return _scores(layers, f"added in head 0: {low:.3g} to {high:.3g}")
 
 
-def _plot_cap(cap: float, axes: Axes) -> None:
-    """The curve of a soft cap."""
-    scores = np.linspace(-4 * cap, 4 * cap, 200)
-    axes.plot(scores, scores, color="0.8", label="as it is")
-    axes.plot(scores, cap * np.tanh(scores / cap), color="0.2", label="capped")
-    axes.set(xlabel="scaled score", ylabel="score", title=f"logits_soft_cap={cap:g}", ylim=(-2 * cap, 2 * cap))
-    axes.legend(frameon=False)
+def _cap(cap: float) -> Picture:
+    """The curve of a soft cap, and the scores as they are."""
+    scores = np.linspace(-2 * cap, 2 * cap, 81)
 
+    def place(x: float, y: float) -> tuple[float, float]:
+        return LEFT + SIDE * (x / cap + 2) / 4, TOP + SIDE * (2 - y / cap) / 4
 
-PACKAGE = Path(__file__).parent.parent / "flax_mha"
+    shapes = [_path([place(x, x) for x in (-2 * cap, 2 * cap)], 'stroke="@line" stroke-width="2"')]
+    shapes += [_path([place(x, cap * math.tanh(x / cap)) for x in scores], 'stroke="@ours" stroke-width="4"')]
+    for y in (-cap, cap):
+        ends = [place(-2 * cap, y), place(2 * cap, y)]
+        shapes += [_path(ends, 'stroke="@line" stroke-dasharray="4 4"')]
+        shapes += [_text(LEFT + 6 if y > 0 else LEFT + SIDE - 46, ends[0][1] - 6, f"{y:g}".translate(MINUS))]
+    return _square(shapes, "scaled score", "capped", f"logits_soft_cap={cap:g}")
 
 
 def _imports() -> dict[str, set[str]]:
     """For each folder and file at the top of the package, those that it imports."""
-    graph: dict[str, set[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    package, graph = ROOT / "flax_mha", {}
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).with_suffix("").parts[0]
         modules = [
             node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
         ]
@@ -104,62 +175,106 @@ def _imports() -> dict[str, set[str]]:
     return {name: found for name, found in graph.items() if name != "__init__"}
 
 
-def _draw_imports(path: Path) -> None:
-    """Boxes for folders and files, each above all that it imports; an arrow for each import that no other implies."""
+def _architecture() -> Picture:
+    """Boxes for folders and files, each above all that it imports; a line for each import that no other implies."""
     graph = _imports()
     level: dict[str, int] = {}
     for name in graphlib.TopologicalSorter(graph).static_order():
         level[name] = 1 + max((level[x] for x in graph[name]), default=-1)
     rows = [[name for name in sorted(graph) if level[name] == n] for n in range(max(level.values()) + 1)]
-    place = {name: ((i + 0.5) / len(row), level[name]) for row in rows for i, name in enumerate(row)}
-    figure = Figure(figsize=(7.2, 7.2), layout="constrained")
-    axes = figure.subplots()
+    width, height = 170 * max(len(row) for row in rows), 70 * len(rows)
+    place = {}
+    for n, row in enumerate(rows):
+        place |= {name: (width * (i + 0.5) / len(row), height - 70 * n - 35) for i, name in enumerate(row)}
+    lines, boxes = [], []
     for name, found in graph.items():
-        direct = {x for x in found if not any(x in graph[y] for y in found)}
-        for x in direct:
-            axes.annotate(
-                "", place[x], place[name], arrowprops={"arrowstyle": "->", "color": "0.6", "shrinkA": 18, "shrinkB": 22}
-            )
-    for name, (x, y) in place.items():
-        is_folder = (PACKAGE / name).is_dir()
-        color = "#dbe9f6" if is_folder else "white"
-        text = f"{name}/" if is_folder else f"{name}.py"
-        axes.text(
-            x, y, text, ha="center", va="center", bbox={"boxstyle": "round", "facecolor": color, "edgecolor": "0.4"}
-        )
-    axes.set(xlim=(0, 1), ylim=(-0.5, len(rows) - 0.5))
-    axes.axis("off")
-    figure.savefig(path, dpi=144)
+        for x in sorted(x for x in found if not any(x in graph[y] for y in found)):
+            lines.append(_path([place[name], place[x]], 'stroke="@line" stroke-width="1.5"'))
+        x, y = place[name]
+        text = f"{name}/" if (ROOT / "flax_mha" / name).is_dir() else name
+        box = f'x="{x - 80:.0f}" y="{y - 19:.0f}" width="160" height="38" rx="8"'
+        boxes.append(f'<rect {box} fill="@page" stroke="@line"/>')
+        boxes.append(_text(x, y + 6, text, 17, MIDDLE))
+    return Picture(width, height, lines + boxes)
 
 
-STATIC, RESULTS = Path(__file__).parent / "_static", Path(__file__).parent.parent / "benchmarks" / "results"
-MODULES = {  # the names of benchmarks/module.py, and those of the README's picture
+RESULTS = ROOT / "benchmarks" / "results"
+NAMES = {  # of benchmarks/module.py
     "flax_mha.MultiHeadAttention": "flax_mha",
     "torch.nn.MultiheadAttention": "PyTorch",
     "flax.nnx.MultiHeadAttention": "Flax",
 }
+LENGTHS = (256, 2048, 16384)
 
 
-def draw_comparison(path: Path) -> None:
-    """Bars of memory and time of the three modules, value and gradient of the longest sequence that was measured."""
-    report = json.loads((RESULTS / "module-cpu.json").read_text())
-    longest = report["rows"][-1]["shape"]
-    rows = {
-        row["implementation"]: row for row in report["rows"] if (row["shape"], row["pass"]) == (longest, "backward")
-    }
-    figure = Figure(figsize=(7.2, 2.0), layout="constrained")
-    for axes, value, unit in zip(
-        figure.subplots(1, 2), ("temporaries_mib", "ms"), ("MiB of memory", "seconds"), strict=True
-    ):
-        shown = {label: rows[name][value] for name, label in MODULES.items() if rows[name][value] is not None}
-        numbers = [number / 1000 if value == "ms" else number for number in shown.values()]
-        bars = axes.barh(list(shown), numbers, color=["#1f77b4", *["0.65"] * (len(shown) - 1)])
-        axes.bar_label(bars, [f"{n:,.0f}" if n >= 20 else f"{n:.2g}" for n in numbers], padding=3)
-        axes.set(title=unit, xlim=(0, max(numbers) * 1.15), xticks=[])
-        axes.invert_yaxis()
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-    figure.savefig(path, dpi=144)
+def curves() -> list[dict[str, Any]]:
+    """Seconds and MiB of each length and library; until they were measured, the longest call of the module table."""
+    path = RESULTS / "curves-cpu.json"
+    if path.exists():
+        report = json.loads(path.read_text())
+        return report["rows"] if isinstance(report, dict) else report
+    rows = json.loads((RESULTS / "module-cpu.json").read_text())["rows"]
+    return [
+        {
+            "length": row["length"],
+            "name": NAMES[row["implementation"]],
+            "seconds": row["ms"] / 1000,
+            "mib": row["temporaries_mib"],
+        }
+        for row in rows
+        if (row["shape"], row["pass"]) == (rows[-1]["shape"], "backward")
+    ]
 
 
-if __name__ == "__main__":
-    draw_comparison(STATIC / "comparison.png")
+def amount(number: float, value: str) -> str:
+    """Seconds or MiB, as they are read."""
+    if value == "seconds":
+        return f"{number:.0f} s" if number >= 10 else f"{number:.2g} s" if number >= 0.1 else f"{1000 * number:.2g} ms"
+    return f"{number:.0f} MiB" if number < 1000 else f"{number / 1024:.2g} GiB"
+
+
+def draw_curves(rows: Sequence[Mapping[str, Any]]) -> Picture:
+    """Time and memory over the length, both axes logarithmic, names at the ends of the lines; None draws nothing."""
+    return Picture(680, 330, _panel("seconds", 0, rows) + _panel("mib", 340, rows))
+
+
+def _panel(value: str, left: int, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [row for row in rows if row[value] is not None]
+    title = "time" if value == "seconds" else "memory"
+    factor = 10 if value == "seconds" else 16  # between two ticks
+    powers = [math.log(row[value], factor) for row in rows]
+    ticks = range(math.floor(min(powers)), max(math.ceil(max(powers)), math.floor(min(powers)) + 1) + 1)
+    x0, x1, y0, y1 = left + 72, left + 218, 272, 44
+
+    def place(length: float, number: float) -> tuple[float, float]:
+        x = math.log(length / LENGTHS[0]) / math.log(LENGTHS[-1] / LENGTHS[0])
+        y = (math.log(number, factor) - ticks[0]) / (ticks[-1] - ticks[0])
+        return x0 + (x1 - x0) * x, y0 + (y1 - y0) * y
+
+    shapes = [_text(x0 - 8, 24, title, 21, 'fill="@ink" font-weight="600"')]
+    for tick in ticks:
+        _, y = place(LENGTHS[0], float(factor) ** tick)
+        shapes.append(_path([(x0, y), (x1, y)], 'stroke="@empty" stroke-width="2"'))
+        shapes.append(_text(x0 - 8, y + 7, amount(float(factor) ** tick, value), 19, 'fill="@line" text-anchor="end"'))
+    for length in LENGTHS:
+        label = str(length) if length < 1024 else f"{length // 1024}k"
+        shapes.append(_text(place(length, 1)[0], y0 + 26, label, 19, 'fill="@line" text-anchor="middle"'))
+    shapes.append(_text((x0 + x1) / 2, y0 + 50, "tokens", 19, 'fill="@line" text-anchor="middle"'))
+    ends = []
+    for name in reversed(NAMES.values()):
+        line = sorted((row["length"], row[value]) for row in rows if row["name"] == name)
+        points = [place(*point) for point in line]
+        color = "@ours" if name == "flax_mha" else "@line"
+        if points:
+            shapes.append(_path(points, f'stroke="{color}" stroke-width="4" stroke-linejoin="round"'))
+            shapes.append(f'<circle cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="5" fill="{color}"/>')
+            ends.append((*points[-1][::-1], name, amount(line[-1][1], value), color))
+    right, lowest = max(x for _, x, *_ in ends), math.inf
+    for y, x, name, last, color in sorted(ends, reverse=True):  # from below, each label clear of the one before
+        bold = f'fill="{color}" font-weight="600"'
+        if x < right:
+            shapes.append(_text(x - 10, y, f"{name} {last}", 20, f'{bold} text-anchor="end"'))
+        else:
+            lowest = min(y + 26, y0 - 4, lowest - 44)
+            shapes += [_text(x + 10, lowest - 20, name, 20, bold), _text(x + 10, lowest, last, 19, f'fill="{color}"')]
+    return shapes

@@ -54,13 +54,6 @@ TABLES = {
 }
 
 
-def write(folder: Path) -> None:
-    """Writes a Markdown file for each table."""
-    folder.mkdir(exist_ok=True)
-    for name, table in TABLES.items():
-        (folder / f"{name}.md").write_text(markdown(table))
-
-
 def markdown(table: Table) -> str:
     """The table, and under it where and how it was measured.
 

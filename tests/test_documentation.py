@@ -22,8 +22,13 @@ QUICKSTART = ("README.md", "docs/quickstart.md")
 ELSEWHERE = ("docs/training.md", "docs/devices.md")
 
 
+def by_hand(page):
+    """The text of a page without the parts that `docs/write_pages.py` writes, such as the source of recipes."""
+    return re.sub(r"<!-- begin: .*?<!-- end -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
 def blocks(page):
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", by_hand(page), re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +47,7 @@ def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
 @pytest.mark.parametrize("page", PAGES)
 def test_no_block_is_overlooked(page):
     """Only blocks that begin with ```python run, so there are no others of Python, such as indented ones of a list."""
-    text = (ROOT / page).read_text()
+    text = by_hand(page)
     assert len(re.findall(r"```\s*(?:python|py)\b", text)) == len(blocks(page))
     assert ">>>" not in text
 
@@ -52,8 +57,52 @@ def test_no_block_is_overlooked(page):
 def test_links_to_files_lead_somewhere(page):
     """Those between pages with their anchors are checked by Sphinx, the README's by nobody else."""
     folder = (ROOT / page).parent
-    for target in re.findall(r"\]\(([^)#\s]+)", (ROOT / page).read_text()):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'src(?:set)?="([^"]+)"', text):
         assert re.match(r"https?://", target) or (folder / target).exists(), target
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("page", PAGES)
+def test_github_shows_the_whole_page(page):
+    """It knows no directives, no roles, no front matter, and each picture has a variant for dark pages."""
+    text = (ROOT / page).read_text()
+    assert not re.search(r"^\s*(```|:::)\s*\{|\{[\w:-]+\}`|^\(\S+\)=$|^%|\A---$", text, re.MULTILINE)
+    assert text.count("<!-- begin: ") == text.count("<!-- end -->")
+    assert re.findall(r'<picture>.*srcset="(\S+)-dark.svg".*"\1-light.svg".*</picture>', text) == re.findall(
+        r'src="(\S+)-light\.svg"', text
+    )
+
+
+@pytest.mark.core
+def test_pages_hold_what_the_script_writes(write_pages):
+    """Where this fails, run `python docs/write_pages.py`."""
+    for path, text in write_pages.written().items():
+        assert path.read_text() == text, path
+
+
+def test_pictures_are_what_the_script_draws(write_pages):
+    """Where this fails, run `python docs/write_pages.py`."""
+    drawn = write_pages.pictures.draw()
+    assert {path.name: path.read_text() for path in (DOCS / "_static").glob("*.svg")} == drawn
+
+
+def test_curves_end_where_nothing_was_measured(write_pages):
+    rows = [
+        {"length": length, "name": name, "seconds": seconds, "mib": None if name == "PyTorch" else 100.0}
+        for name in ("flax_mha", "Flax", "PyTorch")
+        for length, seconds in ((256, 0.01), (16384, None if name == "Flax" else 1.0))
+    ]
+    _, _, shapes = write_pages.pictures.draw_curves(rows)
+    for name, panels in {"flax_mha": 2, "Flax": 2, "PyTorch": 1}.items():
+        assert len([shape for shape in shapes if f">{name}<" in shape or f">{name} " in shape]) == panels
+    assert not any("nan" in shape for shape in shapes)
+
+
+@pytest.fixture
+def write_pages(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("write_pages")
 
 
 @pytest.mark.core
@@ -103,33 +152,41 @@ def gallery():
     return {name for name in functions if not name.startswith("_")} - {"combine"}
 
 
-def test_the_tables_of_the_performance_page(monkeypatch, tmp_path):
-    """Every table that the page includes can be made from what was measured."""
-    monkeypatch.syspath_prepend(DOCS)
-    importlib.import_module("tables").write(tmp_path)
-    included = re.findall(r"_generated/(\w+)\.md", (DOCS / "performance.md").read_text())
-    assert sorted(included) == sorted(path.stem for path in tmp_path.iterdir())
-
-
 @pytest.mark.core
-def test_the_gallery_shows_every_recipe(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    pictures, text = importlib.import_module("pictures"), (DOCS / "masks.md").read_text()
-    assert set(pictures.RECIPES) == gallery()
+def test_pages_leave_no_table_and_no_recipe_out(write_pages):
+    text = {page: (DOCS / f"{page}.md").read_text() for page in ("performance", "masks")}
+    assert sorted(re.findall(r"begin: table (\w+)", text["performance"])) == sorted(write_pages.tables.TABLES)
+    assert set(write_pages.pictures.RECIPES) == gallery()
     for name in gallery():
-        assert f"_generated/{name}.png" in text
-        assert f":pyobject: {name}\n" in text
-        assert f"recipes.{name}(" in text
+        assert f"_static/{name}-light.svg" in text["masks"]
+        assert f"<!-- begin: code {name} -->" in text["masks"]
+        assert f"recipes.{name}(" in text["masks"]
 
 
 @pytest.mark.core
-def test_notebooks_are_the_pages(monkeypatch):
-    """Where this fails, run `python docs/notebooks.py`."""
+def test_notebooks_are_the_pages_and_were_run(monkeypatch):
+    """Where this fails, run `python docs/notebooks.py`. What cells put out is not compared: it holds times."""
     monkeypatch.syspath_prepend(str(DOCS))
     notebooks = importlib.import_module("notebooks")
     assert sorted(path.stem for path in (DOCS / "notebooks").glob("*.ipynb")) == sorted(notebooks.PAGES)
     for page in notebooks.PAGES:
-        text = (DOCS / "notebooks" / f"{page}.ipynb").read_text()
-        assert text == notebooks.notebook(page)
-        code = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-        assert code[1:] == [block.strip() for block in blocks(f"docs/{page}.md")]
+        cells = run_cells(DOCS / "notebooks" / f"{page}.ipynb")
+        assert [(cell["cell_type"], "".join(cell["source"])) for cell in cells] == notebooks.cells(page)
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        for cell, block in zip(code[1:], blocks(f"docs/{page}.md"), strict=True):
+            assert cell.startswith(block.strip())
+    assert '"image/png"' in (DOCS / "notebooks" / "masks.ipynb").read_text()
+    run_cells(notebooks.DEMO)
+
+
+def run_cells(path):
+    """The cells of a notebook that was run from top to bottom without an error, and shows what it computed."""
+    assert path.stat().st_size < 2**20
+    cells = json.loads(path.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])
+    assert all(cell["outputs"] for cell in code[1:])
+    relative = re.findall(r"(?:\]\(|src(?:set)?=\")(?!https?://|#)", "".join("".join(cell["source"]) for cell in cells))
+    assert not relative
+    return cells

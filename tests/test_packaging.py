@@ -105,13 +105,15 @@ def test_the_description_has_no_relative_links(metadata):
     description = metadata.get_payload()
     links = re.findall(r"\]\(([^)]*)\)", description)
     assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text()))
+    drawn = re.findall(r'src(?:set)?="([^"]*)"', description)
+    links += drawn
     assert all(link.startswith("https://") for link in links)
     home = re.escape(PROJECT["urls"]["Homepage"])
     raw = home.replace("github", r"raw\.githubusercontent", 1)
     for link in links:  # what they point to exists
         page = re.match(rf"(?:{home}/blob|{raw})/main/([^#]+)", link)
         assert page is None or (ROOT / page[1]).exists(), link
-    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", description)
+    pictures = drawn + re.findall(r"!\[[^\]]*\]\(([^)]*)\)", description)
     assert pictures
     assert all(re.match(raw, picture) for picture in pictures)
 

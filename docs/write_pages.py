@@ -1,0 +1,114 @@
+"""Writes into the pages what the repository knows, and draws their pictures: `python docs/write_pages.py`.
+
+A part that is written begins with a comment that says what it is, which neither GitHub nor Sphinx shows, and ends with
+`<!-- end -->`:
+
+    <!-- begin: code NAME -->       the source of a recipe
+    <!-- begin: table NAME -->      a table of benchmarks, from `tables.py`
+    <!-- begin: file PATH -->       another file of the repository
+    <!-- begin: layouts -->         the layouts of PyTorch's weights
+    <!-- begin: curves PATH -->     the picture of time and memory, and what it says in words
+    <!-- begin: reference ... -->   what GitHub shows where Sphinx reads these lines as directives of autodoc
+"""
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(DOCS), str(ROOT)]
+
+import pictures  # noqa: E402
+import tables  # noqa: E402
+
+from flax_mha import convert, recipes  # noqa: E402
+
+# A part never holds another: one whose end is missing is left as it is, and a test finds it.
+PART = re.compile(r"^<!-- begin: (\w+)(.*?) ?-->\n((?:(?!<!-- begin).)*?)<!-- end -->", re.DOTALL | re.MULTILINE)
+
+
+def written() -> dict[Path, str]:
+    """Each page that has such parts, with what belongs into them."""
+    pages = {path: path.read_text() for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]}
+    return {path: PART.sub(_part, text) for path, text in pages.items() if PART.search(text)}
+
+
+def _part(found: re.Match[str]) -> str:
+    kind, argument, _ = found.groups()
+    begin = found[0][: found.start(3) - found.start()]
+    return f"{begin}\n{KINDS[kind](argument.strip()).strip()}\n\n<!-- end -->"
+
+
+def _code(name: str) -> str:
+    return f"```python\n{inspect.getsource(getattr(recipes, name))}```"
+
+
+def _table(name: str) -> str:
+    return tables.markdown(tables.TABLES[name])
+
+
+def _file(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def _layouts(_: str) -> str:
+    lines = ["| layout | keys of the weights |", "|---|---|"]
+    for name, layout in convert.LAYOUTS.items():
+        weights = [key for key, paths in layout.stacks.items() if paths[0].endswith("kernel")]
+        lines.append(f"| `{name}` | {', '.join(f'`{key}`' for key in weights)} |")
+    return "\n".join(lines)
+
+
+def _curves(folder: str) -> str:
+    rows = pictures.curves()
+    longest = max(row["length"] for row in rows if row["name"] == "Flax" and row["seconds"] is not None)
+    said = []
+    for row in (row for row in rows if row["length"] == longest):
+        values = [pictures.amount(row[value], value) for value in ("seconds", "mib") if row[value] is not None]
+        said.append(f"{row['name']} {' and '.join(values)}")
+    alt = f"Time and memory of a gradient over the number of tokens; of {longest}: {', '.join(said)}"
+    return picture(f"{folder}/hero", alt, 680)
+
+
+def picture(path: str, alt: str, width: int) -> str:
+    """A picture in its light and its dark variant."""
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{path}-dark.svg">'
+    return f'<picture>{dark}<img alt="{alt}" src="{path}-light.svg" width="{width}"></picture>'
+
+
+def _reference(directives: str) -> str:
+    """Names with their files and first sentences, because GitHub cannot read docstrings."""
+    lines = ["| name | |", "|---|---|"]
+    for kind, name in re.findall(r"^\.\. auto(function|class|module):: (\S+)$", directives, re.MULTILINE):
+        module, _, last = name.rpartition(".")
+        shown = {name: getattr(importlib.import_module(module), last)} if kind != "module" else {}
+        if name == recipes.__name__:
+            shown = {f"{name}.{x}": function for x, function in inspect.getmembers(recipes, inspect.isfunction)}
+        for path, x in shown.items():
+            file = Path(inspect.getfile(inspect.unwrap(x))).relative_to(ROOT)
+            summary = " ".join(inspect.cleandoc(x.__doc__).split("\n\n")[0].split()).replace("|", "\\|")
+            lines.append(f"| [`{path}`](../../{file}) | {summary} |")
+    lines += ["", "Arguments, errors and examples are in the docstrings: `help(NAME)`, or the file behind each name."]
+    return "\n".join(lines)
+
+
+KINDS = {
+    "code": _code,
+    "table": _table,
+    "file": _file,
+    "layouts": _layouts,
+    "curves": _curves,
+    "reference": _reference,
+}
+
+
+if __name__ == "__main__":
+    drawn = {DOCS / "_static" / name: text for name, text in pictures.draw().items()}
+    for path, text in {**written(), **drawn}.items():
+        path.write_text(text)
+    for path in (DOCS / "_static").glob("*.svg"):
+        if path not in drawn:
+            path.unlink()
