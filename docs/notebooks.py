@@ -1,34 +1,108 @@
-"""Makes a notebook of each tutorial page, for Colab: `python docs/notebooks.py`, after a page was changed."""
+"""Makes a notebook of each tutorial page and runs it and the demo's own: `python docs/notebooks.py`.
 
+Needs `pip install --group notebooks`. Outputs and pictures are stored. Names of pages as arguments make only these.
+"""
+
+import ast
 import json
+import os
 import re
+import sys
+import tempfile
+import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).parent
+REPOSITORY = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+FILES, RAW = f"{REPOSITORY}/blob/main", f"{REPOSITORY.replace('github', 'raw.githubusercontent', 1)}/main"
 PAGES = ("quickstart", "masks", "inference", "derivatives")
-INSTALL = "%pip install -q flax-mha"
+DEMO = DOCS / "train_demo.ipynb"
+INSTALL = f"""\
+# Only where the package is missing, as on Colab; in a clone, `pip install -e .` has installed it.
+import importlib.util
+
+if importlib.util.find_spec("flax_mha") is None:
+    %pip install -q "flax-mha @ git+{REPOSITORY}"
+%matplotlib inline"""
+
+# Of what is no array, or one number.
+SHOWN = {"loss": "loss", **{name: f"jax.tree.map(jnp.shape, {name})" for name in ("cache", "variables")}}
 
 
-def notebook(page: str) -> str:
-    """The page as a notebook: its blocks of Python are cells, the text between them is Markdown."""
-    text = re.sub(r"^---\n.*?\n---\n", "", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL)
-    text = re.sub(r"```\{(\w+)\}.*?```\n?|\{colab\}`[^`]*`\n?", "", text, flags=re.DOTALL)  # what only Sphinx can show
-    text = re.sub(r"\]\((?!https?:|#)([^)#]+)\.md", r"](../\1.md", text)
-    parts = re.split(r"```python\n(.*?)```\n?", text, flags=re.DOTALL)
-    cells = [_cell("code", INSTALL, 0)]
-    for i, part in enumerate(parts):
-        if part.strip():
-            cells.append(_cell("code" if i % 2 else "markdown", part.strip(), len(cells)))
+def cells(page: str) -> list[tuple[str, str]]:
+    """The page as cells: blocks of Python are code, the text between them Markdown whose links work everywhere."""
+    text = re.sub(r"^(?:<!-- meta .*|\[This page as a notebook.*)\n", "", (DOCS / f"{page}.md").read_text(), flags=re.M)
+    listings = re.compile(r"<!-- begin: .*? -->\n(.*?)<!-- end -->", re.DOTALL)
+    text = listings.sub(lambda part: part[1].replace("```python", "```py"), text)  # source that is shown and not run
+    text = re.sub(r"\]\((?!https?:|#)([^)]+)\)", lambda link: f"]({_address(FILES, link[1])})", text)
+    text = re.sub(r'(src|srcset)="([^"]+)"', lambda link: f'{link[1]}="{_address(RAW, link[2])}"', text)
+    made = [("code", INSTALL)]
+    for i, part in enumerate(re.split(r"^```python\n(.*?)^```\n?", text, flags=re.DOTALL | re.MULTILINE)):
+        part = re.sub(r"\n{3,}", "\n\n", part.strip("\n")) if not i % 2 else _showing(part.strip())
+        if part:
+            made.append(("code" if i % 2 else "markdown", part))
+    return made
+
+
+def _address(start: str, target: str) -> str:
+    """The address of a file that a page names by a relative path, perhaps with an anchor."""
+    return f"{start}/{os.path.normpath(f'docs/{target}')}"
+
+
+def _showing(block: str) -> str:
+    """A block of a page with a last line that shows what it computed, unless it prints or draws by itself."""
+    last = ast.parse(block).body[-1]
+    if "print(" in block or isinstance(last, ast.Expr):
+        return block
+    value = last.value if isinstance(last, ast.Assign) else None
+    for keyword in value.keywords if isinstance(value, ast.Call) else ():
+        recipe = ast.unparse(keyword.value)
+        if keyword.arg is None and recipe.startswith("recipes."):
+            return f'{block}\nplot_mask({recipe}["mask"], 200, 200).figure'
+    if isinstance(last, ast.Assert):
+        test = last.test.values[0] if isinstance(last.test, ast.BoolOp) else last.test
+        return f"{block}\n{ast.unparse(test.left if isinstance(test, ast.Compare) else test)}"
+    if isinstance(last, ast.Assign):
+        target = last.targets[0]
+        name = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
+        return f"{block}\n{SHOWN.get(name, f'{name}.shape')}"
+    return block
+
+
+def notebook(made: list[tuple[str, str]]) -> dict:
+    """These cells as a notebook without outputs."""
+    empty = {"execution_count": None, "outputs": []}
+    listed = [
+        {
+            "cell_type": kind,
+            "id": f"cell-{number}",
+            "metadata": {},
+            "source": text.splitlines(keepends=True),
+            **(empty if kind == "code" else {}),
+        }
+        for number, (kind, text) in enumerate(made)
+    ]
     metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    return json.dumps({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+    return {"cells": listed, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
-def _cell(kind: str, text: str, number: int) -> dict:
-    code = {"execution_count": None, "outputs": []} if kind == "code" else {}
-    lines = text.splitlines(keepends=True)
-    return {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": lines, **code}
+def run(made: dict, path: Path) -> None:
+    """Runs a notebook in a new kernel, outside the clone, and writes it with its outputs."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    os.environ["PYTHONPATH"] = str(DOCS.parent)
+    read = nbformat.reads(json.dumps(made), as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        NotebookClient(
+            read, timeout=600, record_timing=False, coalesce_streams=True, resources={"metadata": {"path": folder}}
+        ).execute()
+    read.metadata.pop("language_info", None)
+    path.write_text(nbformat.writes(read).rstrip("\n") + "\n")
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        (DOCS / "notebooks" / f"{page}.ipynb").write_text(notebook(page))
+    for page in sys.argv[1:] or (*PAGES, DEMO.stem):
+        is_demo = page == DEMO.stem
+        made = json.loads(DEMO.read_text()) if is_demo else notebook(cells(page))
+        run(made, DEMO if is_demo else DOCS / "notebooks" / f"{page}.ipynb")

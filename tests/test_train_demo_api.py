@@ -234,11 +234,11 @@ def test_the_block_of_the_documentation(tmp_path, monkeypatch, capfd):
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = json.loads((ROOT / "docs" / "train_demo.ipynb").read_text())
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    first, *cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert "%pip install" in first
     sizes = "steps=200, eval_every=50, features=64"
     assert sizes in cells[0]
     cells[0] = cells[0].replace(sizes, "steps=40, eval_every=20, layers=1, features=32, batch_size=8")
-    assert not any(cell.get("outputs") for cell in notebook["cells"])
     monkeypatch.chdir(tmp_path)
     names = {}
     for number, cell in enumerate(cells):
