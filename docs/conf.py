@@ -79,6 +79,7 @@ CONTENTS = {
     "index": {
         "Start": ["quickstart", "From Flax <from-flax>", "from-pytorch", "families", "known-issues"],
         "Use": [
+            "everyday",
             "Masks and score functions <masks>",
             "padding",
             "Decoding <inference>",

@@ -199,7 +199,7 @@ def _architecture() -> Picture:
 
 
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = {  # of benchmarks/module.py
+NAMES = {  # of benchmarks/curves.py
     "flax_mha.MultiHeadAttention": "flax_mha",
     "torch.nn.MultiheadAttention": "PyTorch",
     "flax.nnx.MultiHeadAttention": "Flax",
@@ -208,21 +208,16 @@ LENGTHS = (256, 2048, 16384)
 
 
 def curves() -> list[dict[str, Any]]:
-    """Seconds and MiB of each length and library; until they were measured, the longest call of the module table."""
-    path = RESULTS / "curves-cpu.json"
-    if path.exists():
-        report = json.loads(path.read_text())
-        return report["rows"] if isinstance(report, dict) else report
-    rows = json.loads((RESULTS / "module-cpu.json").read_text())["rows"]
+    """Seconds and MiB of each length and library, as benchmarks/curves.py measured them; None where nothing was."""
+    rows = json.loads((RESULTS / "curves-cpu.json").read_text())["rows"]
     return [
         {
             "length": row["length"],
             "name": NAMES[row["implementation"]],
-            "seconds": row["ms"] / 1000,
-            "mib": row["temporaries_mib"],
+            "seconds": row["ms"] / 1000 if "ms" in row else None,
+            "mib": row.get("temporaries_mib"),
         }
         for row in rows
-        if (row["shape"], row["pass"]) == (rows[-1]["shape"], "backward")
     ]
 
 
