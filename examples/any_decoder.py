@@ -1,6 +1,6 @@
 """Generates text with a decoder of Hugging Face, of any of `FAMILIES`, from a folder with config.json and safetensors.
 
-    pip install 'flax-mha[demo]' tokenizers
+    pip install -e '.[demo]' tokenizers
     python examples/any_decoder.py FOLDER "Once upon a time" "Attention is"
 
 `convert.from_hf` makes the attention of each layer; for each family a line of a table says what stands around it.

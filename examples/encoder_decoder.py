@@ -1,6 +1,6 @@
 """An encoder and a decoder in `flax.linen` that learn to sort numbers, with padding and cross-attention.
 
-    pip install flax-mha optax
+    pip install -e .
     python examples/encoder_decoder.py
 
 Sequences of different lengths are padded to one array. `lengths` tell the attention how many tokens are not padding, so

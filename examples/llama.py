@@ -1,6 +1,6 @@
 """A Llama-style decoder that is trained from scratch on its own source code, and generates text with a KV cache.
 
-    pip install flax-mha optax
+    pip install -e .
     python examples/llama.py
 
 RMSNorm, rotary positions, grouped-query attention and SwiGLU. For training, all tokens of a text are computed at once.

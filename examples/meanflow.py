@@ -1,6 +1,6 @@
 """MeanFlow (Geng et al., arXiv:2505.13447): draws circles from noise, in one step.
 
-    pip install flax-mha optax
+    pip install -e .
     python examples/meanflow.py
 
 A sample is 32 points around a circle of random place and size, which must attend to each other to agree on it. The loss

@@ -1,6 +1,6 @@
 """A language model trained on documents that are packed into rows: no document sees another.
 
-    pip install flax-mha optax
+    pip install -e .
     python examples/packed_lm.py
 
 Rows full of whole documents waste less computation than one padded document per row. `segment_ids` keep documents apart

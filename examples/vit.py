@@ -1,6 +1,6 @@
 """A vision transformer that learns the direction of stripes in noisy images.
 
-    pip install flax-mha optax
+    pip install -e .
     python examples/vit.py
 
 An image is cut into patches, each patch becomes a token, and the tokens attend to each other without a mask.

@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:  # such as a full disk; errors of stdout have no file name
         parser.error(str(error) if error.filename else f"cannot write to standard output ({reason(error)})")
     except ModuleNotFoundError as error:
-        parser.error(f"{error.name} is not installed: run pip install 'flax-mha[demo]'")
+        parser.error(f"{error.name} is not installed: run pip install -e '.[demo]' in the repository")
 
 
 def _train(chosen: argparse.Namespace) -> int:
