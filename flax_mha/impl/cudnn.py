@@ -7,7 +7,7 @@ whose keys are all masked are set to 0, and `when_finite.py` keeps NaN and infin
 import functools
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ SIDE = 128
 MAX_SCORES_OF_BIAS = 2**28
 
 Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]  # the first visible key of each query, and one past its last
+Lengths = tuple[Int[Array, " B"] | None, Int[Array, " B"] | None]  # numbers of queries and keys that are used
+T = TypeVar("T")
 
 
 class Device(NamedTuple):
@@ -237,22 +239,55 @@ def _masked_without_cond(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Ar
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
     """Computes [output] or, with `residual`, [output, log-sum-exp] by padding; `visible` is None if all see keys."""
-    query, key, value, *others = kernel_mask.vmap_alike(*jax.tree.leaves((arrays, visible)))
+    query, key, value, bias, _ = arrays
     batch, queries = query.shape[:2]
-    used_queries = used_keys = None
+    lengths: Lengths = None, None
     if kernel.padded:
         # Rows that see a key come first, so cuDNN gets their number, at least 1, as the query length.
         rows, columns = jnp.full(batch, queries, jnp.int32), jnp.full(batch, key.shape[1], jnp.int32)
         if visible is not None:
             first, end = visible
             rows, columns = jnp.sum(first < end, axis=1, dtype=jnp.int32), jnp.max(end, axis=1)
-        used_queries, used_keys = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
+        lengths = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
     query = kernel_mask.pad_to(query, 1, kernel.query[1])
     key, value = (kernel_mask.pad_to(x, 1, kernel.key[1]) for x in (key, value))
-    bias = _finite_bias(kernel, others[0]) if kernel.has_bias else None
-    answer = kernel(query, key, value, used_queries, used_keys, residual, bias)
-    answers = answer if residual else [answer]
-    return [kernel_mask.vmap_alike(x, query)[0][:, :queries] for x in answers]  # for their cotangents
+    bias = None if bias is None else _finite_bias(kernel, bias)
+    return [x[:, :queries] for x in _run(kernel, residual, Arrays(query, key, value, bias), lengths)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> list[Array]:
+    """Calls the kernel. Under `jax.vmap`, its forward and backward pass get operands that are all mapped, or none."""
+    return _call(kernel, residual, *_vmap_alike((arrays, lengths)))
+
+
+def _call(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> list[Array]:
+    query, key, value, bias, _ = arrays
+    answer = kernel(query, key, value, *lengths, residual, bias)
+    return list(answer) if residual else [answer]
+
+
+def _forward(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> tuple[list[Array], Any]:
+    arrays, lengths = _vmap_alike((arrays, lengths))
+    return jax.vjp(lambda arrays: _call(kernel, residual, arrays, lengths), arrays)
+
+
+def _backward(kernel: Kernel, residual: bool, pull: Any, cotangents: list[Array]) -> tuple[Arrays, None]:
+    pull, cotangents = _vmap_alike((pull, cotangents))  # `jax.vmap` may map only cotangents, as in `jax.jacrev`
+    return *pull(cotangents), None
+
+
+_run.defvjp(_forward, _backward)
+
+
+def _vmap_alike(tree: T) -> T:
+    """Returns the arrays unchanged, but makes `vmap` map all of them or none; XLA removes it.
+
+    JAX's rules for this kernel want that (jax-ml/jax#34920, #36702).
+    """
+    firsts = [x.ravel()[0] for x in jax.tree.leaves(tree) if x.size]
+    never = functools.reduce(jnp.logical_or, (x != x for x in firsts)) & False
+    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x) if x.size else x, tree)
 
 
 def _finite_bias(kernel: Kernel, bias: Float[Array, "B T N S"]) -> Float[Array, "B N t s"]:

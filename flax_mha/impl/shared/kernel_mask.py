@@ -5,7 +5,6 @@ finds these rows.
 """
 
 import dataclasses
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -121,12 +120,6 @@ def pad_to(x: Array, axis: int, multiple: int) -> Array:
 def flat(x: Array, axes: int) -> Array:
     """Flattens the first `axes` axes to one."""
     return x.reshape(-1, *x.shape[axes:])
-
-
-def vmap_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Returns the arrays unchanged, but makes `vmap` map all of them or none, as kernels need; XLA removes it."""
-    never = functools.reduce(jnp.logical_or, (x.ravel()[0] != x.ravel()[0] for x in arrays)) & False
-    return tuple(jnp.where(never, jnp.zeros_like(x), x) for x in arrays)
 
 
 def visible_range(
