@@ -170,8 +170,11 @@ ad.primitive_jvps[_function] = _jvp
 
 def _transpose(cotangents: Sequence[Any], *arguments: Any, function: Function, levels: Levels, jaxpr: Any) -> list[Any]:
     first, transpose = function.first_linear, function.transpose
-    assert first is not None
-    assert transpose is not None
+    if first is None or transpose is None:
+        raise NotImplementedError(
+            "jax.linear_transpose needs a function known to be linear, but got attention. Transpose its tangent, "
+            "`jax.linearize(attend, x)[1]`, or use jax.vjp."
+        )
 
     def pull(*both: Any) -> list[Array]:
         return list(transpose(both[:first], both[first:]))
