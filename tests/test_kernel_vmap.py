@@ -1,0 +1,257 @@
+"""Fused kernels under `jax.vmap`: every transformation with every choice of mapped operands.
+
+Programs are lowered for a GPU or a TPU to count their kernels. For numbers, a dense computation replaces cuDNN's kernel
+and the others are interpreted.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import compiled_for, forget_programs, interpret
+from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
+from marks import pairwise, with_core_tuples
+
+from flax_mha import MultiHeadAttention, dot_product_attention
+from flax_mha.impl import cudnn
+from flax_mha.impl.shared import tpu_kernels
+
+B, N, K, H, CALLS = 2, 2, 1, 8, 3
+PLATFORMS = {"cudnn": "gpu", "splash": "tpu", "pallas": "tpu"}
+FLOATS = ("query", "key", "value", "bias")
+
+
+@pytest.fixture(autouse=True)
+def accelerators(request, monkeypatch):
+    """As on a GPU or a TPU, whichever the test's parameter `kernel` runs on."""
+    kernel = request.node.callspec.params.get("kernel", "cudnn") if hasattr(request.node, "callspec") else "cudnn"
+    compiled_for(monkeypatch, PLATFORMS[kernel])
+    hopper = cudnn.Device("NVIDIA H200", (9, 0))
+    monkeypatch.setattr(cudnn, "device", lambda platform: hopper if platform == "gpu" else cudnn.Device(platform, None))
+    monkeypatch.setattr(cudnn, "failure", lambda kernel: [])
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(tpu_kernels, "TILES", (128,))
+    forget_programs()
+    yield
+    forget_programs()
+
+
+def total(function):
+    return lambda *arguments: jnp.sum(jnp.sin(function(*arguments).astype(jnp.float32)))
+
+
+def forward(attend, axes):
+    return jax.vmap(attend, axes)
+
+
+def vmap_of_grad(attend, axes):
+    return jax.vmap(jax.grad(total(attend)), axes)
+
+
+def grad_of_vmap(attend, axes):
+    return jax.grad(total(jax.vmap(attend, axes)))
+
+
+def vmap_over_cotangents(attend, axes):
+    def pulled(floats, others):
+        output, pull = jax.vjp(lambda floats: attend(floats, others), floats)
+        return jax.vmap(pull)(jnp.stack([output, output * output]))
+
+    return jax.vmap(pulled, axes)
+
+
+def jacrev(attend, axes):
+    return jax.vmap(jax.jacrev(lambda *arguments: attend(*arguments)[0, 0]), axes)
+
+
+def jvp_of_vmap(attend, axes):
+    return lambda floats, others: jax.jvp(
+        lambda floats: jax.vmap(attend, axes)(floats, others), (floats,), (jax.tree.map(jnp.cos, floats),)
+    )
+
+
+def two_vmaps(attend, axes):
+    """The outer one maps what the inner one does not."""
+
+    def both(*arguments):
+        outer = tuple({name: 0 if axis is None else None for name, axis in group.items()} for group in axes)
+        pairs = [
+            {name: x if axis[name] is None else jnp.stack([x, x[::-1]]) for name, x in group.items()}
+            for group, axis in zip(arguments, outer, strict=True)
+        ]
+        return jax.vmap(vmap_of_grad(attend, axes), outer)(*pairs)
+
+    return both
+
+
+TRANSFORMATIONS = {
+    x.__name__: x for x in (forward, vmap_of_grad, grad_of_vmap, vmap_over_cotangents, jacrev, jvp_of_vmap, two_vmaps)
+}
+
+# The axis that is mapped, if any: not always the first.
+AXIS = {"query": 0, "key": 1, "value": 2, "bias": 1, "lengths": 1, "ids": 0}
+SUPPORTED = {"cudnn": (*FLOATS, "lengths"), "splash": (*FLOATS[:3], "lengths", "ids"), "pallas": tuple(AXIS)}
+
+
+def cases():
+    """(kernel, transformation, T, is_causal), and which of the operands that the kernel supports are mapped."""
+    qkv, optional = [("shared", "mapped")] * 3, [("absent", "shared", "mapped")] * 2
+    sizes = (100, False), (128, True), (1000, True)
+    for kernel, name, size, *kinds in pairwise(tuple(SUPPORTED), tuple(TRANSFORMATIONS), sizes, *qkv, *optional):
+        kinds = dict(zip(AXIS, (*kinds, kinds[-2]), strict=True))
+        yield kernel, name, *size, {x: kinds[x] for x in SUPPORTED[kernel] if kinds[x] != "absent"}
+
+
+def shape(name, t):
+    return {
+        "query": (B, t, N, H),
+        "key": (B, t, K, H),
+        "value": (B, t, K, H),
+        "bias": (B, N, t, t),
+        "lengths": (B,),
+        "ids": (B, t),
+    }[name]
+
+
+def program(transformation, t, is_causal, operands, implementation, dtype=jnp.bfloat16):
+    """The transformed attention, and arrays for it."""
+    rng = np.random.default_rng(0)
+    # An array of numbers of the calls is always mapped, so that all operands can be shared.
+    arrays, axes = {"call": np.arange(CALLS), "outer": np.arange(1)}, {"call": 0, "outer": None}
+    for name, kind in operands.items():
+        axes[name] = AXIS[name] if kind == "mapped" else None
+        size = (CALLS,) * (kind == "mapped") + shape(name, t)
+        if name == "lengths":
+            x = rng.integers(1, t, size, np.int32)
+        elif name == "ids":
+            x = np.sort(rng.integers(0, 3, size, np.int32))
+        else:
+            x = rng.standard_normal(size).astype(dtype)
+        arrays[name] = np.moveaxis(x, 0, axes[name] or 0)
+
+    def attend(floats, others):
+        return dot_product_attention(
+            *(floats[name] for name in FLOATS[:3]),
+            floats.get("bias"),
+            key_value_seq_lengths=others.get("lengths"),
+            query_segment_ids=others.get("ids"),
+            is_causal=is_causal,
+            implementation=implementation,
+        )
+
+    def split(names):
+        return {x: names[x] for x in names if x in FLOATS}, {x: names[x] for x in names if x not in FLOATS}
+
+    return TRANSFORMATIONS[transformation](attend, split(axes)), split(arrays)
+
+
+def kernels(kernel, function, *arrays):
+    """How many kernels the lowered program has: forward, and others."""
+    platform, pattern = ("cuda", r"@__cudnn\$fmha(\w+)\(") if kernel == "cudnn" else ("tpu", r'kernel_name = "(\w+)"')
+    names = re.findall(pattern, jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text())
+    forward = sum(bool(re.search("Softmax$|_fwd|_forward", name)) for name in names)
+    return forward, len(names) - forward
+
+
+def expected_kernels(kernel, transformation, operands):
+    if transformation in ("forward", "jvp_of_vmap"):
+        return 1, 0
+    return 1, {"cudnn": 1, "splash": 2, "pallas": 3 if "bias" in operands else 2}[kernel]
+
+
+def padded_cudnn():
+    """Without masks: lengths that pad T = 100 are shared, and residuals are if only cotangents are mapped."""
+    shared, mapped = dict.fromkeys(FLOATS[:3], "shared"), dict.fromkeys(FLOATS[:3], "mapped")
+    for t in (100, 128):
+        yield "cudnn", "forward", t, False, mapped
+        yield "cudnn", "vmap_of_grad", t, False, shared | {"key": "mapped"}
+        yield "cudnn", "vmap_over_cotangents", t, False, shared
+
+
+LOWERED = [*padded_cudnn(), *cases()]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "transformation", "t", "is_causal", "operands"), with_core_tuples(LOWERED, *padded_cudnn())
+)
+def test_each_kernel_runs_once(kernel, transformation, t, is_causal, operands):
+    implementation = kernel if kernel == "pallas" or is_causal else None  # the others are chosen
+    function, arrays = program(transformation, t, is_causal, operands, implementation)
+    assert kernels(kernel, function, *arrays) == expected_kernels(kernel, transformation, operands)
+
+
+@pytest.mark.core
+def test_gradients_of_a_module_for_each_example():
+    module = MultiHeadAttention(2, 16, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0))
+    graph, parameters = nnx.split(module)
+
+    def loss(parameters, x, length):
+        return nnx.merge(graph, parameters)(x, is_causal=True, lengths=length).astype(jnp.float32).sum()
+
+    x, lengths = jnp.zeros((CALLS, 100, 16), jnp.bfloat16), jnp.arange(CALLS)
+    assert kernels("cudnn", jax.vmap(jax.grad(loss), (None, 0, 0)), parameters, x, lengths) == (1, 1)
+
+
+def test_linear_transpose_of_a_tangent():
+    def transposed(query, key, cotangent):
+        attend = functools.partial(dot_product_attention, key=key, value=key, implementation="cudnn")
+        return jax.linear_transpose(jax.linearize(attend, query)[1], query)(cotangent)
+
+    one, many = (jnp.zeros((*batch, B, 100, N, H), jnp.bfloat16) for batch in ((), (CALLS,)))
+    assert kernels("cudnn", jax.vmap(transposed, (None, None, 0)), one, one, many) == (1, 1)
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "blockwise"])
+def test_linear_transpose_needs_a_tangent(implementation):
+    x = jnp.zeros((B, 100, N, H), jnp.bfloat16)
+    attend = functools.partial(dot_product_attention, x, x, implementation=implementation)
+    with pytest.raises(NotImplementedError, match=r"jax.linearize.* or use jax.vjp"):
+        jax.eval_shape(jax.linear_transpose(attend, x), x)
+
+
+def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
+    """What cuDNN computes, by jax.nn's dense implementation."""
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        scale=kernel.scale,
+        is_causal=kernel.is_causal,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
+        implementation="xla",
+        return_residual=residual,
+    )
+
+
+NUMBERS = [
+    ("cudnn", "vmap_of_grad", {"query": "shared", "key": "mapped", "value": "shared", "lengths": "shared"}),
+    ("cudnn", "vmap_over_cotangents", {"query": "shared", "key": "shared", "value": "shared", "bias": "shared"}),
+    ("splash", "vmap_over_cotangents", {"query": "shared", "key": "shared", "value": "shared"}),
+    ("pallas", "vmap_over_cotangents", {"query": "shared", "key": "shared", "value": "shared"}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "transformation", "operands"), with_core_tuples(NUMBERS, NUMBERS[0]))
+def test_results_are_those_of_xla(kernel, transformation, operands, monkeypatch):
+    if kernel == "cudnn":
+        monkeypatch.setattr(cudnn.Kernel, "__call__", dense_kernel)
+        monkeypatch.setattr(cudnn, "DTYPES", (jnp.float32,))
+        monkeypatch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
+    else:
+        interpret(monkeypatch, kernel)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # jax's own code promotes
+        got, want = (
+            jax.jit(function)(*arrays)
+            for function, arrays in (
+                program(transformation, 100, True, operands, name, jnp.float32) for name in (kernel, "xla")
+            )
+        )
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
