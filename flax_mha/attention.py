@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from flax_mha.call.arguments import Arguments, CallArguments, canonical
 from flax_mha.call.operands import ScoreMod, Sharding
+from flax_mha.core.tracing import Platform
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Explanation, Implementation
 from flax_mha.masks import Mask
@@ -181,7 +182,7 @@ def dot_product_attention(
     return (output, *max_score) if max_score else output
 
 
-def explain_implementation(
+def explain_implementation(  # noqa: D417 - dot_product_attention has the others
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
@@ -190,18 +191,26 @@ def explain_implementation(
     *,
     implementation: Implementation | None = None,
     return_residual: bool = False,
+    platform: Platform | None = None,
     **arguments: Unpack[CallArguments],
 ) -> Explanation:
     """Explains which implementation computes a call of `dot_product_attention`, and why the others do not.
 
-    The arguments are those of `dot_product_attention`. Only shapes, dtypes and what is known while tracing count, so
-    this works under `jit` and on `jax.ShapeDtypeStruct` inside `jax.eval_shape`, too.
+    Arguments that are not described here are those of `dot_product_attention`. Only shapes, dtypes and what is known
+    while tracing count, so this works under `jit` and on `jax.ShapeDtypeStruct` inside `jax.eval_shape`, too.
+
+    Args:
+      platform: Explain the call for "cpu", "cuda" (or "gpu") or "tpu" instead of the device that would compute it. The
+        platform need not be available: "cuda" then assumes H100s, and nothing is compiled for them. cuDNN itself, which
+        may still reject a shape, is only asked on a machine with a GPU.
 
     Returns:
-      The implementation that computes the call, and for each implementation the reasons why it cannot.
+      The implementation that computes the call, and for each implementation the reasons why it cannot, each with what
+      to change. `print` shows them as a table.
 
     Raises:
-      ValueError, NotImplementedError: As `dot_product_attention`.
+      ValueError: If no such platform is known, or as in `dot_product_attention`.
+      NotImplementedError: As in `dot_product_attention`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -209,12 +218,19 @@ def explain_implementation(
       >>> explanation = explain_implementation(x, x, x, is_causal=True)
       >>> explanation.chosen, explanation.refusals["blockwise"]
       ('blockwise', [])
+      >>> half = x.astype(jnp.bfloat16)
+      >>> explain_implementation(half, half, half, platform="tpu").chosen
+      'splash'
     """
-    call = canonical(query, key, value, bias, mask, return_residual=return_residual, **arguments)
+    call = canonical(query, key, value, bias, mask, return_residual=return_residual, platform=platform, **arguments)
     return dispatch.explain(call, implementation)
 
 
 # For `help` and editors, which do not resolve `Unpack`.
-explain_implementation.__signature__ = inspect.signature(dot_product_attention).replace(  # type: ignore[attr-defined]
-    return_annotation=Explanation
+explain_implementation.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *inspect.signature(dot_product_attention).parameters.values(),
+        inspect.signature(explain_implementation).parameters["platform"],
+    ],
+    return_annotation=Explanation,
 )

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 import sys
 
 import jax
@@ -70,6 +71,12 @@ def dense_gradients(arrays, scale=None, logits_soft_cap=None, **masking):
     (*batch, t, n, _), s = arrays[0].shape, arrays[1].shape[-3]
     mask = reference.visible_scores((*batch, n, t, s), **masking)
     return jax.device_get(_dense_gradients(arrays, mask, scale, logits_soft_cap))
+
+
+# How the reason for which an implementation refuses a call ends: what to change.
+REMEDY = re.compile(
+    r": (if it only masks, )?(change|compute|export|leave|look up|make|multiply|pass|run|set|use) [^:]+$", re.DOTALL
+)
 
 
 def interpret(patch, name, how=True):

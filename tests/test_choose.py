@@ -2,12 +2,13 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for, dense_gradients, forget_programs
+from cases import REMEDY, compiled_for, dense_gradients, forget_programs
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 from marks import with_core, with_core_tuples
@@ -126,7 +127,7 @@ NOT_FUSED = {
     "bias of keys": (inputs(), {"bias": bias_of(N, 1, T)}, r"\(256, 256\) as its last axes"),
     "bias of some batch axes": (inputs(batch=(2, 3)), {"bias": bias_of(3, 1, T, T)}, "batch axes of a bias"),
     "array mask": (inputs(), {"mask": jnp.ones((B, 1, 1, T), bool)}, "ArrayMask"),
-    "segments": (inputs(), {"query_segment_ids": IDS}, "segments"),
+    "segments": (inputs(), {"query_segment_ids": IDS}, "segment ids"),
     "dropout": (inputs(), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
     "soft cap": (inputs(), {"logits_soft_cap": 30.0}, "logits_soft_cap"),
     "sinks": (inputs(), {"sinks": jnp.zeros(N)}, "sinks"),
@@ -220,7 +221,8 @@ def test_a_plan_that_fails_is_a_reason(monkeypatch):
 def test_what_fails_to_compile_has_no_plan():
     kernel = cudnn.Kernel((1, 128, 1, 64), (1, 128, 1, 64), jnp.dtype("bfloat16"), 1.0, True, None, False)
     [reason] = cudnn.failure(kernel)  # there is no cuDNN on a CPU, and on a GPU this has no reason
-    assert reason.startswith("cuDNN has no plan for it: ")
+    assert reason.startswith("cuDNN has no plan for it (")
+    assert REMEDY.search(reason)
 
 
 def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
@@ -557,8 +559,86 @@ def test_where_products_have_16_bits(platform, amx, arguments, tiles, dtype, mon
         assert schedule.product_dtype(seen[0], tiles=tiles) == jnp.float32
 
 
+def explained(arrays, **arguments):
+    """The explanation of a call that is traced."""
+    explanations = []
+    explain = functools.partial(explain_implementation, **arguments)
+    jax.eval_shape(lambda *arrays: explanations.append(explain(*arrays)), *arrays)
+    return explanations[0]
+
+
+ELSEWHERE = {
+    "cuda": ("cuda", inputs(), {"is_causal": True}, "cudnn"),
+    "gpu": ("gpu", inputs(h=256), {"is_causal": True}, "cudnn"),  # the head size of an H100
+    "cuda, float32": ("cuda", inputs(1024, 1024, dtype=jnp.float32), {}, "xla"),  # the budget of GPUs
+    "cuda, named": ("cuda", inputs(), {"implementation": "cudnn"}, "cudnn"),
+    "tpu": ("tpu", inputs(), {"query_segment_ids": IDS}, "splash"),
+    "cpu": ("cpu", inputs(1024, 1024), {}, "blockwise"),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_another_platform_would_choose(name):
+    """Without its device: nothing is compiled, and the explanation says that cuDNN was not asked."""
+    platform, arrays, arguments, chosen = ELSEWHERE[name]
+    concrete = [jnp.zeros(x.shape, x.dtype) for x in arrays]
+    cudnn.failure.cache_clear()
+    traced = explained(arrays, platform=platform, **arguments)
+    for explanation in (traced, explain_implementation(*concrete, platform=platform, **arguments)):
+        assert explanation.chosen == chosen
+        assert explanation.on_cpu is None
+        assert ("cuDNN itself was not asked" in str(explanation)) == (platform in ("cuda", "gpu"))
+    assert cudnn.failure.cache_info().misses == 0
+    if platform == "cpu" == jax.default_backend():
+        assert explain_implementation(*concrete, **arguments) == explanation
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_platform_that_is_here_is_asked(monkeypatch):
+    monkeypatch.setattr(cudnn, "failure", lambda kernel: ["cuDNN has no plan for it: out of luck"])
+    arrays = half()  # on a CPU of a host with a GPU
+    explanation = explain_implementation(*arrays, platform="cuda")
+    assert explanation.chosen == "xla"
+    assert "out of luck" in explanation.refusals["cudnn"][0]
+    assert "not asked" not in str(explanation)
+    assert explain_implementation(*arrays, platform="cpu").chosen == "xla"
+
+
+@pytest.mark.core
+def test_only_platforms_that_are_known():
+    x = jnp.ones((1, 8, 2, 4))
+    for platform in ("rocm", "CUDA", "", 3, ["tpu"]):
+        with pytest.raises(ValueError, match='platform must be "cpu", "cuda", "tpu" or None, but got'):
+            explain_implementation(x, x, x, platform=platform)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_every_reason_ends_with_a_remedy(name):
+    arrays, arguments, reason = NOT_FUSED[name]
+    for platform in ("cpu", "cuda", "tpu"):
+        explanation = explained(arrays, platform=platform, **arguments)
+        reasons = [x for reasons in explanation.refusals.values() for x in reasons]
+        assert re.search(reason, " ".join(explanation.refusals["cudnn"]))
+        assert [x for x in reasons if not REMEDY.search(x)] == []
+        assert max(map(len, str(explanation).splitlines())) <= 100
+
+
+@pytest.mark.core
+def test_float32_is_told_to_become_bfloat16():
+    x = jnp.ones((1, 1024, 2, 64))
+    explanation = explain_implementation(x, x, x, platform="cuda")
+    assert explanation.refusals["cudnn"] == [
+        "it computes float16 and bfloat16, and this is float32: pass dtype=jnp.bfloat16 to the module, or cast query, "
+        "key and value"
+    ]
+
+
 def test_explain_takes_the_arguments_of_the_attention():
     parameters = inspect.signature(dot_product_attention).parameters
-    assert inspect.signature(explain_implementation).parameters == parameters
+    explained = dict(inspect.signature(explain_implementation).parameters)
+    assert explained.pop("platform").default is None
+    assert list(explained.items()) == list(parameters.items())
     with pytest.raises(TypeError, match="unexpected keyword argument 'is_casual'"):
         explain_implementation(*(jnp.ones((1, 3, 2, 4)),) * 3, is_casual=True)

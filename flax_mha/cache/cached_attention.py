@@ -149,6 +149,7 @@ def over_cache(
     lengths: ArrayLike | None = None,
     implementation: Implementation | None = None,
     latent: Latent | None = None,
+    platform: str | None = None,
     **arguments: Unpack[CallArguments],
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
     """Computes `cached_attention` by a function `run(call, implementation)`, which computes a call or explains it.
@@ -159,6 +160,8 @@ def over_cache(
 
     With a `latent`, key and cache hold latents, but the query is not absorbed yet (see `Latent`). A prompt that meets
     an empty cache attends to keys and values of heads, which are fewer products; queries of later calls are absorbed.
+
+    `platform` is that of `canonical`.
     """
     heads = query
     if latent is not None:
@@ -173,7 +176,7 @@ def over_cache(
     window = check_cache(cache, bias, mask, arguments.get("local_window_size"))
     appended = cache.append(key, value, lengths)
     new = appended.cache
-    scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value)))
+    scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value), platform))
     step = Step(scoring, shape, key, value, cache, appended, bias, mask, window, lengths is not None)
 
     if (scoring.options.score_mod is not None or isinstance(mask, Mask)) and not readable(cache.index):
@@ -217,7 +220,7 @@ class Step(NamedTuple):
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
         """Returns this step with `query`, which is not absorbed, and keys and values of heads from the new latents."""
         query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
-        scoring = check_scoring(query, shape, arguments, target_of((query, key, value)))
+        scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
     def checked_lookups(self, window: tuple[int | None, int | None] | None) -> Appended:

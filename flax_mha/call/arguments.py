@@ -244,13 +244,18 @@ def canonical(
     mask: ArrayLike | Mask | None = None,
     *,
     return_residual: bool = False,
+    platform: str | None = None,
     **arguments: Unpack[CallArguments],
 ) -> Call:
-    """Checks the arguments of `dot_product_attention`, combines all masks into one, and makes a `Call`."""
+    """Checks the arguments of `dot_product_attention`, combines all masks into one, and makes a `Call`.
+
+    `platform` is the one to explain the call for; None if the call is computed, or explained for where it is computed.
+    """
     if unknown := arguments.keys() - CallArguments.__optional_keys__:
         raise TypeError(f"dot_product_attention() got an unexpected keyword argument {min(unknown)!r}")
     query, key, value, shape = check_inputs(query, key, value)
-    scoring = check_scoring(query, shape, arguments, target_of((query, key, value)), return_residual)
+    target = target_of((query, key, value), platform)
+    scoring = check_scoring(query, shape, arguments, target, return_residual)
     window = check_window(arguments.get("local_window_size"))
     offsets = Offsets()
     if "query_offset" in arguments or "key_value_offset" in arguments:

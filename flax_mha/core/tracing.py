@@ -4,7 +4,7 @@ import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,16 @@ from jaxtyping import Array
 
 T = TypeVar("T")
 
+Platform = Literal["cpu", "cuda", "gpu", "tpu"]  # the names that a caller may use
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}  # JAX's name of each
+
 
 class Target(NamedTuple):
     """The devices for which a call is compiled."""
 
     platform: str  # "cpu", "gpu" or "tpu"
     may_be_split: bool  # whether XLA's partitioner may split arrays whose types do not contain a split
+    assumed: bool = False  # whether a call is explained for devices of this platform, none of which may be here
 
 
 def platform() -> str:
@@ -28,9 +32,9 @@ def platform() -> str:
     return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
-def multiplies_bfloat16() -> bool:
-    """Returns whether JAX's default device is a CPU with matrix products of bfloat16 (AVX-512 BF16 or AMX)."""
-    return platform() == "cpu" and bool({"amx_bf16", "avx512_bf16"} & cpu_features())
+def multiplies_bfloat16(on: str | None = None) -> bool:
+    """Returns whether `on`, or else JAX's default platform, is a CPU that multiplies bfloat16 (AVX-512 BF16, AMX)."""
+    return (platform() if on is None else on) == "cpu" and bool({"amx_bf16", "avx512_bf16"} & cpu_features())
 
 
 @functools.cache
@@ -40,8 +44,24 @@ def cpu_features() -> frozenset[str]:
     return frozenset(info.read_text().split()) if info.exists() else frozenset()
 
 
-def target_of(arrays: Sequence[Array]) -> Target:
-    """Returns the devices that a call is compiled for: those of its arrays or, while tracing, the default ones."""
+def target_of(arrays: Sequence[Array], asked: str | None = None) -> Target:
+    """Returns the devices that a call is compiled for: those of its arrays or, while tracing, the default ones.
+
+    If a platform is `asked` for, returns as many devices of that platform, which may be assumed.
+
+    Raises:
+      ValueError: If no platform has the name that is asked for.
+    """
+    target = _target_of_arrays(arrays)
+    if asked is None:
+        return target
+    if not isinstance(asked, str) or asked not in PLATFORMS:
+        raise ValueError(f'platform must be "cpu", "cuda", "tpu" or None, but got {asked!r}.')
+    name = PLATFORMS[asked]
+    return target._replace(platform=name, assumed=name not in (target.platform, platform()))
+
+
+def _target_of_arrays(arrays: Sequence[Array]) -> Target:
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         targets = {_target_of_sharding(x.sharding) for x in arrays}
         return max(targets, key=lambda target: target.may_be_split)
@@ -63,10 +83,10 @@ def reasons_against_kernel(target: Target) -> list[str]:
     """Lists why a Pallas kernel cannot run in this trace: it computes on one device and does not know meshes."""
     reasons = []
     if target.may_be_split:
-        reasons.append("on several devices it must know how its arrays are split; pass qkv_sharding")
+        reasons.append("on several devices it must know how its arrays are split: pass qkv_sharding")
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying:
-        reasons.append("inside jax.shard_map it needs check_vma=False")
+        reasons.append("inside jax.shard_map its arrays must not be checked for mesh axes: pass check_vma=False")
     return reasons
 
 

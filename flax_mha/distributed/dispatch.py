@@ -68,6 +68,12 @@ def _max_score(lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]) -> 
 def explain(call: Call, implementation: str | None) -> Explanation:
     """Explains which implementation `run` would use for the part of the call on each device, or raises its error."""
     registry.check_name(implementation)
+    explanation = _explain_parts(call, implementation)
+    target = call.options.target
+    return explanation._replace(note=registry.ASSUMPTIONS[target.platform]) if target.assumed else explanation
+
+
+def _explain_parts(call: Call, implementation: str | None) -> Explanation:
     parts, explanations = split_of(call), []
     if parts is None:
         return _explain_on_device(call if call.options.sharding is None else _unsplit(call), implementation)
@@ -154,9 +160,10 @@ def _on_cpu(call: Call, name: str) -> Call | None:
 
     The program may still be compiled for a CPU; see `lower_for_platform.py`.
     """
-    if name in PORTABLE or not being_traced():
+    target = call.options.target
+    if name in PORTABLE or target.assumed or not being_traced():
         return None
-    target = call.options.target._replace(platform="cpu")
+    target = target._replace(platform="cpu")
     return call._replace(options=call.options._replace(target=target))
 
 

@@ -59,7 +59,10 @@ def _refusals(name: str, call: Call) -> list[str]:
     """Lists why the implementation with this name cannot compute the hops of a ring; `call` is the first hop."""
     if IMPLEMENTATIONS[name].hop is None:
         known = " and ".join(f'"{name}"' for name in registry.NAMES if IMPLEMENTATIONS[name].hop is not None)
-        return [f'with strategy="ring", only {known} compute the gradient of a hop from the merged result']
+        return [
+            f'with strategy="ring", only {known} compute the gradient of a hop from the merged result: pass '
+            'strategy="ulysses" or "allgather"'
+        ]
     return registry.refusals(name, call)
 
 

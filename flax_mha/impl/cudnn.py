@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha.call.operands import Call, Operands, Options
-from flax_mha.impl.implementation import Implementation
+from flax_mha.impl.implementation import EMPTY, Implementation, reason_against_platform, reasons_against_dtype
 from flax_mha.impl.shared import kernel_mask, nonfinite, when_finite
 from flax_mha.impl.shared.kernel_mask import KernelMask
 from flax_mha.impl.shared.when_finite import Arrays
@@ -39,6 +39,9 @@ class Device(NamedTuple):
 
     name: str
     capability: tuple[int, int] | None
+
+
+H100 = Device("NVIDIA H100", (9, 0))
 
 
 def device(platform: str) -> Device:
@@ -108,29 +111,41 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
 
 
 def refusals(call: Call) -> list[str]:
-    """Lists why cuDNN cannot compute a call; if there is no other reason, tries to compile the kernel."""
-    mask, here = kernel_mask.kernel_mask(call), device(call.options.target.platform)
-    operands = call.operands
+    """Lists why cuDNN cannot compute a call; if there is no other reason, tries to compile the kernel.
+
+    For a GPU that is only assumed, this asks what an H100 computes, and compiles nothing.
+    """
+    mask, target, operands = kernel_mask.kernel_mask(call), call.options.target, call.operands
+    here = H100 if target.assumed and target.platform == "gpu" else device(target.platform)
     head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
     reasons = kernel_mask.refusals(call, mask, ["bias"]) + _refusals_of_bias(call)
     if here.capability is None:
-        reasons.append(f"it runs on NVIDIA GPUs, and this runs on {here.name}")
+        reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
     elif here.capability < (8, 0):
-        reasons.append(f"it needs compute capability 8.0, and {here.name} has {'.'.join(map(str, here.capability))}")
-    if operands.query.dtype not in DTYPES:
-        reasons.append(f"it computes float16 and bfloat16, and this is {operands.query.dtype}")
+        has = ".".join(map(str, here.capability))
+        reasons.append(f"it needs compute capability 8.0, and {here.name} has {has}: use an A100 or a newer GPU")
+    reasons += reasons_against_dtype(DTYPES, operands.query.dtype)
     largest = 256 if here.capability is not None and here.capability >= (9, 0) else 128
     if head_size % 8 or head_size > largest:
-        reasons.append(f"the head size must be a multiple of 8 up to {largest}, and is {head_size}")
+        reasons.append(
+            f"the head size must be a multiple of 8 up to {largest}, and is {head_size}: change num_heads or "
+            "qkv_features"
+        )
     if value_size != head_size:
-        reasons.append(f"the value head size must be that of the keys, {head_size}, and is {value_size}")
+        reasons.append(
+            f"the value head size must be that of the keys, {head_size}, and is {value_size}: make both equal, for "
+            "example by padding the smaller one with zeros"
+        )
     if 0 in operands.query.shape or 0 in operands.key.shape:
-        reasons.append("an axis is empty")
+        reasons.append(EMPTY)
     if mask.segments is not None:
-        reasons.append("jax.nn passes it no segments")
+        reasons.append("jax.nn does not pass segment ids to it: make each document a row of the batch, with lengths")
     if mask.right not in (None, 0) or (mask.left is not None and (mask.right is None or mask.left < 0)):
-        reasons.append("a window must end at the query itself, and hide keys after it: is_causal=True, or (left, 0)")
-    return reasons or failure(_kernel(call, mask))
+        reasons.append(
+            "a causal mask or window must end at the query itself: pass is_causal=True or local_window_size=(left, 0), "
+            "and equal offsets"
+        )
+    return reasons or ([] if target.assumed else failure(_kernel(call, mask)))
 
 
 def _refusals_of_bias(call: Call) -> list[str]:
@@ -140,19 +155,28 @@ def _refusals_of_bias(call: Call) -> list[str]:
         return []
     reasons = []
     if bias.dtype not in DTYPES_OF_BIAS or bias.dtype != operands.query.dtype:
+        # It would round float32, and float16 has no finite number that masks like -inf.
         reasons.append(
-            f"a bias must be bfloat16, as query must be then, and is {bias.dtype} with {operands.query.dtype}: float32 "
-            "would be rounded, and float16 has no number that masks as -inf does"
+            f"a bias must be bfloat16, like its query, and is {bias.dtype} for a query in {operands.query.dtype}: pass "
+            "both as jnp.bfloat16"
         )
     if bias.shape[-2:] != operands.lengths:
-        reasons.append(f"a bias must have {operands.lengths} as its last axes, and has {bias.shape[-2:]}")
+        reasons.append(
+            f"a bias must have {operands.lengths} as its last axes, and has {bias.shape[-2:]}: use jnp.broadcast_to, "
+            "or pass lengths if it hides padding"
+        )
     if bias.shape[:-3] not in (batch, (1,) * len(batch)):
-        reasons.append(f"the batch axes of a bias must be {batch} or all 1, and are {bias.shape[:-3]}")
+        reasons.append(
+            f"the batch axes of a bias must be {batch} or all 1, and are {bias.shape[:-3]}: use jnp.broadcast_to"
+        )
     scores = math.prod((*operands.query.shape[:-3], operands.query.shape[-2], *operands.lengths))
     if scores > MAX_SCORES_OF_BIAS:
-        reasons.append(f"a bias is copied for every batch entry and head, at most {MAX_SCORES_OF_BIAS:,} numbers")
+        reasons.append(
+            f"a bias is copied for every batch entry and head, at most {MAX_SCORES_OF_BIAS:,} numbers, and this takes "
+            f"{scores:,}: use smaller batches, or lengths and windows if it only masks"
+        )
     if options.target.may_be_split:
-        reasons.append("a bias may be split over devices, of which none knows what the others hold")
+        reasons.append("with a bias, it must know how arrays are split over devices: pass qkv_sharding")
     return reasons
 
 
@@ -175,7 +199,8 @@ def failure(kernel: Kernel) -> list[str]:
     try:
         jax.jit(both).lower(query, key, key, bias, lengths).compile()
     except Exception as error:  # any error means that the kernel cannot run
-        return [f"cuDNN has no plan for it: {str(error).strip().splitlines()[0]}"]
+        what = str(error).strip().splitlines()[0]
+        return [f"cuDNN has no plan for it ({what}): use other shapes, or another version of jax and cuDNN"]
     return []
 
 

@@ -1,9 +1,11 @@
 """The class of an implementation; `registry.py` lists one object of it for each."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.call.operands import Call, Output, OutputAndLse
@@ -24,6 +26,23 @@ class Implementation:
     refusals: Callable[[Call], list[str]] | None = None  # lists why it cannot compute a call; None: it computes all
     hop: Callable[..., OutputAndLse] | None = None  # None if it cannot compute hops
     variant: Callable[[Call], str] | None = None  # names the algorithm for a call; None if there is only one
+
+
+def reasons_against_dtype(dtypes: Sequence[DTypeLike], dtype: jnp.dtype) -> list[str]:
+    """Returns [a reason] if a kernel that computes the dtypes `dtypes` does not compute `dtype`, else []."""
+    if dtype in dtypes:
+        return []
+    known = " and ".join(jnp.dtype(x).name for x in dtypes)
+    remedy = "pass dtype=jnp.bfloat16 to the module, or cast query, key and value"
+    return [f"it computes {known}, and this is {dtype}: {remedy}"]
+
+
+EMPTY = "an axis is empty: leave out the call, or pass arrays that have entries"
+
+
+def reason_against_platform(platform: str, devices: str, here: str) -> str:
+    """Returns the reason against a kernel for `devices`, if a call runs on `here`; `platform` is the caller's name."""
+    return f'it runs on {devices}, and this runs on {here}: run it there, or explain it with platform="{platform}"'
 
 
 # Names for policies of `jax.checkpoint`: gradients need output and log-sum-exp besides the inputs. Those of `dense.py`

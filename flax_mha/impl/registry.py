@@ -1,5 +1,6 @@
 """The table of implementations, from which `distributed/dispatch.py` chooses, and their reasons to refuse a call."""
 
+import textwrap
 from typing import Literal, NamedTuple, get_args
 
 from flax_mha.call.operands import Call
@@ -34,37 +35,52 @@ class _Table(dict[str, Registered]):
 IMPLEMENTATIONS = _Table({x.name: x for x in (XLA, BLOCKWISE, CUDNN)})
 
 
+# What an explanation assumes of devices that are not here.
+ASSUMPTIONS = {
+    "cpu": None,
+    "gpu": "This assumes H100s (compute capability 9.0). cuDNN itself was not asked, and may still reject the shapes.",
+    "tpu": "This assumes TPUs such as v5e. Nothing was compiled for them.",
+}
+WIDTH = 100  # columns of an explanation's print-out
+
+
 class Explanation(NamedTuple):
     """The result of `explain_implementation`; `print` shows it as a table.
 
     Attributes:
       chosen: The implementation that computes the call.
-      refusals: For each implementation the reasons why it cannot run, an empty list if it can.
+      refusals: For each implementation the reasons why it cannot run, each with what to change, as "reason: remedy"; an
+        empty list if it can.
       on_cpu: The implementation that computes the call instead if the traced program is compiled for a CPU; None if it
         is the chosen one.
       variant: The algorithm of the chosen implementation, in words; None if it has only one.
+      note: What the explanation assumes about a `platform` that was asked for and is not available, else None.
     """
 
     chosen: str
     refusals: dict[str, list[str]]
     on_cpu: str | None = None
     variant: str | None = None
+    note: str | None = None
 
     def __str__(self) -> str:
-        """Formats one line for each implementation, and one for each further reason."""
-        lines = []
+        """Formats one row for each implementation, with all reasons against it, and the note."""
+        lines: list[str] = []
         for name, reasons in self.refusals.items():
             verdict = f"chosen{f', {self.variant}' if self.variant else ''}" if name == self.chosen else "would run"
             verdict = "chosen if compiled for a CPU" if name == self.on_cpu else verdict
-            lines.append(f"{name:<9}  {'no: ' + reasons[0] if reasons else verdict}")
-            lines += [f"{'':<9}      {reason}" for reason in reasons[1:]]
-        return "\n".join(lines)
+            rows = reasons or [verdict]
+            for i, row in enumerate(rows):
+                start = f"{'' if i else name:<9}  {('' if i else 'no: ').ljust(4) if reasons else ''}"
+                indent = " " * (len(start) + 2)
+                lines += textwrap.wrap(start + row, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+        return "\n".join(lines + ([] if self.note is None else textwrap.wrap(self.note, WIDTH)))
 
 
 def refusals(name: str, call: Call) -> list[str]:
     """Lists why an implementation cannot compute a call."""
     if name != XLA.name and not call.options.has_known_sizes:
-        return ["its sizes must be numbers known while tracing, and some are symbols"]
+        return ["its sizes must be numbers known while tracing, and some are symbols: export with fixed shapes"]
     ask = IMPLEMENTATIONS[name].refusals
     return [] if ask is None else ask(call)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from flax_mha.attention import Explanation
 from flax_mha.cache.kv_cache import KVCache
+from flax_mha.core.tracing import Platform
 from flax_mha.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha.masks import Mask
 from flax_mha.modules.call import Arrays, core_of, reach
@@ -21,10 +22,10 @@ from flax_mha.modules.explain import ExplainedAttention
 class AttentionModule:
     """The base class of both attention modules: the cache, dropout, tensor parallelism, and `explain`."""
 
-    def _explained(self: Any, *inputs: Any, **arguments: Any) -> Explanation:
+    def _explained(self: Any, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
         """Traces a call of a copy of this module, and explains its attention instead of computing it."""
         variables = None if self.scope is None else self.variables  # not traced, so that the cache's index is known
-        explained = ExplainedAttention(self.attention_fn)
+        explained = ExplainedAttention(self.attention_fn, platform)
         layer = self.clone(attention_fn=explained, parent=None)
 
         def call(key: Array) -> Any:

@@ -28,10 +28,18 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
     Same attributes and call, same parameters, cache variables and sown weights, so Flax checkpoints load unconverted.
-    What differs: :doc:`differences </differences>`. Attributes that are not described here are those of Flax or of
+    What differs: :doc:`differences </differences>`. Attributes that are not described here are constructor arguments of
     `flax_mha.MultiHeadAttention`.
 
     Attributes:
+      qkv_features: Heads times head size; None means the features of the queries.
+      out_features: Features of the output; None means those of the queries.
+      deterministic: True switches dropout off; None leaves it to the call.
+      decode: True makes calls decode; the first call makes the cache, with room for as many tokens as its input has.
+      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always in float32 at least.
+      qk_attn_weights_einsum_cls: Class of the einsum of query and key, made without arguments, for example a quantized
+        one; must be given with the next attribute. Flax then computes the attention.
+      attn_weights_value_einsum_cls: Class of the einsum of attention weights and value.
       per_row: True gives each sequence of a cache its own index, as `lengths` need it; `cache_index` is then [B...].
       cache_dtype: Dtype of the cached keys and values; None means that of the keys. `int8` and `float8_e4m3fn` halve
         the memory of bfloat16. With a `local_window_size` and long inputs the cache is a ring. See
@@ -234,9 +242,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         del given["self"], given["__class__"]  # `super` puts `__class__` there
         return super().__call__(**given)
 
-    explain = nn.nowrap(
-        explaining(__call__, AttentionModule._explained)  # type: ignore[assignment]
-    )
+    explain = nn.nowrap(explaining(__call__, AttentionModule._explained))
 
 
 def _make_einsum(einsum_cls: Callable[..., Any] | None) -> Any:

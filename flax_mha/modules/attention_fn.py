@@ -138,6 +138,7 @@ class CoreAttention:
     context: Context | None = None  # how the function splits sequences over devices
     run: Callable[[Call, Implementation | None], Output] = dispatch.run  # computes a call, or explains it
     preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # set by `functools.partial`s of the function
+    platform: str | None = None  # the platform to explain calls for, if it is not that on which they are computed
 
     def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
         """Adds the preset arguments, except those named in `without`, to those that a module passes to the function.

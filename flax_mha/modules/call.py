@@ -251,7 +251,7 @@ def call_of(
     if core.context is not None:
         sharding = check_sharding(known.get("qkv_sharding"), query.ndim)
         known["qkv_sharding"] = core.context.with_sharding(sharding, query.ndim)
-    return canonical(query, key, value, **known), implementation
+    return canonical(query, key, value, platform=core.platform, **known), implementation
 
 
 def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,8 +285,8 @@ def _decoding(
         options = (cache, lengths, arguments, latent)
         return functools.partial(decode_by, attend, core is not None, query, key, value, *options)
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
-    known = _core_arguments(arguments)
-    return functools.partial(over_cache, core.run, query, key, value, cache, lengths=lengths, latent=latent, **known)
+    known = _core_arguments(arguments) | {"lengths": lengths, "latent": latent, "platform": core.platform}
+    return functools.partial(over_cache, core.run, query, key, value, cache, **known)
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:

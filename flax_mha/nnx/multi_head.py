@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.call.operands import Sharding
+from flax_mha.core.tracing import Platform
 from flax_mha.distributed import tensor_parallel
 from flax_mha.distributed.split import is_explicit
 from flax_mha.masks import Mask
@@ -33,8 +34,23 @@ NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 FLAX_ARGUMENTS = tuple(inspect.signature(nnx.MultiHeadAttention.__init__).parameters)[1:]
 
 
+class _ConstructorSignature:
+    """The attribute `__signature__` of a class, which its metaclass would hide from `help` and editors.
+
+    Instances have no such attribute, so that `inspect.signature` returns the signature of their call.
+    """
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        _, *parameters = inspect.signature(owner.__init__).parameters.values()  # type: ignore[misc]
+        return inspect.Signature(parameters)
+
+
 class AttentionModule(nnx.Module):
     """The base class of both attention modules: the cache, dropout, and `explain`; subclasses set the attributes."""
+
+    __signature__ = _ConstructorSignature()
 
     num_heads: int
     in_features: int
@@ -60,10 +76,10 @@ class AttentionModule(nnx.Module):
         """Returns `num_kv_heads`, `head_size` and `value_size` of the cache; see `KVCache.create`."""
         raise NotImplementedError
 
-    def _explained(self, *inputs: Any, **arguments: Any) -> Explanation:
+    def _explained(self, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
         """Traces a call of a copy of this module, and explains its attention instead of computing it."""
         graph, state = nnx.split(self)
-        explained = ExplainedAttention(self.attention_fn)
+        explained = ExplainedAttention(self.attention_fn, platform)
 
         def call() -> Array:
             # New variables with the same arrays, not traced, so that the cache's index is known.
@@ -231,8 +247,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
 
     Same constructor and call, same parameters (`query`, `key`, `value`: kernel [in, heads, head size], bias [heads,
     head size]; `out`: kernel [heads, head size, out], bias [out]), same cache variables and sown weights, so Flax
-    checkpoints load unconverted. What differs: :doc:`differences </differences>`. Not described here are Flax's
-    initializers, metadata, and functions that promote dtypes or multiply.
+    checkpoints load unconverted. What differs: :doc:`differences </differences>`.
 
     Args:
       num_heads: Number of query heads N; divides `qkv_features`.
@@ -246,6 +261,13 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)
       dropout_rate: Share of the softmax's weights to drop, in [0, 1).
       deterministic: True switches dropout off; None leaves it to the call.
+      precision: Precision of all matrix products, a `jax.lax.Precision` or its name; None means
+        `jax.default_matmul_precision`.
+      kernel_init: Initializer of the kernels.
+      out_kernel_init: Initializer of the kernel of `out`; None means `kernel_init`.
+      bias_init: Initializer of the biases.
+      out_bias_init: Initializer of the bias of `out`; None means `bias_init`.
+      use_bias: Add a learned bias in every projection.
       attention_fn: A function with the signature of Flax's `dot_product_attention`; `functools.partial` of
         `flax_mha.attention_fn` sets arguments of the default one.
       decode: True makes calls decode; None leaves it to the call.
@@ -255,7 +277,23 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         rotation (Hunyuan). "rms_norm_all_heads": with RMSNorm over all heads of a token together and a scale [heads,
         head size] (OLMo 2).
       qk_norm_epsilon: Added to the variance in these norms; None means 1e-6, as in Flax.
+      qkv_promote_dtype: Function that casts inputs and parameters to `dtype` in the projections `query`, `key`, `value`
+        and `gate`.
+      out_promote_dtype: The same function for `out`.
+      ln_promote_dtype: The same function for the norms of queries and keys.
+      qkv_dot_general: Function with the signature of `jax.lax.dot_general` that computes the products of `query`,
+        `key`, `value` and `gate`, for example a quantized one; None computes them in the usual way.
+      out_dot_general: The same function for `out`.
+      qkv_dot_general_cls: Class of which each projection makes its own `qkv_dot_general`, without arguments.
+      out_dot_general_cls: The same class for `out`.
       rngs: Random streams for parameters and dropout.
+      keep_rngs: Keep a dropout stream in the module if `dropout_rate > 0`; False means that calls pass `rngs`.
+      kernel_metadata: Metadata of the kernels, for example `{"out_sharding": (None, "model")}`.
+      out_kernel_metadata: Metadata of the kernel of `out`; if empty, `kernel_metadata` is used.
+      bias_metadata: Metadata of the biases.
+      out_bias_metadata: Metadata of the bias of `out`; if empty, `bias_metadata` is used.
+      query_ln_scale_metadata: Metadata of the scale of the queries' norm.
+      key_ln_scale_metadata: Metadata of the scale of the keys' norm.
       implementation: Name of the attention's implementation; None chooses. See `dot_product_attention`.
       scale: Factor of query . key; None means 1 / sqrt(head size).
       local_window_size: (left, right): how many positions before and after its own a query sees; see

@@ -255,7 +255,7 @@ def test_explained(monkeypatch):
     assert explained(jax.P()).chosen == "splash"
     unknown = explained(None)
     assert unknown.chosen == "xla"
-    assert unknown.refusals["splash"] == ["on several devices it must know how its arrays are split; pass qkv_sharding"]
+    assert unknown.refusals["splash"] == ["on several devices it must know how its arrays are split: pass qkv_sharding"]
 
 
 def test_captured_arrays_that_are_split():

@@ -81,10 +81,13 @@ def refusals(call: Call) -> list[str]:
         except RefusedError as refused:
             reasons.append(f"{name} {refused}")
     if options.ring:
-        reasons.append('caches that are rings are read in place, by "xla"')
+        reasons.append("it cannot read a ring cache in place: make the cache without a window")
     precision = options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if precision not in DEFAULT_PRECISION and not (precision in HIGHEST and operands.query.dtype == jnp.float32):
-        reasons.append(f"its matrix products have the default precision, or in float32 the highest, not {precision}")
+        reasons.append(
+            f"its matrix products have the default precision, or in float32 the highest, not {precision}: leave "
+            "precision out"
+        )
     is_empty = 0 in (*operands.query.shape, *operands.key.shape, *operands.value.shape)
     return reasons if is_empty else reasons + _reasons_against_tiles(call)
 
@@ -101,7 +104,7 @@ def _reasons_against_tiles(call: Call) -> list[str]:
         return []
     return [
         f"its table of tiles does not fit: scalar memory has room for {MOST_WORDS} words, and {tiling.rows} x "
-        f"{tiling.cells} tiles of {max(lists)} heads take {words}"
+        f"{tiling.cells} tiles of {max(lists)} heads take {words}: use smaller batches or shorter sequences"
     ]
 
 

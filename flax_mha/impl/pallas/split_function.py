@@ -198,18 +198,24 @@ def _check(equation: Any) -> None:
     name = equation.primitive.name
     is_float = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
     if name not in ELEMENTWISE | RESHAPING or (name == "rem" and is_float):
-        kind = "control flow or another function" if any(True for _ in inner_jaxprs(equation)) else "a primitive"
+        is_nested = any(True for _ in inner_jaxprs(equation))
+        kind, remedy = "a primitive", "use simpler arithmetic"
+        if is_nested:
+            kind, remedy = "control flow or another function", "use jnp.where and simple arithmetic"
         raise RefusedError(
-            f"must not apply {name} to what depends on positions: its kernels cannot compute this, {kind}"
+            f"must not apply {name} ({kind}) to values that depend on positions, which its kernels cannot compute: "
+            f"{remedy}, or look the values up in a table"
         )
     for aval in (x.aval for x in (*equation.invars, *equation.outvars)):
         if math.prod(aval.shape) != 1:
             raise RefusedError(
-                f"must not make vectors of what depends on positions, but {name} has one of shape {aval.shape}"
+                f"must not make vectors of values that depend on positions, but {name} has one of shape {aval.shape}: "
+                "compute with numbers"
             )
         if aval.dtype.name not in DTYPES:
             raise RefusedError(
-                f"must compute in {', '.join(DTYPES)} what depends on positions, but {name} has {aval.dtype}"
+                f"must compute in {', '.join(DTYPES)} if values depend on positions, but {name} has {aval.dtype}: use "
+                "one of these dtypes"
             )
 
 
@@ -219,12 +225,22 @@ def _lookup(equation: Any, inner: set[Any], of_scores: set[Any]) -> Lookup:
     shape, (sizes, dtype) = equation.params["slice_sizes"], (array.aval.shape, array.aval.dtype)
     count = math.prod(sizes[axis] for axis in lookup.by_position)
     if of_scores.intersection(_variables(indices)):
-        raise RefusedError("must look up arrays by position, but an index depends on the score")
+        raise RefusedError(
+            "must look up arrays by position, but an index depends on the score: compute the index from b, h, q_idx "
+            "and kv_idx"
+        )
     if math.prod(shape) != 1:
-        raise RefusedError(f"must not look up vectors by position, but dynamic_slice has one of shape {shape}")
+        raise RefusedError(
+            f"must not look up vectors by position, but dynamic_slice has one of shape {shape}: look up one entry"
+        )
     if count > MOST_ENTRIES:
         got = f"{count} entries, of shape {sizes}"
-        raise RefusedError(f"must look up by position in tables of up to {MOST_ENTRIES} entries, but one has {got}")
+        raise RefusedError(
+            f"must look up by position in tables of up to {MOST_ENTRIES} entries, but one has {got}: use a smaller "
+            "table, or compute its entries"
+        )
     if dtype.name not in DTYPES:
-        raise RefusedError(f"must look up {', '.join(DTYPES)} by position, but a table holds {dtype}")
+        raise RefusedError(
+            f"must look up {', '.join(DTYPES)} by position, but a table holds {dtype}: make the table one of these"
+        )
     return lookup

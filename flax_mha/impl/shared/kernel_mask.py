@@ -87,26 +87,33 @@ def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> l
     """Lists why fused kernels cannot compute a call with this mask; arguments named in `supported` are no reason."""
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
-    fixed = "must be a number known while tracing, because the kernel's causal masks and windows stand still"
+    fixed = "is an array, by which the kernel cannot shift a causal mask or window: pass a Python int"
+    masks_only = "if it only masks, pass a causal mask, window or lengths instead"
     unknown = {
-        "bias": operands.bias is not None and "is not supported: it may mask whole rows, and holds T x S values",
-        "logits_soft_cap": options.soft_cap is not None and "is not computed by it",
-        "sinks": operands.sinks is not None and "are not supported by it",
-        "score_mod": options.score_mod is not None and "is not supported by fused kernels",
-        "dropout_rate": options.dropout_rate > 0 and "needs the random numbers of the key given",
-        "return_residual": options.return_residual and "needs a log-sum-exp with a gradient, in float32",
-        "return_max_score": options.return_max_score and "needs the running maximum, which the kernel does not return",
+        "bias": operands.bias is not None and f"is not supported by it: {masks_only}",
+        "logits_soft_cap": options.soft_cap is not None and "is not supported by it: leave it out",
+        "sinks": operands.sinks is not None and "are not supported by it: leave them out",
+        "score_mod": options.score_mod is not None and f"is not supported by it: {masks_only}",
+        "dropout_rate": options.dropout_rate > 0
+        and "must be 0, because it cannot use dropout_rng: pass 0, or deterministic=True to the module",
+        "return_residual": options.return_residual
+        and "needs a float32 log-sum-exp with a gradient, which it does not return: leave it out",
+        "return_max_score": options.return_max_score
+        and "needs the running maximum, which it does not return: leave it out (sow_max_score of a module)",
         "query_offset": has_band and operands.offsets.query_array is not None and fixed,
         "key_value_offset": has_band and operands.offsets.key_array is not None and fixed,
-        "scale": operands.scale is not None and "must be a number known while tracing",
+        "scale": operands.scale is not None
+        and "is an array, and it takes a number: pass a Python float, or multiply the query by it and pass 1.0",
         "precision": options.precision not in DEFAULT_PRECISION
-        and f"must be the default, all that kernels have, and this asks for {options.precision}",
+        and f"must be the default, the only one that it has, and this asks for {options.precision}: leave it out",
     }
     reasons = [f"{name} {why}" for name, why in unknown.items() if why and name not in supported]
     if mask.segments is not None and mask.segments.query_ids.dtype != jnp.int32:
-        reasons.append(f"segment ids must be int32, and are {mask.segments.query_ids.dtype}")
+        reasons.append(f"segment ids must be int32, and are {mask.segments.query_ids.dtype}: use .astype(jnp.int32)")
     return reasons + [
-        f"the mask holds {name}, which is none of causal, window, lengths, segments" for name in mask.others
+        f"the mask holds {name}, which is none of causal, window, lengths, segments: use these, joined by &, if they "
+        "can express it"
+        for name in mask.others
     ]
 
 

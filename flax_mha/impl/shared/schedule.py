@@ -16,14 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call, Options
-from flax_mha.core.tracing import Target, being_traced, cpu_features, is_key, multiplies_bfloat16, readable
+from flax_mha.core.tracing import being_traced, cpu_features, is_key, multiplies_bfloat16, readable
 from flax_mha.impl.shared.head import mask_by_head, one_of
 from flax_mha.impl.shared.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
 from flax_mha.masks import Mask
 from flax_mha.masks.function import with_occupancy as with_known_occupancy
 
-# Where axes may be looped over, and where XLA makes one kernel of a product, a softmax and a product.
-ON_ONE_CPU, ON_ONE_TPU = Target("cpu", may_be_split=False), Target("tpu", may_be_split=False)
+# Where axes may be looped over, and where XLA makes one kernel of a product, a softmax and a product: `platform` and
+# `may_be_split` of a `Target`.
+ON_ONE_CPU, ON_ONE_TPU = ("cpu", False), ("tpu", False)
 
 # Up to this many scores of a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
 MAX_SCORES_DENSE = 256 * 256
@@ -186,7 +187,7 @@ def _may_fuse(call: Call, scores: int) -> bool:
     operands, options = call
     plain = options.score_mod is None and operands.dropout_rng is None
     plain = plain and not (options.return_residual or options.return_max_score)
-    return call.options.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target == ON_ONE_CPU
+    return call.options.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target[:2] == ON_ONE_CPU
 
 
 def _product_size(call: Call) -> int:
@@ -262,7 +263,8 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
     is_narrow = {x.dtype for x in operands[:3]} == {jnp.dtype(jnp.bfloat16)}
     is_narrow |= operands.query.dtype == jnp.bfloat16 and operands.cache_scale is not None
     exact = options.return_residual or not _may_round(options)
-    return operands.query.dtype if is_narrow and multiplies_bfloat16() and not exact else options.dtype
+    is_fast = multiplies_bfloat16(options.target.platform)
+    return operands.query.dtype if is_narrow and is_fast and not exact else options.dtype
 
 
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
@@ -299,7 +301,7 @@ def _looped_axes(call: Call, scores: int) -> int | None:
     On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. None on
     accelerators, where arrays may be split, and for symbolic sizes: then no axis may be looped over.
     """
-    if call.options.target != ON_ONE_CPU or not call.options.has_known_sizes:
+    if call.options.target[:2] != ON_ONE_CPU or not call.options.has_known_sizes:
         return None  # an accelerator vmaps heads, and a mesh may split them
     axes, num_heads = call.operands.query.ndim - 1, call.operands.query.shape[-2]
     if scores <= MAX_SCORES_ALL_HEADS:
@@ -310,7 +312,7 @@ def _looped_axes(call: Call, scores: int) -> int | None:
 
 def _max_heads_on_tpu(call: Call, scores: int) -> int | None:
     """Limits the heads that run together, given the number of scores of one head in memory at once; None: all."""
-    if call.options.target != ON_ONE_TPU or not call.options.has_known_sizes:
+    if call.options.target[:2] != ON_ONE_TPU or not call.options.has_known_sizes:
         return None
     return max(MAX_SCORES_TPU // max(scores, 1), 1)
 

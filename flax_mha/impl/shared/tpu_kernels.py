@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from flax_mha.call.operands import Call
 from flax_mha.core.tracing import reasons_against_kernel
+from flax_mha.impl.implementation import EMPTY, reason_against_platform, reasons_against_dtype
 
 # Rows and columns of a tile; lengths are padded to multiples of them.
 TILES = (512, 256, 128)
@@ -23,13 +24,15 @@ def refusals(call: Call) -> list[str]:
     """Lists why no kernel on TPUs can compute this call."""
     (query, key, value), target, reasons = call.operands[:3], call.options.target, []
     if target.platform != "tpu":
-        reasons.append(f"it runs on TPUs, and this runs on {target.platform}")
-    if query.dtype not in (jnp.float32, jnp.bfloat16):
-        reasons.append(f"it computes float32 and bfloat16, and this is {query.dtype}")
-    if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD:
-        reasons.append(f"head sizes must be up to {LARGEST_HEAD}, or the tiles do not fit next to the matrix unit")
+        reasons.append(reason_against_platform("tpu", "TPUs", target.platform))
+    reasons += reasons_against_dtype((jnp.float32, jnp.bfloat16), query.dtype)
+    largest = max(query.shape[-1], value.shape[-1])
+    if largest > LARGEST_HEAD:
+        reasons.append(
+            f"head sizes must be up to {LARGEST_HEAD}, and the largest is {largest}: change num_heads or qkv_features"
+        )
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        reasons.append("its kernels do not compile with jax_enable_x64")
+        reasons.append("its kernels do not compile with 64-bit types: set jax_enable_x64 to False")
     if 0 in (*query.shape, *key.shape, *value.shape):
-        reasons.append("an axis is empty")
+        reasons.append(EMPTY)
     return reasons + reasons_against_kernel(target)
