@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from flax_mha.attention import dot_product_attention as dot_product_attention
 from flax_mha.attention import explain_implementation as explain_implementation
+from flax_mha.cache.kv_cache import KVCache as KVCache
 from flax_mha.context_parallel import context_parallel as context_parallel
+from flax_mha.context_parallel import from_zigzag as from_zigzag
+from flax_mha.context_parallel import to_zigzag as to_zigzag
 from flax_mha.masks import CausalMask as CausalMask
 from flax_mha.masks import FunctionMask as FunctionMask
 from flax_mha.masks import LengthMask as LengthMask
@@ -16,21 +19,27 @@ from flax_mha.masks import SegmentMask as SegmentMask
 from flax_mha.modules.attention_fn import attention_fn as attention_fn
 from flax_mha.nnx import MultiHeadAttention as MultiHeadAttention
 from flax_mha.nnx import MultiHeadLatentAttention as MultiHeadLatentAttention
+from flax_mha.rope import RoPE as RoPE
 
 # What `from flax_mha import *` brings. No modules: `linen`, `nnx`, `plot` are names of others, too.
 __all__ = [
     "CausalMask",
     "FunctionMask",
+    "KVCache",
     "LengthMask",
     "LocalMask",
     "Mask",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
+    "RoPE",
     "SegmentMask",
     "attention_fn",
+    "combine",
     "context_parallel",
     "dot_product_attention",
     "explain_implementation",
+    "from_zigzag",
+    "to_zigzag",
 ]
 
 if TYPE_CHECKING:
@@ -41,6 +50,7 @@ if TYPE_CHECKING:
     from flax_mha import plot as plot
     from flax_mha import recipes as recipes
     from flax_mha import rope as rope
+    from flax_mha.recipes import combine as combine
 
     __version__: str
 
@@ -53,6 +63,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of the packa
     def __getattr__(name: str) -> Any:
         if name in _ON_FIRST_USE:
             return importlib.import_module(f"flax_mha.{name}")
+        if name == "combine":
+            return importlib.import_module("flax_mha.recipes").combine
         if name == "__version__":
             try:
                 return importlib.metadata.version("flax-mha")
@@ -62,4 +74,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of the packa
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_FIRST_USE, "__version__"})
+    return sorted({*__all__, *_ON_FIRST_USE, "__version__", "attention", "masks", "nnx"})

@@ -124,7 +124,7 @@ def public_names():
     """What users may import: at the top level, and of each public module what it defines or lists."""
     for module in (flax_mha, *(importlib.import_module(f"flax_mha.{name}") for name in MODULES)):
         for name in getattr(module, "__all__", vars(module)):
-            x = vars(module)[name]
+            x = getattr(module, name)  # some on first use
             own = (inspect.isclass(x) or inspect.isfunction(x)) and x.__module__.startswith(module.__name__)
             if not name.startswith("_") and (own or hasattr(module, "__all__")):
                 yield name, x

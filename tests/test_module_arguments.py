@@ -1,6 +1,10 @@
 """What the modules take besides Flax's arguments, `flax.nnx` and `flax.linen` alike, and what they refuse."""
 
 import functools
+import importlib
+import inspect
+import pydoc
+import re
 
 import flax.linen as nn
 import jax
@@ -332,13 +336,48 @@ def test_explain_of_stored_keys_is_not_of_a_mask_array():
 @pytest.mark.core
 @APIS
 def test_explain_has_the_signature_of_the_call(api):
-    import inspect
-
     module = api.make()
-    assert (
-        inspect.signature(module.explain).parameters
-        == inspect.signature(type(module).__call__.__get__(module)).parameters
-    )
+    explained = dict(inspect.signature(module.explain).parameters)
+    assert explained.pop("platform").default is None
+    assert explained == inspect.signature(type(module).__call__.__get__(module)).parameters
+
+
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+EXPLAINED = {
+    "nnx": lambda **options: Nnx.make(qkv_features=N * 16, **options),
+    "nnx, latent": lambda **options: flax_mha.MultiHeadLatentAttention(N, D, rngs=nnx.Rngs(0), **LATENT, **options),
+    "linen": lambda **options: Linen.make(qkv_features=N * 16, **options),
+    "linen, self": lambda **options: linen.SelfAttention(N, qkv_features=N * 16, **options),
+    "linen, latent": lambda **options: linen.MultiHeadLatentAttention(N, **LATENT, **options),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_explain_for_a_platform_that_is_not_here(name):
+    x = jnp.ones((1, 1024, D))
+    half, whole = (EXPLAINED[name](decode=False, dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    for platform, chosen in (("cuda", "cudnn"), ("tpu", "splash"), ("cpu", "blockwise"), (None, "blockwise")):
+        with jax.numpy_dtype_promotion("standard"):  # norms of Flax
+            assert half.explain(x, is_causal=True, platform=platform).chosen == chosen
+    [reason] = whole.explain(x, is_causal=True, platform="cuda").refusals["cudnn"]
+    assert reason.endswith("pass dtype=jnp.bfloat16 to the module, or cast query, key and value")
+    with pytest.raises(ValueError, match="platform must be"), jax.numpy_dtype_promotion("standard"):
+        half.explain(x, platform="rocm")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("latent", [False, True])
+def test_explain_of_a_prompt_and_a_step_for_a_platform_that_is_not_here(latent, dtype):
+    module = EXPLAINED["nnx, latent" if latent else "nnx"](decode=True, dtype=jnp.bfloat16)
+    module.init_cache((1, 1024, D), dtype)
+    for platform, chosen in (("cuda", "cudnn"), ("tpu", "splash")):
+        with jax.numpy_dtype_promotion("standard"):
+            assert module.explain(jnp.ones((1, 1024, D)), platform=platform).chosen == chosen
+            step = module.explain(jnp.ones((1, 1, D)), platform=platform)
+        assert (step.chosen, step.on_cpu) == ("xla", None)
+        assert "this runs on cpu" not in str(step)
 
 
 def test_explain_leaves_an_nnx_module_as_it_is():
@@ -502,10 +541,93 @@ def test_names_of_the_package():
     assert flax_mha.convert is convert
     assert flax_mha.recipes.causal()["mask"] == CausalMask()
     assert flax_mha.CausalMask is masks.CausalMask
-    assert {"linen", "plot", "CausalMask", "__version__"} <= set(dir(flax_mha))
+    assert flax_mha.RoPE is flax_mha.rope.RoPE
+    assert flax_mha.KVCache is flax_mha.kv_cache.KVCache
+    assert flax_mha.combine is flax_mha.recipes.combine
+    zigzag = importlib.import_module("flax_mha.context_parallel")
+    assert (flax_mha.to_zigzag, flax_mha.from_zigzag) == (zigzag.to_zigzag, zigzag.from_zigzag)
     assert flax_mha.__version__.count(".") >= 2
     with pytest.raises(AttributeError, match="module 'flax_mha' has no attribute 'linnen'"):
         flax_mha.linnen  # noqa: B018
+
+
+@pytest.mark.core
+def test_dir_lists_public_names_only():
+    """Each can be had; what only the package uses, such as `importlib`, is not listed."""
+    names = dir(flax_mha)
+    modules = {name for name in names if inspect.ismodule(getattr(flax_mha, name))}
+    assert modules == {"attention", "cached_attention", "convert", "kv_cache", "linen", "masks", "nnx", "plot",
+                       "recipes", "rope"}  # fmt: skip
+    assert set(names) == {*flax_mha.__all__, *modules, "__version__"}
+
+
+SIGNED = {
+    "nnx": (lambda: flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0)), "rope"),
+    "nnx, latent": (EXPLAINED["nnx, latent"], "kv_lora_rank"),
+    "linen": (Linen.make, "num_kv_heads"),
+    "linen, self": (EXPLAINED["linen, self"], "num_kv_heads"),
+    "linen, latent": (EXPLAINED["linen, latent"], "kv_lora_rank"),
+}
+
+
+def parameters(function):
+    """Those that `help` and editors show, of which none may take just anything."""
+    found = inspect.signature(function).parameters
+    assert not [x for x in found.values() if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    return found
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", SIGNED)
+def test_help_and_editors_show_the_signature_of_a_module(name):
+    make, argument = SIGNED[name]
+    layer = make()
+    kind = type(layer)
+    assert argument in parameters(kind)
+    assert "self" not in parameters(kind)
+    head = pydoc.render_doc(kind, renderer=pydoc.plaintext).partition("\n |  \n")[0]
+    assert f"{argument}:" in head
+    for call in (layer, layer.explain, kind.__call__, kind.explain):  # an instance is shown with its call
+        assert {"inputs_q", "score_mod"} <= parameters(call).keys()
+    assert "platform" in parameters(kind.explain)
+
+
+@pytest.mark.core
+def test_the_signature_of_a_subclass_is_its_own():
+    class Wider(flax_mha.MultiHeadAttention):
+        def __init__(self, width: int, rngs: nnx.Rngs):
+            super().__init__(2, width, decode=False, rngs=rngs)
+
+    assert list(parameters(Wider)) == ["width", "rngs"]
+    assert Wider(8, nnx.Rngs(0))(jnp.ones((1, 3, 8))).shape == (1, 3, 8)
+
+
+@pytest.mark.core
+def test_help_and_editors_show_the_signature_of_a_function():
+    functions = (flax_mha.attention_fn, flax_mha.cached_attention.cached_attention, flax_mha.context_parallel)
+    for function in (*functions, flax_mha.dot_product_attention, flax_mha.explain_implementation):
+        assert len(parameters(function)) > 5
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", [flax_mha.MultiHeadAttention, flax_mha.MultiHeadLatentAttention])
+def test_every_argument_of_a_constructor_is_described(kind):
+    """In the docstring of the class, or of the one to which the docstring sends its reader."""
+    described = set(
+        re.findall(r"^(?:    )?  (\w+(?:, \w+)*): ", kind.__doc__ + flax_mha.MultiHeadAttention.__doc__, re.M)
+    )
+    described = {name for names in described for name in names.split(", ")}
+    assert parameters(kind).keys() - described == set()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", [linen.MultiHeadDotProductAttention, linen.MultiHeadLatentAttention])
+def test_every_attribute_of_a_linen_module_is_described(kind):
+    texts = kind.__doc__ + flax_mha.MultiHeadAttention.__doc__ + flax_mha.MultiHeadLatentAttention.__doc__
+    described = {
+        name for names in re.findall(r"^(?:    )?  (\w+(?:, \w+)*): ", texts, re.M) for name in names.split(", ")
+    }
+    assert parameters(kind).keys() - described == {"parent", "name"}  # of every linen module
 
 
 @pytest.mark.core
@@ -518,13 +640,11 @@ def test_a_star_import_brings_functions_and_classes_and_no_modules():
     brought = names.keys() - {"__builtins__", "linen", "nnx"}
     assert {"CausalMask", "MultiHeadAttention", "context_parallel", "dot_product_attention"} <= brought
     assert {name for name in brought if not callable(names[name])} == set()
-    public = {name for name, x in vars(flax_mha).items() if callable(x) and not name.startswith("_")} - {"Any"}
-    assert brought == public
+    assert brought == {name for name in dir(flax_mha) if callable(getattr(flax_mha, name))}
+    assert {"RoPE", "KVCache", "to_zigzag", "from_zigzag", "combine"} <= brought
 
 
 def test_attention_fn_takes_every_argument_of_flax():
-    import inspect
-
     ours = inspect.signature(flax_mha.attention_fn).parameters
     for theirs in (nn.dot_product_attention, nnx.dot_product_attention):
         assert set(inspect.signature(theirs).parameters) <= set(ours)

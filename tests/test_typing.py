@@ -49,6 +49,12 @@ convert.load_torch(attention, {}, "layers.0.", check_options=False)
 convert.load_torch(flax_mha.MultiHeadAttention(**convert.describe({}, layer=3), rngs=nnx.Rngs(0)), {})
 arrays: dict[str, np.ndarray] = convert.to_torch({}, "hf_llama", qk_norm_offset=1.0)
 recipes.alibi(num_heads=2)
+rope: flax_mha.RoPE = flax_mha.RoPE(base=1e6)
+empty: flax_mha.KVCache = flax_mha.KVCache.create(1, 9, num_kv_heads=2, head_size=4)
+back: jax.Array = flax_mha.from_zigzag(flax_mha.to_zigzag(x, 4), 4, axis=1)
+flax_mha.combine(recipes.alibi(num_heads=2), recipes.causal())
+there: str = flax_mha.explain_implementation(x, x, x, platform="cuda").chosen
+asked: str = attention.explain(x, mask=mask, platform="tpu").chosen + layer.explain(x, platform=None).chosen
 plot.plot_mask(mask, 3, 4)
 version: str = flax_mha.__version__
 run: train_demo.Run = train_demo.train("text", steps=3, resume=True, layout=train_demo.Layout(fsdp=2))
@@ -89,6 +95,10 @@ g1 = layer(x, length=None)
 g2 = layer(x, segment_ids="a")
 g3 = layer(x, position=jnp.arange(8))
 h0 = attention.explain(x, maks=None)
+h4 = attention.explain(x, platform="rocm")
+h5 = layer.explain(x, maks=None)
+b3 = flax_mha.explain_implementation(x, x, x, platform="rocm")
+i10 = flax_mha.RoPE(theta=1e6)
 i1 = flax_mha.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), rope=10000.0)
 i2 = attention(x, store_key=True)
 i3 = flax_mha.rope.RoPE(theta=10000.0)
@@ -152,5 +162,5 @@ def test_right_uses_are_right(reported):
 def test_every_mistake_is_reported(reported):
     lines = {int(line.split(":")[1]) for line in reported["wrong"]}
     mistakes = {n for n, line in enumerate(WRONG.splitlines(), 1) if line[:1] in "abcdefghi" and line[1:2].isdigit()}
-    assert len(mistakes) == 36
+    assert len(mistakes) == 40
     assert lines == mistakes
