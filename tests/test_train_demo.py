@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -20,9 +21,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from demo_runs import ROOT, SETTINGS, STEPS, TEXT, TINY, assert_same_run, demo, here
+from demo_runs import ROOT, SETTINGS, STEPS, TEXT, TINY, as_users_have_it, assert_same_run, demo, here
+from marks import with_core
 
 from train_demo import checkpoint, metrics, run_folder, training
+from train_demo.__main__ import main
 from train_demo.errors import UserError
 
 pytest_plugins = ["demo_fixtures"]
@@ -358,3 +361,45 @@ def test_two_runs_never_share_a_folder(tmp_path):
         run_folder.sole_writer(tmp_path),
     ):
         pass
+
+
+def spoken(monkeypatch, encoding, *arguments):
+    """Runs the command with output in this encoding, strict as with PYTHONIOENCODING; returns what it said on each."""
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding, "strict") for name in ("stdout", "stderr")}
+    with monkeypatch.context() as patch, as_users_have_it():
+        for name, stream in streams.items():
+            patch.setattr(sys, name, stream)
+        with contextlib.suppress(SystemExit):
+            main([str(argument) for argument in arguments])
+        for stream in streams.values():
+            assert stream.errors == "strict"  # as before
+            stream.flush()
+    return [stream.buffer.getvalue().decode(encoding) for stream in streams.values()]
+
+
+@pytest.mark.parametrize("encoding", with_core(["ascii", "latin-1", "cp1252"], "ascii"))
+@pytest.mark.usefixtures("no_pictures")
+def test_output_in_an_encoding_without_these_characters(monkeypatch, tmp_path, encoding):
+    """They are written as question marks, and all files are in UTF-8."""
+    data, out = tmp_path / "Ł → ☃.txt", tmp_path / "Ω"
+    data.write_text("Zażółć gęślą jaźń → ☃ 語\n" * 60, "utf-8")
+    said, complaint = spoken(monkeypatch, encoding, "train", "--data", data, "--out", out, *TINY)
+    assert "characters of" in said
+    assert "? ? ?.txt" in said
+    assert "a sample" in said
+    assert "report.html" in said
+    assert not complaint
+    for command in ("plot", "report", "export", "plan"):
+        given = ("--data", data, *TINY) if command == "plan" else ("--out", out)
+        said, complaint = spoken(monkeypatch, encoding, command, *given)
+        assert said.strip()
+        assert not complaint
+    for number in ((), ("--num-samples", "2")):
+        said, complaint = spoken(monkeypatch, encoding, "sample", "--out", out, "--prompt", "Za→☃", *number)
+        assert "Za??" in said
+        assert not complaint
+    said, complaint = spoken(monkeypatch, encoding, "sample", "--out", out, "--prompt", "Ж")
+    assert complaint.startswith("python -m train_demo: error: ")
+    assert "?" in complaint
+    for path in (out / "report.html", *out.glob("*.jsonl"), out / run_folder.CONFIG, out / "export" / "config.json"):
+        path.read_text("utf-8")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train_demo.errors import UserError, enough_memory, printable, reason
+from train_demo.errors import UserError, any_encoding, enough_memory, printable, reason
 from train_demo.run_folder import Config, prepare, read_config
 from train_demo.settings import SAMPLING, Layout, Settings, checked, completed
 
@@ -184,6 +184,7 @@ def load(out: str | Path) -> Run:
     return Run(out, config, model, losses, val_losses, max((metric["seconds"] for metric in measured), default=0.0))
 
 
+@any_encoding()
 def start(
     out: Path,
     data: str | None,

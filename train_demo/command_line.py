@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from train_demo import data
 from train_demo.api import RUNS, SETTINGS, default_folder, load, start
-from train_demo.errors import UserError, enough_memory, printable, reason
+from train_demo.errors import UserError, any_encoding, enough_memory, printable, reason
 from train_demo.run_folder import CONFIG, newest, read_config
 from train_demo.settings import SAMPLING, SIZES, Layout, Settings, completed, count, one_of, option_of
 
@@ -31,6 +31,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, printable(f"{self.prog}: error: {' '.join(message.split())}") + "\n")
 
 
+@any_encoding()
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; see `train_demo.__main__.main`."""
     arguments = list(arguments)

@@ -1,8 +1,10 @@
 """Errors that are printed as one line, and text that is safe to print."""
 
+import io
 import re
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 # Control characters except newline and tab, lone surrogates, and marks that change the direction of writing.
 UNSAFE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\ud800-\\udfff\\u202a-\\u202e\\u2066-\\u2069]")
@@ -26,6 +28,20 @@ def printable(text: str) -> str:
       red: \x1b[31m
     """
     return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+@contextmanager
+def any_encoding() -> Iterator[None]:
+    """In the context, stdout and stderr write "?" for characters that their encoding, such as ASCII, does not have."""
+    strict = [x for x in (sys.stdout, sys.stderr) if isinstance(x, io.TextIOWrapper) and x.errors == "strict"]
+    for stream in strict:
+        stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        for stream in strict:
+            with suppress(OSError, ValueError):  # it flushes, and the stream may be closed or its disk full
+                stream.reconfigure(errors="strict")
 
 
 @contextmanager

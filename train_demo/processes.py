@@ -89,8 +89,10 @@ def _hide_logs(layout: Layout) -> subprocess.Popen:
     os.dup2(reader.stdin.fileno(), 1)
     os.dup2(reader.stdin.fileno(), 2)
     reader.stdin.close()
-    sys.stdout = open(out if layout.first else os.devnull, "w", encoding=sys.stdout.encoding)  # noqa: SIM115
-    sys.stderr = open(error, "w", buffering=1, encoding=sys.stderr.encoding)  # noqa: SIM115
+    target, encoding, errors = out if layout.first else os.devnull, sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = open(target, "w", encoding=encoding, errors=errors)  # noqa: SIM115
+    encoding, errors = sys.stderr.encoding, sys.stderr.errors
+    sys.stderr = open(error, "w", buffering=1, encoding=encoding, errors=errors)  # noqa: SIM115
     return reader
 
 
