@@ -443,6 +443,43 @@ def test_a_linen_attention_function_that_does_not_know_a_mask_fails():
         Linen.call(Linen.make(attention_fn=attention, dropout_rate=0.5), X, deterministic=False)
 
 
+ARRAYS_OF_NUMBERS = {
+    "jax": lambda x: jnp.linspace(0, x, 2)[1],
+    "numpy": lambda x: np.array(x, np.float32),
+    "variable": lambda x: nnx.Variable(jnp.float32(x)),
+}
+
+
+@pytest.mark.parametrize("kind", with_core(ARRAYS_OF_NUMBERS, "jax"))
+def test_options_in_0d_arrays_count_as_their_numbers(kind):
+    """As in Flax, also under `jit`, where the arrays are constants."""
+    numbers = {"dropout_rate": 0.25, "logits_soft_cap": 2.0}
+    key = jax.random.key(1)
+
+    def attend(arguments, function=flax_mha.dot_product_attention):
+        query = X.reshape(B, T, N, -1)
+        return function(query, query, query, dropout_rng=key, **arguments)
+
+    def of_linen(options):
+        return Linen.call(Linen.make(**options), X, deterministic=False)
+
+    def of_nnx(options):
+        module = Nnx.make(**options)
+        return nnx.jit(lambda module: module(X, deterministic=False))(module)
+
+    def of_latent(options):
+        sizes = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+        module = flax_mha.MultiHeadLatentAttention(N, D, **sizes, decode=False, rngs=nnx.Rngs(0), **options)
+        return nnx.jit(lambda module: module(X, deterministic=False))(module)
+
+    arrays = {name: ARRAYS_OF_NUMBERS[kind](x) for name, x in numbers.items()}
+    for compute in (attend, functools.partial(attend, function=flax_mha.attention_fn), of_linen, of_nnx, of_latent):
+        want = compute(numbers)
+        np.testing.assert_array_equal(compute(arrays), want)
+        if compute is not of_nnx and compute is not of_latent:
+            np.testing.assert_allclose(jax.jit(lambda compute=compute: compute(arrays))(), want, atol=1e-6)
+
+
 REFUSED = {
     "num_heads a float": ({"num_heads": 4.0}, {}, "num_heads must be an int, but got 4.0"),
     "num_kv_heads that does not divide": (
@@ -457,6 +494,8 @@ REFUSED = {
         "implementation must be \"xla\".*or None, but got 'flash'",
     ),
     "rate": ({"dropout_rate": 1.5}, {}, r"dropout_rate must be a number in \[0, 1\), .*got 1.5"),
+    "an array of rates": ({"dropout_rate": np.zeros(1)}, {}, "dropout_rate must be a number .*known while tracing"),
+    "a rate of None": ({"dropout_rate": np.array(None)}, {}, "dropout_rate must be a number .*known while tracing"),
     "scale": ({"scale": "big"}, {}, "scale must be one finite number, but got 'big'"),
     "epsilon": ({"qk_norm_epsilon": 0.0, "normalize_qk": True}, {}, "qk_norm_epsilon must be a finite number > 0"),
     "epsilon of no norm": (

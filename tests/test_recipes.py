@@ -212,6 +212,9 @@ def test_recipes_combine():
     want = dot_product_attention(**inputs(), mask=mask, logits_soft_cap=1.5, score_mod=score_mod)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     assert recipes.combine() == {}
+    assert recipes.combine({"score_mod": None, "mask": None}) == {}
+    both = recipes.combine({"score_mod": mods[0], "logits_soft_cap": None}, {"score_mod": None, "logits_soft_cap": 3.0})
+    assert both == {"score_mod": mods[0], "logits_soft_cap": 3.0}
 
 
 @pytest.mark.parametrize(

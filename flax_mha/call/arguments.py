@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from flax_mha.call.operands import Call, Context, Operands, Options, ScoreMod, Sharding
 from flax_mha.core import lookups, validation
-from flax_mha.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, unwrapped
+from flax_mha.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, number_in, unwrapped
 from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import Target, readable, target_of
 from flax_mha.core.user_function import trace
@@ -158,7 +158,7 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
         return 1 / math.sqrt(shape.head_size), None
     value = unwrapped(value)
     if not isinstance(value, jax.Array):
-        number: Any = value[()] if isinstance(value, np.ndarray) and not value.ndim else value
+        number = number_in(value)
         if not is_number(number) or not math.isfinite(number):
             raise ValueError(f"scale must be one finite number, but got {value!r}.")
         if abs(number) > float(np.finfo(np.float32).max):
@@ -191,6 +191,7 @@ def _dot_with(precision: Any) -> None:
 def check_soft_cap(value: float | None) -> float | None:
     if value is None:
         return None
+    value = number_in(value)
     if not is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"logits_soft_cap must be a finite number > 0, known while tracing, but got {value!r}.")
     if value > LARGEST_CAP:
@@ -199,6 +200,7 @@ def check_soft_cap(value: float | None) -> float | None:
 
 
 def check_dropout_rate(rate: float) -> float:
+    rate = number_in(rate)
     if not is_number(rate) or not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be a number in [0, 1), known while tracing, but got {rate!r}.")
     return float(rate)

@@ -42,6 +42,14 @@ def unwrapped(value: Any) -> Any:
     return value.__jax_array__()
 
 
+def number_in(value: Any) -> Any:
+    """Returns the Python number in a 0-d array of JAX or NumPy whose value is known; anything else unchanged."""
+    array = unwrapped(value)
+    if not isinstance(array, jax.Array | np.ndarray) or array.ndim or not readable(array):
+        return value
+    return array.item() if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number) else value
+
+
 def integers(name: str, value: Any) -> Any:
     """Converts integers to an array, of NumPy where their values are known: JAX would reduce 64 bits to 32.
 

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from flax_mha.attention import Explanation
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.core.tracing import Platform
+from flax_mha.call.arguments import check_dropout_rate
 from flax_mha.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha.masks import Mask
 from flax_mha.modules.call import Arrays, core_of, reach
@@ -54,13 +55,14 @@ class AttentionModule:
         **others: Any,
     ) -> dict[str, Any]:
         """Returns Flax's arguments for the attention function, but no optional ones that its signature lacks."""
-        keeps_all = self.dropout_rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
+        rate = check_dropout_rate(self.dropout_rate)
+        keeps_all = rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
         if not keeps_all and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
         arguments = {
             "mask": mask,
             "dropout_rng": dropout_rng,
-            "dropout_rate": self.dropout_rate,
+            "dropout_rate": rate,
             "broadcast_dropout": self.broadcast_dropout,
             "deterministic": keeps_all,
             "dtype": self.dtype,

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from flax_mha.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha.core import validation
-from flax_mha.core.integers import is_int, is_number
+from flax_mha.core.integers import is_int, is_number, number_in
 from flax_mha.impl.registry import check_name
 from flax_mha.rope import RoPE
 
@@ -91,7 +91,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
 
 def check_epsilon(name: str, epsilon: Any) -> None:
     """Raises a ValueError unless the epsilon of a norm is a finite number above 0."""
-    if not is_number(epsilon) or not 0 < epsilon < float("inf"):
+    if not is_number(number_in(epsilon)) or not 0 < epsilon < float("inf"):
         raise ValueError(f"{name} must be a finite number > 0, but got {epsilon!r}.")
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.cache.latent import Latent
+from flax_mha.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha.call.operands import Sharding
 from flax_mha.distributed import tensor_parallel
 from flax_mha.masks import Mask
@@ -111,6 +112,7 @@ class MultiHeadLatentAttention(AttentionModule):
         head_axis: str | None = None,
     ) -> None:
         check_latent(locals())
+        dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
         check_rngs(rngs, nnx.Rngs)
         self.num_heads, self.in_features, self.in_kv_features = num_heads, in_features, in_features
         self.kv_lora_rank, self.q_lora_rank, self.v_head_dim = kv_lora_rank, q_lora_rank, v_head_dim

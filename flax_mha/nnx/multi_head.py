@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
+from flax_mha.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha.call.operands import Sharding
 from flax_mha.core.tracing import Platform
 from flax_mha.distributed import tensor_parallel
@@ -368,6 +369,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         rope: RoPE | None = None,
         head_axis: str | None = None,
     ) -> None:
+        dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
         given = dict(locals())
         check_options(given, in_features if qkv_features is None else qkv_features)
         check_rngs(rngs, nnx.Rngs)

@@ -16,7 +16,8 @@ def combine(*recipes: Arguments) -> Arguments:
     """Joins the arguments of several recipes into those of one.
 
     A query sees the keys that all masks show. Score functions are applied in the order of the recipes, each to the
-    result of the one before. A soft cap comes before all score functions, whatever the order.
+    result of the one before. A soft cap comes before all score functions, whatever the order. An argument that is None
+    counts as absent.
 
     Raises:
       ValueError: If an argument that cannot be combined, such as `logits_soft_cap`, is in two recipes, or if score
@@ -37,7 +38,9 @@ def combine(*recipes: Arguments) -> Arguments:
     for recipe in recipes:
         if not isinstance(recipe, dict):
             raise ValueError(f'a recipe must be a dict of arguments, such as {{"mask": mask}}, but got {recipe!r}.')
-    given = {name: [recipe[name] for recipe in recipes if name in recipe] for recipe in recipes for name in recipe}
+    given: dict[str, list[Any]] = {}
+    for name, value in (item for recipe in recipes for item in recipe.items() if item[1] is not None):
+        given.setdefault(name, []).append(value)
     combined = {}
     for name, values in given.items():
         if name == "mask":
