@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import operator
 import re
 from pathlib import Path
 
@@ -103,6 +104,14 @@ def test_curves_end_where_nothing_was_measured(write_pages):
 def write_pages(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     return importlib.import_module("write_pages")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/api/")])
+def test_names_in_the_reference_are_attributes_of_the_package(page):
+    """A name there is what users type; importing finds a module even if a function of the package hides it."""
+    for name in re.findall(r"^\.\. auto(?:function|class|module):: flax_mha\.(\S+)", (ROOT / page).read_text(), re.M):
+        operator.attrgetter(name)(flax_mha)
 
 
 @pytest.mark.core

@@ -228,6 +228,13 @@ def test_an_error_comes_before_any_compute():
 
 
 @pytest.mark.core
+def test_a_rate_in_an_array_counts_if_it_is_known():
+    want = call(dropout_rate=0.25, dropout_rng=RNG)
+    for rate in (np.array(0.25), jnp.linspace(0, 0.5, 3)[1]):
+        np.testing.assert_array_equal(call(dropout_rate=rate, dropout_rng=RNG), want)
+
+
+@pytest.mark.core
 def test_a_traced_rate_is_refused_by_name():
     with pytest.raises(ValueError, match=r"dropout_rate must be a number .*known while tracing"):
         jax.jit(lambda rate: call(dropout_rate=rate, dropout_rng=RNG))(0.1)
