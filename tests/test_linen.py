@@ -708,6 +708,34 @@ def test_other_features_than_the_parameters_get_the_error_of_flax(inputs):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("shape", [(1, 1, 10, 10), (2, 1, 10, 10), (2, 10, 10), (2, 7, 7), (10, 10)])
+def test_a_mask_in_the_place_of_values_gets_the_error_of_flax(shape):
+    """`test_multihead_mask_warning` of Flax: a mask was its third positional argument once."""
+    x = jnp.ones((2, 10, 1))
+    variables = FLAX(1).init(KEY, x)
+    messages = []
+    for cls in BOTH:
+        with (
+            pytest.warns(
+                DeprecationWarning, match="the function signature of MultiHeadDotProductAttention's `__call__`"
+            ),
+            pytest.raises(flax.errors.ScopeParamShapeError) as error,
+        ):
+            cls(1).apply(variables, x, x, jnp.ones(shape))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.core
+def test_square_values_are_values():
+    """They are projected once, by parameters as in Flax."""
+    inputs = jnp.ones((2, 5, 3)), jnp.ones((2, 4, 3)), jax.random.normal(KEY, (2, 4, 4))
+    with pytest.warns(DeprecationWarning, match="you may have intended to pass it to the `mask`"):
+        got, want = (cls(3, qkv_features=6).init_with_output(KEY, *inputs) for cls in BOTH)
+    jax.tree.map(assert_close, got, want)
+
+
+@pytest.mark.core
 def test_dropout_without_a_key_is_refused():
     module = make(OURS, dropout_rate=0.5, deterministic=False)
     with pytest.raises(flax.errors.InvalidRngError, match="dropout"):

@@ -114,13 +114,17 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             index is known, is full. Under `jit` the output of a sequence that has no room is NaN, and its cache does
             not change.
         """
+        may_be_mask = False
         if inputs_kv is not None:
             inputs_k = inputs_v = _deprecated_inputs(inputs_k, inputs_v, inputs_kv)
         elif inputs_k is not None and inputs_v is not None:
-            _warn_of_values(inputs_v)
+            may_be_mask = _warn_of_values(inputs_v)
         variables: list[nn.Variable] = []
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = self._parts(inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights, variables)
+        if may_be_mask:  # its features rarely fit; Flax's error about them comes before those about other axes
+            values = parts.value(inputs_v)  # type: ignore[misc, arg-type]
+            parts = parts._replace(value=lambda _: values)
         output, arrays = call_module(self, parts, **given, decode=self.decode)
         if arrays is not None:  # now that nothing has raised
             for variable, x in zip(variables, arrays, strict=False):
@@ -264,8 +268,10 @@ def _deprecated_inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv
     return inputs_kv
 
 
-def _warn_of_values(inputs_v: Array) -> None:
-    if inputs_v.shape[-1] == inputs_v.shape[-2]:
+def _warn_of_values(inputs_v: Array) -> bool:
+    """Warns of values with the shape of a mask, and returns True for them."""
+    is_square = inputs_v.shape[-1:] == inputs_v.shape[-2:-1]
+    if is_square:
         warnings.warn(
             f"You are passing an array of shape {inputs_v.shape} to the `inputs_v` arg, when you may have intended to "
             "pass it to the `mask` arg. As of Flax version 0.7.4, the function signature of "
@@ -274,3 +280,4 @@ def _warn_of_values(inputs_v: Array) -> None:
             DeprecationWarning,
             stacklevel=3,
         )
+    return is_square
