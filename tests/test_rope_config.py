@@ -241,11 +241,15 @@ REFUSED_CONFIGS = {
     "no dict": (None, {}, "config must be a dict, but got NoneType; use config.to_dict"),
     "dynamic": (scaled(type="dynamic", factor=2.0), {}, "rope_type must not depend .* 'dynamic'.*cached keys"),
     "mrope without sections": (scaled(rope_type="mrope"), {}, "rope_type must be one of default.*got 'mrope'"),
-    "a type that is no text": (scaled(rope_type=3), {}, "rope_type must be one of .* got 3"),
+    "a type that is no text": (scaled(rope_type=3), {}, "rope_type must be a string, but got 3"),
     "unknown parameter": (scaled(rope_type="linear", factor=2.0, beta=3), {}, "must hold factor, but got beta"),
     "unknown parameter of the default": (scaled(attention=1), {}, "no more than the base, but got attention"),
     "sections interleaved, but none": (scaled(mrope_interleaved=True), {}, "but got mrope_interleaved"),
-    "sections are text": (scaled(mrope_section="16"), {}, "sections must be None or positive integers, .* got '16'"),
+    "sections are text": (
+        scaled(mrope_section="16"),
+        {},
+        "mrope_section must be a list of positive integers, but got '16'",
+    ),
     "sections in another order": (
         scaled(mrope_section=[22, 22, 20]) | {"model_type": "ernie4_5_vl_moe_text"},
         {},
@@ -264,7 +268,11 @@ REFUSED_CONFIGS = {
     ),
     "missing parameter": (scaled(rope_type="linear"), {}, "must hold factor, but got no factor"),
     "unknown key": ({"rope_theta": 1e4, "rope_ratio": 500}, {}, "known keys, but got rope_ratio"),
-    "scaling is no dict": ({"rope_theta": 1e4, "rope_scaling": "linear"}, {}, "must be dicts, but got 'linear'"),
+    "scaling is no dict": (
+        {"rope_theta": 1e4, "rope_scaling": "linear"},
+        {},
+        "rope_scaling must be a dict, but got 'linear'",
+    ),
     "no base": ({"model_type": "bert"}, {}, "config must hold rope_theta.* got model_type 'bert' without"),
     "factor is text": (
         scaled(type="longrope", factor="2", short_factor=[1.0], long_factor=[1.0]),
@@ -278,9 +286,13 @@ REFUSED_CONFIGS = {
     ),
     "type of a list": ({"model_type": ["llama"]}, {}, "model_type must be a string"),
     "text config is text": ({"text_config": "x"}, {}, "text_config must be a dict, but got 'x'"),
-    "bad base": ({"rope_theta": "1e4"}, {}, "base must be a finite number above 0, but got '1e4'"),
+    "bad base": ({"rope_theta": "1e4"}, {}, "rope_theta must be a finite number above 0, but got '1e4'"),
     "bad factor": (scaled(rope_type="linear", factor=0.5), {}, r"Linear\(factor\) must be"),
-    "bad fraction": ({"rope_theta": 1e4, "partial_rotary_factor": 2.0}, {}, r"fraction must be in \(0, 1\]"),
+    "bad fraction": (
+        {"rope_theta": 1e4, "partial_rotary_factor": 2.0},
+        {},
+        r"partial_rotary_factor must be a number in \(0, 1\], but got 2.0",
+    ),
     "no kind of layer": (NESTED, {}, "layer_type must be one of .* but got None"),
     "no kind of layer, Gemma 3": ({"model_type": "gemma3_text"}, {}, "layer_type must be one of .* but got None"),
     "unknown kind of layer": (NESTED, {"layer_type": "local"}, "layer_type must be None or one of .* got 'local'"),
@@ -304,9 +316,9 @@ REFUSED_CONFIGS = {
     "fraction is text": (
         {"rope_theta": 1e4, "head_dim": 64, "rotary_pct": "0.5"},
         {},
-        "rotary_pct must be a finite number above 0",
+        r"rotary_pct must be a number in \(0, 1\], but got '0.5'",
     ),
-    "scaling's type of a list": (scaled(rope_type=["linear"], factor=2.0), {}, "rope_type must be one of"),
+    "scaling's type of a list": (scaled(rope_type=["linear"], factor=2.0), {}, "rope_type must be a string"),
     "a number as key": ({"rope_theta": 1e4, "rope_scaling": {1: 2}}, {}, "but got 1"),
     "head size is text": ({"rope_theta": 1e4, "rotary_pct": 0.5, "head_dim": "64"}, {}, "head_dim must be a finite"),
     "heads of each layer": (
@@ -321,7 +333,7 @@ REFUSED_CONFIGS = {
         "original_max_position_embeddings must be above 1",
     ),
     "LongRoPE with a length below 1": (LONG, {"max_length": -5}, "max_length must be .* got -5"),
-    "base beyond float64": ({"rope_theta": 10**400}, {}, "base must be a finite number above 0"),
+    "base beyond float64": ({"rope_theta": 10**400}, {}, "rope_theta must be a finite number above 0"),
     "LongRoPE with another length": (LONG, {"max_length": "4k"}, "max_length must be .* got '4k'"),
     "LongRoPE without a length": (LONG, {}, "max_length must be the longest sequence.*above 4096 tokens.*got None"),
 }

@@ -12,10 +12,10 @@ from flax_mha.core.integers import is_int
 from flax_mha.hf_config.config import ALIASES, read_config
 from flax_mha.hf_config.families import FAMILIES, Family
 from flax_mha.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry
+from flax_mha.hf_config.types import LAYERS
 from flax_mha.modules.attention_fn import attention_fn
 from flax_mha.modules.call import dot_general
 from flax_mha.rope import RoPE
-from flax_mha.rope.scaling import check_number
 
 UNSUPPORTED = (  # config keys that are refused if they are on, in one model type or, if that is empty, in all; and why
     ("use_bidirectional_attention", "", "windows look one way here"),
@@ -83,7 +83,6 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     if changes := position_arguments(family, values, described["num_heads"], rope is not None, kind == CHUNKED):
         described["attention_fn"] = attention_with(**changes)
     if values.get("clip_qkv"):
-        check_number("clip_qkv", values["clip_qkv"], above=0.0)
         described["qkv_dot_general"] = _clipped_dot_general(values["clip_qkv"])
     return described
 
@@ -122,10 +121,10 @@ def _read(config: Any, layer: Any) -> tuple[Family, Values]:
 
 
 def _check_layer(layer: Any, values: Values) -> None:
-    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
-    layers = max((values[name] for name in names if name in values), default=None)
-    if not is_int(layer) or layer < 0 or (layers is not None and layer >= layers):
-        counted = "" if layers is None else f" below {layers}"
+    found = {name: values[name] for name in LAYERS if name in values}
+    largest = max(found, key=lambda name: found[name], default="")
+    if not is_int(layer) or layer < 0 or (found and layer >= found[largest]):
+        counted = f" below {found[largest]}, the {largest} of the config" if found else ""
         raise ValueError(f"layer must be an integer of 0 or more{counted}, but got {layer!r}.")
 
 
@@ -178,10 +177,15 @@ def _sizes(values: Values) -> dict[str, Any]:
     features = hidden
     if "attention_hidden_size" in values:  # Zamba: the input of its attention includes the embeddings
         features = values["attention_hidden_size"] or 2 * hidden
+    head_size = values.get("head_dim") or features // heads
+    if head_size < 1:
+        raise ValueError(
+            f"hidden_size must be at least num_attention_heads, {heads}, without a head_dim, but got {hidden}."
+        )
     return {
         "num_heads": heads,
         "in_features": features,
-        "qkv_features": heads * (values.get("head_dim") or features // heads),
+        "qkv_features": heads * head_size,
         "out_features": hidden,
         "num_kv_heads": _kv_heads(values, heads),
     }
@@ -190,9 +194,13 @@ def _sizes(values: Values) -> dict[str, Any]:
 def _kv_heads(values: Values, heads: int) -> int:
     if values.get("multi_query") and not values.get("new_decoder_architecture"):  # Falcon and GPT-BigCode
         return 1
-    number = values.get("num_kv_heads", values.get("num_key_value_heads"))
-    is_old_falcon = not values.get("new_decoder_architecture", True)
-    return heads if number is None or is_old_falcon else number
+    name = "num_kv_heads" if "num_kv_heads" in values else "num_key_value_heads"
+    number, is_old_falcon = values.get(name), not values.get("new_decoder_architecture", True)
+    if number is None or is_old_falcon:
+        return heads
+    if heads % number:
+        raise ValueError(f"{name} must divide num_attention_heads, {heads}, but got {number}.")
+    return number
 
 
 def _use_bias(family: Family, values: Values) -> bool:

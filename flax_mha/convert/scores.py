@@ -25,7 +25,10 @@ def position_arguments(
     elif beta := rotary.get("llama_4_scaling_beta"):  # Ministral 3
         if "llama_4_scaling_beta" not in family.keys.get("rope_parameters", {}):
             raise ValueError(f"config must do without llama_4_scaling_beta={beta!r}: its models do not read it.")
-        length = rotary.get("original_max_position_embeddings") or values["max_position_embeddings"]
+        names = "original_max_position_embeddings", "max_position_embeddings"
+        length = rotary.get(names[0]) or values.get(names[1])
+        if length is None:
+            raise ValueError(f"config must hold {' or '.join(names)} with llama_4_scaling_beta, but got neither.")
         changes["score_mod"] = _temperature(float(beta), float(length), 0.0)
     if is_chunked and values["attention_chunk_size"]:
         changes["mask"] = _chunk_mask(values["attention_chunk_size"])

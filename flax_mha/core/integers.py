@@ -1,5 +1,6 @@
 """Converts lengths, positions and ids of any integer dtype to int32, never with a silent change of their meaning."""
 
+import math
 import numbers
 from typing import Any, TypeGuard
 
@@ -40,6 +41,14 @@ def unwrapped(value: Any) -> Any:
     if isinstance(value, jax.Array | type) or not hasattr(value, "__jax_array__"):
         return value
     return value.__jax_array__()
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Returns whether `value` is a finite number that float64 can hold, and no bool."""
+    try:
+        return is_number(value) and math.isfinite(value)
+    except OverflowError:  # an integer beyond float64
+        return False
 
 
 def number_in(value: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 from flax_mha.hf_config.families import FAMILIES, Family
 from flax_mha.hf_config.layers import Values
+from flax_mha.hf_config.types import KINDS, NESTED, ROTARY, check_types
 
 # Other keys of the same meaning; of several in one config the first in this order counts.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -36,7 +37,7 @@ def read_config(config: Any) -> tuple[Family, Values]:
 
     The value of an alias is also under its name in `ALIASES`. Nulls are left out, except those of `NULL_COUNTS`, and so
     are keys that only other families read, unless the family is refused: as in Transformers, a Llama has no window even
-    if its config has a `sliding_window`.
+    if its config has a `sliding_window`. Raises a ValueError for a value that has not the type of its key.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"config must be a dict, but got {type(config).__name__}; use config.to_dict().")
@@ -56,10 +57,14 @@ def read_config(config: Any) -> tuple[Family, Values]:
         values["model_type"] = PARTS[model_type]
     if not isinstance(values.get("model_type", ""), str):
         raise ValueError(f"model_type must be a string, but got {values['model_type']!r}.")
+    names: dict[str, str] = {}
     for name, others in ALIASES.items():
-        found = [values[key] for key in (name, *others) if key in values]
-        values |= {name: found[0]} if found else {}
+        if found := [key for key in (name, *others) if key in values]:
+            values[name], names[name] = values[found[0]], found[0]
     family = FAMILIES.get(values.get("model_type", ""), UNKNOWN)
     if family.refused:
+        check_types(values, (*ROTARY, *NESTED), names)
         return family, values
-    return family, {key: value for key, value in values.items() if key not in OPTIONAL or key in family.keys}
+    values = {key: value for key, value in values.items() if key not in OPTIONAL or key in family.keys}
+    check_types(values, KINDS, names)
+    return family, values

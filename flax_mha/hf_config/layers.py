@@ -55,17 +55,25 @@ def listed(otherwise: LayerType) -> LayerType:
     return layer_type
 
 
+def period(values: Values, key: str, otherwise: int = 1) -> int:
+    """Returns the integer under `key`, or `otherwise` if there is none; raises a ValueError for a text (EXAONE)."""
+    found = values.get(key) or otherwise
+    if not isinstance(found, int):
+        raise ValueError(f"{key} must be an integer for layers that layer_types does not name, but got {found!r}.")
+    return found
+
+
 def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
     """Returns a rule by which the last of every n layers is full, and the others slide, unless `layer_types` is given.
 
     n is the value of `key` in the config, or `number` if there is none.
     """
-    return listed(lambda values, layer: sliding(values, layer) if (layer + 1) % (values.get(key) or number) else FULL)
+    return listed(lambda values, layer: sliding(values, layer) if (layer + 1) % period(values, key, number) else FULL)
 
 
 def first_of(number: int, key: str = "") -> LayerType:
     """Returns a rule by which the first of every n layers is full, and the others slide; see `last_of`."""
-    return listed(lambda values, layer: sliding(values, layer) if layer % (values.get(key) or number) else FULL)
+    return listed(lambda values, layer: sliding(values, layer) if layer % period(values, key, number) else FULL)
 
 
 def upper_slide(values: Values, layer: int) -> str:
@@ -90,7 +98,9 @@ def cohere_moe(values: Values, layer: int) -> str:
     layers after them, which are counted from the first that is not dense.
     """
     dense = values.get("first_k_dense_replace") or 0
-    number = values["prefix_dense_sliding_window_pattern"] if layer < dense else values["sliding_window_pattern"]
+    number = (
+        values["prefix_dense_sliding_window_pattern"] if layer < dense else period(values, "sliding_window_pattern")
+    )
     return SLIDING if (layer + 1 if layer < dense else layer + 1 - dense) % number else FULL
 
 
@@ -144,6 +154,8 @@ def cycle(key: str, *otherwise: str) -> LayerType:
 
     def layer_type(values: Values, layer: int) -> str:
         types = values.get(key) or otherwise
+        if not types:
+            raise ValueError(f"{key} must hold the types of layers in a config, but got {values.get(key)!r}.")
         return NAMES.get(types[layer % len(types)], types[layer % len(types)])
 
     return layer_type

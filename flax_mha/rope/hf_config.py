@@ -43,7 +43,6 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
     if layer_type is not None and layer_type not in LAYER_TYPES:
         raise ValueError(f"layer_type must be None or one of {', '.join(LAYER_TYPES)}, but got {layer_type!r}.")
     family, given = read_config(config)
-    _check_numbers(given)
     if unknown := {key for key in given if str(key).startswith(("rope_", "rotary_"))} - KNOWN:
         raise ValueError(
             f"config must hold known keys, but got {', '.join(sorted(unknown))}; if it changes no rotation, remove it."
@@ -95,17 +94,9 @@ def _sections(values: Values, parameters: Values) -> dict[str, Any]:
     return {"sections": parameters["mrope_section"], "section_layout": layout}
 
 
-def _check_numbers(values: Values) -> None:
-    for key in ("factor", "max_position_embeddings", ORIGINAL, "rotary_pct", "partial_rotary_factor"):
-        if key in values:
-            check_number(key, values[key], above=0)
-
-
 def _parameters(values: Values, layer_type: str | None) -> Values:
     """Returns one dict of rope parameters, `rope_theta` among them, for layers of one type, as in Transformers 5."""
     found = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"rope_scaling and rope_parameters must be dicts, but got {found!r}.")
     local_base = values.get("rope_local_base_freq")
     nested = any(isinstance(value, Mapping) for value in found.values())
     if layer_type is None and (nested or local_base is not None):
@@ -126,7 +117,6 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
     parameters = {key: value for key, value in found.items() if value is not None}
     if base is not None:
         parameters.setdefault("rope_theta", base)
-    _check_numbers(parameters)
     if "rope_theta" not in parameters:
         raise ValueError(
             "config must hold rope_theta, rotary_emb_base or a known model_type, but got model_type "
@@ -198,6 +188,11 @@ def _fraction(*sources: Values) -> float:
     if fraction is not None and not 0 < fraction < 1:
         return fraction
     head_size = _head_size(sources[-1] | sources[-2])
+    if fraction is not None and head_size is not None and head_size * fraction < 1:
+        raise ValueError(
+            f"partial_rotary_factor must rotate at least one of the {head_size} features of a head (head_dim), but got "
+            f"{fraction!r}."
+        )
     if fraction is not None:
         return fraction if head_size is None else int(head_size * fraction) / head_size
     if head_size is None:
@@ -215,4 +210,7 @@ def _head_size(values: Values) -> int | None:
         return None
     for name in names:
         check_number(name, values[name], above=0)
-    return values["head_dim"] if names == ("head_dim",) else values["hidden_size"] // values["num_attention_heads"]
+    head_size = values["head_dim"] if len(names) == 1 else values["hidden_size"] // values["num_attention_heads"]
+    if head_size < 1:
+        raise ValueError(f"hidden_size must be at least num_attention_heads, but got {values['hidden_size']}.")
+    return head_size

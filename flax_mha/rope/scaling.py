@@ -7,24 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from flax_mha.core.integers import is_number
+from flax_mha.core.integers import is_finite
 
 
 def check_number(name: str, value: Any, *, above: float | None = None, at_least: float | None = None) -> None:
     """Raises a ValueError unless `value` is a finite number in the given range."""
-    in_range = is_number(value) and (above is None or value > above) and (at_least is None or value >= at_least)
-    if in_range and _is_finite(value):
+    if is_finite(value) and (above is None or value > above) and (at_least is None or value >= at_least):
         return
     bounds = "" if above is None else f" above {above:g}"
     bounds += "" if at_least is None else f" of at least {at_least:g}"
     raise ValueError(f"{name} must be a finite number{bounds}, but got {value!r}.")
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond float64
-        return False
 
 
 @dataclasses.dataclass(frozen=True)
