@@ -83,6 +83,16 @@ def test_a_name_that_is_no_function(name, capsys):
     assert name in said
 
 
+@pytest.mark.core
+def test_a_function_of_something_else(monkeypatch, capsys):
+    few = {name: CHECKS[name] for name in ("plain", "a mask of floats is an error")}
+    monkeypatch.setattr("flax_mha.conformance.__main__.CHECKS", few)
+    with pytest.raises(SystemExit) as error:
+        main(["os.getcwd"])
+    assert error.value.code == 2
+    assert "error: os.getcwd must be an attention function, but it raised" in capsys.readouterr().err
+
+
 def test_the_command():
     command = [sys.executable, "-m", "flax_mha.conformance", "jax.nn.no_such_function"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 
+from flax_mha.conformance.cases import CASES
 from flax_mha.conformance.checks import CHECKS, Result, check
 
 SYMBOLS = {"computes": "yes", "refuses": "-", "wrong": "WRONG"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 if a check found a wrong answer, else 0."""
+    """Runs the command; returns 1 if a check found a wrong answer, else 0; exits with 2 if an argument is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m flax_mha.conformance",
         description="Compares attention functions with the equation in float64: output and gradients of many calls, "
@@ -28,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     functions = {name: _find(parser, name) for name in given.functions}
     columns = {name: list(_run(name, function)) for name, function in functions.items()}
+    for name, results in columns.items():
+        if all(result.kind == "refuses" for result in results if result.name in CASES):
+            detail = next((result.detail for result in results if result.name in CASES), "")
+            parser.error(f"{name} must be an attention function, but it raised an error in every call, first {detail}")
     print("\n".join((_markdown if given.markdown else _text)(columns)))
     return int(any(result.kind == "wrong" for results in columns.values() for result in results))
 
