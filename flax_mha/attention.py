@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.arguments import Arguments, CallArguments, canonical
+from flax_mha.call.arguments import Arguments, CallArguments, canonical, naming_siblings
 from flax_mha.call.operands import ScoreMod, Sharding
 from flax_mha.core.tracing import Platform
 from flax_mha.distributed import dispatch
@@ -56,6 +56,7 @@ def dot_product_attention(
     return_max_score: Literal[True],
     **arguments: Unpack[Arguments],
 ) -> tuple[Array, ...]: ...
+@naming_siblings
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,

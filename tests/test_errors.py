@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import dot_product_attention
+from flax_mha import attention_fn, dot_product_attention, explain_implementation
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
 B, T, S, N, K, H = 2, 5, 7, 6, 3, 4
@@ -67,6 +67,8 @@ REFUSED = {
     "mask, a function": ({"mask": lambda b, h, q, k: q >= k}, "mask must be a boolean array or a mask object .*lambda"),
     "mask of keys alone": ({"mask": np.ones((B, S), bool)}, r"got shape \(2, 7\); use mask\[:, None, None, :\]"),
     "mask without heads": ({"mask": np.ones((B, T, S), bool)}, r"got shape \(2, 5, 7\); use mask\[:, None, :, :\]"),
+    "mask of keys without heads": ({"mask": np.ones((B, 1, S), bool)}, r"shape \(2, 1, 7\); use mask\[:, None, :, :\]"),
+    "mask of queries without heads": ({"mask": np.ones((B, T, 1), bool)}, r"\(2, 5, 1\); use mask\[:, None, :, :\]"),
     "mask of floats": ({"mask": np.where(np.ones((T, S)), 0, -1e9)}, "mask must be bool .*pass it as bias="),
     "mask rank": ({"mask": np.ones((1, B, N, T, S), bool)}, "mask must broadcast to"),
     "bias dtype": ({"bias": np.ones((T, S), bool)}, "bias must have a dtype out of .*bool; a boolean array is a mask"),
@@ -105,6 +107,10 @@ REFUSED = {
     "rate NaN": ({"dropout_rate": float("nan"), "dropout_rng": RNG}, r"dropout_rate .*got nan"),
     "no key for dropout": ({"dropout_rate": 0.1}, r"dropout_rng must be a key where dropout_rate > 0, but got None"),
     "not a key": ({"dropout_rate": 0.1, "dropout_rng": 0}, "dropout_rng must be one key"),
+    "a raw key of another size": (
+        {"dropout_rate": 0.1, "dropout_rng": np.zeros(3, np.uint32)},
+        r"dropout_rng must be one key .* or raw uint32 of shape \(2,\), but got an array of shape \(3,\)",
+    ),
     "many keys": ({"dropout_rate": 0.1, "dropout_rng": jax.random.split(RNG)}, "dropout_rng must be one key"),
     "window below 0": ({"local_window_size": (3, -1)}, r"local_window_size must be an int >= 0, .*got \(3, -1\)"),
     "window of three": ({"local_window_size": (3, 1, 2)}, "local_window_size must be"),
@@ -225,6 +231,30 @@ def test_an_error_comes_before_any_compute():
     """Tracing alone is enough to meet it: no value is looked at."""
     with pytest.raises(ValueError, match="depths must match"):
         jax.eval_shape(dot_product_attention, *(jax.ShapeDtypeStruct((1, 2, 1, n), jnp.float32) for n in (3, 4, 4)))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["lengths", "segment_ids"])
+@pytest.mark.parametrize("function", [dot_product_attention, attention_fn, explain_implementation])
+def test_arguments_of_modules_are_refused_with_those_of_functions(function, name):
+    x = jnp.ones((B, T, N, H))
+    siblings = {"lengths": "query_seq_lengths and key_value_seq", "segment_ids": "query_segment_ids and key_value_segm"}
+    with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{name}'; .* use {siblings[name]}"):
+        function(x, x, x, **{name: np.ones(B, int)})
+    with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'length'$"):
+        function(x, x, x, length=3)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("split", range(4))
+def test_axes_that_a_mesh_cannot_split(split):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P(*(("data" if i == split else None) for i in range(4))))
+    if split in (0, 2):
+        call(qkv_sharding=sharding)
+        return
+    with pytest.raises(ValueError, match="the head size, .* cannot be split" if split == 3 else "must be split alike"):
+        call(qkv_sharding=sharding)
 
 
 @pytest.mark.core

@@ -517,7 +517,64 @@ REFUSED = {
     "mask without heads": ({}, {"mask": jnp.ones((B, T, T), bool)}, r"\(2, 9, 9\); use mask\[:, None, :, :\]"),
     "negative length": ({}, {"lengths": jnp.array([3, -1])}, "^lengths must be at least 0, but got -1"),
     "lengths of another batch": ({}, {"lengths": jnp.array([3, 1, 2])}, "^lengths must broadcast to"),
+    "mask of a row without heads": ({}, {"mask": jnp.ones((B, 1, T), bool)}, r"\(2, 1, 9\); use mask\[:, None, :, :\]"),
+    "segments' length": (
+        {},
+        {"segment_ids": jnp.ones((B, 4), int)},
+        r"^segment_ids must be \[batch..., 9\], one id a position, but got shape \(2, 4\)",
+    ),
+    "segments' dtype": ({}, {"segment_ids": jnp.ones((B, T))}, "^segment_ids must be integers, but got float32"),
+    "segments' pair": (
+        {},
+        {"segment_ids": (jnp.ones((B, T), int), jnp.ones((B, 4), int))},
+        r"^segment_ids of keys must be \[batch..., 9\]",
+    ),
 }
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["in_features", "in_kv_features", "qkv_features", "out_features"])
+@pytest.mark.parametrize("size", [0, -1, "8"])
+def test_modules_need_features(name, size):
+    latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+    message = f"{name} must be an int >= 1, but got {size!r}"
+    with pytest.raises(ValueError, match=message):
+        Nnx.make(**{name: size})
+    if name in ("in_features", "out_features"):
+        with pytest.raises(ValueError, match=message):
+            flax_mha.MultiHeadLatentAttention(
+                **{"num_heads": N, "in_features": D, **latent, name: size}, rngs=nnx.Rngs(0)
+            )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_linen_inputs_need_features(empty):
+    inputs = [X[..., :0] if i == empty else X for i in range(3)]
+    message = f"{('inputs_q', 'inputs_k', 'inputs_v')[empty]} must have at least 1 feature.* got shape \\(2, 9, 0\\)"
+    with pytest.raises(ValueError, match=message):
+        Linen.call(Linen.make(qkv_features=D), *inputs)
+    if not empty:
+        latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+        with pytest.raises(ValueError, match=message):
+            Linen.call(linen.MultiHeadLatentAttention(N, **latent), X[..., :0])
+
+
+@pytest.mark.core
+def test_remat_traces_keyword_arguments():
+    """So `is_causal=True` is no bool in it; the mask object is the same."""
+    module = nn.remat(linen.MultiHeadDotProductAttention)(N)
+    fix = r"got a traced value; pass mask=flax_mha.CausalMask\(\) instead.* nn.remat"
+    with pytest.raises(ValueError, match="is_causal must be True or False, .*" + fix):
+        Linen.call(module, X, is_causal=True)
+    want = Linen.call(Linen.make(), X, is_causal=True)
+    np.testing.assert_allclose(Linen.call(module, X, mask=CausalMask()), want, atol=1e-6)
+
+
+@pytest.mark.core
+def test_one_array_of_segments_for_keys_of_another_length_is_refused():
+    with pytest.raises(ValueError, match=r"segment_ids must be a pair \(of queries, of keys\) .* lengths 9 and 13"):
+        Nnx.call(Nnx.make(), X, Y, segment_ids=jnp.ones((B, T), int))
 
 
 @pytest.mark.core

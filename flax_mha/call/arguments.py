@@ -4,8 +4,8 @@ import bisect
 import functools
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,31 @@ from flax_mha.core.validation import DTYPES, Shape, as_array, broadcastable, per
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
 from flax_mha.masks.function import functions_of
 
+# Arguments of a module's call, and those of functions for the same.
+SIBLINGS = {
+    "lengths": "query_seq_lengths and key_value_seq_lengths",
+    "segment_ids": "query_segment_ids and key_value_segment_ids",
+}
+F = TypeVar("F", bound=Callable[..., Any])
 LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
+
+
+def unexpected(function: str, name: str) -> TypeError:
+    """Makes Python's error about an argument that a function does not have; adds what to use instead, if known."""
+    fix = f"; {name} is an argument of modules, use {SIBLINGS[name]}" if name in SIBLINGS else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{fix}")
+
+
+def naming_siblings(function: F) -> F:
+    """Makes a function refuse the arguments in `SIBLINGS` by an error that says what to use instead."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not SIBLINGS.keys().isdisjoint(keywords):
+            raise unexpected(function.__name__, min(SIBLINGS.keys() & keywords))
+        return function(*arguments, **keywords)
+
+    return cast(F, call)
 
 
 class CommonArguments(TypedDict, total=False):
@@ -213,7 +237,10 @@ def check_dropout(rate: float, rng: Any) -> float:
         raise ValueError("dropout_rng must be a key where dropout_rate > 0, but got None; pass jax.random.key(0), say.")
     if rate > 0 and not _is_key(rng):
         got = f"an array of shape {rng.shape} and dtype {rng.dtype}" if hasattr(rng, "shape") else repr(rng)
-        raise ValueError(f"dropout_rng must be one key as jax.random.key makes it, but got {got}.")
+        raise ValueError(
+            f"dropout_rng must be one key as jax.random.key makes it, or raw uint32 of shape {_raw_key_shape()}, but "
+            f"got {got}."
+        )
     return rate
 
 
@@ -235,7 +262,17 @@ def _is_key(rng: object) -> bool:
         return False
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng.shape == ()
-    return rng.dtype == jnp.uint32 and rng.ndim == 1
+    return rng.dtype == jnp.uint32 and rng.shape == _raw_key_shape()
+
+
+def _raw_key_shape() -> tuple[int, ...]:
+    """Returns the shape of a raw key of JAX's default implementation of random numbers."""
+    return _key_shape_of(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _key_shape_of(implementation: str) -> tuple[int, ...]:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
 
 
 def canonical(
@@ -254,7 +291,7 @@ def canonical(
     `platform` is the one to explain the call for; None if the call is computed, or explained for where it is computed.
     """
     if unknown := arguments.keys() - CallArguments.__optional_keys__:
-        raise TypeError(f"dot_product_attention() got an unexpected keyword argument {min(unknown)!r}")
+        raise unexpected("dot_product_attention", min(unknown))
     query, key, value, shape = check_inputs(query, key, value)
     target = target_of((query, key, value), platform)
     scoring = check_scoring(query, shape, arguments, target, return_residual)

@@ -7,6 +7,7 @@ checked if they are known, so those of tracers are not.
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -83,13 +84,14 @@ def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
-    """Returns advice on the missing axes of a mask [B..., S] or [B..., T, S]; else an empty string."""
+    """Returns advice on the missing axes of a mask [B..., S] or [B..., T | 1, S | 1]; else an empty string."""
     batch, keys = shape.batch, shape.key_length
     if not batch or array.shape[: len(batch)] != batch:
         return ""
     if array.shape == (*batch, keys):
         return "; a mask of keys is mask[..., None, None, :]" if len(batch) > 1 else "; use mask[:, None, None, :]"
-    if array.shape == (*batch, shape.query_length, keys):
+    rows = array.shape[len(batch) :]
+    if len(rows) == 2 and rows[0] in (1, shape.query_length) and rows[1] in (1, keys):
         return "; use mask[..., None, :, :]" if len(batch) > 1 else "; use mask[:, None, :, :]"
     return ""
 
@@ -120,20 +122,28 @@ def lengths(name: str, value: ArrayLike | None, shape: Shape, most: int | None =
     return array
 
 
-def segment_ids(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape) -> tuple[Array, Array]:
-    """Checks segment ids [B..., T] and [B..., S]; returns both in one dtype. If T = S, one of the two is enough."""
+def segment_ids(
+    query_ids: ArrayLike | None,
+    key_ids: ArrayLike | None,
+    shape: Shape,
+    names: tuple[str, str] = ("query_segment_ids", "key_value_segment_ids"),
+) -> tuple[Array, Array]:
+    """Checks segment ids [B..., T] and [B..., S]; returns both in one dtype. If T = S, one of the two is enough.
+
+    `names` are those of the two arguments in errors.
+    """
     if query_ids is None and key_ids is None:
         raise ValueError("SegmentMask(query_ids, key_value_ids) must hold arrays of integers, but got None.")
     if (query_ids is None or key_ids is None) and shape.query_length != shape.key_length:
-        missing = "query_segment_ids" if query_ids is None else "key_value_segment_ids"
+        missing = names[0] if query_ids is None else names[1]
         raise ValueError(
             f"{missing} must be given too where queries and keys differ in length, but got lengths "
             f"{shape.query_length} and {shape.key_length} and only one of the two."
         )
     checked = []
     for name, given, partner, length in (
-        ("query_segment_ids", query_ids, key_ids, shape.query_length),
-        ("key_value_segment_ids", key_ids, query_ids, shape.key_length),
+        (names[0], query_ids, key_ids, shape.query_length),
+        (names[1], key_ids, query_ids, shape.key_length),
     ):
         ids = ids_int32(name, partner if given is None else given)
         if ids.ndim == 0 or ids.shape[-1] != length:
@@ -144,6 +154,16 @@ def segment_ids(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: S
 
 
 def flag(name: str, value: bool) -> bool:
+    if isinstance(value, jax.core.Tracer):
+        fix = (
+            "; pass mask=flax_mha.CausalMask() instead"
+            if name == "is_causal"
+            else "; make it static by static_argnames of jax.jit, or by a closure"
+        )
+        raise ValueError(
+            f"{name} must be True or False, known while tracing, but got a traced value{fix}. Keyword arguments are "
+            "traced by nn.remat of flax.linen."
+        )
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, but got {value!r}.")
     return bool(value)

@@ -209,8 +209,13 @@ def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, s
     query, key, *_ = call.operands
     by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
     given = [{axes for axes in each if axes not in (None, ())} for each in by_axis]
-    if any(len(x) > 1 for x in given) or given[-1] or given[-3]:
-        got = ", ".join(map(str, specs))
+    got = ", ".join(map(str, specs))
+    if given[-1]:
+        raise ValueError(
+            f"the head size, the last axis of query, key and value, cannot be split, but {source} say {got}; split "
+            "batch axes and heads, or use jax.reshard."
+        )
+    if any(len(x) > 1 for x in given) or given[-3]:
         raise ValueError(
             f"query, key and value must be split alike, over batch axes and heads, but {source} say {got}; use "
             "jax.reshard, or context_parallel for sequences that are split."

@@ -22,6 +22,7 @@ from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
 from flax_mha.modules.explain import explaining
 from flax_mha.modules.latent import check_latent, compression, yarn_scale
+from flax_mha.modules.options import check_has_features
 from flax_mha.rope import RoPE
 
 Init = Callable[..., Any]
@@ -101,6 +102,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         Arguments and errors are those of `flax_mha.linen.MultiHeadDotProductAttention.__call__`.
         """
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
+        check_has_features(inputs_q=inputs_q)
         check_latent(vars(self))
         validation.flag("per_row", self.per_row)
         variables: list[nn.Variable] = []

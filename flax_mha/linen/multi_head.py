@@ -18,7 +18,7 @@ from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
 from flax_mha.modules.explain import explaining
-from flax_mha.modules.options import NormKind, check_options, norm_of
+from flax_mha.modules.options import NormKind, check_has_features, check_options, norm_of
 from flax_mha.rope import RoPE
 
 STORED = ("cached_key", "cached_value", "cached_lengths")  # variables of the keys that `store_keys` stores
@@ -114,6 +114,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             index is known, is full. Under `jit` the output of a sequence that has no room is NaN, and its cache does
             not change.
         """
+        check_has_features(inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v, inputs_kv=inputs_kv)
         may_be_mask = False
         if inputs_kv is not None:
             inputs_k = inputs_v = _deprecated_inputs(inputs_k, inputs_v, inputs_kv)

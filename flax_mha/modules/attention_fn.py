@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
-from flax_mha.call.arguments import Arguments
+from flax_mha.call.arguments import Arguments, naming_siblings
 from flax_mha.call.operands import Call, Context, Output, Sharding, accumulation_dtype
 from flax_mha.core import validation
 from flax_mha.distributed import dispatch
@@ -33,6 +33,7 @@ FROM_MODULE = ("query", "key", "value", "dropout_rng", "dropout_rate", "module",
 STATIC = (bool, int, float, str, tuple)  # types of arguments that are compared by their values
 
 
+@naming_siblings
 def attention_fn(  # noqa: D417 - dot_product_attention has the others
     query: Array,
     key: Array,

@@ -96,6 +96,8 @@ def call_module(
     per_sequence: dict[str, Array | None] = {}
     if segment_ids is not None or lengths is not None:
         per_sequence = sequences.per_sequence_arguments(segment_ids, lengths, self_attention, decode, keys == "cache")
+    if segment_ids is not None:
+        sequences.check_segment_ids(segment_ids, inputs_q, inputs_k)
     core = core_of(module.attention_fn)
     if keys == "stored":
         sequences.check_stored(module, {} if core is None else core.preset, mask, score_mod)

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from flax_mha.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha.core import validation
-from flax_mha.core.integers import is_int, is_number, number_in
+from flax_mha.core.integers import int_at_least, is_int, is_number, number_in
 from flax_mha.impl.registry import check_name
 from flax_mha.rope import RoPE
 
@@ -87,6 +87,20 @@ def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
             f"Memory dimension ({qkv_features}) must be divisible by 'num_heads' heads ({num_heads}); choose "
             "qkv_features to be a multiple of num_heads."
         )
+
+
+def check_features(**sizes: Any) -> None:
+    """Raises a ValueError unless numbers of features, by the names of their arguments, are integers >= 1 or None."""
+    for name, size in sizes.items():
+        if size is not None:
+            int_at_least(name, size, 1)
+
+
+def check_has_features(**inputs: Any) -> None:
+    """Raises a ValueError if inputs, by the names of their arguments, have 0 features; None is left out."""
+    for name, x in inputs.items():
+        if x is not None and x.ndim and x.shape[-1] < 1:
+            raise ValueError(f"{name} must have at least 1 feature, on its last axis, but got shape {x.shape}.")
 
 
 def check_epsilon(name: str, epsilon: Any) -> None:

@@ -20,7 +20,7 @@ from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
 from flax_mha.modules.explain import explaining
 from flax_mha.modules.latent import check_latent, compression, yarn_scale
-from flax_mha.modules.options import check_rngs
+from flax_mha.modules.options import check_features, check_rngs
 from flax_mha.nnx.multi_head import NO_METADATA, AttentionModule, split_variable
 from flax_mha.rope import RoPE
 
@@ -111,6 +111,7 @@ class MultiHeadLatentAttention(AttentionModule):
         rope: RoPE | None = None,
         head_axis: str | None = None,
     ) -> None:
+        check_features(in_features=in_features, out_features=out_features)
         check_latent(locals())
         dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
         check_rngs(rngs, nnx.Rngs)

@@ -28,7 +28,7 @@ from flax_mha.masks import Mask
 from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha.modules.call import PASSED_ON, Arrays, FlaxModule, call_module, dot_general, reach
 from flax_mha.modules.explain import ExplainedAttention, explaining
-from flax_mha.modules.options import Norm, NormKind, check_options, check_rngs, norm_of
+from flax_mha.modules.options import Norm, NormKind, check_features, check_options, check_rngs, norm_of
 from flax_mha.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -185,7 +185,10 @@ class AttentionModule(nnx.Module):
     def _cache(self, *_: Array) -> Arrays:
         """Returns the cache's arrays in the order in which `KVCache.of_window` takes them: key, value, index, scale."""
         if self.cached_key is None or self.cache_index is None:
-            raise ValueError("Autoregressive cache not initialized, call ``init_cache`` first.")
+            raise ValueError(
+                "Autoregressive cache not initialized, call ``init_cache`` first: "
+                f"layer.init_cache((*batch, max_length, {self.in_features}))."
+            )
         key, *others = _read(*self._variables())
         return (key, key[..., :0], *others) if self.cached_value is None else (key, *others)
 
@@ -369,6 +372,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         rope: RoPE | None = None,
         head_axis: str | None = None,
     ) -> None:
+        sizes = {"in_features": in_features, "qkv_features": qkv_features, "out_features": out_features}
+        check_features(**sizes, in_kv_features=in_kv_features)
         dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
         given = dict(locals())
         check_options(given, in_features if qkv_features is None else qkv_features)

@@ -181,7 +181,7 @@ def test_few_queries_of_many_keys():
     [
         (jax.P("rows"), r"name axes of the mesh, but got rows, and the mesh has \('data', 'model'\)"),
         (jax.P(None, "data"), "split alike, over batch axes and heads, but qkv_sharding say"),
-        (jax.P(None, None, None, "model"), "split alike, over batch axes and heads"),
+        (jax.P(None, None, None, "model"), "the head size, .* cannot be split, but qkv_sharding say"),
         (jax.P(("data", "model")), "batch axis 0 must be a multiple of the 8 parts"),
         (jax.P(None, None, ("data", "model")), "the query heads must be a multiple of the 8 parts"),
         ("data", "qkv_sharding must be a jax.P or a NamedSharding"),
