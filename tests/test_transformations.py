@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import compiled_for
 from jax import export
-from marks import pairwise, with_core
+from marks import pairwise, with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.cached_attention import cached_attention
@@ -325,3 +325,64 @@ def test_what_a_policy_saves_by_name_is_not_computed_again(implementation):
 
     saved, without = count(functools.partial(jax.checkpoint, policy=save)), count(lambda block: block)
     assert saved == without < count(jax.checkpoint)
+
+
+KEYS = jnp.array([5, 9])
+LINEAR = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "lengths": {"key_value_seq_lengths": KEYS, "query_seq_lengths": jnp.array([7, 3])},
+    "window, soft cap, sinks": {"local_window_size": 2, "logits_soft_cap": 3.0, "sinks": jnp.ones(4)},
+    "dropout": {"dropout_rate": 0.5, "dropout_rng": jax.random.key(3), "is_causal": True},
+    "mask": {"mask": jnp.arange(9) % 2 == 0, "bias": jnp.ones((7, 9))},
+    "score_mod": {"score_mod": lambda score, b, h, q_idx, kv_idx: score * KEYS[b].astype(score.dtype)},
+}
+
+
+LINEAR_CASES = [("plain", None), ("causal", "xla"), ("causal", "blockwise"), ("lengths", "blockwise"), ("mask", "xla")]
+LINEAR_CASES += [("window, soft cap, sinks", "xla"), ("dropout", "blockwise"), ("score_mod", "xla")]
+
+
+@pytest.mark.parametrize(("name", "implementation"), with_core_tuples(LINEAR_CASES, *LINEAR_CASES[1:3]))
+def test_linear_transpose_by_values(name, implementation):
+    """Attention is linear in its values; the transpose is the gradient, also under `jit` and with NaN elsewhere."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 3), (2, 7, 4, 3)
+    query, key, value, cotangent = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+
+    def attend(value, query=query, key=key):
+        return dot_product_attention(query, key, value, implementation=implementation, **LINEAR[name])
+
+    (want,) = jax.vjp(attend, value)[1](cotangent)
+    assert jnp.abs(want).max() > 0.1
+    (got,) = jax.linear_transpose(attend, value)(cotangent)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+    @jax.jit
+    def transposed(query, key, cotangent):
+        like = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        return jax.linear_transpose(lambda value: attend(value, query, key), like)(cotangent)[0]
+
+    np.testing.assert_allclose(transposed(query, key, cotangent), want, atol=2e-6)
+    if name != "causal":
+        return
+    # The transpose is differentiable.
+    d_query = jax.grad(lambda query: jnp.vdot(transposed(query, key, cotangent), value))(query)
+    want = jax.grad(lambda query: jnp.vdot(attend(value, query), cotangent))(query)
+    np.testing.assert_allclose(d_query, want, atol=2e-5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("function", [lambda attend: lambda x: attend(x, x), lambda attend: jax.jit(attend)])
+def test_linear_transpose_of_what_is_not_known_to_be_linear_is_refused(function):
+    x = jnp.ones((1, 3, 2, 4))
+    attend = function(lambda value, query=x: dot_product_attention(query, x, value, implementation="blockwise"))
+    with pytest.raises(NotImplementedError, match=r"only as a function of its values, .* use jax.vjp"):
+        jax.linear_transpose(attend, x)(x)
+
+
+@pytest.mark.core
+def test_linear_transpose_with_the_residual():
+    x = jnp.ones((1, 3, 2, 4))
+    (got,) = jax.linear_transpose(lambda value: dot_product_attention(x, x, value, return_residual=True)[0], x)(x)
+    np.testing.assert_allclose(got, jnp.ones_like(x), atol=1e-6)

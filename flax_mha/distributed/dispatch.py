@@ -5,12 +5,13 @@ split, and any implementation can compute them, fused kernels too. A call that i
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters.partial_eval import JaxprTracer
 from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
@@ -23,6 +24,7 @@ from flax_mha.impl import fused, registry
 from flax_mha.impl.lower_for_platform import lower_for_platform
 from flax_mha.impl.registry import IMPLEMENTATIONS, Explanation
 from flax_mha.impl.shared import schedule
+from flax_mha.impl.shared.derivatives import linear_function
 from flax_mha.impl.shared.head import head_ids
 
 # Kernels that are chosen first on a platform, by published speeds: this package has not been run on a GPU or a TPU.
@@ -42,6 +44,8 @@ def run(call: Call, implementation: str | None) -> Output:
     if implementation is not None:
         registry.check_name(implementation)
     parts = split_of(call)
+    if parts is None and _only_values_are_unknown(call.operands):
+        return _linear_in_values(call, implementation)
     if parts is None:
         call = call if call.options.sharding is None else _unsplit(call)
         results = _attention_of(call, implementation)(call)
@@ -55,6 +59,40 @@ def run(call: Call, implementation: str | None) -> Output:
         return results
     output, lse = results[:2]
     return output, lse, _max_score(lse, results[-1])
+
+
+def _only_values_are_unknown(operands: Operands) -> bool:
+    """Returns whether `jax.linear_transpose` is tracing a function of the values, in which attention is linear."""
+    if not isinstance(operands.value, JaxprTracer):
+        return False
+    return sum(isinstance(x, JaxprTracer) for x in jax.tree.leaves(operands)) == 1
+
+
+def _linear_in_values(call: Call, implementation: str | None) -> Output:
+    """Computes `run` as one linear function of the values, whose transpose is the gradient.
+
+    The search for NaN in values is not linear, so the operations that compute attention cannot be transposed.
+    """
+    value = call.operands.value
+    leaves, structure = jax.tree.flatten(call.operands)
+    place = next(i for i, x in enumerate(leaves) if x is value)
+    others = leaves[:place] + leaves[place + 1 :]
+
+    def attend(*leaves: Array) -> Output:
+        *others, value = leaves
+        operands = jax.tree.unflatten(structure, [*others[:place], value, *others[place:]])
+        return run(call._replace(operands=operands), implementation)
+
+    def transpose(others: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
+        _, pull = jax.vjp(lambda value: attend(*others, value)[0], jnp.zeros(value.shape, value.dtype))
+        return pull(cotangents[0])
+
+    # Log-sum-exp and largest scores do not depend on the values.
+    needs_others = call.options.return_residual or call.options.return_max_score
+    of_scores = attend(*others, jnp.zeros(value.shape, value.dtype))[1:] if needs_others else (None,)
+    output = jax.eval_shape(attend, *others, jax.ShapeDtypeStruct(value.shape, value.dtype))[0]
+    function = linear_function([output], lambda *leaves: [attend(*leaves)[0]], transpose, len(others))
+    return (function(*others, value)[0], *of_scores)
 
 
 @jax.jit
