@@ -240,8 +240,8 @@ REFUSED_CALLS = [
     ({}, [X], {"mask": np.ones((1, 1, 1, 1, 1), bool)}, ValueError, "mask must broadcast"),
     ({}, [X], {"bias": np.ones((2, 7, 7), np.float32)}, ValueError, "bias must broadcast"),
     ({}, [X], {"score_mod": lambda score: score}, ValueError, r"score_mod\(score, b, h, q_idx, kv_idx\) must"),
-    ({}, [X], {"segment_ids": jnp.ones((BATCH, KEYS), int)}, ValueError, "query_segment_ids must be"),
-    ({}, [X, Y], {"segment_ids": jnp.ones((BATCH, QUERIES), int)}, ValueError, "key_value_segment_ids must be"),
+    ({}, [X], {"segment_ids": jnp.ones((BATCH, KEYS), int)}, ValueError, r"^segment_ids must be \[batch"),
+    ({}, [X, Y], {"segment_ids": jnp.ones((BATCH, QUERIES), int)}, ValueError, "^segment_ids must be a pair"),
     ({"implementation": "cudnn"}, [X], {}, NotImplementedError, "cudnn"),
     ({"decode": True}, [X[:, :1]], {"segment_ids": jnp.ones((BATCH, 1), int)}, ValueError, "segment_ids .*decod"),
 ]

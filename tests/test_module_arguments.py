@@ -533,7 +533,7 @@ REFUSED = {
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["in_features", "in_kv_features", "qkv_features", "out_features"])
+@pytest.mark.parametrize("name", ["in_features", "in_kv_features", "out_features"])
 @pytest.mark.parametrize("size", [0, -1, "8"])
 def test_modules_need_features(name, size):
     latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}

@@ -372,8 +372,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         rope: RoPE | None = None,
         head_axis: str | None = None,
     ) -> None:
-        sizes = {"in_features": in_features, "qkv_features": qkv_features, "out_features": out_features}
-        check_features(**sizes, in_kv_features=in_kv_features)
+        check_features(in_features=in_features, out_features=out_features, in_kv_features=in_kv_features)
         dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
         given = dict(locals())
         check_options(given, in_features if qkv_features is None else qkv_features)
