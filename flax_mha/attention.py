@@ -129,10 +129,10 @@ def dot_product_attention(
         It maps a scaled and capped score (float32, or float64 for float64 inputs), given the index of the batch entry
         (flattened if there are several batch axes), the index of the head, and the positions of query and key (int32).
         Captured arrays and numbers are read at every call (in a function that you jit, when it is traced: pass what
-        changes as its argument); captured floating-point arrays get gradients. Returning -inf masks the score. Lookups
-        in captured arrays must stay within them: `array[index]` with a b, h, q_idx or kv_idx of this call that the
-        array does not have is an error, where that can be known while tracing. An index that is computed from other
-        arrays or from both positions is not checked; JAX takes the last entry then.
+        changes as its argument); captured floating-point arrays get gradients. Returning -inf masks the score. A lookup
+        that leaves a captured array is an error, if its index is known while tracing, unless the index depends on
+        `q_idx` or `kv_idx` and a mask other than a causal mask or a window may hide that position. Indices computed
+        from other arrays are not checked; JAX then returns the last entry.
       dropout_rate: Share of the softmax's weights set to 0, in [0, 1); the others grow by 1 / (1 - rate).
       dropout_rng: Key of `jax.random`; needed where `dropout_rate > 0`. What is dropped depends on the key and on
         batch entry, head and positions alone, so it is the same in every implementation.

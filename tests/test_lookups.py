@@ -11,7 +11,7 @@ from flax import nnx
 from flax_mha import MultiHeadAttention, dot_product_attention, explain_implementation, linen, recipes
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
-from flax_mha.masks import CausalMask, FunctionMask
+from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, Mask
 
 B, T, N = 2, 56, 8
 X = jax.ShapeDtypeStruct((B, T, N, 4), jnp.float32)
@@ -89,6 +89,23 @@ REFUSED = {
     "a condition beyond": (mod(lambda b, h, q, k: jnp.where(k < 57, TABLE[k], 0.0)), "kv_idx = 55"),
     "causal inside": (mask(lambda b, h, q, k: (q >= k) & (TABLE[q] == TABLE[k])), "q_idx = 55"),
     "in a part of a mask": ({"mask": CausalMask() & ~FunctionMask(lambda b, h, q, k: TABLE[k] > 0)}, "kv_idx = 55"),
+    "in a part of a mask, or": ({"mask": CausalMask() | FunctionMask(lambda b, h, q, k: TABLE[k] > 0)}, "kv_idx = 55"),
+    "window and function": (
+        recipes.combine(recipes.sliding_window(3), mask(lambda b, h, q, k: TABLE[k] > 0)),
+        "k.* 55",
+    ),
+    "last query that sees a key": (
+        mod(lambda b, h, q, k: TABLE[q]) | {"local_window_size": 3, "key_value_offset": -9},
+        "q_idx = 49",
+    ),
+    "bias": (mod(lambda b, h, q, k: TABLE[k]) | {"bias": np.where(np.arange(T) < 40, 0.0, -np.inf)}, "kv_idx = 55"),
+    "heads, other masks": (recipes.documents(jnp.arange(T) // 28) | mod(lambda b, h, q, k: HEADS[h]), "h = 7"),
+    "batch, lengths": (mod(lambda b, h, q, k: TABLE[k] + jnp.ones(1)[b]) | {"key_value_seq_lengths": 40}, "b = 1"),
+    "offsets of each sequence": (
+        mod(lambda b, h, q, k: jnp.ones(60)[q])
+        | {"query_offset": [0, 5], "key_value_offset": [0, 5], "is_causal": True},
+        "q_idx = 60",
+    ),
     "offset": (mod(lambda b, h, q, k: jnp.ones(T)[q]) | {"query_offset": 3}, r"q_idx = 58 .* at least 59"),
     "bits": (
         mask(lambda b, h, q, k: (jnp.zeros(1, int)[k >> 5] >> k % 32) & 1 == 0),
@@ -119,6 +136,10 @@ KEPT = {
     "branch": mod(lambda b, h, q, k: jax.lax.cond(k < LENGTH, lambda x: x, jnp.zeros_like, TABLE[k])),
     "fill": mod(lambda b, h, q, k: TABLE.at[k].get(mode="fill", fill_value=0.0)),
     "take": mod(lambda b, h, q, k: jnp.take(TABLE, k, mode="clip")),
+    "distance of each sequence": (
+        mod(lambda b, h, q, k: jnp.ones(T)[q - k])
+        | {"query_offset": [0, 99], "key_value_offset": [0, 99], "is_causal": True}
+    ),
     "distance": mod(lambda b, h, q, k: jnp.ones(2 * T)[q - k + T]),
     "distance from the end": mod(lambda b, h, q, k: jnp.ones(2 * T)[q - k]),
     "distance in a window": recipes.sliding_window(39) | mod(lambda b, h, q, k: TABLE[q - k]),
@@ -129,6 +150,53 @@ KEPT = {
     "vmap": mod(lambda b, h, q, k: jax.vmap(lambda row: row[h])(jnp.ones((3, 8))).sum()),
     "of what was looked up": mod(lambda b, h, q, k: HEADS[jnp.zeros(T, int)[k]]),
 }
+
+
+BEFORE = np.arange(T) < 40
+HIDING = {
+    "FunctionMask": mask(lambda b, h, q, k: (q < 40) & (k < 40)),
+    "LengthMask": {"mask": LengthMask(40, 40)},
+    "lengths": {"key_value_seq_lengths": jnp.array([40, 3]), "query_seq_lengths": jnp.array([40, 20])},
+    "segments": {"query_segment_ids": jnp.where(BEFORE, 0, 1), "key_value_segment_ids": jnp.where(BEFORE, 0, 2)},
+    "array": {"mask": BEFORE[:, None] & BEFORE},
+    "with a window": {"mask": LengthMask(40, 40), "is_causal": True, "local_window_size": 9},
+    "not": {"mask": ~FunctionMask(lambda b, h, q, k: (q >= 40) | (k >= 40))},
+    "or": {"mask": LengthMask(40, 40) | FunctionMask(lambda b, h, q, k: q + k < 5)},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", HIDING)
+def test_other_masks_may_hide_missing_entries(name):
+    """Those of a `score_mod`, and of a function in the mask beside them."""
+    call(HIDING[name] | mod(lambda b, h, q, k: TABLE[q] + TABLE[k]))
+    given = HIDING[name].get("mask", CausalMask())
+    given = given if isinstance(given, Mask) else ArrayMask(given)
+    call(HIDING[name] | {"mask": FunctionMask(lambda b, h, q, k: TABLE[q] < TABLE[k]) & given})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("name", ["FunctionMask", "lengths"])
+def test_missing_entries_of_hidden_positions_change_nothing(name, implementation):
+    """Output and gradients are those of a longer table; its further entries get no gradient."""
+    x = jax.random.normal(jax.random.key(0), (B, T, N, 4))
+    table = jax.random.normal(jax.random.key(1), (T,))
+    queries = jnp.cos(jnp.arange(40.0))
+
+    def loss(x, table):
+        product = mod(lambda b, h, q, k: table[k] * queries[q])
+        output = dot_product_attention(x, x, x, **product, **HIDING[name], implementation=implementation)
+        return (output**2).sum(), output
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (_, output), (d_x, d_table) = run(x, table[:40])
+    (_, expected), (expected_d_x, expected_d_table) = run(x, table)
+    np.testing.assert_array_equal(output, expected)
+    np.testing.assert_allclose(d_x, expected_d_x, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(d_table, expected_d_table[:40], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(expected_d_table[40:], 0)
+    assert np.abs(d_table).max() > 0.01
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -184,9 +252,8 @@ def test_a_cache_may_be_longer_than_a_table(window, by_distance):
         positions = np.array([last, last + 1])
         np.testing.assert_array_equal(np.isnan(output).any(axis=(1, 2, 3)), positions >= 3)
         np.testing.assert_array_equal(np.isnan(output).all(axis=(1, 2, 3)), positions >= 3)
-    if window is None or not by_distance:  # a ring may not have written the keys at that distance
-        with pytest.raises(ValueError, match="must look up entries that its arrays have"):
-            step(x, cache)
+    with pytest.raises(ValueError, match="must look up entries that its arrays have"):
+        step(x, cache)
 
 
 @pytest.mark.core
@@ -197,6 +264,27 @@ def test_all_new_tokens_of_a_sequence_need_an_entry():
     step = jax.jit(functools.partial(cached_attention, **mod(lambda b, h, q, k: jnp.ones(3)[q])))
     output, _ = step(x, x, x, cache, lengths=jnp.array([2, 1]))  # at positions 2 and 3, and at 2
     np.testing.assert_array_equal(np.isnan(output).any(axis=(2, 3)), [[True, True], [False, False]])
+    expected, _ = step(x, x, x, cache, lengths=jnp.array([1, 1]))
+    output, _ = step.__wrapped__(x, x, x, cache, lengths=[1, 1])
+    np.testing.assert_allclose(output, expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="q_idx = 3"):
+        step.__wrapped__(x, x, x, cache, lengths=[2, 1])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("window", [None, 6])
+def test_other_masks_may_hide_slots_of_a_cache(window):
+    tokens = jax.random.normal(jax.random.key(0), (B, 5, N, 4))
+    x, table = tokens[:, :1], jnp.cos(jnp.arange(9.0))
+    given = mask(lambda b, h, q, k: k < 3) | {"local_window_size": window and (window, 0)}
+
+    def step(cache, table):
+        return cached_attention(x, x, x, cache, **mod(lambda b, h, q, k: table[k]), **given)[0]
+
+    cache = KVCache.create(B, 9, N, 4, window=window).update(tokens, tokens)
+    expected = jax.jit(step)(cache, table)
+    for output in (jax.jit(step)(cache, table[:3]), step(cache, table[:3])):
+        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_recipe_of_other_heads_is_refused_by_every_caller():

@@ -16,6 +16,7 @@ from flax_mha.call.arguments import (
     CommonArguments,
     Scoring,
     check_inputs,
+    check_lookups,
     check_scoring,
     check_window,
     count_positions,
@@ -23,6 +24,7 @@ from flax_mha.call.arguments import (
     with_keys,
 )
 from flax_mha.call.operands import Call, Output, ScoreMod, Sharding
+from flax_mha.core.integers import LARGEST, extremes
 from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import T, readable, target_of, varying_alike
 from flax_mha.core.validation import Shape
@@ -111,10 +113,11 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
     Returns:
       The output, the cache with the new tokens and, with `return_max_score`, the maximum [B..., N]. Under `jit`, a
       sequence whose tokens find no room returns NaN, and its cache is left as it was. So does a sequence at a position
-      for which an array of `score_mod` or `mask` has no entry, but its tokens are cached.
+      for which an array of `score_mod` or `mask` has no entry, unless another mask may hide it, but its tokens are
+      cached.
 
     Raises:
-      ValueError: If arguments do not fit together, or if there is no room and the index is known.
+      ValueError: If arguments do not fit together, or if there is no room or no entry and the index is known.
       NotImplementedError: If the named implementation cannot compute this.
 
     Example:
@@ -179,8 +182,8 @@ def over_cache(
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value), platform))
     step = Step(scoring, shape, key, value, cache, appended, bias, mask, window, lengths is not None)
 
-    if (scoring.options.score_mod is not None or isinstance(mask, Mask)) and not readable(cache.index):
-        appended = step.checked_lookups(None if mask is not None else (window and window[0], 0))
+    if scoring.options.score_mod is not None or isinstance(mask, Mask):
+        appended = step.checked_lookups()
 
     def of_heads(output: Array) -> Array:
         return output[..., : cache.value_size] if latent is None else latent.project(output)
@@ -223,16 +226,34 @@ class Step(NamedTuple):
         scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
-    def checked_lookups(self, window: tuple[int | None, int | None] | None) -> Appended:
+    def checked_lookups(self) -> Appended:
         """Returns `appended`, without room for sequences at positions for which user functions' arrays have no entry.
 
-        There JAX would clamp the index. `window` is described in `count_positions`.
+        There JAX would clamp the index.
+
+        Raises:
+          ValueError: If there is such a sequence, and its position is known.
         """
-        end = self.cache.length if self.cache.window is None else np.iinfo(np.int32).max
-        known = count_positions(self.call(False, in_place=True), window, end)
-        if known == end:
+        masks = self.masks(self.mask, self.cache.length)
+        tokens = self.appended.tokens
+        ends = jnp.where(tokens > 0, self.cache.index + tokens, 0)
+
+        def check(last: int) -> None:
+            check_lookups(self.shape, self.scoring.options.score_mod, masks, ((last, last), (0, last)))
+
+        if readable(ends):
+            check(extremes(ends)[1] - 1)
             return self.appended
-        return self.appended._replace(room=self.appended.room & (self.cache.index + self.appended.tokens <= known))
+        is_bounded = self.cache.window is None and isinstance(self.cache.length, int)  # else a symbol of `jax.export`
+        end = self.cache.length if is_bounded else LARGEST
+        known = count_positions(check, end)
+        return self.appended if known == end else self.appended._replace(room=self.appended.room & (ends <= known))
+
+    def masks(self, mask: ArrayLike | Mask | None, length: int) -> list[Mask | None]:
+        """Lists the masks of a call with `length` keys, other than those of padding and of slots without a token."""
+        window = None if self.window is None else LocalMask(*self.window)
+        shape = self.shape._replace(key_length=length)
+        return [CausalMask(), window, None if mask is None else given_mask(mask, shape)]
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
         """Makes a `Call` over the new tokens alone if `is_empty`, else over the cache, read `in_place` if possible."""
@@ -259,10 +280,8 @@ class Step(NamedTuple):
         shape, rank = self.shape._replace(key_length=key.shape[-3]), len(self.shape.batch)
         ends = tokens if index is None else index + tokens
         masks = [
-            CausalMask(),
-            None if self.window is None else LocalMask(*self.window),
+            *self.masks(mask, shape.key_length),
             LengthMask(None, _by_batch(ends, rank)) if self.is_padded else None,
-            None if mask is None else given_mask(mask, shape),
             WrittenMask() if is_ring else None,
         ]
         query_offset, key_offset = (None if x is None else _by_batch(x, rank) for x in (index, first))

@@ -20,10 +20,10 @@ from flax_mha.core import lookups, validation
 from flax_mha.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, number_in, unwrapped
 from flax_mha.core.tile import Offsets
 from flax_mha.core.tracing import Target, readable, target_of
-from flax_mha.core.user_function import trace
+from flax_mha.core.user_function import TracedFunction, trace
 from flax_mha.core.validation import DTYPES, Shape, as_array, broadcastable, per_sequence
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
-from flax_mha.masks.function import functions_of
+from flax_mha.masks.function import functions_of, window_beside
 
 # Arguments of a module's call, and those of functions for the same.
 SIBLINGS = {
@@ -379,7 +379,8 @@ def with_keys(
         has_known_sizes=all(isinstance(n, int) for x in (scoring.query, key, value) for n in x.shape),
     )
     if options.score_mod is not None or jax.tree.leaves(operands.mask):  # masks without arrays call no function
-        _check_lookups(operands, options)
+        for spans in _spans(offsets, operands.lengths):
+            check_lookups(shape, options.score_mod, present, spans)
     return Call(operands, options)
 
 
@@ -387,16 +388,25 @@ def _flag(name: str, value: Any) -> bool:
     return value if isinstance(value, bool) else validation.flag(name, value)
 
 
-def count_positions(call: Call, window: lookups.Window, end: int) -> int:
-    """Counts the positions below `end` before the first at which user functions look up entries that their arrays lack.
+def check_lookups(
+    shape: Shape, score_mod: TracedFunction | None, masks: Sequence[Mask | None], spans: lookups.Spans
+) -> None:
+    """Checks that user functions fit the call's sizes, and look up only entries that their arrays have.
 
-    The call is causal and over a cache, and its positions are traced. `window` is (left, right) if a query sees all
-    written keys in this window and no others; None if that is not known.
+    `spans` are the positions of queries and of keys in a sequence. They are not checked if a mask may hide them, other
+    than causal masks, windows, and the mask whose function makes the lookup.
     """
+    functions = [part.function for part in functions_of(masks)] + ([] if score_mod is None else [score_mod])
+    for function in functions:
+        lookups.check(function, math.prod(shape.batch), shape.num_heads, *spans, window_beside(masks, function))
 
-    def is_refused(last: int) -> bool:
+
+def count_positions(check: Callable[[int], None], end: int) -> int:
+    """Counts the positions below `end` before the first that `check` refuses; it must refuse all later ones, too."""
+
+    def is_refused(position: int) -> bool:
         try:
-            _check_lookups(*call, ((last, last), (0, last)), window)
+            check(position)
         except ValueError:
             return True
         return False
@@ -404,35 +414,17 @@ def count_positions(call: Call, window: lookups.Window, end: int) -> int:
     return bisect.bisect_left(range(end), True, key=is_refused) if is_refused(end - 1) else end
 
 
-def _check_lookups(
-    operands: Operands,
-    options: Options,
-    spans: tuple[lookups.Span, lookups.Span] | None = None,
-    window: lookups.Window = None,
-) -> None:
-    """Checks that user functions fit the call's sizes and look up only entries that their arrays have.
-
-    `spans` are the first and last positions of queries and of keys, `window` is that of `lookups.check`; without
-    `spans`, both are those of the call, if they are known.
-    """
-    functions = [part.function for part in functions_of(operands.mask)]
-    functions += [] if options.score_mod is None else [options.score_mod]
-    batch, num_heads = math.prod(operands.query.shape[:-3]), operands.query.shape[-2]
-    lengths = operands.query.shape[-3], 1 if options.ring else operands.key.shape[-3]
-    if not functions or 0 in (batch, *lengths):
-        return
-    offsets = operands.offsets.values
-    queries, keys = spans or map(_span, offsets, lengths)
-    mask = LocalMask(None, None) if operands.mask is None else operands.mask
-    if spans is None and any(isinstance(x, int) for x in offsets):  # else first and last may be of different sequences
-        window = mask.window
-    for function in functions:
-        lookups.check(function, batch, num_heads, queries, keys, mask.ahead, window)
+def _spans(offsets: Offsets, lengths: tuple[int, int]) -> list[lookups.Spans]:
+    """Lists the positions of queries and keys: of each sequence if both offsets differ, else of all together."""
+    starts: Any = [offsets.values]
+    if all(not isinstance(x, int) and readable(x) for x in offsets.values):
+        starts = sorted(set(zip(*(x.ravel().tolist() for x in np.broadcast_arrays(*offsets.values)), strict=True)))
+    return [(_span(query, lengths[0]), _span(key, lengths[1])) for query, key in starts]
 
 
-def _span(offset: int | Array, length: int) -> tuple[int, int] | None:
-    """Returns the least and greatest position in sequences that begin at `offset`; None if they are not known."""
-    if not isinstance(length, int) or not (isinstance(offset, int) or readable(offset)):
+def _span(offset: int | Array, length: int) -> lookups.Span:
+    """Returns the least and greatest position in sequences that begin at `offset`; None if unknown or empty."""
+    if not isinstance(length, int) or not length or not (isinstance(offset, int) or readable(offset)):
         return None
     first, last = (offset, offset) if isinstance(offset, int) else extremes(offset)
     return first, last + length - 1

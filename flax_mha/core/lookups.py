@@ -1,14 +1,14 @@
 """Checks that a user's function fits a call, and looks up only entries that its arrays have.
 
 JAX clamps an index that is too large, so a table with too few entries gives wrong numbers and no error. `check` finds
-such lookups while tracing: it evaluates the integers and booleans of the function at the last batch entry, head, query
-and key of a call. Example: `score - slopes[h] * (q_idx - kv_idx)` in a call with 8 heads looks up entry 7; slopes of
-shape (4,) are refused.
+such lookups while tracing: it evaluates the integers and booleans of the function at the last batch entry and head of a
+call, and at its first and last visible positions. Example: `score - slopes[h] * (q_idx - kv_idx)` in a call with 8
+heads looks up entry 7; slopes of shape (4,) are refused.
 
-A lookup is refused only if it certainly leaves its array. So these are not checked: an index that is computed from
-captured arrays, or from both positions if a mask other than a window may hide the key, an array of indices, a `mode` of
-`jnp.take` or of `array.at[indices].get`, lookups inside `jax.vmap` and control flow, and a lookup that a condition on
-the same index may discard, such as `jnp.where(kv_idx < length, table[kv_idx], 0)`.
+A lookup is refused only if it certainly leaves its array. So these are not checked: positions that a mask other than a
+window may hide, an index that is computed from captured arrays, an array of indices, a `mode` of `jnp.take` or of
+`array.at[indices].get`, lookups inside `jax.vmap` and control flow, and a lookup that a condition on the same index may
+discard, such as `jnp.where(kv_idx < length, table[kv_idx], 0)`.
 """
 
 import functools
@@ -20,12 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
+from flax_mha.core.integers import LARGEST
 from flax_mha.core.jaxprs import inner_jaxprs
 from flax_mha.core.user_function import POSITIONS, TracedFunction
 
 Window = tuple[int | None, int | None] | None
 Span = tuple[int, int] | None
 """The first and the last position of a call's queries or keys; None if they are not known while tracing."""
+Spans = tuple[Span, Span]
 NAMES = {"b": "batch entries", "h": "heads", "q_idx": "query positions", "kv_idx": "key positions"}
 
 
@@ -42,9 +44,7 @@ class _Scalar(NamedTuple):
 _UNKNOWN = _Scalar(None, frozenset())
 
 
-def check(
-    function: TracedFunction, batch: Any, heads: Any, queries: Span, keys: Span, ahead: int | None, window: Window
-) -> None:
+def check(function: TracedFunction, batch: Any, heads: Any, queries: Span, keys: Span, window: Window) -> None:
     """Refuses a function of ([score,] b, h, q_idx, kv_idx) that is made for other sizes, or looks up missing entries.
 
     Args:
@@ -53,18 +53,16 @@ def check(
       heads: The number of heads; a symbol in `jax.export`.
       queries: The positions of the queries.
       keys: The positions of the keys.
-      ahead: How many positions after its own a query sees at most; None means all.
-      window: (left, right), if a query sees all keys in this window and no others; None if that is not known.
+      window: (left, right), if a query sees all keys in this window and no others; None if that is not known, so that
+        positions are not checked.
 
     Raises:
       ValueError: If the sizes differ, or if a lookup leaves its array, whatever the captured arrays hold.
     """
-    last = tuple(size - 1 if isinstance(size, int) else None for size in (batch, heads))
-    are_visible = dict.fromkeys(_corners(queries, keys, ahead), False)
-    are_visible |= dict.fromkeys(_visible_corners(queries, keys, window), True)
-    for corner, is_visible in are_visible.items():
+    last = tuple(size - 1 if isinstance(size, int) and size else None for size in (batch, heads))
+    for corner in _corners(queries, keys, window):
         arguments = (*last, *corner)
-        if fault := _misfit(function, arguments) or _fault(function, arguments, is_visible):
+        if fault := _misfit(function, arguments) or _fault(function, arguments):
             raise ValueError(f"{function.name} {fault}")
 
 
@@ -77,38 +75,25 @@ def _misfit(function: TracedFunction, arguments: tuple[int | None, ...]) -> str 
     return None
 
 
-def _corners(queries: Span, keys: Span, ahead: int | None) -> list[tuple[int | None, int | None]]:
-    """Lists pairs (q_idx, kv_idx) of first or last positions, where an index is likely out of range; None if unknown.
+def _corners(queries: Span, keys: Span, window: Window) -> list[tuple[int | None, int | None]]:
+    """Lists pairs (q_idx, kv_idx): the first and the last query that see a key, each with its first and last key.
 
-    With `ahead`, the last key is the last one that the last query may see.
+    A position is None if it is unknown or may be hidden.
     """
-    (q_first, q_last), (k_first, k_last) = queries or (None, None), keys or (None, None)
-    if ahead is not None and k_last is not None:
-        k_last = None if q_last is None else min(k_last, q_last + ahead)
-    both = (q_last, k_last) if q_last is None or k_last is None else (q_last, min(q_last, k_last))
-    corners = [both, (q_last, k_last), (q_last, k_first if ahead is None or k_last is not None else None)]
-    return list(dict.fromkeys(corners if ahead is not None else [*corners, (q_first, k_last)]))
-
-
-def _visible_corners(queries: Span, keys: Span, window: Window) -> list[tuple[int, int]]:
-    """Lists visible pairs (q_idx, kv_idx): first and last query, each with the first and last key that it sees."""
+    if window == (None, None):
+        return [(q, k) for q in (queries or (None,))[::-1] for k in (keys or (None,))[::-1]]
     if queries is None or keys is None or window is None:
-        return []
-    left, right = window
-    corners = []
-    for query in queries:
-        first = keys[0] if left is None else max(keys[0], query - left)
-        last = keys[1] if right is None else min(keys[1], query + right)
-        corners += [(query, first), (query, last)] if first <= last else []
-    return corners
+        return [(None, None)]
+    left, right = (2 * LARGEST + 1 if side is None else side for side in window)  # all distances, if not limited
+    first, last = max(queries[0], keys[0] - right), min(queries[1], keys[1] + left)
+    if first > last or left + right < 0:
+        return [(None, None)]
+    return [(q, k) for q in (last, first) for k in (min(keys[1], q + right), max(keys[0], q - left))]
 
 
 @functools.lru_cache(maxsize=256)
-def _fault(function: TracedFunction, arguments: tuple[int | None, ...], is_visible: bool) -> str | None:
-    """Returns an error message on the first lookup that leaves its array at `arguments` (b, h, q_idx, kv_idx), or None.
-
-    If not `is_visible`, a mask may hide the key from the query; an index that depends on both is then not checked.
-    """
+def _fault(function: TracedFunction, arguments: tuple[int | None, ...]) -> str | None:
+    """Returns an error message on the first lookup that leaves its array at (b, h, q_idx, kv_idx), or None."""
     variables = function.jaxpr.invars[-len(POSITIONS) :]
     scalars = {
         variable: _Scalar(None if value is None else np.int32(value), frozenset({name}))
@@ -120,9 +105,9 @@ def _fault(function: TracedFunction, arguments: tuple[int | None, ...], is_visib
             continue
         shape: Any = equation.invars[0].aval.shape  # type: ignore[attr-defined]
         sizes = equation.params["slice_sizes"]
+        decisive = conditions[equation.outvars[0]]
         for axis, (index, sources) in enumerate(_read(x, scalars) for x in equation.invars[1:]):
-            is_certain = index is not None and sources and (is_visible or not sources >= {"q_idx", "kv_idx"})
-            is_certain = is_certain and not sources & conditions[equation.outvars[0]]
+            is_certain = index is not None and sources and not decisive & sources
             largest = shape[axis] - sizes[axis]
             if is_certain and not 0 <= index <= largest:
                 at = [f"{name} = {value}" for name, value in zip(POSITIONS, arguments, strict=True) if name in sources]

@@ -89,11 +89,6 @@ class Mask:
         return 0, 0
 
     @property
-    def ahead(self) -> int | None:
-        """The most positions after its own that a query sees; None if the mask sets no limit."""
-        return None if self.window is None else self.window[1]
-
-    @property
     def window(self) -> tuple[int | None, int | None] | None:
         """(left, right) if the mask equals `LocalMask(left, right)`, otherwise None."""
         return None
@@ -207,10 +202,6 @@ class And(_Combined):
     right: Mask
 
     @property
-    def ahead(self) -> int | None:
-        return min((part.ahead for part in self.parts if part.ahead is not None), default=None)
-
-    @property
     def window(self) -> tuple[int | None, int | None] | None:
         windows = [part.window for part in self.parts if part.window is not None]
         if len(windows) < len(self.parts):
@@ -224,6 +215,13 @@ class And(_Combined):
     def occupancy(self, grid: Grid) -> Occupancy:
         left, right = self.left.occupancy(grid), self.right.occupancy(grid)
         return Occupancy(left.any_visible & right.any_visible, left.all_visible & right.all_visible)
+
+
+def conjuncts(mask: Mask | None) -> list[Mask]:
+    """Lists the masks that `mask` combines by `&`, or only `mask` if it combines none; an empty list for None."""
+    if isinstance(mask, And):
+        return [*conjuncts(mask.left), *conjuncts(mask.right)]
+    return [] if mask is None else [mask]
 
 
 @jax.tree_util.register_dataclass

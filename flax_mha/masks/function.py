@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from flax_mha.core.tile import BoolMatrix, Grid, Scalar, Tile
 from flax_mha.core.tracing import readable
 from flax_mha.core.user_function import Trace, TracedFunction, trace
 from flax_mha.core.validation import Shape
-from flax_mha.masks.base import Mask, Occupancy
+from flax_mha.masks.base import Mask, Occupancy, conjuncts
+from flax_mha.masks.basic import LocalMask
 
 
 @jax.tree_util.register_pytree_node_class
@@ -131,9 +132,24 @@ class TracedMask(Mask):
         return Occupancy(*lax.map(row, jnp.arange(rows, dtype=jnp.int32)))
 
 
-def functions_of(mask: Mask | None) -> list[TracedMask]:
-    """Lists the parts of a canonical mask that call a user's function."""
+def functions_of(mask: Any) -> list[TracedMask]:
+    """Lists the parts of a canonical mask, or of several, that call a user's function."""
     return [part for part in jax.tree.leaves(mask, is_leaf=_calls_function) if _calls_function(part)]
+
+
+def window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> tuple[int | None, int | None] | None:
+    """Returns (left, right) if only this window, and `function`, hide positions in canonical masks; None otherwise.
+
+    `function` is one of those in the masks, or a `score_mod`. A mask without a window may hide any position.
+    """
+    window: Mask = LocalMask(None, None)
+    for part in (part for mask in masks for part in conjuncts(mask)):
+        others = map_functions(lambda x: LocalMask(None, None) if x.function == function else x, part)
+        if part.window is not None:
+            window &= part
+        elif function not in [x.function for x in functions_of(part)] or jax.tree.leaves(others):
+            return None
+    return window.window
 
 
 def map_functions(change: Callable[[TracedMask], Mask], mask: Any) -> Any:

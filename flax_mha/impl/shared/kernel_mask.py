@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha.call.operands import DEFAULT_PRECISION, Call
-from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
+from flax_mha.masks import CausalMask, LengthMask, LocalMask, SegmentMask
+from flax_mha.masks.base import conjuncts
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +47,7 @@ def kernel_mask(call: Call) -> KernelMask:
     """Translates the mask of a call; a window is only supported if the offsets are numbers."""
     left = right = query_lengths = key_lengths = segments = None
     others = []
-    for part in _parts(call.operands.mask):
+    for part in conjuncts(call.operands.mask):
         if isinstance(part, CausalMask | LocalMask):
             before, ahead = part.window
             left, right = _smaller(left, before), _smaller(right, ahead)
@@ -68,13 +69,6 @@ def kernel_mask(call: Call) -> KernelMask:
     query_lengths = None if query_lengths is None else query_lengths - query_offset
     key_lengths = None if key_lengths is None else key_lengths - key_offset
     return KernelMask(left, right, query_lengths, key_lengths, segments, tuple(others))
-
-
-def _parts(mask: Mask | None) -> list[Mask]:
-    """Lists the masks that `mask` combines by `&`, or `mask` alone if it combines none; an empty list for None."""
-    if isinstance(mask, And):
-        return [*_parts(mask.left), *_parts(mask.right)]
-    return [] if mask is None else [mask]
 
 
 def _smaller(a: Any, b: Any) -> Any:
