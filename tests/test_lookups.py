@@ -101,6 +101,15 @@ REFUSED = {
     "bias": (mod(lambda b, h, q, k: TABLE[k]) | {"bias": np.where(np.arange(T) < 40, 0.0, -np.inf)}, "kv_idx = 55"),
     "heads, other masks": (recipes.documents(jnp.arange(T) // 28) | mod(lambda b, h, q, k: HEADS[h]), "h = 7"),
     "batch, lengths": (mod(lambda b, h, q, k: TABLE[k] + jnp.ones(1)[b]) | {"key_value_seq_lengths": 40}, "b = 1"),
+    "constant": (
+        mod(lambda b, h, q, k: TABLE[50]),
+        r"score_mod mod.<lambda> must look up entries that its arrays have, but it looks up entry 50 of axis 0 of an "
+        r"array of shape \(40,\); make that axis at least 51 long, or limit the index, as jnp.clip\(index, 0, 39\)",
+    ),
+    "constant in a mask": (mask(lambda b, h, q, k: TABLE[50] > 0), "mask_mod <lambda> .* it looks up entry 50"),
+    "constant and head": (mod(lambda b, h, q, k: jnp.ones((8, 4))[h, 4]), "entry 4 of axis 1"),
+    "constant from the end": (mod(lambda b, h, q, k: TABLE[-41]), "entry -41 .*at least 41 long"),
+    "constant, other masks": (mod(lambda b, h, q, k: TABLE[40]) | {"key_value_seq_lengths": 40}, "entry 40"),
     "offsets of each sequence": (
         mod(lambda b, h, q, k: jnp.ones(60)[q])
         | {"query_offset": [0, 5], "key_value_offset": [0, 5], "is_causal": True},
@@ -136,6 +145,10 @@ KEPT = {
     "branch": mod(lambda b, h, q, k: jax.lax.cond(k < LENGTH, lambda x: x, jnp.zeros_like, TABLE[k])),
     "fill": mod(lambda b, h, q, k: TABLE.at[k].get(mode="fill", fill_value=0.0)),
     "take": mod(lambda b, h, q, k: jnp.take(TABLE, k, mode="clip")),
+    "constant": mod(lambda b, h, q, k: TABLE[39] + TABLE[-40]),
+    "constant under a condition": mod(
+        lambda b, h, q, k: jnp.where(k == 60, TABLE[50], jnp.where(q < LENGTH, TABLE[50], 0.0))
+    ),
     "distance of each sequence": (
         mod(lambda b, h, q, k: jnp.ones(T)[q - k])
         | {"query_offset": [0, 99], "key_value_offset": [0, 99], "is_causal": True}

@@ -107,14 +107,15 @@ def _fault(function: TracedFunction, arguments: tuple[int | None, ...]) -> str |
         sizes = equation.params["slice_sizes"]
         decisive = conditions[equation.outvars[0]]
         for axis, (index, sources) in enumerate(_read(x, scalars) for x in equation.invars[1:]):
-            is_certain = index is not None and sources and not decisive & sources
+            is_certain = index is not None and not (decisive & sources if sources else decisive)
             largest = shape[axis] - sizes[axis]
             if is_certain and not 0 <= index <= largest:
                 at = [f"{name} = {value}" for name, value in zip(POSITIONS, arguments, strict=True) if name in sources]
+                place = f"at {' and '.join(at)} " if at else ""
                 entry = int(index) - (shape[axis] if index < 0 else 0)  # negative ones count from the end
                 length = max(entry + sizes[axis], -entry)
                 return (
-                    f"must look up entries that its arrays have, but at {' and '.join(at)} it looks up entry {entry} "
+                    f"must look up entries that its arrays have, but {place}it looks up entry {entry} "
                     f"of axis {axis} of an array of shape {shape}; make that axis at least {length} "
                     f"long, or limit the index, as jnp.clip(index, 0, {largest}) does."
                 )
