@@ -5,6 +5,7 @@ change; see `docs/devices.md`.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -117,6 +118,14 @@ class _ContextAttention:
         _check_computes(query, arguments)
         sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
         return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
+
+
+# For `help` and editors: the arguments are those of `attention_fn`.
+_SIGNATURE = inspect.signature(attention_fn)
+_SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_ContextAttention.__call__.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
+    parameters=[_SELF, *_SIGNATURE.parameters.values()]
+)
 
 
 def _check_computes(query: Array, arguments: dict[str, Any]) -> None:

@@ -702,9 +702,15 @@ def test_the_signature_of_a_subclass_is_its_own():
 
 @pytest.mark.core
 def test_help_and_editors_show_the_signature_of_a_function():
-    functions = (flax_mha.attention_fn, flax_mha.cached_attention.cached_attention, flax_mha.context_parallel)
+    functions = (
+        flax_mha.attention_fn,
+        flax_mha.cached_attention.cached_attention,
+        flax_mha.context_parallel,
+        flax_mha.context_parallel("x"),
+    )
     for function in (*functions, flax_mha.dot_product_attention, flax_mha.explain_implementation):
         assert len(parameters(function)) > 5
+        assert "arguments" not in parameters(function)
 
 
 @pytest.mark.core

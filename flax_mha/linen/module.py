@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from flax_mha.attention import Explanation
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.core.tracing import Platform
 from flax_mha.call.arguments import check_dropout_rate
+from flax_mha.core.tracing import Platform
 from flax_mha.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha.masks import Mask
 from flax_mha.modules.call import Arrays, core_of, reach
