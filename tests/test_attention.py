@@ -18,14 +18,55 @@ IMPLEMENTATIONS = ("xla", "blockwise")
 ON_A_GPU = "xla on a GPU"
 KEY = jax.random.key(5)
 # One for each argument, with its edges, and the ways to multiply.
-CORE = ["no batch", "two batch axes", "grouped heads", "value size", "one query", "causal", "causal, more queries"]
-CORE += ["causal, negative offset", "causal, offset a sequence", "window", "window, one side", "window, nobody in it"]
-CORE += ["lengths", "segments", "mask", "bias of keys", "soft cap", "sinks", "everything"]
+CORE = [
+    "no batch axis",
+    "two batch axes",
+    "6 query heads, 2 key heads",
+    "values of size 5, keys of size 8",
+    "one causal query at offset 20",
+    "causal",
+    "causal, 53 queries and 37 keys",
+]
+CORE += [
+    "causal, query offset -5",
+    "causal, a query offset per sequence",
+    "window of 7 to the left, 3 to the right",
+    "window of 2 to the right, open on the left",
+    "window that leaves queries without keys",
+]
+CORE += [
+    "a sequence of length 0",
+    "segment ids",
+    "mask per sequence and head",
+    "bias per head and key",
+    "soft cap",
+    "a sink per head",
+    "all arguments at once",
+]
 # One for each way to multiply. Which scores are hidden has nothing to do with the dtype of the products.
-MULTIPLIED = ("no batch", "grouped heads", "value size", "one query", "mask", "bias", "soft cap", "sinks", "everything")
+MULTIPLIED = (
+    "no batch axis",
+    "6 query heads, 2 key heads",
+    "values of size 5, keys of size 8",
+    "one causal query at offset 20",
+    "mask per sequence and head",
+    "bias per sequence and head",
+    "soft cap",
+    "a sink per head",
+    "all arguments at once",
+)
 # On a GPU it is hidden as elsewhere by "xla".
 MET = [*((name, implementation) for name in CASES for implementation in IMPLEMENTATIONS)]
-MET += [(name, ON_A_GPU) for name in (*MULTIPLIED, "two batch axes", "window", "lengths", "mask, nothing visible")]
+MET += [
+    (name, ON_A_GPU)
+    for name in (
+        *MULTIPLIED,
+        "two batch axes",
+        "window of 7 to the left, 3 to the right",
+        "a sequence of length 0",
+        "everything masked",
+    )
+]
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "xla_on_a_gpu")
 
@@ -82,9 +123,16 @@ def test_forward_and_gradients_under_jit(name, implementation):
         assert_close(got, want, terms(case))
 
 
-MAPPED = ["no batch", "lengths", "segments", "mask", "bias of keys", "one query"]
+MAPPED = [
+    "no batch axis",
+    "a sequence of length 0",
+    "segment ids",
+    "mask per sequence and head",
+    "bias per head and key",
+    "one causal query at offset 20",
+]
 MAPPED = [(name, IMPLEMENTATIONS[i % len(IMPLEMENTATIONS)]) for i, name in enumerate(MAPPED)]
-MAPPED_BY_BOTH = [*itertools.product(("grouped heads", "everything"), IMPLEMENTATIONS)]
+MAPPED_BY_BOTH = [*itertools.product(("6 query heads, 2 key heads", "all arguments at once"), IMPLEMENTATIONS)]
 
 
 @pytest.mark.parametrize(("name", "implementation"), with_core_tuples([*MAPPED, *MAPPED_BY_BOTH], *MAPPED_BY_BOTH[2:]))
@@ -136,7 +184,7 @@ def test_dropout_and_its_gradient(name, implementation):
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, ON_A_GPU])
 def test_float64(implementation):
     with jax.enable_x64(True):
-        case = CASES["everything"]
+        case = CASES["all arguments at once"]
         arrays, cotangents = case.arrays(dtype=np.float64), case.cotangents(dtype=np.float64)
         answer, grads = jax.jit(lambda a, c: gradients(case, implementation, a, c, case.traced))(arrays, cotangents)
         expected, expected_grads = reference.attention(**arrays, **case.traced, **case.static, cotangents=cotangents)
@@ -164,7 +212,7 @@ def narrow_products(monkeypatch):
 
 @pytest.mark.usefixtures("narrow_products")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", with_core(MULTIPLIED, "everything"))
+@pytest.mark.parametrize("name", with_core(MULTIPLIED, "all arguments at once"))
 def test_narrow_products(name, implementation):
     """Weights, and the gradients of scores, are rounded to bfloat16 before they are multiplied, once each."""
     case = CASES[name]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,11 @@ import pytest
 from marks import with_core
 
 import flax_mha
-from flax_mha.conformance import CHECKS, check
-from flax_mha.conformance.__main__ import main
+from flax_mha.conformance import CHECKS, Result, check
+from flax_mha.conformance.__main__ import CELLS, main
+from flax_mha.conformance.__main__ import _markdown as page_of
+
+PAGE = Path(__file__).parent.parent / "docs" / "conformance.md"
 
 
 def window_too_wide(*arrays, local_window_size=None, **arguments):
@@ -33,7 +37,11 @@ def no_gradient_of_bias(*arrays, bias=None, **arguments):
     return jax.nn.dot_product_attention(*arrays, bias=bias, **arguments)
 
 
-PLANTED = {window_too_wide: "window", ends_aligned: "causal", no_gradient_of_bias: "bias"}
+PLANTED = {
+    window_too_wide: "window of 7 to the left, 3 to the right",
+    ends_aligned: "causal",
+    no_gradient_of_bias: "bias per sequence and head",
+}
 
 
 @pytest.mark.core
@@ -44,11 +52,54 @@ def test_planted_errors_are_found(broken):
     assert check(broken, name).kind == "wrong"
 
 
+def nan_in_masked_rows(*arrays, mask=None):
+    out = jax.nn.dot_product_attention(*arrays, mask=mask)
+    return jnp.where(mask.any(-1).swapaxes(1, 2)[..., None], out, jnp.nan)
+
+
+def ones_in_masked_rows(*arrays, mask=None):
+    out = jax.nn.dot_product_attention(*arrays, mask=mask)
+    return jnp.where(mask.any(-1).swapaxes(1, 2)[..., None], out, 1.0)
+
+
+def cap_of_score_and_bias(query, key, value, *, bias, mask, logits_soft_cap):
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5 + bias[None]
+    scores = jnp.where(mask, logits_soft_cap * jnp.tanh(scores / logits_soft_cap), -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
+
+
+def masked_nan_leaks(*arrays, mask=None):
+    """Right by jax.nn's convention if nothing is NaN."""
+    return jax.nn.dot_product_attention(*arrays, mask=mask)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("function", "name", "kind", "detail"),
+    [
+        (masked_nan_leaks, "everything masked", "other convention", "return the mean of the values"),
+        (nan_in_masked_rows, "everything masked", "other convention", "return NaN"),
+        (cap_of_score_and_bias, "soft cap, then bias and mask", "other convention", "sum of score and bias"),
+        (ones_in_masked_rows, "everything masked", "wrong", "output"),
+        (masked_nan_leaks, "NaN in a masked value", "wrong", "37 entries are NaN"),
+        # The output is right by a convention; the gradient is not by any.
+        (masked_nan_leaks, "NaN in a query whose keys are all masked", "wrong", "gradient of key: 53 entries are NaN"),
+    ],
+)
+def test_another_convention_is_not_wrong(function, name, kind, detail):
+    with jax.numpy_rank_promotion("allow"):
+        result = check(function, name)
+    assert result.kind == kind, result
+    assert detail in result.detail
+
+
 # The other cases are those of test_attention.py.
 OURS = [name for name in CHECKS if name not in flax_mha.conformance.cases.CASES]
 
 
-@pytest.mark.parametrize("name", with_core(OURS, "log-sum-exp, causal", "NaN in a masked key", "bfloat16"))
+@pytest.mark.parametrize(
+    "name", with_core(OURS, "causal, log-sum-exp and its gradient", "NaN in a masked key", "bfloat16, causal")
+)
 def test_nothing_of_ours_is_wrong(name):
     result = check(flax_mha.dot_product_attention, name)
     assert result.kind == "computes", result
@@ -56,21 +107,52 @@ def test_nothing_of_ours_is_wrong(name):
 
 @pytest.mark.core
 def test_what_a_function_does_not_take_is_refused():
-    result = check(jax.nn.dot_product_attention, "soft cap")
+    result = check(jax.nn.dot_product_attention, "soft cap")  # jax.nn has none
     assert result.kind == "refuses"
     assert "logits_soft_cap" in result.detail
 
 
 @pytest.mark.core
 def test_the_table(monkeypatch, capsys):
-    few = {name: CHECKS[name] for name in ("plain", "soft cap", "mask, nothing visible")}
-    monkeypatch.setattr("flax_mha.conformance.__main__.CHECKS", few)
+    few = ("no mask or bias", "soft cap", "everything masked", "NaN in a masked value")
+    monkeypatch.setattr("flax_mha.conformance.__main__.CHECKS", {name: CHECKS[name] for name in few})
     assert main(["jax.nn.dot_product_attention", "--markdown"]) == 1
     page = capsys.readouterr().out
-    assert "| plain | yes |\n| soft cap | - |\n| mask, nothing visible | **WRONG** |\n" in page
-    assert "- mask, nothing visible: output: differs by 0.33" in page
+    for row in zip(few, ("yes", "-", "*other*", "**WRONG**"), strict=True):
+        assert f"| {' | '.join(row)} |\n" in page
+        assert f"| {' | '.join(row)} |\n" in written_page(["jax.nn.dot_product_attention"])
+    assert "| *total* | computes 1, refuses 1, other convention 1, wrong 1 |" in page
+    other, wrong = page.partition("## Other conventions in `jax.nn.dot_product_attention`")[2].split("## Wrong in")
+    assert "- everything masked: queries without visible keys return the mean of the values" in other
+    assert "- NaN in a masked value: output: 37 entries are NaN" in wrong
     assert main(["flax_mha.dot_product_attention"]) == 0
-    assert "computes 3, refuses 0, wrong 0" in capsys.readouterr().out
+    assert "computes 4, refuses 0, other convention 0, wrong 0" in capsys.readouterr().out
+
+
+def written_page(functions):
+    """The documentation's page, with only these columns of its table."""
+    lines = PAGE.read_text().splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    columns = [0, *(table[0].index(f"`{function}`") for function in functions)]
+    return "".join(f"| {' | '.join(row[i] for i in columns)} |\n" for row in table)
+
+
+@pytest.mark.core
+def test_the_documentation_shows_the_output_of_the_script():
+    """Its rows are the checks, its totals are those of its cells, and its words are those that the script prints."""
+    lines = PAGE.read_text().splitlines()
+    head, _, *rows, totals = [[x.strip(" `") for x in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+    assert [row[0] for row in rows] == list(CHECKS)
+    columns = {}
+    for function, total, *cells in zip(head[1:], totals[1:], *(row[1:] for row in rows), strict=True):
+        kinds = {cell: kind for kind, cell in CELLS.items()}
+        columns[function] = [Result(name, kinds[cell]) for name, cell in zip(CHECKS, cells, strict=True)]
+        assert total == ", ".join(f"{kind} {cells.count(cell)}" for kind, cell in CELLS.items())
+    assert {result.kind for result in columns["flax_mha.dot_product_attention"]} == {"computes"}
+    titles = [line for line in lines if line.startswith("## ")]
+    assert titles == [line for line in page_of(columns) if line.startswith("## ")]
+    legend = lines.index(next(line for line in lines if line.startswith("with Python")))
+    assert lines[:legend] == page_of(columns)[:legend]
 
 
 @pytest.mark.parametrize("name", ["no_such_package.f", "jax.nn.no_such_function", "jax.nn"])

@@ -185,7 +185,19 @@ def test_the_signature_is_a_superset_of_jax_nn():
 
 
 @pytest.mark.parametrize(
-    "name", with_core(["plain", "grouped heads", "causal", "window", "bias", "mask"], "grouped heads", "window")
+    "name",
+    with_core(
+        [
+            "no mask or bias",
+            "6 query heads, 2 key heads",
+            "causal",
+            "window of 7 to the left, 3 to the right",
+            "bias per sequence and head",
+            "mask per sequence and head",
+        ],
+        "6 query heads, 2 key heads",
+        "window of 7 to the left, 3 to the right",
+    ),
 )
 def test_same_as_jax_nn(name):
     case = CASES[name]

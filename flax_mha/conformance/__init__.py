@@ -1,7 +1,8 @@
-"""Checks what an attention function computes, what it refuses, and what it gets wrong.
+"""Checks an attention function against the equation in float64.
 
-`python -m flax_mha.conformance PACKAGE.FUNCTION` checks any function that takes the arguments of
-`jax.nn.dot_product_attention`, some of them or more, by the equation in float64.
+`python -m flax_mha.conformance PACKAGE.FUNCTION` tells apart what a function computes, what it refuses, what it defines
+by another convention, and what it gets wrong. The function may take any of the arguments of
+`flax_mha.dot_product_attention`.
 """
 
 from flax_mha.conformance.checks import CHECKS as CHECKS

@@ -13,18 +13,21 @@ import jax
 from flax_mha.conformance.cases import CASES
 from flax_mha.conformance.checks import CHECKS, Result, check
 
-SYMBOLS = {"computes": "yes", "refuses": "-", "wrong": "WRONG"}
+SYMBOLS = {"computes": "yes", "refuses": "-", "other convention": "other", "wrong": "WRONG"}
+CELLS = SYMBOLS | {"other convention": "*other*", "wrong": "**WRONG**"}  # in Markdown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a check found a wrong answer, else 0; exits with 2 if an argument is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m flax_mha.conformance",
-        description="Compares attention functions with the equation in float64: output and gradients of many calls, "
-        "what masked NaN reaches, dtypes, transformations. Any function fits that takes the arguments of "
-        "jax.nn.dot_product_attention, some of them or more; what it does not take counts as refused.",
+        description="Checks attention functions against the equation in float64: outputs, gradients, masked NaN, "
+        "dtypes and transformations. A function may take any of the arguments of flax_mha.dot_product_attention; calls "
+        "with an argument that it does not take count as refused. Exits with 1 if a result is wrong.",
     )
-    parser.add_argument("functions", nargs="+", metavar="PACKAGE.FUNCTION", help="as jax.nn.dot_product_attention")
+    parser.add_argument(
+        "functions", nargs="+", metavar="PACKAGE.FUNCTION", help="for example jax.nn.dot_product_attention"
+    )
     parser.add_argument("--markdown", action="store_true", help="print a page for the documentation")
     given = parser.parse_args(arguments)
     functions = {name: _find(parser, name) for name in given.functions}
@@ -81,11 +84,16 @@ def _text(columns: dict[str, list[Result]]) -> list[str]:
 def _markdown(columns: dict[str, list[Result]]) -> list[str]:
     lines = ["# What attention functions compute", ""]
     lines += [
-        "Each line is a call, compared with the equation in float64: output and gradients. *yes*: right within",
-        "rounding; *-*: refused with an error; **WRONG**: something else came out, and no error. The meaning of masked",
-        "rows, of NaN, of positions, and the order of soft cap and bias are those of [Semantics](semantics.md), which",
-        "a package need not share: `jax.nn` gives the mean of the values where a row sees nothing, and tokamax caps",
-        "the sum of score and bias. This page is the output of",
+        "Each row is a call. Its output and gradients are compared with the equation in float64, by the rules of",
+        "[Semantics](semantics.md).",
+        "",
+        "- yes: right, within rounding.",
+        "- `-`: refused with an error.",
+        "- *other*: right by another convention. Queries whose keys are all masked return the mean of the values or",
+        "  NaN instead of 0, or the soft cap applies to the sum of score and bias.",
+        "- **WRONG**: wrong numbers, masked NaN that reaches results, or a result instead of an error.",
+        "",
+        "This page is the output of",
         "",
         f"    python -m flax_mha.conformance --markdown {' '.join(columns)}",
         "",
@@ -95,12 +103,12 @@ def _markdown(columns: dict[str, list[Result]]) -> list[str]:
         "|---|" + "---|" * len(columns),
     ]
     for row in zip(*columns.values(), strict=True):
-        cells = ("**WRONG**" if x.kind == "wrong" else SYMBOLS[x.kind] for x in row)
-        lines.append(f"| {row[0].name} | {' | '.join(cells)} |")
-    lines.append("| *in all* | " + " | ".join(_counts(results) for results in columns.values()) + " |")
+        lines.append(f"| {row[0].name} | {' | '.join(CELLS[x.kind] for x in row)} |")
+    lines.append("| *total* | " + " | ".join(_counts(results) for results in columns.values()) + " |")
     for name, results in columns.items():
-        if wrong := [x for x in results if x.kind == "wrong"]:
-            lines += ["", f"## Wrong in `{name}`", "", *(f"- {x.name}: {x.detail}" for x in wrong)]
+        for kind, title in (("other convention", "Other conventions in"), ("wrong", "Wrong in")):
+            if found := [x for x in results if x.kind == kind]:
+                lines += ["", f"## {title} `{name}`", "", *(f"- {x.name}: {x.detail}" for x in found)]
     return lines
 
 

@@ -1,6 +1,6 @@
 """The reference: attention in float64 numpy, for all heads at once, with a gradient written by hand."""
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ def attention(
     keep: ArrayLike = None,
     cotangents: tuple[ArrayLike, ArrayLike] | None = None,
     return_max_score: bool = False,
+    masked_rows: Literal["zeros", "mean", "nan"] = "zeros",
+    cap_bias: bool = False,
     **masking: Any,
 ) -> Any:
     """Computes (output, log-sum-exp) and, given their cotangents, the gradients of query, key, value, bias and sinks.
@@ -30,6 +32,9 @@ def attention(
 
     In place of a `score_mod`, `added` [..., N, T, S] is added to the scores, and -inf hides; its gradient precedes all
     others. In place of dropout, the weights are multiplied by `keep` [..., N, T, S].
+
+    Conventions of other packages: `masked_rows` is the output of queries without visible keys: zeros, the mean of the
+    values, or NaN, whose gradients are those of zeros. `cap_bias` caps the sum of score and bias.
     """
     # [..., heads, length, size]
     q, k, v = (np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (query, key, value))
@@ -37,11 +42,13 @@ def attention(
     k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else float(scale)
     visible = visible_scores(q.shape[:-1] + k.shape[-2:-1], mask, **masking)
-    scores, slope = scale * (q @ np.swapaxes(k, -1, -2)), np.ones(())
+    scores, slope, terms = scale * (q @ np.swapaxes(k, -1, -2)), np.ones(()), (added, bias)
+    if cap_bias and bias is not None:
+        scores, terms = scores + np.asarray(bias, np.float64), (added,)
     if logits_soft_cap is not None:
         scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
         slope = 1 - (scores / logits_soft_cap) ** 2
-    for term in (added, bias):
+    for term in terms:
         if term is not None:
             term = np.asarray(term, np.float64)
             visible = visible & (term != -np.inf)
@@ -53,10 +60,15 @@ def attention(
     e = np.exp(scores - shift)
     total = e.sum(-1, keepdims=True) + np.exp(sink - shift)
     weights = e / np.where(total == 0, 1, total)
+    if masked_rows == "mean":
+        weights = np.where(total == 0, 1 / weights.shape[-1], weights)
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + shift)[..., 0]
     keep = np.ones(()) if keep is None else keep
-    answer: Any = np.moveaxis((weights * keep) @ v, -3, -2), np.moveaxis(lse, -2, -1)
+    output = (weights * keep) @ v
+    if masked_rows == "nan":
+        output = np.where(total == 0, np.nan, output)
+    answer: Any = np.moveaxis(output, -3, -2), np.moveaxis(lse, -2, -1)
     if return_max_score:
         answer = *answer, scores.max((-2, -1), initial=-np.inf)
     if cotangents is None:
@@ -65,14 +77,14 @@ def attention(
     d_output = np.moveaxis(np.asarray(cotangents[0], np.float64), -2, -3)
     d_lse = np.moveaxis(np.asarray(cotangents[1], np.float64), -1, -2)
     d_weights = (d_output @ np.swapaxes(v, -1, -2)) * keep
-    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True) + d_lse[..., None])
+    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True) + d_lse[..., None]) * visible
     d_dots = scale * slope * d_scores
     d_q, d_k = d_dots @ k, np.swapaxes(d_dots, -1, -2) @ q
     d_v = np.swapaxes(weights * keep, -1, -2) @ d_output
     d_k, d_v = (x.reshape(*x.shape[:-3], -1, group, *x.shape[-2:]).sum(-3) for x in (d_k, d_v))
     gradients = [np.moveaxis(x, -3, -2) for x in (d_q, d_k, d_v)]
     if bias is not None:
-        gradients.append(_sum_to(d_scores, np.shape(bias)))
+        gradients.append(_sum_to(d_scores * (slope if cap_bias else 1), np.shape(bias)))
     if sinks is not None:
         share = np.exp(sink - shift) / np.where(total == 0, 1, total)
         d_sink = share * (d_lse[..., None] - (weights * d_weights).sum(-1, keepdims=True))
