@@ -53,13 +53,13 @@ def test_every_cell_has_a_source(package):
 FUNCTIONS = {"jax.nn": jax.nn.dot_product_attention, "Flax": nnx.dot_product_attention}
 # Topic -> how the cell begins, the check of `python -m flax_mha.conformance` that shows it, and its answer.
 CHECKS = {
-    "rows whose keys are all masked": ("mean of the values", "mask, nothing visible", "wrong"),
+    "rows whose keys are all masked": ("mean of the values", "everything masked", "other convention"),
     "NaN in masked keys and values": ("spreads", "NaN in a masked value", "wrong"),
-    "forward mode": ("in memory T x S", "jax.jvp", "computes"),
-    "second derivatives": ("in memory T x S", "a Hessian-vector product", "computes"),
+    "forward mode": ("in memory T x S", "forward mode (jax.jvp)", "computes"),
+    "second derivatives": ("in memory T x S", "Hessian-vector product", "computes"),
     "soft cap": ("no", "soft cap", "refuses"),
-    "sinks": ("no", "sinks", "refuses"),
-    "packed documents": ("no", "segments", "refuses"),
+    "sinks": ("no", "a sink per head", "refuses"),
+    "packed documents": ("no", "segment ids", "refuses"),
 }
 
 

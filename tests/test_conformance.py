@@ -80,6 +80,7 @@ def masked_nan_leaks(*arrays, mask=None):
         (masked_nan_leaks, "everything masked", "other convention", "return the mean of the values"),
         (nan_in_masked_rows, "everything masked", "other convention", "return NaN"),
         (cap_of_score_and_bias, "soft cap, then bias and mask", "other convention", "sum of score and bias"),
+        (jax.nn.dot_product_attention, "a sequence of length 0", "other convention", "and padded queries 0"),
         (ones_in_masked_rows, "everything masked", "wrong", "output"),
         (masked_nan_leaks, "NaN in a masked value", "wrong", "37 entries are NaN"),
         # The output is right by a convention; the gradient is not by any.

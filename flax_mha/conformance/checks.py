@@ -18,6 +18,9 @@ Kind = Literal["computes", "refuses", "other convention", "wrong"]
 # Definitions of other packages, with the reference's arguments for them.
 CONVENTIONS: dict[str, dict[str, Any]] = {
     "queries without visible keys return the mean of the values": {"masked_rows": "mean"},
+    "queries without visible keys return the mean of the values, and padded queries 0": {
+        "masked_rows": "mean, padding zeros"
+    },
     "queries without visible keys return NaN": {"masked_rows": "nan"},
     "the soft cap applies to the sum of score and bias": {"cap_bias": True},
 }

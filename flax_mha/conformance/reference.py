@@ -22,7 +22,7 @@ def attention(
     keep: ArrayLike = None,
     cotangents: tuple[ArrayLike, ArrayLike] | None = None,
     return_max_score: bool = False,
-    masked_rows: Literal["zeros", "mean", "nan"] = "zeros",
+    masked_rows: Literal["zeros", "mean", "mean, padding zeros", "nan"] = "zeros",
     cap_bias: bool = False,
     **masking: Any,
 ) -> Any:
@@ -34,7 +34,8 @@ def attention(
     others. In place of dropout, the weights are multiplied by `keep` [..., N, T, S].
 
     Conventions of other packages: `masked_rows` is the output of queries without visible keys: zeros, the mean of the
-    values, or NaN, whose gradients are those of zeros. `cap_bias` caps the sum of score and bias.
+    values (also of padded queries, or with zeros for these), or NaN, whose gradients are those of zeros. `cap_bias`
+    caps the sum of score and bias.
     """
     # [..., heads, length, size]
     q, k, v = (np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (query, key, value))
@@ -42,9 +43,9 @@ def attention(
     k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else float(scale)
     visible = visible_scores(q.shape[:-1] + k.shape[-2:-1], mask, **masking)
-    scores, slope, terms = scale * (q @ np.swapaxes(k, -1, -2)), np.ones(()), (added, bias)
+    scores, slope, terms = scale * (q @ np.swapaxes(k, -1, -2)), np.ones(()), [added, bias]
     if cap_bias and bias is not None:
-        scores, terms = scores + np.asarray(bias, np.float64), (added,)
+        scores, terms = scores + np.asarray(bias, np.float64), [added]
     if logits_soft_cap is not None:
         scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
         slope = 1 - (scores / logits_soft_cap) ** 2
@@ -60,8 +61,11 @@ def attention(
     e = np.exp(scores - shift)
     total = e.sum(-1, keepdims=True) + np.exp(sink - shift)
     weights = e / np.where(total == 0, 1, total)
-    if masked_rows == "mean":
-        weights = np.where(total == 0, 1 / weights.shape[-1], weights)
+    if masked_rows.startswith("mean"):
+        rows, lengths = total == 0, masking.get("query_seq_lengths")
+        if masked_rows == "mean, padding zeros" and lengths is not None:
+            rows = rows & visible_scores(rows.shape, query_seq_lengths=lengths)
+        weights = np.where(rows, 1 / weights.shape[-1], weights)
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + shift)[..., 0]
     keep = np.ones(()) if keep is None else keep
