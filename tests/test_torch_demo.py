@@ -130,6 +130,6 @@ def test_an_export_replaces_nothing_else(run, tmp_path, name):
     (to / name).parent.mkdir(parents=True, exist_ok=True)
     (to / name).write_text('{"model_type": "llama"}')
     for path in (to, to / name):
-        with pytest.raises(train_demo.UserError, match="holds something else than an export"):
+        with pytest.raises(train_demo.UserError, match="is not an export"):
             export.write(path, run.model, run.config)
     assert (to / name).read_text() == '{"model_type": "llama"}'

@@ -125,21 +125,21 @@ def test_a_run_killed_twice_stopped_and_out_of_room_ends_as_if_it_never_was(run,
     # Before the first checkpoint gets its name.
     struck("checkpoints/4-", kill, "--data", text, "--no-samples", "--out", out, *TINY)
     said = without_room(monkeypatch, out, *resume)
-    assert f"{out} holds no finished checkpoint: starting from the beginning" in said
+    assert f"{out} contains no complete checkpoint: starting from step 0" in " ".join(said.split())
 
     said = struck(5, signal.SIGTERM, *resume)
-    assert "Going on from the checkpoint of step 4" in said
+    assert "Resuming from the checkpoint at step 4" in said
     assert "Terminated: stopping after this step, then saving" in said
-    assert f"Go on with:\npython -m train_demo --resume --out {out}\n" in said
+    assert f"To continue:\npython -m train_demo --resume --out {out}\n" in said
     stopped = steps_saved(out)[-1]
     assert 4 < stopped <= 8  # where the signal came
 
     said = struck(11, kill, *resume)  # between two checkpoints, and in the middle of a line
-    assert f"Going on from the checkpoint of step {stopped}" in said
+    assert f"Resuming from the checkpoint at step {stopped}" in said
     with (out / metrics.METRICS).open("a") as file:
         file.write('{"step": 11, "lo')
 
-    assert "Going on from the checkpoint of step 8" in here(capfd, *resume)
+    assert "Resuming from the checkpoint at step 8" in here(capfd, *resume)
     assert_same_run(out, run.out)
 
 
@@ -149,7 +149,7 @@ def test_an_extended_run_stays_exact_and_says_what_the_report_says(run, copy, tm
     said = here(capfd, "--resume", "--steps", longer, "--out", copy)
     assert f"step {longer:>6}  validation loss" in said
     assert f"python -m train_demo sample --out={copy}" in said
-    assert "␣ is a space, ↵ the end of a line" in said
+    assert "↵ marks the end of a line" in said
     page = (copy / "report.html").read_text()
     facts = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", page))
     loss, number = re.search(r"training loss +([\d.]+) +mean of the last (\d+) steps", said).groups()
@@ -160,7 +160,7 @@ def test_an_extended_run_stays_exact_and_says_what_the_report_says(run, copy, tm
     struck(STEPS + 2, signal.SIGTERM, "--resume", "--steps", longer, "--out", other)
     stopped = steps_saved(other)[-1]
     assert STEPS < stopped < longer  # where the signal came
-    assert f"Going on from the checkpoint of step {stopped}" in here(capfd, "--resume", "--out", other)
+    assert f"Resuming from the checkpoint at step {stopped}" in here(capfd, "--resume", "--out", other)
     assert_same_run(copy, other, longer)
     assert metrics.read_samples(copy) == metrics.read_samples(other) != []
 
@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_passed_over(copy, harm):
 def test_plot(copy, capfd):
     for name in ("loss.png", "attention.png", "report.html"):
         (copy / name).unlink()
-    assert f"{copy / 'report.html'} and its pictures are written" in here(capfd, "plot", "--out", copy)
+    assert f"{copy / 'report.html'} is ready" in here(capfd, "plot", "--out", copy)
     assert drawn(copy)
     assert (copy / "report.html").exists()
 
@@ -259,8 +259,13 @@ with stopping.heeded(lambda line: print(line, flush=True), False):
 @pytest.mark.parametrize(
     ("name", "rounds", "code", "words"),
     [
-        ("SIGTERM", 2**31 - 1, 143, ("Terminated: stopping after this step", "Terminated before a step ended")),
-        ("SIGINT", 5 * 10**5, 0, ("Stopping after this step, then saving (Ctrl-C again: stop at once)", "")),
+        ("SIGTERM", 2**31 - 1, 143, ("Terminated: stopping after this step", "Terminated before the step finished")),
+        (
+            "SIGINT",
+            5 * 10**5,
+            0,
+            ("Stopping after this step, then saving. Press Ctrl-C again to stop immediately.", ""),
+        ),
     ],
 )
 def test_a_signal_is_answered_at_once_and_sigterm_ends_in_time(name, rounds, code, words):
@@ -320,7 +325,7 @@ def test_a_metric_without_room_is_named(tmp_path):
     with contextlib.closing(metrics.Log(tmp_path, 0, 1.0, time.perf_counter())) as log:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
         try:
-            with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl \(.*go on with --resume"):
+            with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl \(.*continue with --resume"):
                 log.loss("loss", 1, 1.0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -336,7 +341,7 @@ def test_a_training_that_diverged(tmp_path, loss, said):
         assert log.loss("loss", 6, 460) == 460  # 100 times the loss of guessing one of 100 tokens
         with pytest.raises(UserError, match=f"training diverged: the loss is {said} at step 7") as error:
             log.loss("loss", 7, loss)
-    assert str(error.value).endswith("take a lower --learning-rate and another --out")
+    assert str(error.value).endswith("lower --learning-rate, and choose another --out")
     assert [metric["step"] for metric in metrics.read(tmp_path)] == [6]
 
 
@@ -357,7 +362,7 @@ def test_a_clock_that_goes_on_and_what_is_dropped(tmp_path):
 def test_two_runs_never_share_a_folder(tmp_path):
     with (
         run_folder.sole_writer(tmp_path),
-        pytest.raises(UserError, match="another run writes"),
+        pytest.raises(UserError, match="another run is writing"),
         run_folder.sole_writer(tmp_path),
     ):
         pass

@@ -66,14 +66,14 @@ def test_samples(run):
         ({"seed": -1, "out": "new"}, ["seed", "got '-1'"]),
         ({"dtype": "float16", "out": "new"}, ["dtype", "float32, bfloat16"]),
         ({"dtype": jnp.float32, "out": "new"}, ["dtype: expected a text"]),
-        ({"heads": 3, "out": "new"}, ["--features 8 cannot be shared by --heads 3"]),
+        ({"heads": 3, "out": "new"}, ["--features 8 does not fit --heads 3"]),
         ({"data": "no-such-file", "out": "new"}, ["no-such-file"]),
         (
             {"resume": True, "seed": 3},
-            ["another configuration", "(--seed 0 there, 3 here): drop these or choose another --out"],
+            ["other settings", "(--seed 0 there, 3 here): drop these options, or choose another --out"],
         ),
         ({"resume": True, "steps": 2}, ["(--steps 12 there, 2 here)"]),
-        ({}, ["holds a run already: pass --resume to go on with it, or another --out"]),
+        ({}, ["already contains a run: pass --resume to continue it, or choose another --out"]),
         ({"layout": Layout(coordinator="a:1", num_processes=2, process_id=0)}, ["several processes"]),
         ({"layout": Layout(fsdp=3), "out": "new"}, ["--data-parallel -1 x --fsdp 3 x --tensor 1"]),
         ({"size": ["tiny"], "out": "new"}, ["size: expected a text, got ['tiny']"]),
@@ -91,7 +91,7 @@ def test_what_the_command_refuses_is_an_exception(run, text, tmp_path, monkeypat
 
 
 def test_a_folder_without_a_run(tmp_path):
-    with pytest.raises(train_demo.UserError, match=f"{tmp_path} holds no run: start one with python -m train_demo"):
+    with pytest.raises(train_demo.UserError, match=f"{tmp_path} contains no run: start one with python -m train_demo"):
         train_demo.load(tmp_path)
 
 
@@ -134,8 +134,8 @@ def test_a_run_resumes_with_the_default_dtype_spelled_out(run, text):
 @pytest.mark.parametrize(
     ("prompt", "options", "words"),
     [
-        ("", {}, ["prompt '' holds no character"]),
-        ("Ünknown", {}, ["never saw 'Ü'"]),
+        ("", {}, ["prompt '' is empty"]),
+        ("Ünknown", {}, ["does not contain 'Ü'"]),
         ("fox", {"max_new_tokens": 0}, ["max_new_tokens", "got '0'"]),
         ("fox", {"temperature": -1.0}, ["temperature"]),
         ("fox", {"top_p": 0.0}, ["top_p"]),

@@ -84,10 +84,10 @@ def test_about_a_tenth_is_held_out(monkeypatch, sizes, held):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, ["holds no UTF-8 text in its 0 files"]),
-        ({"a": b"\xff" * 100}, ["holds no UTF-8 text in its 1 files"]),
-        ({"a": b"short", "b": b"too short"}, ["to validate", "at least 10 and 9", "--context-length 8"]),
-        ({"a": b"same" * 99, "b": b"same" * 99}, ["holds 0 characters to train on"]),
+        ({}, ["contains no UTF-8 text (0 files)"]),
+        ({"a": b"\xff" * 100}, ["contains no UTF-8 text (1 files)"]),
+        ({"a": b"short", "b": b"too short"}, ["for validation", "at least 10 and 9", "--context-length 8"]),
+        ({"a": b"same" * 99, "b": b"same" * 99}, ["has 0 characters for training"]),
     ],
 )
 def test_bad_folders(tmp_path, files, words):
@@ -116,7 +116,7 @@ def test_characters_and_their_numbers():
     assert numbers.dtype == np.int32
     assert 0 <= numbers.min() <= numbers.max() < len(tokens)
     assert tokens.decode(numbers.tolist()) == text
-    with pytest.raises(UserError, match=r"never saw 'b' '\\udcff': leave"):
+    with pytest.raises(UserError, match=r"does not contain 'b' '\\udcff': leave"):
         tokens.encode("ab\udcff")
 
 

@@ -40,11 +40,11 @@ def test_bad_numbers(capsys, tmp_path):
     [
         (None, ["cannot read", "No such file"]),
         (b"", ["is empty"]),
-        (b"short", ["holds 5 characters to train on and 0 to validate", "at least 10 and 9"]),
-        (b"x" * 89, ["holds 81 characters to train on and 8 to validate", "at least 10 and 9"]),
+        (b"short", ["has 5 characters for training and 0 for validation", "at least 10 and 9"]),
+        (b"x" * 89, ["has 81 characters for training and 8 for validation", "at least 10 and 9"]),
         (b"abc\xff" * 50, ["not UTF-8", "byte 3"]),
-        ("pipe", ["cannot read --data", "it is no file"]),
-        ("device", ["cannot read --data", "it is no file"]),
+        ("pipe", ["cannot read --data", "not a regular file"]),
+        ("device", ["cannot read --data", "not a regular file"]),
     ],
 )
 def test_bad_text(capsys, tmp_path, content, words):
@@ -66,7 +66,7 @@ def test_bad_text(capsys, tmp_path, content, words):
     [
         (["--heads", "3"], ["--features 128", "--heads 3"]),
         (["--heads", "128"], ["--features 128", "--heads 128", "rotary"]),
-        (["--data", "."], ["--data .", "holds no UTF-8 text in its 0 files"]),
+        (["--data", "."], ["--data .", "contains no UTF-8 text (0 files)"]),
         (["--token-shift", "64"], ["--token-shift 64", "at most 63"]),
         (["--size", "huge"], ["--size", "tiny, small, medium, gpt2", "'huge'"]),
         (["--optimizer", "sgd"], ["--optimizer", "muon, adamw", "'sgd'"]),
@@ -96,9 +96,9 @@ def test_bad_text(capsys, tmp_path, content, words):
         ),
         (["sample", "--out", "x", "--prompt", "x", "--prompt", ""], ["--prompt is empty"]),
         (["sample", "--out", "x", "--prompt", "x", "--length", "5"], ["--length"]),
-        (["sample", "--out", "no-such-folder", "--prompt", "x"], ["no-such-folder holds no run", "start one"]),
+        (["sample", "--out", "no-such-folder", "--prompt", "x"], ["no-such-folder contains no run", "start one"]),
         *(
-            ([command, "--out", "no-such-folder"], ["no-such-folder holds no run", "start one"])
+            ([command, "--out", "no-such-folder"], ["no-such-folder contains no run", "start one"])
             for command in ("plot", "report", "export")
         ),
     ],
@@ -135,6 +135,22 @@ def test_errors_do_not_command_the_terminal(capsys, monkeypatch, tmp_path, argum
     assert "x1b[31m" in said
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_help_lists_the_options_of_training_within_the_width(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    words = {}
+    for arguments in ([], ["train"], ["sample"], ["plan"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--help"])
+        assert ended.value.code == 0
+        said = capsys.readouterr().out
+        assert max(map(len, said.splitlines())) <= width
+        words["".join(arguments)] = said.split()
+    assert {word for word in words["train"] if word.startswith("--")} <= set(words[""])
+    assert {"--data", "--steps", "--learning-rate", "--fsdp", "--start-timeout"} <= set(words[""])
+
+
 # Runs
 
 
@@ -146,7 +162,7 @@ def copy(run, tmp_path):
 @pytest.mark.core
 def test_a_folder_with_a_run(capsys, run, text):
     said = refusal(capsys, "--data", text, "--out", run.out, *TINY)
-    assert "holds a run already: pass --resume" in said
+    assert "already contains a run: pass --resume" in said
     assert "another --out" in said
 
 
@@ -185,7 +201,7 @@ def test_characters_that_the_model_never_saw(capsys, run):
 @pytest.mark.parametrize("command", [["sample", "--prompt", "fox"], ["plot"], ["report"], ["export"]])
 def test_a_run_without_a_checkpoint(capsys, copy, command):
     shutil.rmtree(copy / run_folder.CHECKPOINTS)
-    assert "holds no finished checkpoint" in refusal(capsys, *command, "--out", copy)
+    assert "contains no complete checkpoint" in refusal(capsys, *command, "--out", copy)
 
 
 @pytest.mark.parametrize("version", [None, 2])
@@ -197,8 +213,8 @@ def test_a_run_of_another_model(capsys, copy, version):
     )
     for arguments in (["--resume"], ["sample", "--prompt", "fox"], ["plot"]):
         said = refusal(capsys, *arguments, "--out", copy)
-        assert f"holds a run of version {version or 1} of the demo's model" in said
-        assert "train anew" in said
+        assert f"contains a run of version {version or 1} of the demo's model" in said
+        assert "train again" in said
 
 
 @pytest.mark.parametrize("command", [["sample", "--prompt", "fox", "--max-new-tokens", "2"], ["--resume"]])
@@ -210,7 +226,7 @@ def test_the_newest_run_is_the_default(capsys, monkeypatch, run, fast, tmp_path,
     with as_users_have_it():
         assert main(command) == 0
     said = capsys.readouterr()
-    assert said.err == f"The newest run: {Path('runs', 'new')}\n"
+    assert said.err == f"Using the newest run: {Path('runs', 'new')}\n"
 
 
 # Damage
@@ -344,7 +360,7 @@ def test_a_damaged_configuration(copy, where):
             if (name, value) in FITTING:
                 run_folder.read_config(copy)
                 continue
-            with pytest.raises(UserError, match=r"config\.json is damaged|holds a run of version"):
+            with pytest.raises(UserError, match=r"config\.json is damaged|contains a run of version"):
                 run_folder.read_config(copy)
 
 

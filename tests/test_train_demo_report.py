@@ -1,12 +1,17 @@
 """The demo's report: one page that asks for nothing else, whatever its texts hold, and also of a run without much."""
 
+import io
 import json
 import re
 from html.parser import HTMLParser
 
+import jax
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import Task
 
-from train_demo import files, metrics, report, run_folder, training
+from train_demo import files, metrics, plots, progress, report, run_folder, terminal, training
 from train_demo.settings import Settings
 from train_demo.vocabulary import Vocabulary
 
@@ -77,8 +82,8 @@ def test_what_the_report_says_is_what_the_run_measured(out):
     page = (out / report.FILE).read_text()
     facts = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", page))
     assert facts["validation loss"] == "2.0000"
-    assert "2.885 bits: the right one gets 13.5%" in page  # 2 / ln 2, and exp(-2)
-    assert "4 characters has a loss of 1.386" in page  # ln 4
+    assert "(2.885 bits); geometric mean probability of the true next character: 13.5%" in page  # 2 / ln 2, exp(-2)
+    assert "Random guessing among 4 characters has a loss of 1.386" in page  # ln 4
     assert "try next" not in facts  # the run goes on
     assert facts["largest attention score"] == "50.0"
     assert facts["training loss"] == "3.4950"  # of the steps 101 to 200
@@ -100,7 +105,7 @@ def test_a_finished_run_says_what_to_try_next(out, last, advice):
 def test_a_run_without_much(out, lines):
     (out / metrics.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (out / metrics.RESOURCES).write_text("[1")
-    assert "Guessing among 4 characters" in shown(out)
+    assert "Random guessing among 4 characters" in shown(out)
 
 
 def test_a_full_disk_leaves_the_old_report(out, monkeypatch):
@@ -118,9 +123,99 @@ def test_a_full_disk_leaves_the_old_report(out, monkeypatch):
 
 @pytest.mark.parametrize("text", ["\n\t x", "\x1b[31m\u202e", "漢字" * 99, "a" * 99, "\ud800"])
 def test_a_sample_takes_one_line_of_a_terminal(text):
-    line = training.one_line("a" + text)
+    line = terminal.excerpt("a" + text, 66)
     assert line.isprintable()
-    assert len(line) <= training.WIDTH
+    assert cell_len(line) <= 66
+
+
+@pytest.mark.parametrize("width", [8, 60, 80, 120])
+def test_lines_break_only_between_words(width):
+    text = "  The quick brown\tfox\n\njumps over 漢字漢字, the lazy dog. " * 9
+    pieces = [text[start : start + 7] for start in range(0, len(text), 7)]
+    lines = "".join(terminal.wrapped(pieces, width)).splitlines()
+    assert [word for line in lines for word in line.split()] == text.split()
+    assert all(cell_len(line.expandtabs()) <= max(width, 9) for line in lines)  # the longest word has 9 columns
+    assert "".join(terminal.wrapped(["as it\n   was"], width)) == "as it\n   was\n"
+
+
+def test_a_text_is_shown_word_by_word_as_it_is_written():
+    written = []
+
+    def pieces():
+        for piece in ("two wo", "rds", " more"):
+            written.append(piece)
+            yield piece
+
+    lines = terminal.wrapped(pieces(), 80)
+    assert (next(lines), written) == ("two", ["two wo"])
+
+
+@pytest.mark.parametrize(("width", "speed"), [(60, False), (80, True), (120, True)])
+def test_the_bar_takes_one_line_that_says_how_much_time_is_left(monkeypatch, width, speed):
+    monkeypatch.setattr(Task, "time_remaining", 80.0)
+    console = Console(width=width, force_terminal=True, file=io.StringIO())
+    bar = progress.progress_bar(console)
+    bar.add_task("loss 1.234", total=10**5, completed=5 * 10**4, speed="123,456 characters/s")
+    with console.capture() as captured:
+        console.print(bar.get_renderable())
+    (line,) = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", captured.get()).splitlines()
+    assert len(line.rstrip()) <= width
+    assert "loss 1.234" in line
+    assert "50000/100000" in line
+    assert "about 1:20 left" in line
+    assert ("123,456 characters/s" in line) == speed
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([], "No validation loss yet."),
+        ([1.2], "Trained to 1.200 nats per character, better than random guessing (1.386)."),
+        ([1.3, 1.2], "and not overfitting: the validation loss was still falling."),
+        ([1.3, 1.2, 1.205], "and not overfitting: the validation loss has leveled off."),
+        ([1.3, 1.2, 1.3], "but overfitting: the validation loss was as low as 1.200."),
+        ([1.5], "Trained to 1.500 nats per character, no better than random guessing (1.386)."),
+    ],
+)
+def test_the_verdict(out, losses, said):
+    lines = [json.dumps({"step": step, "val_loss": loss, "seconds": 1.0}) for step, loss in enumerate(losses, 1)]
+    (out / metrics.METRICS).write_text("\n".join(lines))
+    assert metrics.verdict(out, config()).endswith(said)
+    assert shown(out).count(metrics.verdict(out, config())) == 1
+
+
+def test_the_report_has_the_long_sample(out):
+    report.write(out, config(), "b c" * 99)
+    assert "<pre><b>ab</b>" + "b c" * 99 + "</pre>" in (out / report.FILE).read_text()
+
+
+def test_the_end_of_the_training_is_enlarged():
+    measured = [{"step": step, "seconds": step / 10, "loss": 1 + 4 / step} for step in range(1, 101)]
+    measured += [{"step": step, "seconds": step / 10, "val_loss": 1.1} for step in (50, 100)]
+    *_, ending = plots.loss_figure(measured).axes
+    (low, high), (first, last) = ending.get_ylim(), ending.get_xlim()
+    assert low > 0.9
+    assert high < 1.2
+    assert first > 45
+    assert last < 110
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        (["compile_requests_use_cache", "cache_hits"], "(cached)"),
+        (["compile_requests_use_cache", "cache_misses"], " s"),
+        (["compile_requests_use_cache", "cache_hits", "compile_requests_use_cache"], " s"),
+        ([], " s"),
+    ],
+)
+def test_only_what_came_from_the_cache_is_called_cached(events, said):
+    with training.Compiling() as compiling:
+        for event in events:
+            jax.monitoring.record_event(f"/jax/compilation_cache/{event}")
+    jax.monitoring.record_event("/jax/compilation_cache/compile_requests_use_cache")  # of another program
+    assert str(compiling).startswith("compiled in 0.0 s")
+    assert str(compiling).endswith(said)
 
 
 def test_every_sentence_has_a_prompt():

@@ -93,7 +93,7 @@ def test_sizes_and_optimizers_bring_their_numbers(tmp_path):
 
 def test_a_shift_beyond_the_window_is_refused():
     with pytest.raises(
-        UserError, match="--token-shift 8 reaches out of windows of --context-length 8: choose at most 7"
+        UserError, match="--token-shift 8 reaches beyond a window of --context-length 8: choose at most 7"
     ):
         Settings(context_length=8, token_shift=8)
 

@@ -34,7 +34,7 @@ def end_at_once(number: int = 2, *_: object) -> None:
         if sys.stdout.isatty():
             os.write(1, SHOW_CURSOR)
         what = b"Interrupted" if number == 2 else b"Terminated"
-        fix = b": python -m train_demo --resume continues a training run from its last checkpoint\n"
+        fix = b". To continue a training run: python -m train_demo --resume\n"
         os.write(sys.stderr.fileno(), what + fix)
     except (OSError, RuntimeError, ValueError, AttributeError):
         pass  # a closed stream, or one that was being written to when the signal came

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from train_demo import terminal
 from train_demo.errors import UserError, any_encoding, enough_memory, printable, reason
 from train_demo.run_folder import Config, prepare, read_config
 from train_demo.settings import SAMPLING, Layout, Settings, checked, completed
@@ -44,7 +45,7 @@ class Run:
     @property
     def val_loss(self) -> float:
         if not self.val_losses:
-            raise UserError(f"{self.out} holds no validation loss yet: train it for eval_every steps")
+            raise UserError(f"{self.out} has no validation loss yet: train for at least eval_every steps")
         return self.val_losses[max(self.val_losses)]
 
     def sample(
@@ -166,7 +167,7 @@ def train(  # noqa: D417 - `Settings` describes the others
     if code == 128 + signal.SIGTERM:
         raise SystemExit(code)
     if code:
-        raise KeyboardInterrupt(f"stopped and saved: train(out={str(where)!r}, resume=True) goes on")
+        raise KeyboardInterrupt(f"stopped and saved: train(out={str(where)!r}, resume=True) continues")
     return load(where)
 
 
@@ -199,11 +200,10 @@ def start(
     config, text = prepare(out, data, given, resume)
     if layout.first and not quiet:  # before JAX is imported, which takes a second
         several = f"{text.documents:,} documents in " if text.packed else ""
-        skipped = f" ({text.skipped} other files hold no UTF-8 text)" if text.skipped else ""
+        skipped = f" (skipped {text.skipped} files without UTF-8 text)" if text.skipped else ""
         found = several + (config.data or "the Python documentation") + skipped
-        print(
-            printable(f"{len(text):,} characters of {found}, {len(text.vocabulary):,} kinds of characters"), flush=True
-        )
+        line = f"{len(text):,} characters of {found}, {len(text.vocabulary):,} of them distinct"
+        print(*terminal.wrapped([printable(line)], terminal.columns()), sep="", end="", flush=True)
     # Some fast operations on GPUs add in any order, but a resumed run must compute the same bits.
     flags = os.environ.get("XLA_FLAGS", "")
     if DETERMINISTIC not in flags.split():  # a program may call this several times

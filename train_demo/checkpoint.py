@@ -40,7 +40,7 @@ def save(out: Path, step: int, trees: Trees) -> None:
         for _, path in _entries(out)[:-KEPT]:
             _delete(path)
     except OSError as error:
-        fix = "free some space, or fix the disk, then go on with --resume"
+        fix = "free some space, or fix the disk, then continue with --resume"
         raise UserError(f"checkpoint {step} cannot be saved in {folder} ({reason(error)}): {fix}") from error
 
 

@@ -1,4 +1,4 @@
-"""The commands `train`, `sample`, `plot` (or `report`), `export` and `plan`, and their options.
+"""The commands `train`, `sample`, `report` (or `plot`), `export` and `plan`, and their options.
 
 The options are the fields of `Settings` and `Layout`.
 """
@@ -7,13 +7,14 @@ import argparse
 import itertools
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from train_demo import data
+from train_demo import data, terminal
 from train_demo.api import RUNS, SETTINGS, default_folder, load, start
 from train_demo.errors import UserError, any_encoding, enough_memory, printable, reason
 from train_demo.run_folder import CONFIG, newest, read_config
@@ -21,14 +22,33 @@ from train_demo.settings import SAMPLING, SIZES, Layout, Settings, completed, co
 
 # JAX and Matplotlib are imported where they are used, so that help and errors in options come at once.
 
+METAVARS = {int: "N", int | None: "N", float: "X", str: "NAME", str | None: "HOST:PORT"}
 LAYOUT = {option.name: option for option in fields(Layout)}
 
 
+class Help(argparse.HelpFormatter):
+    """Formats help whose lines do not break at hyphens, so that the names of options stay whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser that prints an error as one line, without the usage."""
+    """An argument parser that prints an error as one line, or on a terminal as wrapped lines, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, printable(f"{self.prog}: error: {' '.join(message.split())}") + "\n")
+        line = printable(f"{self.prog}: error: {' '.join(message.split())}") + "\n"
+        self.exit(2, "".join(terminal.wrapped([line], terminal.columns())) if sys.stderr.isatty() else line)
+
+
+class MainParser(Parser):
+    """The parser of the whole command, whose help lists the options of `train`, too."""
+
+    train: Parser
+
+    def format_help(self) -> str:
+        _, _, options = self.train.format_help().partition("\n\n")
+        return f"{super().format_help()}\n{options}"
 
 
 @any_encoding()
@@ -83,13 +103,13 @@ def _chosen_folder(chosen: argparse.Namespace) -> Path:
     if chosen.out is not None:
         return chosen.out
     out = newest(RUNS)
-    print(printable(f"The newest run: {out}"), file=sys.stderr)
+    print(printable(f"Using the newest run: {out}"), file=sys.stderr)
     return out
 
 
 def _sample(chosen: argparse.Namespace) -> int:
     if not all(chosen.prompt):
-        raise UserError("--prompt is empty: give at least one character")
+        raise UserError("--prompt is empty: pass at least one character")
     out = _chosen_folder(chosen)
     config = read_config(out)
     config.vocabulary.encode("".join(chosen.prompt))  # before anything slow begins
@@ -108,9 +128,9 @@ def _sample(chosen: argparse.Namespace) -> int:
 def _show(prompts: Sequence[str], num_samples: int, pieces: Iterator[list[str]]) -> None:
     """Prints prompts and what follows: a single text piece by piece as it is written, several texts at the end."""
     if len(prompts) * num_samples == 1:
-        for (piece,) in itertools.chain([prompts], pieces):
-            print(printable(piece), end="", flush=True)
-        print(flush=True)
+        text = (printable(piece) for (piece,) in itertools.chain([prompts], pieces))
+        for part in terminal.wrapped(text, terminal.columns()) if sys.stdout.isatty() else (*text, "\n"):
+            print(part, end="", flush=True)
         return
     for number, parts in enumerate(zip(*pieces, strict=True)):
         prompt, sample = divmod(number, num_samples)
@@ -123,14 +143,14 @@ def _plot(chosen: argparse.Namespace) -> int:
     from train_demo import plots, report
 
     plots.draw(run.out, run.model, run.config)
-    report.write(run.out, run.config)
-    print(printable(f"{run.out / report.FILE} and its pictures are written: open it in a browser"))
+    report.write(run.out, run.config, run.sample(run.config.prompt))
+    print(printable(f"{run.out / report.FILE} is ready: open it in a browser"))
     return 0
 
 
 def _export(chosen: argparse.Namespace) -> int:
     to = load(_chosen_folder(chosen)).export(chosen.to)
-    print(printable(f"{to} holds {', '.join(sorted(path.name for path in to.iterdir()))}"))
+    print(printable(f"Wrote {', '.join(sorted(path.name for path in to.iterdir()))} to {to}"))
     return 0
 
 
@@ -159,39 +179,50 @@ def folder(text: str) -> Path:
 
 
 def _parser() -> Parser:
-    parser = Parser(
+    parser = MainParser(
         prog="python -m train_demo",
-        description="Trains a small transformer that learns to write. Without a command it trains.",
+        usage="%(prog)s [COMMAND] [options]",
+        description="Trains a small transformer that writes text, one character at a time. "
+        "The default command is train. COMMAND --help lists the options of the other commands.",
     )
-    commands = parser.add_subparsers(metavar="command", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
 
-    def command(function: Any, explanation: str, where: str = "the newest of runs", also: Sequence[str] = ()) -> Parser:
-        made = commands.add_parser(function.__name__[1:], help=explanation, aliases=also, allow_abbrev=False)
+    def command(function: Any, explanation: str, where: str = "the newest run", also: Sequence[str] = ()) -> Parser:
+        name = function.__name__[1:]
+        usage = f"{parser.prog} {name} {'--prompt TEXT ' * (function is _sample)}[options]"
+        made = commands.add_parser(
+            name, help=explanation, usage=usage, aliases=also, allow_abbrev=False, formatter_class=Help
+        )
         made.set_defaults(command=function)
         if function is not _plan:
             made.add_argument("--out", type=folder, metavar="DIR", help=f"the run's folder (default: {where})")
         return made
 
-    train = command(_train, "train, or go on training (the default)", "runs/<the text's name>")
-    source = "a UTF-8 text file, or a folder of them (default: Python's own documentation)"
-    again = "go on from the newest good checkpoint of --out, or of the newest run; a larger --steps extends it"
+    train = parser.train = command(_train, "train a model, or resume a run (default)", "runs/NAME_OF_THE_DATA")
+    train._optionals.title = "options of train"
+    source = "a UTF-8 text file, or a folder of them (default: the Python documentation)"
+    again = "continue --out, or the newest run, from its last checkpoint; raise --steps to train longer"
     train.add_argument("--resume", action="store_true", help=again)
-    train.add_argument("--no-samples", action="store_true", help="write no short text at each validation")
-    size = f"model, batch and steps at once: {', '.join(SIZES)} (default: tiny); options below count more"
+    train.add_argument("--no-samples", action="store_true", help="do not write a short sample at each validation")
+    size = f"preset for model, batch and steps: {', '.join(SIZES)} (default: tiny); other options override it"
 
     sample = command(_sample, "write text with a trained model")
-    prompts = "what the model goes on writing; several prompts are continued at the same time"
+    prompts = "the text to continue; repeat the option to continue several prompts at once"
     sample.add_argument("--prompt", required=True, action="append", metavar="TEXT", help=prompts)
     for name, (parse, default, explanation) in SAMPLING.items():
         ending = "" if default is None else f" (default: {default})"
-        sample.add_argument(option_of(name), type=parse, default=default, help=explanation + ending)
+        metavar = "X" if name in ("temperature", "top_p", "min_p") else "N"
+        option = option_of(name)
+        sample.add_argument(option, type=parse, default=default, metavar=metavar, help=explanation + ending)
 
-    command(_plot, "draw the pictures and write report.html anew, also while the training runs", also=("report",))
-    export = command(_export, "write the model as safetensors, with a config and its PyTorch code")
-    export.add_argument("--to", type=folder, metavar="DIR", help="where to write (default: export in the run's folder)")
+    command(_plot, "redraw the plots and report.html, even while a run is training", also=("report",))
+    export = command(_export, "write the weights as safetensors, with a config and PyTorch code")
+    export.add_argument(
+        "--to", type=folder, metavar="DIR", help="where to write (default: export/ in the run's folder)"
+    )
 
-    plan = command(_plan, "memory of a training step on many devices, without them")
-    plan.add_argument("--devices", type=count, metavar="N", help="devices (default: 1)")
+    plan = command(_plan, "estimate the memory of a training step on many devices")
+    plan.add_argument("--devices", type=count, metavar="N", help="number of devices (default: 1)")
     for each in (train, plan):
         each.add_argument("--data", metavar="PATH", help=source)
         each.add_argument("--size", type=one_of(*SIZES), metavar="NAME", help=size)
@@ -207,4 +238,5 @@ def _add(parser: Parser, options: Iterable[Any]) -> None:
             parser.add_argument(option_of(option.name), action="store_true", default=None, help=explanation)
         else:
             ending = "" if option.default is None else f" (default: {option.default})"
-            parser.add_argument(option_of(option.name), type=parse, help=explanation + ending)
+            metavar = METAVARS[option.type]
+            parser.add_argument(option_of(option.name), type=parse, metavar=metavar, help=explanation + ending)

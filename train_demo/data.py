@@ -71,7 +71,7 @@ def load(path: str | None, context_length: int) -> Text:
     """
     documents, skipped = _found(path)
     if not any(documents):
-        raise UserError(f"--data {path} is empty: give a UTF-8 text file")
+        raise UserError(f"--data {path} is empty: choose a UTF-8 text file")
     fingerprints = [fingerprint(each) for each in documents]
     sha256 = fingerprints[0] if len(documents) == 1 else fingerprint("".join(fingerprints))
     vocabulary = Vocabulary.of(documents)
@@ -95,10 +95,12 @@ def _found(path: str | None) -> tuple[list[str], int]:
     try:
         return _found_in(Path(path)) if Path(path).is_dir() else ([_read(Path(path))], 0)
     except UnicodeDecodeError as error:
-        raise UserError(f"--data {path} is not UTF-8 (byte {error.start}): convert it, or give another file") from error
+        raise UserError(
+            f"--data {path} is not UTF-8 (byte {error.start}): convert it, or choose another file"
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: a path that is not valid
         where = getattr(error, "filename", None) or path
-        fix = "give a UTF-8 text file, or a folder of them"
+        fix = "choose a UTF-8 text file, or a folder of them"
         raise UserError(f"cannot read --data {where} ({reason(error)}): {fix}") from error
 
 
@@ -118,14 +120,14 @@ def _found_in(folder: Path) -> tuple[list[str], int]:
         if len(text) > 1 and "\0" not in text:
             documents.append(text)
     if not documents:
-        raise UserError(f"--data {folder} holds no UTF-8 text in its {len(files)} files: give another folder")
+        raise UserError(f"--data {folder} contains no UTF-8 text ({len(files)} files): choose another folder")
     return documents, len(files) - len(documents)
 
 
 def _read(path: Path) -> str:
     """Reads a text, without a byte order mark, with newlines as the ends of lines."""
     if path.exists() and not path.is_file():  # a pipe or a device might never end
-        raise OSError(errno.EINVAL, "it is no file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.read_text("utf-8-sig")
 
 
@@ -159,9 +161,9 @@ def _refuse_short(text: Text, path: str | None, context_length: int) -> None:
     # Validation needs a window and the character after it, training two windows.
     if len(text.validation) <= context_length or len(text.training) <= context_length + 1:
         raise UserError(
-            f"{path or 'the text'} holds {len(text.training)} characters to train on and {len(text.validation)} to "
-            f"validate, but --context-length {context_length} needs at least {context_length + 2} and "
-            f"{context_length + 1}: give more text or a shorter context"
+            f"{path or 'the text'} has {len(text.training)} characters for training and {len(text.validation)} for "
+            f"validation, but --context-length {context_length} needs at least {context_length + 2} and "
+            f"{context_length + 1}: use more text or a shorter context"
         )
 
 

@@ -75,7 +75,7 @@ def load_model(out: Path, config: Config) -> Transformer:
     restored = checkpoint.restore_newest(out, {"params": params}, passed_over.append)
     if restored is None:
         why = f" ({'; '.join(passed_over)})" if passed_over else ""
-        raise UserError(f"{out} holds no finished checkpoint{why}: run python -m train_demo --resume --out {out}")
+        raise UserError(f"{out} contains no complete checkpoint{why}: run python -m train_demo --resume --out {out}")
     for message in passed_over:
         print(printable(message), file=sys.stderr)
     return nnx.merge(structure, jax.device_put(restored[1]["params"]))
@@ -105,7 +105,7 @@ def generate(
     rows = [vocabulary.encode(prompt)[-model.reach :] for prompt in prompts]
     for prompt, row in zip(prompts, rows, strict=True):
         if not len(row):
-            raise UserError(f"the prompt {prompt!r} holds no character: give a longer one")
+            raise UserError(f"the prompt {prompt!r} is empty: pass at least one character")
     numbers, lengths = padded(rows)
     cache, logits = prefill(structure, params, numbers, lengths, num_samples)
     key, samples = jax.random.key(seed), np.tile(np.arange(num_samples, dtype=np.int32), len(prompts))

@@ -42,32 +42,54 @@ def facts(out: Path, config: Config) -> Iterator[tuple[str, str, str]]:
     measured, used, settings = read(out), read_resources(out), config.settings
     yield from _losses(measured)
     if measured:
-        yield "training", f"{measured[-1]['seconds']:,.1f} s", "with compiling, validation, samples and checkpoints"
-        yield "first step", f"{measured[0]['seconds']:,.1f} s", "after the start; most of it is compiling"
+        yield (
+            "training",
+            f"{measured[-1]['seconds']:,.1f} s",
+            "including compilation, validation, samples and checkpoints",
+        )
+        compiled = used.pop("compiling", "mostly compilation")
+        yield "first step", f"{measured[0]['seconds']:,.1f} s", f"after the start; {compiled}"
     if speed := used.pop("tokens_per_second", 0):
         milliseconds = 1000 * settings.batch_size * settings.context_length / speed
-        note = f"{milliseconds:,.1f} ms a step, without compiling, validation and saving"
+        note = f"{milliseconds:,.1f} ms per step, excluding compilation, validation and saving"
         yield "characters per second", f"{speed:,}", note
     for name, value in used.items():
         size = name.startswith("memory")
-        yield name.replace("_", " "), f"{value / 2**20:,.0f} MiB" if size else str(value), "at most" if size else ""
+        yield name.replace("_", " "), f"{value / 2**20:,.0f} MiB" if size else str(value), "at its peak" if size else ""
     checks = {metric["step"]: metric["val_loss"] for metric in measured if "val_loss" in metric}
     if settings.steps in checks:
         best = min(checks, key=checks.__getitem__)
-        more = f"--steps {2 * best}", "with --resume, or a larger --size: the validation loss still fell"
-        enough = "more text", f"or --dropout-rate 0.1, or fewer --steps: validation was lowest at step {best:,}"
+        more = f"--steps {2 * best}", "with --resume, or a larger --size: the validation loss was still falling"
+        enough = "more text", f"or --dropout-rate 0.1, or fewer --steps: validation loss was lowest at step {best:,}"
         yield "try next", *(more if best == settings.steps else enough)
 
 
 def _losses(measured: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
     if checks := [metric["val_loss"] for metric in measured if "val_loss" in metric]:
-        note = f"{checks[-1] / math.log(2):.3f} bits: the right one gets {math.exp(-checks[-1]):.1%} (geometric mean)"
-        yield "validation loss", f"{checks[-1]:.4f}", f"nats per character that it never trains on, {note}"
+        note = f"geometric mean probability of the true next character: {math.exp(-checks[-1]):.1%}"
+        bits = f"{checks[-1] / math.log(2):.3f} bits"
+        yield "validation loss", f"{checks[-1]:.4f}", f"nats per character of held-out text ({bits}); {note}"
     if losses := [metric["loss"] for metric in measured if "loss" in metric][-100:]:
-        note = f"mean of the last {len(losses)} steps; above validation while it falls, far below if learned by heart"
+        note = f"mean of the last {len(losses)} steps, on the text that they train on"
         yield "training loss", f"{sum(losses) / len(losses):.4f}", note
     if scores := [metric["max_score"] for metric in measured if "max_score" in metric]:
-        yield "largest attention score", f"{scores[-1]:.1f}", f"at the last validation; at most {max(scores):.1f}"
+        yield "largest attention score", f"{scores[-1]:.1f}", f"at the last validation; highest: {max(scores):.1f}"
+
+
+def verdict(out: Path, config: Config) -> str:
+    """Says in one line how well a run predicts, and whether it overfits: the validation loss rises by 1 %."""
+    checks = [metric["val_loss"] for metric in read(out) if "val_loss" in metric]
+    if not checks:
+        return "No validation loss yet."
+    guess, last, best = math.log(len(config.vocabulary)), checks[-1], min(checks)
+    better = "better" if last < guess else "no better"
+    quality = f"Trained to {last:.3f} nats per character, {better} than random guessing ({guess:.3f})"
+    if last > 1.01 * best:
+        return f"{quality}, but overfitting: the validation loss was as low as {best:.3f}."
+    if len(checks) == 1:
+        return f"{quality}."
+    trend = "was still falling" if last == best else "has leveled off"
+    return f"{quality}, and not overfitting: the validation loss {trend}."
 
 
 class Log:
@@ -101,7 +123,7 @@ class Log:
         number = float(value)
         if not number <= self._highest:  # also where it is not a number
             what = name.replace("val_loss", "validation loss")
-            fix = "take a lower --learning-rate and another --out"
+            fix = "lower --learning-rate, and choose another --out"
             raise UserError(f"training diverged: the {what} is {number:.4g} at step {step}: {fix}")
         numbers = {name: number} | {name: float(other) for name, other in others.items()}
         self._add(METRICS, {"step": step, **numbers, "seconds": self.seconds})
@@ -137,16 +159,16 @@ def _writing(file: FileIO) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = "free some space, then go on with --resume"
+        fix = "free some space, then continue with --resume"
         raise UserError(f"cannot write {file.name} ({reason(error)}): {fix}") from error
 
 
-def write_resources(out: Path, mesh: jax.sharding.Mesh | None, tokens_per_second: float) -> None:
-    """Writes `resources.json`: the devices, the speed, and the largest memory use so far, in bytes."""
+def write_resources(out: Path, mesh: jax.sharding.Mesh | None, tokens_per_second: float, compiling: str) -> None:
+    """Writes `resources.json`: devices, speed, the largest memory use so far in bytes, and how long it compiled."""
     devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
     memory = [device.memory_stats() or {} for device in devices if device.process_index == jax.process_index()]
     device = f"{len(devices)} x {devices[0].device_kind}"
-    found = {"device": device, "tokens_per_second": round(tokens_per_second)}
+    found = {"device": device, "tokens_per_second": round(tokens_per_second), "compiling": compiling}
     if any(memory):  # CPUs have no statistics
         found["memory_of_device"] = max(stats.get("peak_bytes_in_use", 0) for stats in memory)
     with suppress(ImportError):  # Windows

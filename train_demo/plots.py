@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
+from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -38,23 +39,38 @@ def draw(out: Path, model: Transformer, config: Config) -> None:
 
 
 def loss_figure(measured: list[dict[str, Any]]) -> Figure:
-    """Draws the training loss, its running mean, and the validation loss, over the steps and over the seconds."""
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    figure.suptitle("How well the next character is predicted")
-    grid = figure.subplots(1, 2, sharey=True)
-    for axes, over in zip(grid, ("step", "seconds"), strict=True):
-        places, losses = np.array([(m[over], m["loss"]) for m in measured if "loss" in m]).reshape(-1, 2).T
-        axes.plot(places, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each batch")
-        axes.plot(places, running_mean(losses), color="tab:blue", label="training, running mean")
-        checks = np.array([(m[over], m["val_loss"]) for m in measured if "val_loss" in m]).reshape(-1, 2)
-        ending = f": {checks[-1, 1]:.3f} at {over} {checks[-1, 0]:.0f}" if len(checks) else ""
-        axes.plot(*checks.T, "o-", color="tab:orange", markersize=4, label=f"validation{ending}")
-        axes.grid(alpha=0.3)
-    grid[0].set(xlabel="step", ylabel="loss (nats per character)")
-    grid[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    grid[0].legend()
-    grid[1].set(xlabel="seconds of training, with compiling")
+    """Draws the training loss, its running mean and the validation loss: over steps, over seconds, and at the end."""
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    figure.suptitle("How well the model predicts the next character")
+    grid = figure.subplot_mosaic([["step", "seconds"], ["end", "end"]], height_ratios=(4, 5))
+    for over in ("step", "seconds"):
+        _draw_losses(grid[over], measured, over)
+    grid["seconds"].sharey(grid["step"])
+    grid["seconds"].set(xlabel="seconds of training, including compilation")
+    last = max((metric["step"] for metric in measured), default=0)
+    _draw_losses(grid["end"], measured, "step", last // 2, each_batch=False)
+    grid["end"].set_title("The second half, enlarged")
+    for axes in (grid["step"], grid["end"]):
+        axes.set(xlabel="step", ylabel="loss (nats per character)")
+        axes.legend()
     return figure
+
+
+def _draw_losses(
+    axes: Axes, measured: list[dict[str, Any]], over: str, first: int = 0, each_batch: bool = True
+) -> None:
+    """Draws the losses after step `first` over "step" or "seconds"."""
+    places, losses = np.array([(m[over], m["loss"]) for m in measured if "loss" in m]).reshape(-1, 2).T
+    if each_batch:
+        axes.plot(places, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each batch")
+    axes.plot(places[first:], running_mean(losses)[first:], color="tab:blue", label="training, running mean")
+    checks = np.array([(m[over], m["val_loss"]) for m in measured if "val_loss" in m and m["step"] > first])
+    checks = checks.reshape(-1, 2)
+    ending = f": {checks[-1, 1]:.3f} at {over} {checks[-1, 0]:.0f}" if len(checks) else ""
+    axes.plot(*checks.T, "o-", color="tab:orange", markersize=4, label=f"validation{ending}")
+    axes.grid(alpha=0.3)
+    if over == "step":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
@@ -99,10 +115,10 @@ def attention_figure(weights: np.ndarray, characters: Sequence[str]) -> Figure:
         axes.set_yticks(places, characters, fontsize=8, family="monospace", parse_math=False)
         axes.tick_params(length=0, pad=1)
         axes.set_facecolor("0.93")
-    figure.suptitle(f"What each head looks at in “{''.join(characters)}”", fontsize=18, parse_math=False)
-    figure.supxlabel("character that is looked at (␣ is a space, ↵ the end of a line, ⇥ a tab)", fontsize=15)
-    figure.supylabel("character that looks (it predicts the one after it)", fontsize=15)
+    figure.suptitle(f"What each head attends to in “{''.join(characters)}”", fontsize=18, parse_math=False)
+    figure.supxlabel("character attended to (␣ is a space, ↵ the end of a line, ⇥ a tab)", fontsize=15)
+    figure.supylabel("attending character (it predicts the next one)", fontsize=15)
     figure.colorbar(shown, ax=grid, shrink=0.6, pad=0.01).set_label(
-        "attention weight (each row adds up to 1)", fontsize=15
+        "attention weight (each row sums to 1)", fontsize=15
     )
     return figure

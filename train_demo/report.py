@@ -27,8 +27,8 @@ STYLE = """
 """
 
 
-def write(out: Path, config: Config) -> None:
-    """Writes the report of a run into its folder, with the pictures in that folder."""
+def write(out: Path, config: Config, sample: str = "") -> None:
+    """Writes the report of a run into its folder, with the pictures in that folder and a text after `config.prompt`."""
     name = "Python's documentation" if config.data is None else Path(config.data).name
     title, last = _text(f"Training on {name}"), max((metric["step"] for metric in metrics.read(out)), default=0)
     kinds = len(config.vocabulary)
@@ -43,17 +43,24 @@ def write(out: Path, config: Config) -> None:
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">",
         f"<title>{title}</title>\n<style>{STYLE}</style>\n<h1>{title}</h1>",
-        f"<p>{last:,} of {config.settings.steps:,} steps. Guessing among {kinds:,} characters has a loss of "
+        f"<p><strong>{_text(metrics.verdict(out, config))}</strong></p>",
+        f"<p>{last:,} of {config.settings.steps:,} steps. Random guessing among {kinds:,} characters has a loss of "
         f"{math.log(kinds):.3f}.</p>",
         _table([*metrics.facts(out, config), ("data", config.sha256[:12], f"the sha256 of {config.data or name}")]),
         *(f'<p><img alt="{name}" src="data:image/png;base64,{content}">' for name, content in pictures.items()),
-        "<h2>What it wrote</h2>\n<p>At each validation the model went on writing after the same words.</p>",
     ]
-    for sample in reversed(metrics.read_samples(out)):
-        page.append(f"<h3>Step {sample['step']:,}</h3>")
-        page.append(f"<pre><b>{_text(sample['prompt'])}</b>{_text(sample['text'])}</pre>")
+    if sample:
+        page += ["<h2>What it writes</h2>", _sample(config.prompt, sample)]
+    if samples := metrics.read_samples(out):
+        page.append("<h2>How its writing changed</h2>\n<p>At each validation the model continued the same prompt.</p>")
+    for each in reversed(samples):
+        page += [f"<h3>Step {each['step']:,}</h3>", _sample(each["prompt"], each["text"])]
     page += ["<h2>Settings</h2>", _table(settings), "</html>\n"]
     write_atomically(out / FILE, "\n".join(page).encode())
+
+
+def _sample(prompt: str, text: str) -> str:
+    return f"<pre><b>{_text(prompt)}</b>{_text(text)}</pre>"
 
 
 def _text(text: object) -> str:

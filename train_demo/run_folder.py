@@ -65,9 +65,9 @@ def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) ->
         raise UserError("--data is empty: name a file or a folder, or leave it out")
     saved = read_config(out) if (out / CONFIG).exists() else None
     if saved and not resume:
-        raise UserError(f"{out} holds a run already: pass --resume to go on with it, or another --out")
+        raise UserError(f"{out} already contains a run: pass --resume to continue it, or choose another --out")
     if not saved and (out / CHECKPOINTS).exists():
-        raise UserError(f"{out} holds checkpoints without their {CONFIG}: choose another --out")
+        raise UserError(f"{out} contains checkpoints but no {CONFIG}: choose another --out")
     if saved and given.get("dtype") == "auto":  # the run has settled it
         given = {name: value for name, value in given.items() if name != "dtype"}
     settings = replace(saved.settings, **given) if saved else Settings(**completed("tiny", given))
@@ -87,7 +87,9 @@ def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
     differing = [f"{name} {before[name]} there, {after[name]} here" for name in before if before[name] != after[name]]
     if differing:
         names = "; ".join(differing)
-        raise UserError(f"{out} holds a run of another configuration ({names}): drop these or choose another --out")
+        raise UserError(
+            f"{out} contains a run with other settings ({names}): drop these options, or choose another --out"
+        )
 
 
 def _named(config: Config) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def newest(runs: Path) -> Path:
     """Returns the folder of the run that was started or resumed last."""
     found = [path for path in runs.glob("*/" + CONFIG) if path.is_file()]
     if not found:
-        raise UserError(f"{runs} holds no run: train one with python -m train_demo, or name its folder with --out")
+        raise UserError(f"{runs} contains no run: train one with python -m train_demo, or name its folder with --out")
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
@@ -117,12 +119,12 @@ def read_config(out: Path) -> Config:
         if version == MODEL_VERSION:
             return _checked(saved)
     except FileNotFoundError:
-        raise UserError(f"{out} holds no run: start one with python -m train_demo --out {out}") from None
+        raise UserError(f"{out} contains no run: start one with python -m train_demo --out {out}") from None
     except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{out / CONFIG} is damaged ({reason(error)}): start anew with another --out") from error
+        raise UserError(f"{out / CONFIG} is damaged ({reason(error)}): start over with another --out") from error
     raise UserError(
-        f"{out} holds a run of version {version} of the demo's model, but this program goes on with version "
-        f"{MODEL_VERSION} only: train anew with another --out"
+        f"{out} contains a run of version {version} of the demo's model, but this program only continues version "
+        f"{MODEL_VERSION}: train again with another --out"
     )
 
 
@@ -148,5 +150,7 @@ def sole_writer(out: Path) -> Iterator[None]:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another run writes into {out} now: wait for it, or choose another --out") from None
+            raise UserError(
+                f"another run is writing to {out}: wait for it to finish, or choose another --out"
+            ) from None
         yield

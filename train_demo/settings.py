@@ -49,13 +49,13 @@ warmth = parser(float, "a number from 0 to 1000000", lambda number: 0 <= number 
 probability = parser(float, "a number above 0, up to and including 1", lambda number: 0 < number <= 1)
 ratio = parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 SAMPLING = {
-    "max_new_tokens": (count, 500, "characters to write"),
-    "temperature": (warmth, 0.7, "lower is safer, 0 takes the likeliest"),
-    "top_k": (count, None, "choose among the N likeliest characters"),
-    "top_p": (probability, None, "choose among the likeliest characters that are this probable together"),
-    "min_p": (ratio, None, "choose among characters that are so many times as likely as the likeliest"),
-    "num_samples": (several, 1, "texts for each prompt"),
-    "seed": (seed, 0, "another seed writes another text"),
+    "max_new_tokens": (count, 500, "number of characters to write"),
+    "temperature": (warmth, 0.7, "lower is more predictable; 0 always takes the most likely character"),
+    "top_k": (count, None, "sample only from the N most likely characters"),
+    "top_p": (probability, None, "sample only from the most likely characters whose probabilities sum to X"),
+    "min_p": (ratio, None, "sample only from characters at least X times as likely as the most likely one"),
+    "num_samples": (several, 1, "number of samples per prompt"),
+    "seed": (seed, 0, "random seed"),
 }
 
 
@@ -89,32 +89,38 @@ def _check_fields(options: Any) -> None:
 class Settings:
     """The settings that decide the result of a run; each field is also an option of the command line."""
 
-    seed: int = option(0, seed, "where the weights, the batches and the dropout start")
-    steps: int = option(SIZES["tiny"]["steps"], count, "parameter updates")
-    batch_size: int = option(SIZES["tiny"]["batch_size"], count, "windows of text an update")
-    context_length: int = option(SIZES["tiny"]["context_length"], count, "characters a window")
-    optimizer: str = option("muon", one_of("muon", "adamw"), "of the matrices, muon or adamw; AdamW has the rest")
-    learning_rate: float = option(LEARNING_RATES["muon"], positive, "the highest, after the warm-up")
+    seed: int = option(0, seed, "random seed for weights, batches and dropout")
+    steps: int = option(SIZES["tiny"]["steps"], count, "number of training steps")
+    batch_size: int = option(SIZES["tiny"]["batch_size"], count, "text windows per step")
+    context_length: int = option(SIZES["tiny"]["context_length"], count, "characters per window")
+    optimizer: str = option(
+        "muon", one_of("muon", "adamw"), "optimizer of the matrices: muon or adamw; AdamW trains the rest"
+    )
+    learning_rate: float = option(LEARNING_RATES["muon"], positive, "peak learning rate, reached after the warm-up")
     layers: int = option(SIZES["tiny"]["layers"], count, "transformer blocks")
-    heads: int = option(SIZES["tiny"]["heads"], count, "attention heads a block")
+    heads: int = option(SIZES["tiny"]["heads"], count, "attention heads per block")
     features: int = option(SIZES["tiny"]["features"], count, "width of the model")
-    token_shift: int = option(2, shift, "earlier characters that are mixed into each character's embedding")
-    dtype: str = option("auto", one_of("auto", "float32", "bfloat16"), "to compute in; auto: bfloat16 on GPUs and TPUs")
-    dropout_rate: float = option(0.0, rate, "share of the activations dropped while training")
-    eval_every: int = option(250, count, "steps between two validation losses")
-    max_score: bool = option(False, None, "note the largest attention score at each validation, as for QK-Clip")
-    save_every: int = option(250, count, "steps between two checkpoints")
+    token_shift: int = option(2, shift, "number of previous characters mixed into each embedding")
+    dtype: str = option(
+        "auto",
+        one_of("auto", "float32", "bfloat16"),
+        "compute dtype: auto, float32 or bfloat16; auto is bfloat16 on GPUs and TPUs",
+    )
+    dropout_rate: float = option(0.0, rate, "fraction of activations dropped during training")
+    eval_every: int = option(250, count, "steps between validations")
+    max_score: bool = option(False, None, "log the largest attention score at each validation, as for QK-Clip")
+    save_every: int = option(250, count, "steps between checkpoints")
 
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.features % (2 * self.heads):
             raise UserError(
-                f"--features {self.features} cannot be shared by --heads {self.heads}: choose a number of features "
-                "that twice the number of heads divides, because rotary positions pair the features of a head"
+                f"--features {self.features} does not fit --heads {self.heads}: choose a multiple of twice the "
+                "number of heads, because rotary positions pair up the features of each head"
             )
         if self.token_shift >= self.context_length:
             raise UserError(
-                f"--token-shift {self.token_shift} reaches out of windows of --context-length {self.context_length}: "
+                f"--token-shift {self.token_shift} reaches beyond a window of --context-length {self.context_length}: "
                 f"choose at most {self.context_length - 1}"
             )
 
@@ -155,16 +161,16 @@ INDEX = parser(int, "a whole number from 0", lambda number: 0 <= number < 2**31)
 class Layout:
     """How a run is computed; each field is also an option of the command line, and may change when a run is resumed."""
 
-    data_parallel: int = option(-1, PARTS, "parts of the batch on devices of their own; -1: what is left of them")
-    fsdp: int = option(1, count, "devices that share parameters and optimizer state, and have parts of the batch")
-    tensor: int = option(1, count, "devices that share the attention heads and the width of the small networks")
-    context: int = option(1, count, "devices that share each window's characters")
-    accumulate: int = option(1, count, "parts of the batch that each device computes one after the other")
-    remat: bool = option(False, None, "compute each block again for its gradient: slower, but needs less memory")
-    coordinator: str | None = option(None, address, "HOST:PORT where process 0 is reached; for several processes")
-    num_processes: int | None = option(None, count, "processes of this run, all started with the same options")
-    process_id: int | None = option(None, INDEX, "this process, from 0; process 0 prints and writes")
-    start_timeout: int = option(60, count, "seconds in which all processes have to start")
+    data_parallel: int = option(-1, PARTS, "devices that split the batch; -1 uses all remaining devices")
+    fsdp: int = option(1, count, "devices that split the batch, parameters and optimizer state")
+    tensor: int = option(1, count, "devices that split the attention heads and the MLP width")
+    context: int = option(1, count, "devices that split the characters of each window")
+    accumulate: int = option(1, count, "number of sequential passes per batch (gradient accumulation)")
+    remat: bool = option(False, None, "recompute each block in the backward pass: slower, less memory")
+    coordinator: str | None = option(None, address, "address of process 0, for runs with several processes")
+    num_processes: int | None = option(None, count, "number of processes, all started with the same options")
+    process_id: int | None = option(None, INDEX, "number of this process, from 0; process 0 prints and saves")
+    start_timeout: int = option(60, count, "seconds to wait for all processes to start")
 
     def __post_init__(self) -> None:
         _check_fields(self)

@@ -18,10 +18,10 @@ from jax.experimental import multihost_utils
 
 GRACE = 9  # seconds from SIGTERM until the current step and the checkpoint must be done
 STOPPING = {
-    signal.SIGINT: "Stopping after this step, then saving (Ctrl-C again: stop at once)",
+    signal.SIGINT: "Stopping after this step, then saving. Press Ctrl-C again to stop immediately.",
     signal.SIGTERM: "Terminated: stopping after this step, then saving",
 }
-TOO_LATE = b"Terminated before a step ended: python -m train_demo --resume goes on from the last checkpoint\n"
+TOO_LATE = b"Terminated before the step finished. To continue: python -m train_demo --resume\n"
 
 
 class Stop:

@@ -14,23 +14,21 @@ import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
-from rich.cells import set_cell_size
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
-from train_demo import checkpoint, mesh, metrics, processes, stopping
+from train_demo import checkpoint, mesh, metrics, processes, stopping, terminal
 from train_demo.data import WINDOWS, Text, validation_windows
 from train_demo.errors import printable
 from train_demo.generate import generate
 from train_demo.model import Params, Transformer, blueprint, chosen_dtype, initial_params
+from train_demo.progress import progress_bar
 from train_demo.run_folder import Config, sole_writer, write_config
 from train_demo.settings import Layout
 from train_demo.update import MOST_STEPS, State, largest_score, make_optimizer, make_update, make_updates, make_validate
-from train_demo.vocabulary import visible
 
 SAMPLE = 64  # tokens of the sample at each validation
-WIDTH = 66  # columns of the sample on the terminal
+LONG_SAMPLE = 500  # tokens of the sample at the end
 DISPATCH = 0.25  # seconds of one dispatch, after which Ctrl-C is handled and the bar moves
 IN_STEP = 8  # steps in one dispatch of several processes, which must agree
 
@@ -63,7 +61,12 @@ class Run:
 
     def say(self, text: str, style: str | None = None) -> None:
         """Prints a text on the terminal, its control characters escaped, unless the run is quiet."""
-        self.console.print(printable(text), style=style)
+        lines = "".join(terminal.wrapped([printable(text)], terminal.columns()))
+        self.console.print(lines, style=style, end="")
+
+    def say_command(self, text: str) -> None:
+        """Prints a command, which is to be copied, as one line."""
+        self.console.print(printable(text))
 
     def first_state(self) -> State:
         def draw() -> State:
@@ -105,6 +108,35 @@ class Dispatch:
         return self._taken / self._seconds if self._taken else 0.0
 
 
+class Compiling:
+    """Measures the first call of a compiled function, and whether JAX loaded its program from the compilation cache.
+
+    As a text it is "compiled in 2.1 s", with "(cached)" if every program came from the cache.
+    """
+
+    def __enter__(self) -> "Compiling":
+        self._began, self._events = time.perf_counter(), list[str]()
+        self._seconds: float | None = None
+        jax.monitoring.register_event_listener(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _note(self, event: str, **_: Any) -> None:
+        self._events.append(event.rpartition("/")[2])
+
+    def end(self) -> None:
+        """Stops measuring, if it has not been stopped before."""
+        if self._seconds is None:
+            self._seconds = time.perf_counter() - self._began
+            jax.monitoring.unregister_event_listener(self._note)
+
+    def __str__(self) -> str:
+        requests, hits = map(self._events.count, ("compile_requests_use_cache", "cache_hits"))
+        return f"compiled in {self._seconds:.1f} s" + " (cached)" * (0 < requests == hits)
+
+
 def train(
     config: Config, text: Text, out: Path, resume: bool, layout: Layout, quiet: bool, samples: bool, began: float
 ) -> int:
@@ -122,9 +154,10 @@ def train(
         _introduce(run, state, samples)
         step, state, stopped = _loop(run, start, state, samples)
         if stopped:
-            run.say(f"Stopped and saved at step {step}. Go on with:")
-            run.say(f"python -m train_demo --resume --out {shlex.quote(str(out))}")
-            run.say(f"Its pictures: python -m train_demo plot --out {shlex.quote(str(out))}")
+            run.say(f"Stopped and saved at step {step}. To continue:")
+            run.say_command(f"python -m train_demo --resume --out {shlex.quote(str(out))}")
+            run.say("To write a report of the run so far:")
+            run.say_command(f"python -m train_demo report --out {shlex.quote(str(out))}")
             return 128 + stopped
         params = mesh.fetch(devices, state.params)
     if layout.first:
@@ -139,9 +172,9 @@ def _restored(run: Run) -> tuple[int, State]:
     if run.layout.first:
         checkpoint.delete_after(run.out, step)
     if not step:
-        run.say(f"{run.out} holds no finished checkpoint: starting from the beginning")
+        run.say(f"{run.out} contains no complete checkpoint: starting from step 0")
         return 0, run.first_state()
-    run.say(f"Going on from the checkpoint of step {step}")
+    run.say(f"Resuming from the checkpoint at step {step}")
     state = State(**trees)
     return step, jax.device_put(state) if run.mesh is None else state
 
@@ -151,9 +184,9 @@ def _introduce(run: Run, state: State, samples: bool) -> None:
     devices = "" if run.mesh is None else f"{run.mesh.size} x "
     run.say(f"{size:,} parameters on {devices}{jax.devices()[0].device_kind}; compiling a training step ...")
     guess = math.log(len(run.text.vocabulary))
-    run.say(f"a loss is in nats per character (1 nat = 1.443 bits); guessing has {guess:.3f}", style="dim")
+    run.say(f"Losses are in nats per character (1 nat = 1.443 bits). Random guessing: {guess:.3f}.", style="dim")
     if samples:
-        run.say("in the samples ␣ is a space, ↵ the end of a line, ⇥ a tab", style="dim")
+        run.say("In the samples, ↵ marks the end of a line.", style="dim")
 
 
 def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State, int | None]:
@@ -164,16 +197,17 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
     step, unread, dispatch = start, list[tuple[range, Array]](), Dispatch(run.layout.num_processes is not None)
     tokens = settings.batch_size * settings.context_length
     log = metrics.Log(run.out if run.layout.first else None, start, math.log(len(run.text.vocabulary)), run.began)
-    columns = (SpinnerColumn(), *Progress.get_default_columns(), MofNCompleteColumn())
     with (
         contextlib.closing(log),
         stopping.heeded(run.say, run.layout.num_processes is not None) as stop_request,
-        Progress(*columns, console=run.console) as progress,
+        progress_bar(run.console) as progress,
+        Compiling() as compiling,
     ):
-        task = progress.add_task("compiling", total=settings.steps, completed=start)
+        task = progress.add_task("compiling", total=settings.steps, completed=start, speed="")
         while step < settings.steps:
             end = min(step + dispatch.steps, next_stop(step, settings.steps, settings.eval_every, settings.save_every))
             state, losses = updates(state, step + 1, end - step, characters)
+            compiling.end()
             unread.append((range(step + 1, end + 1), losses))
             step = end
             stop, last = stop_request.asked(), step == settings.steps
@@ -184,10 +218,10 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
                 for number, loss in zip(taken, np.asarray(losses), strict=False):  # more losses than steps
                     last_loss = log.loss("loss", number, loss)
                     if number == start + 1:
-                        run.say(f"the first step is done {log.seconds:.1f} s after the start")
+                        run.say(f"First step done after {log.seconds:.1f} s; {compiling}")
                 dispatch.took(len(taken))
-                shown = f"loss {last_loss:.3f}, {tokens * dispatch.speed:,.0f} characters/s"
-                progress.update(task, description=shown, completed=taken[-1])
+                speed = f"{tokens * dispatch.speed:,.0f} characters/s"
+                progress.update(task, description=f"loss {last_loss:.3f}", completed=taken[-1], speed=speed)
             if measure:
                 val_loss = log.loss("val_loss", step, validate(state.params, windows), **_scores(run, state.params))
                 run.say(f"step {step:>6}  validation loss {val_loss:.4f}")
@@ -203,7 +237,7 @@ def _loop(run: Run, start: int, state: State, samples: bool) -> tuple[int, State
                 dispatch.pause()
             if stop:
                 break
-    _conclude(run, tokens * dispatch.speed)
+    _conclude(run, tokens * dispatch.speed, compiling)
     return step, state, stop_request.number
 
 
@@ -248,21 +282,17 @@ def _sample(run: Run, log: metrics.Log, step: int, params: Params) -> None:
         with mesh.leave():
             text = _generated(run, run.alone(params), SAMPLE)
         log.sample(step, prompt, text)
-        run.say(f"{'':13}{one_line(prompt + text)}", style="dim")
+        indent = " " * 13
+        run.say(indent + terminal.excerpt(prompt + text, terminal.columns() - len(indent)), style="dim")
 
 
 def _generated(run: Run, model: Transformer, tokens: int) -> str:
     return "".join(piece for (piece,) in generate(model, run.config.vocabulary, [run.config.prompt], tokens))
 
 
-def one_line(text: str) -> str:
-    """Returns the beginning of a text as one printable line of at most `WIDTH` columns."""
-    return set_cell_size(printable(visible(text)), WIDTH).rstrip()
-
-
-def _conclude(run: Run, tokens_per_second: float) -> None:
+def _conclude(run: Run, tokens_per_second: float, compiling: Compiling) -> None:
     if run.layout.first:
-        metrics.write_resources(run.out, run.mesh, tokens_per_second)
+        metrics.write_resources(run.out, run.mesh, tokens_per_second, str(compiling))
         table = Table.grid(padding=(0, 2))
         for row in metrics.facts(run.out, run.config):
             table.add_row(*map(printable, row))
@@ -273,13 +303,14 @@ def _finish(run: Run, model: Transformer) -> None:
     from train_demo import plots, report  # here, because importing Matplotlib takes half a second
 
     out, prompt = run.out, run.config.prompt
-    run.say("Drawing the pictures, and writing a sample ...")
+    run.say("Writing a sample and drawing the plots ...")
+    text = _generated(run, model, LONG_SAMPLE)
     plots.draw(out, model, run.config)
-    report.write(out, run.config)
-    text = _generated(run, model, 500)
+    report.write(out, run.config, text)
     run.console.rule("a sample", style="dim")
     run.say(prompt + text)
     run.console.rule(style="dim")
-    run.say(f"{out} holds report.html, loss.png, attention.png, metrics.jsonl and the checkpoints. More text:")
+    run.say(metrics.verdict(out, run.config))
+    run.say(f"report.html, the plots, metrics.jsonl and the checkpoints are in {out}. To write more text:")
     options = [f"--out={out}", f"--prompt={prompt}"] if printable(prompt) == prompt else [f"--out={out}"]
-    run.say(f"python -m train_demo sample {shlex.join(options)}")
+    run.say_command(f"python -m train_demo sample {shlex.join(options)}")
