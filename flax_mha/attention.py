@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha.call.arguments import Arguments, CallArguments, canonical, naming_siblings
-from flax_mha.call.operands import ScoreMod, Sharding
+from flax_mha.call.operands import NO_OFFSET, ScoreMod, Sharding
 from flax_mha.core.tracing import Platform
 from flax_mha.distributed import dispatch
 from flax_mha.impl.registry import Explanation, Implementation
@@ -69,8 +69,8 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_offset: int | ArrayLike = 0,
-    key_value_offset: int | ArrayLike = 0,
+    query_offset: int | ArrayLike = NO_OFFSET,
+    key_value_offset: int | ArrayLike = NO_OFFSET,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,

@@ -120,7 +120,9 @@ def test_lengths_of_the_function_fit_its_arrays():
     for name in ("query_seq_lengths", "key_value_seq_lengths"):
         with pytest.raises(ValueError, match=f"{name} must be at most 6, the length of the array, but got 7"):
             flax_mha.dot_product_attention(x, x, x, **{name: jnp.array([7, 3])})
-        flax_mha.dot_product_attention(x, x, x, query_offset=6, key_value_offset=6, **{name: jnp.array([12, 3])})
+        for offset in (0, 6):
+            given = {"query_offset": offset, "key_value_offset": offset, name: jnp.array([12, 3])}
+            flax_mha.dot_product_attention(x, x, x, **given)
     flax_mha.dot_product_attention(x, x, x, mask=flax_mha.LengthMask(100))
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.operands import Call, Context, Operands, Options, ScoreMod, Sharding
+from flax_mha.call.operands import NO_OFFSET, Call, Context, Operands, Options, ScoreMod, Sharding
 from flax_mha.core import lookups, validation
 from flax_mha.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, number_in, unwrapped
 from flax_mha.core.tile import Offsets
@@ -299,10 +299,11 @@ def canonical(
     offsets = Offsets()
     if "query_offset" in arguments or "key_value_offset" in arguments:
         offsets = check_offsets(arguments.get("query_offset", 0), arguments.get("key_value_offset", 0), shape)
+    is_whole = all(arguments.get(name, NO_OFFSET) is NO_OFFSET for name in ("query_offset", "key_value_offset"))
     masks = [
         CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
         None if window is None else LocalMask(*window),
-        _length_mask(arguments, shape, offsets),
+        _length_mask(arguments, shape, is_whole),
         _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
         given_mask(mask, shape),
     ]
@@ -430,13 +431,12 @@ def _span(offset: int | Array, length: int) -> lookups.Span:
     return first, last + length - 1
 
 
-def _length_mask(arguments: CallArguments, shape: Shape, offsets: Offsets) -> Mask | None:
+def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask | None:
     query_lengths, key_lengths = arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths")
     if query_lengths is None and key_lengths is None:
         return None
     # With an offset, the arrays are a slice of longer sequences, to which the lengths refer.
-    is_slice = not offsets.are_known or offsets.numbers != (0, 0)
-    most = (None, None) if is_slice else (shape.query_length, shape.key_length)
+    most = (shape.query_length, shape.key_length) if is_whole else (None, None)
     queries = validation.lengths("query_seq_lengths", query_lengths, shape, most[0])
     keys = validation.lengths("key_value_seq_lengths", key_lengths, shape, most[1])
     return LengthMask(keys, queries)

@@ -17,6 +17,12 @@ from flax_mha.masks.base import axes_of
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
+
+class _NoOffset(int):
+    """The default of an offset: 0, for arrays that are whole sequences. A slice may have the offset 0, too."""
+
+
+NO_OFFSET = _NoOffset(0)
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 # Output and log-sum-exp, None if a kernel does not return it. With `return_max_score` also the largest score of each
 # row, from which `distributed/dispatch.py` computes that of each head.

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
 from flax_mha.call.arguments import Arguments, naming_siblings
-from flax_mha.call.operands import Call, Context, Output, Sharding, accumulation_dtype
+from flax_mha.call.operands import NO_OFFSET, Call, Context, Output, Sharding, accumulation_dtype
 from flax_mha.core import validation
 from flax_mha.distributed import dispatch
 from flax_mha.masks import Mask
@@ -61,8 +61,8 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     local_window_size: int | tuple[int | None, int | None] | None = None,
     query_segment_ids: Array | None = None,
     key_value_segment_ids: Array | None = None,
-    query_offset: int | Array = 0,
-    key_value_offset: int | Array = 0,
+    query_offset: int | Array = NO_OFFSET,
+    key_value_offset: int | Array = NO_OFFSET,
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
     score_mod: ScoreMod | None = None,
