@@ -3,14 +3,14 @@
     python benchmarks/curves.py [--lengths 256,512,...,16384] [--out benchmarks/results/NAME]
 
 Value and gradients of one causal module: batch 1, 256 features, 4 heads of 64, float32, as in benchmarks/module.py.
-Memory is that of XLA's temporaries; for PyTorch, which does not report them, how far one call raises the peak of the
-memory of a process of its own.
+Memory is that of XLA's temporaries. PyTorch does not report them; for it, the memory is how much one call raises the peak
+memory of a new process (Linux only).
 """
 
 import functools
-import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import measure
 import module
@@ -23,20 +23,27 @@ COLUMNS = {"length": "length", "implementation": "implementation", "ms": "ms", "
 COLUMNS |= {"temporaries_mib": "MiB", "note": ""}
 
 
-def peak_of_torch(length: int) -> float:
-    """MiB by which one call of PyTorch's module raises the peak of a new process."""
+def peak_of_torch(length: int) -> float | None:
+    """MiB by which one call of PyTorch's module raises the peak of a new process; None if that is below 1 MiB."""
     code = f"import curves; curves.print_peak_of_torch({length})"
     run = [sys.executable, "-c", code]
     said = subprocess.run(run, cwd=sys.path[0], capture_output=True, text=True, check=True).stdout
-    return float(said.split()[-1])
+    mib = float(said.split()[-1])
+    return mib if mib >= 1 else None
 
 
 def print_peak_of_torch(length: int) -> None:
     module.by_torch(module.Cell(256, "float32", "backward")).call()  # starts threads and loads kernels
     peer = module.by_torch(module.Cell(length, "float32", "backward"))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = kib_of("VmRSS")
     peer.call()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print((kib_of("VmHWM") - before) / 1024)
+
+
+def kib_of(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def main() -> None:
