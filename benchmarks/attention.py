@@ -1,4 +1,4 @@
-"""How fast is attention alone, beside jax.nn's and PyTorch's, and how much memory does it take?
+"""Measures the time and memory of the attention function, compared with jax.nn and PyTorch.
 
     python benchmarks/attention.py [--lengths 128,512] [--dtypes float32] [--passes forward] [--masks causal]
                                    [--head-dims 64] [--peers jax.nn] [--seconds S | --rounds N] [--out NAME]

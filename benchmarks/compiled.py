@@ -1,4 +1,4 @@
-"""What do compilers for accelerators make of it? Compiled ahead of time, on a machine without one; nothing runs.
+"""Compiles programs ahead of time for accelerators that need not be present, and inspects them; nothing runs.
 
     python benchmarks/compiled.py --target v5e:2x2|v5e:4x4|h200|h200x4 [--table fused|unfused] [--only WORDS]
                                   [--skip WORDS] [--out FILE.md]

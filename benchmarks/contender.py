@@ -1,4 +1,4 @@
-"""One training run for benchmarks/training.py, in a process of its own; prints a JSON object for each validation.
+"""Runs one training for benchmarks/training.py in a separate process, and prints a JSON object for each validation.
 
     python benchmarks/contender.py NAME --data FILE --started T [--steps N] [--every N] [--until N]
 

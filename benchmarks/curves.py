@@ -1,10 +1,10 @@
-"""How do time and memory of a module's gradient grow with the sequence length, beside Flax's and PyTorch's?
+"""Measures how time and memory of a module's gradient grow with sequence length, compared with Flax and PyTorch.
 
     python benchmarks/curves.py [--lengths 256,512,...,16384] [--out benchmarks/results/NAME]
 
 Value and gradients of one causal module: batch 1, 256 features, 4 heads of 64, float32, as in benchmarks/module.py.
-Memory is that of XLA's temporaries. PyTorch does not report them; for it, the memory is how much one call raises the peak
-memory of a new process (Linux only).
+Memory is the size of XLA's temporaries. PyTorch does not report its temporaries; its memory is how much one call raises
+the peak memory of a new process (Linux only).
 """
 
 import functools

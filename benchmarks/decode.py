@@ -1,4 +1,4 @@
-"""How fast is decoding: prompts and steps over a cache, beside Flax, recomputing and PyTorch?
+"""Measures decoding, both prompts and steps over a cache, compared with Flax, recomputation and PyTorch.
 
     python benchmarks/decode.py [--what attention,step,prompt] [--caches 4096] [--batches 8] [--kv-heads 8,2,1]
                                 [--dtypes float32] [--seconds S | --rounds N] [--out benchmarks/results/NAME]

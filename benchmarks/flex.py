@@ -1,4 +1,4 @@
-"""How fast are score_mod and mask objects beside PyTorch's compiled FlexAttention?
+"""Measures score_mod and mask objects, compared with PyTorch's compiled FlexAttention.
 
     python benchmarks/flex.py [--lengths 2048,8192] [--cases "no mod,ALiBi,causal,16 documents"]
                               [--seconds S | --rounds N] [--out benchmarks/results/NAME]

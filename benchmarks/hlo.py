@@ -1,4 +1,4 @@
-"""What a compiled program does, read out of its text (HLO): kernels, traffic, collectives.
+"""Reads kernels, memory traffic and collectives from the text (HLO) of a compiled program.
 
 Nothing has to run for that. Traffic is what instructions read and write in the device's main memory, from the shapes of
 their operands and results: of an operand that is only sliced, the slices; of an array that is updated in place, the

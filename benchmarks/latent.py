@@ -1,4 +1,4 @@
-"""How fast is a step of latent attention, beside the same heads with keys and values of their own in the cache?
+"""Measures a decoding step of latent attention, compared with a cache of full keys and values for the same heads.
 
     python benchmarks/latent.py [--caches 4096] [--batches 8] [--dtypes float32] [--seconds S | --rounds N] [--out NAME]
 

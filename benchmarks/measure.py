@@ -1,4 +1,4 @@
-"""What the benchmarks share: peers that take turns, memory, one table, JSON, a picture.
+"""Code shared by the benchmarks: peers that take turns, memory, a table, JSON and a picture.
 
 In a cell all peers do the same work in the same process. After a warm-up they take turns (A B C, A B C, ...), so that
 what slows the machine down slows all of them; each gets the median of its turns, and their spread: the distance between

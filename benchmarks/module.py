@@ -1,4 +1,4 @@
-"""How fast is the whole module, projections included, beside Flax's and PyTorch's?
+"""Measures the whole module, including the projections, compared with Flax and PyTorch.
 
     python benchmarks/module.py [--lengths 128,512,2048,8192] [--dtype float32] [--passes forward,backward]
                                 [--seconds S | --rounds N] [--out benchmarks/results/NAME]

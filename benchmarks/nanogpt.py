@@ -1,4 +1,4 @@
-"""A twin of nanoGPT's recipe for a CPU, written here in PyTorch: a GPT-2 with AdamW.
+"""Reimplements nanoGPT's CPU recipe in PyTorch: a GPT-2 trained with AdamW.
 
 4 layers, 4 heads, 128 features, learned positions, LayerNorm without bias, GELU, a head tied to the embedding, no
 dropout; 2000 steps of 12 windows of 64 characters; AdamW with learning rate 1e-3 after 100 steps, along a cosine to

@@ -1,4 +1,4 @@
-"""What does the TPU compiler make of the kernels of `implementation="pallas"`? Ahead of time; nothing runs.
+"""Compiles the kernels of `implementation="pallas"` ahead of time for TPUs, and inspects the programs; nothing runs.
 
     python benchmarks/pallas.py programs|bundles|primitives [--only WORDS] [--out FILE.md]
 

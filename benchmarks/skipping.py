@@ -1,4 +1,4 @@
-"""What does skipping empty tiles pay, and does a window's cost grow linearly with the length?
+"""Measures the time saved by skipping empty tiles, and whether a window's cost grows linearly with length.
 
     python benchmarks/skipping.py [--length 16384] [--passes forward,backward]
                                   [--seconds S | --rounds N] [--out benchmarks/results/NAME]

@@ -1,4 +1,4 @@
-"""What does it cost before anything is computed: the import, and tracing one call?
+"""Measures the time before anything is computed: importing the package and tracing one call.
 
     python benchmarks/start.py [--length 2048] [--seconds S | --rounds N] [--out benchmarks/results/NAME]
 

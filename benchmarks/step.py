@@ -1,4 +1,4 @@
-"""Where does the time of a small training step go?
+"""Measures how much time each part of a small training step takes.
 
     python benchmarks/step.py [--layers 4] [--heads 4] [--features 128] [--batch-size 12] [--context-length 64]
                               [--seconds S | --rounds N] [--out benchmarks/results/NAME]

@@ -1,4 +1,4 @@
-"""Accelerators that need not be here: their devices for compiling ahead of time, and our choices made for them."""
+"""Accelerators that need not be present: devices for compiling ahead of time, and our choices for these devices."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""How soon does a small transformer learn a text? The demo against nanoGPT's recipe, on the same machine.
+"""Measures how fast a small transformer learns a text: the demo against nanoGPT's recipe on the same machine.
 
     python benchmarks/training.py --data FILE [--steps N] [--twin-steps N] [--every N]
                                    [--seconds S | --rounds N] [--out benchmarks/results/NAME]

@@ -1,4 +1,4 @@
-"""Calls that no fused kernel of a GPU computes, for `compiled.py --table unfused`: ours, and what Flax computes there.
+"""Calls that no fused GPU kernel supports, for `compiled.py --table unfused`: ours, and Flax's equivalents.
 
 Flax calls `jax.nn.dot_product_attention`, which computes all scores unless it is told otherwise, and its own attention
 if there is dropout. ALiBi is a `score_mod` of ours, and a bias of theirs that their program computes itself.

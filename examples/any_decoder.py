@@ -1,9 +1,9 @@
-"""Generates text with a decoder of Hugging Face, of any of `FAMILIES`, from a folder with config.json and safetensors.
+"""Generates text with a Hugging Face decoder from any of `FAMILIES`, given a folder with config.json and safetensors.
 
     pip install -e '.[demo]' tokenizers
     python examples/any_decoder.py FOLDER "Once upon a time" "Attention is"
 
-`convert.from_hf` makes the attention of each layer; for each family a line of a table says what stands around it.
+`convert.from_hf` makes the attention of each layer. For each family, one line of a table describes the rest.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""An encoder and a decoder in `flax.linen` that learn to sort numbers, with padding and cross-attention.
+"""Trains an encoder and a decoder in `flax.linen` to sort numbers, with padding and cross-attention.
 
     pip install -e .
     python examples/encoder_decoder.py

@@ -1,4 +1,4 @@
-"""A Llama-style decoder that is trained from scratch on its own source code, and generates text with a KV cache.
+"""Trains a Llama-style decoder from scratch on its own source code, and generates text with a KV cache.
 
     pip install -e .
     python examples/llama.py

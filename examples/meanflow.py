@@ -1,4 +1,4 @@
-"""MeanFlow (Geng et al., arXiv:2505.13447): draws circles from noise, in one step.
+"""Draws circles from noise in one step with MeanFlow (Geng et al., arXiv:2505.13447).
 
     pip install -e .
     python examples/meanflow.py

@@ -1,4 +1,4 @@
-"""A language model trained on documents that are packed into rows: no document sees another.
+"""Trains a language model on documents packed into rows; documents do not attend to each other.
 
     pip install -e .
     python examples/packed_lm.py

@@ -1,4 +1,4 @@
-"""A vision transformer that learns the direction of stripes in noisy images.
+"""Trains a vision transformer to recognize the direction of stripes in noisy images.
 
     pip install -e .
     python examples/vit.py
