@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="v5e:2x2, v5e:4x4, h200, h200x4, or another TPU topology")
     parser.add_argument("--only", default="", help="programs that contain these words")
     parser.add_argument("--skip", default="no program", help="programs that contain these words")
-    parser.add_argument("--out", type=Path, help="file for the table, besides the screen")
+    parser.add_argument("--out", type=Path, help="file to write the table to, in addition to the screen")
     parser.add_argument("--table", choices=("fused", "unfused"), default="fused", help="which calls")
     options = parser.parse_args()
     target = target_of(options.target)

@@ -208,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("programs", "bundles", "primitives"))
     parser.add_argument("--only", default="", help="programs that contain these words")
-    parser.add_argument("--out", type=Path, help="file for the table, besides the screen")
+    parser.add_argument("--out", type=Path, help="file to write the table to, in addition to the screen")
     options = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)  # it would want to load what is made for other devices
     jax.config.update("jax_numpy_dtype_promotion", "standard")

@@ -122,7 +122,7 @@ class Decoder(nnx.Module):
         kind = values.get("model_type", "") + "+new" * bool(values.get("new_decoder_architecture"))
         kind += "+parallel" * bool(values.get("use_parallel_residual") or values.get("parallel_attn"))
         if kind not in FAMILIES:
-            raise ValueError(f"model_type must be one of FAMILIES, but got {kind!r}; add what is around its attention.")
+            raise ValueError(f"model_type must be one of FAMILIES, but got {kind!r}; add a line for this type.")
         self.family, keys = FAMILIES[kind], FAMILIES[kind].keys
         self.config = keys | {key: x for key, x in values.items() if key not in OPTIONAL or key in keys}
         self.config |= {key: self.get(key) for key in keys}
@@ -134,10 +134,10 @@ class Decoder(nnx.Module):
         ahead = f"model.layers.{len(self.attentions)}." if values.get("num_nextn_predict_layers") else "-"  # not used
         tensors = {name: x for name, x in tensors.items() if not name.startswith(ahead)}
         self.weights = nnx.Dict({name: nnx.Param(jnp.asarray(x, dtype)) for name, x in tensors.items()})
-        self.read: set[str] = set()  # for this first call alone
+        self.read: set[str] = set()  # only for this first call
         jax.eval_shape(lambda: self(jnp.zeros((1, 1), int)))
         if left := sorted(tensors.keys() - self.read):
-            raise ValueError(f"*.safetensors must hold what is read alone, but got {left[0]}, {len(left)} such in all.")
+            raise ValueError(f"*.safetensors must hold only the model, but got {len(left)} others, such as {left[0]}.")
         del self.read
 
     def get(self, *keys: str) -> Any:
