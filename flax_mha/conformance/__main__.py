@@ -84,14 +84,14 @@ def _text(columns: dict[str, list[Result]]) -> list[str]:
 def _markdown(columns: dict[str, list[Result]]) -> list[str]:
     lines = ["# What attention functions compute", ""]
     lines += [
-        "Each row is a call. Its output and gradients are compared with the equation in float64, by the rules of",
+        "Each row is a call whose output and gradients are compared with the equation in float64, by the rules of",
         "[Semantics](semantics.md).",
         "",
-        "- yes: right, within rounding.",
+        "- yes: correct within rounding.",
         "- `-`: refused with an error.",
-        "- *other*: right by another convention. Queries whose keys are all masked return the mean of the values or",
+        "- *other*: correct by another convention. Queries whose keys are all masked return the mean of the values or",
         "  NaN instead of 0, or the soft cap applies to the sum of score and bias.",
-        "- **WRONG**: wrong numbers, masked NaN that reaches results, or a result instead of an error.",
+        "- **WRONG**: wrong numbers, results affected by masked NaN, or a result instead of an error.",
         "",
         "This page is the output of",
         "",
