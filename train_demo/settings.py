@@ -204,7 +204,7 @@ class Layout:
             raise UserError(
                 f"--data-parallel {self.data_parallel} x --fsdp {self.fsdp} x --tensor {self.tensor} x --context "
                 f"{self.context} does not make {devices} device{'s' * (devices != 1)}: their product must be the "
-                "number of devices (-1 for --data-parallel takes what is left)"
+                "number of devices (-1 for --data-parallel uses the remaining devices)"
             )
         for name, by, divisor in (
             ("batch_size", "--data-parallel x --fsdp x --accumulate", data * self.fsdp * self.accumulate),
