@@ -203,22 +203,26 @@ def changed(layout, **changes):
         (
             changed("note_mha", w_k__weight=None),
             (HEADS,),
-            r"Nearest is note_mha: missing \['w_k\.weight'\], extra \[\]",
+            r"The closest is note_mha: missing \['w_k\.weight'\], extra \[\]",
         ),
-        (changed("torch", scale=np.ones(1)), (HEADS,), r"Nearest is torch: missing \[\], extra \['scale'\]"),
+        (changed("torch", scale=np.ones(1)), (HEADS,), r"The closest is torch: missing \[\], extra \['scale'\]"),
         (
             changed("hf_llama", o_proj__weight=None, out_proj__weight=np.eye(FEATURES)),
             (HEADS,),
-            r"Nearest is hf_clip: missing \[\], extra \['o_proj\.bias'\]",
+            r"The closest is hf_clip: missing \[\], extra \['o_proj\.bias'\]",
         ),
-        (changed("torch", bias_k=np.ones(1), bias_v=np.ones(1)), (HEADS,), "do without bias_k, bias_v: .*add_bias_kv"),
+        (
+            changed("torch", bias_k=np.ones(1), bias_v=np.ones(1)),
+            (HEADS,),
+            "must not have bias_k, bias_v: .*add_bias_kv",
+        ),
         (
             changed("torch", in_proj_bias=None),
             (HEADS,),
             "biases must be on query, key, value, out or on none, got .* out",
         ),
         (changed("hf_bert", self__key__bias=None), (HEADS,), "'hf_bert', but biases must .* on query, value, out"),
-        (changed("d2l_mha", W_o__bias=np.ones(FEATURES)), (HEADS,), "biases must be on none, got them on out"),
+        (changed("d2l_mha", W_o__bias=np.ones(FEATURES)), (HEADS,), "biases must be on none, but are on out"),
         (
             changed("torch", in_proj_weight=np.ones((44, 15))),
             (HEADS,),
@@ -239,7 +243,7 @@ def changed(layout, **changes):
         (changed("torch"), (-3,), "positive .* got -3 and -3"),
         (changed("torch"), (3, 0), "positive .* got 3 and 0"),
         (changed("torch"), (3, 2), "multiple of num_kv_heads"),
-        (changed("torch"), (3, 1), "into 15 query features, .* got 3 and 1, which make 27"),
+        (changed("torch"), (3, 1), "into 15 query features, .* got 3 and 1, which give 27"),
         (convert.to_torch(make_params(kv_heads=1), "hf_llama"), (3,), "15 query and 5 key .* got 3 and 3"),
     ],
 )
@@ -274,17 +278,17 @@ def with_leaf(path, value, **case):
             "value in 7.*; layouts that can: torch_separate, d2l_mha, hf_gptj$",
         ),
         (make_params(biased=()), "hf_codegen", "its heads must be a multiple of 4, got 3 and 3"),
-        (make_params(), "d2l_mha", "biases must be on none, got them on query, key, value, out"),
-        (make_params(biased=()), "note_mha", "biases must be on query, key, value, out, got them on none"),
+        (make_params(), "d2l_mha", "biases must be on none, but are on query, key, value, out"),
+        (make_params(biased=()), "note_mha", "biases must be on query, key, value, out, but are on none"),
         (
             make_params(biased=("out",)),
             "torch",
-            "biases must be on .* got them on out; layouts that can: hf_gpt_neo, hf_vit_unbiased",
+            "biases must be on .* but are on out; layouts that can: hf_gpt_neo, hf_vit_unbiased",
         ),
         (
             with_leaf("query/bias", np.ones((3, 5))),
             "torch",
-            "in_proj_bias must stack arrays of one dtype, got float32, float64",
+            "in_proj_bias must stack arrays of one dtype, but got float32, float64",
         ),
         (
             with_leaf("query_ln/scale", np.ones(5)),

@@ -42,7 +42,7 @@ def test_describe():
     assert convert.describe(of_kimi_k2).items() >= (sizes | {"rope": rope}).items()
     linear = CONFIG | {"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": [4, 8]}}
     assert convert.describe(linear, 3)["rope"] is None
-    with pytest.raises(ValueError, match="layer 4 of kimi_linear is of type 'linear_attention'"):
+    with pytest.raises(ValueError, match="layer 4 of kimi_linear has the type 'linear_attention'"):
         convert.describe(linear, 4)
 
 
@@ -64,14 +64,14 @@ def test_round_trip_by_both_modules():
 REFUSED = [
     (weights(q_proj__weight=None), {}, "must hold q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got none"),
     (weights(q_a_proj__weight=np.ones((3, D), np.float32)), {}, "but got q_a_proj, q_proj"),
-    (weights(indexer__wk__weight=np.ones(3)), {}, "a latent attention alone, but got indexer.wk.weight, too"),
+    (weights(indexer__wk__weight=np.ones(3)), {}, "only a latent attention, but also has indexer.wk.weight"),
     (weights(kv_b_proj__weight=np.ones((N * 12, C + 1), np.float32)), {}, r"kv_b_proj/kernel must have shape \(10, 4"),
     (weights(kv_b_proj__weight=np.ones((N * 12, C), np.int8)), {}, "kv_b_proj.weight must be floating point"),
     (weights(), {"num_heads": 3}, "num_heads must divide the 52 features of q_proj/kernel, but got 3"),
     (weights(), {"v_head_dim": 6}, r"kv_b_proj.kernel is \(10, 4, 13\) in the module and \(10, 4, 12\) in state_dict"),
     (weights(), {"q_lora_rank": 8}, "q_a_proj.kernel is .* in the module and missing in state_dict"),
     (weights(), {"use_bias": True}, "o_proj.bias is .* in the module and missing in state_dict"),
-    (weights(), {"rope": None}, "rope is None: these models rotate; pass check_options=False"),
+    (weights(), {"rope": None}, "rope is None: these models use rope; pass check_options=False"),
 ]
 
 
@@ -87,18 +87,18 @@ def test_weights_that_do_not_fit(state_dict, options, message):
 def test_other_attentions():
     """Weights of one kind of attention do not load into the other."""
     other = flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="module must be a MultiHeadLatentAttention for weights of latent attention"):
+    with pytest.raises(ValueError, match="module must be a MultiHeadLatentAttention for latent weights"):
         convert.load_torch(other, weights())
     square = {f"{name}_proj.weight": np.ones((D, D), np.float32) for name in "qkvo"}
-    with pytest.raises(ValueError, match="module must be a MultiHeadAttention for weights of layout 'hf_llama'"):
+    with pytest.raises(ValueError, match="module must be a MultiHeadAttention for layout 'hf_llama'"):
         convert.load_torch(make_module(num_heads=N), square)
     with pytest.raises(ValueError, match=r"qk_norm_offset must be None for latent attention, but got 1\.0"):
         convert.load_torch(make_module(), weights(), qk_norm_offset=1.0)
     for params, layout in ((make_module(), "hf_llama"), (other, "hf_deepseek")):
-        with pytest.raises(ValueError, match="layout must be 'hf_deepseek' for latent attention, and for that alone"):
+        with pytest.raises(ValueError, match="layout must be 'hf_deepseek' if and only if the attention is latent"):
             convert.to_torch(params, layout)
-    with pytest.raises(ValueError, match=r"prefix must lead to one attention layer(.|\n)*self_attn"):
+    with pytest.raises(ValueError, match=r"prefix must select one attention layer(.|\n)*self_attn"):
         convert.load_torch(make_module(), {f"{PREFIX}{key}": x for key, x in weights().items()})
     params = nnx.to_pure_dict(nnx.state(make_module(sinks=True), nnx.Param))
-    with pytest.raises(ValueError, match=r"one attention's parameters alone; missing \[\], extra \['sinks/'\]"):
+    with pytest.raises(ValueError, match=r"one attention's parameters; missing \[\], extra \['sinks/'\]"):
         convert.to_torch(params, "hf_deepseek")

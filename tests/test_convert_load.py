@@ -53,7 +53,7 @@ WRONG = {
         MODELS,
         {},
         {},
-        "prefix must lead to one .* got ''.*\n  'model.layers.0.self_attn.', ... 'model.layers.1.self_attn.' ",
+        "prefix must select one .* got ''.*\n  'model.layers.0.self_attn.', ... 'model.layers.1.self_attn.' ",
     ),
     "a layer's prefix": (
         MODELS,
@@ -67,9 +67,9 @@ WRONG = {
         state_dict(v_proj__weight=None),
         {},
         {},
-        "Nearest is hf_llama: missing \\['v_proj.weight'\\], extra \\[\\]",
+        "The closest is hf_llama: missing \\['v_proj.weight'\\], extra \\[\\]",
     ),
-    "too many": (state_dict(extra=np.ones(1)), {}, {}, "Nearest is hf_llama: missing \\[\\], extra \\['extra'\\]"),
+    "too many": (state_dict(extra=np.ones(1)), {}, {}, "The closest is hf_llama: missing \\[\\], extra \\['extra'\\]"),
     "adapters": (state_dict(q_proj__lora_A__weight=np.ones(1)), {}, {}, "extra .*lora_A.*Merge adapters first"),
     "integers": (
         state_dict(q_proj__weight=np.ones((N * H, D), np.int8)),
@@ -108,21 +108,21 @@ WRONG = {
         state_dict(),
         {"use_bias": True},
         {},
-        "\n  query.bias is missing in state_dict; .* use_bias=False\n",
+        "\n  query.bias is missing from state_dict; .* use_bias=False\n",
     ),
     "biases there": (
         state_dict(**BIASES),
         {},
         {},
-        "\n  query.bias is missing in the module; make it with use_bias=True\n",
+        "\n  query.bias is missing from the module; create it with use_bias=True\n",
     ),
     "norms there": (
         state_dict(norms=True),
         {},
         {},
-        'query_ln.scale is missing in the module; .*normalize_qk="rms_norm"',
+        'query_ln.scale is missing from the module; .*normalize_qk="rms_norm"',
     ),
-    "norms here": (state_dict(), {"normalize_qk": "rms_norm"}, {}, "query_ln.scale is missing in state_dict"),
+    "norms here": (state_dict(), {"normalize_qk": "rms_norm"}, {}, "query_ln.scale is missing from state_dict"),
     "other norms": (
         state_dict(norms=True),
         {"normalize_qk": True},
@@ -145,33 +145,38 @@ WRONG = {
         state_dict(norms=True, k_norm__weight=None),
         {"normalize_qk": "rms_norm"},
         {"qk_norm_offset": 0.0},
-        "key_ln.scale is missing in state_dict",
+        "key_ln.scale is missing from state_dict",
     ),
-    "sinks there": (state_dict(sinks=True), {}, {}, "sinks is missing in the module; make it with sinks=True"),
+    "sinks there": (state_dict(sinks=True), {}, {}, "sinks is missing from the module; create it with sinks=True"),
     "sinks here": (
         state_dict(),
         {"sinks": True},
         {},
-        "sinks is missing in state_dict; make the module with sinks=False",
+        "sinks is missing from state_dict; create the module with sinks=False",
     ),
     "gate there": (
         state_dict(q_proj__weight=np.ones((2 * N * H, D))),
         {},
         {},
-        "layout 'hf_qwen3_next':\n  gate.kernel is missing in the module; make it with gate=True$",
+        "layout 'hf_qwen3_next':\n  gate.kernel is missing from the module; create it with gate=True$",
     ),
-    "gate here": (state_dict(), {"gate": True}, {}, "gate.kernel is missing in state_dict; make the .* gate=False$"),
+    "gate here": (
+        state_dict(),
+        {"gate": True},
+        {},
+        "gate.kernel is missing from state_dict; create the .* gate=False$",
+    ),
     "gate of other heads": (
         state_dict(q_proj__weight=np.ones((42, D)), o_proj__weight=np.ones((D, 21))),
         {},
         {},
-        "cut the 42 features of q_proj.weight into heads of query and gate of one size, got 4 and 2",
+        "cut the 42 features of q_proj.weight into query and gate heads of equal size, but got 4 and 2",
     ),
     "no rotary positions": (
         state_dict(),
         {"rope": None},
         {},
-        "rope is None: Llama.* use rope=RoPE.from_config.*convert.describe",
+        "rope is None: Llama.* use it; pass rope=RoPE.from_config.*convert.describe",
     ),
     "no soft cap": (
         state_dict(prefix="layers.3.self_attn.") | {"layers.3.pre_feedforward_layernorm.weight": np.ones(D)},
@@ -292,12 +297,12 @@ def test_another_number_of_heads_is_refused_where_a_buffer_tells(prefix):
     wrong = flax_mha.MultiHeadAttention(
         2 * N, D, N * H, num_kv_heads=2 * K, use_bias=False, rope=RoPE(), rngs=nnx.Rngs(0)
     )
-    with pytest.raises(ValueError, match=r"num_heads is 8, and rope rotates 4 .* 4 features, .*inv_freq is of 8"):
+    with pytest.raises(ValueError, match=r"num_heads is 8, and rope rotates 4 .* 4 features, .*inv_freq is for 8"):
         convert.load_torch(wrong, weights, prefix)
     convert.load_torch(wrong, weights, prefix, check_options=False)
     convert.load_torch(make_module(), weights, prefix)
     partial = make_module(rope=RoPE(fraction=0.5))
-    with pytest.raises(ValueError, match=r"rope rotates 4 of each head's 8 features, but rotary_emb.inv_freq is of 8"):
+    with pytest.raises(ValueError, match=r"rope rotates 4 of each head's 8 features, but rotary_emb.inv_freq is for 8"):
         convert.load_torch(partial, weights, prefix)
 
 
@@ -308,7 +313,7 @@ def test_another_number_of_heads_is_refused_where_the_table_of_t5_tells():
     right, wrong = (
         flax_mha.MultiHeadAttention(n, D, use_bias=False, scale=1.0, decode=False, rngs=nnx.Rngs(0)) for n in (3, 4)
     )
-    with pytest.raises(ValueError, match=r"num_heads must be 3, as in decoder\.block\.0\..*, but got 4"):
+    with pytest.raises(ValueError, match=r"num_heads must be 3 to match decoder\.block\.0\..*, but got 4"):
         convert.load_torch(wrong, weights, layer)
     convert.load_torch(right, weights, layer)
 
@@ -344,7 +349,7 @@ def test_gemma_norms_are_one_plus_weight():
     described = convert.describe(LLAMA | {"model_type": "gemma3_text", "rope_local_base_freq": 1e4})
     module = flax_mha.MultiHeadAttention(**described, decode=False, rngs=nnx.Rngs(0))
     other = make_module(normalize_qk="rms_norm")
-    with pytest.raises(ValueError, match="qk_norm_offset is not known"):
+    with pytest.raises(ValueError, match="qk_norm_offset is None"):
         convert.load_torch(other, beside, "layers.0.self_attn")
     convert.load_torch(module, beside, "layers.0.self_attn")
     convert.load_torch(other, beside, "layers.0.self_attn", qk_norm_offset=1.0)
@@ -494,7 +499,7 @@ def test_describe(config, layer, expected):
     ("config", "layer", "message"),
     [
         (object(), 0, "config must be a dict, but got object; use config.to_dict"),
-        ({}, 0, "model_type must be one that .*FAMILIES holds, but got None"),
+        ({}, 0, "model_type must be in .*FAMILIES, but got None"),
         ({"model_type": "longcat_flash"}, 0, "model_type must be one that .* but got 'longcat_flash': .* latents"),
         (DEEPSEEK | {"num_key_value_heads": 2}, 0, "num_key_value_heads must be num_attention_heads = 4 .* got 2"),
         (
@@ -504,36 +509,44 @@ def test_describe(config, layer, expected):
         ),
         (DEEPSEEK | {"kv_lora_rank": 0}, 0, "kv_lora_rank must be an integer of 1 or more, but got 0"),
         (DEEPSEEK | {"rope_scaling": {"partial_rotary_factor": 0.5}}, 0, "partial_rotary_factor .* 64 .* of 192"),
-        (DEEPSEEK | {"rope_scaling": {"llama_4_scaling_beta": 0.1}}, 0, "without llama_4_scaling_beta=0.1: its models"),
+        (
+            DEEPSEEK | {"rope_scaling": {"llama_4_scaling_beta": 0.1}},
+            0,
+            "must not have llama_4_scaling_beta=0.1: this model type does not",
+        ),
         (DEEPSEEK | {"q_lora_rank": "x"}, 0, "q_lora_rank must be an integer of 1 or more, but got 'x'"),
-        (LLAMA | {"model_type": "qwen3_next"}, 0, "layer 0 of qwen3_next is of type 'linear_attention'"),
-        ({"model_type": "laguna"}, 0, "got 'laguna': the gate of its attention's output is not a sigmoid"),
+        (LLAMA | {"model_type": "qwen3_next"}, 0, "layer 0 of qwen3_next has the type 'linear_attention'"),
+        ({"model_type": "laguna"}, 0, "got 'laguna': its output gate is not a sigmoid"),
         ({"model_type": "mamba"}, 0, "but got 'mamba'"),
         ({"model_type": "llama"}, 0, "config must hold num_attention_heads or .* but got None"),
         (LLAMA | {"hidden_size": "24"}, 0, "hidden_size must be an integer of 1 or more, but got '24'"),
         (
             LLAMA | {"num_hidden_layers": 2},
             2,
-            "layer must be an integer of 0 or more below 2, the num_hidden_layers of the config, but got 2",
+            "layer must be an integer of at least 0 and less than num_hidden_layers, 2, but got 2",
         ),
         (LLAMA, -1, "layer must be .* got -1"),
         (LLAMA, 1.0, "layer must be .* got 1.0"),
         ({"model_type": "clip", "text_config": {}, "vision_config": {}}, 0, r'pass config\["text_config"\] or'),
-        (GEMMA_2 | {"use_bidirectional_attention": True}, 0, "without use_bidirectional_attention=True"),
+        (GEMMA_2 | {"use_bidirectional_attention": True}, 0, "must not have use_bidirectional_attention=True"),
         (
             GEMMA_2 | {"layer_types": ["chunked_attention"]},
             0,
-            "layer_types is .*, but layer 0 of gemma2 is of type 'chunked_",
+            "sliding_attention, but layer 0 of gemma2 has the type 'chunked_",
         ),
         (T5 | {"model_type": "bert", "position_embedding_type": "relative_key"}, 0, "'relative_key'.* as bias"),
         ({"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}, 0, "must be equal"),
         (LLAMA | {"model_type": "smollm3", "no_rope_layers": [1]}, 1, "no_rope_layers must be a list with .* layer 1"),
         (LLAMA | {"model_type": "mistral", "sliding_window": "x"}, 0, "sliding_window must be .* got 'x'"),
-        (LLAMA | {"model_type": "jamba"}, 0, "layer 0 of jamba is of type 'no attention'"),
+        (LLAMA | {"model_type": "jamba"}, 0, "layer 0 of jamba has the type 'no attention'"),
         (LLAMA | {"model_type": "zamba"}, 0, "config must hold layer_types or layers_block_type"),
-        (LLAMA | {"model_type": "stablelm", "qk_layernorm": True}, 0, "norms have weights of each head"),
-        (LLAMA | {"model_type": "olmoe", "clip_qkv": 1.0}, 0, "without clip_qkv=1.0: it clips what its norms return"),
-        (LLAMA | {"model_type": "olmo", "clip_qkv": 1.0, "attention_bias": True}, 0, "without biases where it clips"),
+        (LLAMA | {"model_type": "stablelm", "qk_layernorm": True}, 0, "norms have separate weights for each head"),
+        (
+            LLAMA | {"model_type": "olmoe", "clip_qkv": 1.0},
+            0,
+            "must not have clip_qkv=1.0: it clips the output of its norms",
+        ),
+        (LLAMA | {"model_type": "olmo", "clip_qkv": 1.0, "attention_bias": True}, 0, "not have biases if it clips"),
         (LLAMA | {"model_type": "olmo", "clip_qkv": -1.0}, 0, "clip_qkv must be .*, but got -1.0"),
         (LLAMA | {"model_type": "big_bird"}, 0, "without attention_type='block_sparse': .* 'original_full'"),
         (LLAMA | {"model_type": "gpt_bigcode", "multi_query": False}, 0, "multi_query=True, but got False"),

@@ -189,7 +189,7 @@ def test_parameters_stay_as_they_are():
 
 
 def test_refuses_extra_key_and_value_bias():
-    with pytest.raises(ValueError, match="do without bias_k, bias_v"):
+    with pytest.raises(ValueError, match="must not have bias_k, bias_v"):
         convert.from_torch(torch_mha(add_bias_kv=True).state_dict(), HEADS)
 
 
@@ -209,5 +209,5 @@ def test_refuses_heads_that_do_not_fit(heads, message):
 @pytest.mark.core
 def test_refuses_a_prefix():
     module = nn.ModuleDict({"attention": torch_mha()})
-    with pytest.raises(ValueError, match=r"prefix must lead to .* as prefixes:\n  'attention\.'$"):
+    with pytest.raises(ValueError, match=r"prefix must select .* as prefixes:\n  'attention\.'$"):
         convert.from_torch(module.state_dict(), HEADS)

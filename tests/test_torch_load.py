@@ -49,7 +49,7 @@ WRONG = {
     "a module": (torch_mha, "got a MultiheadAttention; pass module.state_dict()"),
     "sparse": (
         lambda: {key: x.to_sparse() if key == "in_proj_weight" else x for key, x in torch_mha().state_dict().items()},
-        "in_proj_weight must be a dense tensor that holds values, .*sparse_coo",
+        "in_proj_weight must be a dense tensor with values, .*sparse_coo",
     ),
     "meta": (lambda: torch_mha(device="meta").state_dict(), "in_proj_weight must hold values, .* the meta device"),
     "quantized": (quantized, "in_proj_weight must be floating point, but got qint8; dequantize"),

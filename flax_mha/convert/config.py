@@ -18,10 +18,10 @@ from flax_mha.modules.call import dot_general
 from flax_mha.rope import RoPE
 
 UNSUPPORTED = (  # config keys that are refused if they are on, in one model type or, if that is empty, in all; and why
-    ("use_bidirectional_attention", "", "windows look one way here"),
-    ("alibi", "falcon", "its scores get ALiBi before their scale"),
-    ("qk_layernorm", "stablelm", "its norms have weights of each head"),
-    ("clip_qkv", "olmoe", "it clips what its norms return"),
+    ("use_bidirectional_attention", "", "windows are one-sided here"),
+    ("alibi", "falcon", "it adds ALiBi before scaling the scores"),
+    ("qk_layernorm", "stablelm", "its norms have separate weights for each head"),
+    ("clip_qkv", "olmoe", "it clips the output of its norms"),
     ("rotary_value", "", "it rotates values"),
     ("use_shared_attention_adapter", "", "layers add adapters to shared weights"),
 )
@@ -105,8 +105,8 @@ def _read(config: Any, layer: Any) -> tuple[Family, Values]:
     model_type = given.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
-            f"model_type must be one that flax_mha.hf_config.families.FAMILIES holds, but got {model_type!r}; give the "
-            "module its options by hand, if it can compute this attention."
+            f"model_type must be in flax_mha.hf_config.families.FAMILIES, but got {model_type!r}; if the module can "
+            "compute this attention, pass its arguments by hand."
         )
     if family.refused:
         raise ValueError(
@@ -124,31 +124,31 @@ def _check_layer(layer: Any, values: Values) -> None:
     found = {name: values[name] for name in LAYERS if name in values}
     largest = max(found, key=lambda name: found[name], default="")
     if not is_int(layer) or layer < 0 or (found and layer >= found[largest]):
-        counted = f" below {found[largest]}, the {largest} of the config" if found else ""
-        raise ValueError(f"layer must be an integer of 0 or more{counted}, but got {layer!r}.")
+        counted = f" and less than {largest}, {found[largest]}" if found else ""
+        raise ValueError(f"layer must be an integer of at least 0{counted}, but got {layer!r}.")
 
 
 def _check_supported(family: Family, values: Values) -> None:
     reasons = {key: reason for key, name, reason in UNSUPPORTED if name in ("", values["model_type"])}
     if values.get("position_embedding_type", "absolute") not in ("absolute", "rope", "nope"):
         reasons["position_embedding_type"] = (
-            "it adds relative positions to the scores; pass them as bias in every call, and 'absolute' here"
+            "it adds relative positions to the scores; set 'absolute', and pass the positions as bias in every call"
         )
     if values.get("attention_type") == "block_sparse":
-        reasons["attention_type"] = "a query sees blocks that are drawn at random; 'original_full' is described"
+        reasons["attention_type"] = "queries attend to blocks drawn at random; set 'original_full'"
     for key, reason in reasons.items():
         if values.get(key):
-            raise ValueError(f"config must do without {key}={values[key]!r}: {reason}.")
+            raise ValueError(f"config must not have {key}={values[key]!r}: {reason}.")
     if values.get("clip_qkv") and _use_bias(family, values):
-        raise ValueError("config must do without biases where it clips queries, keys and values, but got both.")
+        raise ValueError("config must not have biases if it clips queries, keys and values, but got both.")
     if values["model_type"] == "gpt_bigcode" and not values["multi_query"]:
-        raise ValueError("config must hold multi_query=True, but got False: weights then stand in another order.")
+        raise ValueError("config must have multi_query=True, but got False, which stacks the weights in another order.")
     if not values.get("alibi", True) and family.alibi:
-        raise ValueError("attn_config must hold alibi=True, but got False: Transformers adds ALiBi in either case.")
+        raise ValueError("attn_config must have alibi=True, but got False: Transformers adds ALiBi either way.")
     names = ("encoder_attention_heads", "decoder_attention_heads")
     if len({values[name] for name in names if name in values}) > 1:
         raise ValueError(
-            f"{' and '.join(names)} must be equal, but differ; set both to those of the part that you want."
+            f"{' and '.join(names)} must be equal, but differ; set both to the value for the part that you want."
         )
 
 
@@ -157,8 +157,8 @@ def _layer_type(family: Family, values: Values, layer: int) -> str:
     kind = family.layer_type(values, layer)
     if kind not in (FULL, SLIDING) and (kind != CHUNKED or "attention_chunk_size" not in values):
         raise ValueError(
-            f"layer must be one whose layer_types is {FULL} or {SLIDING}, but layer {layer} of {values['model_type']} "
-            f"is of type {kind!r}."
+            f"layer must have the type {FULL} or {SLIDING}, but layer {layer} of {values['model_type']} has the type "
+            f"{kind!r}."
         )
     return kind
 
@@ -180,7 +180,7 @@ def _sizes(values: Values) -> dict[str, Any]:
     head_size = values.get("head_dim") or features // heads
     if head_size < 1:
         raise ValueError(
-            f"hidden_size must be at least num_attention_heads, {heads}, without a head_dim, but got {hidden}."
+            f"hidden_size must be at least num_attention_heads, {heads}, if there is no head_dim, but got {hidden}."
         )
     return {
         "num_heads": heads,

@@ -38,7 +38,7 @@ def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arra
     """Turns entries of a state_dict into arrays by Flax's paths, in Flax's shapes; `prefix` is for error messages."""
     entries = {key: value for key, value in entries.items() if not key.startswith("rotary_emb.")}
     if extra := sorted({*entries} - {*PATHS}):
-        raise ValueError(f"state_dict must hold a latent attention alone, but got {', '.join(extra[:6])}, too.")
+        raise ValueError(f"state_dict must hold only a latent attention, but also has {', '.join(extra[:6])}.")
     queries = {PATHS[key] for key in entries if key.startswith("q_") and key.endswith("weight")}
     if queries not in QUERIES:
         raise ValueError(
@@ -58,8 +58,8 @@ def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
     shape = (*array.shape[:axis], heads, array.shape[axis] // heads, *array.shape[axis + 1 :])
     if array.shape[axis] % heads:
         raise ValueError(
-            f"num_heads must divide the {array.shape[axis]} features of {path}, but got {heads}; pass that of the "
-            "model's config."
+            f"num_heads must divide the {array.shape[axis]} features of {path}, but got {heads}; pass the number in "
+            "the model's config."
         )
     return array.reshape(shape)
 
@@ -70,7 +70,7 @@ def latent_to_torch(params: Mapping[str, Any]) -> Arrays:
     missing = {PATHS[key] for key in LATENT_KEYS} - {*leaves}
     if missing or {*leaves} - {*AXES}:
         extra = sorted({*leaves} - {*AXES})
-        raise ValueError(f"params must be one attention's parameters alone; missing {sorted(missing)}, extra {extra}")
+        raise ValueError(f"params must be one attention's parameters; missing {sorted(missing)}, extra {extra}")
     arrays = {path: to_numpy(path, x) for path, x in leaves.items()}
     find_sizes(arrays, AXES)
     return {key_of(path): _flatten_heads(AXES[path], array).T.copy() for path, array in arrays.items()}
@@ -112,5 +112,5 @@ def _check_consistent(values: Values) -> None:
     fraction = parameters.get("partial_rotary_factor") or 1.0
     if not any(round(fraction * of) == rotary for of in (rotary, size)):
         raise ValueError(
-            f"partial_rotary_factor must be that of the {rotary} rotary features of {size}, but got {fraction!r}."
+            f"partial_rotary_factor must match {rotary} rotary features out of {size}, but got {fraction!r}."
         )

@@ -119,8 +119,8 @@ VIT = "attention.query.* attention.key.* attention.value.* output.dense.*"
 NEOX = "query_key_value.* query_key_value.* query_key_value.* dense.*"
 BUFFERS = "bias masked_bias rotary_emb."  # of older files
 BERT_NORMS = "output.LayerNorm. LayerNorm. ln. self_attn_layer_norm."  # before or after the attention
-LLAMA_KIN = "Llama, Mistral, Qwen, Gemma, gpt-oss, ... (not those of ViT and DINO in Transformers 5)"
-NEOX_KIN = "GPT-NeoX and Falcon (not those of Bloom, whose calls take recipes.alibi)"
+LLAMA_KIN = "Llama, Mistral, Qwen, Gemma, gpt-oss, ... (but not ViT and DINO in Transformers 5)"
+NEOX_KIN = "GPT-NeoX and Falcon (but not Bloom, whose calls take recipes.alibi)"
 LAYOUTS: dict[LayoutName, Layout] = {
     "torch": _layout(PACKED, SQUARE, ALL, ()),
     "torch_separate": _layout("q_proj_* k_proj_* v_proj_* out_proj.*", "QABO", ALL, (), biases=PACKED),
@@ -165,7 +165,7 @@ LAYOUTS: dict[LayoutName, Layout] = {
     "hf_clip": _layout(CLIP, "QABO", ALL),
     "hf_whisper": _layout(CLIP, "QABO", ("query", "value", "out")),
     "hf_gpt_neo": _layout(CLIP, SQUARE, ("out",), ignored="bias masked_bias", scale=1.0),
-    "hf_gptj": _layout(CLIP, "QABO", (), ignored=BUFFERS, rotary="GPT-J (not those of OPT without biases)"),
+    "hf_gptj": _layout(CLIP, "QABO", (), ignored=BUFFERS, rotary="GPT-J (but not OPT without biases)"),
     "hf_lfm2": _layout(CLIP, "QSVO", (), others=PHI_OTHERS, rotary="LFM2"),
     "hf_gpt2": _layout(GPT_2, SQUARE, ALL, ignored="bias masked_bias", transposed=True),
     "nanogpt": _layout(GPT_2, "QSVO", ALL, (), ignored="bias"),

@@ -81,7 +81,7 @@ def load_torch(
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
     if layout == LATENT:
-        raise ValueError("module must be a MultiHeadLatentAttention for weights of latent attention, but got another.")
+        raise ValueError("module must be a MultiHeadLatentAttention for latent weights, but is a MultiHeadAttention.")
     variables = _variables(module, (*TORCH_AXES, *OTHER_AXES))
     if family.norm_scale == "none":
         arrays |= {path: np.ones(variables[path].shape, np.float32) for path in NORMS if path in variables}
@@ -93,10 +93,10 @@ def load_torch(
         problems += _missing_options(module, layout, arrays, state_dict, prefix)
         if qk_norm_offset is None and NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1 and not _has_biases(arrays):
             problems.append(
-                "qk_norm_offset is not known: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
+                "qk_norm_offset is None: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
             )
         if problems:
-            problems.append("convert.describe(config, layer) gives these arguments, for the models that it knows")
+            problems.append("convert.describe(config, layer) returns these arguments for the models that it supports")
     _fill(variables, arrays, problems, layout)
 
 
@@ -112,7 +112,7 @@ def _load_latent(
         raise ValueError(f"qk_norm_offset must be None for latent attention, but got {qk_norm_offset!r}.")
     layout, arrays = read(state_dict, module.num_heads, module.num_heads, prefix, 0.0)
     if layout != LATENT:
-        raise ValueError(f"module must be a MultiHeadAttention for weights of layout {layout!r}, but got another.")
+        raise ValueError(f"module must be a MultiHeadAttention for layout {layout!r}, but is a latent attention.")
     variables = _variables(module, AXES)
     problems = []
     for path in sorted({*variables, *arrays}):
@@ -121,7 +121,7 @@ def _load_latent(
             problems.append(f"{path.replace('/', '.')} is {shapes[0]} in the module and {shapes[1]} in state_dict")
     is_described = module.kv_b_proj.kernel.get_metadata().get(MODEL_TYPE)
     if check_options and module.rope is None and not is_described:
-        problems.append("rope is None: these models rotate; pass check_options=False if this layer does not")
+        problems.append("rope is None: these models use rope; pass check_options=False if this layer does not")
     _fill(variables, arrays, problems, layout)
 
 
@@ -130,7 +130,7 @@ def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
-        raise ValueError(f"module must fit the layer, which has the keys of layout {layout!r}:{lines}{more}")
+        raise ValueError(f"module must match the layer, whose keys have the layout {layout!r}:{lines}{more}")
     values = {path: _place(path, arrays[path], variable) for path, variable in variables.items()}
     for path, variable in variables.items():
         variable.set_value(values[path])
@@ -152,13 +152,13 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
         name, option = path.replace("/", "."), OPTIONS.get("scale" if "_ln/" in path else path.split("/")[-1], "")
         if path not in arrays:
             if path in variables:
-                problems.append(f"{name} is missing in state_dict; make the module with {option}=False")
+                problems.append(f"{name} is missing from state_dict; create the module with {option}=False")
             continue
         array = arrays[path]
         value = "True" if "_ln/" not in path else '"rms_norm"' if array.ndim == 1 else '"rms_norm_all_heads"'
         value = '"layer_norm_bias"' if "_ln/" in path and _has_biases(arrays) else value
         if path not in variables:
-            problems.append(f"{name} is missing in the module; make it with {option}={value}")
+            problems.append(f"{name} is missing from the module; create it with {option}={value}")
         elif variables[path].shape != array.shape:
             fix = f"; use normalize_qk={value}" if path in NORMS else ""
             problems.append(f"{name} must have shape {variables[path].shape}, but got {array.shape}{fix}")
@@ -181,11 +181,11 @@ def _wrong_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any],
         if rotated != expected:
             problems.append(
                 f"num_heads is {module.num_heads}, and rope rotates {rotated} of each head's {module.head_dim} "
-                f"features, but rotary_emb.inv_freq is of {expected}"
+                f"features, but rotary_emb.inv_freq is for {expected}"
             )
     key = next((key for key in state_dict if key.endswith(T5_TABLE)), None) if layout == "hf_t5" else None
     if key is not None and (heads := np.shape(state_dict[key])[-1]) != module.num_heads:  # [buckets, heads]
-        problems.append(f"num_heads must be {heads}, as in {key}, but got {module.num_heads}")
+        problems.append(f"num_heads must be {heads} to match {key}, but got {module.num_heads}")
     return problems
 
 
@@ -196,9 +196,9 @@ def _missing_options(
     problems, layout, rest = [], LAYOUTS[name], "pass check_options=False if this layer has none"
     rope, scale, cap = (getattr(module, option, None) for option in ("rope", "scale", "logits_soft_cap"))
     if layout.rotary and rope is None:
-        problems.append(f"rope is None: {layout.rotary} rotate; use rope=RoPE.from_config(config), or {rest}")
+        problems.append(f"rope is None: {layout.rotary} use it; pass rope=RoPE.from_config(config), or {rest}")
     if layout.scale is not None and scale != layout.scale:
-        problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not divide")
+        problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not divide the scores")
     if NORMS[0] in arrays and not _has_biases(arrays) and not isinstance(module.query_ln, nnx.RMSNorm):
         problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
     beside = prefix.rstrip(".").rpartition(".")[0]
@@ -214,7 +214,7 @@ def _place(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
     if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
         raise ValueError(
             f"{path.replace('/', '.')} must fit {variable.dtype}, but got numbers up to "
-            f"{np.abs(array[np.isfinite(array)]).max():.3g}; make the module with another param_dtype."
+            f"{np.abs(array[np.isfinite(array)]).max():.3g}; create the module with another param_dtype."
         )
     value = variable.get_value()
     sharding = None if isinstance(value, jax.core.Tracer) else getattr(value, "sharding", None)

@@ -24,7 +24,7 @@ def position_arguments(
         changes["score_mod"] = _temperature(float(values["attn_scale"]), float(values["floor_scale"]), 1.0)
     elif beta := rotary.get("llama_4_scaling_beta"):  # Ministral 3
         if "llama_4_scaling_beta" not in family.keys.get("rope_parameters", {}):
-            raise ValueError(f"config must do without llama_4_scaling_beta={beta!r}: its models do not read it.")
+            raise ValueError(f"config must not have llama_4_scaling_beta={beta!r}: this model type does not use it.")
         names = "original_max_position_embeddings", "max_position_embeddings"
         length = rotary.get(names[0]) or values.get(names[1])
         if length is None:

@@ -31,8 +31,8 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
             raise ValueError(f"state_dict must have keys of type str, but got {key!r}; pass module.state_dict().")
         if isinstance(value, Mapping):
             raise ValueError(
-                f"state_dict must map names to tensors, but {key!r} is a dict; pass state_dict[{key!r}] if that is the "
-                "one."
+                f"state_dict must map names to tensors, but {key!r} is a dict; pass state_dict[{key!r}] if it holds "
+                "the tensors."
             )
     if prefix and not prefix.endswith("."):
         prefix += "."
@@ -40,14 +40,14 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
     if prefix and not entries:
         layers = attention_layers(state_dict)
         found = _list_layers(layers) if layers else f" Its keys: {_list_names([*state_dict])}."
-        raise ValueError(f"prefix must start some keys, but no key starts with {prefix!r}.{found}")
+        raise ValueError(f"prefix must be the start of some keys, but no key starts with {prefix!r}.{found}")
     return prefix, entries
 
 
 def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
     """Returns the name of the layout with these keys; if none fits, raises a ValueError that lists the layers found."""
     if added := sorted({"bias_k", "bias_v"} & {*entries}):
-        raise ValueError(f"state_dict must do without {', '.join(added)}: Flax has no add_bias_kv; train without it.")
+        raise ValueError(f"state_dict must not have {', '.join(added)}: Flax has no add_bias_kv; train without it.")
     layers = attention_layers(entries)
     quantized = [key for key in entries if key.endswith(QUANTIZED) or ".quant_state." in key]
     if quantized and not layers:
@@ -61,19 +61,19 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
         return max(fits, key=lambda name: _fit(LAYOUTS[name], entries))
     if T5_TABLE in entries and differences["hf_t5"] == ([T5_TABLE], []):
         raise ValueError(
-            f"state_dict must hold the attention alone, but got {T5_TABLE}, which T5 adds to the scores of every "
-            "layer; take it out, and pass it to every call: score_mod=recipes.t5_bias(table)['score_mod'] or bias=."
+            f"state_dict must hold only the attention, but got {T5_TABLE}, which T5 adds to the scores of every "
+            "layer; remove it, and pass it to every call: score_mod=recipes.t5_bias(table)['score_mod'] or bias=."
         )
     if layers:
-        raise ValueError(f"prefix must lead to one attention layer, but got {prefix!r}.{_list_layers(layers, prefix)}")
+        raise ValueError(f"prefix must select one attention layer, but got {prefix!r}.{_list_layers(layers, prefix)}")
     nearest = min(differences, key=lambda name: [len(names) for names in differences[name]])
     extra, missing = differences[nearest]
     near = len(extra) < len(entries) or not missing
-    hint = f" Nearest is {nearest}: missing {_list_names(missing)}, extra {_list_names(extra)}." if near else ""
+    hint = f" The closest is {nearest}: missing {_list_names(missing)}, extra {_list_names(extra)}." if near else ""
     adapters = " Merge adapters first (merge_and_unload)." if any("lora_" in key for key in entries) else ""
     raise ValueError(
         f"state_dict must have the keys of one layout, but got {_list_names(sorted(entries))}.{hint}{adapters}\n"
-        f"Layouts: {', '.join(LAYOUTS)}; their keys stand in flax_mha.convert.LAYOUTS."
+        f"Layouts: {', '.join(LAYOUTS)}; for their keys, see flax_mha.convert.LAYOUTS."
     )
 
 
@@ -111,7 +111,7 @@ def layer_prefix(state_dict: Any, layer: int, prefix: str) -> str:
     found = [name for name in found if "decoder." in name] or found
     if len(found) > 1:
         raise ValueError(
-            f"prefix must lead to one attention of layer {layer}, but got {prefix!r}.{_list_layers(found, prefix)}"
+            f"prefix must select one attention in layer {layer}, but got {prefix!r}.{_list_layers(found, prefix)}"
         )
     return prefix + "".join(found)
 
@@ -145,7 +145,7 @@ def _read_tensor(name: str, tensor: Any, dtype: str) -> np.ndarray:
         return tensor.numpy()
     except (TypeError, RuntimeError) as error:  # sparse, or not yet initialized
         kind = f"{type(tensor).__name__} of layout {tensor.layout}"
-        raise ValueError(f"{name} must be a dense tensor that holds values, but got a {kind}.") from error
+        raise ValueError(f"{name} must be a dense tensor with values, but got a {kind}.") from error
 
 
 def _list_names(names: list[str]) -> str:

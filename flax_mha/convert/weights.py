@@ -99,11 +99,11 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
       ValueError: If there is no such layout, or if `params` are not those of one attention that fits the layout.
     """
     if not isinstance(layout, str) or layout not in (*LAYOUTS, LATENT):
-        raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, LATENT))}, got {layout!r}")
+        raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, LATENT))}, but got {layout!r}")
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Param)
     if (isinstance(params, Mapping) and "kv_b_proj" in params) != (layout == LATENT):
-        raise ValueError(f"layout must be {LATENT!r} for latent attention, and for that alone, got {layout!r}")
+        raise ValueError(f"layout must be {LATENT!r} if and only if the attention is latent, but got {layout!r}")
     if layout == LATENT:
         return latent_to_torch(params)
     given = _flatten(params)
@@ -149,7 +149,7 @@ def read(
     """Returns the layout of an attention in a state_dict, and its arrays in Flax's shapes, by paths like `out/bias`."""
     if not all(is_int(number) and number > 0 for number in (num_heads, num_kv_heads)) or num_heads % num_kv_heads:
         raise ValueError(
-            f"num_heads must be a positive multiple of num_kv_heads, got {num_heads!r} and {num_kv_heads!r}."
+            f"num_heads must be a positive multiple of num_kv_heads, but got {num_heads!r} and {num_kv_heads!r}."
         )
     prefix, entries = attention_entries(state_dict, prefix)
     if is_latent(entries):
@@ -163,12 +163,13 @@ def read(
     queries, out = len(arrays["query/kernel"]), arrays["out/kernel"]
     if layout.is_stacked and out.ndim == 2 and queries != out.shape[1]:
         raise ValueError(
-            f"num_heads and num_kv_heads must cut the stacked weights into {out.shape[1]} query features, which the "
-            f"output takes, got {num_heads} and {num_kv_heads}, which make {queries}; pass those of the model's config."
+            f"num_heads and num_kv_heads must cut the stacked weights into {out.shape[1]} query features, the inputs "
+            f"of the output projection, but got {num_heads} and {num_kv_heads}, which give {queries}; pass the numbers "
+            "in the model's config."
         )
     sizes = find_sizes({path: arrays[path] for path in TORCH_AXES if path in arrays}, TORCH_AXES)
     if reason := misfit(layout, arrays, sizes):
-        raise ValueError(f"state_dict has the keys of layout {name!r}, but {reason}: is it whole and unchanged?")
+        raise ValueError(f"state_dict has the keys of layout {name!r}, but {reason}: is it complete and unchanged?")
     sizes |= head_sizes(sizes, num_heads, num_kv_heads)
     return name, {path: _to_flax(path, array, arrays, sizes, qk_norm_offset) for path, array in arrays.items()}
 
@@ -179,7 +180,8 @@ def _to_flax(path: str, array: np.ndarray, arrays: Arrays, sizes: Mapping[str, i
     shape = tuple(sizes[c] for c in (FLAX_AXES | OTHER_AXES | norms)[path])
     if path in OTHER_AXES and array.shape not in (shape, (np.prod(shape),)):
         raise ValueError(
-            f"{path} must have shape ({np.prod(shape)},) for {sizes['N']} and {sizes['K']} heads, got {array.shape}."
+            f"{path} must have shape ({np.prod(shape)},) for {sizes['N']} and {sizes['K']} heads, but got "
+            f"{array.shape}."
         )
     if offset and path in NORMS:
         wide = np.promote_types(array.dtype, np.float32)
@@ -221,5 +223,5 @@ def _flatten(params: Any) -> Arrays:
     extra = sorted({*params, *leaves} - {*ALL, "query_ln", "key_ln", "gate", *known})
     missing = sorted({*KERNELS} - {*leaves})
     if extra or missing:
-        raise ValueError(f"params must be one attention's parameters alone; missing {missing}, extra {extra}")
+        raise ValueError(f"params must be one attention's parameters; missing {missing}, extra {extra}")
     return {path: to_numpy(path, leaves[path]) for path in known if path in leaves}

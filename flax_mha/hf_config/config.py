@@ -44,8 +44,8 @@ def read_config(config: Any) -> tuple[Family, Values]:
     model_type = config.get("model_type")
     if model_type in ("clip", "siglip") and "text_config" in config and "vision_config" in config:
         raise ValueError(
-            'config must be that of one part, but got that of both; pass config["text_config"] or '
-            'config["vision_config"].'
+            "config must describe one part of the model, but has text_config and vision_config; pass "
+            'config["text_config"] or config["vision_config"].'
         )
     text = config.get("text_config") or (config.get("decoder") if "musicgen" in str(model_type) else None) or config
     if not isinstance(text, Mapping):

@@ -124,13 +124,13 @@ EXAONE_4 = Family(EXAONE, norm=RMS, layer_type=last_of(4), rotates=layers.slidin
 SWA: Values = {"attention_multiplier": 1.0, "sliding_window": 128, "layer_rope_theta": None}
 GRANITE_SWA = like(LLAMA, SWA, sinks=True, layer_type=first_of(4), rotates=layers.with_theta_rotate)
 LATENT = Family(LATENTS | {"rope_interleave": True}, "attention_bias", latent=True)
-INDEXED = Family(INTERLEAVE, refused="an indexer chooses the keys that a query sees")
+INDEXED = Family(INTERLEAVE, refused="an indexer selects the keys of each query")
 QWEN_3_NEXT = Family(
     QWEN_NEXT, "attention_bias", RMS, norm_scale="1 + weight", gate=True, layer_type=listed(layers.rest_linear)
 )
-GATED = Family(BIAS, refused="the gate of its attention's output is not a sigmoid for each feature")
-SHARED_KEYS = Family(ROPE, refused="it normalizes values, and layers use the keys and values of earlier ones")
-RELATIVE = Family({}, refused="scores depend on products of queries with embeddings of distances")
+GATED = Family(BIAS, refused="its output gate is not a sigmoid for each feature")
+SHARED_KEYS = Family(ROPE, refused="it normalizes values, and layers reuse keys and values from earlier layers")
+RELATIVE = Family({}, refused="its scores depend on products of queries and distance embeddings")
 
 FAMILIES: dict[str, Family] = {
     **alike("llama arcee aria_text internlm3 iquestcoder", LLAMA),
@@ -328,27 +328,29 @@ FAMILIES: dict[str, Family] = {
     **alike("siglip_text_model siglip_vision_model", ENCODER),
     "clip_text_model": Family({}, True),
     # What the module cannot compute.
-    "longcat_flash": Family(INTERLEAVE | {"rope_theta": 1e7}, refused="it scales its latents, two in each layer"),
+    "longcat_flash": Family(
+        INTERLEAVE | {"rope_theta": 1e7}, refused="it scales its latents, and has two in each layer"
+    ),
     **alike("axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 qwen4_exp_text", INDEXED),
     **alike("beam laguna lfm3 bailing_hybrid", GATED),
-    "hrm_text": Family(BIAS, refused="its layers stand in two stacks, which run several times"),
+    "hrm_text": Family(BIAS, refused="its layers form two stacks, which run several times"),
     "gemma3n_text": like(SHARED_KEYS, {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0}),
     **alike("gemma4_text gemma4_unified_text gemma4_assistant gemma4_unified_assistant", SHARED_KEYS),
     **alike("mamba mamba2 falcon_mamba rwkv xlstm", Family({}, refused="it is recurrent and has no softmax over keys")),
     **alike("xlnet prophetnet inkling_text inkling2_text inkling2_loop_text", RELATIVE),
     **alike(
         "bitnet dory",
-        Family({"rope_theta": 5e5}, refused="a norm stands between its attention and the projection back"),
+        Family({"rope_theta": 5e5}, refused="it has a norm between the attention and the output projection"),
     ),
-    "blt": Family(ROPE, refused="it has several transformers, each with a config of its own"),
-    "cpmant": Family({}, refused="its scores get learned biases by segment and distance"),
+    "blt": Family(ROPE, refused="it has several transformers, each with its own config"),
+    "cpmant": Family({}, refused="it adds learned biases by segment and distance to its scores"),
     "diffllama": Family(ROPE, refused="its heads subtract one softmax from another"),
-    "doge": Family(ROPE, refused="its values decide which keys are seen"),
-    "jetmoe": Family(ROPE, refused="each token chooses among experts for queries and outputs"),
-    "mimo_v2_flash": Family(ROPE, refused="its values have another head size than its keys"),
-    "reformer": Family({}, refused="hashes decide which keys a query sees"),
+    "doge": Family(ROPE, refused="its values determine which keys are visible"),
+    "jetmoe": Family(ROPE, refused="it routes queries and outputs through experts"),
+    "mimo_v2_flash": Family(ROPE, refused="its keys and values have different head sizes"),
+    "reformer": Family({}, refused="hashes determine which keys are visible"),
     "zaya": Family(ROPE, refused="its queries, keys and values pass through convolutions"),
     # Of the others only rotary positions are known.
-    "modernbert": Family(MODERNBERT, refused="it is not known"),
-    "moonshine": Family(PAIRS | {"partial_rotary_factor": 0.9}, refused="it is not known"),
+    "modernbert": Family(MODERNBERT, refused="only its rotary positions are supported"),
+    "moonshine": Family(PAIRS | {"partial_rotary_factor": 0.9}, refused="only its rotary positions are supported"),
 }

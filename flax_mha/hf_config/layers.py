@@ -137,7 +137,7 @@ def indices(key: str, otherwise: LayerType) -> LayerType:
 
 
 def refuse_unlisted(values: Values, layer: int) -> str:
-    raise ValueError("config must hold layer_types or layers_block_type, which tell the layers with attention.")
+    raise ValueError("config must hold layer_types or layers_block_type, which list the layers with attention.")
 
 
 def no_attention(values: Values, layer: int) -> str:
