@@ -233,9 +233,7 @@ def test_derivatives(dtype):
     want = jax.grad(lambda query: jnp.sum(jnp.sin(dot_product_attention(query, *floats))))(query)
     np.testing.assert_allclose(jax.jit(jax.grad(total))(query, key, value), want, rtol=0, atol=1e-5)
     for place in (1, 2):
-        with pytest.raises(
-            NotImplementedError, match=f"a cache of keys and values in {dtype} has no derivative; use a"
-        ):
+        with pytest.raises(NotImplementedError, match=f"a cache with dtype {dtype} has no derivative; use a"):
             jax.jit(jax.grad(total, place))(query, key, value)
 
 
@@ -273,11 +271,11 @@ INT8 = jnp.zeros((B, S, K, H), jnp.int8)
 REFUSED = {
     "no scale": (
         lambda: cached_attention(*tokens(1), KVCache(INT8, INT8, jnp.int32(0))),
-        rf"scale must have shape \({B}, {S}, {K}, 2\) for keys and values in 8 bits.*, but got None for int8; use KVC",
+        rf"scale must have shape \({B}, {S}, {K}, 2\) for 8-bit keys and values.*, but got None for int8; use KVC",
     ),
     "a scale for floats": (
         lambda: KVCache(*tokens(9)[1:], jnp.int32(0), scale=jnp.ones((B, 9, K, 2))).update(*tokens(1)[1:]),
-        "must be None for others, but got \\(2, 9, 2, 2\\) for float32",
+        "must be None for other dtypes, but got \\(2, 9, 2, 2\\) for float32",
     ),
     "one scale for latents": (
         lambda: cached_attention(
@@ -287,7 +285,7 @@ REFUSED = {
     ),
     "8 bits as keys": (
         lambda: dot_product_attention(tokens(1)[0], INT8, INT8),
-        "query, key, value must share one dtype",
+        "query, key, value must share one of the dtypes",
     ),
 }
 

@@ -60,15 +60,15 @@ def after(number, **given):
 @pytest.mark.core
 def test_overflow_raises_where_the_index_is_known():
     cache = after(LENGTH).update(*tokens(S - LENGTH)[1:])
-    with pytest.raises(ValueError, match=r"room for one more token, but all its 43 places are taken"):
+    with pytest.raises(ValueError, match=r"room for one more token, but all 43 slots are full"):
         cached_attention(*tokens(1), cache)
-    with pytest.raises(ValueError, match=r"end at position 46 and it has 43 places; start one with a greater length"):
+    with pytest.raises(ValueError, match=r"end at position 46 and there are 43 slots; create a longer cache"):
         cached_attention(*tokens(3), cache)
 
 
 @pytest.mark.core
 def test_a_chunk_longer_than_the_cache_never_fits():
-    with pytest.raises(ValueError, match=r"but they are 44 and it has 43 places"):
+    with pytest.raises(ValueError, match=r"but got 44 tokens for 43 slots"):
         jax.eval_shape(lambda cache: cached_attention(*tokens(S + 1), cache)[0], empty())
 
 
@@ -370,7 +370,7 @@ REFUSED = {
     "no cache": (lambda: call(None), "cache must be a KVCache, but got NoneType; make one with KVCache.create"),
     "other numbers of tokens": (
         lambda: call(new=(NEW[0], *tokens(5)[1:])),
-        "query and key must have one length, that of the new tokens, but got 3 and 5",
+        "query and key must have the same length, the number of new tokens, but got 3 and 5",
     ),
     "another batch": (
         lambda: call(new=tokens(3, (1,))),
@@ -387,11 +387,11 @@ REFUSED = {
     "heads": (lambda: call(new=(NEW[0][:, :, :3], *NEW[1:])), "query heads must be a multiple of key/value heads"),
     "mask of the prompt": (
         lambda: call(new=tokens(20), mask=np.ones((20, 20), bool)),
-        r"mask must have an entry for each of the 43 slots of the cache, or 1 for all, but got shape \(20, 20\)",
+        r"mask must have a last axis of length 43, the number of cache slots, or 1, but got shape \(20, 20\)",
     ),
     "bias of the prompt": (
         lambda: call(new=tokens(20), bias=np.ones((N, 20, 20), np.float32)),
-        r"bias must have an entry for each of the 43 slots of the cache, or 1 for all, but got shape \(4, 20, 20\)",
+        r"bias must have a last axis of length 43, the number of cache slots, or 1, but got shape \(4, 20, 20\)",
     ),
     "ragged mask": (lambda: call(mask=[[True], [True, False]]), "mask must be a boolean array or .* but got list"),
     "mask, the class": (lambda: call(new=tokens(20), mask=CausalMask), r"mask object .*call it: CausalMask\(\)"),
@@ -399,32 +399,32 @@ REFUSED = {
     "mask of other queries": (lambda: call(mask=np.ones((4, S), bool)), "mask must broadcast to .*got shape"),
     "a ring without a window": (
         lambda: call(IN_RING),
-        "local_window_size must reach back 5 positions at most, because the cache is a ring .*got None; make the cache",
+        "local_window_size must have a left side of at most 5, because the ring cache .*got None; create the cache",
     ),
     "a ring with a half-open window": (lambda: call(IN_RING, local_window_size=(None, 0)), r"at most.*got \(None, 0\)"),
     "a ring with a wider window": (lambda: call(IN_RING, local_window_size=6), "at most.*got 6"),
     "bias of a ring's slots": (
         lambda: call(IN_RING, bias=np.ones((N, 1, RING), np.float32), local_window_size=5),
-        r"bias must not differ by slot where the cache is a ring.*\(4, 1, 70\); use a mask object",
+        r"bias must not differ by slot if the cache is a ring.*\(4, 1, 70\); use a mask object",
     ),
     "mask of a ring's slots": (
         lambda: call(IN_RING, mask=np.ones((1, RING), bool), local_window_size=5),
-        "mask must not differ by slot where the cache is a ring",
+        "mask must not differ by slot if the cache is a ring",
     ),
     "segments of a ring's slots": (
         lambda: call(IN_RING, mask=SegmentMask(np.ones(3, int), np.ones(RING, int)), local_window_size=5),
-        "mask must hold no array with an entry per key where the cache is a ring",
+        "mask must not hold an array with an entry per key if the cache is a ring",
     ),
     "a mask object of a ring's slots": (
         lambda: call(IN_RING, mask=CausalMask() & ~ArrayMask(np.ones((3, RING), bool)), local_window_size=5),
-        "mask must hold no array with an entry per key where the cache is a ring",
+        "mask must not hold an array with an entry per key if the cache is a ring",
     ),
-    "lengths of one index": (lambda: call(lengths=[1, 1]), "lengths must be None where all .*per_row=True"),
+    "lengths of one index": (lambda: call(lengths=[1, 1]), "lengths must be None if all .*per_row=True"),
     "lengths, too long": (lambda: call(ROWS, lengths=[4, 1]), "lengths must be from 0 to 3, .*got 1 to 4"),
     "lengths, negative": (lambda: call(ROWS, lengths=[-1, 1]), "lengths must be from 0 to 3, .*got -1 to 1"),
     "lengths, floats": (lambda: call(ROWS, lengths=[1.0, 1.0]), "lengths must be integers"),
     "window": (lambda: call(local_window_size=-1), "local_window_size must be an int >= 0"),
-    "rate without a key": (lambda: call(dropout_rate=0.5), "dropout_rng must be a key where dropout_rate > 0"),
+    "rate without a key": (lambda: call(dropout_rate=0.5), "dropout_rng must be a key if dropout_rate > 0"),
     "implementation": (lambda: call(implementation="flash"), "implementation must be .*got 'flash'"),
     "score_mod": (lambda: call(score_mod="alibi"), "score_mod must be a function of scalars, but got 'alibi'"),
 }

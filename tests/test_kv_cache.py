@@ -197,7 +197,9 @@ def test_truncate_marks_what_it_cannot_take_back():
     unknown = jax.jit(lambda cache: cache.has_room(1))(marked)
     np.testing.assert_array_equal(unknown, [True, False, False])
     same_bits(updated(marked, *tokens(0, 1)).key[1:], marked.key[1:])
-    with pytest.raises(ValueError, match=r"the cache must hold all tokens that a query sees, but a sequence has lost"):
+    with pytest.raises(
+        ValueError, match=r"the cache must hold all tokens that a query attends to, but a sequence has lost"
+    ):
         marked.update(*tokens(0, 1))
     with pytest.raises(ValueError, match=r"a sequence has lost"):
         marked.truncate(0)
@@ -214,7 +216,9 @@ def test_truncate_of_a_ring():
     assert np.isfinite(keys[held]).all()
     assert np.isnan(keys[~held]).all()
     assert_holds(back.update(*tokens(oldest, 2 * RING)), oldest + 2 * RING)
-    with pytest.raises(ValueError, match=rf"index must be from {oldest}, before which tokens are lost, to {3 * RING}"):
+    with pytest.raises(
+        ValueError, match=rf"index must be from {oldest} \(earlier tokens were overwritten\) to {3 * RING} \("
+    ):
         cache.truncate(oldest - 1)
     lost = jax.jit(KVCache.truncate)(cache, oldest - 1)
     assert int(lost.index) == -1
@@ -282,7 +286,7 @@ def test_values_that_are_a_part_of_the_keys():
     grown = jax.jit(KVCache.update)(cache, key, None, jnp.array([7, 3, 5])).take([2, 0]).truncate([4, 6])
     assert (grown.key.shape, grown.value.nbytes, grown.value_size) == ((2, S, 1, H), 0, H - 2)
     np.testing.assert_array_equal(grown.key[1, :7], key[0])
-    with pytest.raises(ValueError, match="value must be None where the values are a part of the cached keys"):
+    with pytest.raises(ValueError, match="value must be None if the values are a part of the cached keys"):
         cache.update(key, key)
     for size in (0, H + 1, 2.0):
         with pytest.raises(ValueError, match=rf"value_size must be an int from 1 to head_size \({H}\), but got {size}"):
@@ -478,7 +482,7 @@ REFUSED = {
     "integers": (lambda: create(dtype=jnp.int16), "dtype must be floating point, but got int16"),
     "8 bits": (
         lambda: KVCache.create(2, 4, 1, 8, jnp.float8_e5m2),
-        "dtype must have 16 bits or more, or be int8 or float8_e4m3fn, but got float8_e5m2",
+        "dtype must have at least 16 bits, or be int8 or float8_e4m3fn, but got float8_e5m2",
     ),
     "no dtype": (lambda: create(dtype=None), "dtype must be floating point, but got None"),
     "no such dtype": (lambda: create(dtype="float33"), "dtype must be floating point, but got 'float33'"),
@@ -488,17 +492,17 @@ REFUSED = {
     "window, a flag": (lambda: create(window=True), "window must be an int >= 0 or None, but got True"),
     "full": (
         lambda: ONE.update(*tokens(7, 5)),
-        "must have room for the new tokens, but they end at position 12 and it has 11 places; start one with",
+        "must have room for the new tokens, but they end at position 12 and there are 11 slots; create a",
     ),
     "full, one token": (
         lambda: ONE.update(*tokens(7, 4)).update(*tokens(11, 1)),
-        "must have room for one more token, but all its 11 places are taken; start one with a greater length",
+        "must have room for one more token, but all 11 slots are full; create a longer cache",
     ),
-    "one sequence full": (lambda: ROWS.update(*tokens(0, 5)), "end at position 12 and it has 11 places"),
+    "one sequence full": (lambda: ROWS.update(*tokens(0, 5)), "end at position 12 and there are 11 slots"),
     "one length too great": (lambda: ROWS.update(*tokens(0, 6), lengths=[5, 1, 1]), "end at position 12"),
     "never any room": (
         lambda: jax.eval_shape(lambda c: c.update(*tokens(0, S + 1)), ONE),
-        "must have room for the new tokens, but they are 12 and it has 11 places",
+        "must have room for the new tokens, but got 12 tokens for 11 slots",
     ),
     "batch of the keys": (
         lambda: ONE.update(*tokens(0, 2, (2,))),
@@ -512,7 +516,7 @@ REFUSED = {
         r"key must have the dtype of the cache, float32, but got bfloat16; use \.astype",
     ),
     "dtype of the values": (lambda: ONE.update(NEW[0], NEW[1].astype(jnp.float16)), "value must have the dtype .*16"),
-    "lengths of key and value": (lambda: ONE.update(NEW[0], NEW[1][:, :1]), "one length, but got 2 and 1"),
+    "lengths of key and value": (lambda: ONE.update(NEW[0], NEW[1][:, :1]), "the same length, but got 2 and 1"),
     "lengths of one index": (lambda: ONE.update(*NEW, lengths=[1, 1, 1]), "lengths must be None .*per_row=True"),
     "lengths, negative": (lambda: ROWS.update(*NEW, lengths=[1, -1, 1]), "lengths must be from 0 to 2.*got -1 to 1"),
     "lengths, too long": (lambda: ROWS.update(*NEW, lengths=[1, 3, 1]), "lengths must be from 0 to 2.*got 1 to 3"),
@@ -531,15 +535,21 @@ REFUSED = {
         r"slots must ascend from index, 4, to 7, the number .* \[4, 3\] and 2",
     ),
     "keep what is not there": (lambda: ONE.keep([4, 7]), "slots must ascend from index, 4, to 7"),
-    "keep more than there is": (lambda: ONE.keep([4, 5], 3), "lengths be from 0 to 2, but got .* and 3"),
+    "keep more than there is": (lambda: ONE.keep([4, 5], 3), "lengths must be from 0 to 2, but got .* and lengths 3"),
     "keep before the text ends": (lambda: ONE.keep([4], index=5), "slots must ascend from index, 5, to 7"),
-    "keep one": (lambda: ONE.keep(3), r"slots must be \(n\), n at least 1, but got \(\)"),
-    "keep one path of many": (lambda: ROWS.keep([1, 2]), r"slots must be \(3, n\), n at least 1, but got \(2,\)"),
+    "keep one": (lambda: ONE.keep(3), r"slots must have shape \(n\) with n at least 1, but got \(\)"),
+    "keep one path of many": (
+        lambda: ROWS.keep([1, 2]),
+        r"slots must have shape \(3, n\) with n at least 1, but got \(2,\)",
+    ),
     "keep paths of another batch": (lambda: ROWS.keep([[1]] * 3, [1, 1]), r"lengths must have the shape \(3,\)"),
-    "keep in a ring": (lambda: RING_CACHE.keep([0]), "the cache must be no ring, whose window of 4 positions counts"),
+    "keep in a ring": (
+        lambda: RING_CACHE.keep([0]),
+        "the cache must not be a ring, because its window of 4 positions counts",
+    ),
     "rows out of range": (lambda: ONE.take([0, 3]), "rows must be from 0 to 2, but got 0 to 3"),
     "rows from the end": (lambda: ONE.take([-1]), "rows must be from 0 to 2, but got -1 to -1"),
-    "one row": (lambda: ONE.take(1), r"rows must be \[B'\], entries of a batch axis, but got \(\) for batch \(3,\)"),
+    "one row": (lambda: ONE.take(1), r"rows must be \[B'\], indices into a batch axis, but got \(\) for batch \(3,\)"),
     "rows of no batch": (lambda: create(batch=()).take([0]), r"rows must be \[B'\].*for batch \(\)"),
     "rows, floats": (lambda: ONE.take([0.0]), "rows must be integers, but got float64"),
 }

@@ -134,7 +134,7 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
     """
     arguments = dict(locals())
     if not isinstance(cache, KVCache):
-        raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; make one with KVCache.create.")
+        raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; create one with KVCache.create.")
     key = jnp.asarray(key)
     value = cache.values(key, value)
     cache.check_fits(key, value)
@@ -174,7 +174,7 @@ def over_cache(
     number = query.shape[-3]
     if key.shape[-3] != number:
         raise ValueError(
-            f"query and key must have one length, that of the new tokens, but got {number} and {key.shape[-3]}."
+            f"query and key must have the same length, the number of new tokens, but got {number} and {key.shape[-3]}."
         )
     window = check_cache(cache, bias, mask, arguments.get("local_window_size"))
     appended = cache.append(key, value, lengths)
@@ -325,23 +325,23 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
         for name, x in (("bias", bias), ("mask", mask)):
             if _differs_by_slot(x) and not isinstance(x, Mask) and np.shape(x)[-1] != cache.length:
                 raise ValueError(
-                    f"{name} must have an entry for each of the {cache.length} slots of the cache, or 1 for all, but "
-                    f"got shape {np.shape(x)}; slots that hold no token are masked already."
+                    f"{name} must have a last axis of length {cache.length}, the number of cache slots, or 1, but got "
+                    f"shape {np.shape(x)}; empty slots are already masked."
                 )
         return window
     if window is None or window[0] is None or window[0] > cache.window:
         raise ValueError(
-            f"local_window_size must reach back {cache.window} positions at most, because the cache is a ring that "
-            f"forgets the ones before, but got {local_window_size!r}; make the cache with the same window."
+            f"local_window_size must have a left side of at most {cache.window}, because the ring cache overwrites "
+            f"older positions, but got {local_window_size!r}; create the cache with the same window."
         )
     for name, x in (("bias", bias), ("mask", mask)):
         if _differs_by_slot(x):
             raise ValueError(
-                f"{name} must not differ by slot where the cache is a ring, which uses slots again, but got shape "
-                f"{np.shape(x)}; use a mask object such as FunctionMask, or a score_mod, which speak of positions."
+                f"{name} must not differ by slot if the cache is a ring, because slots are reused, but got shape "
+                f"{np.shape(x)}; use a mask object such as FunctionMask, or a score_mod, which go by position."
                 if not isinstance(x, Mask)
-                else f"{name} must hold no array with an entry per key where the cache is a ring, which uses slots "
-                "again; use FunctionMask, which speaks of positions."
+                else f"{name} must not hold an array with an entry per key if the cache is a ring, because slots are "
+                "reused; use FunctionMask, which goes by position."
             )
     return window
 

@@ -128,7 +128,7 @@ class KVCache:
     def values(self, key: Float[Array, "*B T K H"], value: ArrayLike | None) -> Array:
         """Converts the values of new tokens to an array; with a `value_size`, None becomes an array [B..., T, K, 0]."""
         if value is not None and self.value_size is not None:
-            raise ValueError("value must be None where the values are a part of the cached keys, but got an array.")
+            raise ValueError("value must be None if the values are a part of the cached keys, but got an array.")
         return key[..., :0] if self.value_size is not None else jnp.asarray(value)
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
@@ -151,10 +151,11 @@ class KVCache:
                 )
             if jnp.iscomplexobj(new) and not jnp.iscomplexobj(cached):
                 raise ValueError(
-                    f"the cache must have a dtype that holds {new.dtype}, but has {cached.dtype}; make it with that."
+                    f"the cache must have a dtype that can hold {new.dtype}, but has {cached.dtype}; create it with "
+                    f"dtype={new.dtype}."
                 )
         if key.shape[-3] != value.shape[-3]:
-            raise ValueError(f"key and value must have one length, but got {key.shape[-3]} and {value.shape[-3]}.")
+            raise ValueError(f"key and value must have the same length, but got {key.shape[-3]} and {value.shape[-3]}.")
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -189,8 +190,8 @@ class KVCache:
         given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
         if given != (expected if self.key.dtype.itemsize == 1 else None):
             raise ValueError(
-                f"scale must have shape {expected} for keys and values in 8 bits, and must be None for others, but got "
-                f"{given} for {self.key.dtype}; use KVCache.create(..., dtype=...)."
+                f"scale must have shape {expected} for 8-bit keys and values, and must be None for other dtypes, but "
+                f"got {given} for {self.key.dtype}; use KVCache.create(..., dtype=...)."
             )
 
     def floats(self, dtype: DTypeLike) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
@@ -206,7 +207,7 @@ class KVCache:
             return jnp.full(self.index.shape, number, jnp.int32)
         if not self.is_per_row and self.batch:
             raise ValueError(
-                "lengths must be None where all sequences share one index, but got an array; make the cache with "
+                "lengths must be None if all sequences share one index, but got an array; create the cache with "
                 "per_row=True."
             )
         lengths = int32("lengths", lengths)
@@ -232,8 +233,8 @@ class KVCache:
         """Returns the result of `has_room`, and the number of new tokens of each sequence without padding."""
         if self.window is None and lengths is None and isinstance(number, int) and number > self.length:
             raise ValueError(
-                f"the cache must have room for the new tokens, but they are {number} and it has {self.length} places; "
-                "start one with a greater length."
+                f"the cache must have room for the new tokens, but got {number} tokens for {self.length} slots; create "
+                "a longer cache."
             )
         tokens = self._tokens(number, lengths)
         end = self.index + tokens
@@ -245,11 +246,10 @@ class KVCache:
             return True, tokens
         self._check_complete()
         raise ValueError(
-            f"the cache must have room for one more token, but all its {self.length} places are taken; start one with "
-            "a greater length."
+            f"the cache must have room for one more token, but all {self.length} slots are full; create a longer cache."
             if number == 1
-            else f"the cache must have room for the new tokens, but they end at position {np.max(end)} and it has "
-            f"{self.length} places; start one with a greater length."
+            else f"the cache must have room for the new tokens, but they end at position {np.max(end)} and there are "
+            f"{self.length} slots; create a longer cache."
         )
 
     def update(
@@ -307,8 +307,8 @@ class KVCache:
         if readable(fine) and not np.all(fine):
             self._check_complete()
             raise ValueError(
-                f"index must be from {np.max(kept)}, before which tokens are lost, to {np.min(self.index)}, the number "
-                f"of tokens so far, but got {np.min(new)} to {np.max(new)}."
+                f"index must be from {np.max(kept)} (earlier tokens were overwritten) to {np.min(self.index)} (the "
+                f"number of tokens so far), but got {np.min(new)} to {np.max(new)}."
             )
         changes: dict[str, Any] = {}
         if self.window is not None:
@@ -333,7 +333,7 @@ class KVCache:
         rows = int32("rows", rows)
         if not self.batch or rows.ndim != 1:
             raise ValueError(
-                f"rows must be [B'], entries of a batch axis, but got {rows.shape} for batch {self.batch}."
+                f"rows must be [B'], indices into a batch axis, but got {rows.shape} for batch {self.batch}."
             )
         least, most = extremes(rows)
         if rows.size and readable(rows) and not 0 <= least <= most < self.batch[0]:
@@ -369,13 +369,15 @@ class KVCache:
         """
         if self.window is not None:
             raise ValueError(
-                f"the cache must be no ring, whose window of {self.window} positions counts all branches of a tree, "
-                "but it is one; make it without a window."
+                f"the cache must not be a ring, because its window of {self.window} positions counts all branches of a "
+                "tree; create it without a window."
             )
         slots = int32("slots", slots)
         if slots.ndim != self.index.ndim + 1 or slots.shape[:-1] != self.index.shape or not slots.shape[-1]:
             wanted = (*self.index.shape, "n")
-            raise ValueError(f"slots must be ({', '.join(map(str, wanted))}), n at least 1, but got {slots.shape}.")
+            raise ValueError(
+                f"slots must have shape ({', '.join(map(str, wanted))}) with n at least 1, but got {slots.shape}."
+            )
         number = slots.shape[-1]
         lengths = self._for_each("lengths", number if lengths is None else lengths)
         start = self._for_each("index", slots[..., 0] if index is None else index)
@@ -386,9 +388,9 @@ class KVCache:
         if readable(fine) and not np.all(fine):
             self._check_complete()
             raise ValueError(
-                f"slots must ascend from index, {np.asarray(start).tolist()}, to {np.asarray(self.index).tolist()}, "
-                f"the number of tokens so far, and lengths be from 0 to {number}, but got "
-                f"{np.asarray(slots).tolist()} and {np.asarray(lengths).tolist()}."
+                f"slots must ascend from index, {np.asarray(start).tolist()}, to the number of tokens so far, "
+                f"{np.asarray(self.index).tolist()}, and lengths must be from 0 to {number}, but got slots "
+                f"{np.asarray(slots).tolist()} and lengths {np.asarray(lengths).tolist()}."
             )
         slots = jnp.clip(slots, 0, self.length - 1)
         moved = tuple(entries_at(x, slots) for x in self._entries)
@@ -408,8 +410,8 @@ class KVCache:
     def _check_complete(self) -> None:
         if np.any(np.asarray(self.index) < 0):
             raise ValueError(
-                "the cache must hold all tokens that a query sees, but a sequence has lost some (its index is "
-                "negative): truncate took back more than the ring has spare slots."
+                "the cache must hold all tokens that a query attends to, but a sequence has lost some (its index is "
+                "negative): truncate removed more tokens than the ring has spare slots."
             )
 
     def positions(self) -> Int[Array, "*B S"]:
@@ -462,4 +464,4 @@ def _check_dtype(dtype: DTypeLike) -> None:
     if dtype is None or not jnp.issubdtype(known, jnp.inexact):
         raise ValueError(f"dtype must be floating point, but got {dtype and known}.")
     if known.itemsize < 2:
-        raise ValueError(f"dtype must have 16 bits or more, or be int8 or float8_e4m3fn, but got {known}.")
+        raise ValueError(f"dtype must have at least 16 bits, or be int8 or float8_e4m3fn, but got {known}.")

@@ -36,7 +36,7 @@ def quantize(x: Float[Array, "... F"], dtype: jnp.dtype) -> tuple[Array, Float[A
 @quantize.defjvp
 def _quantize_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple:
     raise NotImplementedError(
-        f"a cache of keys and values in {dtype} has no derivative; use a dtype of 16 bits or more to differentiate it."
+        f"a cache with dtype {dtype} has no derivative; use a dtype with at least 16 bits to differentiate it."
     )
 
 
