@@ -27,7 +27,7 @@ REFUSED = {
         "positions must be in the range of int32",
     ),
     "no positions": (lambda: apply_rope(XS, "first", RoPE()), "positions must be integers, but got <U5"),
-    "x of rank 2": (lambda: apply_rope(XS[0, 0], PS[0], RoPE()), "x must be .*rank 3 or more"),
+    "x of rank 2": (lambda: apply_rope(XS[0, 0], PS[0], RoPE()), "x must have rank 3 or more"),
     "x of integers": (lambda: apply_rope(XS.astype(jnp.int32), PS, RoPE()), "x must have a floating.* got int32"),
     "no x": (lambda: apply_rope("x", PS, RoPE()), "x must be an array, but got str"),
     "rope is no RoPE": (lambda: apply_rope(XS, PS, 1e4), r"rope must be a RoPE, but got 10000\.0"),
@@ -69,7 +69,7 @@ REFUSED = {
     ),
     "another number of coordinates": (
         lambda: apply_rope(XS, PS[..., None].repeat(2, -1), RoPE(sections=(2, 3, 3))),
-        r"positions must be .* so \(2, 5, 3\) or \(5, 3\) for x .* got \(2, 5, 2\); a token of text .* 3 times",
+        r"positions must be .* that is \(2, 5, 3\) or \(5, 3\) for x .* got \(2, 5, 2\); .* of a text token 3 times",
     ),
     "coordinates first, as in Transformers": (
         lambda: apply_rope(XS, jnp.zeros((3, 2, 5), jnp.int32), RoPE(sections=(2, 3, 3))),
@@ -78,7 +78,7 @@ REFUSED = {
     "coordinates without sections": (lambda: apply_rope(XS, jnp.zeros((2, 5, 3), int), RoPE()), "positions must be"),
     "sections of another head": (
         lambda: RoPE(sections=(2, 3)).coordinates(H),
-        r"so to 8 for 16 .* \(2, 3\), which are 5",
+        r"8 for 16 .* \(2, 3\), which add up to 5",
     ),
     "sections of 0": (lambda: RoPE(sections=(8, 0)), r"sections must be None or positive .* got \(8, 0\)"),
     "sections of floats": (lambda: RoPE(sections=(4.0, 4.0)), "sections must be None or positive"),
@@ -86,14 +86,14 @@ REFUSED = {
     "sections is a number": (lambda: RoPE(sections=8), "sections must be None or positive .* got 8"),
     "sections do not take turns": (
         lambda: RoPE(sections=(2, 3, 3), section_layout="interleaved").coordinates(H),
-        r"sections must fit alternately into 8 pairs, with the rest for the first, but got \(2, 3, 3\)",
+        r"sections must alternate over 8 pairs, with the rest going to the first coordinate, but got \(2, 3, 3\)",
     ),
     "strided sections differ": (
         lambda: RoPE(sections=(2, 6), section_layout="axial_strided"),
         "sections must be equal",
     ),
     "section layout": (lambda: RoPE(sections=(4, 4), section_layout="rows"), "section_layout must be one of contig"),
-    "section layout of none": (lambda: RoPE(section_layout="axial"), "sections must be pairs .* 'axial', but got None"),
+    "section layout of none": (lambda: RoPE(section_layout="axial"), "sections must be given .* 'axial', but got None"),
     "LongRoPE attention": (lambda: LongRoPE(FACTORS, 0), r"LongRoPE\(attention_factor\) must be"),
 }
 
@@ -243,7 +243,7 @@ REFUSED_CONFIGS = {
     "mrope without sections": (scaled(rope_type="mrope"), {}, "rope_type must be one of default.*got 'mrope'"),
     "a type that is no text": (scaled(rope_type=3), {}, "rope_type must be a string, but got 3"),
     "unknown parameter": (scaled(rope_type="linear", factor=2.0, beta=3), {}, "must hold factor, but got beta"),
-    "unknown parameter of the default": (scaled(attention=1), {}, "no more than the base, but got attention"),
+    "unknown parameter of the default": (scaled(attention=1), {}, "only the base, but got attention"),
     "sections interleaved, but none": (scaled(mrope_interleaved=True), {}, "but got mrope_interleaved"),
     "sections are text": (
         scaled(mrope_section="16"),
@@ -253,7 +253,7 @@ REFUSED_CONFIGS = {
     "sections in another order": (
         scaled(mrope_section=[22, 22, 20]) | {"model_type": "ernie4_5_vl_moe_text"},
         {},
-        "model_type must be one whose sections RoPE can order, but got 'ernie4_5_vl_moe_text'",
+        "model_type must have sections in an order that RoPE supports, but got 'ernie4_5_vl_moe_text'",
     ),
     "another vision encoder": (
         {"model_type": "gemma4_vision", "patch_size": 16, "rope_theta": 100.0},
@@ -335,7 +335,11 @@ REFUSED_CONFIGS = {
     "LongRoPE with a length below 1": (LONG, {"max_length": -5}, "max_length must be .* got -5"),
     "base beyond float64": ({"rope_theta": 10**400}, {}, "rope_theta must be a finite number above 0"),
     "LongRoPE with another length": (LONG, {"max_length": "4k"}, "max_length must be .* got '4k'"),
-    "LongRoPE without a length": (LONG, {}, "max_length must be the longest sequence.*above 4096 tokens.*got None"),
+    "LongRoPE without a length": (
+        LONG,
+        {},
+        "max_length must be the length of the longest sequence.*above 4096 tokens.*got None",
+    ),
 }
 
 

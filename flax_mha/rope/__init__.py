@@ -84,14 +84,14 @@ class RoPE:
         check_number("fraction", self.fraction, above=0.0)
         if self.fraction > 1:
             raise ValueError(
-                f"fraction must be in (0, 1], but got {self.fraction!r}; a size in features is size / head size."
+                f"fraction must be in (0, 1], but got {self.fraction!r}; pass a number of features as size / head size."
             )
         if not isinstance(self.interleaved, bool):
             raise ValueError(f"interleaved must be True or False, but got {self.interleaved!r}.")
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise ValueError(
                 "scaling must be None, Linear, NTK, Llama3, YaRN or LongRoPE, but got "
-                f"{self.scaling!r}; RoPE.from_config reads the dicts of Hugging Face."
+                f"{self.scaling!r}; for a Hugging Face dict, use RoPE.from_config."
             )
         object.__setattr__(self, "sections", check_sections(self.sections, self.section_layout))
 
@@ -100,7 +100,7 @@ class RoPE:
         size = self.fraction * head_size
         if round(size) < 2 or round(size) % 2 or abs(size - round(size)) > 1e-6 * head_size:
             even = max(2 * round(size / 2 - 0.25), 2)
-            fix = f"use for example fraction={even} / {head_size}" if even <= head_size else "use larger heads"
+            fix = f"for example, use fraction={even} / {head_size}" if even <= head_size else "use larger heads"
             raise ValueError(
                 "fraction * head size must be an even integer of at least 2, because features are rotated in pairs, "
                 f"but got {self.fraction!r} * {head_size} = {size:g}; {fix}."
@@ -234,19 +234,21 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
     if not SMALLEST <= smallest <= largest <= LARGEST:
         raise ValueError(f"positions must be in the range of int32, but got {smallest} to {largest}.")
     if x.ndim < 3:
-        raise ValueError(f"x must be [batch..., length, heads, head size], so of rank 3 or more, but got {x.shape}.")
+        raise ValueError(f"x must have rank 3 or more ([batch..., length, heads, head size]), but got {x.shape}.")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must have a floating point dtype, but got {x.dtype}; use .astype.")
     if not isinstance(x.shape[-1], int):
-        raise ValueError(f"x must have a head size that is a number, but got the symbol {x.shape[-1]}.")
+        raise ValueError(f"x must have a fixed head size, but got the symbolic size {x.shape[-1]}.")
     axes = (len(rope.sections),) if rope.sections else ()
     if positions.shape not in (x.shape[:-2] + axes, x.shape[-3:-2] + axes):
         name = ", coordinates" if axes else ""
         fix = (
-            f"a token of text has its position {axes[0]} times" if axes else "use jnp.broadcast_to for other batch axes"
+            f"repeat the position of a text token {axes[0]} times"
+            if axes
+            else "use jnp.broadcast_to for other batch axes"
         )
         raise ValueError(
-            f"positions must be [batch..., length{name}] or [length{name}], so {x.shape[:-2] + axes} or "
-            f"{x.shape[-3:-2] + axes} for x {x.shape}, but got {positions.shape}; {fix}."
+            f"positions must be [batch..., length{name}] or [length{name}], that is {x.shape[:-2] + axes} or "
+            f"{x.shape[-3:-2] + axes} for x of shape {x.shape}, but got {positions.shape}; {fix}."
         )
     return x, jnp.asarray(positions)

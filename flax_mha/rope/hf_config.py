@@ -49,8 +49,8 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
         )
     if layer_type == FULL and family.rotates is sliding_rotate:
         raise ValueError(
-            f"layer_type must be {SLIDING}, as {given['model_type']} rotates no other layers, but got {FULL}; they "
-            "need rope=None."
+            f"layer_type must be {SLIDING}, because {given['model_type']} rotates no other layers, but got {FULL}; use "
+            "rope=None for them."
         )
     values = family.keys | given
     if "patch_size" in values and "rope_theta" not in family.keys:
@@ -72,7 +72,7 @@ def _read_vision(values: Values) -> dict[str, Any]:
     """Returns the constructor arguments of a vision encoder's `RoPE`: two coordinates rotate half of the pairs each."""
     name = values.get("model_type", "")
     if name.removesuffix("_vision") not in VISION:
-        raise ValueError(f"model_type must be one of {', '.join(VISION)} of those with a patch_size, but got {name!r}.")
+        raise ValueError(f"model_type must be one of {', '.join(VISION)} with a patch_size, but got {name!r}.")
     layout, interleaved = VISION[name.removesuffix("_vision")]
     parameters = _parameters({"rope_theta": 1e4} | values, None)
     if parameters.get("rope_type", "default") not in ("default", "axial"):
@@ -88,7 +88,7 @@ def _sections(values: Values, parameters: Values) -> dict[str, Any]:
     if "mrope_section" not in parameters:
         return {}
     if (name := str(values.get("model_type"))).startswith(OTHER_MROPE):
-        raise ValueError(f"model_type must be one whose sections RoPE can order, but got {name!r} with mrope_section.")
+        raise ValueError(f"model_type must have sections in an order that RoPE supports, but got {name!r}.")
     interleaved = parameters.get("mrope_interleaved", parameters.get("interleaved", False))
     layout = "interleaved" if interleaved else "contiguous"
     return {"sections": parameters["mrope_section"], "section_layout": layout}
@@ -120,7 +120,7 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
     if "rope_theta" not in parameters:
         raise ValueError(
             "config must hold rope_theta, rotary_emb_base or a known model_type, but got model_type "
-            f"{values.get('model_type')!r} without; add rope_theta if the model has rotary embeddings."
+            f"{values.get('model_type')!r} and neither key; add rope_theta if the model has rotary embeddings."
         )
     return parameters
 
@@ -136,7 +136,7 @@ def _rope_type(parameters: Values) -> str:
     if rope_type == "dynamic":
         raise ValueError(
             "rope_type must not depend on the current length, but got 'dynamic': its frequencies change as a sequence "
-            "grows, so that cached keys would be wrong; use NTK(factor) with the factor of the longest sequence."
+            "grows, which makes cached keys wrong; use NTK(factor) with the factor for the longest sequence."
         )
     if not isinstance(rope_type, str) or rope_type not in KEYS:
         raise ValueError(f"rope_type must be one of {', '.join(KEYS)}, but got {rope_type!r}.")
@@ -144,7 +144,7 @@ def _rope_type(parameters: Values) -> str:
     unknown, missing = set(parameters) - COMMON - optional - required, required - set(parameters)
     if unknown or missing:
         raise ValueError(
-            f"rope parameters of type {rope_type!r} must hold {', '.join(sorted(required)) or 'no more than the base'}"
+            f"rope parameters of type {rope_type!r} must hold {', '.join(sorted(required)) or 'only the base'}"
             f"{' and may hold ' * bool(optional)}{', '.join(sorted(optional))}, but got "
             f"{', '.join(sorted(map(str, unknown))) or 'no ' + ', '.join(sorted(missing))}."
         )
@@ -169,8 +169,8 @@ def _scaling(rope_type: str, given: Values, values: Values, max_length: Any) -> 
         return YaRN(factor, original, **{key: given[key] for key in YARN & set(given)})
     if not is_int(max_length) or max_length < 1:
         raise ValueError(
-            "max_length must be the longest sequence, prompt and generated tokens together, because LongRoPE has other "
-            f"factors above {original} tokens, but got {max_length!r}."
+            "max_length must be the length of the longest sequence, prompt plus generated tokens, because LongRoPE "
+            f"uses other factors above {original} tokens, but got {max_length!r}."
         )
     if original <= 1:
         raise ValueError(f"{ORIGINAL} must be above 1 for LongRoPE, but got {original!r}.")

@@ -216,7 +216,7 @@ class LongRoPE(Scaling):
         factors = np.asarray(self.factors)
         if len(factors) != size // 2:
             raise ValueError(
-                f"LongRoPE(factors) must hold one factor per rotated pair, so {size // 2} for {size} rotated features, "
+                f"LongRoPE(factors) must hold one factor per rotated pair, {size // 2} for {size} rotated features, "
                 f"but got {len(factors)}; check fraction and the head size."
             )
         return super().frequencies(base, size) / factors

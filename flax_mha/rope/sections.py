@@ -17,7 +17,10 @@ def check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
         raise ValueError(f"section_layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}.")
     if sections is None:
         if layout != "contiguous":
-            raise ValueError(f"sections must be pairs per coordinate for section_layout {layout!r}, but got None.")
+            raise ValueError(
+                f"sections must be given for section_layout {layout!r}, but got None; pass the number of pairs per "
+                "coordinate."
+            )
         return None
     found = tuple(sections) if isinstance(sections, Iterable) else ()
     if not found or not all(is_int(pairs) and pairs > 0 for pairs in found):
@@ -34,8 +37,8 @@ def coordinates_of_pairs(sections: tuple[int, ...], layout: str, size: int) -> n
     """Returns the number of the coordinate that rotates each pair of `size` features: integers `[size / 2]`."""
     if 2 * sum(sections) != size:
         raise ValueError(
-            f"sections must add up to the rotated pairs, so to {size // 2} for {size} rotated features, but got "
-            f"{sections}, which are {sum(sections)}."
+            f"sections must add up to the number of rotated pairs, {size // 2} for {size} rotated features, but got "
+            f"{sections}, which add up to {sum(sections)}."
         )
     if layout != "interleaved":
         return np.repeat(np.arange(len(sections)), sections)
@@ -44,7 +47,8 @@ def coordinates_of_pairs(sections: tuple[int, ...], layout: str, size: int) -> n
     found = np.where(pairs // len(sections) < np.asarray(sections)[turn], turn, 0)
     if tuple(np.bincount(found, minlength=len(sections))) != sections:
         raise ValueError(
-            f"sections must fit alternately into {size // 2} pairs, with the rest for the first, but got {sections}."
+            f"sections must alternate over {size // 2} pairs, with the rest going to the first coordinate, but got "
+            f"{sections}."
         )
     return found
 
