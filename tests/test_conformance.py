@@ -173,7 +173,7 @@ def test_a_function_of_something_else(monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         main(["os.getcwd"])
     assert error.value.code == 2
-    assert "error: os.getcwd must be an attention function, but it raised" in capsys.readouterr().err
+    assert "error: os.getcwd must be an attention function, but every call raised an error" in capsys.readouterr().err
 
 
 def test_the_command():

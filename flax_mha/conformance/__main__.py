@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, results in columns.items():
         if all(result.kind == "refuses" for result in results if result.name in CASES):
             detail = next((result.detail for result in results if result.name in CASES), "")
-            parser.error(f"{name} must be an attention function, but it raised an error in every call, first {detail}")
+            parser.error(f"{name} must be an attention function, but every call raised an error, the first: {detail}")
     print("\n".join((_markdown if given.markdown else _text)(columns)))
     return int(any(result.kind == "wrong" for results in columns.values() for result in results))
 
@@ -44,9 +44,9 @@ def _find(parser: argparse.ArgumentParser, name: str) -> Callable[..., Any]:
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        parser.error(f"PACKAGE.FUNCTION must be the name of something that can be imported, but got {name!r}: {error}")
+        parser.error(f"PACKAGE.FUNCTION must be importable, but got {name!r}: {error}")
     if not callable(found):
-        parser.error(f"PACKAGE.FUNCTION must be a function, but {name!r} is of type {type(found).__name__}")
+        parser.error(f"PACKAGE.FUNCTION must be a function, but {name!r} is a {type(found).__name__}")
     return found
 
 
