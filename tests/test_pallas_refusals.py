@@ -51,19 +51,19 @@ def score_mod(function):
 
 VECTOR, LARGE = jnp.ones((4, 3)), jnp.ones((N, 3000))
 REFUSED = {
-    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, and this is float16"),
-    "head size": (abstract(h=264), {}, "head sizes must be up to 256"),
+    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, but this is float16"),
+    "head size": (abstract(h=264), {}, "head sizes must be at most 256"),
     "precision": (abstract(), {"precision": "highest"}, "not Precision.HIGHEST|not highest"),
-    "no keys": (abstract(s=0), {}, "an axis is empty"),
+    "no keys": (abstract(s=0), {}, "an axis has length 0"),
     "tiles": (
         abstract(2**17, 2**17, batch=(64,)),
         {"key_value_seq_lengths": jnp.ones(64, jnp.int32)},
-        f"table of tiles does not fit: .* room for {grid.MOST_WORDS} words, and 256 x 256 tiles of 128 heads take ",
+        f"table of tiles does not fit: .* room for {grid.MOST_WORDS} words, but 256 x 256 tiles for 128 heads take ",
     ),
     "tiles of heads that share a bias": (
         abstract(8192, 8192, batch=(512,)),
         {"bias": jnp.ones((1, 1))},
-        "table of tiles does not fit: .* 16 x 16 tiles of 1024 heads",
+        "table of tiles does not fit: .* 16 x 16 tiles for 1024 heads",
     ),
     "vectors": (
         abstract(),
@@ -95,7 +95,7 @@ REFUSED = {
     "a large table": (
         abstract(),
         score_mod(lambda s, h, q, k: s + LARGE[h, q]),
-        r"tables of up to 2048 entries, but one has 3000 entries, of shape \(2, 3000\)",
+        r"tables with at most 2048 entries, but one has 3000 entries, of shape \(2, 3000\)",
     ),
     "a mask's primitive": (
         abstract(),
@@ -124,7 +124,7 @@ def test_refused_with_the_reason(name):
 @pytest.mark.core
 def test_off_tpu(monkeypatch):
     compiled_for(monkeypatch, "cpu")
-    with pytest.raises(NotImplementedError, match="it runs on TPUs, and this runs on cpu"):
+    with pytest.raises(NotImplementedError, match="it runs on TPUs, but this runs on cpu"):
         dot_product_attention(*(jnp.ones((1, 5, 2, 8)) for _ in range(3)), implementation="pallas")
 
 
@@ -136,7 +136,7 @@ def test_off_tpu(monkeypatch):
         (lambda: jax.default_matmul_precision("tensorfloat32"), "not tensorfloat32"),
         (
             lambda: use_abstract_mesh(AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))),
-            "on several devices it must know how its arrays are split",
+            "on several devices it needs the sharding of its arrays",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_settings(setting, reason):
 def test_float64():
     with jax.enable_x64(True):
         reasons = refusals(abstract(dtype=jnp.float64))
-    assert any("it computes float32 and bfloat16, and this is float64" in reason for reason in reasons)
+    assert any("it computes float32 and bfloat16, but this is float64" in reason for reason in reasons)
 
 
 def lowered(arrays, attend=dot_product_attention, **arguments):

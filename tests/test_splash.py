@@ -356,12 +356,12 @@ CHOSEN = {
     ),
 }
 REFUSED = {
-    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, and this is float16"),
-    "head size": (abstract(h=264), {}, "head sizes must be up to 256"),
-    "value head size": (abstract(hv=264), {}, "head sizes must be up to 256"),
+    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, but this is float16"),
+    "head size": (abstract(h=264), {}, "head sizes must be at most 256"),
+    "value head size": (abstract(hv=264), {}, "head sizes must be at most 256"),
     "bias": (abstract(), {"bias": jnp.zeros((1, T, T))}, "bias"),
     "array mask": (abstract(), {"mask": np.ones((T, T), bool)}, "ArrayMask"),
-    "function": (abstract(), {"mask": masks.FunctionMask(lambda b, h, q, k: q > k)}, "none of causal"),
+    "function": (abstract(), {"mask": masks.FunctionMask(lambda b, h, q, k: q > k)}, "not a causal, window, length or"),
     "either": (abstract(), {"mask": masks.CausalMask() | masks.LocalMask(3, 3)}, "Or"),
     "not": (abstract(), {"mask": ~masks.CausalMask()}, "Not"),
     "two segmentations": (
@@ -375,10 +375,10 @@ REFUSED = {
     "largest score": (abstract(), {"return_max_score": True}, "return_max_score needs the running maximum"),
     "offset as data": (abstract(), {"is_causal": True, "query_offset": lengths(7, 9)}, "query_offset"),
     "scale as data": (abstract(), {"scale": jnp.float32(0.3)}, "scale"),
-    "precision": (abstract(), {"precision": "highest"}, "this asks for highest"),
+    "precision": (abstract(), {"precision": "highest"}, "the only one supported, but is highest"),
     "half a million keys": (abstract(2**19, 2**19), {}, "table of tiles"),
-    "no keys": (abstract(s=0), {}, "an axis is empty"),
-    "no value features": (abstract(hv=0), {}, "an axis is empty"),
+    "no keys": (abstract(s=0), {}, "an axis has length 0"),
+    "no value features": (abstract(hv=0), {}, "an axis has length 0"),
 }
 
 
@@ -410,7 +410,7 @@ def test_every_reason_is_named(monkeypatch):
     compiled_for(monkeypatch, "cpu")
     with pytest.raises(NotImplementedError) as error:
         lowered(abstract(dtype=jnp.float16), implementation="splash", return_residual=True, bias=jnp.zeros((T, T)))
-    for reason in ("it runs on TPUs, and this runs on cpu", "float16", "bias", "return_residual", "Use None"):
+    for reason in ("it runs on TPUs, but this runs on cpu", "float16", "bias", "return_residual", "Pass None"):
         assert reason in str(error.value)
 
 
@@ -432,8 +432,8 @@ def refusals(dtype=jnp.float32):
     ("setting", "reason"),
     [
         (lambda: jax.enable_x64(True), "jax_enable_x64"),
-        (lambda: jax.default_matmul_precision("high"), "this asks for high"),
-        (lambda: use_abstract_mesh(TWO), "on several devices it must know how its arrays are split"),
+        (lambda: jax.default_matmul_precision("high"), "default precision, not high"),
+        (lambda: use_abstract_mesh(TWO), "on several devices it needs the sharding of its arrays"),
     ],
 )
 def test_settings_that_the_kernels_do_not_know(setting, reason):

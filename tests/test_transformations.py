@@ -141,7 +141,7 @@ def test_blockwise_refuses_symbolic_sizes():
     batch, length = export.symbolic_shape("batch, length")
     x = jax.ShapeDtypeStruct((batch, length, N, H), jnp.float32)
     attend = functools.partial(dot_product_attention, implementation="blockwise")
-    with pytest.raises(NotImplementedError, match="its sizes must be numbers known while tracing"):
+    with pytest.raises(NotImplementedError, match="its sizes must be fixed, but some are symbolic"):
         export.export(jax.jit(attend))(x, x, x)
 
 

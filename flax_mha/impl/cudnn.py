@@ -123,17 +123,17 @@ def refusals(call: Call) -> list[str]:
         reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
     elif here.capability < (8, 0):
         has = ".".join(map(str, here.capability))
-        reasons.append(f"it needs compute capability 8.0, and {here.name} has {has}: use an A100 or a newer GPU")
+        reasons.append(f"it needs compute capability 8.0, but {here.name} has {has}: use an A100 or a newer GPU")
     reasons += reasons_against_dtype(DTYPES, operands.query.dtype)
     largest = 256 if here.capability is not None and here.capability >= (9, 0) else 128
     if head_size % 8 or head_size > largest:
         reasons.append(
-            f"the head size must be a multiple of 8 up to {largest}, and is {head_size}: change num_heads or "
+            f"the head size must be a multiple of 8 up to {largest}, but is {head_size}: change num_heads or "
             "qkv_features"
         )
     if value_size != head_size:
         reasons.append(
-            f"the value head size must be that of the keys, {head_size}, and is {value_size}: make both equal, for "
+            f"the value head size must equal the key head size, {head_size}, but is {value_size}: make both equal, for "
             "example by padding the smaller one with zeros"
         )
     if 0 in operands.query.shape or 0 in operands.key.shape:
@@ -157,26 +157,26 @@ def _refusals_of_bias(call: Call) -> list[str]:
     if bias.dtype not in DTYPES_OF_BIAS or bias.dtype != operands.query.dtype:
         # It would round float32, and float16 has no finite number that masks like -inf.
         reasons.append(
-            f"a bias must be bfloat16, like its query, and is {bias.dtype} for a query in {operands.query.dtype}: pass "
-            "both as jnp.bfloat16"
+            f"a bias and its query must be bfloat16, but are {bias.dtype} and {operands.query.dtype}: pass both as "
+            "jnp.bfloat16"
         )
     if bias.shape[-2:] != operands.lengths:
         reasons.append(
-            f"a bias must have {operands.lengths} as its last axes, and has {bias.shape[-2:]}: use jnp.broadcast_to, "
-            "or pass lengths if it hides padding"
+            f"a bias must have the last axes {operands.lengths}, but has {bias.shape[-2:]}: use jnp.broadcast_to, or "
+            "pass lengths if it hides padding"
         )
     if bias.shape[:-3] not in (batch, (1,) * len(batch)):
         reasons.append(
-            f"the batch axes of a bias must be {batch} or all 1, and are {bias.shape[:-3]}: use jnp.broadcast_to"
+            f"the batch axes of a bias must be {batch} or all 1, but are {bias.shape[:-3]}: use jnp.broadcast_to"
         )
     scores = math.prod((*operands.query.shape[:-3], operands.query.shape[-2], *operands.lengths))
     if scores > MAX_SCORES_OF_BIAS:
         reasons.append(
-            f"a bias is copied for every batch entry and head, at most {MAX_SCORES_OF_BIAS:,} numbers, and this takes "
-            f"{scores:,}: use smaller batches, or lengths and windows if it only masks"
+            f"a bias is copied for every batch entry and head, up to {MAX_SCORES_OF_BIAS:,} numbers, but this call "
+            f"needs {scores:,}: use smaller batches, or lengths and windows if it only masks"
         )
     if options.target.may_be_split:
-        reasons.append("with a bias, it must know how arrays are split over devices: pass qkv_sharding")
+        reasons.append("with a bias, it needs the sharding of its arrays: pass qkv_sharding")
     return reasons
 
 
@@ -200,7 +200,7 @@ def failure(kernel: Kernel) -> list[str]:
         jax.jit(both).lower(query, key, key, bias, lengths).compile()
     except Exception as error:  # any error means that the kernel cannot run
         what = str(error).strip().splitlines()[0]
-        return [f"cuDNN has no plan for it ({what}): use other shapes, or another version of jax and cuDNN"]
+        return [f"cuDNN has no execution plan for it ({what}): use other shapes, or another version of jax and cuDNN"]
     return []
 
 

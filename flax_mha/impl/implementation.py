@@ -34,15 +34,15 @@ def reasons_against_dtype(dtypes: Sequence[DTypeLike], dtype: jnp.dtype) -> list
         return []
     known = " and ".join(jnp.dtype(x).name for x in dtypes)
     remedy = "pass dtype=jnp.bfloat16 to the module, or cast query, key and value"
-    return [f"it computes {known}, and this is {dtype}: {remedy}"]
+    return [f"it computes {known}, but this is {dtype}: {remedy}"]
 
 
-EMPTY = "an axis is empty: leave out the call, or pass arrays that have entries"
+EMPTY = "an axis has length 0: skip the call, or pass nonempty arrays"
 
 
 def reason_against_platform(platform: str, devices: str, here: str) -> str:
     """Returns the reason against a kernel for `devices`, if a call runs on `here`; `platform` is the caller's name."""
-    return f'it runs on {devices}, and this runs on {here}: run it there, or explain it with platform="{platform}"'
+    return f'it runs on {devices}, but this runs on {here}: run it there, or explain it with platform="{platform}"'
 
 
 # Names for policies of `jax.checkpoint`: gradients need output and log-sum-exp besides the inputs. Those of `dense.py`

@@ -38,7 +38,7 @@ IMPLEMENTATIONS = _Table({x.name: x for x in (XLA, BLOCKWISE, CUDNN)})
 # What an explanation assumes of devices that are not here.
 ASSUMPTIONS = {
     "cpu": None,
-    "gpu": "This assumes H100s (compute capability 9.0). cuDNN itself was not asked, and may still reject the shapes.",
+    "gpu": "This assumes H100s (compute capability 9.0). cuDNN did not run, and may still reject the shapes.",
     "tpu": "This assumes TPUs such as v5e. Nothing was compiled for them.",
 }
 WIDTH = 100  # columns of an explanation's print-out
@@ -80,7 +80,7 @@ class Explanation(NamedTuple):
 def refusals(name: str, call: Call) -> list[str]:
     """Lists why an implementation cannot compute a call."""
     if name != XLA.name and not call.options.has_known_sizes:
-        return ["its sizes must be numbers known while tracing, and some are symbols: export with fixed shapes"]
+        return ["its sizes must be fixed, but some are symbolic: export with fixed shapes"]
     ask = IMPLEMENTATIONS[name].refusals
     return [] if ask is None else ask(call)
 
@@ -94,5 +94,6 @@ def check_name(implementation: str | None) -> None:
 def check_computes(implementation: str, reasons: list[str]) -> None:
     if reasons:
         raise NotImplementedError(
-            f'implementation="{implementation}" cannot compute this: {"; ".join(reasons)}. Use None to choose.'
+            f'implementation="{implementation}" cannot compute this: {"; ".join(reasons)}. Pass None to let the '
+            "library choose."
         )

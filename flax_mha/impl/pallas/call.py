@@ -81,11 +81,11 @@ def refusals(call: Call) -> list[str]:
         except RefusedError as refused:
             reasons.append(f"{name} {refused}")
     if options.ring:
-        reasons.append("it cannot read a ring cache in place: make the cache without a window")
+        reasons.append("it cannot read a ring cache in place: create the cache without a window")
     precision = options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if precision not in DEFAULT_PRECISION and not (precision in HIGHEST and operands.query.dtype == jnp.float32):
         reasons.append(
-            f"its matrix products have the default precision, or in float32 the highest, not {precision}: leave "
+            f"its matrix products support the default precision, or in float32 the highest, not {precision}: leave "
             "precision out"
         )
     is_empty = 0 in (*operands.query.shape, *operands.key.shape, *operands.value.shape)
@@ -103,8 +103,8 @@ def _reasons_against_tiles(call: Call) -> list[str]:
     if words <= MOST_WORDS:
         return []
     return [
-        f"its table of tiles does not fit: scalar memory has room for {MOST_WORDS} words, and {tiling.rows} x "
-        f"{tiling.cells} tiles of {max(lists)} heads take {words}: use smaller batches or shorter sequences"
+        f"its table of tiles does not fit: scalar memory has room for {MOST_WORDS} words, but {tiling.rows} x "
+        f"{tiling.cells} tiles for {max(lists)} heads take {words}: use smaller batches or shorter sequences"
     ]
 
 

@@ -203,14 +203,14 @@ def _check(equation: Any) -> None:
         if is_nested:
             kind, remedy = "control flow or another function", "use jnp.where and simple arithmetic"
         raise RefusedError(
-            f"must not apply {name} ({kind}) to values that depend on positions, which its kernels cannot compute: "
-            f"{remedy}, or look the values up in a table"
+            f"must not apply {name} ({kind}) to values that depend on positions, because the kernels cannot compute "
+            f"it: {remedy}, or look the values up in a table"
         )
     for aval in (x.aval for x in (*equation.invars, *equation.outvars)):
         if math.prod(aval.shape) != 1:
             raise RefusedError(
                 f"must not make vectors of values that depend on positions, but {name} has one of shape {aval.shape}: "
-                "compute with numbers"
+                "compute with scalars"
             )
         if aval.dtype.name not in DTYPES:
             raise RefusedError(
@@ -236,11 +236,11 @@ def _lookup(equation: Any, inner: set[Any], of_scores: set[Any]) -> Lookup:
     if count > MOST_ENTRIES:
         got = f"{count} entries, of shape {sizes}"
         raise RefusedError(
-            f"must look up by position in tables of up to {MOST_ENTRIES} entries, but one has {got}: use a smaller "
+            f"must look up by position in tables with at most {MOST_ENTRIES} entries, but one has {got}: use a smaller "
             "table, or compute its entries"
         )
     if dtype.name not in DTYPES:
         raise RefusedError(
-            f"must look up {', '.join(DTYPES)} by position, but a table holds {dtype}: make the table one of these"
+            f"must look up {', '.join(DTYPES)} by position, but a table holds {dtype}: convert it to one of these"
         )
     return lookup

@@ -81,7 +81,7 @@ def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> l
     """Lists why fused kernels cannot compute a call with this mask; arguments named in `supported` are no reason."""
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
-    fixed = "is an array, by which the kernel cannot shift a causal mask or window: pass a Python int"
+    fixed = "is an array, but the kernel shifts a causal mask or window only by a constant: pass a Python int"
     masks_only = "if it only masks, pass a causal mask, window or lengths instead"
     unknown = {
         "bias": operands.bias is not None and f"is not supported by it: {masks_only}",
@@ -97,16 +97,16 @@ def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> l
         "query_offset": has_band and operands.offsets.query_array is not None and fixed,
         "key_value_offset": has_band and operands.offsets.key_array is not None and fixed,
         "scale": operands.scale is not None
-        and "is an array, and it takes a number: pass a Python float, or multiply the query by it and pass 1.0",
+        and "is an array, but must be a Python float: pass one, or multiply the query by the array and pass 1.0",
         "precision": options.precision not in DEFAULT_PRECISION
-        and f"must be the default, the only one that it has, and this asks for {options.precision}: leave it out",
+        and f"must be the default, the only one supported, but is {options.precision}: leave it out",
     }
     reasons = [f"{name} {why}" for name, why in unknown.items() if why and name not in supported]
     if mask.segments is not None and mask.segments.query_ids.dtype != jnp.int32:
-        reasons.append(f"segment ids must be int32, and are {mask.segments.query_ids.dtype}: use .astype(jnp.int32)")
+        reasons.append(f"segment ids must be int32, but are {mask.segments.query_ids.dtype}: use .astype(jnp.int32)")
     return reasons + [
-        f"the mask holds {name}, which is none of causal, window, lengths, segments: use these, joined by &, if they "
-        "can express it"
+        f"the mask contains {name}, which is not a causal, window, length or segment mask: use these, combined with &, "
+        "if they can express it"
         for name in mask.others
     ]
 

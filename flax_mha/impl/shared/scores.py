@@ -234,8 +234,8 @@ class ScoreRule:
         if self.score_mod is None or not self.score_mod.has_custom_vjp:
             return None
         return (
-            f"{self.score_mod.name} must have a forward mode for jax.jvp, jax.linearize and jax.hessian, but it calls "
-            "a function with a jax.custom_vjp; give that a jax.custom_jvp instead."
+            f"{self.score_mod.name} must support forward mode for jax.jvp, jax.linearize and jax.hessian, but it calls "
+            "a function with a jax.custom_vjp; use a jax.custom_jvp instead."
         )
 
     def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "t s"] | None:

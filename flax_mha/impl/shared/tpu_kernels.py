@@ -29,7 +29,7 @@ def refusals(call: Call) -> list[str]:
     largest = max(query.shape[-1], value.shape[-1])
     if largest > LARGEST_HEAD:
         reasons.append(
-            f"head sizes must be up to {LARGEST_HEAD}, and the largest is {largest}: change num_heads or qkv_features"
+            f"head sizes must be at most {LARGEST_HEAD}, but the largest is {largest}: change num_heads or qkv_features"
         )
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         reasons.append("its kernels do not compile with 64-bit types: set jax_enable_x64 to False")
