@@ -134,8 +134,8 @@ def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
     if given or jnp.iscomplexobj(query):
         got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
         raise ValueError(
-            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}; these "
-            "need whole sequences on a device: use flax_mha.attention_fn."
+            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}, which "
+            "needs whole sequences on one device; use flax_mha.attention_fn."
         )
 
 
@@ -194,8 +194,8 @@ def _with_chunks(x: ArrayLike, order: np.ndarray, axis: int) -> Any:
     length = array.shape[axis]
     if length % len(order):
         raise ValueError(
-            f"the length of axis {axis} must be a multiple of {len(order)}, two chunks for each device, but got "
-            f"{length}; pad it."
+            f"the length of axis {axis} must be a multiple of {len(order)} (two chunks per device), but got {length}; "
+            "pad x."
         )
     return reorder_chunks(array, order, axis)
 

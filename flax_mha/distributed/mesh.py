@@ -19,7 +19,7 @@ def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array
         return x
     mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
     if mesh.empty:
-        raise ValueError(f"sharding must be a NamedSharding where there is no mesh, but got {sharding}.")
+        raise ValueError(f"sharding must be a NamedSharding if no mesh is set, but got {sharding}.")
     spec: Any = getattr(sharding, "spec", sharding)
     target = NamedSharding(mesh, PartitionSpec(*spec[:rank]))
     if AxisType.Explicit in mesh.axis_types:

@@ -52,8 +52,8 @@ def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
     """
     if num_kv_heads % parts and parts % num_kv_heads:
         raise ValueError(
-            f"the key heads must divide the {parts} parts into which mesh axis {axes!r} splits heads, or be a "
-            f"multiple of them, but got {num_kv_heads}; use another mesh axis, or None."
+            f"the number of key heads must divide {parts}, the number of devices on mesh axis {axes!r}, or be a "
+            f"multiple of it, but got {num_kv_heads}; use another mesh axis, or None."
         )
     return None if num_kv_heads % parts else axes
 
@@ -159,13 +159,13 @@ def by_context(call: Call, context: Context) -> Split:
     if unknown := set(named) - set(known):
         have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or mesh="
         if unknown & set(mesh_axes(mesh, AxisType.Manual)):
-            have = "that is manual already: call it outside jax.shard_map"
+            have = "this axis is already Manual: call it outside jax.shard_map"
         got = ", ".join(map(repr, sorted(unknown)))
         raise ValueError(f"context_parallel must name axes of the mesh, but got {got}, and {have}.")
     if len(set(named)) < len(named):
         raise ValueError(f"axis, batch_axes and head_axis must be different mesh axes, but got {tuple(named)}.")
     if context.batch_axes and not batch:
-        raise ValueError(f"batch_axes must be None without a batch axis, but got {context.batch_axes!r}.")
+        raise ValueError(f"batch_axes must be None if there is no batch axis, but got {context.batch_axes!r}.")
     split = _split(mesh, known, [PartitionSpec(*batch, None, heads)], call, "context_parallel")
     _check_sequences(call, context, split)
     return split._replace(context=context)
@@ -191,16 +191,16 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
     parts = devices * (2 if is_zigzag else 1)
     for name, length in (("queries", query.shape[-3]), ("keys", key.shape[-3])):
         if not isinstance(length, int) or length % parts:
-            twice = ' twice each with layout="zigzag",' if is_zigzag else ""
+            twice = ' (two chunks per device with layout="zigzag")' if is_zigzag else ""
             raise ValueError(
-                f"the number of {name} must be a multiple of {parts},{twice} for the {devices} devices of mesh axis "
-                f"{axis!r}, but got {length}; pad them, and mask the padding by lengths."
+                f"the number of {name} must be a multiple of {parts}{twice} for the {devices} devices on mesh axis "
+                f"{axis!r}, but got {length}; pad them, and mask the padding with lengths."
             )
     num_kv_heads = key.shape[-2] // number_of_parts(split.mesh, split.key_heads)
     if context.strategy == "ulysses" and (num_kv_heads % devices or split.key_heads != split.heads):
         raise ValueError(
-            f'strategy="ulysses" must have a multiple of {devices} key heads on each of the {devices} devices of mesh '
-            f'axis {axis!r}, which exchange heads for positions, but got {num_kv_heads}; use "ring" or "allgather".'
+            f'strategy="ulysses" must have a multiple of {devices} key heads on each of the {devices} devices on mesh '
+            f'axis {axis!r} to exchange heads for positions, but got {num_kv_heads}; use "ring" or "allgather".'
         )
 
 
@@ -212,22 +212,22 @@ def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, s
     got = ", ".join(map(str, specs))
     if given[-1]:
         raise ValueError(
-            f"the head size, the last axis of query, key and value, cannot be split, but {source} say {got}; split "
-            "batch axes and heads, or use jax.reshard."
+            f"the head size, the last axis of query, key and value, cannot be split, but got {got} from {source}; "
+            "split batch axes and heads, or use jax.reshard."
         )
     if any(len(x) > 1 for x in given) or given[-3]:
         raise ValueError(
-            f"query, key and value must be split alike, over batch axes and heads, but {source} say {got}; use "
-            "jax.reshard, or context_parallel for sequences that are split."
+            f"query, key and value must be split the same way, over batch axes and heads, but got {got} from {source}; "
+            "use jax.reshard, or context_parallel to split sequences."
         )
     *batch, _, heads, _ = (next(iter(x), None) for x in given)
-    names = [*(f"batch axis {axis}" for axis in range(len(batch))), "the query heads"]
+    names = [*(f"the size of batch axis {axis}" for axis in range(len(batch))), "the number of query heads"]
     for name, size, axes in zip(names, (*query.shape[:-3], query.shape[-2]), (*batch, heads), strict=True):
         parts = number_of_parts(mesh, axes)
         if isinstance(size, int) and size % parts:
             raise ValueError(
-                f"{name} must be a multiple of the {parts} parts into which mesh axis {axes!r} splits it, but got "
-                f"{size}; use another mesh axis, or None."
+                f"{name} must be a multiple of {parts}, the number of devices on mesh axis {axes!r}, but got {size}; "
+                "use another mesh axis, or None."
             )
     key_heads = axes_of_key_heads(heads, number_of_parts(mesh, heads), key.shape[-2])
     return Split(mesh, frozenset(manual), tuple(batch), heads, key_heads)

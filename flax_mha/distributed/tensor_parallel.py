@@ -33,8 +33,8 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
     parts = _size(head_axis)
     if num_heads % parts:
         raise ValueError(
-            f"head_axis must have a size that divides num_heads, but {head_axis!r} has {parts} devices, for "
-            f"{num_heads} heads; use another mesh axis."
+            f"head_axis must have a size that divides num_heads, {num_heads}, but {head_axis!r} has {parts} devices; "
+            "use another mesh axis."
         )
     kv_axis = axes_of_key_heads(head_axis, parts, num_kv_heads)
     return {
@@ -88,7 +88,7 @@ def _size(head_axis: str) -> int:
     if not set(names_of(axes)) <= set(mesh.shape):
         raise ValueError(
             f"head_axis must name an axis of the mesh {tuple(mesh.axis_names)}, or a logical axis with a rule, but got "
-            f"{head_axis!r}; rules are given by flax.linen.logical_axis_rules."
+            f"{head_axis!r}; set rules with flax.linen.logical_axis_rules."
         )
     return number_of_parts(mesh, axes)
 

@@ -357,7 +357,7 @@ REFUSED = {
     "zigzag": (
         {"layout": "zigzag"},
         {"query": X[:, :12]},
-        'queries must be a multiple of 8, twice each with layout="zigzag"',
+        r'queries must be a multiple of 8 \(two chunks per device with layout="zigzag"\)',
     ),
     "heads": ({"head_axis": "data"}, {"query": X[:, :, :3]}, "must be a multiple"),
     "key heads": (
@@ -371,10 +371,10 @@ REFUSED = {
     "two answers": ({"head_axis": "data"}, {"qkv_sharding": jax.P(None, None, "x")}, "must agree on the mesh axes"),
     "a mesh that is none": ({"mesh": "x"}, {}, "mesh must be a jax.sharding.Mesh or None, but got 'x'"),
     "a sharding that is none": ({}, {"qkv_sharding": "data"}, "qkv_sharding must be a jax.P or a NamedSharding"),
-    "too many entries": ({}, {"qkv_sharding": jax.P(*[None] * 5)}, "for each axis of the query at most, 4"),
+    "too many entries": ({}, {"qkv_sharding": jax.P(*[None] * 5)}, "at most 4 entries, one per axis of the query"),
     "no query": ({}, {"query": None}, "query must be an array"),
     "a query of two axes": ({}, {"query": X[0, :, 0]}, "query, key, value must have same rank"),
-    "batch": ({"batch_axes": "data"}, dict.fromkeys(QKV, X[0]), "without a batch axis"),
+    "batch": ({"batch_axes": "data"}, dict.fromkeys(QKV, X[0]), "if there is no batch axis"),
 }
 
 
@@ -413,7 +413,7 @@ def test_zigzag_helpers_refuse_what_is_no_number_of_devices_or_axis():
 @pytest.mark.core
 def test_what_the_ring_refuses():
     fn = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
-    with pytest.raises(NotImplementedError, match='strategy="ring", only "blockwise" and "pallas" compute'):
+    with pytest.raises(NotImplementedError, match='"pallas" can differentiate one step of strategy="ring"'):
         fn(X, X, X, implementation="xla")
     with pytest.raises(ValueError, match="implementation must be"):
         fn(X, X, X, implementation="fast")

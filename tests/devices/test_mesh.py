@@ -180,9 +180,9 @@ def test_few_queries_of_many_keys():
     ("spec", "words"),
     [
         (jax.P("rows"), r"name axes of the mesh, but got rows, and the mesh has \('data', 'model'\)"),
-        (jax.P(None, "data"), "split alike, over batch axes and heads, but qkv_sharding say"),
+        (jax.P(None, "data"), "split the same way, over batch axes and heads, but got .* from qkv_sharding"),
         (jax.P(None, None, None, "model"), "the head size, .* cannot be split, but qkv_sharding say"),
-        (jax.P(("data", "model")), "batch axis 0 must be a multiple of the 8 parts"),
+        (jax.P(("data", "model")), "the size of batch axis 0 must be a multiple of 8, the number of devices"),
         (jax.P(None, None, ("data", "model")), "the query heads must be a multiple of the 8 parts"),
         ("data", "qkv_sharding must be a jax.P or a NamedSharding"),
     ],
@@ -197,7 +197,7 @@ def test_sharding_that_does_not_fit(spec, words):
 def test_key_heads_that_do_not_fit():
     query, key = jnp.zeros((1, 8, 12, H)), jnp.zeros((1, 8, 6, H))
     sharding = jax.NamedSharding(mesh_of("auto", (1, 4)), jax.P(None, None, "model"))
-    with pytest.raises(ValueError, match="the key heads must divide the 4 parts"):
+    with pytest.raises(ValueError, match="the number of key heads must divide 4, the number of devices"):
         dot_product_attention(query, key, key, qkv_sharding=sharding)
 
 
@@ -213,7 +213,7 @@ def test_a_mesh_must_be_there():
 def test_sequences_that_are_split_are_refused():
     mesh = mesh_of("explicit", (2, 4))
     x = jax.device_put(jnp.zeros((4, 8, 4, H)), jax.NamedSharding(mesh, jax.P(None, "data")))
-    with pytest.raises(ValueError, match="context_parallel for sequences that are split"):
+    with pytest.raises(ValueError, match="context_parallel to split sequences"):
         jax.jit(dot_product_attention)(x, x, x)
 
 
@@ -255,7 +255,7 @@ def test_explained(monkeypatch):
     assert explained(jax.P()).chosen == "splash"
     unknown = explained(None)
     assert unknown.chosen == "xla"
-    assert unknown.refusals["splash"] == ["on several devices it must know how its arrays are split: pass qkv_sharding"]
+    assert unknown.refusals["splash"] == ["on several devices it needs the sharding of its arrays: pass qkv_sharding"]
 
 
 def test_captured_arrays_that_are_split():
@@ -265,7 +265,7 @@ def test_captured_arrays_that_are_split():
     split = placed(x, mesh, ("data", "model"), N)
     split["slopes"] = jax.device_put(x["slopes"], jax.NamedSharding(mesh, jax.P("model")))
     if jax.__version_info__ < (0, 11):  # where jax does not look up entries of such arrays
-        with pytest.raises(ValueError, match=r"capture jax\.reshard\(array, jax\.P\(\)\) of arrays that are split"):
+        with pytest.raises(ValueError, match=r"capture jax\.reshard\(array, jax\.P\(\)\) instead of a split array"):
             jax.jit(attend)(split)
     else:
         compare(jax.jit(with_gradients)(split), on_one_device(40, N))

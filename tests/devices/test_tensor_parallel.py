@@ -145,7 +145,7 @@ def test_without_a_mesh_there_is_metadata_alone():
     assert layer.query.kernel.get_metadata("out_sharding") == (None, "model", None)
     expected = nnx_layer(N)(inputs(), deterministic=True)
     np.testing.assert_array_equal(layer(inputs(), deterministic=True), expected)
-    with pytest.raises(ValueError, match="head_axis must be None where metadata says"):
+    with pytest.raises(ValueError, match="head_axis must be None if metadata sets out_sharding"):
         nnx_layer(N, head_axis="model", kernel_metadata={"out_sharding": ("model",), "eager_sharding": False})
 
 
@@ -195,7 +195,7 @@ def test_decoding(num_kv_heads, kind, window):
         ),
         (
             lambda: flax_mha.MultiHeadAttention(12, 24, num_kv_heads=3, rngs=nnx.Rngs(0), head_axis="model"),
-            "the key heads must divide the 4 parts into which mesh axis 'model' splits heads",
+            "the number of key heads must divide 4, the number of devices on mesh axis 'model'",
         ),
     ],
 )
