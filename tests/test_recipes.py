@@ -220,7 +220,7 @@ def test_recipes_combine():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([recipes.soft_cap(3.0), recipes.soft_cap(5.0)], "logits_soft_cap must be in one of the recipes only, .* in 2"),
+        ([recipes.soft_cap(3.0), recipes.soft_cap(5.0)], "logits_soft_cap must be in only one of the recipes, .* in 2"),
         ([recipes.alibi(4), recipes.t5_bias(TABLE)], "recipes must be made for one number of heads, but got 4 and 6"),
         ([recipes.causal(), recipes.causal()["mask"]], r'a recipe must be a dict of arguments, such as {"mask": mask}'),
     ],
@@ -246,10 +246,13 @@ BAD = {
         lambda: recipes.t5_bias(TABLE[0]),
         r"table must be \[buckets, heads\] with 2 .*, but got shape \(6,\)",
     ),
-    "T5, buckets": (lambda: recipes.t5_bias(TABLE[:3], bidirectional=True), r"with 4 buckets or more, .* \(3, 6\)"),
+    "T5, buckets": (lambda: recipes.t5_bias(TABLE[:3], bidirectional=True), r"with at least 4 buckets, .* \(3, 6\)"),
     "T5, distance": (lambda: recipes.t5_bias(TABLE, max_distance=6), "max_distance must be an int >= 7, but got 6"),
     "diffusion": (lambda: recipes.block_diffusion(8, 2.0), r"block must be an int >= 1, but got 2\.0"),
-    "neighborhood": (lambda: recipes.neighborhood(3, 9, 5), "size must be at most that of the image, 3 x 9, but got 5"),
+    "neighborhood": (
+        lambda: recipes.neighborhood(3, 9, 5),
+        "size must be at most the size of the image, 3 x 9, but got 5",
+    ),
     "windows": (lambda: recipes.shifted_windows(OFFSETS, 8, 10, 4), "multiples of window, 4, but got 8 and 10"),
     "windows, shift": (lambda: recipes.shifted_windows(OFFSETS, 8, 8, 4, 4), "shift must be less than window, 4, but"),
     "windows, table": (

@@ -71,7 +71,7 @@ def _misfit(function: TracedFunction, arguments: tuple[int | None, ...]) -> str 
     for name, value in zip(POSITIONS, arguments, strict=True):
         size = function.made_for.get(name)
         if size is not None and value is not None and (value >= size or (name in "bh" and value + 1 < size)):
-            return f"must be made for as many {NAMES[name]} as the call has, {value + 1}, but is made for {size}."
+            return f"must be made for the number of {NAMES[name]} in the call, {value + 1}, but is made for {size}."
     return None
 
 
@@ -115,9 +115,9 @@ def _fault(function: TracedFunction, arguments: tuple[int | None, ...]) -> str |
                 entry = int(index) - (shape[axis] if index < 0 else 0)  # negative ones count from the end
                 length = max(entry + sizes[axis], -entry)
                 return (
-                    f"must look up entries that its arrays have, but {place}it looks up entry {entry} "
-                    f"of axis {axis} of an array of shape {shape}; make that axis at least {length} "
-                    f"long, or limit the index, as jnp.clip(index, 0, {largest}) does."
+                    f"must look up entries within its arrays, but {place}it looks up entry {entry} on axis {axis} of "
+                    f"an array with shape {shape}; make that axis at least {length} long, or limit the index with "
+                    f"jnp.clip(index, 0, {largest})."
                 )
     return None
 

@@ -38,7 +38,7 @@ def neighborhood(height: int, width: int, size: int) -> Arguments:
         int_at_least(name, x, 1) for name, x in (("height", height), ("width", width), ("size", size))
     )
     if size > min(height, width):
-        raise ValueError(f"size must be at most that of the image, {height} x {width}, but got {size}.")
+        raise ValueError(f"size must be at most the size of the image, {height} x {width}, but got {size}.")
 
     def is_near(q: Array, kv: Array, length: int) -> Array:
         first = jnp.clip(q - size // 2, 0, length - size)
