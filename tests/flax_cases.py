@@ -226,7 +226,7 @@ REFUSED_OPTIONS = [
     ),
     ({"normalize_qk": ""}, "normalize_qk must be .*got ''"),
     ({"implementation": "fast"}, "implementation must be \"xla\".*but got 'fast'"),
-    *(({"dropout_rate": rate}, "dropout_rate must be a number in") for rate in (1.0, 1.5, -0.1, float("nan"))),
+    *(({"dropout_rate": rate}, "dropout_rate must be a concrete number in") for rate in (1.0, 1.5, -0.1, float("nan"))),
     ({"sinks": np.zeros(HEADS, np.float32)}, r"sinks must be True or False, but got array\(\[0"),
 ]
 X, Y = jnp.ones((BATCH, QUERIES, FEATURES)), jnp.ones((BATCH, KEYS, FEATURES))

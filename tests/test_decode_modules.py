@@ -435,7 +435,7 @@ def test_rotary_positions(make):
     module, positions = make(rope=RoPE()), jnp.arange(100, 107)
     want = module(TARGET, ENCODED, decode=False, positions=(positions, jnp.arange(11)))
     np.testing.assert_allclose(decode_cross(module, {}, positions), want, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="positions must be one array, of the queries, where rope is used with stored"):
+    with pytest.raises(ValueError, match="positions must be one array, for the queries, if rope is used with stored"):
         module(TARGET[:, :1])
 
 
@@ -445,9 +445,7 @@ def test_axial_positions_are_not_counted():
     want = module(TARGET, ENCODED, decode=False, positions=positions)
     module(TARGET[:, :2], ENCODED, store_keys=True, positions=(positions[0][:2], positions[1]))
     np.testing.assert_allclose(module(TARGET[:, 2:], positions=positions[0][2:]), want[:, 2:], rtol=0, atol=1e-6)
-    with pytest.raises(
-        ValueError, match=r"positions must be \[..., T, coordinates\] where rope is axial, but got None"
-    ):
+    with pytest.raises(ValueError, match=r"positions must be \[..., T, coordinates\] if rope is axial, but got None"):
         module(TARGET, ENCODED, decode=False)
 
 
@@ -479,13 +477,13 @@ def test_what_does_not_fit_is_refused(make):
     if not isinstance(module, LinenCross):
         module(TARGET, ENCODED, store_keys=True)
     for inputs, arguments, expected in (
-        ([TARGET, ENCODED], {}, "inputs_k must be None where keys are stored already.*store_keys=True"),
-        ([TARGET], {"lengths": LENGTHS}, "lengths must be None where keys are stored already"),
+        ([TARGET, ENCODED], {}, "inputs_k must be None if keys are already stored.*store_keys=True"),
+        ([TARGET], {"lengths": LENGTHS}, "lengths must be None if keys are already stored"),
         ([TARGET], {"store_keys": True}, "inputs_k must be given with store_keys, but got None"),
         (
             [TARGET, ENCODED],
             {"store_keys": True, "decode": False},
-            "store_keys must be False where nothing is decoded",
+            "store_keys must be False without decode=True",
         ),
         ([TARGET, ENCODED], {"store_keys": 1}, "store_keys must be True or False"),
     ):
@@ -502,7 +500,7 @@ def test_what_depends_on_positions_is_refused(make, name):
     arguments = {} if window else {name: options[name]}
     module = make(**window)
     module(TARGET[:, :1], ENCODED, store_keys=True, **arguments)
-    with pytest.raises(ValueError, match=f"{name} must not depend on positions where keys are stored"):
+    with pytest.raises(ValueError, match=f"{name} must not depend on positions if keys are stored"):
         module(TARGET[:, 1:2], **arguments)
 
 

@@ -43,7 +43,7 @@ REFUSED = {
         r"score_mod must not capture complex arrays, .*capture x.real and x.imag",
     ),
     "ranks": ({"key": (S, K, H), "value": (S, K, H)}, r"query, key, value must have same rank, .*\(7, 3, 4\)"),
-    "rank 2": ({"query": (T, H), "key": (S, H), "value": (S, H)}, "query must be .*rank 3 or more"),
+    "rank 2": ({"query": (T, H), "key": (S, H), "value": (S, H)}, "query must have rank 3 or more"),
     "batch": ({"key": (3, S, K, H), "value": (3, S, K, H)}, "query, key, value batch dims must match"),
     "lengths": ({"value": (B, 8, K, H)}, "key, value lengths must match, but got 7 and 8"),
     "head sizes": ({"key": (B, S, K, 3)}, "query, key depths must match, but got 4 and 3"),
@@ -54,7 +54,7 @@ REFUSED = {
     ),
     "no heads": ({"key": (B, S, 0, H), "value": (B, S, 0, H)}, "both at least 1, but got 6 and 0"),
     "head size 0": ({"query": (B, T, N, 0), "key": (B, S, K, 0)}, "query head size must be at least 1"),
-    "mixed dtypes": ({"dtypes": {"key": jnp.bfloat16}}, r"must share one dtype out of .*key bfloat16.*use \.astype"),
+    "mixed dtypes": ({"dtypes": {"key": jnp.bfloat16}}, r"must share one of the dtypes .*key bfloat16.*use \.astype"),
     "integers": ({"dtypes": dict.fromkeys(SHAPES, jnp.int32)}, "out of float16, bfloat16, float32, float64.*int32"),
     "complex": ({"dtypes": dict.fromkeys(SHAPES, jnp.complex64)}, "complex64"),
     "mask dtype": ({"mask": np.ones((T, S), np.float32)}, r"mask must be bool .*float32; use mask.astype\(bool\)"),
@@ -71,8 +71,11 @@ REFUSED = {
     "mask of queries without heads": ({"mask": np.ones((B, T, 1), bool)}, r"\(2, 5, 1\); use mask\[:, None, :, :\]"),
     "mask of floats": ({"mask": np.where(np.ones((T, S)), 0, -1e9)}, "mask must be bool .*pass it as bias="),
     "mask rank": ({"mask": np.ones((1, B, N, T, S), bool)}, "mask must broadcast to"),
-    "bias dtype": ({"bias": np.ones((T, S), bool)}, "bias must have a dtype out of .*bool; a boolean array is a mask"),
-    "bias of ints": ({"bias": np.ones((T, S), int)}, "bias must have a dtype out of .*int"),
+    "bias dtype": (
+        {"bias": np.ones((T, S), bool)},
+        "bias must have one of the dtypes .*bool; pass a boolean array as mask=",
+    ),
+    "bias of ints": ({"bias": np.ones((T, S), int)}, "bias must have one of the dtypes .*int"),
     "bias shape": ({"bias": np.ones((T, 6), np.float32)}, r"bias must broadcast to .*got shape \(5, 6\)"),
     "lengths' shape": ({"key_value_seq_lengths": np.ones(3, int)}, r"key_value_seq_lengths must broadcast to .*\(2,\)"),
     "lengths' dtype": ({"query_seq_lengths": np.ones(2)}, "query_seq_lengths must be integers, but got float"),
@@ -88,7 +91,7 @@ REFUSED = {
         {"mask": LengthMask(np.array([1, -5]))},
         "key_value_lengths must be at least 0, but got -5",
     ),
-    "ids' length": ({"query_segment_ids": np.ones((B, 6), int)}, r"key_value_segment_ids must be given too"),
+    "ids' length": ({"query_segment_ids": np.ones((B, 6), int)}, r"key_value_segment_ids must also be given"),
     "ids' shape": (
         {"query_segment_ids": np.ones((B, 6), int), "key_value_segment_ids": np.ones((B, S), int)},
         r"query_segment_ids must be \[batch..., 5\].*got shape \(2, 6\)",
@@ -101,17 +104,20 @@ REFUSED = {
         {"query_segment_ids": np.ones((B, T)), "key_value_segment_ids": np.ones((B, S), int)},
         "query_segment_ids must be integers",
     ),
-    "ids without partner": ({"key_value_segment_ids": np.ones((B, S), int)}, "query_segment_ids must be given too"),
-    "rate 1": ({"dropout_rate": 1.0, "dropout_rng": RNG}, r"dropout_rate must be a number in \[0, 1\), .*got 1.0"),
+    "ids without partner": ({"key_value_segment_ids": np.ones((B, S), int)}, "query_segment_ids must also be given"),
+    "rate 1": (
+        {"dropout_rate": 1.0, "dropout_rng": RNG},
+        r"dropout_rate must be a concrete number in \[0, 1\), .*got 1.0",
+    ),
     "rate below 0": ({"dropout_rate": -0.1, "dropout_rng": RNG}, r"dropout_rate .*got -0.1"),
     "rate NaN": ({"dropout_rate": float("nan"), "dropout_rng": RNG}, r"dropout_rate .*got nan"),
-    "no key for dropout": ({"dropout_rate": 0.1}, r"dropout_rng must be a key where dropout_rate > 0, but got None"),
-    "not a key": ({"dropout_rate": 0.1, "dropout_rng": 0}, "dropout_rng must be one key"),
+    "no key for dropout": ({"dropout_rate": 0.1}, r"dropout_rng must be a key if dropout_rate > 0, but got None"),
+    "not a key": ({"dropout_rate": 0.1, "dropout_rng": 0}, "dropout_rng must be a single key"),
     "a raw key of another size": (
         {"dropout_rate": 0.1, "dropout_rng": np.zeros(3, np.uint32)},
-        r"dropout_rng must be one key .* or raw uint32 of shape \(2,\), but got an array of shape \(3,\)",
+        r"dropout_rng must be a single key .* or a raw uint32 key of shape \(2,\), but got an array of shape \(3,\)",
     ),
-    "many keys": ({"dropout_rate": 0.1, "dropout_rng": jax.random.split(RNG)}, "dropout_rng must be one key"),
+    "many keys": ({"dropout_rate": 0.1, "dropout_rng": jax.random.split(RNG)}, "dropout_rng must be a single key"),
     "window below 0": ({"local_window_size": (3, -1)}, r"local_window_size must be an int >= 0, .*got \(3, -1\)"),
     "window of three": ({"local_window_size": (3, 1, 2)}, "local_window_size must be"),
     "window of floats": ({"local_window_size": 1.5}, "local_window_size must be .*got 1.5"),
@@ -119,25 +125,28 @@ REFUSED = {
     "residual as a string": ({"return_residual": "yes"}, "return_residual must be True or False, but got 'yes'"),
     "max score as a number": ({"return_max_score": 1}, "return_max_score must be True or False, but got 1"),
     "broadcast as None": ({"broadcast_dropout": None}, "broadcast_dropout must be True or False, but got None"),
-    "scale NaN": ({"scale": float("nan")}, "scale must be one finite number, but got nan"),
-    "scale a vector": ({"scale": jnp.ones(2)}, r"scale must be one number, but got an array of shape \(2,\)"),
-    "scale a string": ({"scale": "1"}, "scale must be one finite number, but got '1'"),
+    "scale NaN": ({"scale": float("nan")}, "scale must be a finite number, but got nan"),
+    "scale a vector": ({"scale": jnp.ones(2)}, r"scale must be a scalar, but got an array of shape \(2,\)"),
+    "scale a string": ({"scale": "1"}, "scale must be a finite number, but got '1'"),
     "offset a float": ({"query_offset": 0.5}, "query_offset must be integers"),
     "offset's shape": ({"query_offset": np.zeros(3, int)}, "query_offset must broadcast to"),
-    "scale beyond float32": ({"scale": 1e39}, "scale must be a number that float32 can hold, but got 1e[+]39"),
-    "scale complex": ({"scale": np.complex64(1)}, "scale must be one finite number"),
-    "scale an array of a bool": ({"scale": np.array(True)}, "scale must be one finite number"),
-    "cap beyond float32": ({"logits_soft_cap": 1e39}, "logits_soft_cap must be at most 1e[+]30, .*None does not cap"),
-    "cap complex": ({"logits_soft_cap": np.complex64(1)}, "logits_soft_cap must be a finite number > 0"),
-    "cap 0": ({"logits_soft_cap": 0.0}, "logits_soft_cap must be a finite number > 0, .*got 0.0"),
-    "cap NaN": ({"logits_soft_cap": float("nan")}, "logits_soft_cap must be a finite number > 0, .*got nan"),
-    "cap a string": ({"logits_soft_cap": "30"}, "logits_soft_cap must be a finite number > 0, .*got '30'"),
+    "scale beyond float32": ({"scale": 1e39}, "scale must fit in float32, but got 1e[+]39"),
+    "scale complex": ({"scale": np.complex64(1)}, "scale must be a finite number"),
+    "scale an array of a bool": ({"scale": np.array(True)}, "scale must be a finite number"),
+    "cap beyond float32": (
+        {"logits_soft_cap": 1e39},
+        "logits_soft_cap must be at most 1e[+]30, .*pass None for no cap",
+    ),
+    "cap complex": ({"logits_soft_cap": np.complex64(1)}, "logits_soft_cap must be a concrete finite number > 0"),
+    "cap 0": ({"logits_soft_cap": 0.0}, "logits_soft_cap must be a concrete finite number > 0, .*got 0.0"),
+    "cap NaN": ({"logits_soft_cap": float("nan")}, "logits_soft_cap must be a concrete finite number > 0, .*got nan"),
+    "cap a string": ({"logits_soft_cap": "30"}, "logits_soft_cap must be a concrete finite number > 0, .*got '30'"),
     "sinks' shape": ({"sinks": np.ones(K, np.float32)}, r"sinks must broadcast to .*\(2, 6\), but got shape \(3,\)"),
-    "sinks' dtype": ({"sinks": np.ones(N, int)}, "sinks must have a dtype out of .*int"),
+    "sinks' dtype": ({"sinks": np.ones(N, int)}, "sinks must have one of the dtypes .*int"),
     "score_mod no function": ({"score_mod": 3.0}, "score_mod must be a function of scalars, but got 3.0"),
     "mask_mod no function": ({"mask": FunctionMask(3)}, "mask_mod must be a function of scalars, but got 3"),
     "rate a bool": ({"dropout_rate": True, "dropout_rng": RNG}, "dropout_rate .*got True"),
-    "scale a bool": ({"scale": True}, "scale must be one finite number, but got True"),
+    "scale a bool": ({"scale": True}, "scale must be a finite number, but got True"),
     "score_mod's shape": (
         {"score_mod": lambda score, b, h, q, k: score[None]},
         r"score_mod\(score, b, h, q_idx, kv_idx\) must return one float32 scalar .*<lambda>.* returned float32\[1\]",
@@ -154,7 +163,7 @@ REFUSED = {
     "score_mod raises": ({"score_mod": lambda score, b, h, q, k: 1 / 0}, r"score_mod\(.*raised ZeroDivisionError"),
     "score_mod branches": (
         {"score_mod": lambda score, b, h, q, k: score if q > k else -score},
-        r"score_mod\(.*raised TracerBoolConversionError.*; use jnp.where in the place of `if`",
+        r"score_mod\(.*raised TracerBoolConversionError.*; use jnp.where instead of `if`",
     ),
     "mask_mod's dtype": (
         {"mask": FunctionMask(lambda b, h, q, k: q - k)},
@@ -186,12 +195,12 @@ def test_refused(name):
 NO_MASKS = {
     "an empty window": (
         lambda: LocalMask(-3, 0),
-        r"LocalMask\(left, right\) must hold left \+ right >= 0, .*\(-3, 0\)",
+        r"LocalMask\(left, right\) must have left \+ right >= 0, .*\(-3, 0\)",
     ),
-    "a window of floats": (lambda: LocalMask(1.5, 0), r"must hold integers or None, but got \(1.5, 0\)"),
+    "a window of floats": (lambda: LocalMask(1.5, 0), r"must be integers or None, but got \(1.5, 0\)"),
     "an offset as an array": (
         lambda: CausalMask(np.arange(3)),
-        r"CausalMask\(offset\) must hold an integer.*query_offset",
+        r"CausalMask\(offset\) must be an integer.*query_offset",
     ),
     "a mask and an array": (
         lambda: CausalMask() & np.ones((T, S), bool),
@@ -200,7 +209,7 @@ NO_MASKS = {
     "an array and a mask": (lambda: np.ones((T, S), bool) | CausalMask(), r"\| must combine two masks"),
     "a jax array and a mask": (lambda: jnp.ones((T, S), bool) & CausalMask(), "& must combine two masks"),
     "a mask and a class": (lambda: CausalMask() & LocalMask, r"the class LocalMask; call it: LocalMask\(\)"),
-    "`and`": (lambda: CausalMask() and LocalMask(1, 0), "a mask must be combined by &, | and ~"),
+    "`and`": (lambda: CausalMask() and LocalMask(1, 0), "a mask must be combined with &, | and ~"),
 }
 
 
@@ -253,7 +262,9 @@ def test_axes_that_a_mesh_cannot_split(split):
     if split in (0, 2):
         call(qkv_sharding=sharding)
         return
-    with pytest.raises(ValueError, match="the head size, .* cannot be split" if split == 3 else "must be split alike"):
+    with pytest.raises(
+        ValueError, match="the head size, .* cannot be split" if split == 3 else "must be split the same way"
+    ):
         call(qkv_sharding=sharding)
 
 
@@ -266,5 +277,5 @@ def test_a_rate_in_an_array_counts_if_it_is_known():
 
 @pytest.mark.core
 def test_a_traced_rate_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"dropout_rate must be a number .*known while tracing"):
+    with pytest.raises(ValueError, match=r"dropout_rate must be a concrete number in"):
         jax.jit(lambda rate: call(dropout_rate=rate, dropout_rng=RNG))(0.1)

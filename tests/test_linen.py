@@ -451,7 +451,7 @@ def full_cache():
 @pytest.mark.core
 def test_decoding_past_the_end_raises():
     module, variables = full_cache()
-    with pytest.raises(ValueError, match=r"room for one more token, but all its 3 places are taken"):
+    with pytest.raises(ValueError, match=r"room for one more token, but all 3 slots are full"):
         module.apply(variables, X[:, :1], mutable=["cache"])
 
 
@@ -679,7 +679,7 @@ COMPLEX = X.astype(jnp.complex64)
         *REFUSED_CALLS,
         ({"logits_soft_cap": False}, [X], {}, ValueError, "logits_soft_cap must be .*got False"),
         ({"local_window_size": False}, [X], {}, ValueError, "local_window_size must be .*got False"),
-        ({"implementation": "xla"}, [COMPLEX], {}, ValueError, "complex inputs .* knows no implementation"),
+        ({"implementation": "xla"}, [COMPLEX], {}, ValueError, "complex inputs .* does not support implementation"),
         ({"dropout_rate": 0.5}, [X], {}, ValueError, '"deterministic" must be passed'),
         (
             {"dropout_rate": 0.5, "deterministic": True},

@@ -493,10 +493,10 @@ REFUSED = {
         {},
         "implementation must be \"xla\".*or None, but got 'flash'",
     ),
-    "rate": ({"dropout_rate": 1.5}, {}, r"dropout_rate must be a number in \[0, 1\), .*got 1.5"),
-    "an array of rates": ({"dropout_rate": np.zeros(1)}, {}, "dropout_rate must be a number .*known while tracing"),
-    "a rate of None": ({"dropout_rate": np.array(None)}, {}, "dropout_rate must be a number .*known while tracing"),
-    "scale": ({"scale": "big"}, {}, "scale must be one finite number, but got 'big'"),
+    "rate": ({"dropout_rate": 1.5}, {}, r"dropout_rate must be a concrete number in \[0, 1\), .*got 1.5"),
+    "an array of rates": ({"dropout_rate": np.zeros(1)}, {}, "dropout_rate must be a concrete number in"),
+    "a rate of None": ({"dropout_rate": np.array(None)}, {}, "dropout_rate must be a concrete number in"),
+    "scale": ({"scale": "big"}, {}, "scale must be a finite number, but got 'big'"),
     "epsilon": ({"qk_norm_epsilon": 0.0, "normalize_qk": True}, {}, "qk_norm_epsilon must be a finite number > 0"),
     "epsilon of no norm": (
         {"qk_norm_epsilon": 1e-3},
@@ -521,7 +521,7 @@ REFUSED = {
     "segments' length": (
         {},
         {"segment_ids": jnp.ones((B, 4), int)},
-        r"^segment_ids must be \[batch..., 9\], one id a position, but got shape \(2, 4\)",
+        r"^segment_ids must be \[batch..., 9\], one id per position, but got shape \(2, 4\)",
     ),
     "segments' dtype": ({}, {"segment_ids": jnp.ones((B, T))}, "^segment_ids must be integers, but got float32"),
     "segments' pair": (
@@ -573,7 +573,7 @@ def test_remat_traces_keyword_arguments():
 
 @pytest.mark.core
 def test_one_array_of_segments_for_keys_of_another_length_is_refused():
-    with pytest.raises(ValueError, match=r"segment_ids must be a pair \(of queries, of keys\) .* lengths 9 and 13"):
+    with pytest.raises(ValueError, match=r"segment_ids must be a pair \(for queries, for keys\) .* lengths 9 and 13"):
         Nnx.call(Nnx.make(), X, Y, segment_ids=jnp.ones((B, T), int))
 
 
@@ -605,13 +605,13 @@ def test_three_arrays_for_queries_and_keys_are_refused(api, name):
 @pytest.mark.core
 @APIS
 def test_one_array_of_lengths_for_other_keys_is_refused(api):
-    with pytest.raises(ValueError, match=r"lengths must be a pair \(of queries, of keys\).*\(None, lengths\)"):
+    with pytest.raises(ValueError, match=r"lengths must be a pair \(for queries, for keys\).*\(None, lengths\)"):
         api.call(api.make(), X, Y, lengths=jnp.array([3, 4]))
 
 
 @pytest.mark.core
 def test_a_key_of_jax_random_is_no_rngs():
-    with pytest.raises(ValueError, match=r"rngs must be nnx.Rngs, but got PRNGKeyArray; a key becomes nnx.Rngs\(key\)"):
+    with pytest.raises(ValueError, match=r"rngs must be nnx.Rngs, but got PRNGKeyArray; pass a key as nnx.Rngs\(key\)"):
         Nnx.make(rngs=jax.random.key(0))
     module = Nnx.make(dropout_rate=0.5, deterministic=False)
     with pytest.raises(ValueError, match=r"rngs must be nnx.Rngs or nnx.RngStream, but got PRNGKeyArray"):
@@ -620,7 +620,7 @@ def test_a_key_of_jax_random_is_no_rngs():
 
 @pytest.mark.core
 def test_while_decoding_lengths_need_an_index_for_each_sequence():
-    expected = "lengths must be None where all sequences share one index.*per_row=True"
+    expected = "lengths must be None if all sequences share one index.*per_row=True"
     module = Nnx.make(decode=True)
     module.init_cache((B, T, D))
     with pytest.raises(ValueError, match=expected):

@@ -469,7 +469,7 @@ def full_cache():
 @pytest.mark.core
 def test_decoding_past_the_end_raises():
     module, before = full_cache()
-    with pytest.raises(ValueError, match=r"room for one more token, but all its 3 places are taken"):
+    with pytest.raises(ValueError, match=r"room for one more token, but all 3 slots are full"):
         module(normal(1, BATCH, 1, FEATURES))
     assert_same(nnx.to_pure_dict(nnx.state(module, nnx.Cache)), before)
 
@@ -865,7 +865,7 @@ def test_another_batch_than_that_of_the_cache_is_not_blamed_on_positions():
 @pytest.mark.parametrize("shape", [(BATCH, KEYS, FEATURES - 1), (BATCH, KEYS, HEADS, 5)])
 def test_init_cache_refuses_what_is_no_shape_of_inputs(shape):
     module = make_quickly(OURS, decode=True)
-    with pytest.raises(ValueError, match=rf"input_shape must be \(batch..., length, {FEATURES}\), .*the cache's heads"):
+    with pytest.raises(ValueError, match=rf"input_shape must be \(batch..., length, {FEATURES}\), .*module sets the"):
         module.init_cache(shape)
 
 

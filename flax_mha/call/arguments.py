@@ -36,7 +36,7 @@ LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
 def unexpected(function: str, name: str) -> TypeError:
     """Makes Python's error about an argument that a function does not have; adds what to use instead, if known."""
-    fix = f"; {name} is an argument of modules, use {SIBLINGS[name]}" if name in SIBLINGS else ""
+    fix = f"; only modules take {name}: use {SIBLINGS[name]}" if name in SIBLINGS else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{fix}")
 
 
@@ -101,7 +101,7 @@ def check_inputs(
     if not query.ndim == key.ndim == value.ndim:
         raise ValueError(f"query, key, value must have same rank, but got {shapes}.")
     if query.ndim < 3:
-        raise ValueError(f"query must be {meaning}, so of rank 3 or more, but got {shapes}.")
+        raise ValueError(f"query must have rank 3 or more ({meaning}), but got {shapes}.")
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(f"query, key, value batch dims must match, but got {shapes}.")
     for name, x, y, axis in (
@@ -115,15 +115,15 @@ def check_inputs(
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"query heads must be a multiple of key/value heads, both at least 1, but got {num_heads} and "
-            f"{num_kv_heads} in {shapes}; arrays are {meaning}: use jnp.swapaxes(x, -3, -2) on PyTorch's "
-            "[batch, heads, length, head size]."
+            f"{num_kv_heads} in {shapes}; the layout is {meaning}: for PyTorch's [batch, heads, length, head size], "
+            "use jnp.swapaxes(x, -3, -2)."
         )
     if query.shape[-1] < 1:
         raise ValueError(f"query head size must be at least 1, but got {shapes}.")
     alike = any_dtypes or query.dtype == key.dtype == value.dtype
     if not alike or any(x.dtype.name not in DTYPES for x in (query, key, value)):
         raise ValueError(
-            f"query, key, value must share one dtype out of {', '.join(DTYPES)}, but got query {query.dtype}, "
+            f"query, key, value must share one of the dtypes {', '.join(DTYPES)}, but got query {query.dtype}, "
             f"key {key.dtype}, value {value.dtype}; use .astype."
         )
     sizes = (query.shape[-3], key.shape[-3], num_heads, num_kv_heads, query.shape[-1], value.shape[-1])
@@ -136,8 +136,8 @@ def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], mea
         return None
     array = as_array(name, value, "an array of floats")
     if array.dtype.name not in DTYPES:
-        fix = "; a boolean array is a mask" if array.dtype == bool and name == "bias" else ""
-        raise ValueError(f"{name} must have a dtype out of {', '.join(DTYPES)}, but got {array.dtype}{fix}.")
+        fix = "; pass a boolean array as mask=" if array.dtype == bool and name == "bias" else ""
+        raise ValueError(f"{name} must have one of the dtypes {', '.join(DTYPES)}, but got {array.dtype}{fix}.")
     return broadcastable(name, array, shape, meaning)
 
 
@@ -149,7 +149,7 @@ def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) 
         ("key_value_offset", key_offset, shape.key_length),
     ):
         if value is None:
-            raise ValueError(f"{name} must be an integer or an array of integers, but got None; leave it out.")
+            raise ValueError(f"{name} must be an integer or an array of integers, but got None; leave it out for 0.")
         offset: Any = int(value) if is_int(value) else per_sequence(name, value, shape)
         least, most = (offset, offset) if isinstance(offset, int) else extremes(offset)
         last = most + max(length, 1) - 1 if isinstance(length, int) else most
@@ -184,12 +184,12 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
     if not isinstance(value, jax.Array):
         number = number_in(value)
         if not is_number(number) or not math.isfinite(number):
-            raise ValueError(f"scale must be one finite number, but got {value!r}.")
+            raise ValueError(f"scale must be a finite number, but got {value!r}.")
         if abs(number) > float(np.finfo(np.float32).max):
-            raise ValueError(f"scale must be a number that float32 can hold, but got {value!r}.")
+            raise ValueError(f"scale must fit in float32, but got {value!r}.")
         return float(number), None
     if value.shape or value.dtype.name not in DTYPES:
-        raise ValueError(f"scale must be one number, but got an array of shape {value.shape} and dtype {value.dtype}.")
+        raise ValueError(f"scale must be a scalar, but got an array of shape {value.shape} and dtype {value.dtype}.")
     return 1.0, value
 
 
@@ -217,16 +217,16 @@ def check_soft_cap(value: float | None) -> float | None:
         return None
     value = number_in(value)
     if not is_number(value) or not 0 < value < math.inf:
-        raise ValueError(f"logits_soft_cap must be a finite number > 0, known while tracing, but got {value!r}.")
+        raise ValueError(f"logits_soft_cap must be a concrete finite number > 0, but got {value!r}.")
     if value > LARGEST_CAP:
-        raise ValueError(f"logits_soft_cap must be at most {LARGEST_CAP:g}, but got {value!r}; None does not cap.")
+        raise ValueError(f"logits_soft_cap must be at most {LARGEST_CAP:g}, but got {value!r}; pass None for no cap.")
     return float(value)
 
 
 def check_dropout_rate(rate: float) -> float:
     rate = number_in(rate)
     if not is_number(rate) or not 0 <= rate < 1:
-        raise ValueError(f"dropout_rate must be a number in [0, 1), known while tracing, but got {rate!r}.")
+        raise ValueError(f"dropout_rate must be a concrete number in [0, 1), but got {rate!r}.")
     return float(rate)
 
 
@@ -234,26 +234,28 @@ def check_dropout(rate: float, rng: Any) -> float:
     """Checks the dropout rate, and its key if the rate is above 0; returns the rate."""
     rate = check_dropout_rate(rate)
     if rate > 0 and rng is None:
-        raise ValueError("dropout_rng must be a key where dropout_rate > 0, but got None; pass jax.random.key(0), say.")
+        raise ValueError(
+            "dropout_rng must be a key if dropout_rate > 0, but got None; pass for example jax.random.key(0)."
+        )
     if rate > 0 and not _is_key(rng):
         got = f"an array of shape {rng.shape} and dtype {rng.dtype}" if hasattr(rng, "shape") else repr(rng)
         raise ValueError(
-            f"dropout_rng must be one key as jax.random.key makes it, or raw uint32 of shape {_raw_key_shape()}, but "
-            f"got {got}."
+            f"dropout_rng must be a single key from jax.random.key, or a raw uint32 key of shape {_raw_key_shape()}, "
+            f"but got {got}."
         )
     return rate
 
 
 def check_sharding(value: Any, rank: int) -> Any:
     if value is not None and not isinstance(value, NamedSharding | PartitionSpec | Context):
-        raise ValueError(f"qkv_sharding must be a jax.P or a NamedSharding, of the query, but got {value!r}.")
+        raise ValueError(f"qkv_sharding must be a jax.P or a NamedSharding for the query, but got {value!r}.")
     spec: Any = () if value is None or isinstance(value, Context) else getattr(value, "spec", value)
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
     names = [name for entry in entries for name in entry]
     if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"qkv_sharding must name mesh axes or None, each of them once, but got {spec}.")
+        raise ValueError(f"qkv_sharding must hold mesh axis names or None, each name at most once, but got {spec}.")
     if len(spec) > rank:
-        raise ValueError(f"qkv_sharding must have an entry for each axis of the query at most, {rank}, but got {spec}.")
+        raise ValueError(f"qkv_sharding must have at most {rank} entries, one per axis of the query, but got {spec}.")
     return value
 
 

@@ -63,7 +63,7 @@ class Context(NamedTuple):
         if not agrees or size or any(batch[1:]) or length not in (None, self.axis):
             raise ValueError(
                 f"qkv_sharding and context_parallel must agree on the mesh axes of the first batch axis, the sequence "
-                f"and the heads, but got {spec} and {tuple(self)}; say it once."
+                f"and the heads, but got {spec} and {tuple(self)}; pass them in only one of the two."
             )
         return both
 

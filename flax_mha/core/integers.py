@@ -72,7 +72,7 @@ def integers(name: str, value: Any) -> Any:
     except jax.errors.TracerArrayConversionError:  # a list that holds traced numbers
         array = jnp.asarray(value)
     except ValueError as error:
-        raise ValueError(f"{name} must be integers, but got {value!r}, whose parts differ in length.") from error
+        raise ValueError(f"{name} must be integers, but got {value!r}, whose rows differ in length.") from error
     if not jnp.issubdtype(array.dtype, jnp.integer):
         got = array.dtype if array.dtype != object else repr(value)
         raise ValueError(f"{name} must be integers, but got {got}; use .astype(jnp.int32).")
@@ -102,7 +102,7 @@ def ids_int32(name: str, value: Any) -> Array:
         return array if np.dtype(array.dtype).itemsize > 4 else array.astype(np.int32)
     if array.size and not SMALLEST <= int(array.min()) <= int(array.max()) <= LARGEST:
         raise ValueError(
-            f"{name} must be in the range of int32, but got {array.min()} to {array.max()}; number them with "
+            f"{name} must be in the range of int32, but got {array.min()} to {array.max()}; renumber the ids with "
             "np.unique(ids, return_inverse=True)."
         )
     return array.astype(np.int32)

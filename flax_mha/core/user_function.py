@@ -167,12 +167,12 @@ def _qualified_name(function: Any) -> str:
 def _fix(error: Exception) -> str:
     """Returns advice on an error that a user's function raised, or an empty string."""
     if isinstance(error, jax.errors.TracerBoolConversionError):
-        return "; use jnp.where in the place of `if`, and & | ~ in the place of `and`, `or`, `not`"
+        return "; use jnp.where instead of `if`, and & | ~ instead of `and`, `or`, `not`"
     if type(error).__name__ == "ShardingTypeError":
-        return "; capture jax.reshard(array, jax.P()) of arrays that are split, whose entries every device needs"
+        return "; capture jax.reshard(array, jax.P()) instead of a split array, because every device needs all entries"
     conversions = (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
     if isinstance(error, conversions) or "len() of unsized" in str(error):  # the latter from torch
-        return "; capture lists, torch tensors and NumPy arrays in other objects as jnp.asarray(...) of them"
+        return "; use jnp.asarray(...) on captured lists, torch tensors and NumPy arrays in other objects"
     return ""
 
 

@@ -51,7 +51,7 @@ def mask(value: ArrayLike | None, shape: Shape) -> Array:
     if array.dtype != bool:
         raise ValueError(
             f"mask must be bool (True attends), but got {array.dtype}; use mask.astype(bool) if it holds 0 and 1, "
-            "or pass it as bias= if it is to be added to the scores."
+            "or pass it as bias= to add it to the scores."
         )
     return broadcastable("mask", array, shape.scores, "[batch..., heads, queries, keys]", _mask_fix(array, shape))
 
@@ -73,7 +73,7 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
     if len(others := np.setdiff1d(array, (0, 1))):
         raise ValueError(
             f"mask must be bool, or hold only 0 and 1 (1 attends), but got {array.dtype} with {others[0]}; pass it as "
-            "bias= if it is to be added to the scores."
+            "bias= to add it to the scores."
         )
     return array.astype(bool), None
 
@@ -89,7 +89,7 @@ def _mask_fix(array: Array, shape: Shape) -> str:
     if not batch or array.shape[: len(batch)] != batch:
         return ""
     if array.shape == (*batch, keys):
-        return "; a mask of keys is mask[..., None, None, :]" if len(batch) > 1 else "; use mask[:, None, None, :]"
+        return "; use mask[..., None, None, :]" if len(batch) > 1 else "; use mask[:, None, None, :]"
     rows = array.shape[len(batch) :]
     if len(rows) == 2 and rows[0] in (1, shape.query_length) and rows[1] in (1, keys):
         return "; use mask[..., None, :, :]" if len(batch) > 1 else "; use mask[:, None, :, :]"
@@ -137,8 +137,8 @@ def segment_ids(
     if (query_ids is None or key_ids is None) and shape.query_length != shape.key_length:
         missing = names[0] if query_ids is None else names[1]
         raise ValueError(
-            f"{missing} must be given too where queries and keys differ in length, but got lengths "
-            f"{shape.query_length} and {shape.key_length} and only one of the two."
+            f"{missing} must also be given if queries and keys differ in length ({shape.query_length} and "
+            f"{shape.key_length}), but got None."
         )
     checked = []
     for name, given, partner, length in (
@@ -147,7 +147,7 @@ def segment_ids(
     ):
         ids = ids_int32(name, partner if given is None else given)
         if ids.ndim == 0 or ids.shape[-1] != length:
-            raise ValueError(f"{name} must be [batch..., {length}], one id a position, but got shape {ids.shape}.")
+            raise ValueError(f"{name} must be [batch..., {length}], one id per position, but got shape {ids.shape}.")
         checked.append(broadcastable(name, ids, (*shape.batch, length), "[batch..., length]"))
     dtype = jnp.promote_types(checked[0].dtype, checked[1].dtype)
     return checked[0].astype(dtype), checked[1].astype(dtype)
@@ -158,11 +158,11 @@ def flag(name: str, value: bool) -> bool:
         fix = (
             "; pass mask=flax_mha.CausalMask() instead"
             if name == "is_causal"
-            else "; make it static by static_argnames of jax.jit, or by a closure"
+            else "; make it static with jax.jit's static_argnames, or with a closure"
         )
         raise ValueError(
-            f"{name} must be True or False, known while tracing, but got a traced value{fix}. Keyword arguments are "
-            "traced by nn.remat of flax.linen."
+            f"{name} must be a concrete True or False, but got a traced value{fix}. nn.remat of flax.linen traces "
+            "keyword arguments."
         )
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, but got {value!r}.")

@@ -149,22 +149,22 @@ class CoreAttention:
         """
         if decoding and self.context is not None:
             raise ValueError(
-                "decode must be False with context_parallel, which has no cache that is split along the sequence, but "
-                "got True; decode with attention_fn=flax_mha.attention_fn."
+                "decode must be False with context_parallel, which cannot split a cache along the sequence, but got "
+                "True; decode with attention_fn=flax_mha.attention_fn."
             )
         result = dict(arguments)
         for name, preset in self.preset.items():
             if name not in self.defaults:
                 raise TypeError(
-                    f"flax_mha.attention_fn() got an unexpected keyword argument {name!r} of functools.partial"
+                    f"flax_mha.attention_fn() got an unexpected keyword argument {name!r} from functools.partial"
                 )
             if name not in without and not self._is_default(name, preset):
                 result[name] = self._check_given_once(name, preset, result.get(name))
         for name in self.preset:
             if decoding and name.startswith(("query_", "key_value_")) and name in result:
                 raise ValueError(
-                    f"attention_fn must not set {name} while decoding, where the cache counts positions, but got a "
-                    "functools.partial that does; use lengths of the call."
+                    f"attention_fn must not set {name} while decoding, because the cache counts positions, but got a "
+                    "functools.partial that does; pass lengths in the call."
                 )
         return result
 
@@ -172,12 +172,12 @@ class CoreAttention:
         if name in FROM_MODULE:
             raise ValueError(
                 f"attention_fn must not set {name}, which the module sets in every call, but got a functools.partial "
-                "that does; use the arguments of the module."
+                "that does; use the module's arguments."
             )
         if not self._is_default(name, given) and not _is_same(preset, given):
             raise ValueError(
-                f"{name} must be given once, but got one by the functools.partial of attention_fn and another by the "
-                "module or its call; leave one of them out."
+                f"{name} must be given once, but got one from the functools.partial of attention_fn and another from "
+                "the module or its call; leave one of them out."
             )
         return preset
 
@@ -199,7 +199,7 @@ def _check_flax_computes(**extra: Any) -> None:
     given = [name for name, value in extra.items() if value is not None and not (isinstance(value, int) and value == 0)]
     if given:
         raise ValueError(
-            f"complex inputs and quantized einsums are computed by Flax's own attention, which knows no "
+            f"complex inputs and quantized einsums use Flax's own attention, which does not support "
             f"{', '.join(given)}; leave them out, or use real inputs and no einsum."
         )
 

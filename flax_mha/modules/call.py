@@ -208,9 +208,9 @@ def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Ar
     queries, keys = query.shape[-3], key.shape[-3]
     if is_cross and (queries, keys) != (1, 1):
         raise ValueError(
-            "Autoregressive cache shape error: inputs_k must be inputs_q, or one token, while decoding, which adds "
-            f"them to the cache and attends causally, but got another array of {keys} tokens with {queries} queries; "
-            "for cross-attention pass store_keys=True in the first call, or decode=False in every call."
+            "Autoregressive cache shape error: inputs_k must be inputs_q, or one token, while decoding, because its "
+            f"tokens are added to the cache, but got another array of {keys} tokens with {queries} queries; for "
+            "cross-attention, pass store_keys=True in the first call, or decode=False in every call."
         )
     value_size = None if flax.latent is None else flax.latent.size
     cache = KVCache.of_window(*arrays, window=reach(module.local_window_size), value_size=value_size)
@@ -352,7 +352,7 @@ def source_of_keys(
     if store_keys is not False:
         validation.flag("store_keys", store_keys)
     if store_keys and not decode:
-        raise ValueError("store_keys must be False where nothing is decoded, but got True; pass decode=True.")
+        raise ValueError("store_keys must be False without decode=True, but got True; pass decode=True.")
     if store_keys and inputs_k is None:
         raise ValueError("inputs_k must be given with store_keys, but got None; store_keys is for cross-attention.")
     if not decode:
@@ -364,8 +364,8 @@ def source_of_keys(
     ]
     if given:
         raise ValueError(
-            f"{' and '.join(given)} must be None where keys are stored already, but got an array; pass store_keys=True "
-            "to store others."
+            f"{' and '.join(given)} must be None if keys are already stored, but got an array; pass store_keys=True "
+            "to replace them."
         )
     return "stored"
 

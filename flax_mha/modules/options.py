@@ -67,7 +67,7 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
             )
     head_axis, rope = options["head_axis"], options["rope"]
     if head_axis is not None and not isinstance(head_axis, str):
-        raise ValueError(f"head_axis must be the name of a mesh axis or of a logical axis, but got {head_axis!r}.")
+        raise ValueError(f"head_axis must be the name of a mesh axis or logical axis, but got {head_axis!r}.")
     if rope is not None:
         if not isinstance(rope, RoPE):
             raise ValueError(f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}.")
@@ -100,7 +100,7 @@ def check_has_features(**inputs: Any) -> None:
     """Raises a ValueError if inputs, by the names of their arguments, have 0 features; None is left out."""
     for name, x in inputs.items():
         if x is not None and x.ndim and x.shape[-1] < 1:
-            raise ValueError(f"{name} must have at least 1 feature, on its last axis, but got shape {x.shape}.")
+            raise ValueError(f"{name} must have at least 1 feature on its last axis, but got shape {x.shape}.")
 
 
 def check_epsilon(name: str, epsilon: Any) -> None:
@@ -113,4 +113,4 @@ def check_rngs(rngs: Any, *kinds: type) -> None:
     """Raises a ValueError unless `rngs` is None or of one of these types."""
     if rngs is not None and not isinstance(rngs, kinds):
         names = " or ".join(f"nnx.{kind.__name__}" for kind in kinds)
-        raise ValueError(f"rngs must be {names}, but got {type(rngs).__name__}; a key becomes nnx.Rngs(key).")
+        raise ValueError(f"rngs must be {names}, but got {type(rngs).__name__}; pass a key as nnx.Rngs(key).")

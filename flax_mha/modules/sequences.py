@@ -27,19 +27,25 @@ def per_sequence_arguments(
     Returns an empty dict if keys go into a cache (`is_cached`), whose methods take the lengths.
     """
     if decode and segment_ids is not None:
-        raise ValueError("segment_ids must be None while decoding, but got an array; a cache holds one document.")
+        raise ValueError(
+            "segment_ids must be None while decoding, but got an array; a cache holds one document per sequence."
+        )
     if is_cached and isinstance(lengths, tuple):
-        raise ValueError("lengths must be one array while decoding, the new tokens of each sequence, but got a pair.")
+        raise ValueError(
+            "lengths must be one array while decoding, the number of new tokens per sequence, but got a pair."
+        )
     if is_cached:
         return {}
     if lengths is not None and not isinstance(lengths, tuple) and not self_attention:
         raise ValueError(
-            "lengths must be a pair (of queries, of keys) where keys are not the queries, but got one array; use "
-            "(None, lengths) for the keys alone."
+            "lengths must be a pair (for queries, for keys) if inputs_k is not inputs_q, but got one array; pass "
+            "(None, lengths) for the keys only."
         )
     for name, given in (("segment_ids", segment_ids), ("lengths", lengths)):
         if isinstance(given, tuple) and len(given) != 2:
-            raise ValueError(f"{name} must be one array or a pair (of queries, of keys), but got {len(given)} arrays.")
+            raise ValueError(
+                f"{name} must be one array or a pair (for queries, for keys), but got {len(given)} arrays."
+            )
     query_ids, key_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     query_lengths, key_lengths = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     return {
@@ -80,7 +86,7 @@ def check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array | None)
         validation.segment_ids(query_ids, key_ids, shape, ("segment_ids of queries", "segment_ids of keys"))
     elif queries != keys:
         raise ValueError(
-            "segment_ids must be a pair (of queries, of keys) where these differ in length, but got one array for "
+            "segment_ids must be a pair (for queries, for keys) if these differ in length, but got one array for "
             f"lengths {queries} and {keys}."
         )
     else:
@@ -110,7 +116,7 @@ def rotate(
     if stored:
         if positions is None or isinstance(positions, tuple):
             raise ValueError(
-                "positions must be one array, of the queries, where rope is used with stored keys, but got "
+                "positions must be one array, for the queries, if rope is used with stored keys, but got "
                 f"{'None' if positions is None else 'a pair'}."
             )
         return _rotate_end(query, positions, rope, size), key
@@ -119,12 +125,12 @@ def rotate(
     if not isinstance(positions, tuple):
         if not self_attention:
             raise ValueError(
-                "positions must be a pair (of queries, of keys) where keys are not the queries, but got one array."
+                "positions must be a pair (for queries, for keys) if inputs_k is not inputs_q, but got one array."
             )
         positions = positions, positions
     if len(positions) != 2:
         raise ValueError(
-            f"positions must be one array or a pair (of queries, of keys), but got {len(positions)} arrays."
+            f"positions must be one array or a pair (for queries, for keys), but got {len(positions)} arrays."
         )
     return _rotate_end(query, positions[0], rope, size), _rotate_end(key, positions[1], rope, size)
 
@@ -142,7 +148,7 @@ def _count(
 ) -> tuple[Array, Array]:
     """Counts positions of queries and keys from `start`, but cross-attention's keys from 0: [..., T] or [..., T, D]."""
     if rope.section_layout.startswith("axial"):
-        raise ValueError("positions must be [..., T, coordinates] where rope is axial, but got None.")
+        raise ValueError("positions must be [..., T, coordinates] if rope is axial, but got None.")
     start = jnp.asarray(start, jnp.int32)[..., None]
     query_positions = start + jnp.arange(queries, dtype=jnp.int32).reshape((1,) * (start.ndim - 1) + (-1,))
     positions = query_positions, query_positions if self_attention else jnp.arange(keys, dtype=jnp.int32)
@@ -171,8 +177,8 @@ def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | No
         if is_given:
             got = "a mask object" if name == "mask" else "one"
             raise ValueError(
-                f"{name} must not depend on positions where keys are stored, whose calls are not counted, but got "
-                f"{got}; use a mask or bias array [..., queries, keys]."
+                f"{name} must not depend on positions if keys are stored, because these calls do not count positions, "
+                f"but got {got}; use a mask or bias array [..., queries, keys]."
             )
 
 

@@ -123,7 +123,7 @@ class AttentionModule(nnx.Module):
         if features not in (self.in_features, self.in_kv_features):
             raise ValueError(
                 f"input_shape must be (batch..., length, {self.in_features}), the shape of the inputs, but got "
-                f"{tuple(input_shape)}; the cache's heads follow from the module."
+                f"{tuple(input_shape)}; the module sets the number of heads and the head size."
             )
         heads, size, value_size = self._cached_heads()
         window = reach(self.local_window_size)
@@ -563,7 +563,7 @@ def split_variable(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any
     metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
     if "out_sharding" in metadata:
         raise ValueError(
-            f"head_axis must be None where metadata says how parameters are split, but got {metadata['out_sharding']}."
+            f"head_axis must be None if metadata sets out_sharding, but got out_sharding={metadata['out_sharding']}."
         )
     eager = False if jax.sharding.get_abstract_mesh().empty else None
     return type(variable)(variable[...], eager_sharding=eager, **metadata | {"out_sharding": names})
