@@ -85,57 +85,58 @@ def dot_product_attention(
     precision: lax.PrecisionLike = None,
     qkv_sharding: Sharding | None = None,
 ) -> Array | tuple[Array, ...]:
-    """Scaled dot-product attention of many heads, exact, in memory that grows linearly with the lengths.
+    """Computes exact multi-head attention with memory linear in the sequence lengths.
 
-    For each head, with the softmax over the visible keys in float32 at least::
+    For each head, with a softmax over the visible keys in at least float32::
 
         out = dropout(softmax(score_mod(soft_cap(scale * query @ key.T)) + bias)) @ value
 
-    This is a superset of `jax.nn.dot_product_attention`: arguments of the same name have the same meaning. Three things
-    differ. Rows whose keys are all masked return 0 and have zero gradients. NaN and infinity in masked queries, keys
-    and values do not affect any output or gradient. The residual is float32 (float64 for float64 inputs) and
-    differentiable; in `jax.nn` it has the dtype of the query and no gradient. All of them:
-    :doc:`differences </differences>`.
+    This is a superset of `jax.nn.dot_product_attention`: arguments with the same name have the same meaning. There are
+    three main differences, and :doc:`differences </differences>` lists them all. Rows whose keys are all masked return
+    0 and have zero gradients. NaN and infinity in masked queries, keys and values do not affect any output or gradient.
+    The residual is float32 (float64 for float64 inputs) and differentiable; in `jax.nn` it has the query's dtype and no
+    gradient.
 
-    B is the batch (any number of axes), T the query length, S the key length, N the number of query heads, K that of
-    key and value heads (N a multiple of K: grouped-query attention), H the head size. Query i stands at position
-    `query_offset + i` of its sequence, key j at `key_value_offset + j`. Masks, windows, lengths, `score_mod` and
-    dropout speak of positions, so that a call on a slice of queries and keys, with the right offsets, equals that part
-    of the whole call. Arrays [..., T, S] and segment ids are those of the slice.
+    B is the batch (any number of axes), T the query length, S the key length, N the number of query heads, K the number
+    of key and value heads (N is a multiple of K: grouped-query attention), H the head size. Query i has the position
+    `query_offset + i` in its sequence, key j the position `key_value_offset + j`. Masks, windows, lengths, `score_mod`
+    and dropout depend on positions. A call on a slice of the queries and keys, with the right offsets, therefore
+    returns the same slice of the full result. Arrays [..., T, S] and segment ids are sliced like the queries and keys.
 
     Args:
       query: [B..., T, N, H]; float16, bfloat16, float32 or float64, the same for query, key and value.
       key: [B..., S, K, H].
       value: [B..., S, K, Hv]; Hv may differ from H.
-      bias: Added to the scaled scores; broadcasts to [B..., N, T, S]. -inf masks. Gets a gradient, also if broadcast.
+      bias: Added to the scaled scores; broadcasts to [B..., N, T, S]. -inf masks a score. The bias receives a gradient,
+        even if it is broadcast.
       mask: bool, True attends; broadcasts to [B..., N, T, S]. Or a mask object such as `flax_mha.CausalMask()`, which
-        holds no such array.
-      scale: Factor of query . key; None means 1 / sqrt(H).
-      is_causal: Queries see keys up to their own position.
+        needs no T x S array.
+      scale: Factor that multiplies query . key; None means 1 / sqrt(H).
+      is_causal: Queries attend only to keys up to their own position.
       query_seq_lengths: int [B...], at least 0. Queries at this position or later return 0. None uses all queries.
       key_value_seq_lengths: int [B...], at least 0. Keys at this position or later are masked. None masks no key.
-      local_window_size: (left, right): a query at position p sees the keys at positions p - left to p + right,
-        inclusive. An int is used for both sides; None in the pair means no limit on that side. Combined with
-        `is_causal`, both masks apply.
-      query_offset: Position of the first query: an int, or ints [B...] or []. Positions, and distances between them,
-        must be in the range of int32; that is checked where the values are known.
+      local_window_size: (left, right): a query at position p attends to the keys at positions p - left to p + right,
+        inclusive. An int sets both sides; None in the pair means no limit on that side. If `is_causal` is also set,
+        both masks apply.
+      query_offset: Position of the first query: an int, or ints [B...] or []. Positions and the distances between them
+        must be in the range of int32, which is checked unless the values are traced.
       key_value_offset: Position of the first key, in the same form as `query_offset`.
-      query_segment_ids: int [B..., T]; a query sees only keys in the same segment.
-      key_value_segment_ids: int [B..., S]; where T = S either of the two stands for both.
-      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
+      query_segment_ids: int [B..., T]; a query attends only to keys in the same segment.
+      key_value_segment_ids: int [B..., S]; if T = S, you can pass only one of the two.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30. None means no cap.
       sinks: Broadcasts to [B..., N]. One additional logit per head, which is added to the softmax's denominator but has
         no value.
       score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function of scalars as in PyTorch's FlexAttention.
-        It maps a scaled and capped score (float32, or float64 for float64 inputs), given the index of the batch entry
-        (flattened if there are several batch axes), the index of the head, and the positions of query and key (int32).
-        Captured arrays and numbers are read at every call (in a function that you jit, when it is traced: pass what
-        changes as its argument); captured floating-point arrays get gradients. Returning -inf masks the score. A lookup
-        that leaves a captured array is an error, if its index is known while tracing, unless the index depends on
-        `q_idx` or `kv_idx` and a mask other than a causal mask or a window may hide that position. Indices computed
-        from other arrays are not checked; JAX then returns the last entry.
-      dropout_rate: Share of the softmax's weights set to 0, in [0, 1); the others grow by 1 / (1 - rate).
-      dropout_rng: Key of `jax.random`; needed where `dropout_rate > 0`. What is dropped depends on the key and on
-        batch entry, head and positions alone, so it is the same in every implementation.
+        `score` is scaled and capped (float32, or float64 for float64 inputs), `b` is the index of the batch entry
+        (flattened if there are several batch axes), `h` the index of the head, `q_idx` and `kv_idx` the positions of
+        query and key (int32). Captured arrays and numbers are read at every call. Inside your own `jit` they are read
+        while tracing, so pass values that change as arguments. Captured floating-point arrays receive gradients.
+        Returning -inf masks the score. A lookup outside a captured array is an error if the index is known while
+        tracing, unless the index depends on `q_idx` or `kv_idx` and a mask other than a causal mask or a window may
+        hide that position. Indices computed from other arrays are not checked; JAX then returns the last entry.
+      dropout_rate: Fraction of the softmax's weights set to 0, in [0, 1); the others are scaled by 1 / (1 - rate).
+      dropout_rng: Key of `jax.random`; required if `dropout_rate > 0`. The dropped weights depend only on the key, the
+        batch entry, the head and the positions, so they are the same in every implementation.
       broadcast_dropout: Drop the same weights in every batch entry and head.
       implementation: None selects the fastest one that supports the call; see `explain_implementation`. "xla" computes
         all T x S scores. "blockwise" computes the scores tile by tile and skips fully masked tiles. "cudnn" (NVIDIA
@@ -143,23 +144,23 @@ def dot_product_attention(
         supports nearly every argument; it has never run on a TPU, so None never selects it. All have derivatives
         of every order, in forward and reverse mode.
       return_residual: Also return the log-sum-exp of the scores.
-      return_max_score: Also return the largest visible score of each head, as QK-Clip needs it.
+      return_max_score: Also return the largest visible score of each head, for example for QK-Clip.
       precision: Precision of the matrix products; None means `jax.default_matmul_precision`.
-      qkv_sharding: How a mesh splits the batch axes and heads of `query`, and of key and value alike, say
-        `jax.P("data", None, "model")`; fewer key heads than devices are the same on several of them. Every device then
-        computes its part without communication. Only needed inside `jit` on a mesh with Auto axes: arrays outside
-        `jit`, and types with Explicit axes, contain their sharding. A `jax.P` refers to the mesh of `jax.set_mesh`;
-        without a mesh, `jax.P()` says that nothing is split.
+      qkv_sharding: How a mesh splits the batch axes and heads of query, key and value, for example
+        `jax.P("data", None, "model")`. If there are fewer key heads than devices, several devices hold the same heads.
+        Each device computes its part without communication. Only needed inside `jit` on a mesh with Auto axes: arrays
+        outside `jit`, and types with Explicit axes, contain their sharding. A `jax.P` refers to the mesh set by
+        `jax.set_mesh`; without a mesh, `jax.P()` means that nothing is split.
 
     Returns:
-      [B..., T, N, Hv] in the dtype of `query`; with `return_residual` also the log-sum-exp [B..., T, N] (float32, or
-      float64 for such inputs; -inf where all keys are masked), differentiable too. With `return_max_score` also, and
-      last, the maximum [B..., N], in the same dtype, over the scores that a softmax sees, without sinks: -inf if all
-      are masked, NaN if the log-sum-exp of a query is; it has no gradient.
+      [B..., T, N, Hv] in the dtype of `query`. With `return_residual`, also the log-sum-exp [B..., T, N], which is
+      differentiable (float32, or float64 for float64 inputs; -inf if all keys are masked). With `return_max_score`,
+      also, as the last result, the maximum score [B..., N] in the same dtype, without sinks: -inf if all scores are
+      masked, NaN if the log-sum-exp of a query is NaN. The maximum has no gradient.
 
     Raises:
-      ValueError: If arguments do not fit together, or if `score_mod` or a `mask_mod` leaves an array that it looks up;
-        the message names the argument, what is expected and what was given.
+      ValueError: If arguments do not fit together, or if `score_mod` or a `mask_mod` looks up an entry outside an
+        array. The message names the argument, what is expected and what was given.
       NotImplementedError: If a named implementation cannot compute this call (the message lists every reason), or if
         `score_mod` or a `mask_mod` uses control flow or custom derivatives inside `jax.shard_map`.
 
@@ -197,20 +198,20 @@ def explain_implementation(  # noqa: D417 - dot_product_attention has the others
 ) -> Explanation:
     """Explains which implementation computes a call of `dot_product_attention`, and why the others do not.
 
-    Arguments that are not described here are those of `dot_product_attention`. Only shapes, dtypes and what is known
-    while tracing count, so this works under `jit` and on `jax.ShapeDtypeStruct` inside `jax.eval_shape`, too.
+    All other arguments are the same as in `dot_product_attention`. The choice depends only on shapes, dtypes and values
+    known while tracing, so this also works under `jit`, and on `jax.ShapeDtypeStruct` inside `jax.eval_shape`.
 
     Args:
       platform: Explain the call for "cpu", "cuda" (or "gpu") or "tpu" instead of the device that would compute it. The
-        platform need not be available: "cuda" then assumes H100s, and nothing is compiled for them. cuDNN itself, which
-        may still reject a shape, is only asked on a machine with a GPU.
+        platform need not be available: "cuda" then assumes H100s, and nothing is compiled for them. cuDNN may still
+        reject a shape; it is only tried on a machine with a GPU.
 
     Returns:
-      The implementation that computes the call, and for each implementation the reasons why it cannot, each with what
-      to change. `print` shows them as a table.
+      The implementation that computes the call, and for each of the others the reasons why it cannot, each with what to
+      change. `print` shows them as a table.
 
     Raises:
-      ValueError: If no such platform is known, or as in `dot_product_attention`.
+      ValueError: If the platform is unknown, or as in `dot_product_attention`.
       NotImplementedError: As in `dot_product_attention`.
 
     Example:

@@ -49,12 +49,12 @@ class Explanation(NamedTuple):
 
     Attributes:
       chosen: The implementation that computes the call.
-      refusals: For each implementation the reasons why it cannot run, each with what to change, as "reason: remedy"; an
-        empty list if it can.
-      on_cpu: The implementation that computes the call instead if the traced program is compiled for a CPU; None if it
-        is the chosen one.
-      variant: The algorithm of the chosen implementation, in words; None if it has only one.
-      note: What the explanation assumes about a `platform` that was asked for and is not available, else None.
+      refusals: For each implementation, the reasons why it cannot run, as "reason: remedy"; an empty list if it can
+        run.
+      on_cpu: The implementation that computes the call if the traced program is compiled for a CPU; None if this is the
+        chosen one.
+      variant: The algorithm of the chosen implementation, in words; None if it has only one algorithm.
+      note: What the explanation assumes about a requested `platform` that is not available, else None.
     """
 
     chosen: str

@@ -69,19 +69,19 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     qkv_sharding: Sharding | None = None,
     max_score_module: Any = None,
 ) -> Array:
-    """Computes `flax_mha.dot_product_attention` as the `attention_fn=` of a module, of this package or of Flax.
+    """Computes `flax_mha.dot_product_attention` with the signature that Flax's modules expect of an `attention_fn`.
 
-    Arguments that are not described here are those of `dot_product_attention`.
+    All other arguments are the same as in `dot_product_attention`.
 
     Args:
-      mask: Broadcasts to [B..., N, T, S]; bool, or the 0 and 1 in numbers that Flax's `make_causal_mask` returns;
-        other numbers are refused where they are known. Or a mask object.
-      deterministic: True drops nothing.
+      mask: Broadcasts to [B..., N, T, S]; bool, or numbers that are 0 or 1, as Flax's `make_causal_mask` returns them.
+        Other numbers are an error, or give NaN if they are traced. Or a mask object.
+      deterministic: True disables dropout.
       dtype: Dtype of the computation; None infers it from query, key and value, which are promoted to it.
       module: The module that sows the softmax's weights [B..., N, T, S], before dropout, as `attention_weights`; None
         sows none.
-      promote_dtype: Flax nnx's function to promote (query, key, value); None promotes as Flax does.
-      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always in float32 at least.
+      promote_dtype: Function that promotes (query, key, value); None uses Flax's.
+      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always computed in at least float32.
       einsum_dot_general: Function that computes the matrix products. If this or one of the next two is given, Flax
         linen's own `dot_product_attention` is called.
       qk_attn_weights_einsum: Einsum (such as a quantized one) of query and key; must be given with the next argument.
@@ -90,8 +90,8 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
         `attention_max_score`; None sows none.
 
     Raises:
-      ValueError: As `dot_product_attention`, and if complex inputs or custom einsums, which Flax's own function
-        computes, are combined with arguments that it does not support.
+      ValueError: As in `dot_product_attention`, and if complex inputs or custom einsums, which use Flax's own function,
+        are combined with arguments that Flax's function does not support.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

@@ -60,16 +60,15 @@ def explaining(call: Callable[Concatenate[Any, P], Array], explained: Callable[.
     """Makes the method `explain` of a module: it calls `explained`, and has the arguments of the method `call`."""
 
     def explain(self: Any, *arguments: Any, platform: Platform | None = None, **keywords: Any) -> Explanation:
-        """Explains which implementation computes a call with these arguments, and why the others cannot.
+        """Explains which implementation computes a call with these arguments, and why the others do not.
 
-        The arguments are those of the call, and `platform` is that of `flax_mha.explain_implementation`: it explains
-        the call for "cpu", "cuda" or "tpu", without such a device. Nothing is computed, and the module does not change.
-        A decoding call is explained for the cache as it is now or, if its index is not known (under `jit`), for an
-        empty one.
+        Pass the arguments of the call. With `platform`, the call is explained for "cpu", "cuda" or "tpu", even if there
+        is no such device; see `flax_mha.explain_implementation`. Nothing is computed, and the module does not change. A
+        decoding call is explained for the current cache or, under `jit`, for an empty cache.
 
         Raises:
           ValueError, NotImplementedError: If the call would raise it under `jit`; ValueError also if `attention_fn` is
-            not `flax_mha.attention_fn`, or if no such platform is known.
+            not `flax_mha.attention_fn`, or if the platform is unknown.
         """
         return explained(self, platform, *arguments, **keywords)
 
