@@ -29,15 +29,15 @@ Init = Callable[..., Any]
 
 
 class MultiHeadLatentAttention(AttentionModule, nn.Module):
-    """Multi-head latent attention, with the parameters of `flax_mha.MultiHeadLatentAttention`.
+    """Multi-head latent attention with the parameters of `flax_mha.MultiHeadLatentAttention`.
 
-    Attributes that both classes have are described there.
+    See `flax_mha.MultiHeadLatentAttention` for all other attributes.
 
     Attributes:
-      out_features: Features of the output; None means those of the input.
+      out_features: Features of the output; None means the features of the input.
       decode: True makes calls decode. The cache contains latents and rotary keys.
       per_row: True gives each sequence of a cache its own index.
-      cache_dtype: Dtype of the cache; None means that of the keys.
+      cache_dtype: Dtype of the cache; None means the dtype of the keys.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -97,9 +97,9 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
-        """Projects to latents and heads, attends, and projects back.
+        """Computes latent attention.
 
-        Arguments and errors are those of `flax_mha.linen.MultiHeadDotProductAttention.__call__`.
+        Arguments and errors are the same as in `flax_mha.linen.MultiHeadDotProductAttention.__call__`.
         """
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         check_has_features(inputs_q=inputs_q)

@@ -25,28 +25,28 @@ STORED = ("cached_key", "cached_value", "cached_lengths")  # variables of the ke
 
 
 class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttention):
-    """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
+    """Multi-head attention, a drop-in replacement for `flax.linen.MultiHeadDotProductAttention`.
 
-    Same attributes and call, same parameters, cache variables and sown weights, so Flax checkpoints load unconverted.
-    What differs: :doc:`differences </differences>`. Attributes that are not described here are constructor arguments of
-    `flax_mha.MultiHeadAttention`.
+    The attributes, call, parameters, cache variables and sown weights are the same as in Flax, so Flax checkpoints load
+    without conversion. For what differs, see :doc:`differences </differences>`. For all other attributes, see the
+    constructor of `flax_mha.MultiHeadAttention`.
 
     Attributes:
       qkv_features: Heads times head size; None means the features of the queries.
-      out_features: Features of the output; None means those of the queries.
-      deterministic: True switches dropout off; None leaves it to the call.
-      decode: True makes calls decode; the first call makes the cache, with room for as many tokens as its input has.
-      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always in float32 at least.
-      qk_attn_weights_einsum_cls: Class of the einsum of query and key, made without arguments, for example a quantized
-        one; must be given with the next attribute. Flax then computes the attention.
+      out_features: Features of the output; None means the features of the queries.
+      deterministic: True disables dropout; None leaves it to the call.
+      decode: True makes calls decode; the first call creates the cache, with room for as many tokens as its input has.
+      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always computed in at least float32.
+      qk_attn_weights_einsum_cls: Class that is instantiated, without arguments, as the einsum of query and key, for
+        example a quantized one; must be given with the next attribute. Flax then computes the attention.
       attn_weights_value_einsum_cls: Class of the einsum of attention weights and value.
-      per_row: True gives each sequence of a cache its own index, as `lengths` need it; `cache_index` is then [B...].
-      cache_dtype: Dtype of the cached keys and values; None means that of the keys. `int8` and `float8_e4m3fn` halve
-        the memory of bfloat16. With a `local_window_size` and long inputs the cache is a ring. See
+      per_row: True gives each sequence of a cache its own index, which `lengths` require; `cache_index` is then [B...].
+      cache_dtype: Dtype of the cached keys and values; None means the dtype of the keys. `int8` and `float8_e4m3fn` use
+        half the memory of bfloat16. With a `local_window_size` and long inputs, the cache is a ring buffer. See
         `flax_mha.kv_cache.KVCache.create`.
-      head_axis: Split the heads over this mesh axis (tensor parallelism), or over that of a logical axis: parameters
-        are boxed with the names of their axes, as by `nn.with_partitioning`. With fewer key heads than devices on that
-        axis of the mesh, which `jax.set_mesh` must set, all devices hold all key heads.
+      head_axis: Split the heads over this mesh axis, or the mesh axis of this logical axis (tensor parallelism).
+        Parameters are boxed with their axis names, as by `nn.with_partitioning`. If there are fewer key heads than
+        devices on this axis, all devices hold all key heads; the mesh must then be set by `jax.set_mesh`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -95,24 +95,23 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
-        """Projects to heads, attends, and projects back.
+        """Projects the inputs to heads, computes attention, and projects the result to `out_features`.
 
-        `flax_mha.MultiHeadAttention.__call__` describes the arguments that both modules have.
+        See `flax_mha.MultiHeadAttention.__call__` for the arguments that both modules share.
 
         Args:
           inputs_q: Queries.
           inputs_kv: Keys and values in one array; deprecated, as in Flax.
-          deterministic: True switches dropout off; None uses the attribute.
+          deterministic: True disables dropout; None uses the attribute.
           dropout_rng: Key for dropout; None draws one from the collection `dropout`.
           sow_weights: Sow the weights [B..., N, T, S] as `attention_weights` in the collection `intermediates`.
-          lengths: As in `flax_mha.MultiHeadAttention.__call__`; while decoding, they need the attribute `per_row`.
+          lengths: As in `flax_mha.MultiHeadAttention.__call__`; while decoding, they require the attribute `per_row`.
           sow_max_score: Sow the largest visible score of each head [B..., N] as `attention_max_score` in the collection
-            `intermediates`, as QK-Clip needs it.
+            `intermediates`, for example for QK-Clip.
 
         Raises:
-          ValueError: If inputs do not fit the module or each other, or if the cache has another shape or, where its
-            index is known, is full. Under `jit` the output of a sequence that has no room is NaN, and its cache does
-            not change.
+          ValueError: If inputs do not fit the module or each other, or if the cache has another shape or is full. Under
+            `jit`, a full cache is not an error: the output of the sequence is NaN, and its cache does not change.
         """
         check_has_features(inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v, inputs_kv=inputs_kv)
         may_be_mask = False
@@ -207,14 +206,15 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """The same module as `MultiHeadDotProductAttention`; as in Flax, it is auto-named `MultiHeadAttention_0`."""
+    """The same module as `MultiHeadDotProductAttention`, auto-named `MultiHeadAttention_0` as in Flax."""
 
 
 class SelfAttention(MultiHeadDotProductAttention):
-    """Self-attention: `MultiHeadDotProductAttention` with one input, a drop-in for `flax.linen.SelfAttention`.
+    """Self-attention, a drop-in replacement for `flax.linen.SelfAttention`.
 
-    As in Flax, it is auto-named `SelfAttention_0`, takes `mask`, `deterministic`, `dropout_rng` and `sow_weights` by
-    position, and has the parameters of `MultiHeadDotProductAttention`. Flax deprecates its own; this one does not warn.
+    This is `MultiHeadDotProductAttention` with one input and the same parameters. As in Flax, it is auto-named
+    `SelfAttention_0`, and takes `mask`, `deterministic`, `dropout_rng` and `sow_weights` by position. Flax's class is
+    deprecated; this one does not warn.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -28,38 +28,40 @@ from flax_mha.rope import RoPE
 class MultiHeadLatentAttention(AttentionModule):
     """Multi-head latent attention, as in DeepSeek-V2, DeepSeek-V3 and Kimi K2.
 
-    Keys and values of all heads are projections of one latent vector per token, of `kv_lora_rank` features; the rotary
-    part of the key, of `qk_rope_head_dim` features, is shared by all heads. A call that does not decode computes keys
-    and values of all heads. A decoding call caches only latents and rotary keys, `kv_lora_rank + qk_rope_head_dim`
-    numbers per token, and projects queries into the space of latents instead; both give the same up to rounding.
+    The keys and values of all heads are projections of one latent vector per token with `kv_lora_rank` features. All
+    heads share the rotary part of the key, which has `qk_rope_head_dim` features. A call that does not decode computes
+    keys and values for all heads. A decoding call caches only latents and rotary keys, `kv_lora_rank +
+    qk_rope_head_dim` numbers per token, and projects the queries to latents instead. The results are the same up to
+    rounding.
 
     The parameters are named as in DeepSeek's files: `q_proj` [in, heads, size], or `q_a_proj` [in, q_lora_rank],
     `q_a_layernorm` and `q_b_proj` [q_lora_rank, heads, size]; `kv_a_proj_with_mqa` [in, kv_lora_rank +
     qk_rope_head_dim], `kv_a_layernorm`, `kv_b_proj` [kv_lora_rank, heads, qk_nope_head_dim + v_head_dim], `o_proj`
-    [heads, v_head_dim, out]. A query head has qk_nope_head_dim features, then qk_rope_head_dim rotary ones.
+    [heads, v_head_dim, out]. A query head has qk_nope_head_dim features, then qk_rope_head_dim rotary features.
 
-    All other arguments are those of `MultiHeadAttention`.
+    All other arguments are the same as in `MultiHeadAttention`.
 
     Args:
       num_heads: Number of heads N.
       in_features: Features of the input.
       out_features: Features of the output; None means `in_features`.
       kv_lora_rank: Features of the latent.
-      qk_nope_head_dim: Features of a head's query and key that are not rotary.
-      qk_rope_head_dim: Rotary features of a head's query, and of the key that all heads share.
-      v_head_dim: Features of a head's value.
-      q_lora_rank: Features of the compressed queries, which are then projected to heads; None projects the input.
+      qk_nope_head_dim: Non-rotary features of each head's query and key.
+      qk_rope_head_dim: Rotary features of each head's query, and of the key that all heads share.
+      v_head_dim: Features of each head's value.
+      q_lora_rank: Features of the compressed queries, which are then projected to heads; None projects the input
+        directly.
       use_bias: Add biases to `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` (`attention_bias` in configs).
       norm_epsilon: Added to the variance in the norms.
       kernel_metadata: Metadata of all kernels.
-      scale: Factor of query . key; None means 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), times
-        (0.1 mscale_all_dim ln(factor) + 1)^2 if `rope` has a `YaRN` with `mscale_all_dim`, as DeepSeek does.
-      rope: Rotary position embeddings of the rotary features; None means none. DeepSeek's are interleaved.
-      head_axis: Split the heads over this mesh axis (tensor parallelism); the compressions and the cache, which has
-        one key head, are on every device.
+      scale: Factor that multiplies query . key; None means 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), times
+        (0.1 mscale_all_dim ln(factor) + 1)^2 if `rope` has a `YaRN` with `mscale_all_dim`, as in DeepSeek.
+      rope: Rotary position embeddings for the rotary features; None means none. DeepSeek's are interleaved.
+      head_axis: Split the heads over this mesh axis (tensor parallelism). Every device holds all of the compressions
+        and of the cache, which has one key head.
 
     Raises:
-      ValueError: If an argument is out of its range.
+      ValueError: If an argument is out of range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -180,7 +182,7 @@ class MultiHeadLatentAttention(AttentionModule):
         positions: Int[Array, "..."] | None = None,
         sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
-        """Projects to latents and heads, attends, and projects back; see `flax_mha.MultiHeadAttention.__call__`."""
+        """Computes latent attention; for the arguments, see `flax_mha.MultiHeadAttention.__call__`."""
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = FlaxModule(
             query=self._query,

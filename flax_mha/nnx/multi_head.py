@@ -99,18 +99,18 @@ class AttentionModule(nnx.Module):
         per_row: bool = False,
         sharding: Sharding | None = None,
     ) -> None:
-        """Makes an empty cache, which decoding needs.
+        """Creates an empty cache for decoding.
 
-        With a `local_window_size` and an S that is large enough the cache is a ring, which never overflows; see
+        With a `local_window_size` and a large enough S, the cache is a ring buffer, which never overflows; see
         `flax_mha.kv_cache.KVCache.create`.
 
         Args:
-          input_shape: [B..., S, D]: the shape of the inputs of all calls together; the cache has room for S tokens.
+          input_shape: [B..., S, D]: the inputs of all calls concatenated; the cache has room for S tokens.
           dtype: Dtype of the cached keys and values; None means the module's `dtype`, or else its `param_dtype`. `int8`
-            and `float8_e4m3fn` halve the memory of bfloat16; see `flax_mha.kv_cache.KVCache.create`.
-          per_row: True gives each sequence its own index, as `lengths` need it; `cache_index` is then [B...].
+            and `float8_e4m3fn` use half the memory of bfloat16; see `flax_mha.kv_cache.KVCache.create`.
+          per_row: True gives each sequence its own index, which `lengths` require; `cache_index` is then [B...].
           sharding: How a mesh splits the batch axes and heads of cached keys and values [B..., S, K, H]; None splits
-            the heads as `head_axis` does.
+            the heads along `head_axis`.
 
         Raises:
           ValueError: If a size is missing, negative or does not fit the module, or if the dtype is not floating point.
@@ -150,13 +150,13 @@ class AttentionModule(nnx.Module):
         max_length: int | None = None,
         per_row: bool = False,
     ) -> None:
-        """Switches dropout and decoding, and makes a cache if its size is given; `nnx.view` calls this.
+        """Sets `deterministic` and `decode`, and creates a cache if its size is given; `nnx.view` calls this.
 
         Args:
-          deterministic: True switches dropout off; None leaves it as it is.
-          decode: True makes calls decode; None leaves it as it is.
-          batch_size: Batch axes of a new cache; needs `max_length`.
-          max_length: Number of tokens that the new cache has room for; needs `batch_size`.
+          deterministic: True disables dropout; None leaves the setting unchanged.
+          decode: True makes calls decode; None leaves the setting unchanged.
+          batch_size: Batch axes of a new cache; requires `max_length`.
+          max_length: Number of tokens that the new cache has room for; requires `batch_size`.
           per_row: True gives each sequence its own index; see `init_cache`.
 
         Raises:
@@ -247,15 +247,16 @@ class AttentionModule(nnx.Module):
 
 
 class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
-    """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
+    """Multi-head attention, a drop-in replacement for `flax.nnx.MultiHeadAttention`.
 
-    Same constructor and call, same parameters (`query`, `key`, `value`: kernel [in, heads, head size], bias [heads,
-    head size]; `out`: kernel [heads, head size, out], bias [out]), same cache variables and sown weights, so Flax
-    checkpoints load unconverted. What differs: :doc:`differences </differences>`.
+    The constructor, call, parameters, cache variables and sown weights are the same as in Flax, so Flax checkpoints
+    load without conversion. The parameters are `query`, `key` and `value` (kernel [in, heads, head size], bias [heads,
+    head size]) and `out` (kernel [heads, head size, out], bias [out]). For what differs, see
+    :doc:`differences </differences>`.
 
     Args:
-      num_heads: Number of query heads N; divides `qkv_features`.
-      in_features: Features of the queries, and of keys and values unless `in_kv_features` says otherwise.
+      num_heads: Number of query heads N; must divide `qkv_features`.
+      in_features: Features of the queries, and of keys and values unless `in_kv_features` is set.
       qkv_features: N times the head size; None means `in_features`.
       out_features: Features of the output; None means `in_features`.
       num_kv_heads: Number of key and value heads K, a divisor of N (grouped-query attention); None means N.
@@ -263,8 +264,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       dtype: Dtype of the computation; None infers it from inputs and parameters.
       param_dtype: Dtype of the parameters.
       broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)
-      dropout_rate: Share of the softmax's weights to drop, in [0, 1).
-      deterministic: True switches dropout off; None leaves it to the call.
+      dropout_rate: Fraction of the softmax's weights to drop, in [0, 1).
+      deterministic: True disables dropout; None leaves it to the call.
       precision: Precision of all matrix products, a `jax.lax.Precision` or its name; None means
         `jax.default_matmul_precision`.
       kernel_init: Initializer of the kernels.
@@ -272,48 +273,49 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       bias_init: Initializer of the biases.
       out_bias_init: Initializer of the bias of `out`; None means `bias_init`.
       use_bias: Add a learned bias in every projection.
-      attention_fn: A function with the signature of Flax's `dot_product_attention`; `functools.partial` of
-        `flax_mha.attention_fn` sets arguments of the default one.
+      attention_fn: A function with the signature of Flax's `dot_product_attention`. To set arguments of the default
+        function, pass a `functools.partial` of `flax_mha.attention_fn`.
       decode: True makes calls decode; None leaves it to the call.
-      normalize_qk: Normalize each head of query and key, with a learned scale [head size]. True or "layer_norm": with
-        LayerNorm, as Flax does. "layer_norm_bias": with a learned bias, too (Phi). "layer_norm_each_head": with a scale
-        [heads, head size] (Command R+). "rms_norm": with RMSNorm. "rms_norm_after_rope": with RMSNorm after the
-        rotation (Hunyuan). "rms_norm_all_heads": with RMSNorm over all heads of a token together and a scale [heads,
-        head size] (OLMo 2).
+      normalize_qk: Normalize each head of query and key, with a learned scale [head size]. True or "layer_norm":
+        LayerNorm, as in Flax. "layer_norm_bias": LayerNorm with a learned bias (Phi). "layer_norm_each_head": LayerNorm
+        with a scale [heads, head size] (Command R+). "rms_norm": RMSNorm. "rms_norm_after_rope": RMSNorm after the
+        rotation (Hunyuan). "rms_norm_all_heads": RMSNorm over all heads of a token together, with a scale [heads, head
+        size] (OLMo 2).
       qk_norm_epsilon: Added to the variance in these norms; None means 1e-6, as in Flax.
       qkv_promote_dtype: Function that casts inputs and parameters to `dtype` in the projections `query`, `key`, `value`
         and `gate`.
-      out_promote_dtype: The same function for `out`.
-      ln_promote_dtype: The same function for the norms of queries and keys.
+      out_promote_dtype: Same as `qkv_promote_dtype`, for `out`.
+      ln_promote_dtype: Same as `qkv_promote_dtype`, for the norms of queries and keys.
       qkv_dot_general: Function with the signature of `jax.lax.dot_general` that computes the products of `query`,
-        `key`, `value` and `gate`, for example a quantized one; None computes them in the usual way.
-      out_dot_general: The same function for `out`.
-      qkv_dot_general_cls: Class of which each projection makes its own `qkv_dot_general`, without arguments.
-      out_dot_general_cls: The same class for `out`.
+        `key`, `value` and `gate`, for example a quantized one; None uses the default.
+      out_dot_general: Same as `qkv_dot_general`, for `out`.
+      qkv_dot_general_cls: Class that each projection instantiates, without arguments, as its `qkv_dot_general`.
+      out_dot_general_cls: Same as `qkv_dot_general_cls`, for `out`.
       rngs: Random streams for parameters and dropout.
-      keep_rngs: Keep a dropout stream in the module if `dropout_rate > 0`; False means that calls pass `rngs`.
+      keep_rngs: Keep a dropout stream in the module if `dropout_rate > 0`; with False, calls must pass `rngs`.
       kernel_metadata: Metadata of the kernels, for example `{"out_sharding": (None, "model")}`.
       out_kernel_metadata: Metadata of the kernel of `out`; if empty, `kernel_metadata` is used.
       bias_metadata: Metadata of the biases.
       out_bias_metadata: Metadata of the bias of `out`; if empty, `bias_metadata` is used.
-      query_ln_scale_metadata: Metadata of the scale of the queries' norm.
-      key_ln_scale_metadata: Metadata of the scale of the keys' norm.
-      implementation: Name of the attention's implementation; None chooses. See `dot_product_attention`.
-      scale: Factor of query . key; None means 1 / sqrt(head size).
-      local_window_size: (left, right): how many positions before and after its own a query sees; see
+      query_ln_scale_metadata: Metadata of the scale in the queries' norm.
+      key_ln_scale_metadata: Metadata of the scale in the keys' norm.
+      implementation: Name of the attention implementation; None lets the library choose. See `dot_product_attention`.
+      scale: Factor that multiplies query . key; None means 1 / sqrt(head size).
+      local_window_size: (left, right): how many positions before and after its own a query attends to; see
         `dot_product_attention`.
-      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30, None caps nothing.
-      sinks: Learn one more logit per head, the parameter `sinks` [N], which only adds to the sum of the softmax.
-      gate: Multiply each head's output by a sigmoid of the input, feature by feature, before `out`, as Qwen3-Next does
-        (arXiv:2505.06708): one more projection, `gate`, with parameters in the shapes of those of `query`.
-      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) of queries and keys, after their norms; None means none.
-      head_axis: Split the heads over this mesh axis (tensor parallelism), or over that of a logical axis: parameters
-        and caches get the metadata `out_sharding`, and are placed by it if the module is made under `jax.set_mesh`.
-        With fewer key heads than devices on that axis of the mesh, which `jax.set_mesh` must set, all devices hold all
-        key heads.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30. None means no cap.
+      sinks: Learn one additional logit per head, the parameter `sinks` [N], which is added only to the softmax's
+        denominator.
+      gate: Multiply each head's output, before `out`, by the sigmoid of another projection of the input (Qwen3-Next,
+        arXiv:2505.06708). The projection `gate` has parameters with the same shapes as `query`.
+      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys, after their norms; None means none.
+      head_axis: Split the heads over this mesh axis, or the mesh axis of this logical axis (tensor parallelism).
+        Parameters and caches get the metadata `out_sharding`, and are placed accordingly if the module is created under
+        `jax.set_mesh`. If there are fewer key heads than devices on this axis, all devices hold all key heads; the mesh
+        must then be set by `jax.set_mesh`.
 
     Raises:
-      ValueError: If an argument is out of its range, or if heads and features do not fit together.
+      ValueError: If an argument is out of range, or if heads and features do not fit together.
 
     Example:
       >>> import jax.numpy as jnp
@@ -439,46 +441,47 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         store_keys: bool = False,
         sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
-        """Projects to heads, attends, and projects back.
+        """Projects the inputs to heads, computes attention, and projects the result to `out_features`.
 
         Args:
           inputs_q: Queries.
           inputs_k: Keys; None means `inputs_q` (self-attention).
           inputs_v: Values; None means `inputs_k`.
           mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
-            While decoding, S is the number of slots of the cache, as for `bias`; mask objects go by positions.
-          deterministic: True switches dropout off; None means what the constructor got.
+            While decoding, S is the number of slots of the cache, as for `bias`; mask objects use positions.
+          deterministic: True disables dropout; None uses the constructor's value.
           rngs: Random streams with a stream `dropout`, or one stream, for the dropout key; None uses the constructor's
-            stream, if `keep_rngs` kept it.
+            stream, if `keep_rngs` is True.
           sow_weights: Sow the weights [B..., N, T, S] as `nnx.Intermediate` variable `attention_weights`.
-          decode: Add the T tokens of this call to the cache, and attend to all tokens in it; None means the
-            constructor's.
-          is_causal: Queries see keys up to their own position. A decoding call always does.
+          decode: Add the T tokens of this call to the cache, and attend to all tokens in it; None uses the
+            constructor's value.
+          is_causal: Queries attend only to keys up to their own position. Decoding calls are always causal.
           out_sharding: Sharding of the output, for `out`.
           qkv_sharding: Sharding of query, key and value [B..., T, N, H], for the attention (see
             `dot_product_attention`) and, on a mesh with Explicit axes, for their projections.
-          input_positions: Passed on to an `attention_fn` that knows it, as Flax does; the default one does not.
+          input_positions: Passed to `attention_fn`, as in Flax; the default function does not accept it.
           bias: Broadcasts to [B..., N, T, S]; added to the scores.
           segment_ids: Segment ids of documents packed into one sequence: [B..., T], or a pair for queries and keys.
             Must be None while decoding.
           lengths: Number of tokens before the padding in each sequence: [B...], or a pair for queries and keys, which
-            is required if keys are not the queries. Padded keys are masked; the attention output of padded queries is
-            0, before the output projection. While decoding, one array: how many of the T tokens are not padding; needs
-            a cache with an index for each sequence (`per_row`).
+            is required if keys and queries have different inputs. Padded keys are masked; the attention output of
+            padded queries is 0, before the output projection. While decoding, one array: how many of the T tokens are
+            not padding; this requires a cache with an index for each sequence (`per_row`).
           score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
           positions: Positions of the tokens for `rope`: [B..., T] or [T], or a pair for queries and keys, which is
-            required if keys are not the queries; with a last axis of coordinates if `rope` has sections. None counts
-            from 0, or from the index of the cache. Masks and windows ignore it: they go by the place in the sequence.
-          store_keys: Keep this call's keys, values and their `lengths` in the cache, for cross-attention: later calls
-            that decode without `inputs_k` attend to all of them, and add none. Needs `inputs_k` and `decode`. The later
-            calls take no mask object, `score_mod` or window, because they do not count positions.
+            required if keys and queries have different inputs; with a last axis of coordinates if `rope` has sections.
+            None counts from 0, or from the index of the cache. Masks and windows ignore `positions`: they use the index
+            in the sequence.
+          store_keys: Store this call's keys, values and their `lengths` in the cache for cross-attention. Later
+            decoding calls without `inputs_k` attend to all stored keys, and add none. Requires `inputs_k` and `decode`.
+            The later calls accept no mask object, `score_mod` or window, because they do not count positions.
           sow_max_score: Sow the largest visible score of each head [B..., N] as `nnx.Intermediate` variable
-            `attention_max_score`, as QK-Clip needs it.
+            `attention_max_score`, for example for QK-Clip.
 
         Raises:
-          ValueError: If inputs do not fit the module or each other, or if the cache is missing, has another shape or,
-            where its index is known, is full. Under `jit` the output of a sequence that has no room is NaN, and its
-            cache does not change.
+          ValueError: If inputs do not fit the module or each other, or if the cache is missing, has another shape, or
+            is full. Under `jit`, a full cache is not an error: the output of the sequence is NaN, and its cache does
+            not change.
         """
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         query, key, value, gate = layers = self.query, self.key, self.value, self.gate
