@@ -33,32 +33,32 @@ def context_parallel(
 ) -> Callable[..., Array]:
     """Makes an `attention_fn` for modules whose sequences are split over the devices of a mesh axis.
 
-    It takes the arguments of `flax_mha.attention_fn`, with the shapes of whole sequences, and returns the same result:
-    masks, windows, lengths, `score_mod` and dropout refer to positions in the whole sequence.
+    The function takes the arguments of `flax_mha.attention_fn`, with the shapes of whole sequences, and returns the
+    same result: masks, windows, lengths, `score_mod` and dropout refer to positions in the whole sequence.
 
     Args:
-      axis: The mesh axis that splits queries, and keys and values, along their lengths T and S. Its size N must divide
-        both.
+      axis: The mesh axis that splits queries, keys and values along their lengths T and S. Its size N must divide both.
       strategy: What the devices exchange.
-        "ring": keys and values travel from device to device, and each device computes attention over them meanwhile.
-        Memory per device depends on T / N alone. Computed by "blockwise" attention, or by "pallas" if it is named.
-        "ulysses": each device gets all positions of one N-th of its heads, by an all-to-all before and after. Any
-        implementation computes it, fused kernels too. Each device must hold a multiple of N key heads.
-        "allgather": each device gets all keys and values for its queries. Good for short sequences, or few key heads.
-      layout: Which tokens a device holds. "contiguous": T / N in a row. "zigzag": two chunks of T / (2 N), the r-th
-        from the front and the r-th from the back, which gives all devices the same work under a causal mask. All arrays
-        along T and S are in this order then: see `to_zigzag`, and `zigzag_positions` for rotary embeddings.
-      batch_axes: The mesh axes that split the first batch axis. None means those of the query, if its type contains
-        them (on a mesh with Explicit axes) or it is not traced; otherwise none.
-      head_axis: The mesh axis that splits the heads. None means the `head_axis` of the module, or that of the query.
-      mesh: The mesh. None: that of `jax.set_mesh`, or the query's.
+        "ring": keys and values move from device to device while each device computes attention over them. Memory per
+        device depends only on T / N. Uses "blockwise" attention, or "pallas" if you name it.
+        "ulysses": an all-to-all before and after gives each device all positions of one N-th of its heads. Works with
+        any implementation, including fused kernels. Each device must hold a multiple of N key heads.
+        "allgather": each device gathers all keys and values for its queries. Good for short sequences or few key heads.
+      layout: Which tokens a device holds. "contiguous": T / N consecutive tokens. "zigzag": two chunks of T / (2 N)
+        tokens, the r-th from the front and the r-th from the back, which balances the work under a causal mask. With
+        "zigzag", all arrays along T and S must be in this order: see `to_zigzag`, and `zigzag_positions` for rotary
+        embeddings.
+      batch_axes: The mesh axes that split the first batch axis. None uses the query's sharding, if its type contains it
+        (on a mesh with Explicit axes) or the query is not traced; otherwise the batch is not split.
+      head_axis: The mesh axis that splits the heads. None means the module's `head_axis`, or the query's sharding.
+      mesh: The mesh. None means the mesh set by `jax.set_mesh`, or the query's mesh.
 
     Returns:
       A function with the signature of `flax_mha.attention_fn`; equal arguments make equal functions.
 
     Raises:
-      ValueError: If an argument is invalid; when the function is called, if the mesh has no such axis, if lengths or
-        heads cannot be split, or if something needs all tokens on one device: decoding, sown weights, Flax's einsums.
+      ValueError: If an argument is invalid. When the function is called: if the mesh has no such axis, if lengths or
+        heads cannot be split, or if the call needs all tokens on one device (decoding, sown weights, Flax's einsums).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -140,17 +140,17 @@ def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
 
 
 def zigzag_positions(length: int, devices: int) -> np.ndarray:
-    """Returns the position of every token in the "zigzag" order: int32 [length].
+    """Returns the position of each token in "zigzag" order: int32 [length].
 
-    Pass it as `positions` to modules with rotary embeddings if tokens are in that order. Token i in zigzag order is
-    token `zigzag_positions(...)[i]` of the original sequence.
+    Token i in zigzag order is token `zigzag_positions(...)[i]` of the original sequence. If tokens are in zigzag order,
+    pass this array as `positions` to modules with rotary embeddings.
 
     Args:
       length: Number of tokens.
       devices: Size of the mesh axis.
 
     Raises:
-      ValueError: If `length` is no multiple of 2 * `devices`.
+      ValueError: If `length` is not a multiple of 2 * `devices`.
 
     Example:
       >>> zigzag_positions(8, 2)
@@ -160,7 +160,7 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """Reorders an array along `axis`, its sequence, to the "zigzag" order for this number of devices.
+    """Reorders an array along its sequence axis to the "zigzag" order for this number of devices.
 
     Raises:
       ValueError: If the axis cannot be cut into 2 * `devices` chunks.

@@ -15,13 +15,13 @@ def plot_mask(mask: Mask, queries: int, keys: int, axes: "Axes | None" = None) -
       mask: A mask object.
       queries: Number of queries T.
       keys: Number of keys S.
-      axes: The axes to draw in; None makes a new figure.
+      axes: The axes to draw in; None creates a new figure.
 
     Returns:
       The axes; `axes.figure.savefig("mask.png")` writes the picture.
 
     Raises:
-      ModuleNotFoundError: Without matplotlib; `pip install matplotlib` installs it.
+      ModuleNotFoundError: If matplotlib is not installed.
 
     Example:
       >>> from flax_mha import masks, plot
