@@ -86,39 +86,40 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
     precision: lax.PrecisionLike = None,
     qkv_sharding: Sharding | None = None,
 ) -> tuple[Array, KVCache] | tuple[Array, KVCache, Array]:
-    """Computes causal attention of T new tokens over a cache and themselves, and adds them to the cache.
+    """Adds T new tokens to a cache, and computes their causal attention over all tokens in the cache.
 
-    Token i of a sequence stands at position `cache.index + i`. Any split of a sequence into calls gives what
-    `dot_product_attention(..., is_causal=True)` gives for the whole sequence.
+    Token i of the call has the position `cache.index + i` in its sequence. However a sequence is split into calls, the
+    results equal `dot_product_attention(..., is_causal=True)` on the whole sequence.
 
-    A prompt that meets an empty cache is computed as without a cache, by the fastest implementation. Otherwise keys and
-    values are read where they are in the cache, only as far as a query sees.
+    If the cache is empty, a prompt is computed as without a cache, by the fastest implementation. Otherwise, keys and
+    values are read in place, only as far as the queries attend.
 
     Args:
       query: Queries of the new tokens.
-      key: Keys of the new tokens, rotated if there are rotary embeddings.
-      value: Values of the new tokens; None if the cache has a `value_size`: then they are the first features of keys.
-      cache: The keys and values of the tokens before the new ones.
-      bias: Added to the scores; broadcasts to [B..., N, T, S], where S is the number of slots of the cache.
-      mask: bool, broadcasts to [B..., N, T, S]. Or a mask object, which refers to positions; only the key axis of its
-        arrays refers to slots.
+      key: Keys of the new tokens, already rotated if the model uses rotary embeddings.
+      value: Values of the new tokens. Must be None if the cache has a `value_size`; the values are then the first
+        features of the keys.
+      cache: The keys and values of the previous tokens.
+      bias: Added to the scores; broadcasts to [B..., N, T, S], where S is the number of cache slots.
+      mask: bool, broadcasts to [B..., N, T, S]. Or a mask object, which uses positions; only the key axis of its arrays
+        uses slots.
       lengths: int [B...]: number of new tokens of each sequence before the padding at its end; None means T. The output
-        of padding is 0. Needs a cache made with `per_row=True`.
-      scale: As in `dot_product_attention`, like all arguments that are not described here.
-      local_window_size: (left, right). If the cache is a ring, `left` must be given, and at most the cache's `window`.
-      implementation: Name of the implementation; None chooses. A named one gets the whole cache, as arrays of keys
-        and values.
-      qkv_sharding: How a mesh splits the query, and the cache alike.
+        of padding is 0. Requires a cache created with `per_row=True`.
+      scale: As in `dot_product_attention`, like all other arguments.
+      local_window_size: (left, right). If the cache is a ring, `left` must be given and at most the cache's `window`.
+      implementation: Name of the implementation; None lets the library choose. A named implementation gets the whole
+        cache, as arrays of keys and values.
+      qkv_sharding: How a mesh splits the query and the cache.
 
     Returns:
-      The output, the cache with the new tokens and, with `return_max_score`, the maximum [B..., N]. Under `jit`, a
-      sequence whose tokens find no room returns NaN, and its cache is left as it was. So does a sequence at a position
-      for which an array of `score_mod` or `mask` has no entry, unless another mask may hide it, but its tokens are
-      cached.
+      The output, the cache with the new tokens and, with `return_max_score`, the maximum score [B..., N]. Under `jit`,
+      the output is NaN for a sequence whose cache has no room, and its cache does not change. The output is also NaN at
+      a position for which an array of `score_mod` or `mask` has no entry, unless another mask may hide the position;
+      these tokens are cached.
 
     Raises:
-      ValueError: If arguments do not fit together, or if there is no room or no entry and the index is known.
-      NotImplementedError: If the named implementation cannot compute this.
+      ValueError: If arguments do not fit together, or, if the index is not traced, if there is no room or no entry.
+      NotImplementedError: If the named implementation cannot compute this call.
 
     Example:
       >>> import jax, jax.numpy as jnp

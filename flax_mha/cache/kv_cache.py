@@ -26,20 +26,20 @@ SPARE = 64
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """The keys and values of all tokens so far, in Flax's layout, for each sequence of the batch.
+    """An immutable cache of keys and values in Flax's layout.
 
-    The token at position p is in slot p. With a `window` the cache is a ring of S slots: the token at position p is in
-    slot p mod S, where it replaces a token that no later query sees. A ring never overflows.
+    The token at position p is in slot p. With a `window`, the cache is a ring buffer of S slots: the token at position
+    p is in slot p mod S, and overwrites a token that no later query attends to. A ring never overflows.
 
     Attributes:
       key: [B..., S, K, H].
       value: [B..., S, K, Hv]; Hv = 0 with a `value_size`.
       index: The number of tokens so far, int32: [] for all sequences, or [B...]. A negative number marks a sequence
         that has lost tokens that a query needs; its outputs are NaN.
-      window: Number of positions before its own that a query sees; None if the cache is no ring.
-      value_size: If given, values are the first `value_size` features of keys, and are not stored again.
-      scale: Factors [B..., S, K, 2] of 8-bit keys and of 8-bit values; with a `value_size`, of the features of keys
-        after the first `value_size`, and of values. None if keys and values have more bits.
+      window: Number of positions before its own that a query attends to; None if the cache is not a ring.
+      value_size: If given, the values are the first `value_size` features of the keys, and are not stored separately.
+      scale: Scales [B..., S, K, 2] of 8-bit keys and 8-bit values. With a `value_size`, the scales of the key features
+        after the first `value_size`, and of the values. None if keys and values have more than 8 bits.
 
     Example:
       >>> import jax.numpy as jnp
@@ -76,21 +76,21 @@ class KVCache:
         """Creates an empty cache.
 
         Args:
-          batch: Batch axes.
+          batch: Size of the batch axis, or sizes of several batch axes.
           max_length: Number of tokens that the cache has room for.
           num_kv_heads: Number of key and value heads K.
-          head_size: H, of keys and of values.
-          dtype: Dtype of keys and values: floating point, or `int8` or `float8_e4m3fn`, with float32 scales for each
+          head_size: Head size H of keys and values.
+          dtype: Dtype of keys and values: floating point, or `int8` or `float8_e4m3fn` with float32 scales for each
             token and key head; see the attribute `scale`.
-          window: Number of positions before its own that a query sees, the `left` of `local_window_size`; None means
-            all. If `max_length` is at least window + 1 + 64, the cache is a ring of window + 1 + 64 slots.
+          window: Number of positions before its own that a query attends to, the `left` of `local_window_size`; None
+            means all. If `max_length` is at least window + 1 + 64, the cache is a ring of window + 1 + 64 slots.
           per_row: True gives each sequence its own index.
           sharding: How a mesh splits the batch axes and heads of keys and values [B..., S, K, H].
-          value_size: If given, values are the first `value_size` features of keys, and are not stored again, as in
-            multi-head latent attention; `update` then takes None as the new values.
+          value_size: If given, the values are the first `value_size` features of the keys, and are not stored
+            separately, as in multi-head latent attention; pass None as the new values to `update`.
 
         Raises:
-          ValueError: If an argument is out of its range.
+          ValueError: If an argument is out of range.
         """
         axes = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_size": head_size}
@@ -221,11 +221,11 @@ class KVCache:
         return jnp.broadcast_to(lengths, self.index.shape)
 
     def has_room(self, number: int = 1, lengths: ArrayLike | None = None) -> Bool[Array, "..."] | bool:
-        """Returns True if there is room for `number` more tokens; under `jit`, an array in the shape of the index.
+        """Returns True if there is room for `number` more tokens; under `jit`, an array with the shape of the index.
 
         Raises:
-          ValueError: If there is no room and the index is known, if there are more tokens than slots, or if `lengths`
-            are not those that `update` takes.
+          ValueError: If there is no room and the index is not traced, if there are more tokens than slots, or if
+            `update` would not accept `lengths`.
         """
         return self._fit(number, lengths)[0]
 
@@ -259,15 +259,15 @@ class KVCache:
 
         Args:
           key: Keys in the dtype of the cache.
-          value: Values in the dtype of the cache; None if they are features of the keys.
-          lengths: int [B...]: number of tokens of each sequence before the padding at its end; None means T. Needs an
-            index for each sequence.
+          value: Values in the dtype of the cache; None if the cache has a `value_size`.
+          lengths: int [B...]: number of tokens of each sequence before the padding at its end; None means T. Requires
+            an index for each sequence.
 
         Returns:
-          A new cache. Under `jit`, a sequence that has no room for its tokens does not change.
+          A new cache. Under `jit`, a sequence without room for its tokens does not change.
 
         Raises:
-          ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is known.
+          ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is not traced.
         """
         key = jnp.asarray(key)
         value = self.values(key, value)
@@ -286,17 +286,17 @@ class KVCache:
         return Appended(self._replace(written, self.index + added), tokens, room)
 
     def truncate(self, index: ArrayLike) -> "KVCache":
-        """Takes back all tokens after the first `index`, for speculative decoding.
+        """Removes all tokens after the first `index`, for speculative decoding.
 
-        Slots of a ring whose tokens are taken back contain NaN until they are written again, because the tokens that
-        they replaced are lost; `jax_debug_nans` may stop there.
+        In a ring, the slots of removed tokens contain NaN until they are written again, because the tokens that they
+        replaced are lost; `jax_debug_nans` may stop there.
 
         Args:
           index: int, or [B...] for a cache with an index for each sequence.
 
         Raises:
-          ValueError: If there are fewer tokens, or if a ring has replaced tokens that the next query sees; under `jit`
-            such a sequence is marked by a negative index.
+          ValueError: If there are fewer tokens, or if a ring has overwritten tokens that the next query attends to.
+            Under `jit`, a negative index marks such a sequence.
         """
         new = self._for_each("index", index)
         kept = jnp.zeros_like(self.index)
@@ -324,11 +324,11 @@ class KVCache:
         """Selects sequences, to reorder beams or to continue one prompt in several ways.
 
         Args:
-          rows: int [B']: entries of the first batch axis, which may repeat.
+          rows: int [B']: indices along the first batch axis, which may repeat.
 
         Raises:
-          ValueError: If there is no batch axis, or an entry that does not exist; under `jit` that becomes a sequence of
-            NaN.
+          ValueError: If there is no batch axis, or if an index is out of range. Under `jit`, an index out of range
+            gives a sequence of NaN.
         """
         rows = int32("rows", rows)
         if not self.batch or rows.ndim != 1:
@@ -345,18 +345,18 @@ class KVCache:
         return self._replace(entries, index)
 
     def keep(self, slots: ArrayLike, lengths: ArrayLike | None = None, index: ArrayLike | None = None) -> "KVCache":
-        """Keeps one path of a tree of drafted tokens, in consecutive slots, and takes back the tree's other tokens.
+        """Keeps one path of a drafted tree in consecutive slots, and removes the other tokens of the tree.
 
         Args:
           slots: int [n], or [B..., n] for a cache with an index for each sequence: the slots of the path's tokens, in
             ascending order, as in `recipes.tree_causal`.
-          lengths: int, or [B...] for such a cache: the number of slots that count, from the first; None means all.
-          index: int, or [B...] for such a cache: the number of tokens before the tree, which stay; None means the first
-            of the slots.
+          lengths: int, or [B...] for such a cache: use only this many of the slots, from the first; None means all.
+          index: int, or [B...] for such a cache: the number of tokens before the tree, which are kept; None means the
+            first of the slots.
 
         Raises:
-          ValueError: If the cache is a ring, or if the slots do not ascend from `index` to the number of tokens so far;
-            under `jit` such a sequence is marked by a negative index.
+          ValueError: If the cache is a ring, or if the slots do not ascend from `index` to the number of tokens so far.
+            Under `jit`, a negative index marks such a sequence.
 
         Example:
           >>> import jax.numpy as jnp

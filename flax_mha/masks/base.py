@@ -43,9 +43,9 @@ def part_axes(axes: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """The base class of masks. `&`, `|` and `~` combine masks, and `print` draws one.
+    """The base class of masks. Combine masks with `&`, `|` and `~`, and draw a mask with `print`.
 
-    Masks are equal if their types and values are. Traced arrays are only equal if they are the same object.
+    Masks are equal if their types and values are equal. Traced arrays are equal only if they are the same object.
     """
 
     def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class _Combined(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class And(_Combined):
-    """Visible where both masks are visible."""
+    """Shows the keys that both masks show."""
 
     left: Mask
     right: Mask
@@ -227,7 +227,7 @@ def conjuncts(mask: Mask | None) -> list[Mask]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Or(_Combined):
-    """Visible where at least one of two masks is visible."""
+    """Shows the keys that at least one of two masks shows."""
 
     left: Mask
     right: Mask
@@ -243,7 +243,7 @@ class Or(_Combined):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Not(_Combined):
-    """Visible where a mask is not visible."""
+    """Shows the keys that a mask hides."""
 
     mask: Mask
 

@@ -17,10 +17,10 @@ from flax_mha.masks.base import Mask, Occupancy
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalMask(Mask):
-    """Keys from `left` positions before the query to `right` after it, both included; None does not limit.
+    """Shows keys from `left` positions before the query to `right` positions after it, inclusive; None means no limit.
 
     Raises:
-      ValueError: If `left` or `right` is no integer, or if the window is empty because left + right < 0.
+      ValueError: If `left` or `right` is not an integer, or if the window is empty because left + right < 0.
 
     Example:
       >>> from flax_mha import LocalMask
@@ -75,10 +75,10 @@ def _int32(distance: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class CausalMask(Mask):
-    """Keys up to the query's own position plus `offset`.
+    """Shows keys up to the query's own position plus `offset`.
 
     Raises:
-      ValueError: If `offset` is no integer.
+      ValueError: If `offset` is not an integer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -111,7 +111,7 @@ class CausalMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LengthMask(Mask):
-    """Keys and queries at positions below the lengths of their sequences, int [B...]; None sets no limit.
+    """Shows keys and queries at positions below the lengths of their sequences, int [B...]; None means no limit.
 
     Example:
       >>> from flax_mha import LengthMask
@@ -155,7 +155,7 @@ class LengthMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenMask(Mask):
-    """Keys at positions >= 0: in a cache that is a ring or begins before position 0, the others were never written."""
+    """Shows keys at positions >= 0: in a ring or with a negative first position, the others were never written."""
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.key_positions >= 0
@@ -168,7 +168,7 @@ class WrittenMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SegmentMask(Mask):
-    """Keys in the same segment as the query, for several sequences packed into one: int [B..., T] and [B..., S].
+    """Shows keys in the same segment as the query, for packed sequences: int [B..., T] and [B..., S].
 
     Example:
       >>> import jax.numpy as jnp
@@ -206,9 +206,9 @@ class SegmentMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayMask(Mask):
-    """A boolean array as a mask, to combine with other masks; True attends.
+    """Wraps a boolean array (True attends), so that it combines with other masks.
 
-    The array broadcasts to [B..., N, T, S]. No other mask holds T x S values.
+    The array broadcasts to [B..., N, T, S]. No other mask needs T x S values.
 
     Example:
       >>> import jax.numpy as jnp

@@ -23,18 +23,18 @@ from flax_mha.masks.basic import LocalMask
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionMask(Mask):
-    """A mask given by a function of scalars, `mask_mod(b, h, q_idx, kv_idx) -> bool`, as in PyTorch's FlexAttention.
+    """Shows the keys for which `mask_mod(b, h, q_idx, kv_idx)` is True, as in PyTorch's FlexAttention.
 
-    Its arguments are int32 scalars: the index of the batch entry (flattened if there are several batch axes), the index
-    of the head, the position of the query (including `query_offset`) and the position of the key (including
-    `key_value_offset`). It may capture arrays and numbers; their values are read at every call of the attention (in a
-    function that you jit, when it is traced).
+    The arguments of `mask_mod` are int32 scalars: the index of the batch entry (flattened if there are several batch
+    axes), the index of the head, the position of the query (including `query_offset`) and the position of the key
+    (including `key_value_offset`). `mask_mod` may capture arrays and numbers; their values are read at every call of
+    the attention. Inside your own `jit`, they are read while tracing.
 
-    Where the captured arrays are known while tracing, and the offsets are numbers, the function is evaluated once for
-    all positions, to find the tiles that can be skipped; else in every call.
+    If the captured arrays are known while tracing and the offsets are numbers, `mask_mod` is evaluated once for all
+    positions, to find the tiles that can be skipped; otherwise, it is evaluated in every call.
 
-    Two of these masks are equal if their functions compute the same from equal captured values, so a mask that is made
-    anew does not make `jax.jit` trace again. A lookup that leaves its array is an error; see `dot_product_attention`.
+    Two function masks are equal if their functions compute the same from equal captured values, so creating the mask
+    again does not make `jax.jit` retrace. A lookup outside a captured array is an error; see `dot_product_attention`.
 
     Example:
       >>> from flax_mha import CausalMask, FunctionMask
