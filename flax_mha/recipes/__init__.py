@@ -1,10 +1,10 @@
 """Fifteen kinds of attention in plain Python: each function returns arguments for `dot_product_attention`.
 
-A mask or a score function is also an argument for the call of a module; `soft_cap` and `attention_sinks` say which
-arguments a module's constructor takes instead. `combine` joins several recipes.
+You can also pass the masks and score functions to the call of a module. For `soft_cap` and `attention_sinks`, modules
+take constructor arguments instead; see these recipes. `combine` joins several recipes.
 
-Copy a recipe and change a line for another attention, still in memory O(T + S). Arguments of masks and score functions
-are named as in PyTorch's FlexAttention, whose recipes can be ported line by line.
+For another kind of attention, copy a recipe and change a line; memory stays O(T + S). The arguments of masks and score
+functions are named as in PyTorch's FlexAttention, so its recipes can be ported line by line.
 
 Example:
   >>> import jax

@@ -13,11 +13,11 @@ Arguments = dict[str, Any]
 
 
 def combine(*recipes: Arguments) -> Arguments:
-    """Joins the arguments of several recipes into those of one.
+    """Combines several recipes into one.
 
-    A query sees the keys that all masks show. Score functions are applied in the order of the recipes, each to the
-    result of the one before. A soft cap comes before all score functions, whatever the order. An argument that is None
-    counts as absent.
+    A query attends to the keys that all masks show. Score functions are applied in the order of the recipes, each to
+    the previous result. A soft cap is applied before all score functions, whatever the order. Arguments that are None
+    are ignored.
 
     Raises:
       ValueError: If an argument that cannot be combined, such as `logits_soft_cap`, is in two recipes, or if score

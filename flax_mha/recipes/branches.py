@@ -15,11 +15,11 @@ from flax_mha.recipes.arguments import Arguments
 
 
 def shared_prefix(ids: Int[Array, "*B S"]) -> Arguments:
-    """Packs several continuations of one prompt: each sees the prompt and itself. arXiv:2410.20305.
+    """Packs several continuations of one prompt; each attends to the prompt and itself. arXiv:2410.20305.
 
-    Causal; query i sees key j <= i if ids[j] is 0, the prompt, or ids[j] = ids[i]. The prompt is computed once: for the
-    chosen and the rejected answer of preference learning, or for all samples of a group. Modules with rotary positions
-    also take `positions`, in which every continuation starts where the prompt ends.
+    Causal: query i attends to key j <= i if ids[j] is 0 (the prompt) or ids[j] = ids[i]. The prompt is computed only
+    once, for example for the chosen and the rejected answer in preference learning, or for all samples of a group. For
+    modules with rotary positions, also pass `positions` in which every continuation starts where the prompt ends.
 
     Args:
       ids: 0 for tokens of the prompt, another number for each continuation.
@@ -42,18 +42,18 @@ def shared_prefix(ids: Int[Array, "*B S"]) -> Arguments:
 
 
 def block_diffusion(length: int, block: int) -> Arguments:
-    """Trains block diffusion: noised blocks see earlier clean blocks. BD3-LM, arXiv:2503.09573, 3.3; Fast-dLLM v2.
+    """Lets noised blocks attend to earlier clean blocks (block diffusion). BD3-LM, arXiv:2503.09573, 3.3; Fast-dLLM v2.
 
-    The sequence is the noised text, then the clean text, of `length` tokens each. If i' is the place of token i in its
-    text, and blocks have `block` tokens, query i sees key j if
+    The sequence is the noised text followed by the clean text, with `length` tokens each. If i' is the index of token i
+    in its text, and blocks have `block` tokens, query i attends to key j if
 
         both are noised or both are clean, and i' // block = j' // block, or
         j is clean, and i' // block > j' // block.
 
-    Modules with rotary positions also take `positions`: those of the text, twice.
+    For modules with rotary positions, also pass `positions`: the positions in the text, twice.
 
     Raises:
-      ValueError: If `length` or `block` is no integer of 1 or more; the attention raises it if there are more than
+      ValueError: If `length` or `block` is not an integer of at least 1; in the attention, if there are more than
         2 x `length` positions.
 
     Example:
@@ -80,18 +80,18 @@ def block_diffusion(length: int, block: int) -> Arguments:
 
 
 def tree_causal(parents: Int[Array, "*B T"], index: Int[Array, "*B"] | int = 0) -> Arguments:
-    """Drafted tokens in a tree see their own branch up to themselves, and the text before. SpecInfer, arXiv:2305.09781.
+    """Lets drafted tokens in a tree attend to their own branch and the text before. SpecInfer, arXiv:2305.09781.
 
-    So one call over a cache verifies all branches; `KVCache.keep` then keeps one of them. Modules with rotary positions
-    also take `positions`: `index` plus the depth of each token.
+    One call over a cache then verifies all branches, and `KVCache.keep` keeps one of them. For modules with rotary
+    positions, also pass `positions`: `index` plus the depth of each token.
 
     Args:
-      parents: For each token of the tree, the number of the token before it in its branch, which must be smaller than
-        its own; -1 for the first token of a branch. [T], or [B, T] if each sequence has its own tree.
+      parents: For each token of the tree, the index of its parent, which must be smaller than its own index; -1 for the
+        first token of a branch. [T], or [B, T] if each sequence has its own tree.
       index: Number of tokens before the tree: [] or [B].
 
     Raises:
-      ValueError: If a parent does not come before its token, and values are known; the attention raises it if there
+      ValueError: If a parent does not come before its token and the values are not traced; in the attention, if there
         are queries after the tree, or more batch entries than trees.
     """
     parents, index = int32("parents", parents), int32("index", index)

@@ -11,16 +11,16 @@ from flax_mha.recipes.arguments import Arguments
 
 
 def neighborhood(height: int, width: int, size: int) -> Arguments:
-    """Each token of an image sees the `size` x `size` tokens around it. NATTEN; Hassani et al., arXiv:2204.07143.
+    """Lets image tokens attend to the `size` x `size` tokens around them. NATTEN; Hassani et al., arXiv:2204.07143.
 
-    At borders the square is moved into the image, as in NATTEN, so that every token sees size^2 tokens. A query sees a
-    key, in rows y and columns x, if
+    At borders the square is moved into the image, as in NATTEN, so that every token attends to size^2 tokens. A query
+    attends to a key, in rows y and columns x, if
 
         0 <= y_key - clip(y_query - size // 2, 0, height - size) < size, and the same with x and width.
 
     Raises:
-      ValueError: If `height`, `width` or `size` is no integer of 1 or more, or the square does not fit into the image;
-        the attention raises it if there are more than `height` x `width` positions.
+      ValueError: If `height`, `width` or `size` is not an integer of at least 1, or if the square does not fit into the
+        image; in the attention, if there are more than `height` x `width` positions.
 
     Example:
       >>> from flax_mha import recipes
@@ -54,26 +54,26 @@ def neighborhood(height: int, width: int, size: int) -> Arguments:
 def shifted_windows(
     table: Float[Array, "offsets N"], height: int, width: int, window: int, shift: int = 0
 ) -> Arguments:
-    """Windows of an image, with a learned bias by relative position. Liu et al., Swin Transformer, arXiv:2103.14030.
+    """Cuts an image into windows with a learned relative bias. Liu et al., Swin Transformer, arXiv:2103.14030.
 
     The image is cut into squares of `window` x `window` tokens, with the first cuts `shift` rows and columns from its
-    corner; the blocks of Swin alternate between shifts of 0 and window // 2. A query sees the keys of its own square,
-    and a score, of tokens in rows y and columns x, becomes
+    corner; the blocks of Swin alternate between shifts of 0 and window // 2. A query attends to the keys in its own
+    square, and the score of tokens in rows y and columns x becomes
 
         score + table[(y_query - y_key + window - 1) * (2 * window - 1) + x_query - x_key + window - 1, head].
 
-    Swin computes the same by rolling the image, and masking tokens that are neighbors only because of it.
+    Swin computes the same result by rolling the image and masking tokens that became neighbors by the roll.
 
     Args:
-      table: The `relative_position_bias_table` of the model; it gets a gradient.
+      table: The `relative_position_bias_table` of the model; receives a gradient.
       height: Rows of the image, a multiple of `window`.
       width: Columns of the image, a multiple of `window`.
       window: Rows and columns of a square.
       shift: From 0 to window - 1.
 
     Raises:
-      ValueError: If an argument is not as above; the attention raises it if the number of heads is not that of the
-        table, or if there are more than `height` x `width` positions.
+      ValueError: If an argument is out of range; in the attention, if the table has another number of heads, or if
+        there are more than `height` x `width` positions.
 
     Example:
       >>> import jax.numpy as jnp

@@ -10,42 +10,43 @@ from flax_mha.recipes.arguments import Arguments
 
 
 def causal() -> Arguments:
-    """Each token sees itself and the tokens before it."""
+    """Lets each token attend to itself and the tokens before it."""
     return {"mask": CausalMask()}
 
 
 def sliding_window(width: int) -> Arguments:
-    """Each token sees itself and the `width` tokens before it. Beltagy et al., Longformer, arXiv:2004.05150.
+    """Lets each token attend to itself and `width` tokens before it. Beltagy et al., Longformer, arXiv:2004.05150.
 
-    A module that decodes takes `local_window_size=(width, 0)` in its constructor instead: its cache is then a ring.
+    For decoding, pass `local_window_size=(width, 0)` to the constructor of the module instead; its cache is then a ring
+    buffer.
     """
     return {"mask": LocalMask(width, 0)}
 
 
 def prefix_lm(length: int | Int[Array, ""]) -> Arguments:
-    """The first `length` tokens see each other; causal after them. Raffel et al., T5, arXiv:1910.10683."""
+    """Lets the first `length` tokens attend to each other; causal after them. Raffel et al., T5, arXiv:1910.10683."""
     length = length if is_int(length) else int32("length", length)
     return {"mask": CausalMask() | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < length)}
 
 
 def documents(ids: Int[Array, "*B S"]) -> Arguments:
-    """Packs several documents into one sequence: causal in each document, whose tokens have the same id."""
+    """Packs several documents into one sequence: causal among tokens with the same id."""
     return {"mask": CausalMask() & SegmentMask(ids, ids)}
 
 
 def dilated(step: int) -> Arguments:
-    """Each token sees itself and every `step`-th one before. Child et al., Sparse Transformers, arXiv:1904.10509."""
+    """Lets tokens attend to every `step`-th earlier token. Child et al., Sparse Transformers, arXiv:1904.10509."""
     step = int_at_least("step", step, 1)
     return {"mask": CausalMask() & FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % step == 0)}
 
 
 def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> Arguments:
-    """Shows blocks of `block` x `block` scores where `table` is True. Zaheer et al., BigBird, arXiv:2007.14062.
+    """Shows blocks of `block` x `block` scores if `table` is True. Zaheer et al., BigBird, arXiv:2007.14062.
 
     For each head, the table must have a row for each block of queries and a column for each block of keys.
 
     Raises:
-      ValueError: If the table is not boolean with three axes, or if `block` is no integer of 1 or more.
+      ValueError: If the table is not boolean with three axes, or if `block` is not an integer of at least 1.
     """
     table, block = as_array("table", table, "a boolean array"), int_at_least("block", block, 1)
     if table.dtype != bool or table.ndim != 3:

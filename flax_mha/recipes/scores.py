@@ -18,12 +18,12 @@ from flax_mha.recipes.arguments import Arguments
 def alibi(num_heads: int) -> Arguments:
     """Lowers scores in proportion to the distance, with a slope for each head. Press et al., ALiBi, arXiv:2108.12409.
 
-    The slopes are those of the authors' code, as in Bloom: for n heads, a power of two, 2^(-8/n), 2^(-16/n), up to
-    2^-8. Another number of heads has the slopes for the power of two below it, then every second one for the power of
-    two above it.
+    The slopes are the same as in the authors' code and in Bloom. If the number of heads n is a power of two, they are
+    2^(-8/n), 2^(-16/n), up to 2^-8. Any other number of heads uses the slopes for the next smaller power of two, then
+    every second slope for the next larger one.
 
     Raises:
-      ValueError: If `num_heads` is no integer of 1 or more.
+      ValueError: If `num_heads` is not an integer of at least 1.
     """
     return {"mask": CausalMask(), "score_mod": _alibi(int_at_least("num_heads", num_heads, 1))}
 
@@ -46,11 +46,12 @@ def _alibi(num_heads: int) -> Callable[..., Array]:
 def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirectional: bool = False) -> Arguments:
     """Adds a learned bias by distance, in buckets; `table` gets a gradient. Raffel et al., T5, arXiv:1910.10683, 2.1.
 
-    Half of the buckets have one distance each, the others grow logarithmically up to `max_distance`. Causal, unless
-    `bidirectional`, as in encoders: then the upper half of the table is for keys after the query.
+    Half of the buckets hold one distance each; the others grow logarithmically up to `max_distance`. The attention is
+    causal unless `bidirectional` is True, as in encoders; the upper half of the table is then for keys after the query.
 
     Raises:
-      ValueError: If the table does not have two axes, or too few buckets, or if `max_distance` is too small for them.
+      ValueError: If the table does not have two axes or has too few buckets, or if `max_distance` is too small for
+        them.
     """
     table = as_array("table", table, "an array [buckets, heads]")
     least = 4 if bidirectional else 2
@@ -75,7 +76,7 @@ def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirecti
 def soft_cap(cap: float = 50.0) -> Arguments:
     """Caps scores s to cap * tanh(s / cap); causal. Gemma 2, arXiv:2408.00118, section 2.
 
-    For `dot_product_attention`. A module takes `logits_soft_cap=cap` in its constructor, and `causal()` in its call.
+    For `dot_product_attention`. For a module, pass `logits_soft_cap=cap` to the constructor and `causal()` to the call.
     """
     return {"mask": CausalMask(), "logits_soft_cap": cap}
 
@@ -83,7 +84,7 @@ def soft_cap(cap: float = 50.0) -> Arguments:
 def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> Arguments:
     """Adds a learned logit per head to the softmax's sum, in a `sliding_window(width)`. gpt-oss, arXiv:2508.10925.
 
-    For `dot_product_attention`. A module takes `sinks=True` and `local_window_size=(width, 0)` in its constructor, and
-    has the sinks as a parameter.
+    For `dot_product_attention`. For a module, pass `sinks=True` and `local_window_size=(width, 0)` to the constructor;
+    the sinks are then a parameter of the module.
     """
     return {"mask": LocalMask(width, 0), "sinks": sinks}
