@@ -1,4 +1,4 @@
-"""Rotary position embeddings: `RoPE` describes the angles, `apply_rope` rotates queries and keys by them.
+"""Rotary position embeddings: `RoPE` describes the angles, and `apply_rope` rotates queries and keys.
 
 Example:
   >>> import jax, jax.numpy as jnp
@@ -30,28 +30,28 @@ class RoPE:
     """Describes a rotary position embedding: the rotated features of a head and their frequencies. Hashable.
 
     The first R = fraction * H features of a head form R/2 pairs. At position p, pair i is rotated by the angle
-    p * f[i], where f[i] = base^(-2i / R) radians per position, which `scaling` may change.
+    p * f[i], where f[i] = base^(-2i / R) radians per position, unless `scaling` changes it.
 
     Attributes:
       base: The base of the frequencies ("theta"), above 0.
-      fraction: The rotated part of a head, in (0, 1]; the remaining features are left as they are.
+      fraction: The rotated part of a head, in (0, 1]; the remaining features do not change.
       interleaved: True if pair i is the features 2i and 2i + 1 (GPT-J, GLM, Cohere, Meta's Llama files), False if it is
-        i and i + R/2 (the Hugging Face files of Llama, Qwen, Gemma, Phi, GPT-NeoX). The wrong one gives wrong outputs
-        without an error.
-      scaling: The change of the frequencies for sequences longer than those of the pretraining: None, `Linear`, `NTK`,
-        `Llama3`, `YaRN` or `LongRoPE`.
-      sections: For positions of D coordinates, such as frame, row and column: the number of pairs that each coordinate
-        rotates, R/2 in all (`mrope_section` of Qwen2-VL). Positions then have a last axis of D. None: each position is
-        one number.
-      section_layout: Which pairs the coordinates rotate, and the frequencies of these. "contiguous" (Qwen2-VL,
-        Qwen2.5-VL, GLM-4V): one section after another; pair i has f[i]. "interleaved" (Qwen3-VL): pairs go to the
-        coordinates in turn until a coordinate has its number, the rest to the first; pair i has f[i]. "axial" (the
-        vision encoders of Qwen-VL and Llama 4): one section after another; pair j of the n pairs of a section has
-        base^(-j / n). "axial_strided" (Pixtral): one section after another; pair j of section d has f[d + D j].
+        i and i + R/2 (the Hugging Face files of Llama, Qwen, Gemma, Phi, GPT-NeoX). The wrong choice gives wrong
+        outputs without an error.
+      scaling: How to change the frequencies for sequences longer than in pretraining: None, `Linear`, `NTK`, `Llama3`,
+        `YaRN` or `LongRoPE`.
+      sections: For positions with D coordinates, such as frame, row and column: the number of pairs that each
+        coordinate rotates, R/2 in total (`mrope_section` of Qwen2-VL). Positions then have a last axis of length D.
+        None: each position is one number.
+      section_layout: Which pairs each coordinate rotates, and with which frequencies. "contiguous" (Qwen2-VL,
+        Qwen2.5-VL, GLM-4V): one section after another; pair i has f[i]. "interleaved" (Qwen3-VL): pairs alternate
+        between the coordinates until a coordinate has all its pairs, and the rest go to the first; pair i has f[i].
+        "axial" (the vision encoders of Qwen-VL and Llama 4): one section after another; in a section of n pairs, pair j
+        has base^(-j / n). "axial_strided" (Pixtral): one section after another; pair j of section d has f[d + D j].
 
     Raises:
-      ValueError: If a field is out of its range. Methods that depend on the length of the current sequence, such as
-        dynamic NTK, do not exist here: keys that were cached earlier would have been rotated by other frequencies.
+      ValueError: If a field is out of range. Methods that depend on the length of the current sequence, such as dynamic
+        NTK, are not supported: keys that were cached earlier would have been rotated with other frequencies.
 
     Example:
       >>> from flax_mha.rope import Linear, Llama3, RoPE, YaRN
@@ -96,7 +96,7 @@ class RoPE:
         object.__setattr__(self, "sections", check_sections(self.sections, self.section_layout))
 
     def rotated_size(self, head_size: int) -> int:
-        """Returns R, the number of rotated features; raises a ValueError unless it is an even integer of at least 2."""
+        """Returns R, the number of rotated features; raises a ValueError if R is not an even integer of at least 2."""
         size = self.fraction * head_size
         if round(size) < 2 or round(size) % 2 or abs(size - round(size)) > 1e-6 * head_size:
             even = max(2 * round(size / 2 - 0.25), 2)
@@ -108,7 +108,7 @@ class RoPE:
         return round(size)
 
     def frequencies(self, head_size: int) -> np.ndarray:
-        """Returns the frequency of each pair, in radians per position: float64 `[R / 2]`, computed in numpy."""
+        """Returns the frequency of each pair in radians per position: float64 `[R / 2]`, computed in numpy."""
         of_size = functools.partial(self._scaling.frequencies, float(self.base))
         size = self.rotated_size(head_size)
         if self.sections is None:
@@ -116,7 +116,7 @@ class RoPE:
         return frequencies_of_pairs(self.sections, self.section_layout, size, of_size)
 
     def coordinates(self, head_size: int) -> np.ndarray:
-        """Returns the number of the coordinate that rotates each pair: integers `[R / 2]`, zeros without `sections`."""
+        """Returns the index of the coordinate that rotates each pair: integers `[R / 2]`, zeros without `sections`."""
         size = self.rotated_size(head_size)
         return coordinates_of_pairs(self.sections or (size // 2,), self.section_layout, size)
 
@@ -133,29 +133,30 @@ class RoPE:
     def from_config(
         cls, config: Mapping[str, Any], layer_type: str | None = None, max_length: int | None = None
     ) -> "RoPE":
-        """Reads the `config.json` of a Hugging Face model, or `config.to_dict()`, of Transformers 4 or 5.
+        """Reads the `config.json` of a Hugging Face model, or `config.to_dict()` of Transformers 4 or 5.
 
         The keys are `rope_theta` (`rotary_emb_base`), `partial_rotary_factor` (`rotary_pct`, or `rotary_dim` with the
-        head size), `rope_scaling` and `rope_parameters`; where they are missing, the defaults of `model_type` apply.
-        `model_type` also decides `interleaved`: False for types that are not known. Not read here: which layers have
-        RoPE at all (see `convert.describe`), and factors of the softmax scale (DeepSeek's mscale).
+        head size), `rope_scaling` and `rope_parameters`; if they are missing, the defaults of `model_type` apply.
+        `model_type` also determines `interleaved`, which is False for unknown types. This method does not read which
+        layers use RoPE (see `convert.describe`), nor factors of the softmax scale (DeepSeek's mscale).
 
-        `mrope_section` and `mrope_interleaved` become `sections`, whose coordinates are frame, row and column. Pass the
-        `vision_config` of Qwen2-VL to Qwen 3.5, GLM-4V or Pixtral for rows and columns of patches, and that of Llama 4
-        for columns and rows counted from 1, with (0, 0) for its class token.
+        `mrope_section` and `mrope_interleaved` become `sections`, whose coordinates are frame, row and column. For the
+        rows and columns of patches, pass the `vision_config` of a Qwen model (Qwen2-VL to Qwen 3.5), GLM-4V or Pixtral.
+        With the `vision_config` of Llama 4, the coordinates are columns and rows counted from 1, with (0, 0) for the
+        class token.
 
         Args:
-          config: The dict, which may be that of a multimodal model with a `text_config` in it.
+          config: The dict, which may contain the `text_config` of a multimodal model.
           layer_type: "full_attention" or "sliding_attention", for models in which they differ: Gemma 3 rotates its
             sliding (local) layers with `rope_local_base_freq` and without scaling.
-          max_length: The longest sequence that the model will meet, prompt and generated tokens together; needed for
-            LongRoPE only. It uses the short factors up to `original_max_position_embeddings`, and the long factors at
-            every position of a longer sequence. Transformers changes from one to the other when a sequence grows past
-            that length, although the keys in its cache keep the rotation that they had; here the choice is made once.
+          max_length: The length of the longest sequence, prompt plus generated tokens; only needed for LongRoPE, which
+            uses the short factors up to `original_max_position_embeddings`, and the long factors at every position of a
+            longer sequence. Transformers switches when a sequence grows past that length, although the cached keys keep
+            their old rotation; here the choice is made once.
 
         Raises:
-          ValueError: If `config` is no dict, holds an unknown `rope_type` or an unknown key about rotary embeddings,
-            lacks a needed one, or asks for frequencies that depend on the current length (`"dynamic"`).
+          ValueError: If `config` is not a dict, has an unknown `rope_type` or an unknown key for rotary embeddings,
+            lacks a required key, or has frequencies that depend on the current length (`"dynamic"`).
 
         Example:
           >>> from flax_mha.rope import RoPE
@@ -176,19 +177,20 @@ def apply_rope(
     """Rotates pairs of features of queries or keys by angles that grow with the position; values are not rotated.
 
     With c = a * cos(p * f[i]) and s = a * sin(p * f[i]), where a is the attention factor (1 for most models), pair
-    (u, v) becomes (u c - v s, v c + u s). Scores then depend on the difference of two positions only.
+    (u, v) becomes (u c - v s, v c + u s). Scores then depend only on the difference between two positions.
 
-    Angles and rotations are computed in float32, for float64 inputs in float64, and rounded to the dtype of `x` once.
-    A float32 angle p * f[i] is off by up to `|p f[i]| * 1.2e-7` radians, as in PyTorch: 0.016 at position 131,072.
+    Angles and rotations are computed in float32 (float64 for float64 inputs) and rounded once to the dtype of `x`. The
+    error of a float32 angle p * f[i] is up to `|p f[i]| * 1.2e-7` radians, as in PyTorch: 0.016 at position 131,072.
 
     Args:
       x: Queries or keys, floating point.
-      positions: Integers, of each token or the same for every row of the batch; may be negative or traced. With
-        `rope.sections`, the last axis holds the D coordinates of a token; Transformers has that axis first.
+      positions: Integer positions of each token, or the same positions for every row of the batch; may be negative or
+        traced. With `rope.sections`, the last axis holds the D coordinates of a token; in Transformers that axis is
+        first.
       rope: The rotary embedding.
 
     Raises:
-      ValueError: If a shape or dtype is not as above, or if the head size does not fit `rope`.
+      ValueError: If a shape or dtype does not fit, or if the head size does not fit `rope`.
 
     Example:
       >>> import jax.numpy as jnp

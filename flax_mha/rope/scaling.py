@@ -21,10 +21,10 @@ def check_number(name: str, value: Any, *, above: float | None = None, at_least:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Leaves frequencies as they are; the base class of all scalings."""
+    """The base class of all scalings; does not change the frequencies."""
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
-        """Returns the frequency of each pair of `size` features, in radians per position: float64 `[size / 2]`."""
+        """Returns the frequencies of `size` features in radians per position: float64 `[size / 2]`."""
         return base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
 
     @property
@@ -54,7 +54,7 @@ class Linear(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Reversed(Scaling):
-    """Rotates in the opposite direction, as nanochat does: the frequencies of `scaling`, negated."""
+    """Negates the frequencies of `scaling`, to rotate in the opposite direction (nanochat)."""
 
     scaling: Scaling = Scaling()
 
@@ -70,8 +70,8 @@ class Reversed(Scaling):
 class NTK(Scaling):
     """NTK-aware interpolation with a fixed factor: base * factor^(R / (R - 2)), for R rotated features.
 
-    The fastest pair keeps its frequency, and the slowest is slowed down by the whole factor. Peng et al.,
-    arXiv:2309.00071, section 3.1. (Its dynamic variant, whose factor grows with the sequence, is not supported.)
+    The fastest pair keeps its frequency, and the slowest is slowed down by the full factor. Peng et al.,
+    arXiv:2309.00071, section 3.1. (The dynamic variant, whose factor grows with the sequence, is not supported.)
 
     Raises:
       ValueError: If `factor` is below 1, or, when applied, if only 2 features are rotated.
@@ -90,16 +90,16 @@ class NTK(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Llama3(Scaling):
-    """Llama 3.1: slow pairs are slowed down by the factor, fast ones are kept, those between are interpolated.
+    """Slows down slow pairs by the factor, keeps fast pairs, and interpolates between them (Llama 3.1).
 
-    A pair of frequency f turns t = original_max_position * f / 2 pi times in the original length. It is kept if
-    t > high_freq_factor, slowed down if t < low_freq_factor. Grattafiori et al., arXiv:2407.21783.
+    A pair of frequency f makes t = original_max_position * f / 2 pi turns in the original length. The pair is kept if
+    t > high_freq_factor and slowed down if t < low_freq_factor. Grattafiori et al., arXiv:2407.21783.
 
     Attributes:
-      factor: The ratio of the new length to the original one, at least 1.
-      low_freq_factor: Turns below which frequencies are divided by the factor; above 0.
-      high_freq_factor: Turns above which frequencies are kept; above `low_freq_factor`.
-      original_max_position: The length of the pretraining, in tokens.
+      factor: The ratio of the new length to the original length, at least 1.
+      low_freq_factor: Below this number of turns, frequencies are divided by the factor; above 0.
+      high_freq_factor: Above this number of turns, frequencies are kept; above `low_freq_factor`.
+      original_max_position: The sequence length in pretraining, in tokens.
     """
 
     factor: float
@@ -122,23 +122,23 @@ class Llama3(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class YaRN(Scaling):
-    """YaRN: like `Llama3`, but interpolates by the index of the pair, and multiplies cos and sin by a factor.
+    """Scales frequencies like `Llama3`, but interpolates by pair index, and multiplies cos and sin by a factor.
 
     Source: Peng et al., arXiv:2309.00071.
 
     Attributes:
-      factor: The ratio of the new length to the original one, at least 1.
-      original_max_position: The length of the pretraining, in tokens.
-      beta_fast: A pair that turns more often than this in the original length is kept; at least `beta_slow`.
-      beta_slow: A pair that turns less often than this is slowed down by the factor; above 0.
-      attention_factor: The factor of cos and sin, above 0. None means m(mscale) / m(mscale_all_dim) if both are given
-        and not 0, as for DeepSeek, else m(1), where m(s) = 0.1 s ln(factor) + 1.
+      factor: The ratio of the new length to the original length, at least 1.
+      original_max_position: The sequence length in pretraining, in tokens.
+      beta_fast: A pair that makes more turns than this in the original length is kept; at least `beta_slow`.
+      beta_slow: A pair that makes fewer turns than this is slowed down by the factor; above 0.
+      attention_factor: The factor that multiplies cos and sin, above 0. None means m(mscale) / m(mscale_all_dim) if
+        both are given and not 0 (DeepSeek), else m(1), where m(s) = 0.1 s ln(factor) + 1.
       mscale: See `attention_factor`.
       mscale_all_dim: See `attention_factor`.
-      truncate: True rounds the indices at which interpolation starts and ends outwards; gpt-oss does not.
+      truncate: True rounds the first and last index of the interpolation outwards; False for gpt-oss.
 
     Raises:
-      ValueError: If a field is out of its range, or, when applied, if the base is not above 1.
+      ValueError: If a field is out of range, or, when applied, if the base is not above 1.
     """
 
     factor: float
@@ -187,19 +187,19 @@ class YaRN(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class LongRoPE(Scaling):
-    """LongRoPE (Phi-3): pair i has the frequency f[i] / factors[i]. Ding et al., arXiv:2402.13753.
+    """Divides each frequency by its own factor: pair i has f[i] / factors[i] (Phi-3). Ding et al., arXiv:2402.13753.
 
-    Models come with factors for short sequences and for long ones. Choose by the longest sequence that the model will
-    meet, and do not change them later: cached keys that were rotated with the short factors do not fit queries that are
-    rotated with the long ones. `RoPE.from_config(config, max_length=...)` chooses.
+    Models have factors for short and for long sequences. Choose them by the longest sequence that you will use, and do
+    not change them later: cached keys that were rotated with the short factors do not fit queries that are rotated with
+    the long ones. `RoPE.from_config(config, max_length=...)` chooses for you.
 
     Attributes:
       factors: One number above 0 for each rotated pair.
-      attention_factor: The factor of cos and sin, above 0; sqrt(1 + ln(s) / ln(original_max_position)) for
-        Phi-3, where s is the ratio of the new length to the original one.
+      attention_factor: The factor that multiplies cos and sin, above 0; sqrt(1 + ln(s) / ln(original_max_position)) for
+        Phi-3, where s is the ratio of the new length to the original length.
 
     Raises:
-      ValueError: If a field is out of its range, or, when applied, if the number of factors does not fit the head size.
+      ValueError: If a field is out of range, or, when applied, if the number of factors does not fit the head size.
     """
 
     factors: Iterable[float]
