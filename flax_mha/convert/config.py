@@ -28,27 +28,27 @@ UNSUPPORTED = (  # config keys that are refused if they are on, in one model typ
 
 
 def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | None = None) -> dict[str, Any]:
-    """Returns the arguments of `MultiHeadAttention` for one layer of a Hugging Face model, without `rngs`, `decode`.
+    """Returns the `MultiHeadAttention` arguments for one layer of a Hugging Face model, except `rngs` and `decode`.
 
-    They are `num_heads`, `in_features`, `qkv_features`, `out_features`, `num_kv_heads`, `use_bias`, `rope`, `scale`,
-    `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, `qk_norm_epsilon`, and `kernel_metadata`,
-    by which `load_torch` knows the model. Some models also get an `attention_fn` that changes scores by their positions
-    (ALiBi, the temperature of Llama 4), or a `qkv_dot_general` that clips projections (OLMo). `flax.linen` takes all
-    except `in_features` and `kernel_metadata`. For latent attention (DeepSeek's `kv_lora_rank`) they are arguments of
-    `MultiHeadLatentAttention`.
+    The arguments are `num_heads`, `in_features`, `qkv_features`, `out_features`, `num_kv_heads`, `use_bias`, `rope`,
+    `scale`, `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, `qk_norm_epsilon`, and
+    `kernel_metadata`, which `load_torch` uses to identify the model. Some models also need an `attention_fn` that
+    changes scores by position (ALiBi, the temperature of Llama 4), or a `qkv_dot_general` that clips projections
+    (OLMo). Modules for `flax.linen` take all arguments except `in_features` and `kernel_metadata`. For latent attention
+    (DeepSeek's `kv_lora_rank`), the arguments are for `MultiHeadLatentAttention`.
 
     Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5 the
     relative bias of the first layer, in the decoder `score_mod=recipes.t5_bias(table)["score_mod"]`.
 
     Args:
-      config: The dict of a `config.json`, or `config.to_dict()`. Of a multimodal model its `text_config` counts; for
+      config: The dict of a `config.json`, or `config.to_dict()`. For a multimodal model, its `text_config` is used; for
         CLIP and SigLIP, pass `config["text_config"]` or `config["vision_config"]`.
-      layer: The number of the layer, from 0; windows and rotary positions may differ between layers.
-      max_length: The length of the longest sequence, prompt and generated tokens together; needed for LongRoPE only,
-        see `RoPE.from_config`.
+      layer: The index of the layer, from 0; windows and rotary positions may differ between layers.
+      max_length: The length of the longest sequence, prompt plus generated tokens; only needed for LongRoPE, see
+        `RoPE.from_config`.
 
     Raises:
-      ValueError: If `config` is no dict, if its model is not known or cannot be computed by the module, if a size is
+      ValueError: If `config` is not a dict, if the model is unknown or not supported by the module, if a size is
         missing, or if the layer has no attention.
 
     Example:

@@ -35,30 +35,30 @@ def from_hf(
     implementation: Implementation | None = None,
     head_axis: str | None = None,
 ) -> flax_mha.nnx.MultiHeadAttention | flax_mha.nnx.MultiHeadLatentAttention:
-    """Makes an nnx module that computes the self-attention of one layer of a Hugging Face model, with its weights.
+    """Creates an nnx module with the weights of one self-attention layer of a Hugging Face model.
 
-    It is `MultiHeadAttention(**describe(config, layer))`, or `MultiHeadLatentAttention` for DeepSeek and others with
-    latents, loaded by `load_torch`. Arguments that every call needs are set in its `attention_fn`: `is_causal=True` in
-    decoders, and the bias of T5.
+    The module is `MultiHeadAttention(**describe(config, layer))`, or `MultiHeadLatentAttention` for models with latents
+    such as DeepSeek, with weights loaded by `load_torch`. Its `attention_fn` sets the arguments that every call needs:
+    `is_causal=True` in decoders, and the bias of T5.
 
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`; see `describe`.
       state_dict: PyTorch tensors, or numpy or JAX arrays (`safetensors.flax.load_file`): of the whole model, of one of
-        its parts, or of this attention alone.
-      layer: The number of the layer, from 0.
-      prefix: The start of the keys in `state_dict` of a part of the model, such as `"model.language_model."` or
-        `"encoder."`, or of the attention itself. If several parts fit, the decoder is taken; encoders of images and
-        sound are never taken without a prefix.
+        its parts, or only of this attention.
+      layer: The index of the layer, from 0.
+      prefix: The start of the keys in `state_dict` for a part of the model, such as `"model.language_model."` or
+        `"encoder."`, or for the attention itself. If several parts fit, the decoder is used; image and audio encoders
+        are never used without a prefix.
       max_length: The length of the longest sequence; see `describe`.
       dtype: Dtype of the computation; None infers it from inputs and parameters.
       param_dtype: Dtype of the parameters.
-      decode: True makes calls decode; `init_cache` makes the cache.
-      implementation: Name of the attention's implementation; None chooses.
+      decode: True makes calls decode; `init_cache` creates the cache.
+      implementation: Name of the attention implementation; None lets the library choose.
       head_axis: Split the heads over this mesh axis; see `MultiHeadAttention`.
 
     Raises:
-      ValueError: If `describe` refuses the config, if the layer has no attention, if `state_dict` has several that fit,
-        or if weights do not fit the config.
+      ValueError: If `describe` refuses the config, if the layer has no attention, if several attentions in `state_dict`
+        fit, or if weights do not fit the config.
 
     Example:
       >>> import jax, jax.numpy as jnp

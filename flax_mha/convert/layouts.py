@@ -47,7 +47,7 @@ MODEL_TYPE = "model_type"  # the name of kernel metadata that `describe` sets an
 
 
 class Layout(NamedTuple):
-    """The weights of a PyTorch attention: their keys in the state_dict, and what each key stacks.
+    """Describes the weights of a PyTorch attention: their keys in the state_dict, and what each key stacks.
 
     The rows of a stacked array are [groups, heads of a group, H]: with one group all query heads, then all key heads,
     then all value heads. `groups=0` means one group for each key head or, if query and gate are stacked, for each head.

@@ -32,32 +32,34 @@ def load_torch(
     qk_norm_offset: float | None = None,
     check_options: bool = True,
 ) -> None:
-    """Loads the `state_dict` of a PyTorch attention into an nnx module; nothing changes unless all of it fits.
+    """Loads the `state_dict` of a PyTorch attention into an nnx module; the module changes only if everything fits.
 
-    Weights are rounded to the dtype of the module's parameters, and placed where those are. (Keep `param_dtype` at
-    float32 for Gemma 3, whose norms multiply by 1 + weight.) If only some projections have biases (Qwen 2, Whisper),
-    the module's other biases become zeros.
+    Weights are rounded to the dtype of the module's parameters, and placed on the same devices. (For Gemma 3, whose
+    norms multiply by 1 + weight, keep `param_dtype` at float32.) If only some projections have biases (Qwen 2,
+    Whisper), the module's other biases become zeros.
 
-    The options of the module must be right, too: a layer of Llama without rotary positions runs, and is wrong. A module
-    made with `describe` has those of its config. In another module, options are checked that can be recognized by the
-    keys: `rope`, `scale`, `normalize_qk`, `sinks`. Keys do not show windows, the epsilon of norms, or which features
-    rotary positions pair. They also do not distinguish RoFormer from BERT, or nanoGPT from a GPT-BigCode with
-    `multi_query=False`, which stacks its weights in another order. Take `num_heads` from the model's config: weights of
-    12 heads of 64 features also fit 8 heads of 96, load, and give another output. The number is checked only if the
-    layer has norms of queries and keys, sinks, the buffer `rotary_emb.inv_freq` of older files, or T5's bias table.
+    The arguments of the module must also match the model: a Llama layer without rotary positions runs, but is wrong. A
+    module created with `describe` has the arguments of its config. For any other module, this function checks the
+    arguments that the keys show: `rope`, `scale`, `normalize_qk`, `sinks`. Keys do not show windows, the epsilon of
+    norms, or which features rotary positions pair. Keys also do not distinguish RoFormer from BERT, or nanoGPT from a
+    GPT-BigCode with `multi_query=False`, which stacks its weights in another order. Take `num_heads` from the model's
+    config: weights for 12 heads of 64 features also fit 8 heads of 96, but give another output. The number of heads is
+    checked only if the layer has norms of queries and keys, sinks, the buffer `rotary_emb.inv_freq` of older files, or
+    T5's bias table.
 
     Args:
       module: `flax_mha.MultiHeadAttention`, or Flax's; `flax_mha.MultiHeadLatentAttention` for DeepSeek's weights.
-      state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
+      state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention or a whole model.
       prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`.
       qk_norm_offset: The number that the model adds to the weights of its query and key norms: 1.0 for Gemma 3, 0.0
-        for other models. None means that of the model if the module was made with `describe`; for any other module
-        with such norms None is refused.
-      check_options: False loads the weights although the module lacks an option of the layout's models, such as `rope`.
+        for other models. None means the offset of the model if the module was created with `describe`, and is an error
+        for any other module with such norms.
+      check_options: If False, load the weights even if the module lacks an argument that models with this layout need,
+        such as `rope`.
 
     Raises:
       ValueError: If the keys fit no layout, if a shape, bias or dtype does not fit the module, if weights are
-        quantized or hold no values, or if the module lacks an option.
+        quantized or hold no values, or if the module lacks an argument.
 
     Example:
       >>> import numpy as np

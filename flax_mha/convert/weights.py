@@ -36,32 +36,32 @@ def from_torch(
     qk_norm_offset: float = 0.0,
     fill_biases: bool = False,
 ) -> dict[str, Any]:
-    """Turns the `state_dict` of a PyTorch attention into Flax's parameters, for `flax.linen` or `nnx.update`.
+    """Converts the `state_dict` of a PyTorch attention to Flax parameters, for `flax.linen` or `nnx.update`.
 
-    Kernels are `weight.T`, cut into heads. `load_torch` loads an nnx module, and also checks the module's options.
-    Rotary positions, windows, soft caps and scales are not among the weights: they are in a config (see `describe`).
+    Kernels are `weight.T`, cut into heads. `load_torch` loads an nnx module, and also checks the module's arguments.
+    The weights do not contain rotary positions, windows, soft caps and scales; these are in a config (see `describe`).
 
     Args:
-      state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention, or of a whole model.
+      state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention or a whole model.
       num_heads: Number of query heads N, from the model's config: most weights also fit a wrong number.
       num_kv_heads: Number of key and value heads K, a divisor of `num_heads`; None means N.
-      prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`. The layout is
-        recognized by the rest of the keys.
+      prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`. The rest of the
+        keys determines the layout.
       qk_norm_offset: The number that the model adds to the weights of its query and key norms: 1.0 for Gemma 3, which
-        stores w and multiplies by 1 + w, and 0.0 for other models. It cannot be recognized by the keys.
-      fill_biases: If some projections have a bias (Qwen 2, Whisper), add biases of zeros to the others, as modules with
-        `use_bias` need.
+        stores w and multiplies by 1 + w, and 0.0 for other models. The keys do not show it.
+      fill_biases: If some projections have a bias (Qwen 2, Whisper), add zero biases to the others, as required by
+        modules with `use_bias`.
 
     Returns:
       A dict of dicts. `query`, `key` and `value` have a `kernel` (in, heads, head size) and a `bias` (heads, head
       size); `out` has a `kernel` (heads, head size, out) and a `bias` (out,); `query_ln` and `key_ln` have a `scale`
       (head size,), or (heads, head size) if a norm spans all heads (OLMo 2); `sinks` is an array (heads,); `gate` is
-      like `query`. Biases, norms, sinks and gate are there if `state_dict` has them. Arrays are new and keep their
-      dtypes, except norms with an offset, which become float32 at least, as in the models.
+      like `query`. Biases, norms, sinks and gate are included if `state_dict` has them. Arrays are new and keep their
+      dtypes, except norms with an offset, which become at least float32, as in the models.
 
     Raises:
-      ValueError: If the keys fit no layout (with the attention layers found, if there are any), if `bias_k` or
-        `bias_v` is there, if shapes and heads disagree, or if weights are quantized or hold no values.
+      ValueError: If the keys fit no layout (the message lists the attention layers found, if any), if there is a
+        `bias_k` or `bias_v`, if shapes and heads disagree, or if weights are quantized or hold no values.
 
     Example:
       >>> import numpy as np
@@ -79,24 +79,26 @@ def from_torch(
 
 
 def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float | None = None) -> Arrays:
-    """Turns Flax's attention parameters into the `state_dict` of a PyTorch module, the inverse of `from_torch`.
+    """Converts Flax attention parameters to the `state_dict` of a PyTorch module, the inverse of `from_torch`.
 
-    `module.load_state_dict({key: torch.from_numpy(array) for key, array in to_torch(params, layout).items()})` loads
-    it, for `hf_bert` with `strict=False`. PyTorch takes no bfloat16 from numpy: pass `array.astype("float32")`, exact.
+    To load it, call
+    `module.load_state_dict({key: torch.from_numpy(array) for key, array in to_torch(params, layout).items()})`, for
+    `hf_bert` with `strict=False`. PyTorch does not accept bfloat16 from numpy: pass `array.astype("float32")`, which is
+    exact.
 
     Args:
-      params: An nnx module, its `nnx.state(module, nnx.Param)`, or nested dicts as `from_torch` returns them and linen
-        modules have them; leaves are numpy or JAX arrays.
+      params: An nnx module, its `nnx.state(module, nnx.Param)`, or nested dicts as returned by `from_torch` or used by
+        linen modules; leaves are numpy or JAX arrays.
       layout: A `LayoutName`. Biases of projections that have none in this layout must be zeros, and are left out.
-      qk_norm_offset: The number that was added to the weights of the norms. None means that of the model if `params`
-        are of an nnx module made with `describe`, else 0.0. With 1.0, weights come back rounded, because 1 + w was
-        stored in float32: small ones by up to 2^-24.
+      qk_norm_offset: The number that was added to the weights of the norms. None means the offset of the model if
+        `params` come from an nnx module created with `describe`, else 0.0. With 1.0, the returned weights are rounded,
+        because 1 + w was stored in float32: small weights by up to 2^-24.
 
     Returns:
-      New arrays in C order, dtypes kept.
+      New arrays in C order with unchanged dtypes.
 
     Raises:
-      ValueError: If there is no such layout, or if `params` are not those of one attention that fits the layout.
+      ValueError: If there is no such layout, or if `params` are not the parameters of an attention that fits it.
     """
     if not isinstance(layout, str) or layout not in (*LAYOUTS, LATENT):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, LATENT))}, but got {layout!r}")
