@@ -367,7 +367,7 @@ def call(cache=ONE, new=NEW, **arguments):
 
 
 REFUSED = {
-    "no cache": (lambda: call(None), "cache must be a KVCache, but got NoneType; make one with KVCache.create"),
+    "no cache": (lambda: call(None), "cache must be a KVCache, but got NoneType; create one with KVCache.create"),
     "other numbers of tokens": (
         lambda: call(new=(NEW[0], *tokens(5)[1:])),
         "query and key must have the same length, the number of new tokens, but got 3 and 5",

@@ -219,7 +219,7 @@ def changed(layout, **changes):
         (
             changed("torch", in_proj_bias=None),
             (HEADS,),
-            "biases must be on query, key, value, out or on none, got .* out",
+            "biases must be on query, key, value, out or on none, but are on .* out",
         ),
         (changed("hf_bert", self__key__bias=None), (HEADS,), "'hf_bert', but biases must .* on query, value, out"),
         (changed("d2l_mha", W_o__bias=np.ones(FEATURES)), (HEADS,), "biases must be on none, but are on out"),
@@ -228,7 +228,11 @@ def changed(layout, **changes):
             (HEADS,),
             "cut the 44 features of in_proj_weight into .* got 3 and 3",
         ),
-        (changed("torch", in_proj_weight=np.ones((45, 7))), (HEADS,), "one number, got query in 7, .* query out 15"),
+        (
+            changed("torch", in_proj_weight=np.ones((45, 7))),
+            (HEADS,),
+            "must be equal, but got query in 7, .* query out 15",
+        ),
         (
             changed("note_mha", w_q__weight=np.ones(15)),
             (HEADS,),
@@ -237,7 +241,7 @@ def changed(layout, **changes):
         (changed("note_mha", w_q__weight=np.float32(1)), (HEADS,), r"query/kernel must have shape \(A, Q\)"),
         (changed("note_mha", w_q__bias=np.ones(14)), (HEADS,), r"query/bias must have shape \(15\) .* got \(14,\)"),
         (changed("hf_llama", v_proj__weight=np.ones((5, 15))), (HEADS,), r"value/kernel must have shape \(15, V\)"),
-        (changed("hf_llama", k_proj__weight=np.ones((15, 7))), (HEADS,), "one number, got .* key in 7"),
+        (changed("hf_llama", k_proj__weight=np.ones((15, 7))), (HEADS,), "must be equal, but got .* key in 7"),
         (changed("torch"), (4,), "cut the 45 features of in_proj_weight into .* got 4 and 4"),
         (changed("torch"), (0,), "positive .* got 0 and 0"),
         (changed("torch"), (-3,), "positive .* got -3 and -3"),
@@ -262,7 +266,7 @@ def with_leaf(path, value, **case):
 @pytest.mark.parametrize(
     ("params", "layout", "message"),
     [
-        (make_params(), "keras", "layout must be one of torch, .*, hf_llama, .*, got 'keras'"),
+        (make_params(), "keras", "layout must be one of torch, .*, hf_llama, .*, but got 'keras'"),
         (make_params(kv_heads=1), "torch", "cannot hold params: its .* key out 5, .*; layouts that can: hf_llama"),
         (make_params((15, 7, 7, 15)), "torch", "key in 7, .*; layouts that can: torch_separate, hf_clip$"),
         (make_params((15, 7, 7, 15), ()), "torch", "layouts that can: torch_separate, d2l_mha, hf_gptj$"),
@@ -277,7 +281,7 @@ def with_leaf(path, value, **case):
             "hf_llama",
             "value in 7.*; layouts that can: torch_separate, d2l_mha, hf_gptj$",
         ),
-        (make_params(biased=()), "hf_codegen", "its heads must be a multiple of 4, got 3 and 3"),
+        (make_params(biased=()), "hf_codegen", "its heads must be a multiple of 4, but got 3 and 3"),
         (make_params(), "d2l_mha", "biases must be on none, but are on query, key, value, out"),
         (make_params(biased=()), "note_mha", "biases must be on query, key, value, out, but are on none"),
         (

@@ -55,7 +55,10 @@ REFUSED = {
     "no heads": ({"key": (B, S, 0, H), "value": (B, S, 0, H)}, "both at least 1, but got 6 and 0"),
     "head size 0": ({"query": (B, T, N, 0), "key": (B, S, K, 0)}, "query head size must be at least 1"),
     "mixed dtypes": ({"dtypes": {"key": jnp.bfloat16}}, r"must share one of the dtypes .*key bfloat16.*use \.astype"),
-    "integers": ({"dtypes": dict.fromkeys(SHAPES, jnp.int32)}, "out of float16, bfloat16, float32, float64.*int32"),
+    "integers": (
+        {"dtypes": dict.fromkeys(SHAPES, jnp.int32)},
+        "one of the dtypes float16, bfloat16, float32, float64,.*int32",
+    ),
     "complex": ({"dtypes": dict.fromkeys(SHAPES, jnp.complex64)}, "complex64"),
     "mask dtype": ({"mask": np.ones((T, S), np.float32)}, r"mask must be bool .*float32; use mask.astype\(bool\)"),
     "mask shape": ({"mask": np.ones((B, N, T, 6), bool)}, r"mask must broadcast to .*\(2, 6, 5, 7\).*\(2, 6, 5, 6\)"),
