@@ -168,7 +168,7 @@ def test_a_name_that_is_no_function(name, capsys):
 
 @pytest.mark.core
 def test_a_function_of_something_else(monkeypatch, capsys):
-    few = {name: CHECKS[name] for name in ("plain", "a mask of floats is an error")}
+    few = {name: CHECKS[name] for name in ("no mask or bias", "refuses a mask of floats")}
     monkeypatch.setattr("flax_mha.conformance.__main__.CHECKS", few)
     with pytest.raises(SystemExit) as error:
         main(["os.getcwd"])

@@ -1,12 +1,14 @@
 """What modules do with arrays they are given: padding, masks of numbers, and restored state."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from marks import with_core, with_core_tuples
 
 import flax_mha
 from flax_mha import linen
@@ -129,8 +131,7 @@ def test_lengths_of_the_function_fit_its_arrays():
 ADDITIVE = jnp.triu(jnp.ones((T, T)), 1)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("caller", ["nnx", "linen", "attention_fn", "decode"])
+@pytest.mark.parametrize("caller", with_core(["nnx", "linen", "attention_fn", "decode"], "nnx", "attention_fn"))
 def test_a_mask_of_other_numbers_gives_nan(caller):
     """Its values are refused if they are known; under `jit`, an additive mask would otherwise be inverted."""
     if caller == "attention_fn":
@@ -162,9 +163,10 @@ def read_only(x):
     return x
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("kind", ["plain", "latent", "int8", "ring"])
-@pytest.mark.parametrize("convert", [np.array, read_only])
+RESTORED = list(itertools.product(("plain", "latent", "int8", "ring"), (np.array, read_only)))
+
+
+@pytest.mark.parametrize(("kind", "convert"), with_core_tuples(RESTORED, ("int8", np.array)))
 def test_restored_state_is_not_written_into(kind, convert):
     """Decoding from NumPy arrays leaves them as they are; two modules that were updated from them share nothing."""
     options = {"decode": True, "dropout_rate": 0.5, "deterministic": False}

@@ -390,7 +390,7 @@ def test_output_in_an_encoding_without_these_characters(monkeypatch, tmp_path, e
     data.write_text("Zażółć gęślą jaźń → ☃ 語\n" * 60, "utf-8")
     said, complaint = spoken(monkeypatch, encoding, "train", "--data", data, "--out", out, *TINY)
     assert "characters of" in said
-    assert "? ? ?.txt" in said
+    assert "? ? ?.txt" in " ".join(said.split())
     assert "a sample" in said
     assert "report.html" in said
     assert not complaint
