@@ -134,8 +134,8 @@ def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
     if given or jnp.iscomplexobj(query):
         got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
         raise ValueError(
-            f"context_parallel must get real inputs, no einsum and no module to sow weights in, but got {got}, which "
-            "needs whole sequences on one device; use flax_mha.attention_fn."
+            f"context_parallel supports only real inputs, no einsum and no module that sows weights, but got {got}, "
+            "which needs whole sequences on one device; use flax_mha.attention_fn."
         )
 
 

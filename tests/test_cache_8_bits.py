@@ -233,7 +233,7 @@ def test_derivatives(dtype):
     want = jax.grad(lambda query: jnp.sum(jnp.sin(dot_product_attention(query, *floats))))(query)
     np.testing.assert_allclose(jax.jit(jax.grad(total))(query, key, value), want, rtol=0, atol=1e-5)
     for place in (1, 2):
-        with pytest.raises(NotImplementedError, match=f"a cache with dtype {dtype} has no derivative; use a"):
+        with pytest.raises(NotImplementedError, match=f"a cache with dtype {dtype} is not differentiable; use a"):
             jax.jit(jax.grad(total, place))(query, key, value)
 
 
@@ -285,7 +285,7 @@ REFUSED = {
     ),
     "8 bits as keys": (
         lambda: dot_product_attention(tokens(1)[0], INT8, INT8),
-        "query, key, value must share one of the dtypes",
+        "query, key, value must have the same dtype, one of",
     ),
 }
 

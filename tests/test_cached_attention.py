@@ -405,19 +405,19 @@ REFUSED = {
     "a ring with a wider window": (lambda: call(IN_RING, local_window_size=6), "at most.*got 6"),
     "bias of a ring's slots": (
         lambda: call(IN_RING, bias=np.ones((N, 1, RING), np.float32), local_window_size=5),
-        r"bias must not differ by slot if the cache is a ring.*\(4, 1, 70\); use a mask object",
+        r"bias must not vary by slot in a ring cache.*\(4, 1, 70\); use a mask object",
     ),
     "mask of a ring's slots": (
         lambda: call(IN_RING, mask=np.ones((1, RING), bool), local_window_size=5),
-        "mask must not differ by slot if the cache is a ring",
+        "mask must not vary by slot in a ring cache",
     ),
     "segments of a ring's slots": (
         lambda: call(IN_RING, mask=SegmentMask(np.ones(3, int), np.ones(RING, int)), local_window_size=5),
-        "mask must not hold an array with an entry per key if the cache is a ring",
+        "mask must not hold an array with one entry per key in a ring cache",
     ),
     "a mask object of a ring's slots": (
         lambda: call(IN_RING, mask=CausalMask() & ~ArrayMask(np.ones((3, RING), bool)), local_window_size=5),
-        "mask must not hold an array with an entry per key if the cache is a ring",
+        "mask must not hold an array with one entry per key in a ring cache",
     ),
     "lengths of one index": (lambda: call(lengths=[1, 1]), "lengths must be None if all .*per_row=True"),
     "lengths, too long": (lambda: call(ROWS, lengths=[4, 1]), "lengths must be from 0 to 3, .*got 1 to 4"),

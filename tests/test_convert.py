@@ -226,7 +226,7 @@ def changed(layout, **changes):
         (
             changed("torch", in_proj_weight=np.ones((44, 15))),
             (HEADS,),
-            "cut the 44 features of in_proj_weight into .* got 3 and 3",
+            "split the 44 features of in_proj_weight into .* got 3 and 3",
         ),
         (
             changed("torch", in_proj_weight=np.ones((45, 7))),
@@ -242,7 +242,7 @@ def changed(layout, **changes):
         (changed("note_mha", w_q__bias=np.ones(14)), (HEADS,), r"query/bias must have shape \(15\) .* got \(14,\)"),
         (changed("hf_llama", v_proj__weight=np.ones((5, 15))), (HEADS,), r"value/kernel must have shape \(15, V\)"),
         (changed("hf_llama", k_proj__weight=np.ones((15, 7))), (HEADS,), "must be equal, but got .* key in 7"),
-        (changed("torch"), (4,), "cut the 45 features of in_proj_weight into .* got 4 and 4"),
+        (changed("torch"), (4,), "split the 45 features of in_proj_weight into .* got 4 and 4"),
         (changed("torch"), (0,), "positive .* got 0 and 0"),
         (changed("torch"), (-3,), "positive .* got -3 and -3"),
         (changed("torch"), (3, 0), "positive .* got 3 and 0"),

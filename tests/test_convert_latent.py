@@ -42,7 +42,7 @@ def test_describe():
     assert convert.describe(of_kimi_k2).items() >= (sizes | {"rope": rope}).items()
     linear = CONFIG | {"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": [4, 8]}}
     assert convert.describe(linear, 3)["rope"] is None
-    with pytest.raises(ValueError, match="layer 4 of kimi_linear has the type 'linear_attention'"):
+    with pytest.raises(ValueError, match="layer 4 of kimi_linear has type 'linear_attention'"):
         convert.describe(linear, 4)
 
 

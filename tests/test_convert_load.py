@@ -170,7 +170,7 @@ WRONG = {
         state_dict(q_proj__weight=np.ones((42, D)), o_proj__weight=np.ones((D, 21))),
         {},
         {},
-        "cut the 42 features of q_proj.weight into query and gate heads of equal size, but got 4 and 2",
+        "split the 42 features of q_proj.weight into query and gate heads of equal size, but got 4 and 2",
     ),
     "no rotary positions": (
         state_dict(),
@@ -515,7 +515,7 @@ def test_describe(config, layer, expected):
             "must not have llama_4_scaling_beta=0.1: this model type does not",
         ),
         (DEEPSEEK | {"q_lora_rank": "x"}, 0, "q_lora_rank must be an integer of 1 or more, but got 'x'"),
-        (LLAMA | {"model_type": "qwen3_next"}, 0, "layer 0 of qwen3_next has the type 'linear_attention'"),
+        (LLAMA | {"model_type": "qwen3_next"}, 0, "layer 0 of qwen3_next has type 'linear_attention'"),
         ({"model_type": "laguna"}, 0, "got 'laguna': its output gate is not a sigmoid"),
         ({"model_type": "mamba"}, 0, "but got 'mamba'"),
         ({"model_type": "llama"}, 0, "config must hold num_attention_heads or .* but got None"),
@@ -532,13 +532,13 @@ def test_describe(config, layer, expected):
         (
             GEMMA_2 | {"layer_types": ["chunked_attention"]},
             0,
-            "sliding_attention, but layer 0 of gemma2 has the type 'chunked_",
+            "sliding_attention, but layer 0 of gemma2 has type 'chunked_",
         ),
         (T5 | {"model_type": "bert", "position_embedding_type": "relative_key"}, 0, "'relative_key'.* as bias"),
         ({"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}, 0, "must be equal"),
         (LLAMA | {"model_type": "smollm3", "no_rope_layers": [1]}, 1, "no_rope_layers must be a list with .* layer 1"),
         (LLAMA | {"model_type": "mistral", "sliding_window": "x"}, 0, "sliding_window must be .* got 'x'"),
-        (LLAMA | {"model_type": "jamba"}, 0, "layer 0 of jamba has the type 'no attention'"),
+        (LLAMA | {"model_type": "jamba"}, 0, "layer 0 of jamba has type 'no attention'"),
         (LLAMA | {"model_type": "zamba"}, 0, "config must hold layer_types or layers_block_type"),
         (LLAMA | {"model_type": "stablelm", "qk_layernorm": True}, 0, "norms have separate weights for each head"),
         (

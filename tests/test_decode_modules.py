@@ -479,11 +479,11 @@ def test_what_does_not_fit_is_refused(make):
     for inputs, arguments, expected in (
         ([TARGET, ENCODED], {}, "inputs_k must be None if keys are already stored.*store_keys=True"),
         ([TARGET], {"lengths": LENGTHS}, "lengths must be None if keys are already stored"),
-        ([TARGET], {"store_keys": True}, "inputs_k must be given with store_keys, but got None"),
+        ([TARGET], {"store_keys": True}, "store_keys=True requires inputs_k, but got None"),
         (
             [TARGET, ENCODED],
             {"store_keys": True, "decode": False},
-            "store_keys must be False without decode=True",
+            "store_keys=True requires decode=True",
         ),
         ([TARGET, ENCODED], {"store_keys": 1}, "store_keys must be True or False"),
     ):

@@ -54,7 +54,10 @@ REFUSED = {
     ),
     "no heads": ({"key": (B, S, 0, H), "value": (B, S, 0, H)}, "both at least 1, but got 6 and 0"),
     "head size 0": ({"query": (B, T, N, 0), "key": (B, S, K, 0)}, "query head size must be at least 1"),
-    "mixed dtypes": ({"dtypes": {"key": jnp.bfloat16}}, r"must share one of the dtypes .*key bfloat16.*use \.astype"),
+    "mixed dtypes": (
+        {"dtypes": {"key": jnp.bfloat16}},
+        r"must have the same dtype, one of .*key bfloat16.*use \.astype",
+    ),
     "integers": (
         {"dtypes": dict.fromkeys(SHAPES, jnp.int32)},
         "one of the dtypes float16, bfloat16, float32, float64,.*int32",

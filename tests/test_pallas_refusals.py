@@ -58,12 +58,12 @@ REFUSED = {
     "tiles": (
         abstract(2**17, 2**17, batch=(64,)),
         {"key_value_seq_lengths": jnp.ones(64, jnp.int32)},
-        f"table of tiles does not fit: .* room for {grid.MOST_WORDS} words, but 256 x 256 tiles for 128 heads take ",
+        f"tile table does not fit: .* room for {grid.MOST_WORDS} words, but 256 x 256 tiles for 128 heads take ",
     ),
     "tiles of heads that share a bias": (
         abstract(8192, 8192, batch=(512,)),
         {"bias": jnp.ones((1, 1))},
-        "table of tiles does not fit: .* 16 x 16 tiles for 1024 heads",
+        "tile table does not fit: .* 16 x 16 tiles for 1024 heads",
     ),
     "vectors": (
         abstract(),

@@ -220,7 +220,7 @@ def test_recipes_combine():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([recipes.soft_cap(3.0), recipes.soft_cap(5.0)], "logits_soft_cap must be in only one of the recipes, .* in 2"),
+        ([recipes.soft_cap(3.0), recipes.soft_cap(5.0)], "logits_soft_cap must be set by only one recipe, .* from 2"),
         ([recipes.alibi(4), recipes.t5_bias(TABLE)], "recipes must be made for one number of heads, but got 4 and 6"),
         ([recipes.causal(), recipes.causal()["mask"]], r'a recipe must be a dict of arguments, such as {"mask": mask}'),
     ],

@@ -20,11 +20,11 @@ REFUSED = {
     "bool positions": (lambda: apply_rope(XS, PS.astype(bool), RoPE()), "positions must be integers, but got bool"),
     "positions beyond 32 bits": (
         lambda: apply_rope(XS, np.arange(PS.shape[-1]) + 2**32, RoPE()),
-        "positions must be in the range of int32, but got 4294967296 to",
+        "positions must be in the int32 range, but got 4294967296 to",
     ),
     "a list of positions beyond 32 bits": (
         lambda: apply_rope(XS, [2**40] * PS.shape[-1], RoPE()),
-        "positions must be in the range of int32",
+        "positions must be in the int32 range",
     ),
     "no positions": (lambda: apply_rope(XS, "first", RoPE()), "positions must be integers, but got <U5"),
     "x of rank 2": (lambda: apply_rope(XS[0, 0], PS[0], RoPE()), "x must have rank 3 or more"),
@@ -86,7 +86,7 @@ REFUSED = {
     "sections is a number": (lambda: RoPE(sections=8), "sections must be None or positive .* got 8"),
     "sections do not take turns": (
         lambda: RoPE(sections=(2, 3, 3), section_layout="interleaved").coordinates(H),
-        r"sections must alternate over 8 pairs, with the rest going to the first coordinate, but got \(2, 3, 3\)",
+        r"sections must interleave the coordinates across 8 pairs and give any .* to the first .*, but got \(2, 3, 3\)",
     ),
     "strided sections differ": (
         lambda: RoPE(sections=(2, 6), section_layout="axial_strided"),

@@ -376,7 +376,7 @@ REFUSED = {
     "offset as data": (abstract(), {"is_causal": True, "query_offset": lengths(7, 9)}, "query_offset"),
     "scale as data": (abstract(), {"scale": jnp.float32(0.3)}, "scale"),
     "precision": (abstract(), {"precision": "highest"}, "the only one supported, but is highest"),
-    "half a million keys": (abstract(2**19, 2**19), {}, "table of tiles"),
+    "half a million keys": (abstract(2**19, 2**19), {}, "its tile table does not fit"),
     "no keys": (abstract(s=0), {}, "an axis has length 0"),
     "no value features": (abstract(hv=0), {}, "an axis has length 0"),
 }
@@ -432,7 +432,7 @@ def refusals(dtype=jnp.float32):
     ("setting", "reason"),
     [
         (lambda: jax.enable_x64(True), "jax_enable_x64"),
-        (lambda: jax.default_matmul_precision("high"), "default precision, not high"),
+        (lambda: jax.default_matmul_precision("high"), "default matmul precision, not high"),
         (lambda: use_abstract_mesh(TWO), "on several devices it needs the sharding of its arrays"),
     ],
 )

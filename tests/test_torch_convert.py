@@ -196,9 +196,9 @@ def test_refuses_extra_key_and_value_bias():
 @pytest.mark.parametrize(
     ("heads", "message"),
     [
-        ((2,), "cut the 117 features .* got 2 and 2"),
+        ((2,), "split the 117 features .* got 2 and 2"),
         ((0,), "got 0 and 0"),
-        ((3, 1), "cut the 117 features .* got 3 and 1"),
+        ((3, 1), "split the 117 features .* got 3 and 1"),
     ],
 )
 def test_refuses_heads_that_do_not_fit(heads, message):

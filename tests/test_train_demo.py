@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_is_passed_over(copy, harm):
     step, _ = checkpoint.restore_newest(copy, {}, said.append)
     assert step == STEPS - SETTINGS["save_every"]
     assert len(said) == 1
-    assert f"Checkpoint {STEPS} is not used (it " in said[0]
+    assert f"Skipped checkpoint {STEPS}: it " in said[0]
 
 
 # On a terminal

@@ -125,7 +125,7 @@ def test_a_folder_that_changed_is_refused(folder, tmp_path):
     out.mkdir()
     run_folder.write_config(out, run_folder.prepare(out, str(folder), {"context_length": 8}, resume=False)[0])
     (folder / "a.txt").write_text("a says: something else")
-    with pytest.raises(UserError, match="data with the sha256"):
+    with pytest.raises(UserError, match="the sha256 of --data was"):
         run_folder.prepare(out, None, {}, resume=True)
 
 

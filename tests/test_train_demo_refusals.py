@@ -173,17 +173,17 @@ def test_a_run_of_another_configuration(capsys, run, tmp_path):
     said = refusal(
         capsys, "--resume", "--out", run.out, "--data", other, "--batch-size", 3, "--learning-rate", 0.5, "--seed", 0
     )
-    assert "--batch-size 2 there, 3 here" in said
-    assert "--learning-rate 0.03 there, 0.5 here" in said
+    assert "--batch-size was 2, now 3" in said
+    assert "--learning-rate was 0.03, now 0.5" in said
     assert "--data" in said
     assert "--seed" not in said
 
 
 def test_a_run_of_another_optimizer_or_size(capsys, run):
     said = refusal(capsys, "--resume", "--out", run.out, "--optimizer", "adamw")
-    assert "--optimizer muon there, adamw here" in said
+    assert "--optimizer was muon, now adamw" in said
     said = refusal(capsys, "--resume", "--out", run.out, "--size", "small", "--context-length", 8)
-    assert "--layers 1 there, 4 here" in said
+    assert "--layers was 1, now 4" in said
     assert "--context-length" not in said
 
 

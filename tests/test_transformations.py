@@ -141,7 +141,7 @@ def test_blockwise_refuses_symbolic_sizes():
     batch, length = export.symbolic_shape("batch, length")
     x = jax.ShapeDtypeStruct((batch, length, N, H), jnp.float32)
     attend = functools.partial(dot_product_attention, implementation="blockwise")
-    with pytest.raises(NotImplementedError, match="its sizes must be fixed, but some are symbolic"):
+    with pytest.raises(NotImplementedError, match="it needs static shapes, but some dimensions are symbolic"):
         export.export(jax.jit(attend))(x, x, x)
 
 
@@ -377,7 +377,7 @@ def test_linear_transpose_by_values(name, implementation):
 def test_linear_transpose_of_what_is_not_known_to_be_linear_is_refused(function):
     x = jnp.ones((1, 3, 2, 4))
     attend = function(lambda value, query=x: dot_product_attention(query, x, value, implementation="blockwise"))
-    with pytest.raises(NotImplementedError, match=r"only as a function of its values, .* use jax.vjp"):
+    with pytest.raises(NotImplementedError, match=r"only as a function of value, .* use jax.vjp"):
         jax.linear_transpose(attend, x)(x)
 
 

@@ -77,7 +77,7 @@ class Run:
         from train_demo.generate import Sampling, generate
 
         if not isinstance(prompt, str):
-            raise UserError(f"prompt: expected a text, got {prompt!r}")
+            raise UserError(f"prompt: expected a string, got {prompt!r}")
         given = {name: checked(name, value, float, SAMPLING[name][0]) for name, value in given.items()}
         sampling = Sampling(**{name: given[name] for name in Sampling._fields if name in given})
         length, seed, vocabulary = given["max_new_tokens"], given["seed"], self.config.vocabulary
@@ -158,7 +158,7 @@ def train(  # noqa: D417 - `Settings` describes the others
     if size is not None:
         given = completed(size, given)
     if layout is not None and layout.num_processes is not None:
-        raise UserError("layout names several processes: start each with the command python -m train_demo")
+        raise UserError("layout has several processes: start each one with python -m train_demo")
     if out == "":
         raise UserError("--out is empty: name a folder, or leave it out")
     source = None if data is None else str(data)

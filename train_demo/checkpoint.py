@@ -66,7 +66,7 @@ def restore_newest(out: Path, like: Trees, say: Callable[[str], Any]) -> tuple[i
             flaw = f"it cannot be read: {reason(error)}"
         except (SafetensorError, KeyError, ValueError):  # the bytes are those that were saved
             flaw = f"it does not fit {CONFIG}"
-        say(f"Checkpoint {step} is not used ({flaw})")
+        say(f"Skipped checkpoint {step}: {flaw}")
     return None
 
 

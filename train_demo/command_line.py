@@ -166,7 +166,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     from train_demo.memory_estimate import estimate, table
 
     if jax.device_count() < number:
-        raise UserError(f"JAX runs on {jax.device_count()} devices already: plan in a process of its own")
+        raise UserError(f"JAX already runs on {jax.device_count()} devices: run plan in a separate process")
     print(table(estimate(settings, layout, len(text.vocabulary), len(text.training), jax.devices()[:number])))
     return 0
 

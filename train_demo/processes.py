@@ -68,7 +68,7 @@ def _connect(layout: Layout) -> None:
 
 
 def _not_found(layout: Layout) -> None:
-    others = "not all other processes came to" if layout.first else "nothing answers at"
+    others = "not all other processes connected to" if layout.first else "no process responded at"
     line = (
         f"python -m train_demo: error: {others} --coordinator {layout.coordinator} within {layout.start_timeout} s: "
         f"start {layout.num_processes} processes, with --process-id 0 to {(layout.num_processes or 1) - 1}\n"
@@ -107,4 +107,4 @@ def refuse_differences(what: str, text: str) -> None:
         return
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
     if (multihost_utils.broadcast_one_to_all(digest) != digest).any():
-        raise UserError(f"{what} differ from those of process 0: start all processes with the same ones")
+        raise UserError(f"{what} differ from process 0's: start all processes with the same ones")

@@ -84,7 +84,7 @@ def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
     before, after = _named(saved), _named(now)
     if now.settings.steps > saved.settings.steps:
         del before["--steps"]
-    differing = [f"{name} {before[name]} there, {after[name]} here" for name in before if before[name] != after[name]]
+    differing = [f"{name} was {before[name]}, now {after[name]}" for name in before if before[name] != after[name]]
     if differing:
         names = "; ".join(differing)
         raise UserError(
@@ -95,7 +95,7 @@ def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
 def _named(config: Config) -> dict[str, Any]:
     options = {option_of(name): value for name, value in asdict(config.settings).items()}
     # The text must be the same, its path need not.
-    return {**options, "--data with the sha256": config.sha256[:12]}
+    return {**options, "the sha256 of --data": config.sha256[:12]}
 
 
 def newest(runs: Path) -> Path:

@@ -43,10 +43,10 @@ count = parser(int, "a whole number from 1 to 2147483647", lambda number: 0 < nu
 several = parser(int, "a whole number from 1 to 1024", lambda number: 0 < number <= 1024)
 seed = parser(int, "a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32)
 positive = parser(float, "a finite number above 0", lambda number: number > 0)
-rate = parser(float, "a number from 0 up to, but not including, 1", lambda number: 0 <= number < 1)
+rate = parser(float, "a number of at least 0 and less than 1", lambda number: 0 <= number < 1)
 shift = parser(int, "a whole number from 0 to 1024", lambda number: 0 <= number <= 1024)
 warmth = parser(float, "a number from 0 to 1000000", lambda number: 0 <= number <= 1e6)
-probability = parser(float, "a number above 0, up to and including 1", lambda number: 0 < number <= 1)
+probability = parser(float, "a number above 0 and at most 1", lambda number: 0 < number <= 1)
 ratio = parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 SAMPLING = {
     "max_new_tokens": (count, 500, "number of characters to write"),
@@ -66,7 +66,7 @@ def option(default: Any, parse: Parse | None, explanation: str) -> Any:
 
 def checked(name: str, value: Any, kind: type, parse: Parse | None) -> Any:
     """Returns an argument of a Python call after the command line's checks; raises a `UserError` with its `name`."""
-    expected = {str: "a text", bool: "True or False"}.get(kind, "a number")
+    expected = {str: "a string", bool: "True or False"}.get(kind, "a number")
     fits = isinstance(value, kind) if kind in (str, bool) else not isinstance(value, str | bool)
     try:
         if not fits:
@@ -94,7 +94,7 @@ class Settings:
     batch_size: int = option(SIZES["tiny"]["batch_size"], count, "text windows per step")
     context_length: int = option(SIZES["tiny"]["context_length"], count, "characters per window")
     optimizer: str = option(
-        "muon", one_of("muon", "adamw"), "optimizer of the matrices: muon or adamw; AdamW trains the rest"
+        "muon", one_of("muon", "adamw"), "optimizer for weight matrices: muon or adamw; other parameters use AdamW"
     )
     learning_rate: float = option(LEARNING_RATES["muon"], positive, "peak learning rate, reached after the warm-up")
     layers: int = option(SIZES["tiny"]["layers"], count, "transformer blocks")
@@ -177,7 +177,7 @@ class Layout:
         together = ("coordinator", "num_processes", "process_id")
         missing = [option_of(name) for name in together if getattr(self, name) is None]
         if 0 < len(missing) < len(together):
-            raise UserError(f"{' and '.join(missing)} missing: {', '.join(map(option_of, together))} belong together")
+            raise UserError(f"{' and '.join(missing)} missing: pass {', '.join(map(option_of, together))} together")
         if self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
             raise UserError(
                 f"--process-id {self.process_id} is out of range: with --num-processes {self.num_processes} it is "

@@ -338,11 +338,11 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
     for name, x in (("bias", bias), ("mask", mask)):
         if _differs_by_slot(x):
             raise ValueError(
-                f"{name} must not differ by slot if the cache is a ring, because slots are reused, but got shape "
-                f"{np.shape(x)}; use a mask object such as FunctionMask, or a score_mod, which go by position."
+                f"{name} must not vary by slot in a ring cache, because slots are reused, but got shape {np.shape(x)}; "
+                "use a mask object such as FunctionMask, or a score_mod, which depend on positions."
                 if not isinstance(x, Mask)
-                else f"{name} must not hold an array with an entry per key if the cache is a ring, because slots are "
-                "reused; use FunctionMask, which goes by position."
+                else f"{name} must not hold an array with one entry per key in a ring cache, because slots are reused; "
+                "use FunctionMask, which depends on positions."
             )
     return window
 

@@ -128,7 +128,7 @@ class KVCache:
     def values(self, key: Float[Array, "*B T K H"], value: ArrayLike | None) -> Array:
         """Converts the values of new tokens to an array; with a `value_size`, None becomes an array [B..., T, K, 0]."""
         if value is not None and self.value_size is not None:
-            raise ValueError("value must be None if the values are a part of the cached keys, but got an array.")
+            raise ValueError("value must be None if the values are part of the cached keys, but got an array.")
         return key[..., :0] if self.value_size is not None else jnp.asarray(value)
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
@@ -151,8 +151,8 @@ class KVCache:
                 )
             if jnp.iscomplexobj(new) and not jnp.iscomplexobj(cached):
                 raise ValueError(
-                    f"the cache must have a dtype that can hold {new.dtype}, but has {cached.dtype}; create it with "
-                    f"dtype={new.dtype}."
+                    f"the cache must have a dtype that can hold {new.dtype}, but its dtype is {cached.dtype}; create "
+                    f"it with dtype={new.dtype}."
                 )
         if key.shape[-3] != value.shape[-3]:
             raise ValueError(f"key and value must have the same length, but got {key.shape[-3]} and {value.shape[-3]}.")
@@ -306,9 +306,10 @@ class KVCache:
         fine = (new >= kept) & (new <= self.index) & (self.index >= 0)
         if readable(fine) and not np.all(fine):
             self._check_complete()
+            least = np.max(kept)
             raise ValueError(
-                f"index must be from {np.max(kept)} (earlier tokens were overwritten) to {np.min(self.index)} (the "
-                f"number of tokens so far), but got {np.min(new)} to {np.max(new)}."
+                f"index must be from {least}{' (earlier tokens were overwritten)' * bool(least)} to "
+                f"{np.min(self.index)} (the number of tokens so far), but got {np.min(new)} to {np.max(new)}."
             )
         changes: dict[str, Any] = {}
         if self.window is not None:
@@ -333,7 +334,8 @@ class KVCache:
         rows = int32("rows", rows)
         if not self.batch or rows.ndim != 1:
             raise ValueError(
-                f"rows must be [B'], indices into a batch axis, but got {rows.shape} for batch {self.batch}."
+                f"rows must be [B'], indices along the first batch axis, but got shape {rows.shape} for a cache with "
+                f"batch axes {self.batch}."
             )
         least, most = extremes(rows)
         if rows.size and readable(rows) and not 0 <= least <= most < self.batch[0]:
@@ -369,8 +371,8 @@ class KVCache:
         """
         if self.window is not None:
             raise ValueError(
-                f"the cache must not be a ring, because its window of {self.window} positions counts all branches of a "
-                "tree; create it without a window."
+                f"the cache must not be a ring cache, because its window of {self.window} positions would count all "
+                "branches of a tree; create it without a window."
             )
         slots = int32("slots", slots)
         if slots.ndim != self.index.ndim + 1 or slots.shape[:-1] != self.index.shape or not slots.shape[-1]:
@@ -388,9 +390,9 @@ class KVCache:
         if readable(fine) and not np.all(fine):
             self._check_complete()
             raise ValueError(
-                f"slots must ascend from index, {np.asarray(start).tolist()}, to the number of tokens so far, "
-                f"{np.asarray(self.index).tolist()}, and lengths must be from 0 to {number}, but got slots "
-                f"{np.asarray(slots).tolist()} and lengths {np.asarray(lengths).tolist()}."
+                f"slots must be in ascending order, at least index ({np.asarray(start).tolist()}) and less than the "
+                f"number of tokens so far ({np.asarray(self.index).tolist()}), and lengths must be from "
+                f"0 to {number}, but got slots {np.asarray(slots).tolist()} and lengths {np.asarray(lengths).tolist()}."
             )
         slots = jnp.clip(slots, 0, self.length - 1)
         moved = tuple(entries_at(x, slots) for x in self._entries)

@@ -123,8 +123,8 @@ def check_inputs(
     alike = any_dtypes or query.dtype == key.dtype == value.dtype
     if not alike or any(x.dtype.name not in DTYPES for x in (query, key, value)):
         raise ValueError(
-            f"query, key, value must share one of the dtypes {', '.join(DTYPES)}, but got query {query.dtype}, "
-            f"key {key.dtype}, value {value.dtype}; use .astype."
+            f"query, key, value must have the same dtype, one of {', '.join(DTYPES)}, but got query "
+            f"{query.dtype}, key {key.dtype}, value {value.dtype}; use .astype."
         )
     sizes = (query.shape[-3], key.shape[-3], num_heads, num_kv_heads, query.shape[-1], value.shape[-1])
     return query, key, value, Shape(query.shape[:-3], *sizes)
@@ -149,18 +149,18 @@ def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) 
         ("key_value_offset", key_offset, shape.key_length),
     ):
         if value is None:
-            raise ValueError(f"{name} must be an integer or an array of integers, but got None; leave it out for 0.")
+            raise ValueError(f"{name} must be an integer or an array of integers, but got None; leave it out to use 0.")
         offset: Any = int(value) if is_int(value) else per_sequence(name, value, shape)
         least, most = (offset, offset) if isinstance(offset, int) else extremes(offset)
         last = most + max(length, 1) - 1 if isinstance(length, int) else most
         if least < SMALLEST or last > LARGEST:
-            raise ValueError(f"{name} must keep positions in the range of int32, but got positions {least} to {last}.")
+            raise ValueError(f"{name} must keep positions in the int32 range, but got positions {least} to {last}.")
         offsets.append(offset)
         ends.append((least, last))
     (q_first, q_last), (k_first, k_last) = ends
     if max(q_last - k_first, k_last - q_first) > LARGEST:
         raise ValueError(
-            "query_offset and key_value_offset must keep distances in the range of int32, but got queries at positions "
+            "query_offset and key_value_offset must keep distances in the int32 range, but got queries at positions "
             f"{q_first} to {q_last} and keys at {k_first} to {k_last}."
         )
     return Offsets.of(*offsets)

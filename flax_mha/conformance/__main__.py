@@ -22,8 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flax_mha.conformance",
         description="Checks attention functions against the equation in float64: outputs, gradients, masked NaN, "
-        "dtypes and transformations. A function may take any of the arguments of flax_mha.dot_product_attention; calls "
-        "with an argument that it does not take count as refused. Exits with 1 if a result is wrong.",
+        "dtypes and transformations. A function may support any subset of the arguments of "
+        'flax_mha.dot_product_attention; calls that need other arguments count as "refuses". '
+        "Exits with 1 if a result is wrong.",
     )
     parser.add_argument(
         "functions", nargs="+", metavar="PACKAGE.FUNCTION", help="for example jax.nn.dot_product_attention"

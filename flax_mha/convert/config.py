@@ -142,7 +142,9 @@ def _check_supported(family: Family, values: Values) -> None:
     if values.get("clip_qkv") and _use_bias(family, values):
         raise ValueError("config must not have biases if it clips queries, keys and values, but got both.")
     if values["model_type"] == "gpt_bigcode" and not values["multi_query"]:
-        raise ValueError("config must have multi_query=True, but got False, which stacks the weights in another order.")
+        raise ValueError(
+            "config must have multi_query=True, but got False, which stacks the weights in a different order."
+        )
     if not values.get("alibi", True) and family.alibi:
         raise ValueError("attn_config must have alibi=True, but got False: Transformers adds ALiBi either way.")
     names = ("encoder_attention_heads", "decoder_attention_heads")
@@ -157,8 +159,7 @@ def _layer_type(family: Family, values: Values, layer: int) -> str:
     kind = family.layer_type(values, layer)
     if kind not in (FULL, SLIDING) and (kind != CHUNKED or "attention_chunk_size" not in values):
         raise ValueError(
-            f"layer must have the type {FULL} or {SLIDING}, but layer {layer} of {values['model_type']} has the type "
-            f"{kind!r}."
+            f"layer must have type {FULL} or {SLIDING}, but layer {layer} of {values['model_type']} has type {kind!r}."
         )
     return kind
 
@@ -180,7 +181,7 @@ def _sizes(values: Values) -> dict[str, Any]:
     head_size = values.get("head_dim") or features // heads
     if head_size < 1:
         raise ValueError(
-            f"hidden_size must be at least num_attention_heads, {heads}, if there is no head_dim, but got {hidden}."
+            f"hidden_size must be at least num_attention_heads, {heads}, if head_dim is not given, but got {hidden}."
         )
     return {
         "num_heads": heads,

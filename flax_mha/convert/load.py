@@ -83,7 +83,7 @@ def load_torch(
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
     if layout == LATENT:
-        raise ValueError("module must be a MultiHeadLatentAttention for latent weights, but is a MultiHeadAttention.")
+        raise ValueError("module must be a MultiHeadLatentAttention for latent weights, but got a MultiHeadAttention.")
     variables = _variables(module, (*TORCH_AXES, *OTHER_AXES))
     if family.norm_scale == "none":
         arrays |= {path: np.ones(variables[path].shape, np.float32) for path in NORMS if path in variables}
@@ -114,7 +114,9 @@ def _load_latent(
         raise ValueError(f"qk_norm_offset must be None for latent attention, but got {qk_norm_offset!r}.")
     layout, arrays = read(state_dict, module.num_heads, module.num_heads, prefix, 0.0)
     if layout != LATENT:
-        raise ValueError(f"module must be a MultiHeadAttention for layout {layout!r}, but is a latent attention.")
+        raise ValueError(
+            f"module must be a MultiHeadAttention for layout {layout!r}, but got a MultiHeadLatentAttention."
+        )
     variables = _variables(module, AXES)
     problems = []
     for path in sorted({*variables, *arrays}):
@@ -200,7 +202,7 @@ def _missing_options(
     if layout.rotary and rope is None:
         problems.append(f"rope is None: {layout.rotary} use it; pass rope=RoPE.from_config(config), or {rest}")
     if layout.scale is not None and scale != layout.scale:
-        problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not divide the scores")
+        problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not scale the scores")
     if NORMS[0] in arrays and not _has_biases(arrays) and not isinstance(module.query_ln, nnx.RMSNorm):
         problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
     beside = prefix.rstrip(".").rpartition(".")[0]

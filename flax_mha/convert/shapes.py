@@ -20,7 +20,7 @@ def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) 
     if rest or any(count % groups for count in counts):
         into = "query, key and value heads" if layout.is_stacked else "query and gate heads"
         raise ValueError(
-            f"num_heads and num_kv_heads must cut the {len(array)} features of {key} into {into} of equal size, but "
+            f"num_heads and num_kv_heads must split the {len(array)} features of {key} into {into} of equal size, but "
             f"got {heads} and {kv_heads}; pass the numbers in the model's config."
         )
     rows = array.reshape(groups, -1, size, *array.shape[1:])
@@ -53,8 +53,8 @@ def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str,
     size, rest = divmod(sizes["A"], heads)
     if rest or size * kv_heads != sizes["B"]:
         raise ValueError(
-            f"num_heads and num_kv_heads must cut {sizes['A']} query and {sizes['B']} key features into heads of equal "
-            f"size, but got {heads} and {kv_heads}; pass the numbers in the model's config."
+            f"num_heads and num_kv_heads must split {sizes['A']} query and {sizes['B']} key features into heads of "
+            f"equal size, but got {heads} and {kv_heads}; pass the numbers in the model's config."
         )
     return {"N": heads, "K": kv_heads, "H": size}
 

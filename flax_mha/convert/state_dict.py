@@ -40,7 +40,7 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
     if prefix and not entries:
         layers = attention_layers(state_dict)
         found = _list_layers(layers) if layers else f" Its keys: {_list_names([*state_dict])}."
-        raise ValueError(f"prefix must be the start of some keys, but no key starts with {prefix!r}.{found}")
+        raise ValueError(f"prefix must be the start of at least one key, but no key starts with {prefix!r}.{found}")
     return prefix, entries
 
 

@@ -165,13 +165,15 @@ def read(
     queries, out = len(arrays["query/kernel"]), arrays["out/kernel"]
     if layout.is_stacked and out.ndim == 2 and queries != out.shape[1]:
         raise ValueError(
-            f"num_heads and num_kv_heads must cut the stacked weights into {out.shape[1]} query features, the inputs "
+            f"num_heads and num_kv_heads must split the stacked weights into {out.shape[1]} query features, the inputs "
             f"of the output projection, but got {num_heads} and {num_kv_heads}, which give {queries}; pass the numbers "
             "in the model's config."
         )
     sizes = find_sizes({path: arrays[path] for path in TORCH_AXES if path in arrays}, TORCH_AXES)
     if reason := misfit(layout, arrays, sizes):
-        raise ValueError(f"state_dict has the keys of layout {name!r}, but {reason}: is it complete and unchanged?")
+        raise ValueError(
+            f"state_dict has the keys of layout {name!r}, but {reason}; check that it is complete and unmodified."
+        )
     sizes |= head_sizes(sizes, num_heads, num_kv_heads)
     return name, {path: _to_flax(path, array, arrays, sizes, qk_norm_offset) for path, array in arrays.items()}
 

@@ -35,9 +35,7 @@ def quantize(x: Float[Array, "... F"], dtype: jnp.dtype) -> tuple[Array, Float[A
 
 @quantize.defjvp
 def _quantize_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple:
-    raise NotImplementedError(
-        f"a cache with dtype {dtype} has no derivative; use a dtype with at least 16 bits to differentiate it."
-    )
+    raise NotImplementedError(f"a cache with dtype {dtype} is not differentiable; use a dtype with at least 16 bits.")
 
 
 def as_floats(x: Array, dtype: DTypeLike) -> Array:

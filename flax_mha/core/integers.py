@@ -102,7 +102,7 @@ def ids_int32(name: str, value: Any) -> Array:
         return array if np.dtype(array.dtype).itemsize > 4 else array.astype(np.int32)
     if array.size and not SMALLEST <= int(array.min()) <= int(array.max()) <= LARGEST:
         raise ValueError(
-            f"{name} must be in the range of int32, but got {array.min()} to {array.max()}; renumber the ids with "
+            f"{name} must be in the int32 range, but got {array.min()} to {array.max()}; renumber the ids with "
             "np.unique(ids, return_inverse=True)."
         )
     return array.astype(np.int32)

@@ -169,7 +169,9 @@ def _fix(error: Exception) -> str:
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return "; use jnp.where instead of `if`, and & | ~ instead of `and`, `or`, `not`"
     if type(error).__name__ == "ShardingTypeError":
-        return "; capture jax.reshard(array, jax.P()) instead of a split array, because every device needs all entries"
+        return (
+            "; capture jax.reshard(array, jax.P()) instead of a sharded array, because every device needs all entries"
+        )
     conversions = (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
     if isinstance(error, conversions) or "len() of unsized" in str(error):  # the latter from torch
         return "; use jnp.asarray(...) on captured lists, torch tensors and NumPy arrays in other objects"

@@ -161,7 +161,7 @@ def flag(name: str, value: bool) -> bool:
             else "; make it static with jax.jit's static_argnames, or with a closure"
         )
         raise ValueError(
-            f"{name} must be a concrete True or False, but got a traced value{fix}. nn.remat of flax.linen traces "
+            f"{name} must be a concrete True or False, but got a traced value{fix}. flax.linen's nn.remat traces "
             "keyword arguments."
         )
     if not isinstance(value, bool | np.bool_):

@@ -60,8 +60,7 @@ def _refusals(name: str, call: Call) -> list[str]:
     if IMPLEMENTATIONS[name].hop is None:
         known = " and ".join(f'"{name}"' for name in registry.NAMES if IMPLEMENTATIONS[name].hop is not None)
         return [
-            f'only {known} can differentiate one step of strategy="ring" on its own: pass strategy="ulysses" or '
-            '"allgather"'
+            f'only {known} can differentiate a single step of strategy="ring": pass strategy="ulysses" or "allgather"'
         ]
     return registry.refusals(name, call)
 

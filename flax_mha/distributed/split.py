@@ -129,7 +129,7 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
     named = {name for axes in spec for name in names_of(axes)}
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     if unknown := named - set(known):
-        have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or a NamedSharding"
+        have = f"the mesh has {tuple(known)}" if known else "no mesh is set; use jax.set_mesh, or a NamedSharding"
         raise ValueError(f"qkv_sharding must name axes of the mesh, but got {', '.join(sorted(unknown))}, and {have}.")
     return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
 
@@ -157,7 +157,7 @@ def by_context(call: Call, context: Context) -> Split:
     heads = context.head_axis or spec[-2]
     named = [context.axis, *(name for axes in (*batch, heads) for name in names_of(axes))]
     if unknown := set(named) - set(known):
-        have = f"the mesh has {tuple(known)}" if known else "there is no mesh; use jax.set_mesh, or mesh="
+        have = f"the mesh has {tuple(known)}" if known else "no mesh is set; use jax.set_mesh, or mesh="
         if unknown & set(mesh_axes(mesh, AxisType.Manual)):
             have = "this axis is already Manual: call it outside jax.shard_map"
         got = ", ".join(map(repr, sorted(unknown)))
@@ -199,8 +199,8 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
     num_kv_heads = key.shape[-2] // number_of_parts(split.mesh, split.key_heads)
     if context.strategy == "ulysses" and (num_kv_heads % devices or split.key_heads != split.heads):
         raise ValueError(
-            f'strategy="ulysses" must have a multiple of {devices} key heads on each of the {devices} devices on mesh '
-            f'axis {axis!r} to exchange heads for positions, but got {num_kv_heads}; use "ring" or "allgather".'
+            f"the number of key heads per device must be a multiple of {devices}, the number of devices on mesh axis "
+            f'{axis!r}, with strategy="ulysses", but got {num_kv_heads}; use "ring" or "allgather".'
         )
 
 

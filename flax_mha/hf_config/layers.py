@@ -155,7 +155,7 @@ def cycle(key: str, *otherwise: str) -> LayerType:
     def layer_type(values: Values, layer: int) -> str:
         types = values.get(key) or otherwise
         if not types:
-            raise ValueError(f"{key} must hold the types of layers in a config, but got {values.get(key)!r}.")
+            raise ValueError(f"{key} must list the layer types, but got {values.get(key)!r}.")
         return NAMES.get(types[layer % len(types)], types[layer % len(types)])
 
     return layer_type

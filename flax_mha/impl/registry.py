@@ -80,7 +80,7 @@ class Explanation(NamedTuple):
 def refusals(name: str, call: Call) -> list[str]:
     """Lists why an implementation cannot compute a call."""
     if name != XLA.name and not call.options.has_known_sizes:
-        return ["its sizes must be fixed, but some are symbolic: export with fixed shapes"]
+        return ["it needs static shapes, but some dimensions are symbolic: export with static shapes"]
     ask = IMPLEMENTATIONS[name].refusals
     return [] if ask is None else ask(call)
 

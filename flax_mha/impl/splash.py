@@ -75,14 +75,13 @@ def refusals(call: Call) -> list[str]:
     reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"]) + tpu_kernels.refusals(call)
     if math.prod(-(-length // tpu_kernels.tile_size(length)) for length in (queries, keys)) > MOST_TILES:
         reasons.append(
-            f"its table of tiles does not fit for {queries} queries and {keys} keys: use shorter sequences, or "
+            f"its tile table does not fit for {queries} queries and {keys} keys: use shorter sequences, or "
             'implementation="blockwise"'
         )
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if precision not in DEFAULT_PRECISION:
         reasons.append(
-            f"its matrix products support only the default precision, not {precision}: leave "
-            "jax_default_matmul_precision unset"
+            f"it supports only the default matmul precision, not {precision}: leave jax_default_matmul_precision unset"
         )
     return reasons
 

@@ -208,8 +208,8 @@ def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Ar
     queries, keys = query.shape[-3], key.shape[-3]
     if is_cross and (queries, keys) != (1, 1):
         raise ValueError(
-            "Autoregressive cache shape error: inputs_k must be inputs_q, or one token, while decoding, because its "
-            f"tokens are added to the cache, but got another array of {keys} tokens with {queries} queries; for "
+            "Autoregressive cache shape error: while decoding, inputs_k must be inputs_q or hold one token, because "
+            f"its tokens are added to the cache, but got a separate array of {keys} tokens for {queries} queries; for "
             "cross-attention, pass store_keys=True in the first call, or decode=False in every call."
         )
     value_size = None if flax.latent is None else flax.latent.size
@@ -352,9 +352,9 @@ def source_of_keys(
     if store_keys is not False:
         validation.flag("store_keys", store_keys)
     if store_keys and not decode:
-        raise ValueError("store_keys must be False without decode=True, but got True; pass decode=True.")
+        raise ValueError("store_keys=True requires decode=True; pass decode=True, or leave store_keys out.")
     if store_keys and inputs_k is None:
-        raise ValueError("inputs_k must be given with store_keys, but got None; store_keys is for cross-attention.")
+        raise ValueError("store_keys=True requires inputs_k, but got None; store_keys is for cross-attention.")
     if not decode:
         return "inputs"
     if store_keys or not has_stored:

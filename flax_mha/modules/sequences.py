@@ -86,7 +86,7 @@ def check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array | None)
         validation.segment_ids(query_ids, key_ids, shape, ("segment_ids of queries", "segment_ids of keys"))
     elif queries != keys:
         raise ValueError(
-            "segment_ids must be a pair (for queries, for keys) if these differ in length, but got one array for "
+            "segment_ids must be a pair (for queries, for keys) if their lengths differ, but got one array for "
             f"lengths {queries} and {keys}."
         )
     else:
@@ -177,8 +177,8 @@ def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | No
         if is_given:
             got = "a mask object" if name == "mask" else "one"
             raise ValueError(
-                f"{name} must not depend on positions if keys are stored, because these calls do not count positions, "
-                f"but got {got}; use a mask or bias array [..., queries, keys]."
+                f"{name} must not depend on positions if keys are stored, because calls with stored keys do not "
+                f"count positions, but got {got}; use a mask or bias array [..., queries, keys]."
             )
 
 

@@ -50,7 +50,7 @@ def combine(*recipes: Arguments) -> Arguments:
         elif name == "score_mod":
             combined[name] = made_for(**_common_sizes(values))(_in_order(values))
         else:
-            raise ValueError(f"{name} must be in only one of the recipes, but got it in {len(values)}.")
+            raise ValueError(f"{name} must be set by only one recipe, but got it from {len(values)}.")
     return combined
 
 

@@ -84,7 +84,8 @@ class RoPE:
         check_number("fraction", self.fraction, above=0.0)
         if self.fraction > 1:
             raise ValueError(
-                f"fraction must be in (0, 1], but got {self.fraction!r}; pass a number of features as size / head size."
+                f"fraction must be in (0, 1], but got {self.fraction!r}; to rotate n features of each head, pass "
+                "n / head size."
             )
         if not isinstance(self.interleaved, bool):
             raise ValueError(f"interleaved must be True or False, but got {self.interleaved!r}.")
@@ -234,7 +235,7 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
     positions = integers("positions", positions)
     smallest, largest = extremes(positions)
     if not SMALLEST <= smallest <= largest <= LARGEST:
-        raise ValueError(f"positions must be in the range of int32, but got {smallest} to {largest}.")
+        raise ValueError(f"positions must be in the int32 range, but got {smallest} to {largest}.")
     if x.ndim < 3:
         raise ValueError(f"x must have rank 3 or more ([batch..., length, heads, head size]), but got {x.shape}.")
     if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -45,12 +45,13 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
     family, given = read_config(config)
     if unknown := {key for key in given if str(key).startswith(("rope_", "rotary_"))} - KNOWN:
         raise ValueError(
-            f"config must hold known keys, but got {', '.join(sorted(unknown))}; if it changes no rotation, remove it."
+            f"config must hold only known keys, but got {', '.join(sorted(unknown))}; remove a key that does not "
+            "affect the rotation."
         )
     if layer_type == FULL and family.rotates is sliding_rotate:
         raise ValueError(
-            f"layer_type must be {SLIDING}, because {given['model_type']} rotates no other layers, but got {FULL}; use "
-            "rope=None for them."
+            f"layer_type must be {SLIDING}, because {given['model_type']} rotates only these layers, but got {FULL}; "
+            "use rope=None for the others."
         )
     values = family.keys | given
     if "patch_size" in values and "rope_theta" not in family.keys:
@@ -101,8 +102,8 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
     nested = any(isinstance(value, Mapping) for value in found.values())
     if layer_type is None and (nested or local_base is not None):
         raise ValueError(
-            f"layer_type must be one of {', '.join(LAYER_TYPES)}, because this model rotates them differently, "
-            "but got None."
+            f"layer_type must be one of {', '.join(LAYER_TYPES)}, because this model rotates the two types "
+            "differently, but got None."
         )
     is_local = layer_type == SLIDING and local_base is not None
     if nested:
@@ -170,7 +171,7 @@ def _scaling(rope_type: str, given: Values, values: Values, max_length: Any) -> 
     if not is_int(max_length) or max_length < 1:
         raise ValueError(
             "max_length must be the length of the longest sequence, prompt plus generated tokens, because LongRoPE "
-            f"uses other factors above {original} tokens, but got {max_length!r}."
+            f"uses different factors above {original} tokens, but got {max_length!r}."
         )
     if original <= 1:
         raise ValueError(f"{ORIGINAL} must be above 1 for LongRoPE, but got {original!r}.")

@@ -163,7 +163,9 @@ class YaRN(Scaling):
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         if base <= 1:
-            raise ValueError(f"base must be above 1 with YaRN, so that pairs slow down, but got {base:g}.")
+            raise ValueError(
+                f"base must be above 1 with YaRN, so that frequencies decrease from pair to pair, but got {base:g}."
+            )
         # The indices, which may be fractions, of the pairs that turn this often in the original length.
         first, last = (
             size * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(base))

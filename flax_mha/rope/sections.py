@@ -25,8 +25,8 @@ def check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
     found = tuple(sections) if isinstance(sections, Iterable) else ()
     if not found or not all(is_int(pairs) and pairs > 0 for pairs in found):
         raise ValueError(
-            "sections must be None or positive integers, the rotated pairs of each coordinate, such as (16, 24, 24), "
-            f"but got {sections!r}."
+            "sections must be None or positive integers, the number of rotated pairs per coordinate, such as "
+            f"(16, 24, 24), but got {sections!r}."
         )
     if layout == "axial_strided" and len({*found}) > 1:
         raise ValueError(f"sections must be equal for section_layout 'axial_strided', but got {found}.")
@@ -47,8 +47,8 @@ def coordinates_of_pairs(sections: tuple[int, ...], layout: str, size: int) -> n
     found = np.where(pairs // len(sections) < np.asarray(sections)[turn], turn, 0)
     if tuple(np.bincount(found, minlength=len(sections))) != sections:
         raise ValueError(
-            f"sections must alternate over {size // 2} pairs, with the rest going to the first coordinate, but got "
-            f"{sections}."
+            f"sections must interleave the coordinates across {size // 2} pairs and give any leftover pairs to the "
+            f"first coordinate, but got {sections}."
         )
     return found
 

@@ -152,13 +152,13 @@ def test_it_is_never_chosen(strategy):
 REFUSED = {
     "off TPUs": ({}, {}, "it runs on TPUs, but this runs on cpu"),
     "float16": ({"dtype": jnp.float16}, {}, "it computes float32 and bfloat16, but this is float16"),
-    "precision": ({"dtype": jnp.bfloat16}, {"precision": "highest"}, "in float32 the highest"),
+    "precision": ({"dtype": jnp.bfloat16}, {"precision": "highest"}, "the highest in float32"),
     "control flow": (
         {},
         {"score_mod": lambda score, b, h, q, k: lax.cond(q > k, lambda: score, lambda: -score)},
         "score_mod must not apply cond",
     ),
-    "tiles of a hop": ({"length": 2**19, "batch": 64}, {}, "table of tiles does not fit: .* 1024 x 1024 tiles"),
+    "tiles of a hop": ({"length": 2**19, "batch": 64}, {}, "tile table does not fit: .* 1024 x 1024 tiles"),
     "another implementation": ({}, {"implementation": "splash"}, 'only "blockwise" and "pallas" can differentiate'),
 }
 

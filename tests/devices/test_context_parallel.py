@@ -344,7 +344,7 @@ def test_ulysses_keeps_the_fused_kernel(monkeypatch):
 
 X = jnp.ones((2, 16, 4, 8))
 REFUSED = {
-    "no mesh": ({"mesh": None}, {}, "'context', and there is no mesh; use jax.set_mesh, or mesh="),
+    "no mesh": ({"mesh": None}, {}, "'context', and no mesh is set; use jax.set_mesh, or mesh="),
     "an unknown axis": ({"axis": "sequence"}, {}, r"'sequence', and the mesh has \('data', 'context'\)"),
     "an unknown batch axis": ({"batch_axes": ("data", "x")}, {}, "'x', and the mesh has"),
     "an axis twice": ({"batch_axes": "context"}, {}, "must be different mesh axes"),
@@ -413,7 +413,7 @@ def test_zigzag_helpers_refuse_what_is_no_number_of_devices_or_axis():
 @pytest.mark.core
 def test_what_the_ring_refuses():
     fn = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
-    with pytest.raises(NotImplementedError, match='"pallas" can differentiate one step of strategy="ring"'):
+    with pytest.raises(NotImplementedError, match='"pallas" can differentiate a single step of strategy="ring"'):
         fn(X, X, X, implementation="xla")
     with pytest.raises(ValueError, match="implementation must be"):
         fn(X, X, X, implementation="fast")

@@ -204,7 +204,7 @@ def test_key_heads_that_do_not_fit():
 @pytest.mark.core
 def test_a_mesh_must_be_there():
     x = arrays(40, N)
-    with pytest.raises(ValueError, match="there is no mesh; use"):
+    with pytest.raises(ValueError, match="no mesh is set; use"):
         attend(x, jax.P("data"))
     compare(attend(x, jax.P()), on_one_device(40, N)[0])
 
@@ -265,7 +265,7 @@ def test_captured_arrays_that_are_split():
     split = placed(x, mesh, ("data", "model"), N)
     split["slopes"] = jax.device_put(x["slopes"], jax.NamedSharding(mesh, jax.P("model")))
     if jax.__version_info__ < (0, 11):  # where jax does not look up entries of such arrays
-        with pytest.raises(ValueError, match=r"capture jax\.reshard\(array, jax\.P\(\)\) instead of a split array"):
+        with pytest.raises(ValueError, match=r"capture jax\.reshard\(array, jax\.P\(\)\) instead of a sharded array"):
             jax.jit(attend)(split)
     else:
         compare(jax.jit(with_gradients)(split), on_one_device(40, N))

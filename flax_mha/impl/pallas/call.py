@@ -85,7 +85,7 @@ def refusals(call: Call) -> list[str]:
     precision = options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if precision not in DEFAULT_PRECISION and not (precision in HIGHEST and operands.query.dtype == jnp.float32):
         reasons.append(
-            f"its matrix products support the default precision, or in float32 the highest, not {precision}: leave "
+            f"it supports only the default matmul precision, or the highest in float32, not {precision}: leave "
             "precision out"
         )
     is_empty = 0 in (*operands.query.shape, *operands.key.shape, *operands.value.shape)
@@ -103,7 +103,7 @@ def _reasons_against_tiles(call: Call) -> list[str]:
     if words <= MOST_WORDS:
         return []
     return [
-        f"its table of tiles does not fit: scalar memory has room for {MOST_WORDS} words, but {tiling.rows} x "
+        f"its tile table does not fit: scalar memory has room for {MOST_WORDS} words, but {tiling.rows} x "
         f"{tiling.cells} tiles for {max(lists)} heads take {words}: use smaller batches or shorter sequences"
     ]
 

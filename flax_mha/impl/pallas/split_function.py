@@ -209,8 +209,8 @@ def _check(equation: Any) -> None:
     for aval in (x.aval for x in (*equation.invars, *equation.outvars)):
         if math.prod(aval.shape) != 1:
             raise RefusedError(
-                f"must not make vectors of values that depend on positions, but {name} has one of shape {aval.shape}: "
-                "compute with scalars"
+                f"must not build vectors from values that depend on positions, but {name} has one of shape "
+                f"{aval.shape}: compute with scalars"
             )
         if aval.dtype.name not in DTYPES:
             raise RefusedError(

@@ -172,8 +172,8 @@ def _transpose(cotangents: Sequence[Any], *arguments: Any, function: Function, l
     first, transpose = function.first_linear, function.transpose
     if first is None or transpose is None:
         raise NotImplementedError(
-            "jax.linear_transpose supports attention only as a function of its values, and not inside jax.jit or "
-            "jax.vmap of that function; use jax.vjp."
+            "jax.linear_transpose supports attention only as a function of value, and not if jax.jit or jax.vmap "
+            "wraps that function; use jax.vjp."
         )
 
     def pull(*both: Any) -> list[Array]:
