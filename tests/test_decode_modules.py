@@ -183,7 +183,7 @@ def test_positions_of_several_coordinates():
     np.testing.assert_allclose(module.full(X[:, :48], positions=positions[0])[0], expected[0], rtol=0, atol=1e-6)
     for wrong in (positions[..., :2], positions[..., 0]):
         with pytest.raises(
-            ValueError, match=r"positions must be \[batch..., length, coordinates\] or .* so \(2, 48, 3\)"
+            ValueError, match=r"positions must be \[batch..., length, coordinates\] or .* that is \(2, 48, 3\)"
         ):
             module.full(X[:, :48], positions=wrong)
 

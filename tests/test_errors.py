@@ -60,7 +60,7 @@ REFUSED = {
     ),
     "integers": (
         {"dtypes": dict.fromkeys(SHAPES, jnp.int32)},
-        "one of the dtypes float16, bfloat16, float32, float64,.*int32",
+        "must have the same dtype, one of float16, bfloat16, float32, float64,.*int32",
     ),
     "complex": ({"dtypes": dict.fromkeys(SHAPES, jnp.complex64)}, "complex64"),
     "mask dtype": ({"mask": np.ones((T, S), np.float32)}, r"mask must be bool .*float32; use mask.astype\(bool\)"),

@@ -565,7 +565,7 @@ def test_remat_traces_keyword_arguments():
     """So `is_causal=True` is no bool in it; the mask object is the same."""
     module = nn.remat(linen.MultiHeadDotProductAttention)(N)
     fix = r"got a traced value; pass mask=flax_mha.CausalMask\(\) instead.* nn.remat"
-    with pytest.raises(ValueError, match="is_causal must be True or False, .*" + fix):
+    with pytest.raises(ValueError, match="is_causal must be a concrete True or False, .*" + fix):
         Linen.call(module, X, is_causal=True)
     want = Linen.call(Linen.make(), X, is_causal=True)
     np.testing.assert_allclose(Linen.call(module, X, mask=CausalMask()), want, atol=1e-6)

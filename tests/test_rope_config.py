@@ -60,12 +60,12 @@ REFUSED = {
     "YaRN mscale": (lambda: YaRN(4, 4096, mscale=-1), r"YaRN\(mscale\) must be"),
     "YaRN truncate": (lambda: YaRN(4, 4096, truncate=0), r"YaRN\(truncate\) must be True or False"),
     "YaRN base": (lambda: RoPE(1.0, scaling=YaRN(4, 4096)).frequencies(H), "base must be above 1 with YaRN"),
-    "LongRoPE count": (lambda: apply_rope(XS, PS, RoPE(scaling=LongRoPE(FACTORS[1:]))), "so 8 for 16 .* but got 7"),
+    "LongRoPE count": (lambda: apply_rope(XS, PS, RoPE(scaling=LongRoPE(FACTORS[1:]))), "8 for 16 .* but got 7"),
     "LongRoPE factor": (lambda: LongRoPE([1.0, 0.0]), r"each of LongRoPE\(factors\) must be .* above 0, but got 0"),
     "LongRoPE number": (lambda: LongRoPE(None), r"LongRoPE\(factors\) must be"),
     "sections without their axis": (
         lambda: apply_rope(XS, PS, RoPE(sections=(2, 3, 3))),
-        r"positions must be \[batch..., length, coordinates\] or .* so \(2, 5, 3\) or \(5, 3\) .* got \(2, 5\)",
+        r"positions must be \[batch..., length, coordinates\] or .* that is \(2, 5, 3\) or \(5, 3\) .* got \(2, 5\)",
     ),
     "another number of coordinates": (
         lambda: apply_rope(XS, PS[..., None].repeat(2, -1), RoPE(sections=(2, 3, 3))),
@@ -273,7 +273,7 @@ REFUSED_CONFIGS = {
         {},
         "rope_scaling must be a dict, but got 'linear'",
     ),
-    "no base": ({"model_type": "bert"}, {}, "config must hold rope_theta.* got model_type 'bert' without"),
+    "no base": ({"model_type": "bert"}, {}, "config must hold rope_theta.* got model_type 'bert' and neither key"),
     "factor is text": (
         scaled(type="longrope", factor="2", short_factor=[1.0], long_factor=[1.0]),
         {},
@@ -306,7 +306,7 @@ REFUSED_CONFIGS = {
     "layers that do not rotate": (
         {"model_type": "cohere2", "rope_theta": 1e4},
         FULL,
-        "layer_type must be sliding_attention, as cohere2 .* rope=None",
+        "layer_type must be sliding_attention, because cohere2 .* rope=None",
     ),
     "no factor": (
         scaled(rope_type="yarn", original_max_position_embeddings=4096),

@@ -37,7 +37,7 @@ def reasons_against_dtype(dtypes: Sequence[DTypeLike], dtype: jnp.dtype) -> list
     return [f"it computes {known}, but this is {dtype}: {remedy}"]
 
 
-EMPTY = "an axis has length 0: skip the call, or pass nonempty arrays"
+EMPTY = "an axis has length 0: pass arrays that are not empty, or skip the call"
 
 
 def reason_against_platform(platform: str, devices: str, here: str) -> str:
