@@ -103,4 +103,4 @@ def _cell(row: Row | None, value: str) -> str:
     if value == "to_jax_nn":
         return f"{number:.2f}"
     shown = f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 10 else f"{number:.0f}"
-    return f"{shown} ± {row['spread']:.0f} %" if value == "ms" else shown
+    return f"{shown} ± {row['spread']:.0f}%" if value == "ms" else shown

@@ -69,7 +69,7 @@ def _curves(folder: str) -> str:
     for row in (row for row in rows if row["length"] == longest):
         values = [pictures.amount(row[value], value) for value in ("seconds", "mib") if row[value] is not None]
         said.append(f"{row['name']} {' and '.join(values)}")
-    alt = f"Time and memory of one gradient by number of tokens. At {longest} tokens: {', '.join(said)}"
+    alt = f"Time and memory for one gradient vs. number of tokens. At {longest} tokens: {', '.join(said)}"
     return picture(f"{folder}/hero", alt, 680)
 
 

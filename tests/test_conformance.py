@@ -82,9 +82,9 @@ def masked_nan_leaks(*arrays, mask=None):
         (cap_of_score_and_bias, "soft cap, then bias and mask", "other convention", "sum of score and bias"),
         (jax.nn.dot_product_attention, "a sequence of length 0", "other convention", "and padded queries 0"),
         (ones_in_masked_rows, "everything masked", "wrong", "output"),
-        (masked_nan_leaks, "NaN in a masked value", "wrong", "37 entries are NaN"),
+        (masked_nan_leaks, "NaN in a masked value", "wrong", "37 of 3552 entries are NaN"),
         # The output is right by a convention; the gradient is not by any.
-        (masked_nan_leaks, "NaN in a query whose keys are all masked", "wrong", "gradient of key: 53 entries are NaN"),
+        (masked_nan_leaks, "NaN in a query whose keys are all masked", "wrong", "gradient of key: 53 of 5088 entries are NaN"),
     ],
 )
 def test_another_convention_is_not_wrong(function, name, kind, detail):
@@ -125,7 +125,7 @@ def test_the_table(monkeypatch, capsys):
     assert "| *total* | computes 1, refuses 1, other convention 1, wrong 1 |" in page
     other, wrong = page.partition("## Other conventions in `jax.nn.dot_product_attention`")[2].split("## Wrong in")
     assert "- everything masked: queries without visible keys return the mean of the values" in other
-    assert "- NaN in a masked value: output: 37 entries are NaN" in wrong
+    assert "- NaN in a masked value: output: 37 of 3552 entries are NaN" in wrong
     assert main(["flax_mha.dot_product_attention"]) == 0
     assert "computes 4, refuses 0, other convention 0, wrong 0" in capsys.readouterr().out
 

@@ -214,7 +214,7 @@ def changed(layout, **changes):
         (
             changed("torch", bias_k=np.ones(1), bias_v=np.ones(1)),
             (HEADS,),
-            "must not have bias_k, bias_v: .*add_bias_kv",
+            "must not contain bias_k, bias_v: .*add_bias_kv",
         ),
         (
             changed("torch", in_proj_bias=None),

@@ -286,7 +286,7 @@ def test_export_with_symbolic_sizes(name, per_row):
 def test_symbolic_head_size_is_refused():
     (size,) = export.symbolic_shape("size")
     shapes = jax.ShapeDtypeStruct((5, 3, size), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
-    with pytest.raises(ValueError, match=r"x must have a fixed head size"):
+    with pytest.raises(ValueError, match=r"x must have a static head size"):
         export.export(jax.jit(lambda x, p: apply_rope(x, p, RoPE())))(*shapes)
 
 

@@ -100,14 +100,14 @@ def _compare(what: str, got: Any, want: Any, dtype: Any = np.float32) -> None:
     if not np.array_equal(np.isnan(got), np.isnan(want)):
         count = np.isnan(got).sum() - np.isnan(want).sum()
         raise WrongAnswerError(
-            f"{what}: {abs(count)} entries {'are NaN' if count > 0 else 'hide a NaN'}, of {got.size}"
+            f"{what}: {abs(count)} of {got.size} entries {'are NaN' if count > 0 else 'hide a NaN'}"
         )
     same = (got == want) | np.isnan(want)  # infinities, too
     with np.errstate(invalid="ignore"):
         difference = np.where(same, 0, np.abs(got - want)).max(initial=0)
     largest = np.abs(want[np.isfinite(want)]).max(initial=1.0)
     if not difference <= MARGIN * float(jnp.finfo(dtype).eps) * largest:
-        raise WrongAnswerError(f"{what}: differs by {difference:.2g}, where the largest entry is {largest:.2g}")
+        raise WrongAnswerError(f"{what}: off by {difference:.2g} (largest entry: {largest:.2g})")
 
 
 def _call(function: Attention, arrays: Mapping[str, Any], **arguments: Any) -> Any:
@@ -219,7 +219,7 @@ def _check_large_scores(function: Attention) -> None:
     if not np.isfinite(out).all():
         raise WrongAnswerError("output: not finite")
     if np.abs(out - want).max() > 0.01:  # scores of some thousands are rounded by some 1e-4
-        raise WrongAnswerError(f"output: differs by {np.abs(out - want).max():.2g}")
+        raise WrongAnswerError(f"output: off by {np.abs(out - want).max():.2g}")
 
 
 def _check_float64(function: Attention) -> None:

@@ -241,7 +241,7 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must have a floating point dtype, but got {x.dtype}; use .astype.")
     if not isinstance(x.shape[-1], int):
-        raise ValueError(f"x must have a fixed head size, but got the symbolic size {x.shape[-1]}.")
+        raise ValueError(f"x must have a static head size, but got symbolic size {x.shape[-1]}.")
     axes = (len(rope.sections),) if rope.sections else ()
     if positions.shape not in (x.shape[:-2] + axes, x.shape[-3:-2] + axes):
         name = ", coordinates" if axes else ""
