@@ -84,7 +84,12 @@ def masked_nan_leaks(*arrays, mask=None):
         (ones_in_masked_rows, "everything masked", "wrong", "output"),
         (masked_nan_leaks, "NaN in a masked value", "wrong", "37 of 3552 entries are NaN"),
         # The output is right by a convention; the gradient is not by any.
-        (masked_nan_leaks, "NaN in a query whose keys are all masked", "wrong", "gradient of key: 53 of 5088 entries are NaN"),
+        (
+            masked_nan_leaks,
+            "NaN in a query whose keys are all masked",
+            "wrong",
+            "gradient of key: 53 of 5088 entries are",
+        ),
     ],
 )
 def test_another_convention_is_not_wrong(function, name, kind, detail):

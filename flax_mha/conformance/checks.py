@@ -99,9 +99,7 @@ def _compare(what: str, got: Any, want: Any, dtype: Any = np.float32) -> None:
     got = got.astype(np.float64)
     if not np.array_equal(np.isnan(got), np.isnan(want)):
         count = np.isnan(got).sum() - np.isnan(want).sum()
-        raise WrongAnswerError(
-            f"{what}: {abs(count)} of {got.size} entries {'are NaN' if count > 0 else 'hide a NaN'}"
-        )
+        raise WrongAnswerError(f"{what}: {abs(count)} of {got.size} entries {'are NaN' if count > 0 else 'hide a NaN'}")
     same = (got == want) | np.isnan(want)  # infinities, too
     with np.errstate(invalid="ignore"):
         difference = np.where(same, 0, np.abs(got - want)).max(initial=0)

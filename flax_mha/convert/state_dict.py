@@ -47,7 +47,10 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
 def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
     """Returns the name of the layout with these keys; if none fits, raises a ValueError that lists the layers found."""
     if added := sorted({"bias_k", "bias_v"} & {*entries}):
-        raise ValueError(f"state_dict must not contain {', '.join(added)}, because Flax has no add_bias_kv; retrain with add_bias_kv=False.")
+        raise ValueError(
+            f"state_dict must not contain {', '.join(added)}, because Flax has no add_bias_kv; retrain with "
+            "add_bias_kv=False."
+        )
     layers = attention_layers(entries)
     quantized = [key for key in entries if key.endswith(QUANTIZED) or ".quant_state." in key]
     if quantized and not layers:
