@@ -85,14 +85,14 @@ def _text(columns: dict[str, list[Result]]) -> list[str]:
 def _markdown(columns: dict[str, list[Result]]) -> list[str]:
     lines = ["# What attention functions compute", ""]
     lines += [
-        "Each row is a call whose output and gradients are compared with the equation in float64, by the rules of",
+        "Each row is a call. Its output and gradients are compared with a float64 reference that follows the rules in",
         "[Semantics](semantics.md).",
         "",
-        "- yes: correct within rounding.",
-        "- `-`: refused with an error.",
-        "- *other*: correct by another convention. Queries whose keys are all masked return the mean of the values or",
-        "  NaN instead of 0, or the soft cap applies to the sum of score and bias.",
-        "- **WRONG**: wrong numbers, results affected by masked NaN, or a result instead of an error.",
+        "- yes: correct up to rounding error.",
+        "- `-`: raises an error.",
+        "- *other*: correct, but follows another convention. Queries whose keys are all masked return the mean of the",
+        "  values or NaN instead of 0, or the soft cap applies to the sum of score and bias.",
+        "- **WRONG**: wrong numbers, results affected by masked NaN, or no error for invalid input.",
         "",
         "This page is the output of",
         "",
