@@ -573,7 +573,7 @@ def test_remat_traces_keyword_arguments():
 
 @pytest.mark.core
 def test_one_array_of_segments_for_keys_of_another_length_is_refused():
-    with pytest.raises(ValueError, match=r"segment_ids must be a pair \(for queries, for keys\) .* lengths 9 and 13"):
+    with pytest.raises(ValueError, match=r"segment_ids must be a pair \(queries, keys\) .* lengths 9 and 13"):
         Nnx.call(Nnx.make(), X, Y, segment_ids=jnp.ones((B, T), int))
 
 
@@ -605,7 +605,7 @@ def test_three_arrays_for_queries_and_keys_are_refused(api, name):
 @pytest.mark.core
 @APIS
 def test_one_array_of_lengths_for_other_keys_is_refused(api):
-    with pytest.raises(ValueError, match=r"lengths must be a pair \(for queries, for keys\).*\(None, lengths\)"):
+    with pytest.raises(ValueError, match=r"lengths must be a pair \(queries, keys\).*\(None, lengths\)"):
         api.call(api.make(), X, Y, lengths=jnp.array([3, 4]))
 
 

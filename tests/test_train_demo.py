@@ -341,7 +341,7 @@ def test_a_training_that_diverged(tmp_path, loss, said):
         assert log.loss("loss", 6, 460) == 460  # 100 times the loss of guessing one of 100 tokens
         with pytest.raises(UserError, match=f"training diverged: the loss is {said} at step 7") as error:
             log.loss("loss", 7, loss)
-    assert str(error.value).endswith("lower --learning-rate, and choose another --out")
+    assert str(error.value).endswith("lower --learning-rate, and choose a different --out")
     assert [metric["step"] for metric in metrics.read(tmp_path)] == [6]
 
 

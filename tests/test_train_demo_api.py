@@ -66,14 +66,14 @@ def test_samples(run):
         ({"seed": -1, "out": "new"}, ["seed", "got '-1'"]),
         ({"dtype": "float16", "out": "new"}, ["dtype", "float32, bfloat16"]),
         ({"dtype": jnp.float32, "out": "new"}, ["dtype: expected a string"]),
-        ({"heads": 3, "out": "new"}, ["--features 8 does not fit --heads 3"]),
+        ({"heads": 3, "out": "new"}, ["--features 8 is incompatible with --heads 3"]),
         ({"data": "no-such-file", "out": "new"}, ["no-such-file"]),
         (
             {"resume": True, "seed": 3},
-            ["other settings", "(--seed was 0, now 3): drop these options, or choose another --out"],
+            ["other settings", "(--seed was 0, now 3): drop these options, or choose a different --out"],
         ),
         ({"resume": True, "steps": 2}, ["(--steps was 12, now 2)"]),
-        ({}, ["already contains a run: pass --resume to continue it, or choose another --out"]),
+        ({}, ["already contains a run: pass --resume to continue it, or choose a different --out"]),
         ({"layout": Layout(coordinator="a:1", num_processes=2, process_id=0)}, ["several processes"]),
         ({"layout": Layout(fsdp=3), "out": "new"}, ["--data-parallel -1 x --fsdp 3 x --tensor 1"]),
         ({"size": ["tiny"], "out": "new"}, ["size: expected a string, got ['tiny']"]),
@@ -91,7 +91,7 @@ def test_what_the_command_refuses_is_an_exception(run, text, tmp_path, monkeypat
 
 
 def test_a_folder_without_a_run(tmp_path):
-    with pytest.raises(train_demo.UserError, match=f"{tmp_path} contains no run: start one with python -m train_demo"):
+    with pytest.raises(train_demo.UserError, match=f"{tmp_path} contains no runs: start one with python -m train_demo"):
         train_demo.load(tmp_path)
 
 
@@ -101,7 +101,7 @@ def test_export(run, tmp_path):
     assert sorted(path.name for path in run.export(str(tmp_path / "mine")).iterdir()) == names
     for to, words in (
         ("", "to is empty"),
-        (run.out, "choose another folder with --to"),
+        (run.out, "choose a different folder with --to"),
         (run.out / "lock/x", "another --to"),
     ):
         with pytest.raises(train_demo.UserError, match=words):

@@ -163,7 +163,7 @@ def copy(run, tmp_path):
 def test_a_folder_with_a_run(capsys, run, text):
     said = refusal(capsys, "--data", text, "--out", run.out, *TINY)
     assert "already contains a run: pass --resume" in said
-    assert "another --out" in said
+    assert "different --out" in said
 
 
 @pytest.mark.core

@@ -96,12 +96,14 @@ class Run:
         from train_demo import export
 
         if to == "":
-            raise UserError("--to is empty: name a folder, or leave it out")
+            raise UserError("--to is empty: specify a folder, or leave it out")
         folder = self.out / "export" if to is None else Path(to)
         try:
             export.write(folder, self.model, self.config)
         except OSError as error:
-            raise UserError(f"cannot write {error.filename or folder} ({reason(error)}): name another --to") from error
+            raise UserError(
+                f"cannot write {error.filename or folder} ({reason(error)}): choose a different --to"
+            ) from error
         return folder
 
 
@@ -160,7 +162,7 @@ def train(  # noqa: D417 - `Settings` describes the others
     if layout is not None and layout.num_processes is not None:
         raise UserError("layout has several processes: start each one with python -m train_demo")
     if out == "":
-        raise UserError("--out is empty: name a folder, or leave it out")
+        raise UserError("--out is empty: specify a folder, or leave it out")
     source = None if data is None else str(data)
     where = Path(out) if out is not None else default_folder(source)
     code = start(where, source, given, resume, layout or Layout(), quiet, samples)

@@ -74,7 +74,7 @@ def _place(like: Trees, arrays: dict[str, np.ndarray]) -> Trees:
     def place(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
         array = arrays[jax.tree_util.keystr(path)]
         if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-            raise ValueError("an array of another shape was saved")
+            raise ValueError("the saved array has a different shape")
         sharding = getattr(leaf, "sharding", None)
         return array if sharding is None else jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 

@@ -96,7 +96,7 @@ def _found(path: str | None) -> tuple[list[str], int]:
         return _found_in(Path(path)) if Path(path).is_dir() else ([_read(Path(path))], 0)
     except UnicodeDecodeError as error:
         raise UserError(
-            f"--data {path} is not UTF-8 (byte {error.start}): convert it, or choose another file"
+            f"--data {path} is not UTF-8 (byte {error.start}): convert it, or choose a different file"
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a path that is not valid
         where = getattr(error, "filename", None) or path
@@ -120,7 +120,7 @@ def _found_in(folder: Path) -> tuple[list[str], int]:
         if len(text) > 1 and "\0" not in text:
             documents.append(text)
     if not documents:
-        raise UserError(f"--data {folder} contains no UTF-8 text ({len(files)} files): choose another folder")
+        raise UserError(f"--data {folder} contains no UTF-8 text ({len(files)} files): choose a different folder")
     return documents, len(files) - len(documents)
 
 

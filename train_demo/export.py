@@ -22,7 +22,7 @@ NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 def write(to: Path, model: Transformer, config: Config) -> None:
     """Writes a model into a new or empty folder, or over an earlier export."""
     if to.exists() and not _is_export(to):
-        raise UserError(f"{to} is not an export: choose another folder with --to")
+        raise UserError(f"{to} is not an export: choose a different folder with --to")
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     files = {
         WEIGHTS: save(torch_arrays(state), metadata={"format": "pt"}),

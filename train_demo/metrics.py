@@ -123,7 +123,7 @@ class Log:
         number = float(value)
         if not number <= self._highest:  # also where it is not a number
             what = name.replace("val_loss", "validation loss")
-            fix = "lower --learning-rate, and choose another --out"
+            fix = "lower --learning-rate, and choose a different --out"
             raise UserError(f"training diverged: the {what} is {number:.4g} at step {step}: {fix}")
         numbers = {name: number} | {name: float(other) for name, other in others.items()}
         self._add(METRICS, {"step": step, **numbers, "seconds": self.seconds})

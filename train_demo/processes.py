@@ -61,7 +61,7 @@ def _connect(layout: Layout) -> None:
     except (JaxRuntimeError, ValueError) as error:
         raise UserError(
             f"process {layout.process_id} cannot start at --coordinator {layout.coordinator} "
-            f"({reason(error)}): choose another port"
+            f"({reason(error)}): choose a different port"
         ) from error
     wait("the start")
     timer.cancel()

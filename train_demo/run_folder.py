@@ -62,12 +62,12 @@ def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) ->
       resume: True continues a run that is in the folder; False refuses the folder.
     """
     if path == "":  # a shell variable that is not set
-        raise UserError("--data is empty: name a file or a folder, or leave it out")
+        raise UserError("--data is empty: specify a file or a folder, or leave it out")
     saved = read_config(out) if (out / CONFIG).exists() else None
     if saved and not resume:
-        raise UserError(f"{out} already contains a run: pass --resume to continue it, or choose another --out")
+        raise UserError(f"{out} already contains a run: pass --resume to continue it, or choose a different --out")
     if not saved and (out / CHECKPOINTS).exists():
-        raise UserError(f"{out} contains checkpoints but no {CONFIG}: choose another --out")
+        raise UserError(f"{out} contains checkpoints but no {CONFIG}: choose a different --out")
     if saved and given.get("dtype") == "auto":  # the run has settled it
         given = {name: value for name, value in given.items() if name != "dtype"}
     settings = replace(saved.settings, **given) if saved else Settings(**completed("tiny", given))
@@ -88,7 +88,7 @@ def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
     if differing:
         names = "; ".join(differing)
         raise UserError(
-            f"{out} contains a run with other settings ({names}): drop these options, or choose another --out"
+            f"{out} contains a run with other settings ({names}): drop these options, or choose a different --out"
         )
 
 
@@ -102,7 +102,9 @@ def newest(runs: Path) -> Path:
     """Returns the folder of the run that was started or resumed last."""
     found = [path for path in runs.glob("*/" + CONFIG) if path.is_file()]
     if not found:
-        raise UserError(f"{runs} contains no run: train one with python -m train_demo, or name its folder with --out")
+        raise UserError(
+            f"{runs} contains no runs: train a model with python -m train_demo, or point --out to an existing run"
+        )
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
@@ -119,12 +121,12 @@ def read_config(out: Path) -> Config:
         if version == MODEL_VERSION:
             return _checked(saved)
     except FileNotFoundError:
-        raise UserError(f"{out} contains no run: start one with python -m train_demo --out {out}") from None
+        raise UserError(f"{out} contains no runs: start one with python -m train_demo --out {out}") from None
     except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{out / CONFIG} is damaged ({reason(error)}): start over with another --out") from error
+        raise UserError(f"{out / CONFIG} is damaged ({reason(error)}): start over with a different --out") from error
     raise UserError(
         f"{out} contains a run of version {version} of the demo's model, but this program only continues version "
-        f"{MODEL_VERSION}: train again with another --out"
+        f"{MODEL_VERSION}: train again with a different --out"
     )
 
 
@@ -151,6 +153,6 @@ def sole_writer(out: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another run is writing to {out}: wait for it to finish, or choose another --out"
+                f"another run is writing to {out}: wait for it to finish, or choose a different --out"
             ) from None
         yield

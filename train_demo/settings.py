@@ -115,7 +115,7 @@ class Settings:
         _check_fields(self)
         if self.features % (2 * self.heads):
             raise UserError(
-                f"--features {self.features} does not fit --heads {self.heads}: choose a multiple of twice the "
+                f"--features {self.features} is incompatible with --heads {self.heads}: choose a multiple of twice the "
                 "number of heads, because rotary positions pair up the features of each head"
             )
         if self.token_shift >= self.context_length:

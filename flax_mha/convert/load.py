@@ -218,7 +218,7 @@ def _place(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
     if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
         raise ValueError(
             f"{path.replace('/', '.')} must fit {variable.dtype}, but got numbers up to "
-            f"{np.abs(array[np.isfinite(array)]).max():.3g}; create the module with another param_dtype."
+            f"{np.abs(array[np.isfinite(array)]).max():.3g}; create the module with a different param_dtype."
         )
     value = variable.get_value()
     sharding = None if isinstance(value, jax.core.Tracer) else getattr(value, "sharding", None)

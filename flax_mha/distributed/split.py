@@ -53,7 +53,7 @@ def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
     if num_kv_heads % parts and parts % num_kv_heads:
         raise ValueError(
             f"the number of key heads must divide {parts}, the number of devices on mesh axis {axes!r}, or be a "
-            f"multiple of it, but got {num_kv_heads}; use another mesh axis, or None."
+            f"multiple of it, but got {num_kv_heads}; use a different mesh axis, or None."
         )
     return None if num_kv_heads % parts else axes
 
@@ -227,7 +227,7 @@ def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, s
         if isinstance(size, int) and size % parts:
             raise ValueError(
                 f"{name} must be a multiple of {parts}, the number of devices on mesh axis {axes!r}, but got {size}; "
-                "use another mesh axis, or None."
+                "use a different mesh axis, or None."
             )
     key_heads = axes_of_key_heads(heads, number_of_parts(mesh, heads), key.shape[-2])
     return Split(mesh, frozenset(manual), tuple(batch), heads, key_heads)

@@ -34,7 +34,7 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
     if num_heads % parts:
         raise ValueError(
             f"head_axis must have a size that divides num_heads, {num_heads}, but {head_axis!r} has {parts} devices; "
-            "use another mesh axis."
+            "use a different mesh axis."
         )
     kv_axis = axes_of_key_heads(head_axis, parts, num_kv_heads)
     return {

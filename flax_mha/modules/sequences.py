@@ -38,14 +38,12 @@ def per_sequence_arguments(
         return {}
     if lengths is not None and not isinstance(lengths, tuple) and not self_attention:
         raise ValueError(
-            "lengths must be a pair (for queries, for keys) if inputs_k is not inputs_q, but got one array; pass "
+            "lengths must be a pair (queries, keys) if inputs_k is not inputs_q, but got one array; pass "
             "(None, lengths) for the keys only."
         )
     for name, given in (("segment_ids", segment_ids), ("lengths", lengths)):
         if isinstance(given, tuple) and len(given) != 2:
-            raise ValueError(
-                f"{name} must be one array or a pair (for queries, for keys), but got {len(given)} arrays."
-            )
+            raise ValueError(f"{name} must be one array or a pair (queries, keys), but got {len(given)} arrays.")
     query_ids, key_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     query_lengths, key_lengths = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     return {
@@ -86,7 +84,7 @@ def check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array | None)
         validation.segment_ids(query_ids, key_ids, shape, ("segment_ids of queries", "segment_ids of keys"))
     elif queries != keys:
         raise ValueError(
-            "segment_ids must be a pair (for queries, for keys) if their lengths differ, but got one array for "
+            "segment_ids must be a pair (queries, keys) if their lengths differ, but got one array for "
             f"lengths {queries} and {keys}."
         )
     else:
@@ -124,14 +122,10 @@ def rotate(
         positions = _count(query.shape[-3], key.shape[-3], rope, self_attention, start)
     if not isinstance(positions, tuple):
         if not self_attention:
-            raise ValueError(
-                "positions must be a pair (for queries, for keys) if inputs_k is not inputs_q, but got one array."
-            )
+            raise ValueError("positions must be a pair (queries, keys) if inputs_k is not inputs_q, but got one array.")
         positions = positions, positions
     if len(positions) != 2:
-        raise ValueError(
-            f"positions must be one array or a pair (for queries, for keys), but got {len(positions)} arrays."
-        )
+        raise ValueError(f"positions must be one array or a pair (queries, keys), but got {len(positions)} arrays.")
     return _rotate_end(query, positions[0], rope, size), _rotate_end(key, positions[1], rope, size)
 
 
