@@ -171,8 +171,8 @@ class CoreAttention:
     def _check_given_once(self, name: str, preset: Any, given: Any) -> Any:
         if name in FROM_MODULE:
             raise ValueError(
-                f"attention_fn must not set {name}, because the module sets it on every call, but got a functools.partial "
-                f"that sets {name}; use the module's arguments."
+                f"attention_fn must not set {name}, because the module sets it on every call, but got a "
+                f"functools.partial that sets {name}; use the module's arguments."
             )
         if not self._is_default(name, given) and not _is_same(preset, given):
             raise ValueError(
