@@ -181,9 +181,9 @@ def test_few_queries_of_many_keys():
     [
         (jax.P("rows"), r"name axes of the mesh, but got rows, and the mesh has \('data', 'model'\)"),
         (jax.P(None, "data"), "split the same way, over batch axes and heads, but got .* from qkv_sharding"),
-        (jax.P(None, None, None, "model"), "the head size, .* cannot be split, but qkv_sharding say"),
+        (jax.P(None, None, None, "model"), "the head size, .* cannot be split, but got .* from qkv_sharding"),
         (jax.P(("data", "model")), "the size of batch axis 0 must be a multiple of 8, the number of devices"),
-        (jax.P(None, None, ("data", "model")), "the query heads must be a multiple of the 8 parts"),
+        (jax.P(None, None, ("data", "model")), "the number of query heads must be a multiple of 8, the number of devices"),
         ("data", "qkv_sharding must be a jax.P or a NamedSharding"),
     ],
 )
