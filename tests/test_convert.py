@@ -214,12 +214,12 @@ def changed(layout, **changes):
         (
             changed("torch", bias_k=np.ones(1), bias_v=np.ones(1)),
             (HEADS,),
-            "must not contain bias_k, bias_v: .*add_bias_kv",
+            "must not contain bias_k, bias_v, because .*add_bias_kv",
         ),
         (
             changed("torch", in_proj_bias=None),
             (HEADS,),
-            "biases must be on query, key, value, out or on none, but are on .* out",
+            "biases must be on query, key, value, out or on none, but are on .*out",
         ),
         (changed("hf_bert", self__key__bias=None), (HEADS,), "'hf_bert', but biases must .* on query, value, out"),
         (changed("d2l_mha", W_o__bias=np.ones(FEATURES)), (HEADS,), "biases must be on none, but are on out"),

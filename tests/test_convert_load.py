@@ -548,10 +548,10 @@ def test_describe(config, layer, expected):
         ),
         (LLAMA | {"model_type": "olmo", "clip_qkv": 1.0, "attention_bias": True}, 0, "not have biases if it clips"),
         (LLAMA | {"model_type": "olmo", "clip_qkv": -1.0}, 0, "clip_qkv must be .*, but got -1.0"),
-        (LLAMA | {"model_type": "big_bird"}, 0, "without attention_type='block_sparse': .* 'original_full'"),
+        (LLAMA | {"model_type": "big_bird"}, 0, "must not have attention_type='block_sparse': .* 'original_full'"),
         (LLAMA | {"model_type": "gpt_bigcode", "multi_query": False}, 0, "multi_query=True, but got False"),
         (LLAMA | {"model_type": "mpt", "attn_config": {"alibi": False}}, 0, "alibi=True, but got False"),
-        (LLAMA | {"model_type": "falcon", "alibi": True}, 0, "without alibi=True"),
+        (LLAMA | {"model_type": "falcon", "alibi": True}, 0, "must not have alibi=True"),
     ],
 )
 def test_describe_refuses(config, layer, message):

@@ -152,7 +152,10 @@ def test_any_decoder(tmp_path):
         ({"model.layers.1.mlp.gate.e_score_correction_bias": None}, "must hold model.layers.1.mlp.choice.bias"),
         ({"model.layers.0.post_attention_layernorm.weight": None}, "must hold .*post_attention_layernorm.weight"),
         ({"lm_head.weight": None}, "must hold lm_head.weight"),
-        ({"model.layers.0.mlp.up_proj.bias": np.ones(10, np.float32)}, "got model.layers.0.mlp.up_proj.bias, 1 such"),
+        (
+            {"model.layers.0.mlp.up_proj.bias": np.ones(10, np.float32)},
+            "got 1 others, such as model.layers.0.mlp.up_proj.bias",
+        ),
         ({"rms_norm_eps": None}, "config.json must hold epsilon or rms_norm_eps"),
         ({"n_group": None}, "config.json must hold n_group, but does not"),
         ({"hidden_act": "xielu"}, "activation must be one of .* got 'xielu'"),

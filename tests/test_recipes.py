@@ -221,7 +221,10 @@ def test_recipes_combine():
     ("parts", "message"),
     [
         ([recipes.soft_cap(3.0), recipes.soft_cap(5.0)], "logits_soft_cap must be set by only one recipe, .* from 2"),
-        ([recipes.alibi(4), recipes.t5_bias(TABLE)], "recipes must be made for one number of heads, but got 4 and 6"),
+        (
+            [recipes.alibi(4), recipes.t5_bias(TABLE)],
+            "recipes must be made for the same number of heads, but got 4 and 6",
+        ),
         ([recipes.causal(), recipes.causal()["mask"]], r'a recipe must be a dict of arguments, such as {"mask": mask}'),
     ],
 )

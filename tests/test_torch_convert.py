@@ -189,7 +189,7 @@ def test_parameters_stay_as_they_are():
 
 
 def test_refuses_extra_key_and_value_bias():
-    with pytest.raises(ValueError, match="must not have bias_k, bias_v"):
+    with pytest.raises(ValueError, match="must not contain bias_k, bias_v"):
         convert.from_torch(torch_mha(add_bias_kv=True).state_dict(), HEADS)
 
 

@@ -112,7 +112,7 @@ def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
 @pytest.mark.parametrize("command", [["sample", "--prompt", "x"], ["plot"], ["report"], ["export"]])
 def test_no_run_at_all(capsys, monkeypatch, tmp_path, command):
     monkeypatch.chdir(tmp_path)
-    assert "train one with python -m train_demo" in refusal(capsys, *command)
+    assert "train a model with python -m train_demo" in refusal(capsys, *command)
 
 
 UNSAFE = "\x1b[31m\a\r\x9b\u202e"

@@ -113,17 +113,18 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
         _check_flax_computes(implementation=implementation, **extra)
         flax_arguments = {name: given[name] for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)}
         output = _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_arguments)
-        return validation.nan_if(is_no_mask, output)
+        return output if is_no_mask is None else validation.nan_if(is_no_mask, output)
     scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
     if module is not None:
         weights = attention_weights(query, key, **scored)
         _sow(module, "attention_weights", weights if force_fp32_for_softmax else weights.astype(query.dtype))
     attend = functools.partial(dot_product_attention, implementation=implementation, **scored, **dropout)
     if max_score_module is None:
-        return validation.nan_if(is_no_mask, attend(query, key, value))
-    output, max_score = attend(query, key, value, return_max_score=True)
-    _sow(max_score_module, "attention_max_score", max_score)
-    return validation.nan_if(is_no_mask, output)
+        output = attend(query, key, value)
+    else:
+        output, max_score = attend(query, key, value, return_max_score=True)
+        _sow(max_score_module, "attention_max_score", max_score)
+    return output if is_no_mask is None else validation.nan_if(is_no_mask, output)
 
 
 def _sow(module: Any, name: str, x: Array) -> None:

@@ -103,7 +103,9 @@ def call_module(
         sequences.check_stored(module, {} if core is None else core.preset, mask, score_mod)
     is_cross = inputs_k is not None and inputs_k is not inputs_q
     features = None if keys == "stored" else flax.features
-    inputs = sequences.zero_padding(check_inputs(inputs_q, inputs_k, inputs_v, features), lengths)
+    inputs = check_inputs(inputs_q, inputs_k, inputs_v, features)
+    if lengths is not None:
+        inputs = sequences.zero_padding(inputs, lengths)
     query, key, value, stored_lengths = _project(flax, keys, *inputs)
     takes_lengths = core is not None and core.context is None
     if stored_lengths is not None and takes_lengths:
@@ -127,7 +129,7 @@ def call_module(
         arguments["mask"] = sequences.mask_padding(arguments.get("mask"), stored_lengths, key)
     if cache is not None:
         x, new = _decoding(module.attention_fn, core, query, key, value, cache, lengths, arguments, flax.latent)()
-        return flax.output(validation.nan_if(is_no_mask, x), inputs[0]), new.arrays
+        return flax.output(x if is_no_mask is None else validation.nan_if(is_no_mask, x), inputs[0]), new.arrays
     if flax.latent is not None:
         key, value = flax.latent.expand(key)
     if core is not None and core_computes((query, key, value), arguments):
@@ -137,7 +139,7 @@ def call_module(
     stored = None
     if keys == "to store":
         stored = key, value, sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), key)
-    return flax.output(validation.nan_if(is_no_mask, x), inputs[0]), stored
+    return flax.output(x if is_no_mask is None else validation.nan_if(is_no_mask, x), inputs[0]), stored
 
 
 # The arguments that modules pass on from their own call.

@@ -59,8 +59,6 @@ def zero_padding(inputs: tuple[Array, Array, Array], lengths: Any) -> tuple[Arra
 
     `inputs` are those of queries, keys and values, [B..., T, D]; `lengths` are those of a module's call.
     """
-    if lengths is None:
-        return inputs
     query_lengths, key_lengths = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     inputs_q, inputs_k, inputs_v = inputs
     return _zero_after(inputs_q, query_lengths), _zero_after(inputs_k, key_lengths), _zero_after(inputs_v, key_lengths)

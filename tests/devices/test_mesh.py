@@ -183,7 +183,10 @@ def test_few_queries_of_many_keys():
         (jax.P(None, "data"), "split the same way, over batch axes and heads, but got .* from qkv_sharding"),
         (jax.P(None, None, None, "model"), "the head size, .* cannot be split, but got .* from qkv_sharding"),
         (jax.P(("data", "model")), "the size of batch axis 0 must be a multiple of 8, the number of devices"),
-        (jax.P(None, None, ("data", "model")), "the number of query heads must be a multiple of 8, the number of devices"),
+        (
+            jax.P(None, None, ("data", "model")),
+            "the number of query heads must be a multiple of 8, the number of devices",
+        ),
         ("data", "qkv_sharding must be a jax.P or a NamedSharding"),
     ],
 )
