@@ -121,7 +121,7 @@ def test_numbers_beyond_int32_are_as_good_as_the_largest(implementation):
         {"local_window_size": 2**40},
         {"is_causal": True, "query_offset": LARGEST - T + 1},
         {"mask": CausalMask(2**35)},
-        {"key_value_seq_lengths": np.array([2**40, LARGEST])},
+        {"key_value_seq_lengths": np.array([2**40, LARGEST]), "key_value_offset": 0},  # a slice of longer sequences
     ):
         got = dot_product_attention(QUERY, KEY, VALUE, implementation=implementation, **arguments)
         np.testing.assert_allclose(got, everything, rtol=0, atol=2e-6)
