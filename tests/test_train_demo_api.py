@@ -102,7 +102,7 @@ def test_export(run, tmp_path):
     for to, words in (
         ("", "to is empty"),
         (run.out, "choose a different folder with --to"),
-        (run.out / "lock/x", "another --to"),
+        (run.out / "lock/x", "different --to"),
     ):
         with pytest.raises(train_demo.UserError, match=words):
             run.export(to)
