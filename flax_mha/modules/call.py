@@ -96,14 +96,14 @@ def call_module(
     per_sequence: dict[str, Array | None] = {}
     if segment_ids is not None or lengths is not None:
         per_sequence = sequences.per_sequence_arguments(segment_ids, lengths, self_attention, decode, keys == "cache")
-    if segment_ids is not None:
-        sequences.check_segment_ids(segment_ids, inputs_q, inputs_k)
     core = core_of(module.attention_fn)
     if keys == "stored":
         sequences.check_stored(module, {} if core is None else core.preset, mask, score_mod)
     is_cross = inputs_k is not None and inputs_k is not inputs_q
     features = None if keys == "stored" else flax.features
     inputs = check_inputs(inputs_q, inputs_k, inputs_v, features)
+    if segment_ids is not None:
+        sequences.check_segment_ids(segment_ids, inputs[0], inputs[1])
     if lengths is not None:
         inputs = sequences.zero_padding(inputs, lengths)
     query, key, value, stored_lengths = _project(flax, keys, *inputs)

@@ -73,9 +73,9 @@ def _zero_after(x: Float[Array, "*B T D"], lengths: Any) -> Float[Array, "*B T D
     return jnp.where((places < lengths[..., None])[..., None], x, jnp.zeros((), x.dtype))
 
 
-def check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array | None) -> None:
+def check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
     """Checks `segment_ids` of a module's call, so that errors name the argument of the call."""
-    queries, keys = inputs_q.shape[-2], inputs_q.shape[-2] if inputs_k is None else inputs_k.shape[-2]
+    queries, keys = inputs_q.shape[-2], inputs_k.shape[-2]
     shape = validation.Shape(inputs_q.shape[:-2], queries, keys, 1, 1, 1, 1)
     if isinstance(segment_ids, tuple):
         query_ids, key_ids = segment_ids
