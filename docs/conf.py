@@ -34,7 +34,7 @@ extensions = ["myst_parser", "sphinx_copybutton"]
 extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "intersphinx", "napoleon", "viewcode")]
 exclude_patterns = ["_build", "_generated"]
 myst_heading_anchors = 3
-# A short name in a docstring may stand for one of nnx and one of linen.
+# A short name in a docstring can match both an nnx and a linen class.
 suppress_warnings = ["ref.python"]
 
 html_theme = "furo"

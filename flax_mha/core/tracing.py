@@ -47,7 +47,7 @@ def cpu_features() -> frozenset[str]:
 def target_of(arrays: Sequence[Array], asked: str | None = None) -> Target:
     """Returns the devices that a call is compiled for: those of its arrays or, while tracing, the default ones.
 
-    If a platform is `asked` for, returns as many devices of that platform, which may be assumed.
+    If `asked` names a platform, returns the same number of devices on that platform, even if none exists here.
 
     Raises:
       ValueError: If no platform has the name that is asked for.
