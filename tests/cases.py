@@ -116,3 +116,20 @@ def forget_programs():
             for x in list(vars(module).values()):
                 if isinstance(x, JITTED):
                     x.clear_cache()
+
+
+def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
+    """Computes what cuDNN does, by jax.nn's dense implementation."""
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        scale=kernel.scale,
+        is_causal=kernel.is_causal,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
+        local_window_size=kernel.window,
+        implementation="xla",
+        return_residual=residual,
+    )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import REMEDY, compiled_for, dense_gradients, forget_programs
+from cases import REMEDY, compiled_for, dense_gradients, dense_kernel, forget_programs
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 from marks import with_core, with_core_tuples
@@ -223,23 +223,6 @@ def test_what_fails_to_compile_has_no_plan():
     [reason] = cudnn.failure(kernel)  # there is no cuDNN on a CPU, and on a GPU this has no reason
     assert reason.startswith("cuDNN has no execution plan for it (")
     assert REMEDY.search(reason)
-
-
-def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
-    """What cuDNN computes, by jax.nn's own dense way."""
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        scale=kernel.scale,
-        is_causal=kernel.is_causal,
-        query_seq_lengths=query_lengths,
-        key_value_seq_lengths=key_lengths,
-        local_window_size=kernel.window,
-        implementation="xla",
-        return_residual=residual,
-    )
 
 
 # More queries than keys, or lengths, are among the others together with what these have.

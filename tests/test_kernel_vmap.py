@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for, forget_programs, interpret
+from cases import compiled_for, dense_kernel, forget_programs, interpret
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 from marks import pairwise, with_core_tuples
@@ -221,22 +221,6 @@ def test_linear_transpose_of_a_tangent():
 
     one, many = (jnp.zeros((*batch, B, 100, N, H), jnp.bfloat16) for batch in ((), (CALLS,)))
     assert kernels("cudnn", jax.vmap(transposed, (None, None, 0)), one, one, many) == (1, 1)
-
-
-def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
-    """What cuDNN computes, by jax.nn's dense implementation."""
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        scale=kernel.scale,
-        is_causal=kernel.is_causal,
-        query_seq_lengths=query_lengths,
-        key_value_seq_lengths=key_lengths,
-        implementation="xla",
-        return_residual=residual,
-    )
 
 
 NUMBERS = [
