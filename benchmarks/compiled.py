@@ -17,7 +17,7 @@ Columns:
 
 `--table unfused` compares calls that fused kernels refuse with Flax (benchmarks/unfused.py), by a model of an H200: a
 program takes as long as it takes to move its bytes, at 4 TB/s, and to launch its kernels, 3 microseconds each. This is
-counted, not timed; arithmetic is taken to be free. `MAX_SCORES_GPU` in `flax_mha/impl/shared/schedule.py` was chosen by
+counted, not timed; arithmetic is taken to be free. `MAX_SCORES_GPU` in `flax_mha/_src/plan.py` was chosen by
 it. Columns besides:
   ms           by the model
   of Flax's    the same, as a multiple of Flax's program

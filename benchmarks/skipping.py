@@ -26,9 +26,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from flax_mha import attention, recipes
-from flax_mha.core.validation import Shape
-from flax_mha.impl.shared import head, schedule, tiling
-from flax_mha.impl.shared.head import one_of
+from flax_mha._src import plan as schedule
+from flax_mha._src.core.validation import Shape
+from flax_mha._src.math import head, tiling
+from flax_mha._src.math.head import one_of
 from flax_mha.masks import CausalMask, LocalMask, Mask, SegmentMask
 
 COLUMNS = {

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from flax_mha.core import tracing
-from flax_mha.impl import cudnn
+from flax_mha._src.core import tracing
+from flax_mha._src.engines.kernels import cudnn
 
 # What XLA has to know of an NVIDIA H200, as a text proto (GpuTargetConfigProto).
 H200 = """

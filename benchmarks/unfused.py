@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from flax_mha import CausalMask, LocalMask, dot_product_attention, recipes
-from flax_mha.impl.shared import schedule, tiling
+from flax_mha._src import plan as schedule
+from flax_mha._src.math import tiling
 
 BEYOND_BUDGET = (1, 8192, 16, 64)  # some calls only
 SHAPES = ((8, 512, 8, 64), (8, 1024, 16, 64), (4, 2048, 16, 64), (1, 4096, 16, 64), BEYOND_BUDGET)

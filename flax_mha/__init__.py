@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
+from flax_mha._src.modules.attention_fn import attention_fn as attention_fn
 from flax_mha.attention import dot_product_attention as dot_product_attention
 from flax_mha.attention import explain_implementation as explain_implementation
 from flax_mha.cache.kv_cache import KVCache as KVCache
@@ -16,7 +17,6 @@ from flax_mha.masks import LengthMask as LengthMask
 from flax_mha.masks import LocalMask as LocalMask
 from flax_mha.masks import Mask as Mask
 from flax_mha.masks import SegmentMask as SegmentMask
-from flax_mha.modules.attention_fn import attention_fn as attention_fn
 from flax_mha.nnx import MultiHeadAttention as MultiHeadAttention
 from flax_mha.nnx import MultiHeadLatentAttention as MultiHeadLatentAttention
 from flax_mha.rope import RoPE as RoPE

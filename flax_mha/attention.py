@@ -1,7 +1,7 @@
 """`dot_product_attention` and `explain_implementation`: the public signatures.
 
 `call.arguments.canonical` checks the arguments and returns a `Call`: operands (arrays) and options (static). Then
-`distributed.dispatch.run` splits it over devices, chooses an implementation in `impl/`, and computes it.
+`_src/run.py` splits it over devices, chooses an engine, and computes it.
 """
 
 import inspect
@@ -11,11 +11,11 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.arguments import Arguments, CallArguments, canonical, naming_siblings
-from flax_mha.call.operands import NO_OFFSET, ScoreMod, Sharding
-from flax_mha.core.tracing import Platform
-from flax_mha.distributed import dispatch
-from flax_mha.impl.registry import Explanation, Implementation
+from flax_mha._src import run as dispatch
+from flax_mha._src.call.arguments import Arguments, CallArguments, canonical, naming_siblings
+from flax_mha._src.call.operands import NO_OFFSET, ScoreMod, Sharding
+from flax_mha._src.core.tracing import Platform
+from flax_mha._src.engines.registry import Explanation, Implementation
 from flax_mha.masks import Mask
 
 

@@ -15,12 +15,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha.call.arguments import check_sharding
-from flax_mha.call.operands import Axes, Context, Layout, Sharding, Strategy
-from flax_mha.core.integers import is_int
-from flax_mha.distributed.slices import chunk_order, reorder_chunks
+from flax_mha._src.call.arguments import check_sharding
+from flax_mha._src.call.operands import Axes, Context, Layout, Sharding, Strategy
+from flax_mha._src.core.integers import is_int
+from flax_mha._src.distributed.slices import chunk_order, reorder_chunks
+from flax_mha._src.modules.attention_fn import CoreAttention, attention_fn
 from flax_mha.masks import Mask
-from flax_mha.modules.attention_fn import CoreAttention, attention_fn
 
 
 def context_parallel(

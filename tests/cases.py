@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import dot_product_attention
+from flax_mha._src.core import tracing
+from flax_mha._src.engines import registry
 from flax_mha.conformance import reference
 from flax_mha.conformance.cases import CASES as CASES
 from flax_mha.conformance.cases import Case, N, S, T
-from flax_mha.core import tracing
-from flax_mha.impl import registry
 
 JITTED = type(jax.jit(len))
 

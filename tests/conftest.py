@@ -27,11 +27,12 @@ from jaxtyping import install_import_hook
 
 # Before the package is imported: the shapes in the signatures of these files become checks. (Not in those with pytrees,
 # which jax also fills with placeholders.)
-CHECKED = ("impl.dense", "impl.dense_gpu", "impl.blockwise", "impl.shared.online_softmax", "core.tile")
-install_import_hook([f"flax_mha.{name}" for name in CHECKED], "beartype.beartype")
+CHECKED = ("engines.xla.dense", "engines.xla.dense_gpu", "engines.blockwise", "math.online_softmax", "core.tile")
+install_import_hook([f"flax_mha._src.{name}" for name in CHECKED], "beartype.beartype")
 
-from flax_mha.impl.shared import schedule, tiling  # noqa: E402
-from flax_mha.impl.shared.tiling import TileShape  # noqa: E402
+from flax_mha._src import plan as schedule  # noqa: E402
+from flax_mha._src.math import tiling  # noqa: E402
+from flax_mha._src.math.tiling import TileShape  # noqa: E402
 
 # Files of the demo's tests name it as a plugin; the search for examples in docstrings may have imported it before.
 pytest.register_assert_rewrite("demo_fixtures")

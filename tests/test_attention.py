@@ -11,8 +11,8 @@ from cases import CASES, DROPOUT_CASES, Case
 from marks import pairwise, with_core, with_core_tuples
 
 from flax_mha import dot_product_attention
+from flax_mha._src import plan as schedule
 from flax_mha.conformance import reference
-from flax_mha.impl.shared import schedule
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 ON_A_GPU = "xla on a GPU"

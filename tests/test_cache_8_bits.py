@@ -13,10 +13,10 @@ from marks import with_core_tuples
 
 import flax_mha
 from flax_mha import dot_product_attention, linen
+from flax_mha._src.core import tracing
+from flax_mha._src.core.eight_bits import dequantize, quantize
 from flax_mha.cache.kv_cache import SPARE, KVCache
 from flax_mha.cached_attention import cached_attention
-from flax_mha.core import tracing
-from flax_mha.core.eight_bits import dequantize, quantize
 
 B, N, K, H, S, WINDOW = 2, 4, 2, 16, 700, 5
 DTYPES = ("int8", "float8_e4m3fn")

@@ -14,10 +14,10 @@ from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU 
 from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation, masks
+from flax_mha._src import plan as schedule
+from flax_mha._src.core.jaxprs import equations
+from flax_mha._src.engines.kernels import cudnn
 from flax_mha.cached_attention import cached_attention
-from flax_mha.core.jaxprs import equations
-from flax_mha.impl import cudnn
-from flax_mha.impl.shared import schedule
 from flax_mha.kv_cache import KVCache
 
 B, T, N, K, H = 2, 256, 4, 2, 64
@@ -533,9 +533,7 @@ def test_where_products_have_16_bits(platform, amx, arguments, tiles, dtype, mon
     sizes = {name: x for name, x in arguments.items() if name != "precision"}
     precision = arguments.get("precision")
     seen = []
-    monkeypatch.setattr(
-        "flax_mha.distributed.dispatch.run", lambda call, _: seen.append(call) or (call.operands.query, None)
-    )
+    monkeypatch.setattr("flax_mha._src.run.run", lambda call, _: seen.append(call) or (call.operands.query, None))
     jax.eval_shape(functools.partial(dot_product_attention, precision=precision), *inputs(**sizes))
     assert schedule.product_dtype(seen[0], tiles=tiles) == dtype
     with jax.default_matmul_precision("float32"):

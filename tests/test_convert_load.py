@@ -12,7 +12,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import convert, linen
-from flax_mha.hf_config.families import FAMILIES
+from flax_mha.convert.hf_config.families import FAMILIES
 from flax_mha.rope import NTK, RoPE, YaRN
 
 N, K, H, D = 4, 2, 8, 24

@@ -18,8 +18,9 @@ from marks import with_core
 
 import flax_mha
 from flax_mha import FunctionMask, dot_product_attention
-from flax_mha.impl.shared import schedule, tiling
-from flax_mha.impl.shared.tiling import TileShape
+from flax_mha._src import plan as schedule
+from flax_mha._src.math import tiling
+from flax_mha._src.math.tiling import TileShape
 
 SEEDS = range(int(os.environ["DERIVATIVE_CASES"])) if "DERIVATIVE_CASES" in os.environ else (2, 4, 8)
 TOLERANCE = {np.float64: 1e-9, np.float32: 1e-4}

@@ -6,9 +6,9 @@ import pytest
 from marks import with_core
 
 from flax_mha import convert
-from flax_mha.hf_config.config import ALIASES, COMMON
-from flax_mha.hf_config.families import FAMILIES
-from flax_mha.hf_config.types import LAYERS
+from flax_mha.convert.hf_config.config import ALIASES, COMMON
+from flax_mha.convert.hf_config.families import FAMILIES
+from flax_mha.convert.hf_config.types import LAYERS
 from flax_mha.rope import RoPE
 
 WRONG = (

@@ -9,8 +9,8 @@ import pytest
 from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation
-from flax_mha.core import tracing
-from flax_mha.impl.shared import schedule
+from flax_mha._src import plan as schedule
+from flax_mha._src.core import tracing
 from flax_mha.masks import FunctionMask
 
 N, K, H, HV, S = 4, 2, 6, 5, 149

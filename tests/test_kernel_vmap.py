@@ -17,8 +17,8 @@ from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU 
 from marks import pairwise, with_core_tuples
 
 from flax_mha import MultiHeadAttention, dot_product_attention
-from flax_mha.impl import cudnn
-from flax_mha.impl.shared import tpu_kernels
+from flax_mha._src.engines.kernels import cudnn
+from flax_mha._src.engines.kernels import tpu as tpu_kernels
 
 B, N, K, H, CALLS = 2, 2, 1, 8, 3
 PLATFORMS = {"cudnn": "gpu", "splash": "tpu", "pallas": "tpu"}

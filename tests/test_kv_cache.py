@@ -9,9 +9,9 @@ import pytest
 from marks import pairwise, with_core
 
 from flax_mha import dot_product_attention
+from flax_mha._src.core.eight_bits import quantize
 from flax_mha.cache.kv_cache import SPARE, KVCache
 from flax_mha.cached_attention import cached_attention
-from flax_mha.core.eight_bits import quantize
 
 B, S, K, H = 3, 11, 2, 5
 WINDOW = 4

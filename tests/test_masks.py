@@ -12,11 +12,11 @@ from cases import nothing_is_compiled
 from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, masks, plot
+from flax_mha._src.core.tile import Grid, Tile
+from flax_mha._src.core.validation import Shape
+from flax_mha._src.math import head
+from flax_mha._src.math.head import one_of
 from flax_mha.conformance import reference
-from flax_mha.core.tile import Grid, Tile
-from flax_mha.core.validation import Shape
-from flax_mha.impl.shared import head
-from flax_mha.impl.shared.head import one_of
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
 B, N, T, S = 2, 6, 48, 64

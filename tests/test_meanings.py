@@ -11,8 +11,8 @@ from jax.test_util import check_grads
 from marks import with_core
 
 from flax_mha import dot_product_attention
-from flax_mha.impl.shared import schedule
-from flax_mha.impl.shared.tiling import TileShape
+from flax_mha._src import plan as schedule
+from flax_mha._src.math.tiling import TileShape
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 BOTH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

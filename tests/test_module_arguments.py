@@ -16,8 +16,8 @@ from marks import with_core
 
 import flax_mha
 from flax_mha import CausalMask, convert, linen, masks
-from flax_mha.core import tracing
-from flax_mha.modules.call import dot_general
+from flax_mha._src.core import tracing
+from flax_mha._src.modules.call import dot_general
 from flax_mha.rope import RoPE, apply_rope
 
 B, T, S, D, N, K = 2, 9, 13, 16, 4, 2

@@ -11,12 +11,12 @@ from jax.experimental.pallas import tpu as pltpu
 from marks import with_core
 
 from flax_mha import dot_product_attention, masks, recipes
+from flax_mha._src import run as dispatch
+from flax_mha._src.engines import registry
+from flax_mha._src.engines.kernels import tpu as tpu_kernels
+from flax_mha._src.engines.pallas import call, launch
 from flax_mha.cached_attention import cached_attention
 from flax_mha.conformance import reference
-from flax_mha.distributed import dispatch
-from flax_mha.impl import registry
-from flax_mha.impl.pallas import call, launch
-from flax_mha.impl.shared import tpu_kernels
 from flax_mha.kv_cache import KVCache
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation, masks, recipes
-from flax_mha.impl.pallas import grid
+from flax_mha._src.engines.pallas import grid
 
 B, T, N, H = 2, 256, 2, 32
 

@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation, masks
+from flax_mha._src.core.jaxprs import equations
+from flax_mha._src.engines.kernels import mask as kernel_mask
+from flax_mha._src.engines.kernels import splash
+from flax_mha._src.engines.kernels import tpu as tpu_kernels
 from flax_mha.cached_attention import cached_attention
-from flax_mha.core.jaxprs import equations
-from flax_mha.impl import splash
-from flax_mha.impl.shared import kernel_mask, tpu_kernels
 from flax_mha.kv_cache import KVCache
 
 B, T, N, K, H = 2, 256, 2, 1, 32

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from marks import with_core
 
 from flax_mha import dot_product_attention
-from flax_mha.core import tracing
-from flax_mha.core.tile import Tile
-from flax_mha.core.validation import Shape
-from flax_mha.impl.shared import schedule, tiling
-from flax_mha.impl.shared.tiling import TileShape
+from flax_mha._src import plan as schedule
+from flax_mha._src.core import tracing
+from flax_mha._src.core.tile import Tile
+from flax_mha._src.core.validation import Shape
+from flax_mha._src.math import tiling
+from flax_mha._src.math.tiling import TileShape
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 from flax_mha.masks.function import with_occupancy
 

@@ -11,7 +11,7 @@ import pytest
 from cases import nothing_is_compiled
 
 from flax_mha import dot_product_attention
-from flax_mha.core.user_function import POSITIONS, trace
+from flax_mha._src.core.user_function import POSITIONS, trace
 from flax_mha.masks import FunctionMask
 
 T, N = 24, 2

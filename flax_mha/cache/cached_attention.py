@@ -9,9 +9,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha.cache.kv_cache import Appended, KVCache, entries_at
-from flax_mha.cache.latent import Latent
-from flax_mha.call.arguments import (
+from flax_mha._src import run as dispatch
+from flax_mha._src.call.arguments import (
     CallArguments,
     CommonArguments,
     Scoring,
@@ -23,14 +22,15 @@ from flax_mha.call.arguments import (
     given_mask,
     with_keys,
 )
-from flax_mha.call.operands import Call, Output, ScoreMod, Sharding
-from flax_mha.core.integers import LARGEST, extremes
-from flax_mha.core.tile import Offsets
-from flax_mha.core.tracing import T, readable, target_of, varying_alike
-from flax_mha.core.validation import Shape
-from flax_mha.distributed import dispatch
-from flax_mha.impl.registry import Implementation
-from flax_mha.impl.shared.schedule import MAX_QUERIES_IN_PLACE, blocks_in_place
+from flax_mha._src.call.operands import Call, Output, ScoreMod, Sharding
+from flax_mha._src.core.integers import LARGEST, extremes
+from flax_mha._src.core.tile import Offsets
+from flax_mha._src.core.tracing import T, readable, target_of, varying_alike
+from flax_mha._src.core.validation import Shape
+from flax_mha._src.engines.registry import Implementation
+from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, blocks_in_place
+from flax_mha.cache.kv_cache import Appended, KVCache, entries_at
+from flax_mha.cache.latent import Latent
 from flax_mha.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
 
 Run = Callable[[Call, Implementation | None], Output]

@@ -11,13 +11,13 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from flax_mha._src.call.operands import Sharding
+from flax_mha._src.core import validation
+from flax_mha._src.core.eight_bits import dequantize_cache, is_quantized, quantize_cache
+from flax_mha._src.core.integers import extremes, int32, int_at_least, is_int
+from flax_mha._src.core.tracing import readable
+from flax_mha._src.distributed.mesh import place, take_entries
 from flax_mha.cache.write import Kind, by_device, write_entries
-from flax_mha.call.operands import Sharding
-from flax_mha.core import validation
-from flax_mha.core.eight_bits import dequantize_cache, is_quantized, quantize_cache
-from flax_mha.core.integers import extremes, int32, int_at_least, is_int
-from flax_mha.core.tracing import readable
-from flax_mha.distributed.mesh import place, take_entries
 
 # Slots of a ring beyond its window; `truncate` can take back this many tokens.
 SPARE = 64

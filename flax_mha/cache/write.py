@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from flax_mha.core.tracing import T, by_mapped_axis, target_of, varying_alike, varying_as
-from flax_mha.distributed.split import Split, mesh_axes, pad_spec
+from flax_mha._src.core.tracing import T, by_mapped_axis, target_of, varying_alike, varying_as
+from flax_mha._src.distributed.split import Split, mesh_axes, pad_spec
 
 # To write a part of a bfloat16 array, XLA on a CPU converts the whole array to float32 and back, up to jax 0.11. With
 # float8 all versions do so, to float16.

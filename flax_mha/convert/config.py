@@ -5,16 +5,16 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from flax_mha._src.core.integers import is_int
+from flax_mha._src.modules.attention_fn import attention_fn
+from flax_mha._src.modules.call import dot_general
+from flax_mha.convert.hf_config.config import ALIASES, read_config
+from flax_mha.convert.hf_config.families import FAMILIES, Family
+from flax_mha.convert.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry
+from flax_mha.convert.hf_config.types import LAYERS
 from flax_mha.convert.latent import latent_sizes
 from flax_mha.convert.layouts import MODEL_TYPE
 from flax_mha.convert.scores import position_arguments
-from flax_mha.core.integers import is_int
-from flax_mha.hf_config.config import ALIASES, read_config
-from flax_mha.hf_config.families import FAMILIES, Family
-from flax_mha.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry
-from flax_mha.hf_config.types import LAYERS
-from flax_mha.modules.attention_fn import attention_fn
-from flax_mha.modules.call import dot_general
 from flax_mha.rope import RoPE
 
 UNSUPPORTED = (  # config keys that are refused if they are on, in one model type or, if that is empty, in all; and why
@@ -105,7 +105,7 @@ def _read(config: Any, layer: Any) -> tuple[Family, Values]:
     model_type = given.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
-            f"model_type must be in flax_mha.hf_config.families.FAMILIES, but got {model_type!r}; if the module can "
+            f"model_type must be in convert.hf_config.families.FAMILIES, but got {model_type!r}; if the module can "
             "compute this attention, pass its arguments by hand."
         )
     if family.refused:

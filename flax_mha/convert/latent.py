@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from flax_mha._src.core.integers import is_int
+from flax_mha._src.modules.latent import SIZES
+from flax_mha.convert.hf_config.layers import Values
 from flax_mha.convert.layouts import LATENT_KEYS
 from flax_mha.convert.shapes import Arrays, find_sizes
 from flax_mha.convert.state_dict import to_numpy
-from flax_mha.core.integers import is_int
-from flax_mha.hf_config.layers import Values
-from flax_mha.modules.latent import SIZES
 
 # The axes of each parameter in Flax. N heads; a head has E features in queries, V in values and F in `kv_b_proj`. The
 # latent has C features, A with the rotary key beside it, and compressed queries have R.

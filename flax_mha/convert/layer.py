@@ -9,14 +9,14 @@ from flax import nnx
 from flax.typing import Dtype
 
 import flax_mha.nnx
+from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha.attention import Implementation
 from flax_mha.convert.config import attention_with, describe
+from flax_mha.convert.hf_config.config import read_config
+from flax_mha.convert.hf_config.families import Family
+from flax_mha.convert.hf_config.layers import Values
 from flax_mha.convert.load import load_torch
 from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy
-from flax_mha.hf_config.config import read_config
-from flax_mha.hf_config.families import Family
-from flax_mha.hf_config.layers import Values
-from flax_mha.modules.attention_fn import attention_fn
 from flax_mha.recipes import t5_bias
 
 HEADS = ("encoder_attention_heads", "decoder_attention_heads")  # a config with both parts has both keys

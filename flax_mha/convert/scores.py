@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from flax_mha.hf_config.families import Family
-from flax_mha.hf_config.layers import Values
+from flax_mha.convert.hf_config.families import Family
+from flax_mha.convert.hf_config.layers import Values
 from flax_mha.masks import FunctionMask
 from flax_mha.recipes import alibi
 

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from flax import nnx, traverse_util
 
+from flax_mha._src.core.integers import is_int
+from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.latent import is_latent, latent_to_torch, read_latent
 from flax_mha.convert.layouts import (
     ALL,
@@ -23,8 +25,6 @@ from flax_mha.convert.layouts import (
 )
 from flax_mha.convert.shapes import Arrays, cut, find_sizes, head_sizes, join, misfit
 from flax_mha.convert.state_dict import attention_entries, recognize, to_numpy
-from flax_mha.core.integers import is_int
-from flax_mha.hf_config.families import FAMILIES, Family
 
 
 def from_torch(

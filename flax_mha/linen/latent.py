@@ -12,17 +12,17 @@ from flax.typing import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from flax_mha._src.call.operands import Sharding
+from flax_mha._src.core import validation
+from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
+from flax_mha._src.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
+from flax_mha._src.modules.explain import explaining
+from flax_mha._src.modules.latent import check_latent, compression, yarn_scale
+from flax_mha._src.modules.options import check_has_features
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.cache.latent import Latent
-from flax_mha.call.operands import Sharding
-from flax_mha.core import validation
 from flax_mha.linen.module import AttentionModule
 from flax_mha.masks import Mask
-from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
-from flax_mha.modules.explain import explaining
-from flax_mha.modules.latent import check_latent, compression, yarn_scale
-from flax_mha.modules.options import check_has_features
 from flax_mha.rope import RoPE
 
 Init = Callable[..., Any]

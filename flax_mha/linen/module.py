@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax.linen.module import merge_param
 from jaxtyping import Array
 
+from flax_mha._src.call.arguments import check_dropout_rate
+from flax_mha._src.core.tracing import Platform
+from flax_mha._src.distributed.tensor_parallel import boxed, parameter_names
+from flax_mha._src.modules.call import Arrays, core_of, reach
+from flax_mha._src.modules.explain import ExplainedAttention
 from flax_mha.attention import Explanation
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.call.arguments import check_dropout_rate
-from flax_mha.core.tracing import Platform
-from flax_mha.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha.masks import Mask
-from flax_mha.modules.call import Arrays, core_of, reach
-from flax_mha.modules.explain import ExplainedAttention
 
 
 class AttentionModule:

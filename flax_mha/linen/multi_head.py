@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from flax_mha._src.call.operands import Sharding
+from flax_mha._src.core import validation
+from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
+from flax_mha._src.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
+from flax_mha._src.modules.explain import explaining
+from flax_mha._src.modules.options import NormKind, check_has_features, check_options, norm_of
 from flax_mha.attention import Implementation, ScoreMod
-from flax_mha.call.operands import Sharding
-from flax_mha.core import validation
 from flax_mha.linen.module import AttentionModule
 from flax_mha.masks import Mask
-from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
-from flax_mha.modules.explain import explaining
-from flax_mha.modules.options import NormKind, check_has_features, check_options, norm_of
 from flax_mha.rope import RoPE
 
 STORED = ("cached_key", "cached_value", "cached_lengths")  # variables of the keys that `store_keys` stores

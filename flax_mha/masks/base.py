@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from flax_mha.core.tile import BoolMatrix, Grid, Tile
-from flax_mha.core.tracing import readable
-from flax_mha.core.validation import Shape
+from flax_mha._src.core.tile import BoolMatrix, Grid, Tile
+from flax_mha._src.core.tracing import readable
+from flax_mha._src.core.validation import Shape
 
 
 class Occupancy(NamedTuple):

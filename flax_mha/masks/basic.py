@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from flax_mha.core import validation
-from flax_mha.core.integers import LARGEST, SMALLEST, is_int
-from flax_mha.core.tile import Grid, Tile
-from flax_mha.core.validation import Shape
+from flax_mha._src.core import validation
+from flax_mha._src.core.integers import LARGEST, SMALLEST, is_int
+from flax_mha._src.core.tile import Grid, Tile
+from flax_mha._src.core.validation import Shape
 from flax_mha.masks.base import Mask, Occupancy
 
 

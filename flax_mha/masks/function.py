@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from flax_mha.core.jaxprs import key_of
-from flax_mha.core.tile import BoolMatrix, Grid, Scalar, Tile
-from flax_mha.core.tracing import readable
-from flax_mha.core.user_function import Trace, TracedFunction, trace
-from flax_mha.core.validation import Shape
+from flax_mha._src.core.jaxprs import key_of
+from flax_mha._src.core.tile import BoolMatrix, Grid, Scalar, Tile
+from flax_mha._src.core.tracing import readable
+from flax_mha._src.core.user_function import Trace, TracedFunction, trace
+from flax_mha._src.core.validation import Shape
 from flax_mha.masks.base import Mask, Occupancy, conjuncts
 from flax_mha.masks.basic import LocalMask
 

@@ -10,17 +10,17 @@ from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float, Int
 
+from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
+from flax_mha._src.call.operands import Sharding
+from flax_mha._src.distributed import tensor_parallel
+from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
+from flax_mha._src.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
+from flax_mha._src.modules.explain import explaining
+from flax_mha._src.modules.latent import check_latent, compression, yarn_scale
+from flax_mha._src.modules.options import check_features, check_rngs
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.cache.latent import Latent
-from flax_mha.call.arguments import check_dropout_rate, check_soft_cap
-from flax_mha.call.operands import Sharding
-from flax_mha.distributed import tensor_parallel
 from flax_mha.masks import Mask
-from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
-from flax_mha.modules.explain import explaining
-from flax_mha.modules.latent import check_latent, compression, yarn_scale
-from flax_mha.modules.options import check_features, check_rngs
 from flax_mha.nnx.multi_head import NO_METADATA, AttentionModule, split_variable
 from flax_mha.rope import RoPE
 

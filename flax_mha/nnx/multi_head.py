@@ -17,18 +17,18 @@ from flax.typing import DotGeneralT, Dtype, Initializer, PrecisionLike, PromoteD
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
+from flax_mha._src.call.operands import Sharding
+from flax_mha._src.core.tracing import Platform
+from flax_mha._src.distributed import tensor_parallel
+from flax_mha._src.distributed.split import is_explicit
+from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
+from flax_mha._src.modules.call import PASSED_ON, Arrays, FlaxModule, call_module, dot_general, reach
+from flax_mha._src.modules.explain import ExplainedAttention, explaining
+from flax_mha._src.modules.options import Norm, NormKind, check_features, check_options, check_rngs, norm_of
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.call.arguments import check_dropout_rate, check_soft_cap
-from flax_mha.call.operands import Sharding
-from flax_mha.core.tracing import Platform
-from flax_mha.distributed import tensor_parallel
-from flax_mha.distributed.split import is_explicit
 from flax_mha.masks import Mask
-from flax_mha.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha.modules.call import PASSED_ON, Arrays, FlaxModule, call_module, dot_general, reach
-from flax_mha.modules.explain import ExplainedAttention, explaining
-from flax_mha.modules.options import Norm, NormKind, check_features, check_options, check_rngs, norm_of
 from flax_mha.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})

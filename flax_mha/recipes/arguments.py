@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxtyping import Array
 
-from flax_mha.core.lookups import NAMES
-from flax_mha.core.user_function import made_for
+from flax_mha._src.core.lookups import NAMES
+from flax_mha._src.core.user_function import made_for
 
 Arguments = dict[str, Any]
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from flax_mha.core.integers import extremes, ids_int32, int32, int_at_least
-from flax_mha.core.tracing import readable
-from flax_mha.core.user_function import made_for
+from flax_mha._src.core.integers import extremes, ids_int32, int32, int_at_least
+from flax_mha._src.core.tracing import readable
+from flax_mha._src.core.user_function import made_for
 from flax_mha.masks import CausalMask, FunctionMask, SegmentMask
 from flax_mha.recipes.arguments import Arguments
 

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from flax_mha.core.integers import int_at_least
-from flax_mha.core.user_function import made_for
-from flax_mha.core.validation import as_array
+from flax_mha._src.core.integers import int_at_least
+from flax_mha._src.core.user_function import made_for
+from flax_mha._src.core.validation import as_array
 from flax_mha.masks import FunctionMask
 from flax_mha.recipes.arguments import Arguments
 

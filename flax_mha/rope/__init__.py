@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from flax_mha.core.integers import LARGEST, SMALLEST, extremes, integers
-from flax_mha.rope import hf_config
+from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, integers
 from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Scaling, YaRN, check_number
 from flax_mha.rope.sections import SectionLayout, check_sections, coordinates_of_pairs, frequencies_of_pairs
 
@@ -167,7 +166,9 @@ class RoPE:
           >>> RoPE.from_config(gemma_3, layer_type="sliding_attention").base
           10000.0
         """
-        return cls(**hf_config.read(config, layer_type, max_length))
+        from flax_mha.convert import rope as annex  # imports this file
+
+        return cls(**annex.read(config, layer_type, max_length))
 
 
 def apply_rope(

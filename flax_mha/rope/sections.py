@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from flax_mha.core.integers import is_int
+from flax_mha._src.core.integers import is_int
 
 SectionLayout = Literal["contiguous", "interleaved", "axial", "axial_strided"]
 LAYOUTS: tuple[str, ...] = get_args(SectionLayout)

@@ -14,8 +14,8 @@ from marks import with_core_tuples
 from test_derivatives import hessian_product
 
 import flax_mha
+from flax_mha._src.engines.kernels import tpu as tpu_kernels
 from flax_mha.conformance import reference
-from flax_mha.impl.shared import tpu_kernels
 
 
 @pytest.fixture(autouse=True)

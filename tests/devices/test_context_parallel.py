@@ -36,11 +36,11 @@ from test_derivatives import gradient_of_gradient, hessian_product, second_deriv
 
 import flax_mha
 import flax_mha.linen
+from flax_mha._src import plan as schedule
+from flax_mha._src.engines import blockwise
+from flax_mha._src.math.tiling import TileShape
 from flax_mha.conformance import reference
 from flax_mha.context_parallel import to_zigzag, zigzag_positions
-from flax_mha.impl import blockwise
-from flax_mha.impl.shared import schedule
-from flax_mha.impl.shared.tiling import TileShape
 from flax_mha.rope import RoPE
 
 STRATEGIES = ("ring", "ulysses", "allgather")

@@ -1,0 +1,456 @@
+"""Checks the arguments of `dot_product_attention`, as `core/validation.py` does, and makes a `Call` of them."""
+
+import bisect
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Operands, Options, ScoreMod, Sharding
+from flax_mha._src.core import lookups, validation
+from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, number_in, unwrapped
+from flax_mha._src.core.tile import Offsets
+from flax_mha._src.core.tracing import Target, readable, target_of
+from flax_mha._src.core.user_function import TracedFunction, trace
+from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable, per_sequence
+from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
+from flax_mha.masks.function import functions_of, window_beside
+
+# Arguments of a module's call, and those of functions for the same.
+SIBLINGS = {
+    "lengths": "query_seq_lengths and key_value_seq_lengths",
+    "segment_ids": "query_segment_ids and key_value_segment_ids",
+}
+F = TypeVar("F", bound=Callable[..., Any])
+LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
+
+
+def unexpected(function: str, name: str) -> TypeError:
+    """Makes Python's error about an argument that a function does not have; adds what to use instead, if known."""
+    fix = f"; only modules take {name}: use {SIBLINGS[name]}" if name in SIBLINGS else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{fix}")
+
+
+def naming_siblings(function: F) -> F:
+    """Makes a function refuse the arguments in `SIBLINGS` by an error that says what to use instead."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not SIBLINGS.keys().isdisjoint(keywords):
+            raise unexpected(function.__name__, min(SIBLINGS.keys() & keywords))
+        return function(*arguments, **keywords)
+
+    return cast(F, call)
+
+
+class CommonArguments(TypedDict, total=False):
+    """The keyword arguments that `dot_product_attention` shares with `cached_attention`."""
+
+    scale: float | ArrayLike | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    score_mod: ScoreMod | None
+    dropout_rate: float
+    dropout_rng: Array | None
+    broadcast_dropout: bool
+    precision: lax.PrecisionLike
+    qkv_sharding: Sharding | None
+
+
+class Arguments(CommonArguments, total=False):
+    """The keyword arguments of `dot_product_attention` that describe the scores."""
+
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    query_offset: int | ArrayLike
+    key_value_offset: int | ArrayLike
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+
+
+class CallArguments(Arguments, total=False):
+    """All keyword arguments of `dot_product_attention` but `return_residual` and `implementation`."""
+
+    return_max_score: bool
+
+
+def check_inputs(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, any_dtypes: bool = False
+) -> tuple[Array, Array, Array, Shape]:
+    """Converts query, key and value to arrays, checks that they fit together, and returns them with their sizes.
+
+    If `any_dtypes`, their dtypes may differ.
+    """
+    meaning = "[batch..., length, heads, head size]"
+    query, key, value = (
+        x if isinstance(x, jax.Array) else as_array(name, x, f"an array {meaning}")
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if not query.ndim == key.ndim == value.ndim:
+        raise ValueError(f"query, key, value must have same rank, but got {shapes}.")
+    if query.ndim < 3:
+        raise ValueError(f"query must have rank 3 or more ({meaning}), but got {shapes}.")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"query, key, value batch dims must match, but got {shapes}.")
+    for name, x, y, axis in (
+        ("key, value lengths", key, value, -3),
+        ("query, key depths", query, key, -1),
+        ("key, value heads", key, value, -2),
+    ):
+        if x.shape[axis] != y.shape[axis]:
+            raise ValueError(f"{name} must match, but got {x.shape[axis]} and {y.shape[axis]} in {shapes}.")
+    num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"query heads must be a multiple of key/value heads, both at least 1, but got {num_heads} and "
+            f"{num_kv_heads} in {shapes}; the layout is {meaning}: for PyTorch's [batch, heads, length, head size], "
+            "use jnp.swapaxes(x, -3, -2)."
+        )
+    if query.shape[-1] < 1:
+        raise ValueError(f"query head size must be at least 1, but got {shapes}.")
+    alike = any_dtypes or query.dtype == key.dtype == value.dtype
+    if not alike or any(x.dtype.name not in DTYPES for x in (query, key, value)):
+        raise ValueError(
+            f"query, key, value must have the same dtype, one of {', '.join(DTYPES)}, but got query "
+            f"{query.dtype}, key {key.dtype}, value {value.dtype}; use .astype."
+        )
+    sizes = (query.shape[-3], key.shape[-3], num_heads, num_kv_heads, query.shape[-1], value.shape[-1])
+    return query, key, value, Shape(query.shape[:-3], *sizes)
+
+
+def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
+    """Checks bias or sinks, floats that broadcast to `shape` (`meaning` in errors); gives them the rank of `shape`."""
+    if value is None:
+        return None
+    array = as_array(name, value, "an array of floats")
+    if array.dtype.name not in DTYPES:
+        fix = "; pass a boolean array as mask=" if array.dtype == bool and name == "bias" else ""
+        raise ValueError(f"{name} must have one of the dtypes {', '.join(DTYPES)}, but got {array.dtype}{fix}.")
+    return broadcastable(name, array, shape, meaning)
+
+
+def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) -> Offsets:
+    """Checks the first positions of queries and keys: all positions and distances must fit in int32."""
+    offsets, ends = [], []
+    for name, value, length in (
+        ("query_offset", query_offset, shape.query_length),
+        ("key_value_offset", key_offset, shape.key_length),
+    ):
+        if value is None:
+            raise ValueError(f"{name} must be an integer or an array of integers, but got None; leave it out to use 0.")
+        offset: Any = int(value) if is_int(value) else per_sequence(name, value, shape)
+        least, most = (offset, offset) if isinstance(offset, int) else extremes(offset)
+        last = most + max(length, 1) - 1 if isinstance(length, int) else most
+        if least < SMALLEST or last > LARGEST:
+            raise ValueError(f"{name} must keep positions in the int32 range, but got positions {least} to {last}.")
+        offsets.append(offset)
+        ends.append((least, last))
+    (q_first, q_last), (k_first, k_last) = ends
+    if max(q_last - k_first, k_last - q_first) > LARGEST:
+        raise ValueError(
+            "query_offset and key_value_offset must keep distances in the int32 range, but got queries at positions "
+            f"{q_first} to {q_last} and keys at {k_first} to {k_last}."
+        )
+    return Offsets.of(*offsets)
+
+
+def check_window(size: Any) -> tuple[int | None, int | None] | None:
+    """Checks a window size and returns (left, right), or None if neither side is limited."""
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2 or not all(side is None or (is_int(side) and side >= 0) for side in pair):
+        raise ValueError(
+            f"local_window_size must be an int >= 0, or a pair (left, right) of int >= 0 or None, but got {size!r}."
+        )
+    return None if pair == (None, None) else pair
+
+
+def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
+    """Checks a scale and returns (number, None), which is static, or (1.0, array) for a JAX array."""
+    if value is None:
+        return 1 / math.sqrt(shape.head_size), None
+    value = unwrapped(value)
+    if not isinstance(value, jax.Array):
+        number = number_in(value)
+        if not is_number(number) or not math.isfinite(number):
+            raise ValueError(f"scale must be a finite number, but got {value!r}.")
+        if abs(number) > float(np.finfo(np.float32).max):
+            raise ValueError(f"scale must fit in float32, but got {value!r}.")
+        return float(number), None
+    if value.shape or value.dtype.name not in DTYPES:
+        raise ValueError(f"scale must be a scalar, but got an array of shape {value.shape} and dtype {value.dtype}.")
+    return 1.0, value
+
+
+def check_precision(value: Any) -> Any:
+    """Checks that `jax.lax.dot_general` accepts this precision, and returns it in a form that can be hashed."""
+    value = tuple(value) if isinstance(value, list) else value  # options must be hashable
+    if value is not None:
+        try:
+            _dot_with(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f'precision must be None, "default", "high", "highest" or a jax.lax.Precision, but got {value!r}.'
+            ) from error
+    return value
+
+
+@functools.cache
+def _dot_with(precision: Any) -> None:
+    x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), x)
+
+
+def check_soft_cap(value: float | None) -> float | None:
+    if value is None:
+        return None
+    value = number_in(value)
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ValueError(f"logits_soft_cap must be a concrete finite number > 0, but got {value!r}.")
+    if value > LARGEST_CAP:
+        raise ValueError(f"logits_soft_cap must be at most {LARGEST_CAP:g}, but got {value!r}; pass None for no cap.")
+    return float(value)
+
+
+def check_dropout_rate(rate: float) -> float:
+    rate = number_in(rate)
+    if not is_number(rate) or not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be a concrete number in [0, 1), but got {rate!r}.")
+    return float(rate)
+
+
+def check_dropout(rate: float, rng: Any) -> float:
+    """Checks the dropout rate, and its key if the rate is above 0; returns the rate."""
+    rate = check_dropout_rate(rate)
+    if rate > 0 and rng is None:
+        raise ValueError(
+            "dropout_rng must be a key if dropout_rate > 0, but got None; pass for example jax.random.key(0)."
+        )
+    if rate > 0 and not _is_key(rng):
+        got = f"an array of shape {rng.shape} and dtype {rng.dtype}" if hasattr(rng, "shape") else repr(rng)
+        raise ValueError(
+            f"dropout_rng must be a single key from jax.random.key, or a raw uint32 key of shape {_raw_key_shape()}, "
+            f"but got {got}."
+        )
+    return rate
+
+
+def check_sharding(value: Any, rank: int) -> Any:
+    if value is not None and not isinstance(value, NamedSharding | PartitionSpec | Context):
+        raise ValueError(f"qkv_sharding must be a jax.P or a NamedSharding for the query, but got {value!r}.")
+    spec: Any = () if value is None or isinstance(value, Context) else getattr(value, "spec", value)
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
+    names = [name for entry in entries for name in entry]
+    if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"qkv_sharding must hold mesh axis names or None, each name at most once, but got {spec}.")
+    if len(spec) > rank:
+        raise ValueError(f"qkv_sharding must have at most {rank} entries, one per axis of the query, but got {spec}.")
+    return value
+
+
+def _is_key(rng: object) -> bool:
+    if not isinstance(rng, jax.Array | np.ndarray):
+        return False
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return rng.shape == ()
+    return rng.dtype == jnp.uint32 and rng.shape == _raw_key_shape()
+
+
+def _raw_key_shape() -> tuple[int, ...]:
+    """Returns the shape of a raw key of JAX's default implementation of random numbers."""
+    return _key_shape_of(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _key_shape_of(implementation: str) -> tuple[int, ...]:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
+
+
+def canonical(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    return_residual: bool = False,
+    platform: str | None = None,
+    **arguments: Unpack[CallArguments],
+) -> Call:
+    """Checks the arguments of `dot_product_attention`, combines all masks into one, and makes a `Call`.
+
+    `platform` is the one to explain the call for; None if the call is computed, or explained for where it is computed.
+    """
+    if unknown := arguments.keys() - CallArguments.__optional_keys__:
+        raise unexpected("dot_product_attention", min(unknown))
+    query, key, value, shape = check_inputs(query, key, value)
+    target = target_of((query, key, value), platform)
+    scoring = check_scoring(query, shape, arguments, target, return_residual)
+    window = check_window(arguments.get("local_window_size"))
+    offsets = Offsets()
+    if "query_offset" in arguments or "key_value_offset" in arguments:
+        offsets = check_offsets(arguments.get("query_offset", 0), arguments.get("key_value_offset", 0), shape)
+    is_whole = all(arguments.get(name, NO_OFFSET) is NO_OFFSET for name in ("query_offset", "key_value_offset"))
+    masks = [
+        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
+        None if window is None else LocalMask(*window),
+        _length_mask(arguments, shape, is_whole),
+        _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
+        given_mask(mask, shape),
+    ]
+    return with_keys(scoring, key, value, shape, bias, masks, offsets)
+
+
+class Scoring(NamedTuple):
+    """The arguments that need no keys, as `check_scoring` has checked them: parts of `Operands`, and `Options`."""
+
+    query: Array
+    sinks: Array | None
+    captured: list[Array]
+    constants: list[Array]
+    scale: Array | None
+    dropout_rng: Array | None
+    options: Options
+
+
+def check_scoring(
+    query: Array, shape: Shape, arguments: CallArguments, target: Target, return_residual: bool = False
+) -> Scoring:
+    """Checks the arguments that need no keys, such as scale, `score_mod`, dropout and sinks; traces `score_mod`."""
+    number, scale_array = check_scale(arguments.get("scale"), shape)
+    dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
+    score_mod = arguments.get("score_mod")
+    function, captured, constants = (None, [], []) if score_mod is None else trace("score_mod", score_mod, dtype)
+    dropout_rng = arguments.get("dropout_rng")
+    rate = check_dropout(arguments["dropout_rate"], dropout_rng) if "dropout_rate" in arguments else 0.0
+    options = Options(
+        scale=number,
+        soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
+        score_mod=function,
+        dropout_rate=rate,
+        broadcast_dropout=_flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
+        return_residual=_flag("return_residual", return_residual),
+        precision=check_precision(arguments.get("precision")),
+        target=target,
+        sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
+        has_known_sizes=False,  # set with the keys
+        dtype=dtype,
+        return_max_score=_flag("return_max_score", arguments.get("return_max_score", False)),
+    )
+    sinks = check_floats("sinks", arguments.get("sinks"), (*shape.batch, shape.num_heads), "[batch..., heads]")
+    return Scoring(query, sinks, captured, constants, scale_array, dropout_rng if rate else None, options)
+
+
+def with_keys(
+    scoring: Scoring,
+    key: Array,
+    value: Array,
+    shape: Shape,
+    bias: ArrayLike | None,
+    masks: Sequence[Mask | None],
+    offsets: Offsets,
+    cache_scale: Array | None = None,
+) -> Call:
+    """Makes a `Call`; checks the bias and lookups of user functions. `cache_scale` is the `scale` of a `KVCache`."""
+    present = [mask for mask in masks if mask is not None]
+    operands = Operands(
+        query=scoring.query,
+        key=key,
+        value=value,
+        bias=None if bias is None else check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
+        sinks=scoring.sinks,
+        mask=functools.reduce(operator.and_, present) if present else None,
+        captured=scoring.captured,
+        constants=scoring.constants,
+        offsets=offsets,
+        scale=scoring.scale,
+        dropout_rng=scoring.dropout_rng,
+        cache_scale=cache_scale,
+    )
+    options = scoring.options._replace(
+        has_known_sizes=all(isinstance(n, int) for x in (scoring.query, key, value) for n in x.shape),
+    )
+    if options.score_mod is not None or jax.tree.leaves(operands.mask):  # masks without arrays call no function
+        for spans in _spans(offsets, operands.lengths):
+            check_lookups(shape, options.score_mod, present, spans)
+    return Call(operands, options)
+
+
+def _flag(name: str, value: Any) -> bool:
+    return value if isinstance(value, bool) else validation.flag(name, value)
+
+
+def check_lookups(
+    shape: Shape, score_mod: TracedFunction | None, masks: Sequence[Mask | None], spans: lookups.Spans
+) -> None:
+    """Checks that user functions fit the call's sizes, and look up only entries that their arrays have.
+
+    `spans` are the positions of queries and of keys in a sequence. They are not checked if a mask may hide them, other
+    than causal masks, windows, and the mask whose function makes the lookup.
+    """
+    functions = [part.function for part in functions_of(masks)] + ([] if score_mod is None else [score_mod])
+    for function in functions:
+        lookups.check(function, math.prod(shape.batch), shape.num_heads, *spans, window_beside(masks, function))
+
+
+def count_positions(check: Callable[[int], None], end: int) -> int:
+    """Counts the positions below `end` before the first that `check` refuses; it must refuse all later ones, too."""
+
+    def is_refused(position: int) -> bool:
+        try:
+            check(position)
+        except ValueError:
+            return True
+        return False
+
+    return bisect.bisect_left(range(end), True, key=is_refused) if is_refused(end - 1) else end
+
+
+def _spans(offsets: Offsets, lengths: tuple[int, int]) -> list[lookups.Spans]:
+    """Lists the positions of queries and keys: of each sequence if both offsets differ, else of all together."""
+    starts: Any = [offsets.values]
+    if all(not isinstance(x, int) and readable(x) for x in offsets.values):
+        starts = sorted(set(zip(*(x.ravel().tolist() for x in np.broadcast_arrays(*offsets.values)), strict=True)))
+    return [(_span(query, lengths[0]), _span(key, lengths[1])) for query, key in starts]
+
+
+def _span(offset: int | Array, length: int) -> lookups.Span:
+    """Returns the least and greatest position in sequences that begin at `offset`; None if unknown or empty."""
+    if not isinstance(length, int) or not length or not (isinstance(offset, int) or readable(offset)):
+        return None
+    first, last = (offset, offset) if isinstance(offset, int) else extremes(offset)
+    return first, last + length - 1
+
+
+def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask | None:
+    query_lengths, key_lengths = arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths")
+    if query_lengths is None and key_lengths is None:
+        return None
+    # With an offset, the arrays are a slice of longer sequences, to which the lengths refer.
+    most = (shape.query_length, shape.key_length) if is_whole else (None, None)
+    queries = validation.lengths("query_seq_lengths", query_lengths, shape, most[0])
+    keys = validation.lengths("key_value_seq_lengths", key_lengths, shape, most[1])
+    return LengthMask(keys, queries)
+
+
+def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape) -> Mask | None:
+    if query_ids is None and key_ids is None:
+        return None
+    return SegmentMask(*validation.segment_ids(query_ids, key_ids, shape))
+
+
+def given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
+    if mask is None:
+        return None
+    return mask.canonical(shape) if isinstance(mask, Mask) else ArrayMask(validation.mask(mask, shape))

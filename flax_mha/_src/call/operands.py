@@ -1,0 +1,157 @@
+"""A call of attention as a value: its checked arguments, in the form that every implementation takes."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, UInt32
+
+from flax_mha._src.core.tile import Offsets
+from flax_mha._src.core.tracing import Target
+from flax_mha._src.core.user_function import TracedFunction
+from flax_mha.masks import Mask
+from flax_mha.masks.base import axes_of
+
+DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
+
+
+class _NoOffset(int):
+    """The default of an offset: 0, for arrays that are whole sequences. A slice may have the offset 0, too."""
+
+
+NO_OFFSET = _NoOffset(0)
+ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
+# Output and log-sum-exp, None if a kernel does not return it. With `return_max_score` also the largest score of each
+# row, from which `distributed/dispatch.py` computes that of each head.
+Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None, *tuple[Float[Array, "*B T N"], ...]]
+OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"], *tuple[Float[Array, "*B T N"], ...]]
+
+Axes = str | tuple[str, ...] | None  # the mesh axes that split one axis of an array
+Strategy = Literal["ring", "ulysses", "allgather"]
+Layout = Literal["contiguous", "zigzag"]
+
+
+class Context(NamedTuple):
+    """The arguments of `context_parallel`."""
+
+    axis: str
+    strategy: Strategy
+    layout: Layout
+    batch_axes: Axes
+    head_axis: Axes
+    mesh: Mesh | AbstractMesh | None
+
+    def with_sharding(self, sharding: Any, rank: int) -> "Context":
+        """Returns these arguments with the mesh, and mesh axes of batch and heads, of a sharding of the query.
+
+        Raises:
+          ValueError: If the sharding contradicts these arguments.
+        """
+        if sharding is None or rank < 3:  # a query of rank < 3 is refused later
+            return self
+        spec: PartitionSpec = getattr(sharding, "spec", sharding)
+        *batch, length, heads, size = tuple(spec) + (None,) * (rank - len(spec))
+        both = self._replace(
+            batch_axes=(batch[0] if batch else None) or self.batch_axes,
+            head_axis=heads or self.head_axis,
+            mesh=getattr(sharding, "mesh", None) or self.mesh,
+        )
+        agrees = all(new == old for new, old in zip(both, self, strict=True) if old is not None)
+        if not agrees or size or any(batch[1:]) or length not in (None, self.axis):
+            raise ValueError(
+                f"qkv_sharding and context_parallel must agree on the mesh axes of the first batch axis, the sequence "
+                f"and the heads, but got {spec} and {tuple(self)}; pass them in only one of the two."
+            )
+        return both
+
+
+Sharding = PartitionSpec | NamedSharding | Context
+
+
+class HeadIds(NamedTuple):
+    """Indices of batch entries and heads for `score_mod`, and random words for dropout; None if not needed."""
+
+    batch: Int[Array, "*B"] | None  # indices of the batch entries (flattened)
+    head: Int[Array, " N"] | None  # indices of the query heads
+    dropout_seed: UInt32[Array, "*B N 2"] | None  # two random words for each head, or for all heads
+
+
+class Operands(NamedTuple):
+    """The checked arrays of a call, in the caller's layout; None for absent ones."""
+
+    query: Float[Array, "*B T N H"]
+    key: Float[Array, "*B S K H"]
+    value: Float[Array, "*B S K Hv"]
+    bias: Array | None
+    sinks: Array | None
+    mask: Mask | None
+    captured: list[Array]  # arrays that `score_mod` captures and that get gradients
+    constants: list[Array]  # all other arrays that `score_mod` captures, and its float literals
+    offsets: Offsets  # positions of the first query and the first key
+    scale: Array | None  # factor of query . key if it is an array, else None
+    dropout_rng: Array | None
+    head_ids: "HeadIds | None" = None  # indices and random words, if these operands are a slice of a larger call
+    cache_scale: Float[Array, "*B S K 2"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The number of queries T, and of keys S."""
+        return self.query.shape[-3], self.key.shape[-3]
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """The number of key heads K, and of query heads that share one of them, G = N / K."""
+        return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
+
+    def axis_names(self) -> list[str]:
+        """Lists the axis names of each array, as `masks/base.py` defines them, in the order of `jax.tree.leaves`."""
+        named = [
+            (self.query, "B T N H"),
+            (self.key, "B S K H"),
+            (self.value, "B S K H"),
+            (self.bias, "B N T|1 S|1"),
+            (self.sinks, "B N"),
+            *((axes, axes) for axes in axes_of(self.mask)),
+            ((self.captured, self.constants), ""),
+            (self.offsets, "B"),
+            (self.scale, ""),
+            (self.dropout_rng, ""),
+            *zip(self.head_ids or (), ("B", "N", "B N words"), strict=False),
+            (self.cache_scale, "B S K H"),
+        ]
+        return [axes for tree, axes in named for _ in jax.tree.leaves(tree)]
+
+
+class Options(NamedTuple):
+    """The static (hashable) part of a call."""
+
+    scale: float  # factor of query . key if it is a number, else 1
+    soft_cap: float | None
+    score_mod: TracedFunction | None
+    dropout_rate: float
+    broadcast_dropout: bool
+    return_residual: bool
+    precision: lax.PrecisionLike
+    target: Target  # the devices that the call is compiled for
+    sharding: Sharding | None  # the caller's `qkv_sharding`, or the arguments of `context_parallel`
+    has_known_sizes: bool  # whether all sizes are numbers, not symbols of `jax.export`
+    dtype: jnp.dtype  # of softmax and sums: float32, or float64 for float64 inputs
+    cached: bool = False  # whether keys and values are a cache, which is read in place
+    ring: bool = False  # whether they are a ring cache; the key offset is then the position of the newest key
+    return_max_score: bool = False
+    value_size: int | None = None  # that of a `KVCache` in 8 bits, which is read in place
+
+
+class Call(NamedTuple):
+    """One call of attention: its operands and options."""
+
+    operands: Operands
+    options: Options
+
+
+def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype of softmax and sums: float32, or float64 for float64 inputs."""
+    return jnp.dtype("float64" if dtype == jnp.float64 else "float32")

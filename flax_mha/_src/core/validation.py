@@ -1,0 +1,195 @@
+"""Checks that masks and calls share: each function checks one argument and returns it in canonical form.
+
+Every message names the argument, what is expected, what was given and, if that is not plain, how to fix it. Values are
+checked if they are known, so those of tracers are not.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool
+
+from flax_mha._src.core.integers import extremes, ids_int32, int32, unwrapped
+from flax_mha._src.core.tracing import being_traced, readable
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Shape(NamedTuple):
+    """The sizes of one call."""
+
+    batch: tuple[int, ...]
+    query_length: int
+    key_length: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        """[B..., N, T, S], to which bias and mask broadcast."""
+        return (*self.batch, self.num_heads, self.query_length, self.key_length)
+
+    def indices(self, by_batch: bool, by_head: bool) -> tuple[Array | np.ndarray, np.ndarray]:
+        """Returns the indices of batch entries [B...], counted over all axes, and of heads [N].
+
+        Without `by_batch` or `by_head`, these are 0, in an array of length 1 along the same axes.
+        """
+        batch = self.batch if by_batch else (1,) * len(self.batch)
+        count = math.prod(batch)
+        entries = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
+        return entries.reshape(batch), np.arange(self.num_heads if by_head else 1, dtype=np.int32)
+
+
+def mask(value: ArrayLike | None, shape: Shape) -> Array:
+    array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
+    if array.dtype != bool:
+        raise ValueError(
+            f"mask must be bool (True attends), but got {array.dtype}; use mask.astype(bool) if it holds 0 and 1, "
+            "or pass it as bias= to add it to the scores."
+        )
+    return broadcastable("mask", array, shape.scores, "[batch..., heads, queries, keys]", _mask_fix(array, shape))
+
+
+def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
+    """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean array.
+
+    Returns the array and, for traced numbers, whether any of them is neither 0 nor 1. Such a mask is not one of Flax's
+    but most likely an additive mask of 0 and -inf, whose meaning is the opposite: pass the output through `nan_if`.
+
+    Raises:
+      ValueError: If the values are known and one of them is neither 0 nor 1.
+    """
+    array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
+    if array.dtype == bool:
+        return array, None
+    if not readable(array):
+        return array.astype(bool), ((array != 0) & (array != 1)).any()
+    if len(others := np.setdiff1d(array, (0, 1))):
+        raise ValueError(
+            f"mask must be bool, or hold only 0 and 1 (1 attends), but got {array.dtype} with {others[0]}; pass it as "
+            "bias= to add it to the scores."
+        )
+    return array.astype(bool), None
+
+
+def nan_if(flag: Bool[Array, ""], x: Array) -> Array:
+    """Returns `x`, or NaN everywhere if the flag holds."""
+    return jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
+
+
+def _mask_fix(array: Array, shape: Shape) -> str:
+    """Returns advice on the missing axes of a mask [B..., S] or [B..., T | 1, S | 1]; else an empty string."""
+    batch, keys = shape.batch, shape.key_length
+    if not batch or array.shape[: len(batch)] != batch:
+        return ""
+    if array.shape == (*batch, keys):
+        return "; use mask[..., None, None, :]" if len(batch) > 1 else "; use mask[:, None, None, :]"
+    rows = array.shape[len(batch) :]
+    if len(rows) == 2 and rows[0] in (1, shape.query_length) and rows[1] in (1, keys):
+        return "; use mask[..., None, :, :]" if len(batch) > 1 else "; use mask[:, None, :, :]"
+    return ""
+
+
+def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
+    """Checks one integer per sequence, or one for all; returns int32 that broadcasts to [B...]."""
+    if value is None:
+        return None
+    array = int32(name, value)
+    if not shape.batch and array.shape == (1,):  # the shape in jax.nn for inputs without a batch axis
+        array = array[0]
+    return broadcastable(name, array, shape.batch, "[batch...]")
+
+
+def lengths(name: str, value: ArrayLike | None, shape: Shape, most: int | None = None) -> Array | None:
+    """Checks one length >= 0 per sequence, or one for all; returns int32 that broadcasts to [B...].
+
+    Lengths are at most `most`, the length of the array; None sets no limit, because the array may be a slice.
+    """
+    array = per_sequence(name, value, shape)
+    if array is None:
+        return None
+    least, greatest = extremes(array)
+    if least < 0:
+        raise ValueError(f"{name} must be at least 0, but got {least}; use 0 for a sequence that is all padding.")
+    if isinstance(most, int) and greatest > most:
+        raise ValueError(f"{name} must be at most {most}, the length of the array, but got {greatest}.")
+    return array
+
+
+def segment_ids(
+    query_ids: ArrayLike | None,
+    key_ids: ArrayLike | None,
+    shape: Shape,
+    names: tuple[str, str] = ("query_segment_ids", "key_value_segment_ids"),
+) -> tuple[Array, Array]:
+    """Checks segment ids [B..., T] and [B..., S]; returns both in one dtype. If T = S, one of the two is enough.
+
+    `names` are those of the two arguments in errors.
+    """
+    if query_ids is None and key_ids is None:
+        raise ValueError("SegmentMask(query_ids, key_value_ids) must hold arrays of integers, but got None.")
+    if (query_ids is None or key_ids is None) and shape.query_length != shape.key_length:
+        missing = names[0] if query_ids is None else names[1]
+        raise ValueError(
+            f"{missing} must also be given if queries and keys differ in length ({shape.query_length} and "
+            f"{shape.key_length}), but got None."
+        )
+    checked = []
+    for name, given, partner, length in (
+        (names[0], query_ids, key_ids, shape.query_length),
+        (names[1], key_ids, query_ids, shape.key_length),
+    ):
+        ids = ids_int32(name, partner if given is None else given)
+        if ids.ndim == 0 or ids.shape[-1] != length:
+            raise ValueError(f"{name} must be [batch..., {length}], one id per position, but got shape {ids.shape}.")
+        checked.append(broadcastable(name, ids, (*shape.batch, length), "[batch..., length]"))
+    dtype = jnp.promote_types(checked[0].dtype, checked[1].dtype)
+    return checked[0].astype(dtype), checked[1].astype(dtype)
+
+
+def flag(name: str, value: bool) -> bool:
+    if isinstance(value, jax.core.Tracer):
+        fix = (
+            "; pass mask=flax_mha.CausalMask() instead"
+            if name == "is_causal"
+            else "; make it static with jax.jit's static_argnames, or with a closure"
+        )
+        raise ValueError(
+            f"{name} must be a concrete True or False, but got a traced value{fix}. flax.linen's nn.remat traces "
+            "keyword arguments."
+        )
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, but got {value!r}.")
+    return bool(value)
+
+
+def as_array(name: str, value: Any, expected: str) -> Array:
+    """Converts a value to an array; errors say that `name` must be `expected`."""
+    value = unwrapped(value)
+    if value is None or isinstance(value, str) or callable(value):
+        fix = f"; call it: {value.__name__}()" if isinstance(value, type) else ""
+        raise ValueError(f"{name} must be {expected}, but got {value!r}{fix}.")
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be {expected}, but got {type(value).__name__}.") from error
+
+
+def broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = "") -> Array:
+    """Checks that an array broadcasts to `shape` (in errors: `meaning`, `fix`), and adds axes up to its rank."""
+    fits = array.ndim <= len(shape) and all(
+        n in (1, size) for n, size in zip(reversed(array.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name} must broadcast to {meaning} = {shape}, but got shape {array.shape}{fix}.")
+    if array.ndim == len(shape):
+        return array
+    if readable(array) and being_traced():
+        array = np.asarray(array)  # a JAX array would no longer be known once it is reshaped
+    return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)

@@ -1,0 +1,54 @@
+"""The strategies "ulysses" and "allgather" for a sequence that is split over devices.
+
+"ulysses": by an all-to-all, each device gets some of the heads over the whole sequence, computes their attention, and
+sends the output back: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509. "allgather": each device collects all keys
+and values, and computes the attention of its queries.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from flax_mha._src.call.operands import Call, Context, Output
+from flax_mha._src.distributed import slices
+
+
+def ulysses(call: Call, context: Context, attend: Callable[[Call], Output]) -> Output:
+    """Computes output and log-sum-exp of a device's queries; `attend` gets some of the heads of the whole sequence."""
+    operands, options = call
+    axis, is_zigzag = context.axis, context.layout == "zigzag"
+    order = slices.chunk_order(context.layout, lax.axis_size(axis))
+
+    def to_positions(x: Array, dimension: int) -> Array:
+        x = slices.reorder_chunks(x, order, dimension) if is_zigzag else x
+        return lax.all_to_all(x, axis, dimension, dimension + 1, tiled=True)
+
+    query, key, value = (lax.all_to_all(x, axis, x.ndim - 2, x.ndim - 3, tiled=True) for x in operands[:3])
+    operands = operands._replace(query=query, key=key, value=value)
+    if is_zigzag:
+        operands = slices.reorder_keys(operands, np.argsort(order), and_queries=True)
+    return jax.tree.map(lambda x: to_positions(x, query.ndim - 3), attend(Call(operands, options)))
+
+
+def allgather(call: Call, context: Context, attend: Callable[[Call], Output]) -> Output:
+    """Computes output and log-sum-exp of a device's queries; `attend` gets a chunk of them at a time, and all keys."""
+    operands, options = call
+    devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
+    key, value = (
+        lax.all_gather(x, context.axis, axis=x.ndim - 3, tiled=True) if x.size else x  # XLA cannot gather nothing
+        for x in (operands.key, operands.value)
+    )
+    operands, chunks = operands._replace(key=key, value=value), 1
+    if context.layout == "zigzag":
+        operands = slices.reorder_keys(operands, np.argsort(slices.chunk_order("zigzag", devices)))
+        chunks = 2
+    length, axes, results = operands.query.shape[-3] // chunks, slices.sequence_axes(operands), []
+    for number in range(chunks):
+        first = slices.chunk_of(rank, number, devices) * length
+        chunk = slices.slice_call(operands, axes, (number * length, length), None, (first, 0))
+        results.append(attend(Call(chunk, options)))
+    return jax.tree.map(lambda *x: jnp.concatenate(x, operands.query.ndim - 3), *results)

@@ -1,0 +1,233 @@
+"""How a mesh splits a call: along batch axes and heads, and along the sequence with `context_parallel`.
+
+A split is known in three cases: the caller gives it (`qkv_sharding` or `context_parallel`), the types of the arrays
+contain it (on a mesh with Explicit axes), or the arrays are concrete. `dispatch.split_of` finds out which case applies.
+In all other cases, XLA's partitioner splits the call.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_mha._src.call.operands import Axes, Call, Context
+from flax_mha._src.distributed.slices import travels_with_keys
+
+
+def mesh_axes(mesh: Any, *kinds: AxisType) -> list[str]:
+    """Lists the names of a mesh's axes of these types."""
+    return [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in kinds]
+
+
+def names_of(axes: Axes) -> tuple[str, ...]:
+    """Lists the mesh axes that split one axis of an array: one, several or none."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def number_of_parts(mesh: Any, axes: Axes) -> int:
+    """Counts the parts into which mesh axes split an axis of an array."""
+    return math.prod(mesh.shape[name] for name in names_of(axes))
+
+
+def is_explicit(x: Any) -> bool:
+    """Returns whether the type of an array contains its split, as on a mesh with Explicit axes."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def pad_spec(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
+    """Pads a PartitionSpec with None to the rank of an array."""
+    given = tuple(spec)
+    return given + (None,) * (rank - len(given))
+
+
+def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
+    """Returns the mesh axes that split the key heads, if `axes` split the query heads into `parts`.
+
+    They are the same axes, or None if there are fewer key heads than parts: then every device holds all key heads.
+
+    Raises:
+      ValueError: If neither of the two numbers divides the other.
+    """
+    if num_kv_heads % parts and parts % num_kv_heads:
+        raise ValueError(
+            f"the number of key heads must divide {parts}, the number of devices on mesh axis {axes!r}, or be a "
+            f"multiple of it, but got {num_kv_heads}; use a different mesh axis, or None."
+        )
+    return None if num_kv_heads % parts else axes
+
+
+class Split(NamedTuple):
+    """The mesh axes that split the batch axes, the heads and the sequence of a call."""
+
+    mesh: Mesh | AbstractMesh
+    manual: frozenset[str]  # the mesh axes of the `jax.shard_map` in which the parts are computed
+    batch: tuple[Axes, ...]  # the mesh axes that split each batch axis
+    heads: Axes  # the mesh axes that split the query heads
+    key_heads: Axes  # the mesh axes that split the key heads; None if every device holds all of them
+    context: Context | None = None  # the arguments of `context_parallel`; None if the sequence is not split
+
+    def spec(self, x: Any, axes: str) -> PartitionSpec:
+        """Returns the split of an array, given the names of its axes, such as "B T N H"; see `masks/base.py`."""
+        by_name = {"B": self.batch, "N": (self.heads,), "K": (self.key_heads,), **self._sequences(axes.split())}
+        each = [part for name in axes.split() for part in by_name.get(name, (None,))]
+        return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
+
+    def _sequences(self, names: list[str]) -> dict[str, tuple[Axes]]:
+        """Maps the axis names that `context_parallel` splits to mesh axes, in an array whose axes are `names`."""
+        if self.context is None:
+            return {}
+        axis, strategy = self.context.axis, self.context.strategy
+        if "H" in names:  # query, key and value
+            return {"T": (axis,), "S": (axis,)}
+        if strategy == "ulysses":  # each device computes some of the heads, over all positions
+            return {"N": ((*names_of(self.heads), axis),)}
+        queries: dict[str, tuple[Axes]] = {"T": (axis,), "T|1": (axis,)}
+        return queries | ({"S": (axis,)} if strategy == "ring" and travels_with_keys(names) else {})
+
+    @property
+    def output_spec(self) -> PartitionSpec:
+        """The split of output [B..., T, N, Hv] and log-sum-exp [B..., T, N]."""
+        return PartitionSpec(*self.batch, None if self.context is None else self.context.axis, self.heads)
+
+    def reshard(self, x: Any, spec: PartitionSpec) -> Any:
+        """Reshards an array if the mesh has Explicit axes; on other meshes XLA's partitioner does it."""
+        return jax.reshard(x, NamedSharding(self.mesh, spec)) if AxisType.Explicit in self.mesh.axis_types else x
+
+    def shard_map(
+        self, function: Callable[..., Any], arrays: Sequence[Any], axes: Sequence[str], out_spec: PartitionSpec
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Returns a `jax.shard_map` of `function`, and the arrays to call it with.
+
+        `axes` are the axis names of each array; `out_spec` is the split of every result.
+        """
+        specs = tuple(self.spec(x, names) for x, names in zip(arrays, axes, strict=True))
+        everything = self.manual == frozenset(self.mesh.axis_names)
+        mapped = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=out_spec,
+            axis_names=frozenset() if everything else self.manual,  # no name: all axes but those of `jax.vmap`
+            check_vma=False,  # outputs of kernels do not declare the axes over which they vary
+        )
+        return mapped, [self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+
+
+def by_types(call: Call) -> Split:
+    """Returns the split that the types of query, key and value contain; one of them is on a mesh with Explicit axes."""
+    arrays = call.operands[:3]
+    mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
+    specs = [jax.typeof(x).sharding.spec for x in arrays]
+    return _split(mesh, mesh_axes(mesh, AxisType.Explicit), specs, call, "their types")
+
+
+def by_caller(call: Call, sharding: Any) -> Split | None:
+    """Returns the split by `qkv_sharding`, on the mesh that it has or that of `jax.set_mesh`; None without a mesh."""
+    mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
+    named = {name for axes in spec for name in names_of(axes)}
+    known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
+    if unknown := named - set(known):
+        have = f"the mesh has {tuple(known)}" if known else "no mesh is set; use jax.set_mesh, or a NamedSharding"
+        raise ValueError(f"qkv_sharding must name axes of the mesh, but got {', '.join(sorted(unknown))}, and {have}.")
+    return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
+
+
+def by_placement(call: Call) -> Split | None:
+    """Returns the split of a call by the shardings of its query, key and value, which are concrete.
+
+    Returns None if the arrays are not on one mesh, if the mesh has one device, or if they cannot be split like this.
+    """
+    shardings: list[Any] = [x.sharding for x in call.operands[:3]]
+    if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
+        return None
+    mesh = shardings[0].mesh
+    try:
+        return _split(mesh, mesh.axis_names, [x.spec for x in shardings], call, "they") if mesh.size > 1 else None
+    except ValueError:
+        return None
+
+
+def by_context(call: Call, context: Context) -> Split:
+    """Returns the split by `context_parallel`; without `batch_axes` or `head_axis`, these are split as in the query."""
+    mesh, spec = _mesh_and_spec(call, context)
+    known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
+    batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
+    heads = context.head_axis or spec[-2]
+    named = [context.axis, *(name for axes in (*batch, heads) for name in names_of(axes))]
+    if unknown := set(named) - set(known):
+        have = f"the mesh has {tuple(known)}" if known else "no mesh is set; use jax.set_mesh, or mesh="
+        if unknown & set(mesh_axes(mesh, AxisType.Manual)):
+            have = "this axis is already Manual: call it outside jax.shard_map"
+        got = ", ".join(map(repr, sorted(unknown)))
+        raise ValueError(f"context_parallel must name axes of the mesh, but got {got}, and {have}.")
+    if len(set(named)) < len(named):
+        raise ValueError(f"axis, batch_axes and head_axis must be different mesh axes, but got {tuple(named)}.")
+    if context.batch_axes and not batch:
+        raise ValueError(f"batch_axes must be None if there is no batch axis, but got {context.batch_axes!r}.")
+    split = _split(mesh, known, [PartitionSpec(*batch, None, heads)], call, "context_parallel")
+    _check_sequences(call, context, split)
+    return split._replace(context=context)
+
+
+def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
+    """Returns the mesh, and for each axis of the query the mesh axes that split it, None if unknown or not split."""
+    query: Any = call.operands.query
+    is_traced = isinstance(query, jax.core.Tracer)
+    known: Any = jax.typeof(query).sharding if is_explicit(query) else None if is_traced else query.sharding
+    around, is_named = jax.sharding.get_abstract_mesh(), isinstance(known, NamedSharding)
+    mesh: Any = context.mesh or (known.mesh if is_named and around.empty else around)
+    spec = known.spec if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh else ()
+    return mesh, pad_spec(spec, query.ndim)
+
+
+def _check_sequences(call: Call, context: Context, split: Split) -> None:
+    """Checks that lengths, and heads for "ulysses", can be split over the devices."""
+    if call.options.cached:
+        raise ValueError("context_parallel must not be used for decoding, but got a cache; decode without it.")
+    (query, key), axis = call.operands[:2], context.axis
+    devices, is_zigzag = number_of_parts(split.mesh, axis), context.layout == "zigzag"
+    parts = devices * (2 if is_zigzag else 1)
+    for name, length in (("queries", query.shape[-3]), ("keys", key.shape[-3])):
+        if not isinstance(length, int) or length % parts:
+            twice = ' (two chunks per device with layout="zigzag")' if is_zigzag else ""
+            raise ValueError(
+                f"the number of {name} must be a multiple of {parts}{twice} for the {devices} devices on mesh axis "
+                f"{axis!r}, but got {length}; pad them, and mask the padding with lengths."
+            )
+    num_kv_heads = key.shape[-2] // number_of_parts(split.mesh, split.key_heads)
+    if context.strategy == "ulysses" and (num_kv_heads % devices or split.key_heads != split.heads):
+        raise ValueError(
+            f"the number of key heads per device must be a multiple of {devices}, the number of devices on mesh axis "
+            f'{axis!r}, with strategy="ulysses", but got {num_kv_heads}; use "ring" or "allgather".'
+        )
+
+
+def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, source: str) -> Split:
+    """Makes the split by specs of query, key and value, or by one for all; error messages name their `source`."""
+    query, key, *_ = call.operands
+    by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
+    given = [{axes for axes in each if axes not in (None, ())} for each in by_axis]
+    got = ", ".join(map(str, specs))
+    if given[-1]:
+        raise ValueError(
+            f"the head size, the last axis of query, key and value, cannot be split, but got {got} from {source}; "
+            "split batch axes and heads, or use jax.reshard."
+        )
+    if any(len(x) > 1 for x in given) or given[-3]:
+        raise ValueError(
+            f"query, key and value must be split the same way, over batch axes and heads, but got {got} from {source}; "
+            "use jax.reshard, or context_parallel to split sequences."
+        )
+    *batch, _, heads, _ = (next(iter(x), None) for x in given)
+    names = [*(f"the size of batch axis {axis}" for axis in range(len(batch))), "the number of query heads"]
+    for name, size, axes in zip(names, (*query.shape[:-3], query.shape[-2]), (*batch, heads), strict=True):
+        parts = number_of_parts(mesh, axes)
+        if isinstance(size, int) and size % parts:
+            raise ValueError(
+                f"{name} must be a multiple of {parts}, the number of devices on mesh axis {axes!r}, but got {size}; "
+                "use a different mesh axis, or None."
+            )
+    key_heads = axes_of_key_heads(heads, number_of_parts(mesh, heads), key.shape[-2])
+    return Split(mesh, frozenset(manual), tuple(batch), heads, key_heads)

@@ -1,0 +1,107 @@
+"""Tensor parallelism: a mesh axis splits the heads of a module, its parameters included.
+
+Each device holds the parameters of some heads and computes their attention; the output projection sums the
+contributions of all heads, which takes one sum over the devices. (Shoeybi et al., Megatron-LM, arXiv:1909.08053,
+section 3.)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import struct
+from flax.core import spmd
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from flax_mha._src.distributed.split import axes_of_key_heads, is_explicit, names_of, number_of_parts, pad_spec
+
+Names = tuple[str | None, ...]
+
+
+def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[str, Names]:
+    """Returns axis names for Flax's metadata of all parameters, if `head_axis` splits the heads.
+
+    Returns:
+      For each parameter, the name or None of each axis. "query", and "key" for both keys and values, are for kernels
+      [features, N or K, H]; leave out the first name for a bias [N or K, H]. A cache [B..., S, K, H] ends with "key",
+      which is all None if there are fewer key heads than devices. "out" is for the output kernel [N, H, features],
+      "out_bias" for its bias, "sinks" for sinks [N].
+    """
+    parts = _size(head_axis)
+    if num_heads % parts:
+        raise ValueError(
+            f"head_axis must have a size that divides num_heads, {num_heads}, but {head_axis!r} has {parts} devices; "
+            "use a different mesh axis."
+        )
+    kv_axis = axes_of_key_heads(head_axis, parts, num_kv_heads)
+    return {
+        "query": (None, head_axis, None),
+        "key": (None, kv_axis, None),
+        "out": (head_axis, None, None),
+        "out_bias": (None,),
+        "sinks": (head_axis,),
+    }
+
+
+def mesh_axis(head_axis: str) -> Any:
+    """Returns the mesh axes that Flax's current rules give to a logical axis, or the name itself if it has no rule."""
+    return next((mesh for logical, mesh in spmd.get_logical_axis_rules() if logical == head_axis), head_axis)
+
+
+def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..., Any]:
+    """Wraps an initializer for Flax linen, so that its parameter is boxed with the names of its axes."""
+    box = Box if mesh_axis(head_axis) == head_axis else LogicalBox
+    return lambda *arguments: box(init(*arguments), names)
+
+
+class _Unboxing:
+    """Makes `unbox` place the parameter on the mesh, except the flat kernel that `DenseGeneral` makes first."""
+
+    value: Any
+    names: Names
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        placed = apply_constraint and np.ndim(self.value) == len(self.names)
+        if placed and AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            return jax.reshard(self.value, PartitionSpec(*(name and mesh_axis(name) for name in self.names)))
+        return super().unbox(placed)  # type: ignore[misc]
+
+
+@struct.dataclass
+class Box(_Unboxing, nn.Partitioned):
+    """A parameter with the mesh axes that split its axes."""
+
+
+@struct.dataclass
+class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
+    """A parameter with the logical axes that split its axes."""
+
+
+def _size(head_axis: str) -> int:
+    """Returns the number of devices along a mesh axis, or a logical axis with a rule; 1 without a mesh."""
+    axes, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    if not set(names_of(axes)) <= set(mesh.shape):
+        raise ValueError(
+            f"head_axis must name an axis of the mesh {tuple(mesh.axis_names)}, or a logical axis with a rule, but got "
+            f"{head_axis!r}; set rules with flax.linen.logical_axis_rules."
+        )
+    return number_of_parts(mesh, axes)
+
+
+def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> NamedSharding:
+    """Returns a sharding for `lax.dot_general` of these arguments, from the splits in the types of `lhs` and `rhs`.
+
+    JAX requires one for a product that sums over split axes.
+    """
+    (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
+    left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
+    batch = [left[axis] for axis in lhs_batch]
+    rows = [part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)]
+    columns = [part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)]
+    mesh = jax.typeof(lhs if is_explicit(lhs) else rhs).sharding.mesh
+    return NamedSharding(mesh, PartitionSpec(*batch, *rows, *columns))

@@ -1,0 +1,325 @@
+"""`implementation="blockwise"`: attention tile by tile, in memory O(T + S), forward and backward.
+
+Forward: Dao et al., FlashAttention, arXiv:2205.14135, algorithm 1. Backward: Dao, FlashAttention-2,
+arXiv:2307.08691, algorithm 2, with the outer loop over rows of tiles: the scores of each tile are computed again from
+query, key, value, output and log-sum-exp.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from flax_mha._src import guard as nonfinite
+from flax_mha._src import plan as schedule
+from flax_mha._src.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype
+from flax_mha._src.core.tile import Tile
+from flax_mha._src.core.tracing import varying_alike, varying_as
+from flax_mha._src.engines.engine import Implementation, name_residuals
+from flax_mha._src.engines.xla import dense
+from flax_mha._src.engines.xla.dense import ResultsOfHead
+from flax_mha._src.guard import NonfiniteFlags
+from flax_mha._src.math import online_softmax
+from flax_mha._src.math.derivatives import Function
+from flax_mha._src.math.head import Head, from_caller, heads_of, map_heads, numbers_as_arrays, to_caller
+from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
+from flax_mha._src.math.tile_sum import Argument, TileSummand, TileVisit, by_row, element, over_keys, tile_sum
+from flax_mha._src.math.tiling import BlockMask, Tiling, dynamic_block_mask, padded_mask
+from flax_mha._src.plan import Plan
+
+
+def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
+    """Computes output and log-sum-exp of all heads, or returns `result` with derivatives as in `Implementation.hop`."""
+    call = schedule.with_occupancy(numbers_as_arrays(call))
+    return _all_heads(call.operands, call.options, *schedule.plan_tiles(call), result)
+
+
+def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndLse:
+    """Computes one step of a ring, see `Implementation.hop`; ignores `dtype`, because no operands are rounded."""
+    return attention(call, result)
+
+
+BLOCKWISE = Implementation("blockwise", attention, hop=hop)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "plan", "tiling"))
+def _all_heads(
+    operands: Operands,
+    options: Options,
+    plan: Plan,
+    tiling: Tiling,
+    blocks: BlockMask | None,
+    result: OutputAndLse | None,
+) -> OutputAndLse:
+    head = heads_of(operands, options, "flags and scales" if plan.fuses_rows else "flags", plan.dtype)
+    axes = operands.query.ndim - 1
+    if blocks is None:
+        blocks = _block_mask(head.rule, tiling, axes)
+    # Heads with different numbers of tiles must not be vmapped: each would run the longest loop.
+    looped_axes = plan.looped_axes
+    if looped_axes is not None and not blocks.single:
+        looped_axes = max([looped_axes, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
+    known = None if result is None else from_caller(result[0], result[1], operands.groups)
+    one_head = functools.partial(blockwise_head, tiling, blocks.single and plan.fuses_rows)
+    operands_of_heads = varying_alike((head, blocks, known))
+    results = map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.max_heads_on_tpu)
+    return to_caller(results, operands.query.dtype)
+
+
+def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
+    """Makes the block mask of all heads, with `axes` leading axes [B..., K, G], of length 1 where heads share it.
+
+    The block mask consists of NumPy arrays if mask and offsets hold no arrays.
+    """
+    if not jax.tree.leaves((rule.mask, rule.offsets)):
+        blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
+        return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
+    return map_heads(lambda x: dynamic_block_mask(tiling, x[0], x[1].values), (rule.mask, rule.offsets), axes)
+
+
+def blockwise_head(
+    tiling: Tiling,
+    fuse_rows: bool,
+    operands: tuple[Head, BlockMask, tuple[Float[Array, "T Hv"], Float[Array, " T"]] | None],
+) -> ResultsOfHead:
+    """Computes output, log-sum-exp and largest scores (or None) of one head.
+
+    `operands` are the head, its block mask, and a `result` to return and differentiate (`Implementation.hop`) or None.
+    `fuse_rows` computes all rows of tiles at once unless differentiated; every row must then have a single tile.
+    """
+    head, blocks, result = operands
+    head, (queries, _), (rows, _) = _pad(head, tiling), tiling.lengths, tiling.shape
+    known = None if result is None else tuple(_pad_to(x, rows) for x in result)
+    results = [x[:queries] for x in _attention(tiling, fuse_rows, head, blocks, known)]
+    return results[0], results[1], results[2] if head.rule.returns_max else None
+
+
+def _pad(head: Head, tiling: Tiling) -> Head:
+    """Pads the arrays of a head to whole tiles."""
+    (rows, columns), flags = tiling.shape, head.nonfinite
+    if flags is not None:
+        flags = NonfiniteFlags(_pad_to(flags.query, rows), _pad_to(flags.key, columns))
+    bias = head.inputs.bias
+    if bias is not None:  # axes of length 1 are broadcast
+        bias = _pad_to(bias, *(1 if size == 1 else n for size, n in zip(bias.shape, tiling.shape, strict=True)))
+    return dataclasses.replace(
+        head,
+        query=_pad_to(head.query, rows),
+        key=_pad_to(head.key, columns),
+        value=_pad_to(head.value, columns),
+        inputs=head.inputs._replace(bias=bias),
+        nonfinite=flags,
+    )
+
+
+def _pad_to(x: Array, *lengths: int) -> Array:
+    """Pads the first axes with zeros up to these lengths."""
+    widths = [(0, length - size) for size, length in zip(x.shape, lengths, strict=False)]
+    return jnp.pad(x, widths + [(0, 0)] * (x.ndim - len(widths))) if any(after for _, after in widths) else x
+
+
+def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any) -> list[Array]:
+    """Computes `ResultsOfHead` of a padded head by a `Function`, or returns and differentiates the result `known`."""
+    leaves, structure = jax.tree.flatten((head, blocks, known))
+    shapes = (tiling.shape[0], head.value.shape[1]), *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max))
+    outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
+
+    def evaluate(*arguments: Any) -> Sequence[Array]:
+        head, blocks, known = jax.tree.unflatten(structure, arguments)
+        if known is not None:
+            return known
+        if fuse_rows:
+            return jax.tree.leaves(_output_of_single_tiles(tiling, True, head, blocks))
+        return jax.tree.leaves(_output(tiling, head, blocks))
+
+    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
+        head, blocks, known = jax.tree.unflatten(structure, arguments)
+        output, lse, *largest = known or _attention(tiling, False, head, blocks, None)
+        result = known or name_residuals(output, lse)
+        d_arguments = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)]
+        tangent = _tangent(tiling, head, blocks, result, jax.tree.unflatten(structure, d_arguments)[0])
+        return [*result, *largest], [*tangent, *(None for _ in largest)]
+
+    return Function(outputs, evaluate, jvp)(*leaves)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
+    if blocks.single:
+        return _output_of_single_tiles(tiling, False, head, blocks)
+    rule, flags = head.rule, head.nonfinite
+
+    def row(part: tuple) -> ResultsOfHead:
+        i, blocks, q, q_flags = part
+
+        def visit_tile(visit: TileVisit, rule: ScoreRule, state: online_softmax.State) -> online_softmax.State:
+            keys, values = (visit.tile.cut_columns(x, 0) for x in (head.key, head.value))
+            flags_of_tile = _cut_flags(flags, jax.tree.map(visit.rows, q_flags), visit.tile)
+            s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, flags_of_tile)
+            before = jax.tree.map(visit.rows, state)
+            after = online_softmax.update(before, s, lambda p: rule.weigh(p, values, visit.tile), row_poison)
+            return jax.tree.map(visit.put_rows, state, after)
+
+        features, sink = head.value.shape[1], head.inputs.sink
+        start = online_softmax.start(tiling.height, features, sink, rule.dtype, rule.returns_max)
+        return online_softmax.finish(over_keys(blocks, tiling, rule, i, visit_tile, varying_as(q, start)))
+
+    return _join_rows(lax.map(row, by_row(tiling, blocks, head.query, None if flags is None else flags.query)))
+
+
+def _join_rows(results: Any) -> ResultsOfHead:
+    return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
+
+
+def _cut_flags(flags: NonfiniteFlags | None, query_flags: Array | None, tile: Tile) -> NonfiniteFlags | None:
+    """Combines a tile's `query_flags` with its key flags, cut out of the head's `flags`; None if there are no flags."""
+    return None if flags is None or query_flags is None else NonfiniteFlags(query_flags, tile.cut_columns(flags.key, 0))
+
+
+def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> ResultsOfHead:
+    """Computes `ResultsOfHead` if each row of tiles has one tile: row by row or, with `fuse_rows`, all at once."""
+    attend = dense.fused_rows if fuse_rows else dense.plain_rows
+    mask, flags = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None, head.nonfinite
+    rule = dataclasses.replace(head.rule, mask=mask)
+
+    def row(part: tuple) -> ResultsOfHead:
+        i, blocks, q, q_flags = part
+        shape = tiling.height, tiling.width
+        tile = tiling.tile(i * tiling.height, element(blocks.column, 0), shape, rule.offsets.values)
+        head_of_tile = dataclasses.replace(
+            head,
+            query=q,
+            key=tile.cut_columns(head.key, 0),
+            value=tile.cut_columns(head.value, 0),
+            inputs=head.inputs.cut(tile),
+            rule=rule,
+            nonfinite=_cut_flags(flags, q_flags, tile),
+        )
+        return attend(head_of_tile, tile)
+
+    rows = by_row(tiling, blocks, head.query, None if flags is None else flags.query)
+    return _join_rows(jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows))
+
+
+def _tangent(
+    tiling: Tiling, head: Head, blocks: BlockMask, result: tuple[Array, Array], d_head: Head
+) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
+    """Computes the tangents of output and log-sum-exp, which are linear in the tangents `d_head` of the head.
+
+    With weights p = exp(s - lse) and tangents s' of scores and v' of values, lse' is the sum of p s' over keys and
+    sink, and the output's tangent is (p s') v + p v' - output lse'. The transpose is FlashAttention-2's backward pass.
+    """
+    query, output, lse, finite = nonfinite.derivative_rows(head.query, result, head.nonfinite is not None)
+    function, arguments = _tangent_of_tile(head, lse), _arguments(head)
+    residuals = [query, lse[:, None], *arguments]
+    by_hand = functools.partial(_backward, tiling, head.rule.scale, head.inputs.bias is not None)
+    tangents = [d_head.query, *_arguments(d_head)]
+    weighted, d_lse = tile_sum(tiling, function, head.rule, blocks, residuals, tangents, by_hand)
+    d_lse = d_lse[:, 0]
+    if head.inputs.sink is not None and d_head.inputs.sink is not None:
+        d_lse = d_lse + jnp.exp(head.inputs.sink - lse) * d_head.inputs.sink
+    d_output = weighted - output * d_lse[:, None]
+    return nonfinite.zero_rows(d_output, lse), jnp.where(finite, d_lse, jnp.zeros_like(lse))
+
+
+def _arguments(head: Head) -> list[Array]:
+    """Lists the arguments of a tile sum (`tile_sum.py`) after queries: keys, values, bias if any, captured arrays."""
+    bias = [] if head.inputs.bias is None else [head.inputs.bias]
+    return [head.key, head.value, *bias, *head.inputs.captured]
+
+
+def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
+    """Makes score inputs from the `_arguments` after keys and values: bias, if `has_bias`, and captured arrays."""
+    bias, captured = (arguments[0], arguments[1:]) if has_bias else (None, arguments)
+    bias = None if bias is None else bias.astype(accumulation_dtype(bias.dtype))
+    return ScoreInputs(bias, None, list(captured))
+
+
+def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
+    """Makes the summand of (p s') v + p v' [T, Hv] and of p s' summed over keys [T, 1]; for symbols see `_tangent`."""
+    has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
+    may_be_nan = has_bias or head.rule.score_mod is not None
+
+    def compute(rule: ScoreRule, tile: Tile, residuals: Sequence[Array], linear: Sequence[Array], safe: bool) -> tuple:
+        if rule.forward_mode_error:
+            raise NotImplementedError(rule.forward_mode_error)
+        query, lse, key, value, *inputs = residuals
+        d_query, d_key, d_value, *d_inputs = linear
+        d_products = rule.products(d_query, key) + rule.products(query, d_key)
+        primals = rule.products(query, key), _inputs(inputs, has_bias)
+        scores = rule.differentiable_tile if safe else rule.tile
+        s, d_s = jax.jvp(lambda x, p: scores(x, p, tile), primals, (d_products, _inputs(d_inputs, has_bias)))
+        d_s = d_s if rule.score_mod is None else jnp.where(s == -jnp.inf, jnp.zeros_like(d_s), d_s)
+        weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
+        d_weights = weights * d_s
+        weighted = rule.dot(times(d_weights, kept), _for_gradients(value)) + rule.dot(times(weights, kept), d_value)
+        return weighted, jnp.sum(d_weights, axis=1, keepdims=True)
+
+    shared, dtype = _arguments(head), head.rule.dtype
+    kinds = ["queries", "keys", "keys"] + ["scores"] * has_bias + ["whole"] * len(head.inputs.captured)
+    linear = Argument.of(kinds, (head.query, *shared))
+    outputs = Argument("queries", (rows, features), dtype), Argument("queries", (rows, 1), dtype)
+    return TileSummand(compute, (linear[0], Argument("queries", (rows, 1), lse.dtype), *linear[1:]), linear, outputs)
+
+
+def _backward(
+    tiling: Tiling,
+    scale: float,
+    has_bias: bool,
+    rule: ScoreRule,
+    blocks: BlockMask,
+    residuals: Sequence[Array],
+    cotangents: Sequence[Array],
+) -> list[Array]:
+    """Computes the transpose of the tile sum in `_tangent`: FlashAttention-2's backward pass.
+
+    `residuals` and `cotangents` are those of this tile sum. Returns the cotangents of queries, keys, values, bias (if
+    `has_bias`) and captured arrays.
+    """
+    query, lse, key, value, *inputs = residuals
+    # The transpose of the last lines of `_tangent` makes `d_lse` the log-sum-exp's cotangent minus FlashAttention-2's
+    # delta, which is the output's cotangent times the output, summed over features.
+    d_output, d_lse = cotangents
+    d_output = d_output.astype(query.dtype)
+    may_be_nan = has_bias or rule.score_mod is not None
+
+    def compute(rule: ScoreRule, tile: Tile, residuals: Sequence[Array], linear: Sequence[Array], safe: bool) -> tuple:
+        (query, query_transposed, lse, key, value, *inputs), (d_output, d_output_transposed, d_lse) = residuals, linear
+        primals = rule.products(query, key), _inputs(inputs, has_bias)
+        if safe:
+            s, pull = jax.vjp(lambda x, p: rule.differentiable_tile(x, p, tile), *primals)
+        else:
+            s, pull = rule.tile_vjp(*primals, tile)
+        weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
+        d_weights = times(rule.dot(d_output, value, transpose_b=True), kept)
+        d_products, d_inputs = pull(weights * (d_weights + d_lse))
+        d_query = rule.dot(d_products, _for_gradients(key))
+        d_key = rule.dot(_for_gradients(query_transposed), d_products)
+        d_value = rule.dot(d_output_transposed, times(weights, kept))
+        bias = [] if d_inputs.bias is None else [d_inputs.bias]
+        return d_query, d_key, d_value, *bias, *d_inputs.captured
+
+    kinds = ["scores"] * has_bias + ["whole"] * (len(inputs) - has_bias)
+    of_rows = "queries", "queries transposed", "queries"
+    residuals, linear = [query, query, lse, key, value, *inputs], [d_output, d_output, d_lse]
+    outputs = (
+        Argument("queries", query.shape, query.dtype, scale),
+        Argument("keys transposed", key.shape[::-1], key.dtype, scale),
+        Argument("keys transposed", value.shape[::-1], value.dtype),
+        *Argument.of(kinds, inputs),
+    )
+    arguments = Argument.of((*of_rows, "keys", "keys", *kinds), residuals), Argument.of(of_rows, linear)
+    function = TileSummand(compute, *arguments, outputs)
+    d_query, d_key, d_value, *d_inputs = tile_sum(tiling, function, rule, blocks, residuals, linear)
+    return [d_query, d_key.T, d_value.T, *d_inputs]
+
+
+def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
+    """Converts float16 to float32, for products with gradients of scores, which float16 cannot hold."""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x

@@ -1,0 +1,1 @@
+"""Fused kernels of other projects: cuDNN's and splash."""

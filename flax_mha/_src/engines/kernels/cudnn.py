@@ -1,0 +1,332 @@
+"""`implementation="cudnn"`: NVIDIA's fused attention, through `jax.nn.dot_product_attention`.
+
+The mask is passed as flags and lengths, never as an array; in a bias, -inf is replaced by a very negative number. Rows
+whose keys are all masked are set to 0, and `when_finite.py` keeps NaN and infinity in masked keys out of the result.
+"""
+
+import functools
+import math
+import re
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from flax_mha._src import guard as nonfinite
+from flax_mha._src.call.operands import Call, Operands, Options
+from flax_mha._src.engines.engine import EMPTY, Implementation, reason_against_platform, reasons_against_dtype
+from flax_mha._src.engines.kernels import mask as kernel_mask
+from flax_mha._src.engines.kernels import when_finite
+from flax_mha._src.engines.kernels.mask import KernelMask
+from flax_mha._src.engines.kernels.when_finite import Arrays
+
+DTYPES, DTYPES_OF_BIAS = (jnp.float16, jnp.bfloat16), (jnp.bfloat16,)
+# Lengths are padded to a multiple of this: backward plans fail for odd lengths, and returned NaN for odd multiples of
+# 64 (pytorch/pytorch#196678).
+SIDE = 128
+
+# The most scores with a bias, 512 MiB: it is copied for every batch entry and head, because `jax.nn` supports no other
+# bias under `jax.vmap`.
+MAX_SCORES_OF_BIAS = 2**28
+
+Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]  # the first visible key of each query, and one past its last
+Lengths = tuple[Int[Array, " B"] | None, Int[Array, " B"] | None]  # numbers of queries and keys that are used
+T = TypeVar("T")
+
+
+class Device(NamedTuple):
+    """The device that a kernel runs on; `capability` is None if it is no NVIDIA GPU."""
+
+    name: str
+    capability: tuple[int, int] | None
+
+
+H100 = Device("NVIDIA H100", (9, 0))
+
+
+def device(platform: str) -> Device:
+    if platform != "gpu":
+        return Device(platform, None)
+    first = jax.devices("gpu")[0]
+    version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(first, "compute_capability", "")))
+    return Device(first.device_kind, (int(version[1]), int(version[2])) if version else None)
+
+
+class Kernel(NamedTuple):
+    """cuDNN's attention, with everything that decides how, and whether, cuDNN can compile it (its "plan")."""
+
+    query: tuple[int, ...]  # shape of the padded queries [B, T, N, H]
+    key: tuple[int, ...]  # shape of the padded keys [B, S, K, H]
+    dtype: DTypeLike
+    scale: float
+    is_causal: bool  # whether a query sees no key after its own; cuDNN has no other limit on the right
+    # (left, 0), where `jax.nn` requires the 0 to repeat `is_causal`; None for no limit on the left.
+    window: tuple[int, int] | None
+    padded: bool  # whether lengths are given
+    has_bias: bool = False
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        query_lengths: Array | None,
+        key_lengths: Array | None,
+        residual: bool = False,
+        bias: Array | None = None,
+    ) -> Any:
+        """Computes the output, and with `residual` also the log-sum-exp, which has no gradient."""
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            bias,
+            scale=self.scale,
+            is_causal=self.is_causal,
+            query_seq_lengths=query_lengths,
+            key_value_seq_lengths=key_lengths,
+            local_window_size=self.window,
+            implementation="cudnn",
+            return_residual=residual,  # type: ignore[call-overload]
+        )
+
+
+def _kernel(call: Call, mask: KernelMask) -> Kernel:
+    query, key = call.operands.query, call.operands.key
+    (queries, keys), batch = call.operands.lengths, math.prod(query.shape[:-3])
+    rows, columns = (length + -length % SIDE for length in (queries, keys))
+    if mask.right == 0:
+        columns = rows  # its causal masks are square: keys after the last query are cut off, missing ones padded
+    padded = rows > queries or columns > keys or mask.query_lengths is not None or mask.key_lengths is not None
+    return Kernel(
+        (batch, rows, *query.shape[-2:]),
+        (batch, columns, *key.shape[-2:]),
+        query.dtype,
+        call.options.scale,
+        mask.right == 0,
+        None if mask.left is None else (mask.left, 0),
+        padded,
+        call.operands.bias is not None,
+    )
+
+
+def refusals(call: Call) -> list[str]:
+    """Lists why cuDNN cannot compute a call; if there is no other reason, tries to compile the kernel.
+
+    For a GPU that is only assumed, this asks what an H100 computes, and compiles nothing.
+    """
+    mask, target, operands = kernel_mask.kernel_mask(call), call.options.target, call.operands
+    here = H100 if target.assumed and target.platform == "gpu" else device(target.platform)
+    head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
+    reasons = kernel_mask.refusals(call, mask, ["bias"]) + _refusals_of_bias(call)
+    if here.capability is None:
+        reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
+    elif here.capability < (8, 0):
+        has = ".".join(map(str, here.capability))
+        reasons.append(f"it needs compute capability 8.0, but {here.name} has {has}: use an A100 or a newer GPU")
+    reasons += reasons_against_dtype(DTYPES, operands.query.dtype)
+    largest = 256 if here.capability is not None and here.capability >= (9, 0) else 128
+    if head_size % 8 or head_size > largest:
+        reasons.append(
+            f"the head size must be a multiple of 8 up to {largest}, but is {head_size}: change num_heads or "
+            "qkv_features"
+        )
+    if value_size != head_size:
+        reasons.append(
+            f"the value head size must equal the key head size, {head_size}, but is {value_size}: make both equal, for "
+            "example by padding the smaller one with zeros"
+        )
+    if 0 in operands.query.shape or 0 in operands.key.shape:
+        reasons.append(EMPTY)
+    if mask.segments is not None:
+        reasons.append("jax.nn does not pass segment ids to it: make each document a row of the batch, with lengths")
+    if mask.right not in (None, 0) or (mask.left is not None and (mask.right is None or mask.left < 0)):
+        reasons.append(
+            "a causal mask or window must end at the query itself: pass is_causal=True or local_window_size=(left, 0), "
+            "and equal offsets"
+        )
+    return reasons or ([] if target.assumed else failure(_kernel(call, mask)))
+
+
+def _refusals_of_bias(call: Call) -> list[str]:
+    operands, options = call
+    bias, batch = operands.bias, operands.query.shape[:-3]
+    if bias is None:
+        return []
+    reasons = []
+    if bias.dtype not in DTYPES_OF_BIAS or bias.dtype != operands.query.dtype:
+        # It would round float32, and float16 has no finite number that masks like -inf.
+        reasons.append(
+            f"a bias and its query must be bfloat16, but are {bias.dtype} and {operands.query.dtype}: pass both as "
+            "jnp.bfloat16"
+        )
+    if bias.shape[-2:] != operands.lengths:
+        reasons.append(
+            f"a bias must have the last axes {operands.lengths}, but has {bias.shape[-2:]}: use jnp.broadcast_to, or "
+            "pass lengths if it hides padding"
+        )
+    if bias.shape[:-3] not in (batch, (1,) * len(batch)):
+        reasons.append(
+            f"the batch axes of a bias must be {batch} or all 1, but are {bias.shape[:-3]}: use jnp.broadcast_to"
+        )
+    scores = math.prod((*operands.query.shape[:-3], operands.query.shape[-2], *operands.lengths))
+    if scores > MAX_SCORES_OF_BIAS:
+        reasons.append(
+            f"a bias is copied for every batch entry and head, up to {MAX_SCORES_OF_BIAS:,} numbers, but this call "
+            f"needs {scores:,}: use smaller batches, or lengths and windows if it only masks"
+        )
+    if options.target.may_be_split:
+        reasons.append("with a bias, it needs the sharding of its arrays: pass qkv_sharding")
+    return reasons
+
+
+@functools.lru_cache(maxsize=1024)
+def failure(kernel: Kernel) -> list[str]:
+    """Compiles the kernel, forward and backward; returns [the error of cuDNN] if that fails, else an empty list."""
+    query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
+    key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
+    lengths = jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32) if kernel.padded else None
+    (batch, rows, num_heads, _), (_, columns, *_) = kernel.query, kernel.key
+    bias = jax.ShapeDtypeStruct((batch, num_heads, rows, columns), kernel.dtype) if kernel.has_bias else None
+
+    def both(query: Array, key: Array, value: Array, bias: Array | None, lengths: Array | None) -> tuple:
+        def attend(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
+            return kernel(query, key, value, lengths, lengths, bias=bias)
+
+        output, pull = jax.vjp(attend, query, key, value, bias)
+        return output, pull(output)
+
+    try:
+        jax.jit(both).lower(query, key, key, bias, lengths).compile()
+    except Exception as error:  # any error means that the kernel cannot run
+        what = str(error).strip().splitlines()[0]
+        return [f"cuDNN has no execution plan for it ({what}): use other shapes, or another version of jax and cuDNN"]
+    return []
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"]:
+    call = Call(operands, options)
+    mask, axes = kernel_mask.kernel_mask(call), operands.query.ndim - 3
+    kernel, mask = _kernel(call, mask), mask.flat(operands.query.shape[:axes])
+    query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
+    columns = kernel.key[1]
+    bias = None if operands.bias is None else _bias_of(operands)[..., :columns]
+    arrays = Arrays(query, key[:, :columns], value[:, :columns], bias)
+    masked = mask.masks_scores or operands.bias is not None
+    if masked and options.target.may_be_split:
+        output = _masked_without_cond(kernel, mask, arrays)
+    elif masked:
+        fused = when_finite.Fused(functools.partial(_masked, kernel), options, head_axis=2)
+        output = when_finite.attention(fused, arrays, mask)
+    else:
+        [output] = _padded(kernel, arrays, None)
+    return output.reshape(operands.query.shape)
+
+
+def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
+    """Broadcasts the bias to every batch entry and head, with its axes in the order of the query."""
+    *batch, queries, num_heads, _ = operands.query.shape
+    whole = jnp.broadcast_to(operands.bias, (*batch, num_heads, queries, operands.key.shape[-3]))  # type: ignore[arg-type]
+    return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
+
+
+def _masked(kernel: Kernel, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
+    """Computes the output, 0 for queries that see no key, and arrays that must be `all_moderate` for it to be right."""
+    query, key, value, bias, _ = arrays
+    batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
+    all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
+    visible = None if all_see_keys else kernel_mask.visible_range(mask, batch, lengths)
+    output, lse = _padded(kernel, arrays, visible, residual=True)
+    if bias is not None or not all_see_keys:
+        masked = kernel_mask.masked_rows(mask, batch, lengths, bias)
+        output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
+        lse = jnp.where(masked, jnp.zeros_like(lse), lse)
+    # Without gradients a query affects its own row alone, and the log-sum-exp of the row is much less to read.
+    finite_bias = () if bias is None else (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
+    return output, (query if differentiated else lse, key, value, *finite_bias)
+
+
+def _masked_without_cond(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
+    """Computes the output, right with NaN and infinity, without `lax.cond`: devices might take different branches."""
+    query, key, value = arrays[:3]
+    first, end = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
+    key, value, of_keys = nonfinite.zero_keys(key, value)
+    of_queries = nonfinite.flag_rows(query * kernel.scale)
+    query = nonfinite.zero_rows(query, of_queries)
+    query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
+    [output] = _padded(kernel, Arrays(query, key, value), (first, end))
+    sees_bad = kernel_mask.count_flags(of_keys == jnp.inf, first, end) > 0
+    nonfinite_rows = jnp.repeat(sees_bad, query.shape[2] // key.shape[2], axis=2) | (of_queries == jnp.inf)
+    output = jnp.where(nonfinite_rows[..., None], jnp.full_like(output, jnp.nan), output)
+    return jnp.where((end <= first)[:, :, None, None], jnp.zeros_like(output), output)
+
+
+def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
+    """Computes [output] or, with `residual`, [output, log-sum-exp] by padding; `visible` is None if all see keys."""
+    query, key, value, bias, _ = arrays
+    batch, queries = query.shape[:2]
+    lengths: Lengths = None, None
+    if kernel.padded:
+        # Rows that see a key come first, so cuDNN gets their number, at least 1, as the query length.
+        rows, columns = jnp.full(batch, queries, jnp.int32), jnp.full(batch, key.shape[1], jnp.int32)
+        if visible is not None:
+            first, end = visible
+            rows, columns = jnp.sum(first < end, axis=1, dtype=jnp.int32), jnp.max(end, axis=1)
+        lengths = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
+    query = kernel_mask.pad_to(query, 1, kernel.query[1])
+    key, value = (kernel_mask.pad_to(x, 1, kernel.key[1]) for x in (key, value))
+    bias = None if bias is None else _finite_bias(kernel, bias)
+    return [x[:, :queries] for x in _run(kernel, residual, Arrays(query, key, value, bias), lengths)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> list[Array]:
+    """Calls the kernel. Under `jax.vmap`, its forward and backward pass get operands that are all mapped, or none."""
+    return _call(kernel, residual, *_vmap_alike((arrays, lengths)))
+
+
+def _call(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> list[Array]:
+    query, key, value, bias, _ = arrays
+    answer = kernel(query, key, value, *lengths, residual, bias)
+    return list(answer) if residual else [answer]
+
+
+def _forward(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> tuple[list[Array], Any]:
+    arrays, lengths = _vmap_alike((arrays, lengths))
+    return jax.vjp(lambda arrays: _call(kernel, residual, arrays, lengths), arrays)
+
+
+def _backward(kernel: Kernel, residual: bool, pull: Any, cotangents: list[Array]) -> tuple[Arrays, None]:
+    pull, cotangents = _vmap_alike((pull, cotangents))  # `jax.vmap` may map only cotangents, as in `jax.jacrev`
+    return *pull(cotangents), None
+
+
+_run.defvjp(_forward, _backward)
+
+
+def _vmap_alike(tree: T) -> T:
+    """Returns the arrays unchanged, but makes `vmap` map all of them or none; XLA removes it.
+
+    JAX's rules for this kernel want that (jax-ml/jax#34920, #36702).
+    """
+    firsts = [x.ravel()[0] for x in jax.tree.leaves(tree) if x.size]
+    never = functools.reduce(jnp.logical_or, (x != x for x in firsts)) & False
+    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x) if x.size else x, tree)
+
+
+def _finite_bias(kernel: Kernel, bias: Float[Array, "B T N S"]) -> Float[Array, "B N t s"]:
+    """Replaces -inf in a bias by a finite number, and converts it to the kernel's layout and padded lengths."""
+    lowest = jnp.asarray(0.7 * float(jnp.finfo(bias.dtype).min), bias.dtype)
+    bias = jnp.swapaxes(jnp.where(bias == -jnp.inf, lowest, bias), 1, 2)
+    return kernel_mask.pad_to(kernel_mask.pad_to(bias, 2, kernel.query[1]), 3, kernel.key[1])
+
+
+def attention(call: Call) -> tuple[Float[Array, "*B T N Hv"], None]:
+    """Computes the output of all heads; cuDNN's log-sum-exp has no gradient, so it is not returned."""
+    return _attention(*call), None
+
+
+CUDNN = Implementation("cudnn", attention, refusals)

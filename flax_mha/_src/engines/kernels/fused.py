@@ -1,0 +1,166 @@
+"""Adds the derivatives that fused kernels lack: forward mode and higher orders, by a portable implementation.
+
+A kernel comes with a gradient, which cannot be differentiated again, and without a forward mode. Here its tangent is a
+linear function (`shared/derivatives.py`) that the portable implementation evaluates. The transpose of the tangent is
+the kernel's gradient, and derivatives of this gradient are those of the portable gradient.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+from jaxtyping import Array
+
+from flax_mha._src.call.operands import Operands, Output
+from flax_mha._src.core.jaxprs import equations
+from flax_mha._src.core.tracing import varying_alike
+from flax_mha._src.engines.engine import RESIDUALS
+from flax_mha._src.engines.kernels.lower_for_platform import compile_for
+from flax_mha._src.math.derivatives import Function, differentiate, linear_function, replace_at
+
+Attend = Callable[[Operands], Output]
+# Kernels are JAX primitives whose names begin with these.
+KERNELS = ("pallas_call", "dot_product_attention")
+
+
+def attention(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Output:
+    """Computes output and log-sum-exp, which may be None, by `kernel`, and the derivatives that it lacks by `portable`.
+
+    `kernel` has gradients of first order in reverse mode, `portable` derivatives of every order. `platform` is
+    the kernel's platform if the program may be compiled for others too, else None; see `lower_for_platform.py`.
+    """
+    leaves, structure = jax.tree.flatten(varying_alike(operands))
+
+    def of_leaves(attend: Attend) -> Callable[..., list[Array]]:
+        return lambda *leaves: jax.tree.leaves(attend(jax.tree.unflatten(structure, leaves)))
+
+    jaxpr = jax.make_jaxpr(of_leaves(kernel))(*leaves)
+    if jaxpr.effects:  # as in interpret mode that detects races; `Function` would lose them
+        return kernel(operands)
+    count = len(jaxpr.out_avals)  # one less if the kernel returns no log-sum-exp
+    functions = _Functions(of_leaves(kernel), lambda *leaves: of_leaves(portable)(*leaves)[:count], platform, count)
+    output, *rows = _attention(functions, jaxpr)(*leaves)
+    return (output, rows[0], *rows[1:]) if rows else (output, None)
+
+
+class _Functions(NamedTuple):
+    """The kernel and the portable implementation as functions of the operands' leaves."""
+
+    kernel: Callable[..., list[Array]]
+    portable: Callable[..., list[Array]]
+    platform: str | None
+    num_results: int
+
+    def run(self, jaxpr: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
+        """Evaluates a jaxpr of the kernel or of its gradient, compiled for `platform` if that is given."""
+        run = jaxpr_as_fun(jaxpr) if self.platform is None else compile_for(self.platform, jaxpr)
+        return run(*arguments)
+
+
+def _outputs(jaxpr: ClosedJaxpr, wanted: Sequence[bool]) -> ClosedJaxpr:
+    """Removes all outputs of a jaxpr but the wanted ones, and the equations that only the others need."""
+    return ClosedJaxpr(partial_eval.dce_jaxpr(jaxpr.jaxpr, list(wanted), instantiate=True)[0], jaxpr.consts)
+
+
+def _runs_kernel(jaxpr: ClosedJaxpr) -> bool:
+    return any(x.primitive.name.startswith(KERNELS) for x in equations(jaxpr.jaxpr))
+
+
+class _ForwardPass(NamedTuple):
+    """The kernel's forward pass with residuals for its gradient."""
+
+    jaxpr: ClosedJaxpr  # computes the results, and the residuals that come from the kernel
+    inputs: ClosedJaxpr  # computes all other residuals, which are cheap: inputs in the kernel's layout
+    of_kernel: tuple[bool, ...]  # for each residual, whether it comes from the kernel
+    places: tuple[int, ...]  # numbers of the leaves that get gradients
+    pull: Any  # structure of the function, a pytree whose leaves are the residuals, that computes these gradients
+
+    @classmethod
+    def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
+        """Traces the kernel's forward pass, for gradients of the operands' leaves with the numbers `places`."""
+        structures = []
+
+        def forward(*leaves: Array) -> list[Array]:
+            some = tuple(leaves[i] for i in places)
+            results, pull = jax.vjp(lambda *some: functions.kernel(*replace_at(leaves, places, some)), *some)
+            residuals, structure = jax.tree.flatten(pull)
+            structures.append(structure)
+            return [*results, *residuals]
+
+        jaxpr, results = jax.make_jaxpr(forward)(*arguments), functions.num_results
+        count = len(jaxpr.out_avals)
+        kept = [i < results or _runs_kernel(_outputs(jaxpr, [i == j for j in range(count)])) for i in range(count)]
+        kept = kept if any(kept[results:]) else [True] * count  # no kernel was found by name
+        inputs = _outputs(jaxpr, [not flag for flag in kept])
+        return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
+
+    def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
+        """Lists all residuals in order: `kept` has the kernel's, all others are computed here from `arguments`."""
+        computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
+        return [next(known if flag else computed) for flag in self.of_kernel]
+
+
+def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
+    """Makes the `Function` that evaluates `jaxpr`; with `saved`, it is `saved.jaxpr`, which also returns residuals."""
+
+    def evaluate(*arguments: Any) -> Sequence[Array]:
+        return functions.run(jaxpr, arguments)
+
+    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
+        places = tuple(sorted(tangents))
+        current = (
+            saved if saved is not None and saved.places == places else _ForwardPass.of(functions, places, arguments)
+        )
+        outputs = (attend if current is saved else _attention(functions, current.jaxpr, current))(*arguments)
+        results, kept = outputs[: functions.num_results], outputs[functions.num_results :]
+        named = [checkpoint_name(x, name) for x, name in zip(results, RESIDUALS, strict=False)]
+        results = [*named, *results[len(RESIDUALS) :]]
+        largest = max((x.size for x in kept), default=0)
+        kept = [checkpoint_name(x, RESIDUALS[int(x.size < largest)]) for x in kept]
+        # Residuals have no tangent: only the kernel's gradient uses them.
+        tangent = _tangent(functions, current, len(arguments), attend.outputs[: functions.num_results])
+        d_results = tangent(*arguments, *current.all_residuals(arguments, kept), *(tangents[i] for i in places))
+        primal = [*results, *kept] if saved is None or saved is current else attend(*arguments)
+        primal = primal[: len(attend.outputs)]
+        return primal, [*d_results, *(None for _ in primal[functions.num_results :])]
+
+    attend = Function(jaxpr.out_avals, evaluate, jvp, jaxpr=jaxpr)
+    return attend
+
+
+def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]) -> Function:
+    """Makes the tangent of the kernel's results: a `Function` of leaves, residuals, and tangents of `saved.places`."""
+    places, num_saved = saved.places, saved.pull.num_leaves
+    first = num_leaves + num_saved
+
+    def evaluate(*arguments: Any) -> Sequence[Array]:
+        tangents = dict(zip(places, arguments[first:], strict=True))
+        return differentiate(functions.portable, arguments[:num_leaves], tangents)
+
+    def portable_gradient(*arguments: Any) -> Sequence[Array]:
+        leaves = arguments[:num_leaves]
+        some = tuple(leaves[i] for i in places)
+        _, pull = jax.vjp(lambda *some: functions.portable(*replace_at(leaves, places, some)), *some)
+        return list(pull(list(arguments[first:])))
+
+    def transpose(residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
+        def pull(*both: Array) -> list[Array]:
+            return list(jax.tree.unflatten(saved.pull, both[:num_saved])(list(both[num_saved:])))
+
+        jaxpr = jax.make_jaxpr(pull)(*residuals[num_leaves:], *cotangents)
+        gradient = linear_function(
+            jaxpr.out_avals,
+            lambda *arguments: functions.run(jaxpr, arguments[num_leaves:]),
+            lambda residuals, cotangents: tangent(*residuals, *cotangents),
+            first,
+            portable_gradient,
+            jaxpr,
+        )
+        return gradient(*residuals, *cotangents)
+
+    tangent = linear_function(outputs, evaluate, transpose, first)
+    return tangent

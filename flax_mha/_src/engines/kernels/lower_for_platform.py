@@ -1,0 +1,61 @@
+"""Runs a kernel for one platform in a program that may be compiled for other platforms, or for several at once.
+
+The platform is not known while a program is traced: `jit(backend="cpu")`, arrays on another device and `jax.export`
+decide it later, and `jax.lax.platform_dependent` chooses a branch then. But in a program for several platforms it
+compiles every branch for all of them, which fails for kernels; here the kernel is compiled for its platform alone.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+from jaxtyping import Array
+
+from flax_mha._src.call.operands import Operands
+
+Attend = Callable[[Operands], Array]
+
+
+def lower_for_platform(platform: str, kernel: Attend, elsewhere: Attend, operands: Operands) -> Array:
+    """Calls `kernel(operands)` in programs compiled for `platform` ("gpu" or "tpu"), `elsewhere(operands)` in others.
+
+    The function `kernel` must run the kernel itself by `compile_for`.
+    """
+    return lax.platform_dependent(operands, **{_lowering_name(platform): kernel}, default=elsewhere)
+
+
+def compile_for(platform: str, jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
+    """Makes a function that evaluates a jaxpr and is compiled for one platform alone; it has no derivatives."""
+    return functools.partial(_compiled_for_p.bind, jaxpr=jaxpr, name=_lowering_name(platform))
+
+
+def _lowering_name(platform: str) -> str:
+    return {"gpu": "cuda"}.get(platform, platform)
+
+
+_compiled_for_p = Primitive("compiled_for")
+_compiled_for_p.multiple_results = True
+
+
+@_compiled_for_p.def_abstract_eval
+def _types(*_: Any, jaxpr: ClosedJaxpr, name: str) -> list[Any]:
+    return jaxpr.out_avals
+
+
+def _batched(arguments: Any, axes: Any, *, jaxpr: ClosedJaxpr, name: str) -> Any:
+    together = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), axes))(*arguments)
+    return _compiled_for_p.bind(*arguments, jaxpr=together, name=name), [0] * len(together.out_avals)
+
+
+def _lowered(context: Any, *arguments: Any, jaxpr: ClosedJaxpr, name: str) -> Any:
+    module = context.module_context.replace(platforms=(name,))
+    rule = mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)
+    return rule(context.replace(module_context=module), *arguments)
+
+
+batching.primitive_batchers[_compiled_for_p] = _batched
+mlir.register_lowering(_compiled_for_p, _lowered)

@@ -1,0 +1,177 @@
+"""Translates a call's mask for fused kernels, which support a window, lengths and segments.
+
+All other masks are reasons to refuse. Kernels return arbitrary output for rows whose keys are all masked; `masked_rows`
+finds these rows.
+"""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from flax_mha._src.call.operands import DEFAULT_PRECISION, Call
+from flax_mha.masks import CausalMask, LengthMask, LocalMask, SegmentMask
+from flax_mha.masks.base import conjuncts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KernelMask:
+    """A mask by which query i sees keys i - left to i + right that are in its segment and below the lengths.
+
+    i is the number of the query in its array, not its position. None stands for no limit.
+    """
+
+    left: int | None = dataclasses.field(metadata={"static": True})  # negative if the window begins after key i
+    right: int | None = dataclasses.field(metadata={"static": True})  # negative if it ends before key i
+    query_lengths: Int[Array, "*B"] | None  # number of queries that are used
+    key_lengths: Int[Array, "*B"] | None  # number of keys that are used
+    segments: SegmentMask | None
+    others: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})  # names of unsupported masks
+
+    @property
+    def masks_scores(self) -> bool:
+        """True if any score may be masked."""
+        return self.left is not None or self.right is not None or bool(jax.tree.leaves(self))
+
+    def flat(self, batch: tuple[int, ...]) -> "KernelMask":
+        """Broadcasts all arrays over batch axes of the sizes `batch`, and flattens these to one axis."""
+        rank = len(batch)
+        return jax.tree.map(lambda x: flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank), self)
+
+
+def kernel_mask(call: Call) -> KernelMask:
+    """Translates the mask of a call; a window is only supported if the offsets are numbers."""
+    left = right = query_lengths = key_lengths = segments = None
+    others = []
+    for part in conjuncts(call.operands.mask):
+        if isinstance(part, CausalMask | LocalMask):
+            before, ahead = part.window
+            left, right = _smaller(left, before), _smaller(right, ahead)
+        elif isinstance(part, LengthMask):
+            query_lengths = _smaller(query_lengths, part.query_lengths)
+            key_lengths = _smaller(key_lengths, part.key_value_lengths)
+        elif isinstance(part, SegmentMask) and segments is None:
+            segments = part
+        else:
+            others.append(type(part).__name__.strip("_"))
+    (queries, keys), (query_offset, key_offset) = call.operands.lengths, call.operands.offsets.values
+    # Convert positions to rows and columns. A limit that masks nothing becomes None; one that masks everything is
+    # clamped to the size of the arrays.
+    shift: Any = query_offset - key_offset if call.operands.offsets.are_known else 0
+    left = None if left is None or left - shift >= queries - 1 else max(left - shift, -keys)
+    right = None if right is None or right + shift >= keys - 1 else max(right + shift, -queries)
+    if not call.operands.offsets.are_known:  # then any limit is a reason to refuse
+        left, right = (None if side is None else 0 for side in (left, right))
+    query_lengths = None if query_lengths is None else query_lengths - query_offset
+    key_lengths = None if key_lengths is None else key_lengths - key_offset
+    return KernelMask(left, right, query_lengths, key_lengths, segments, tuple(others))
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return a if b is None else b
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> list[str]:
+    """Lists why fused kernels cannot compute a call with this mask; arguments named in `supported` are no reason."""
+    operands, options = call
+    has_band = mask.left is not None or mask.right is not None
+    fixed = "is an array, but the kernel shifts a causal mask or window only by a constant: pass a Python int"
+    masks_only = "if it only masks, pass a causal mask, window or lengths instead"
+    unknown = {
+        "bias": operands.bias is not None and f"is not supported by it: {masks_only}",
+        "logits_soft_cap": options.soft_cap is not None and "is not supported by it: leave it out",
+        "sinks": operands.sinks is not None and "are not supported by it: leave them out",
+        "score_mod": options.score_mod is not None and f"is not supported by it: {masks_only}",
+        "dropout_rate": options.dropout_rate > 0
+        and "must be 0, because it cannot use dropout_rng: pass 0, or deterministic=True to the module",
+        "return_residual": options.return_residual
+        and "needs a float32 log-sum-exp with a gradient, which it does not return: leave it out",
+        "return_max_score": options.return_max_score
+        and "needs the running maximum, which it does not return: leave it out (sow_max_score of a module)",
+        "query_offset": has_band and operands.offsets.query_array is not None and fixed,
+        "key_value_offset": has_band and operands.offsets.key_array is not None and fixed,
+        "scale": operands.scale is not None
+        and "is an array, but must be a Python float: pass one, or multiply the query by the array and pass 1.0",
+        "precision": options.precision not in DEFAULT_PRECISION
+        and f"must be the default, the only one supported, but is {options.precision}: leave it out",
+    }
+    reasons = [f"{name} {why}" for name, why in unknown.items() if why and name not in supported]
+    if mask.segments is not None and mask.segments.query_ids.dtype != jnp.int32:
+        reasons.append(f"segment ids must be int32, but are {mask.segments.query_ids.dtype}: use .astype(jnp.int32)")
+    return reasons + [
+        f"the mask contains {name}, which is not a causal, window, length or segment mask: use these, combined with &, "
+        "if they can express it"
+        for name in mask.others
+    ]
+
+
+def pad_to(x: Array, axis: int, multiple: int) -> Array:
+    """Pads the end of `axis` with zeros, up to a multiple of `multiple`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, widths)
+
+
+def flat(x: Array, axes: int) -> Array:
+    """Flattens the first `axes` axes to one."""
+    return x.reshape(-1, *x.shape[axes:])
+
+
+def visible_range(
+    mask: KernelMask, batch: int, lengths: tuple[int, int]
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Computes the first visible key of each query, and one past the last; ignores segments.
+
+    `mask` has one batch axis, of size `batch`, and `lengths` are T and S, also in the functions below.
+    """
+    queries, keys = lengths
+    rows = jnp.arange(queries, dtype=jnp.int32)
+    first = jnp.zeros_like(rows) if mask.left is None else jnp.clip(rows - mask.left, 0, keys)
+    end = jnp.full_like(rows, keys) if mask.right is None else jnp.clip(rows + mask.right + 1, 0, keys)
+    if mask.key_lengths is not None:
+        end = jnp.minimum(*jnp.broadcast_arrays(end, jnp.maximum(mask.key_lengths, 0)[..., None]))
+    if mask.query_lengths is not None:
+        rows, end, used = jnp.broadcast_arrays(rows, end, mask.query_lengths[..., None])
+        end = jnp.where(rows < used, end, jnp.zeros_like(end))
+    return jnp.broadcast_to(first, (batch, queries)), jnp.broadcast_to(end, (batch, queries))
+
+
+def count_flags(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[Array, "B T"]) -> Int[Array, "B T K"]:
+    """Counts the keys that are flagged among keys `first` to `end - 1` of each query."""
+    sums = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
+    at_end, at_first = (jnp.take_along_axis(sums, i[:, :, None], axis=1) for i in (jnp.maximum(first, end), first))
+    return at_end - at_first
+
+
+def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
+    """Returns True if no lengths or segments mask keys, and the window, if any, shows every query a key."""
+    queries, keys = lengths
+    if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
+        return False
+    return (mask.right is None or mask.right >= 0) and (mask.left is None or queries <= keys + mask.left)
+
+
+def masked_rows(
+    mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None = None
+) -> Bool[Array, "B T #N"]:
+    """Computes which queries see no key with a bias other than -inf.
+
+    Segments and a bias take T * S comparisons, which compilers reduce at once, without storing them.
+    """
+    first, end = (x[:, :, None] for x in visible_range(mask, batch, lengths))
+    if mask.segments is None and bias is None:
+        return end <= first
+    places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, None, :]
+    seen = (first[..., None] <= places) & (places < end[..., None])
+    if mask.segments is not None:
+        query_ids, key_ids = mask.segments.query_ids, mask.segments.key_value_ids
+        seen = seen & (query_ids[:, :, None, None] == key_ids[:, None, None, :])
+    if bias is not None:
+        seen = seen & (bias != -jnp.inf)
+    return ~seen.any(-1)

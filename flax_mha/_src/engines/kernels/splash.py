@@ -1,0 +1,189 @@
+"""`implementation="splash"`: JAX's splash attention kernels for TPUs.
+
+A window becomes a mask that the kernel computes, and by which it skips tiles; lengths and segments become its segment
+ids. Rows whose keys are all masked are set to 0, and `when_finite.py` keeps NaN and infinity in masked keys out of the
+result.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
+from jaxtyping import Array, Float, Int
+
+from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Operands, Options
+from flax_mha._src.engines.engine import Implementation
+from flax_mha._src.engines.kernels import mask as kernel_mask
+from flax_mha._src.engines.kernels import tpu as tpu_kernels
+from flax_mha._src.engines.kernels import when_finite
+from flax_mha._src.engines.kernels.mask import KernelMask
+from flax_mha._src.engines.kernels.when_finite import Arrays
+
+# The kernel's tables take three bytes of scalar memory (1 MiB) per tile.
+MOST_TILES = 512 * 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Band(splash_masks.Mask):
+    """A splash mask that shows keys from `left` before the query to `right` after it, but no padding after `keys`.
+
+    Unlike splash's own masks, it returns a single value for a tile that is all True or all False: building the kernel
+    for 32768 queries and keys then takes 0.1 s instead of 6 to 11.
+    """
+
+    size: tuple[int, int]
+    left: int | None
+    right: int | None
+    keys: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.size
+
+    @property
+    def q_sequence(self) -> np.ndarray:
+        """Positions of the queries, which the kernel passes to `mask_function`."""
+        return np.arange(self.size[0], dtype=np.int32)
+
+    def mask_function(self, rows: Any, columns: Any) -> Any:
+        """Computes which scores of queries `rows` and keys `columns` are visible; also called inside the kernel."""
+        visible = columns < self.keys
+        if self.left is not None:
+            visible = visible & (columns >= rows - self.left)
+        if self.right is not None:
+            visible = visible & (columns <= rows + self.right)
+        return visible
+
+    def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
+        rows, columns = (np.arange(side.start, side.stop, dtype=np.int32) for side in tile)
+        # If the two corners with the largest distances are visible, so is all of the tile.
+        if self.mask_function(rows[-1], columns[0]) and self.mask_function(rows[0], columns[-1]):
+            return np.ones((1, 1), bool)
+        before = self.left is not None and columns[-1] < rows[0] - self.left
+        ahead = self.right is not None and columns[0] > rows[-1] + self.right
+        if before or ahead or columns[0] >= self.keys:
+            return np.zeros((1, 1), bool)
+        return np.asarray(self.mask_function(rows[:, None], columns[None, :]))
+
+
+def refusals(call: Call) -> list[str]:
+    (queries, keys), mask = call.operands.lengths, kernel_mask.kernel_mask(call)
+    reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"]) + tpu_kernels.refusals(call)
+    if math.prod(-(-length // tpu_kernels.tile_size(length)) for length in (queries, keys)) > MOST_TILES:
+        reasons.append(
+            f"its tile table does not fit for {queries} queries and {keys} keys: use shorter sequences, or "
+            'implementation="blockwise"'
+        )
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if precision not in DEFAULT_PRECISION:
+        reasons.append(
+            f"it supports only the default matmul precision, not {precision}: leave jax_default_matmul_precision unset"
+        )
+    return reasons
+
+
+def attention(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:
+    """Computes the output of all heads, without log-sum-exp; `interpret=True` runs on any machine, slowly."""
+    return _attention(*call, interpret=interpret), None
+
+
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
+def _attention(operands: Operands, options: Options, interpret: bool) -> Float[Array, "*B T N Hv"]:
+    batch, (query, key, value) = operands.query.shape[:-3], operands[:3]
+    mask = kernel_mask.kernel_mask(Call(operands, options)).flat(batch)
+    query, key, value = (jnp.swapaxes(kernel_mask.flat(x, len(batch)), 1, 2) for x in (query, key, value))
+    arrays = Arrays(_scaled(query, options.scale), key, value)
+    if operands.sinks is not None:
+        sinks = jnp.broadcast_to(operands.sinks, (*batch, query.shape[1])).astype(jnp.float32)
+        arrays = arrays._replace(sinks=kernel_mask.flat(sinks, len(batch)))
+    kernel = functools.partial(_output, options.soft_cap, interpret)
+    if mask.masks_scores:
+        fused = when_finite.Fused(kernel, options._replace(scale=1.0), head_axis=1)
+        output = when_finite.attention(fused, arrays, mask)
+    else:
+        output, _ = kernel(arrays, mask, False)
+    return jnp.swapaxes(output, 1, 2).reshape(*operands.query.shape[:-1], value.shape[-1])
+
+
+def _scaled(query: Float[Array, "B N T H"], scale: float) -> Float[Array, "B N T H"]:
+    number = np.asarray(scale, query.dtype)
+    if float(number) == scale:
+        return query * number
+    return (query.astype(jnp.float32) * scale).astype(query.dtype)
+
+
+def _output(
+    soft_cap: float | None, interpret: bool, arrays: Arrays, mask: KernelMask, differentiated: bool
+) -> tuple[Float[Array, "B N T Hv"], tuple[Array, ...]]:
+    """Computes the output, 0 for queries that see no key, and arrays that must be `all_moderate` for it to be right."""
+    query, key, value, _, sinks = arrays
+    lengths = query.shape[2], key.shape[2]
+    sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
+    # Built in every trace, because a kernel holds arrays of the trace that it was built in.
+    kernel = splash.make_splash_mha(
+        splash_masks.MultiHeadMask([_mask(mask, lengths, sides)] * query.shape[1]),
+        block_sizes=_block_sizes(*sides),
+        attn_logits_soft_cap=soft_cap,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    padded = (kernel_mask.pad_to(x, 2, side) for x, side in zip(arrays[:3], (*sides, sides[1]), strict=True))
+    segment_ids = _segment_ids(mask, query.shape[0], lengths, sides)
+    output = jax.vmap(kernel)(*padded, segment_ids, sinks)[:, :, : lengths[0]]
+    if not kernel_mask.every_row_sees_a_key(mask, lengths):
+        masked = kernel_mask.masked_rows(mask, query.shape[0], lengths)
+        output = jnp.where(jnp.swapaxes(masked, 1, 2)[..., None], jnp.zeros_like(output), output)
+    return output, (query, key, value)
+
+
+def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
+    """Sets tiles of `rows` x `columns` in all kernels: forward leaves NaN in skipped tiles, so backward must skip them.
+
+    Backward is two kernels; a single fused one would store a gradient of the queries for every column of tiles.
+    """
+    return splash.BlockSizes(
+        block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns, block_q_dq=rows, block_kv_dq=columns
+    )
+
+
+def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
+    """Makes splash's mask of window and padding; a full one if all is hidden, as splash needs a visible tile."""
+    queries, keys = lengths
+    size = queries + -queries % sides[0], keys + -keys % sides[1]
+    nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
+    furthest = keys - 1 if mask.right is None else min(mask.right, keys - 1)
+    everything = mask.left is None and mask.right is None and size[1] == keys
+    return splash_masks.FullMask(size) if everything or furthest < nearest else Band(size, mask.left, mask.right, keys)
+
+
+def _segment_ids(
+    mask: KernelMask, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
+) -> splash.SegmentIds | None:
+    """Makes ids of queries and keys, None if no mask needs ids; keys past their length get an id that no query has."""
+    if mask.segments is None and mask.key_lengths is None:
+        return None
+    if mask.segments is None:
+        query_ids, key_ids = (jnp.zeros((batch, length), jnp.int32) for length in lengths)
+    else:
+        query_ids, key_ids = mask.segments.query_ids, mask.segments.key_value_ids
+    if mask.key_lengths is not None:
+        inside = jnp.arange(lengths[1], dtype=jnp.int32)[None, :] < mask.key_lengths[:, None]
+        key_ids = jnp.where(inside, key_ids, _unused(query_ids)[:, None])
+    return splash.SegmentIds(kernel_mask.pad_to(query_ids, 1, sides[0]), kernel_mask.pad_to(key_ids, 1, sides[1]))
+
+
+def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
+    """Returns for each batch entry the least number >= 0 that is none of its ids."""
+    numbers = jnp.arange(ids.shape[1] + 1, dtype=jnp.int32)
+    taken = (ids[:, :, None] == numbers[None, None, :]).any(1)
+    return jnp.argmin(taken, axis=1).astype(jnp.int32)
+
+
+SPLASH = Implementation("splash", attention, refusals)

@@ -1,0 +1,166 @@
+"""Prepares the inputs of the kernels, and combines the kernels to a function with first-order derivatives."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array
+
+from flax_mha._src import guard as nonfinite
+from flax_mha._src.call.operands import Operands, Options, OutputAndLse
+from flax_mha._src.core.tile import Offsets
+from flax_mha._src.core.user_function import TracedFunction
+from flax_mha._src.engines.pallas import kernels
+from flax_mha._src.engines.pallas.grid import LANES
+from flax_mha._src.engines.pallas.inputs import Inputs, KernelPlan
+from flax_mha._src.engines.pallas.launch import KernelCall
+from flax_mha._src.engines.pallas.split_function import TileFunction, split
+from flax_mha._src.engines.pallas.tile import TileMask, TileRule
+from flax_mha._src.math.head import heads_of, map_heads
+from flax_mha._src.math.scores import ScoreRule
+from flax_mha._src.math.tiling import InsideMask, Tiling, occupancy
+from flax_mha.masks import Mask, Occupancy
+from flax_mha.masks.function import TracedMask, map_functions
+
+
+def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype, interpret: Any) -> KernelCall:
+    """Converts a call to a `KernelCall`; query, key and value are rounded to `dtype` for the matrix products."""
+    head = heads_of(operands, options, "flags", dtype, operands.query.dtype)
+    rule, rank = head.rule, head.query.ndim - 2
+    mask = map_functions(functools.partial(_tile_mask, rank), rule.mask)
+    if tiling.inside is not None:
+        mask = InsideMask(*tiling.lengths) if mask is None else mask & InsideMask(*tiling.lengths)
+    function: TileFunction | None = None
+    values: tuple[Array, ...] = ()
+    if options.score_mod is not None:
+        captured = [*head.inputs.captured, *rule.constants]
+        function, values = _split(options.score_mod, captured, rule.batch, rule.head, rank)
+    seed, flags = rule.dropout_seed, head.nonfinite
+    inputs = Inputs(
+        query=head.query,
+        key=head.key,
+        value=head.value,
+        bias=head.inputs.bias,
+        sink=head.inputs.sink,
+        values=values,
+        mask=mask,
+        offsets=rule.offsets,
+        seed=None if seed is None else (seed[..., 0], seed[..., 1]),
+        key_poison=None if flags is None else nonfinite.poison(flags.key),
+        query_poison=None if flags is None else nonfinite.poison(flags.query),
+    )
+    # Mosaic makes a product over a single feature a multiplication, which fails for bfloat16 if features come first.
+    sizes = {head.query.shape[-1], head.value.shape[-1]}
+    features_last = 1 in sizes or all(size % LANES == 0 for size in sizes)
+    fields: dict[str, Any] = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    fields |= dict.fromkeys(("mask", "dropout_seed", "batch", "head")) | {"offsets": Offsets(), "constants": []}
+    tile_rule = TileRule(**fields, function=function)
+    plan = KernelPlan(tile_rule, tiling, features_last, dtype, operands.query.dtype, interpret)
+    return KernelCall(plan, inputs, _occupancy(rule, tiling, rank))
+
+
+def _split(
+    function: TracedFunction, captured: list[Array], batch: Any, head: Any, rank: int
+) -> tuple[TileFunction, tuple[Array, ...]]:
+    """Splits a user's function, and computes its outer values for all heads, whose indices are `batch` and `head`."""
+    tile = split(function, len(captured))
+    one, ids = jnp.zeros((1,) * rank, jnp.int32), (("b", batch), ("h", head))
+    used = (jnp.asarray(x) if x is not None and function.uses(name) else one for name, x in ids)
+    return tile, tuple(map_heads(lambda x: tile.outer_values(*x), (captured, *used), rank))
+
+
+def _tile_mask(rank: int, mask: TracedMask) -> Mask:
+    """Converts the mask of a `mask_mod`, whose arrays have `rank` axes of heads, to a `TileMask`, for the kernels."""
+    tile, values = _split(mask.function, mask.captured, mask.batch, mask.head, rank)
+    return TileMask(values, tile)
+
+
+def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
+    """Computes the occupancy of all tiles [*heads, rows, columns]: NumPy arrays, unless a mask depends on arrays."""
+
+    def of_head(arrays: tuple[Mask | None, Offsets]) -> Occupancy:
+        return occupancy(tiling, arrays[0], arrays[1].values)
+
+    if rule.mask is not None and jax.tree.leaves((rule.mask, rule.offsets)):
+        return map_heads(of_head, (rule.mask, rule.offsets), rank)
+    with jax.ensure_compile_time_eval():
+        known = of_head((rule.mask, rule.offsets))
+    return Occupancy(*(np.asarray(x).reshape((1,) * rank + x.shape) for x in known))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Whether the bias, and each of `Inputs.values`, need a gradient; these gradients take extra work."""
+
+    bias: bool
+    values: tuple[bool, ...]
+
+
+def attend(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
+    """Computes output, log-sum-exp and, if asked for, largest scores, or returns `known`; see `Implementation.hop`."""
+    is_static = isinstance(call.occupancy.any_visible, np.ndarray)
+
+    def call_of(inputs: Inputs, occupancy: Occupancy | None) -> KernelCall:
+        return KernelCall(call.plan, inputs, call.occupancy if occupancy is None else occupancy)
+
+    @jax.custom_vjp
+    def run(inputs: Inputs, occupancy: Occupancy | None, known: OutputAndLse | None) -> OutputAndLse:
+        return _forward(call_of(inputs, occupancy)) if known is None else known
+
+    def forward(*arguments: Any) -> tuple[OutputAndLse, tuple]:
+        inputs, (*values, known) = arguments[0], jax.tree.map(lambda x: x.value, arguments)
+        learned = tuple(x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating) for x in inputs.values)
+        wanted = _Wanted(inputs.bias is not None and inputs.bias.perturbed, learned)
+        results = run(*values, known)
+        return results, (wanted, values, results)
+
+    def backward(saved: tuple, cotangents: tuple) -> tuple:
+        wanted, values, results = saved
+        output, lse, *_ = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
+        return _backward(call_of(*values), wanted, results, (output, lse)), None, None
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run(call.inputs, None if is_static else call.occupancy, known)
+
+
+def _round_operands(plan: KernelPlan, inputs: Inputs) -> Inputs:
+    """Rounds query, key and value for the products, inside the custom derivative, so that gradients are not rounded."""
+    query, key, value = (x.astype(plan.product_dtype) for x in inputs[:3])
+    return inputs._replace(query=query, key=key, value=value)
+
+
+def _forward(call: KernelCall) -> OutputAndLse:
+    plan = call.plan._replace(rule=dataclasses.replace(call.plan.rule, differentiated=False))
+    return kernels.forward(KernelCall(plan, _round_operands(plan, call.inputs), call.occupancy))
+
+
+def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangents: OutputAndLse) -> Inputs:
+    """Computes the gradients of the inputs from the results and their cotangents; None for inputs without one."""
+    inputs = _round_operands(call.plan, call.inputs)
+    query, d_output, lse, delta = nonfinite.backward_rows(
+        inputs.query, results[:2], cotangents[:2], keys_are_finite=inputs.key_poison is not None
+    )
+    inputs = inputs._replace(query=query, d_output=d_output, lse=lse, delta=delta, key_poison=None, query_poison=None)
+    call = call._replace(inputs=inputs)
+    d_query, d_values = kernels.query_gradients(call, wanted.values)
+    d_key, d_value = kernels.key_value_gradients(call)
+    d_bias = kernels.bias_gradient(call) if wanted.bias else None
+    d_sink = None
+    if inputs.sink is not None:
+        share = jnp.exp(inputs.sink[..., None] - lse)  # 0 in rows without a gradient
+        d_sink = _sum_to(-jnp.sum(share * delta, axis=-1), inputs.sink)
+    pairs = zip(d_values, inputs.values, strict=True)
+    gradients: dict[str, Any] = dict.fromkeys(Inputs._fields)
+    gradients |= {"query": d_query, "key": d_key, "value": d_value, "bias": d_bias, "sink": d_sink}
+    return Inputs(**gradients | {"values": tuple(None if d is None else _sum_to(d, x) for d, x in pairs)})
+
+
+def _sum_to(x: Array, like: Array) -> Array:
+    """Sums `x` to the shape of `like`: over its axes of length 1, along which heads share an entry."""
+    axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
+    return x.sum(axes, keepdims=True)

@@ -1,0 +1,181 @@
+"""The input arrays of kernels: how they are stored, and how a step loads its tile.
+
+Arrays are in the layout of one head (`head.py`). The axes of one head's part have names: "T" and "S" for queries and
+keys, "H" for features, "L" for the entries of a table. An array with one number per head goes to scalar memory. All
+others are stored as [*heads, rows, columns]. The memory of a TPU has rows of 128 numbers: an array [T, 1] would take
+128 times its size, so vectors are stored as [1, T]. And [T, 64] would take twice its size; so if the number of features
+is no multiple of 128, features come first, [64, T], as in XLA's own layout of such arrays.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from flax_mha._src import guard as nonfinite
+from flax_mha._src.core.tile import Offsets
+from flax_mha._src.engines.pallas.grid import LANES, Sizes
+from flax_mha._src.engines.pallas.tile import KernelTile, TileRule, TransposedTile
+from flax_mha._src.math.scores import ScoreInputs, times
+from flax_mha._src.math.tiling import Tiling
+from flax_mha.masks import Mask
+from flax_mha.masks.base import axes_of, part_axes
+
+Block = Any  # an array of all heads or, inside a kernel, its block for one step; None if absent
+
+
+class Inputs(NamedTuple):
+    """The input arrays of a kernel."""
+
+    query: Block
+    key: Block
+    value: Block
+    bias: Block
+    sink: Block
+    values: tuple[Block, ...]  # values of the outer part of `score_mod` (`split_function.py`): numbers, then tables
+    mask: Mask | None  # the mask, or None if nothing may be masked
+    offsets: Offsets  # positions of the first query and the first key
+    seed: tuple[Block, Block] | None  # two random words, for dropout
+    key_poison: Block  # infinity where a key or value was not finite, else 0
+    query_poison: Block  # infinity where a query was not finite, else 0
+    d_output: Block = None  # cotangent of the output
+    lse: Block = None  # log-sum-exp; infinity in rows without gradient
+    delta: Block = None  # subtracted from the gradients of the weights; see `nonfinite.backward_rows`
+
+    def axis_names(self) -> list[str]:
+        """Lists the axis names of one head's part of each array, in the order of `jax.tree.leaves`."""
+        names = {"query": "T H", "key": "S H", "value": "S H", "bias": "T|1 S|1", "values": "L", "key_poison": "S"}
+        names |= {"query_poison": "T", "d_output": "T H", "lse": "T", "delta": "T"}
+        lists = {field: [names.get(field, "")] * len(jax.tree.leaves(x)) for field, x in self._asdict().items()}
+        lists["mask"] = [" ".join(part_axes(axes)) for axes in axes_of(self.mask)]
+        return [axes for axes_of_field in lists.values() for axes in axes_of_field]
+
+    def of_rows(self, transposed: bool) -> list[Block]:
+        """Lists the arrays with an entry per row of a tile: those of queries or, in a transposed tile, of keys."""
+        rows = (self.key, self.value) if transposed else (self.query, self.d_output, self.lse, self.delta)
+        return [x for x in rows if x is not None]
+
+
+class KernelPlan(NamedTuple):
+    """The static part of a kernel call."""
+
+    rule: TileRule  # the score rule, without its arrays
+    tiling: Tiling  # the cut of the scores into tiles; arrays are padded to whole tiles
+    features_last: bool  # whether features come last in memory
+    product_dtype: jnp.dtype  # dtype to which query, key and value are rounded for the matrix products
+    dtype: jnp.dtype  # dtype of the output, and of the gradients of queries, keys and values
+    interpret: Any  # argument of `jax.experimental.pallas.pallas_call`
+    learned: tuple[bool, ...] = ()  # for each value of `score_mod`'s outer part, whether it gets a gradient
+
+    def stored_axes(self, names: str, part: Sizes) -> str:
+        """Converts the axis names of one head's part, of shape `part`, to the letters of its stored axes.
+
+        "T H" becomes "TH", or "HT" unless `features_last`. Broadcast axes are left out; a number has no letters.
+        """
+        pairs = zip(names.split(), part, strict=False)
+        kept = "".join(name[0] for name, size in pairs if not (name.endswith("|1") and size == 1))
+        return kept[::-1] if kept.endswith("H") and not self.features_last else kept
+
+    def store(self, x: Array, axes: str, rank: int) -> Array:
+        """Pads an array with `rank` axes of heads, and reshapes it to [*heads, rows, columns]; numbers to [1, n]."""
+        heads = x.shape[:rank]
+        x = jnp.swapaxes(x, -1, -2) if axes.startswith("H") else x
+        part = x.shape[rank:] if x.ndim - rank == len(axes) else tuple(n for n in x.shape[rank:] if n != 1)
+        sizes = dict(zip("TS", self.tiling.shape, strict=True)) | {"L": -(-part[-1] // LANES) * LANES if part else 0}
+        padding = [(0, sizes.get(name, n) - n, 0) for name, n in zip(axes, part, strict=True)]
+        if x.dtype == jnp.bool_:
+            x = x.astype(jnp.int8 if len(axes) == 2 else jnp.int32)
+        elif jnp.issubdtype(x.dtype, jnp.integer):
+            x = x.astype(jnp.int32)
+        x = lax.pad(x.reshape(*heads, *part), jnp.zeros((), x.dtype), [(0, 0, 0)] * rank + padding)
+        return x.reshape(1, -1) if not axes else x if len(axes) == 2 else jnp.expand_dims(x, -2)
+
+    def to_rows(self, block: Array) -> Array:
+        """Transposes a stored block to features last, or back; unchanged if features are stored last."""
+        return block if self.features_last else jnp.transpose(block.astype(jnp.float32)).astype(block.dtype)
+
+
+def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
+    """Converts a stored block to a tile's layout, with entries per row as [n, 1], and to bool if that is `dtype`."""
+    x = x.astype(jnp.int32) if x.dtype == jnp.int8 else x
+    if axes == ("S" if transposed else "T"):
+        x = jnp.transpose(jnp.broadcast_to(x, (LANES, x.shape[1])))[:, :1]
+    if axes == "TS" and transposed:
+        x = (x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x).T
+    return x != 0 if dtype == jnp.bool_ and axes != "L" else x
+
+
+class LoadedTile(NamedTuple):
+    """The arrays of one step's tile."""
+
+    plan: KernelPlan
+    inputs: Inputs
+    rows: Sequence[Array]  # query and d_output or, in a transposed tile, key and value, with features last
+    columns: Sequence[Array]  # key and value or, in a transposed tile, query and d_output, as they are stored
+    lse: Float[Array, "#m #n"]  # log-sum-exp
+    delta: Float[Array, "#m #n"]  # delta of the backward pass
+    tile: KernelTile
+    rule: TileRule
+    params: ScoreInputs  # bias and values of `score_mod` that get gradients
+    entries: list[Array | None]  # for each value of `score_mod` the indices in its table, or None for a number
+
+    def over_features(self, rows: Float[Array, "m F"], columns: Array) -> Float[Array, "m n"]:
+        """Computes the matrix product, over features, of an array of `self.rows` and one of `self.columns`."""
+        return self.rule.dot(rows, columns, transpose_b=self.plan.features_last)
+
+    def over_columns(self, tile: Float[Array, "m n"], columns: Array) -> Float[Array, "m F"]:
+        """Computes the matrix product, over columns, of `tile` [m, n] and an array of `self.columns`."""
+        return self.rule.dot(tile, columns, transpose_b=not self.plan.features_last)
+
+    def products(self) -> Float[Array, "m n"]:
+        products = self.over_features(self.rows[0], self.columns[0])
+        return products if self.rule.scale == 1.0 else products * self.rule.scale
+
+    def gradients(self) -> tuple[Float[Array, "m n"], Float[Array, "m n"], ScoreInputs]:
+        """Computes the weights after dropout, and the gradients of `products()` and of `params`."""
+        s, pull = self.rule.tile_vjp(self.products(), self.params, self.tile)
+        may_be_nan = self.params.bias is not None or self.rule.score_mod is not None
+        weights, kept = nonfinite.backward_weights(s, self.lse, may_be_nan), self.rule.dropout_multiplier(self.tile)
+        d_weights = times(self.over_features(self.rows[1], self.columns[1]), kept)
+        return times(weights, kept), *pull(weights * (d_weights - self.delta))
+
+
+def load_tile(
+    plan: KernelPlan, inputs: Inputs, rows: list[Array], place: tuple[Any, Any], transposed: bool, masked: bool
+) -> LoadedTile:
+    """Loads the tile of one step from its blocks, `inputs`; `place` is the tile's row and column, counted in tiles.
+
+    `rows` are the arrays of `Kernel.kept_rows`, read from fast memory. If `transposed`, queries are along columns.
+    If not `masked`, all of the tile is visible, and the mask is not computed.
+    """
+    tiling = plan.tiling
+    shape, columns = (tiling.height, tiling.width), (inputs.key, inputs.value)
+    tile: Any = KernelTile
+    if transposed:
+        tile, shape, columns = TransposedTile, shape[::-1], (inputs.query, inputs.d_output)
+    first = place[0] * tiling.height, place[1] * tiling.width
+    tile = tile(*first, shape, inputs.offsets.values, tiling.inside)
+    lse, delta = (repeat_lanes(x, shape[1]) for x in rows[2:]) if len(rows) == 4 else (inputs.lse, inputs.delta)
+    rows = rows or [plan.to_rows(x) for x in inputs.of_rows(transposed)[:2]]
+    bias = None if inputs.bias is None else inputs.bias.astype(jnp.float32)
+    if bias is not None and bias.ndim == 0:
+        bias = lax.broadcast(bias, (1, 1))
+    values: Any = inputs.values
+    learned, entries = [], [None] * len(values)  # type: list[Any], Any
+    if plan.rule.function is not None:
+        values, entries = plan.rule.function.look_up((tile.query_positions, tile.key_positions), values)
+        pairs = zip(values, plan.learned or [False] * len(values), strict=True)
+        learned = [jnp.broadcast_to(x, shape) if is_learned else None for x, is_learned in pairs]
+    mask = inputs.mask if masked else None
+    rule = dataclasses.replace(plan.rule, mask=mask, dropout_seed=inputs.seed, values=values)  # type: ignore[arg-type]
+    return LoadedTile(plan, inputs, rows, columns, lse, delta, tile, rule, ScoreInputs(bias, None, learned), entries)
+
+
+def repeat_lanes(columns: Array, width: int) -> Array:
+    """Widens or cuts an array [n, 128] of equal columns to [n, width]."""
+    wide = [columns] * -(-width // LANES)
+    return (columns if len(wide) == 1 else jnp.concatenate(wide, axis=1))[:, :width]

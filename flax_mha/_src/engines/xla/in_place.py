@@ -1,0 +1,459 @@
+"""Attention of few queries over many keys, as in decoding: keys and values are read where they are.
+
+Elsewhere keys and values are put into the layout of one head, which reads and writes all of them. Here a loop reads
+blocks of keys [B..., S, K, H] in place, a block for all heads, and only from the first to the last block in which a
+query of the batch entry sees a key. A step of decoding costs what its sequence has written to the cache, not what the
+cache can hold. Where most of the cache has been written, blocks are larger, or all of it is one block, which spares
+even the copy of a block.
+
+A matrix product for each key head needs the keys of this head contiguous in memory, so it copies them. For few queries,
+one block-diagonal product for all heads is faster: every query is padded with zeros to the features of all key heads,
+so that the keys of other heads contribute 0, and of its outputs only those of the query's head are used. That
+multiplies K times as much, but reads every key once, in place. In such a product, a key that is not finite makes the
+products of other heads NaN, too.
+
+Numbers in 8 bits are exact in bfloat16, and each of their scales belongs to a token and head. So queries in bfloat16
+and keys in bfloat16 or 8 bits are multiplied as they are, where the CPU has products of bfloat16, and the scales
+multiply scores and weights.
+
+Looking for keys and values that are not finite would take as long as all the rest. So this is done only if an output is
+not finite, or a product is not finite and the output may hide it (`_nonfinite_flag`): then everything is computed
+again, as `nonfinite.py` describes, and head by head.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.custom_batching
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from flax_mha._src import guard as nonfinite
+from flax_mha._src import plan as schedule
+from flax_mha._src.call.operands import Call, Operands, Options, OutputAndLse
+from flax_mha._src.core.eight_bits import as_floats, dequantize_cache
+from flax_mha._src.core.tile import Grid, Scalar, Tile
+from flax_mha._src.core.tracing import by_mapped_axis, platform, varying_alike, varying_as
+from flax_mha._src.engines.xla import dense
+from flax_mha._src.guard import NonfiniteFlags
+from flax_mha._src.math import online_softmax
+from flax_mha._src.math.head import (
+    head_of,
+    map_heads,
+    numbers_as_arrays,
+    scores_of,
+    split_heads,
+    to_caller,
+    vectors_by_head,
+)
+from flax_mha._src.math.scores import ScoreInputs, ScoreRule
+from flax_mha._src.plan import KeyBlocks
+from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
+
+# Output, log-sum-exp and, if they are asked for, largest scores of rows.
+Results = tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None]
+
+
+# XLA's CPU reads floats of these dtypes faster as their bits: it converts what it computes in them.
+BITS = {"float8_e4m3fn": jnp.uint8, "bfloat16": jnp.uint16}
+
+
+class BatchSlice(NamedTuple):
+    """Queries of all batch entries, or of one (batch axes of length 1), and all that their attention needs.
+
+    Attributes:
+      first: Index of the first of these batch entries along each batch axis.
+      query: Their queries in the dtype of the products, with leading axes for batch and heads (`head.py`).
+      query_scale: Scale to multiply products by, if scaling the queries would round them; None if they are scaled.
+      key: All keys of all batch entries, not copied.
+      value: All values, not copied.
+      flags: Flags of the queries (`nonfinite.py`): infinity for those replaced by zeros, else 0; None before they
+        are checked.
+      row: Index of the first of these queries among all queries.
+      inputs: Bias, sink and captured arrays, which enter the scores besides the products.
+      rule: The rule that makes scores from products.
+      cache_scale: Scales of all keys and values, if they are in 8 bits (`KVCache.scale`), else None.
+    """
+
+    first: tuple[Scalar, ...]
+    query: Float[Array, "*B K G t H"]
+    query_scale: Float[Array, "*#B 1 1 1 1"] | None
+    key: Shaped[Array, "*B S K H"]
+    value: Shaped[Array, "*B S K Hv"]
+    flags: Float[Array, "*B K G t"] | None
+    row: Scalar
+    inputs: ScoreInputs
+    rule: ScoreRule
+    cache_scale: Float[Array, "*B S K _"] | None
+
+
+def attention(call: Call) -> OutputAndLse:
+    """Computes "xla" attention: reads blocks of keys in place if `schedule` plans them, else calls `dense.attention`.
+
+    Derivatives are those of dense attention in both cases.
+    """
+    call = numbers_as_arrays(call)
+    blocks = schedule.blocks_in_place(call)
+    if blocks is None:
+        return dense.attention(call)
+    return _all_heads(call.operands, call.options, blocks, schedule.plan_dense(call).looped_axes)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "blocks", "looped_axes"))
+def _all_heads(operands: Operands, options: Options, blocks: KeyBlocks, looped_axes: int | None) -> OutputAndLse:
+    inputs, rule = scores_of(operands, options)
+    scale = jnp.asarray(options.scale, options.dtype)
+    scale = scale if operands.scale is None else operands.scale
+    query, key, value, *_ = operands
+    return _differentiable(blocks, looped_axes, query, key, value, scale, inputs, rule, operands.cache_scale)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _differentiable(
+    blocks: KeyBlocks,
+    looped_axes: int | None,
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    scale: Float[Array, ""],
+    inputs: ScoreInputs,
+    rule: ScoreRule,
+    cache_scale: Float[Array, "*B S K _"] | None,
+) -> OutputAndLse:
+    arrays = query, key, value, scale, inputs, rule, cache_scale
+    query, key, value, scale, inputs, rule, cache_scale = varying_alike(arrays)
+    queries = split_heads(query, (key.shape[-2], query.shape[-2] // key.shape[-2]))
+    scale = scale.astype(rule.dtype).reshape((1,) * queries.ndim)
+    return to_caller(_mapped(blocks)(queries, key, value, scale, inputs, rule, cache_scale), query.dtype)
+
+
+@_differentiable.defjvp
+def _differentiable_jvp(
+    blocks: KeyBlocks, looped_axes: int | None, primals: tuple, tangents: tuple
+) -> tuple[OutputAndLse, OutputAndLse]:
+    *_, rule, cache_scale = primals  # what these hold has no gradient
+
+    def dense_of(query: Array, key: Array, value: Array, scale: Array, inputs: ScoreInputs) -> OutputAndLse:
+        if cache_scale is not None:
+            key, value = dequantize_cache(key, value, cache_scale, blocks.value_size, rule.dtype)
+        head = head_of(query, key, value, scale, inputs, rule, "flags", rule.dtype)
+        return dense.map_dense_heads(head, query.dtype, looped_axes)
+
+    return jax.jvp(dense_of, primals[:5], tangents[:5])
+
+
+def _mapped(blocks: KeyBlocks) -> Callable[..., Results]:
+    """Returns `_attend` with a rule for `jax.vmap`, which makes the mapped axis one more batch axis.
+
+    Without this rule `jax.vmap` would compute both branches of every `lax.cond`, and visit for each entry as many
+    blocks as the longest one needs.
+    """
+    call = jax.custom_batching.custom_vmap(functools.partial(_attend, blocks))
+
+    @call.def_vmap
+    def one_more_axis(size: int, is_batched: tuple, *operands: Any) -> tuple[Results, Any]:
+        def here(*operands: Any) -> Results:
+            has_queries, *has_keys_and_values = is_batched[:3]
+            has_keys_and_values += jax.tree.leaves(is_batched[-1])
+            if not (size and all(has_keys_and_values)):  # what all share would have to be copied for each
+                axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
+                in_blocks = functools.partial(_attend, blocks._replace(wide=None))
+                return jax.vmap(in_blocks, axes)(*operands)
+            queries, *others = jax.tree.map(lambda x, batched: x if batched else x[None], operands, tuple(is_batched))
+            queries = queries if has_queries else jnp.broadcast_to(queries, (len(others[0]), *queries.shape[1:]))
+            return _mapped(blocks)(queries, *others)
+
+        results = by_mapped_axis(here, operands, tuple(is_batched))
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
+
+
+def _attend(
+    blocks: KeyBlocks,
+    queries: Float[Array, "*B K G T H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    scale: Float[Array, "*#B 1 1 1 1"],
+    inputs: ScoreInputs,
+    rule: ScoreRule,
+    cache_scale: Float[Array, "*B S K _"] | None,
+) -> Results:
+    length, is_narrow, first = key.shape[-3], blocks.dtype != rule.dtype, (0,) * (queries.ndim - 4)
+    scaled = queries.astype(rule.dtype) * scale
+    query, query_scale = (queries.astype(blocks.dtype), scale) if is_narrow else (scaled, None)
+    everything = BatchSlice(first, query, query_scale, key, value, None, 0, inputs, rule, cache_scale)
+    masks, wide = rule.masks_scores(inputs), blocks.wide
+    run, run_wide = (_entries_in_turn if x and x.sequential else _blocks_of_rows for x in (blocks, wide))
+
+    def again() -> Results:
+        part = everything._replace(query=scaled, query_scale=None)
+        if masks:  # else NaN and infinity propagate by themselves, if no product mixes heads
+            flags = nonfinite.flag_rows(scaled)
+            part = part._replace(query=nonfinite.zero_rows(scaled, flags), flags=flags)
+        return run(blocks._replace(block_diagonal=False), part)[0]
+
+    if wide is not None and math.prod(queries.shape[:-1]) * length <= wide.max_scores:
+        most_seen = _seen(blocks, everything, length).mean() > 0.5
+        results, flag = lax.cond(most_seen, lambda: run_wide(wide, everything), lambda: run(blocks, everything))
+    else:
+        results, flag = run(blocks, everything)
+    if masks or blocks.block_diagonal or wide is not None or is_narrow:
+        finite = jnp.isfinite(results[0]).all() & jnp.isfinite(flag).all()
+        results = lax.cond(finite, lambda: results, again)
+    return results
+
+
+def _entries_in_turn(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
+    """Computes `_blocks_of_rows` for one batch entry after another, so that each visits only the blocks it needs."""
+    batch = part.query.shape[:-4]
+
+    def one_entry(i: Int[Array, ""]) -> tuple[Results, Array]:
+        place = jnp.unravel_index(i, batch)
+        arrays = part.query, part.query_scale, part.flags, part.inputs, part.rule
+        query, scale, flags, inputs, rule = _of_entry(arrays, place)
+        own = part._replace(first=place, query=query, query_scale=scale, flags=flags, inputs=inputs, rule=rule)
+        return _blocks_of_rows(blocks, own)
+
+    answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[len(batch) + 1 :]), answers)
+
+
+def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
+    """Takes the batch entry with indices `place` out of every array of `tree`; batch axes stay, with length 1."""
+
+    def own(x: Array) -> Array:
+        for axis, i in enumerate(place):
+            x = x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, i, 1, axis)
+        return x
+
+    return jax.tree.map(own, tree)
+
+
+def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
+    """Computes the `Results` of one block of queries after another, and the `_nonfinite_flag` of all products."""
+    length, axis = part.query.shape[-2], part.query.ndim - 2
+    count = -(-length // blocks.height)
+    if count == 1:
+        return _rows(blocks, part)
+
+    def rows(row: Scalar) -> tuple[Results, Array]:
+        query, flags = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, row, blocks.height, axis), (part.query, part.flags)
+        )
+        return _rows(blocks, part._replace(query=query, flags=flags, row=row))
+
+    # The last block ends at the last query: it computes some queries of the one before again.
+    firsts = np.minimum(np.arange(count) * blocks.height, length - blocks.height)
+    results, flag = lax.map(rows, jnp.asarray(firsts, jnp.int32))
+    again = count * blocks.height - length
+
+    def joined(x: Float[Array, "blocks ..."]) -> Float[Array, "..."]:
+        return jnp.concatenate([*x[:-1], lax.slice_in_dim(x[-1], again, blocks.height, axis=axis)], axis=axis)
+
+    return jax.tree.map(joined, results), flag.sum(0)  # a sum passes NaN on
+
+
+def _rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Array]:
+    """Computes the same as `_blocks_of_rows` for a single block of queries, in a loop over blocks of keys."""
+    heads, dtype = part.query.shape[:-2], part.rule.dtype
+    shape = (*heads, blocks.height)
+    value_size = blocks.value_size or part.value.shape[-1]
+    state = online_softmax.start(shape, value_size, part.inputs.sink, dtype, part.rule.returns_max)
+    nothing = varying_as(part.query, (state, jnp.zeros(heads, dtype)))
+    step = functools.partial(_step, blocks, part)
+    begin, end = _visited(blocks, part, part.key.shape[-3])
+    # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
+    state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
+    return online_softmax.finish(state), flag
+
+
+def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple:
+    """Returns `carry`, the state of the online softmax and the `_nonfinite_flag`, updated by block i of the keys."""
+    length, dtype = part.key.shape[-3], part.query.dtype
+    column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
+    keys, v, scales, flags = _read_block(blocks, part, column)
+
+    def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
+        products, query_scale, scales, inputs, rule, flags, (state, flag) = own
+        products = products if query_scale is None else [x * query_scale for x in products]
+        if scales is not None:
+            products = [x * scale[None, :] for x, scale in zip(products, scales, strict=False)]
+        product = sum(products[1:], products[0])
+        tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets.values, ring=rule.ring)
+        poison = None if flags is None else flags.key_poison()
+        s = rule.tile(product, inputs.cut(tile), tile, poison)
+        if length % blocks.width:  # then it begins with keys of the block before
+            s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
+        row_poison = None if flags is None else flags.row_poison(unmasked=False)
+        state, weights = online_softmax.rescale(state, s, row_poison, dtype if scales is None else None)
+        kept = rule.dropout_multiplier(tile, s.dtype)
+        weights = weights if kept is None else weights * kept
+        weights = weights if scales is None else weights * scales[1][None, :]
+        return state, weights.astype(dtype), _nonfinite_flag(flag, product, rule)
+
+    products = [
+        _key_products(part.query[..., features], k, part.rule, blocks.block_diagonal)
+        for features, k in zip(_scaled_features(blocks), keys, strict=True)
+    ]
+    operands = (products, part.query_scale, scales, part.inputs, part.rule, flags, carry)
+    state, weights, flag = map_heads(one_head, operands, part.query.ndim - 2)
+    of_values = _value_products(weights, v, part.rule, blocks.block_diagonal)
+    return state._replace(output=state.output + of_values), flag
+
+
+def _read_block(
+    blocks: KeyBlocks, part: BatchSlice, column: Scalar
+) -> tuple[list[Array], Array, list[Array] | None, NonfiniteFlags | None]:
+    """Reads a block of keys (split by `_scaled_features`), values, scales [*B, K, 1, s] or None, and flags or None."""
+    groups, scale, flags = (part.key.shape[-2], 1), None, None
+    read = functools.partial(_block, part=part, column=column, width=blocks.width)
+    keys = [read(part.key, features, dtype=part.query.dtype) for features in _scaled_features(blocks)]
+    v = read(part.value, slice(None), dtype=part.query.dtype) if blocks.value_size is None else keys[1]
+    if part.cache_scale is not None:
+        scale = read(part.cache_scale, slice(None), dtype=part.rule.dtype)
+    if part.flags is not None:
+        if scale is None:
+            keys[0], v, of_keys = nonfinite.zero_keys(keys[0], v)
+        else:  # numbers in 8 bits are finite; if a key or value was not, a scale is NaN
+            of_keys = nonfinite.flag_rows(scale)
+            scale = nonfinite.zero_rows(scale, of_keys)
+        flags = NonfiniteFlags(part.flags, vectors_by_head(of_keys, groups))
+    if scale is None:
+        return keys, v, None, flags
+    # Without the barrier XLA's CPU would read every second number again wherever a scale is used.
+    scales = lax.optimization_barrier([vectors_by_head(scale[..., i], groups) for i in (0, 1)])
+    return keys, v, scales, flags
+
+
+def _scaled_features(blocks: KeyBlocks) -> list[slice]:
+    """Returns a slice of the keys' features for each scale: all, or those after the first `value_size`, then these."""
+    number = blocks.value_size
+    return [slice(None)] if number is None else [slice(number, None), slice(number)]
+
+
+def _block(
+    x: Shaped[Array, "*B S K F"], features: slice, part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
+) -> Float[Array, "*B s K f"]:
+    """Reads `width` keys, values or scales from `column` on, of the batch entries in `part`, unscaled, as `dtype`."""
+    bits = BITS.get(x.dtype.name)
+    bits = bits if bits and platform() == "cpu" else None
+    has_8_bits = x.dtype.itemsize == 1
+    batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
+
+    def convert(block: Array) -> Array:
+        return as_floats(block, dtype) if has_8_bits else lax.bitcast_convert_type(block, x.dtype).astype(dtype)
+
+    if width == length and batch == x.shape[:-3] and not (has_8_bits and bits):
+        return convert(x[..., features])
+    start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
+    shape = (*batch, width, num_heads, size)
+
+    def read() -> Array:
+        block = x if bits is None else lax.bitcast_convert_type(x, bits)
+        return convert(lax.dynamic_slice(block, start, shape, allow_negative_indices=False)[..., features])
+
+    if bits is None:
+        return read()
+    # XLA's CPU converts an array before it cuts a part out, and so would convert all keys before the loop. It moves
+    # nothing out of a branch of `lax.cond`, if it does not know that this branch is always taken.
+    nothing = varying_as(x, jnp.zeros(shape, dtype)[..., features])
+    always = lax.optimization_barrier(start[-3]) >= 0
+    return lax.cond(always, read, lambda: nothing)
+
+
+def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], rule: ScoreRule) -> Float[Array, ""]:
+    """Updates the flag `before` of earlier blocks: not finite if a product is not finite and the output may hide it.
+
+    NaN and infinity make the output NaN. Minus infinity leaves no trace in the output: its weight is 0, although a
+    query or key that is not finite should make the output NaN. A soft cap or a `score_mod` may hide all three.
+    """
+    if rule.soft_cap is None and rule.score_mod is None:
+        # XLA's CPU loses the -inf of a minimum if there is NaN, too, as of an infinite query and a slot of zeros.
+        return jnp.where(jnp.any(jnp.isinf(products)), jnp.full_like(before, jnp.inf), before)
+    return before + jnp.sum(products * 0)
+
+
+def _visited(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> tuple[Scalar, Scalar]:
+    """Finds the first block of keys in which some query may see a key, and the end, one past the last such block."""
+    some = _seen(blocks, part, num_keys)
+    some = some.any(range(some.ndim - 1))
+    before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
+    return before, jnp.where(some.any(), some.size - after, 0)
+
+
+def _seen(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> Bool[Array, "*#B #K #G count"]:
+    """Computes for each of the `count` blocks of keys whether some query may see a key in it."""
+    rule, count = part.rule, -(-num_keys // blocks.width)
+    if rule.ring is not None:  # the whole ring, or the slots written so far
+        newest = jnp.asarray(rule.offsets.values[1])
+        return jax.vmap(lambda first: first <= newest, out_axes=-1)(
+            jnp.arange(count, dtype=newest.dtype) * blocks.width
+        )
+    mask = _bounds(rule.mask)
+    if mask is None:
+        return jnp.ones((count,), bool)
+
+    def one_head(own: tuple) -> Bool[Array, " count"]:
+        mask, offsets = own
+        first, first_key = offsets.values
+        grid = Grid((1, count), (blocks.height, blocks.width), (first + part.row, first_key))
+        return jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
+
+    return map_heads(one_head, (mask, rule.offsets), part.query.ndim - 2)
+
+
+def _bounds(mask: Mask | None) -> Mask | None:
+    """Returns the causal, window and length masks among those that `mask` combines by `&`; None if there are none."""
+    if isinstance(mask, And):
+        left, right = _bounds(mask.left), _bounds(mask.right)
+        return left if right is None else right if left is None else And(left, right)
+    return mask if isinstance(mask, CausalMask | LocalMask | LengthMask) else None
+
+
+def _key_products(
+    query: Float[Array, "*B K G t H"], key: Float[Array, "*B s K H"], rule: ScoreRule, block_diagonal: bool
+) -> Float[Array, "*B K G t s"]:
+    """Computes products of queries and keys, by one matrix product for all heads if `block_diagonal`."""
+    *batch, num_heads, _, _, size = query.shape
+
+    def product(pair: tuple[Array, Array]) -> Array:
+        query, key = pair
+        if query.dtype != rule.dtype:  # of 16 bits
+            return rule.dot(query, key, transpose_b=True)
+        # In the other order, or without the barrier, XLA would transpose the keys.
+        return lax.optimization_barrier(rule.dot(key, query, transpose_b=True)).T
+
+    if not block_diagonal:
+        return map_heads(product, (query, split_heads(key, (num_heads, 1))), len(batch) + 2)
+    rows = jnp.where(_same_head(num_heads)[..., None], query[..., None, :], 0)
+    rows = rows.reshape(*batch, math.prod(query.shape[-4:-1]), num_heads * size)  # of no features, too
+    products = map_heads(product, (rows, key.reshape(*key.shape[:-2], num_heads * size)), len(batch))
+    return products.reshape(*query.shape[:-1], -1)
+
+
+def _value_products(
+    weights: Float[Array, "*B K G t s"], value: Float[Array, "*B s K Hv"], rule: ScoreRule, block_diagonal: bool
+) -> Float[Array, "*B K G t Hv"]:
+    """Computes sums of the weighted values, by one matrix product for all heads if `block_diagonal`."""
+    *batch, num_heads, _, _, length = weights.shape
+
+    def product(pair: tuple[Array, Array]) -> Array:
+        return rule.dot(*pair)
+
+    if not block_diagonal:
+        return map_heads(product, (weights, split_heads(value, (num_heads, 1))), len(batch) + 2)
+    of_all = map_heads(product, (weights.reshape(*batch, -1, length), value.reshape(*value.shape[:-2], -1)), len(batch))
+    of_all = of_all.reshape(*weights.shape[:-1], num_heads, -1)
+    return jnp.where(_same_head(num_heads)[..., None], of_all, 0).sum(-2)
+
+
+def _same_head(num_heads: int) -> Bool[Array, "K 1 1 K"]:
+    """Makes an array that is True where the key heads on its first and its last axis are the same."""
+    return jnp.eye(num_heads, dtype=bool)[:, None, None, :]

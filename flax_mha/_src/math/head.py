@@ -1,0 +1,281 @@
+"""Converts a call to the layout of one head, and maps functions of one head over batch and heads (`map_heads`).
+
+In the layout of one head, every array of a call is [B..., K | 1, G | 1, part of one head]: B are the batch axes, K the
+key and value heads, G = N / K the query heads that share a key head (head n has key head n // G). Along an axis of
+length 1, all share one entry.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from flax_mha._src import guard as nonfinite
+from flax_mha._src.call.operands import Call, HeadIds, Operands, Options, OutputAndLse
+from flax_mha._src.core.tile import Offsets, Tile
+from flax_mha._src.core.tracing import being_traced
+from flax_mha._src.guard import Guard, NonfiniteFlags
+from flax_mha._src.math.scores import ScoreInputs, ScoreRule
+from flax_mha.masks import Mask
+
+AnyArray = TypeVar("AnyArray", Array, np.ndarray)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The operands of one head, or with leading axes [B..., K, G] those of all heads."""
+
+    query: Float[Array, "... T H"]  # scaled, or to be scaled by `rule.scale`
+    key: Float[Array, "... S H"]
+    value: Float[Array, "... S Hv"]
+    inputs: ScoreInputs
+    rule: ScoreRule
+    nonfinite: NonfiniteFlags | None  # flags of queries and keys that were not finite; None unless the guard is "flags"
+
+    @property
+    def whole(self) -> Tile:
+        """The tile that holds all scores of the head."""
+        shape = (self.query.shape[0], self.key.shape[0])
+        return Tile(0, 0, shape, self.rule.offsets.values, ring=self.rule.ring)
+
+
+def heads_of(
+    operands: Operands, options: Options, guard: Guard, dtype: DTypeLike, stored: DTypeLike | None = None
+) -> Head:
+    """Converts the operands of a call to the layout of one head.
+
+    `guard` selects how NaN and infinity are treated, see `nonfinite.Guard`. `dtype` is that of matrix products: query,
+    key and value are converted to it, or to `stored`, if given, when the caller rounds them to `dtype` later.
+    """
+    inputs, rule = scores_of(operands, options)
+    scale = options.scale if operands.scale is None else operands.scale
+    return head_of(operands.query, operands.key, operands.value, scale, inputs, rule, guard, dtype, stored)
+
+
+def head_of(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    scale: Float[Array, ""] | float,
+    inputs: ScoreInputs,
+    rule: ScoreRule,
+    guard: Guard,
+    dtype: DTypeLike,
+    stored: DTypeLike | None = None,
+) -> Head:
+    """Makes a `Head` of query, key and value as `heads_of` does; `inputs` and `rule` have the layout of one head."""
+    groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
+    stored = dtype if stored is None else stored
+    query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
+    scale = scale if isinstance(scale, float) else scale.astype(wide)
+    flags, is_known = None, isinstance(scale, float)
+    if guard == "nan" and not is_known:  # NaN would reach the scale's gradient
+        guard = "flags"
+    if not rule.masks_scores(inputs):
+        guard = "unchanged"
+    elif guard == "nan":
+        query, key, value = nonfinite.mark_by_nan(query, scale, key, value)  # type: ignore[arg-type]  # a number
+    elif guard != "unchanged":
+        of_queries = nonfinite.flag_rows(query * scale, guard == "flags and scales")
+        query = nonfinite.zero_rows(query, of_queries)
+        key, value, of_keys = nonfinite.zero_keys(key, value, guard == "flags and scales")
+        flags = NonfiniteFlags(
+            vectors_by_head(of_queries, groups), vectors_by_head(of_keys, (groups[0], 1)).astype(wide)
+        )
+    if isinstance(scale, float) and dtype != wide:  # scaling before the product would round the query
+        rule = dataclasses.replace(rule, scale=scale)
+    elif guard == "unchanged" and rule.masks_scores(inputs) and not is_known:  # keeps NaN from the scale's gradient
+        is_finite = lax.is_finite(query)
+        query = jnp.where(is_finite, jnp.where(is_finite, query, jnp.zeros_like(query)) * scale, jnp.nan)
+    else:
+        query = query * scale
+    queries = split_heads(query.astype(stored), groups)
+    keys, values = (split_heads(x, (groups[0], 1)) for x in (key, value))
+    return Head(queries, keys, values, inputs, rule, flags)
+
+
+def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
+    """Makes the score inputs and the score rule of a call, in the layout of one head."""
+    num_heads, num_kv_heads = operands.query.shape[-2], operands.key.shape[-2]
+    groups, rank = (num_kv_heads, num_heads // num_kv_heads), operands.query.ndim - 3
+    convert = functools.partial(by_head, batch_rank=rank, groups=groups)
+    mask = operands.mask
+    inputs = ScoreInputs(
+        bias=None if operands.bias is None else convert(operands.bias, "B N T S"),
+        sink=None if operands.sinks is None else convert(operands.sinks, "B N").astype(options.dtype),
+        captured=[convert(x, "") for x in operands.captured],
+    )
+    ids = zip(head_ids(operands, options), ("B", "N", "B N words"), strict=True)
+    batch, head, seed = (None if x is None else convert(x, axes) for x, axes in ids)
+    rule = ScoreRule(
+        mask=mask.map_arrays(convert) if mask is not None and jax.tree.leaves(mask) else mask,
+        offsets=jax.tree.map(lambda x: convert(x, "B"), operands.offsets),
+        dropout_seed=seed,
+        batch=batch,
+        head=head,
+        constants=[convert(x, "") for x in operands.constants],
+        dtype=options.dtype,
+        soft_cap=options.soft_cap,
+        score_mod=options.score_mod,
+        dropout_rate=options.dropout_rate,
+        precision=options.precision,
+        ring=operands.key.shape[-3] if options.ring else None,
+        returns_max=options.return_max_score,
+    )
+    return inputs, rule
+
+
+def head_ids(operands: Operands, options: Options) -> HeadIds:
+    """Makes the indices of batch entries and heads for `score_mod`, and two random words per head to seed dropout."""
+    if operands.head_ids is not None:
+        return operands.head_ids
+    batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
+    entry = head = seed = None
+    if options.score_mod is not None:
+        entry = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
+        head = jnp.arange(num_heads, dtype=jnp.int32)
+    if operands.dropout_rng is not None:
+        shape = (1,) * (len(batch) + 1) if options.broadcast_dropout else (*batch, num_heads)
+        seed = jax.random.bits(operands.dropout_rng, (*shape, 2), jnp.uint32)
+    return HeadIds(entry, head, seed)
+
+
+def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) -> AnyArray:
+    """Converts an array [B..., N | 1, part], of which any axes may be missing, to the layout of one head.
+
+    `axes` are its axis names as in `masks/base.py`, for example "B N T S"; `batch_rank` is the number of batch axes,
+    `groups` are K and G.
+    """
+    names = axes.split()
+    batch = batch_rank if "B" in names else 0
+    head = groups if "N" in names and x.shape[batch] != 1 else (1, 1)
+    part = x.shape[batch + ("N" in names) :]
+    return x.reshape(*(x.shape[:batch] if batch else (1,) * batch_rank), *head, *part)
+
+
+def mask_by_head(mask: Mask, batch_rank: int, groups: tuple[int, int]) -> Mask:
+    return mask.map_arrays(functools.partial(by_head, batch_rank=batch_rank, groups=groups))
+
+
+def split_heads(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[Array, "*B K G L F"]:
+    """Splits the heads of queries, or of keys and values with groups (K, 1), and moves them before the length."""
+    x = jnp.moveaxis(x, -2, -3)
+    return x.reshape(*x.shape[:-3], *groups, *x.shape[-2:])
+
+
+def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float[Array, "*B K G L"]:
+    """Splits and moves the heads as `split_heads` does, for an array with one number for each position and head."""
+    rank = x.ndim - 2
+    x = lax.transpose(x, (*range(rank), rank + 1, rank))
+    return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))
+
+
+def to_caller(
+    results: tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None],
+    dtype: DTypeLike,
+) -> OutputAndLse:
+    """Converts output, log-sum-exp and largest scores (or None) to the caller's layout, and the output to `dtype`."""
+    output, lse, largest = results
+    output, lse = join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
+    return (output, lse) if largest is None else (output, lse, join_heads(largest[..., None])[..., 0])
+
+
+def from_caller(
+    output: Float[Array, "*B T N Hv"], lse: Float[Array, "*B T N"], groups: tuple[int, int]
+) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
+    """Converts output and log-sum-exp to the layout of one head, both in the dtype of the latter."""
+    return split_heads(output.astype(lse.dtype), groups), vectors_by_head(lse, groups)
+
+
+def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
+    """Inverts `split_heads`."""
+    x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
+    return jnp.moveaxis(x, -3, -2)
+
+
+def map_heads(
+    one_head: Callable[[Any], Any], operands: Any, axes: int, looped_axes: int = 0, max_vmapped: int | None = None
+) -> Any:
+    """Maps `one_head` over batch entries and heads, the first `axes` axes of every array.
+
+    Each of these axes has its full size, or 1: then all heads share one entry, which is never repeated, and whose
+    gradient is the sum over these heads. The first `looped_axes` axes are looped over (`lax.map`), the others are
+    vmapped.
+
+    Args:
+      one_head: A function of a pytree of arrays.
+      operands: Pytree of arrays [axes..., part of one head].
+      axes: The number of leading axes to map over.
+      looped_axes: How many of these to loop over.
+      max_vmapped: The most heads to vmap at a time, in a loop over groups of heads; None means all.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    is_mapped = [[leaf.shape[axis] != 1 for leaf in leaves] for axis in range(axes)]  # by axis and array
+    sizes = [next((leaf.shape[axis] for leaf in leaves if leaf.shape[axis] != 1), 1) for axis in range(axes)]
+    mapped = [_squeezed(x, tuple(axis for axis in range(axes) if x.shape[axis] == 1)) for x in leaves]
+
+    def run(leaves: list) -> Any:
+        return one_head(jax.tree.unflatten(tree, leaves))
+
+    for axis in reversed(range(axes)):
+        if not any(is_mapped[axis]):
+            continue
+        inner = math.prod(sizes[axis + 1 :])
+        group = 1 if axis < looped_axes else sizes[axis] if max_vmapped is None else max_vmapped // max(inner, 1)
+        if group < sizes[axis]:
+            group = next(n for n in range(max(group, 1), 0, -1) if sizes[axis] % n == 0)
+        if axis >= looped_axes and group >= sizes[axis]:
+            run = jax.vmap(run, ([0 if flag else None for flag in is_mapped[axis]],))
+        else:
+            run = functools.partial(_loop, run, is_mapped[axis], group)
+    unit = tuple(axis for axis in range(axes) if not any(is_mapped[axis]))
+    return jax.tree.map(lambda x: lax.expand_dims(x, unit), run(mapped))
+
+
+def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves: list) -> Any:
+    """Loops `run(leaves)` over the first axis of the mapped leaves, `group` entries at a time."""
+
+    def entry(mapped: list) -> Any:
+        following = iter(mapped)
+        return run([next(following) if flag else leaf for leaf, flag in zip(leaves, is_mapped, strict=True)])
+
+    mapped = [leaf for leaf, flag in zip(leaves, is_mapped, strict=True) if flag]
+    return lax.map(entry, mapped, batch_size=None if group == 1 else group)
+
+
+def one_of(operands: Any, place: tuple[int, ...]) -> Any:
+    """Selects the operands of the head with the indices `place` along the leading axes."""
+    return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)
+
+
+def _squeezed(x: Array | np.ndarray, axes: tuple[int, ...]) -> Array | np.ndarray:
+    return np.squeeze(x, axes) if isinstance(x, np.ndarray) else lax.squeeze(x, axes)
+
+
+def numbers_as_arrays(call: Call) -> Call:
+    """Converts the scale and nonzero offsets to arrays, so that new values of them do not cause recompilation.
+
+    While an outer `jit` is tracing, they stay Python numbers: that program is compiled anyway, and constants make it
+    faster. Offsets of 0 always stay numbers, so that the tiles to visit can be computed at trace time.
+    """
+    if being_traced():
+        return call
+    operands, options = call
+    offsets = Offsets.of(
+        *(jnp.asarray(x, jnp.int32) if isinstance(x, int) and x else x for x in operands.offsets.values)
+    )
+    scale = operands.scale
+    if scale is None:
+        scale = jnp.asarray(options.scale, options.dtype)
+    rank = operands.query.ndim - 3
+    offsets = jax.tree.map(lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape), offsets)
+    return Call(operands._replace(offsets=offsets, scale=scale), options._replace(scale=1.0))

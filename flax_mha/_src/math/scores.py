@@ -1,0 +1,284 @@
+"""Computes the scores of a tile of one head from its products of queries and keys: `ScoreRule`."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from flax_mha._src.call.operands import accumulation_dtype
+from flax_mha._src.core.tile import Offsets, Tile
+from flax_mha._src.core.tracing import any_varies
+from flax_mha._src.core.user_function import TracedFunction
+from flax_mha._src.guard import NonfiniteFlags
+from flax_mha._src.math.derivatives import reverse_only
+from flax_mha._src.math.threefry import random_words
+from flax_mha.masks import Mask
+
+
+class ScoreInputs(NamedTuple):
+    """The arrays of a head, besides query and key, that enter the scores and get gradients."""
+
+    bias: Float[Array, "... T S"] | None
+    sink: Float[Array, "..."] | None
+    captured: list[Array]
+
+    def cut(self, tile: Tile) -> "ScoreInputs":
+        """Cuts out the tile's part, in float32 at least, so that gradients of tiles are summed in float32, too."""
+        bias = self.bias
+        if bias is not None:
+            bias = tile.cut(bias).astype(accumulation_dtype(bias.dtype))
+        return self._replace(bias=bias)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScoreRule:
+    """The rule of one head that makes scores from products: scale, soft cap, `score_mod`, bias, mask; and dropout.
+
+    Its arrays, like those of masks, have leading axes for batch and heads until `map_heads` has mapped them.
+    """
+
+    mask: Mask | None  # None masks nothing, as for tiles that are visible throughout
+    offsets: Offsets  # positions of the first query and the first key
+    dropout_seed: UInt32[Array, "... 2"] | None  # two random words, or None without dropout
+    batch: Int[Array, "..."] | None  # index of the batch entry (flattened), for `score_mod`
+    head: Int[Array, "..."] | None  # index of the head, for `score_mod`
+    constants: list[Array]  # arrays that `score_mod` captures and that get no gradient
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of scores and sums, float32 or float64
+    soft_cap: float | None = dataclasses.field(metadata={"static": True})  # c in c * tanh(s / c)
+    score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
+    dropout_rate: float = dataclasses.field(metadata={"static": True})  # share of the weights that are dropped
+    precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})  # of matrix products
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})  # of products with unscaled queries
+    ring: int | None = dataclasses.field(default=None, metadata={"static": True})  # slots of a ring cache, see `Tile`
+    returns_max: bool = dataclasses.field(default=False, metadata={"static": True})  # the largest score of each row
+
+    def masks_scores(self, inputs: ScoreInputs) -> bool:
+        """Returns whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
+        return self.mask is not None or inputs.bias is not None or self.score_mod is not None
+
+    def products(self, query: Float[Array, "t H"], key: Float[Array, "s H"]) -> Float[Array, "t s"]:
+        products = self.dot(query, key, transpose_b=True)
+        return products if self.scale == 1.0 else products * self.scale
+
+    def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
+        """Computes a @ b, or a @ b.T, from operands in the narrower of their dtypes, summed in float32 at least."""
+        narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+        contract = ((1,), (1 if transpose_b else 0,))
+        return lax.dot_general(
+            a.astype(narrow),
+            b.astype(narrow),
+            (contract, ((), ())),
+            precision=self.precision,
+            preferred_element_type=self.dtype,
+        )
+
+    def tile_scores(
+        self,
+        query: Float[Array, "t H"],
+        key: Float[Array, "s H"],
+        inputs: ScoreInputs,
+        tile: Tile,
+        flags: NonfiniteFlags | None,
+    ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
+        """Computes a tile's scores and, if there are `flags`, row poison (`nonfinite.py`); `inputs` are the head's."""
+        products, poison, row_poison = self.products(query, key), None, None
+        if flags is not None:
+            # Without poison in the scores, XLA's CPU can fuse the product with the row maximum.
+            masks = self.masks_scores(inputs)
+            poison, row_poison = flags.key_poison() if masks else None, flags.row_poison(not masks)
+        return self.tile(products, inputs.cut(tile), tile, poison), row_poison
+
+    def weigh(self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile) -> Float[Array, "t Hv"]:
+        """Computes the sums of a tile's values, weighted by `weights` after dropout."""
+        return self.dot(times(weights, self.dropout_multiplier(tile, weights.dtype)), value)
+
+    def tile(
+        self,
+        products: Float[Array, "t s"],
+        inputs: ScoreInputs,
+        tile: Tile,
+        poison: Float[Array, "#t #s"] | None = None,
+        fused: bool = False,
+    ) -> Float[Array, "t s"]:
+        """Computes the scores of one tile, -inf where masked, from products of scaled queries and keys.
+
+        `inputs` are those of the tile (`ScoreInputs.cut`); `poison` is added to visible scores, see `nonfinite.py`.
+        With `fused`, XLA's CPU backend can fuse the mask with the product before and the softmax after it, but no
+        masked product may be NaN, and nothing may be differentiated.
+        """
+        scores, visible = self.unmasked_scores(products, inputs, tile, poison, fused)
+        if visible is None:
+            return scores
+        if fused and self.score_mod is None:  # XLA's CPU fuses a minimum with the product before it, not a selection
+            return jnp.minimum(scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype))
+        return jnp.where(visible, scores, -jnp.inf)
+
+    def unmasked_scores(
+        self,
+        products: Float[Array, "t s"],
+        inputs: ScoreInputs,
+        tile: Tile,
+        poison: Float[Array, "#t #s"] | None = None,
+        fused: bool = False,
+    ) -> tuple[Float[Array, "t s"], Bool[Array, "#t #s"] | None]:
+        """Computes the scores of one tile, arbitrary where masked, and where they are visible, None if everywhere.
+
+        The arguments are those of `tile`.
+        """
+        visible = None if self.mask is None else self.mask.tile(tile)
+        if inputs.bias is not None:
+            visible = _both(visible, inputs.bias != -jnp.inf)
+        fused = fused and self.score_mod is None
+        if visible is not None and not fused and (self.soft_cap is not None or self.score_mod is not None):
+            products = self.zero_masked(products, visible)
+        scores = self._cap(products)
+        if self.score_mod is not None:
+            scores = self.apply_score_mod(scores, inputs, tile)
+            visible = _both(visible, scores != -jnp.inf)
+        if inputs.bias is not None:
+            shown = jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias))  # type: ignore[arg-type]  # with a bias
+            scores = scores + shown.astype(scores.dtype)
+        return scores if poison is None else scores + poison, visible
+
+    def zero_masked(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
+        """Replaces masked products by 0, because they may be infinite, and a derivative there NaN."""
+        return jnp.where(visible, products, jnp.zeros_like(products))
+
+    def apply_score_mod(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
+        one = jax.vmap(jax.vmap(self._one_score(inputs.captured), (0, None, 0)), (0, 0, None))
+        return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
+
+    @property
+    def has_finite_derivatives(self) -> bool:
+        """True if derivatives are finite at masked scores as well."""
+        return self.score_mod is None or (self.score_mod.derivative_is_finite and self.soft_cap is None)
+
+    def differentiable_tile(
+        self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
+    ) -> Float[Array, "t s"]:
+        """Computes the same as `tile`; its derivatives are finite if those of all visible scores are.
+
+        A captured array's derivative is a sum over all scores, to which masked ones contribute 0 times the derivative
+        of `score_mod`. That is NaN where the function has no derivative, as log1p(q_idx - kv_idx) if kv_idx is larger.
+        So the product and position of each masked score are replaced by those of a visible score of the tile, whose
+        derivative is in the sum anyway.
+        """
+        if self.has_finite_derivatives or not products.size:
+            return self.tile(products, inputs, tile)
+        fixed_products, fixed_inputs = lax.stop_gradient((products, inputs))
+        visible = self.tile(fixed_products, fixed_inputs, tile) != -jnp.inf
+        row, column = jnp.unravel_index(jnp.argmax(visible), visible.shape)
+        rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
+        columns = jnp.where(visible, tile.key_positions, tile.key_positions[0, column])
+        products = jnp.where(visible, products, fixed_products[row, column])
+        is_empty = ~visible.any()
+        captured = [jnp.where(is_empty, lax.stop_gradient(x), x) for x in inputs.captured]
+        one = jax.vmap(jax.vmap(self._one_score(captured)))
+        scores = one(self._cap(products), rows, columns)
+        if inputs.bias is not None:
+            scores = scores + jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias)).astype(scores.dtype)
+        return jnp.where(visible, scores, -jnp.inf)
+
+    def tile_vjp(
+        self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
+    ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
+        """Computes the scores of a tile, and the function from their cotangents to those of products and `inputs`.
+
+        If the gradient of a captured array is not finite, it is computed again by `differentiable_tile`.
+        """
+        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
+        if self.score_mod is None:
+            return scores, pull
+
+        def pull_safely(d_scores: Float[Array, "t s"]) -> tuple[Array, ScoreInputs]:
+            d_products, d_inputs = pull(d_scores)
+            d_products = jnp.where(scores == -jnp.inf, jnp.zeros_like(d_products), d_products)
+            if not d_inputs.captured or self.score_mod.derivative_is_finite:  # type: ignore[union-attr]
+                return d_products, d_inputs
+            finite = functools.reduce(operator.and_, (jnp.isfinite(x).all() for x in d_inputs.captured))
+            if any_varies((finite,)):  # inside jax.shard_map, where jax cannot batch the other branch
+                captured = [jnp.where(finite, *pair) for pair in zip(d_inputs.captured, safe(d_scores), strict=True)]
+            else:
+                captured = lax.cond(finite, lambda: d_inputs.captured, lambda: safe(d_scores))
+            return d_products, d_inputs._replace(captured=captured)
+
+        def safe(d_scores: Float[Array, "t s"]) -> list[Array]:
+            _, pull = jax.vjp(lambda p: self.differentiable_tile(products, p, tile), inputs)
+            return pull(d_scores)[0].captured
+
+        return scores, pull_safely
+
+    def _cap(self, products: Float[Array, "t s"]) -> Float[Array, "t s"]:
+        return products if self.soft_cap is None else self.soft_cap * jnp.tanh(products / self.soft_cap)
+
+    def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
+        """Returns `score_mod` as a function of one score, its query position and its key position alone."""
+        error, mod = self.forward_mode_error, self.score_mod
+        guard = functools.partial(reverse_only, error=error) if error else lambda x: x
+        arrays = [*map(guard, captured), *self.constants]
+        return lambda score, row, column: mod(arrays, guard(score), self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
+
+    @property
+    def forward_mode_error(self) -> str | None:
+        """The error message if scores have no derivatives in forward mode, else None."""
+        if self.score_mod is None or not self.score_mod.has_custom_vjp:
+            return None
+        return (
+            f"{self.score_mod.name} must support forward mode for jax.jvp, jax.linearize and jax.hessian, but it calls "
+            "a function with a jax.custom_vjp; use a jax.custom_jvp instead."
+        )
+
+    def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "t s"] | None:
+        """Computes the factors by which dropout multiplies the weights of a tile, from seed and positions alone.
+
+        Threefry maps a counter, made of query position // 2 and key position, to two random words: the first is for
+        the query at the even position, the second for the one at the odd position. None without dropout.
+        """
+        return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
+
+    def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
+        """Computes `dropout_multiplier` elementwise: each query computes both words and uses one, without reshaping."""
+        if self.dropout_seed is None:
+            return None
+        rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))
+        first, second = (lax.bitcast_convert_type(word, jnp.int32) for word in self.dropout_seed)
+        even, odd = random_words((first, second), (lax.shift_right_arithmetic(rows, jnp.int32(1)), columns))
+        return self._factors(lax.bitcast_convert_type(jnp.where((rows & 1) == 1, odd, even), jnp.uint32), dtype)
+
+    def _factors(self, words: UInt32[Array, "t s"], dtype: DTypeLike) -> Float[Array, "t s"]:
+        dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
+        return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
+
+    def _words_by_pairs(self, tile: Tile) -> UInt32[Array, "t s"]:
+        """Computes a random word for each weight of a tile; a counter gives two, one for each query of a pair."""
+        (height, width), (query_offset, _) = tile.shape, tile.offsets
+        first = jnp.asarray(tile.row + query_offset, jnp.int32)
+        # If the offset is a number, tiles begin at even rows. (`decode.py` begins at odd ones only over a cache, whose
+        # offsets are arrays.) So only an odd offset can separate the two queries of a counter.
+        is_even = isinstance(query_offset, int) and query_offset % 2 == 0
+        pairs = -(-height // 2) if is_even else height // 2 + 1
+        pair = lax.shift_right_arithmetic(first, jnp.int32(1)) + lax.broadcasted_iota(jnp.int32, (pairs, width), 0)
+        column = jnp.broadcast_to(tile.key_positions, (pairs, width))
+        counters = jnp.concatenate([pair.ravel(), column.ravel()]).astype(jnp.uint32)
+        words = jax.extend.random.threefry_2x32(self.dropout_seed, counters)
+        words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1).reshape(2 * pairs, width)
+        return words[:height] if is_even else lax.dynamic_slice_in_dim(words, first & 1, height, 0)
+
+
+def times(weights: Float[Array, "t s"], dropout: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
+    """Multiplies weights by `ScoreRule.dropout_multiplier`, or returns them unchanged without dropout."""
+    return weights if dropout is None else weights * dropout
+
+
+def _both(a: Bool[Array, "#t #s"] | None, b: Bool[Array, "#t #s"]) -> Bool[Array, "#t #s"]:
+    return b if a is None else a & b

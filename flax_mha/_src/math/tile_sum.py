@@ -1,0 +1,273 @@
+"""Sums over the tiles of one head, with derivatives of every order in memory O(T + S).
+
+A *tile sum* calls a function for each tile with the tile's parts of its arguments, and adds the results to the tile's
+parts of the outputs. It is linear in some arguments. Its tangent is a tile sum of the function's tangent, and its
+transpose is a tile sum of the transposed function. So all derivatives visit the same tiles, and hold the scores of one
+tile at a time.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+from flax_mha._src.call.operands import accumulation_dtype
+from flax_mha._src.core.tile import Scalar, Tile
+from flax_mha._src.core.tracing import varying_as
+from flax_mha._src.math.derivatives import Function, differentiate
+from flax_mha._src.math.scores import ScoreRule
+from flax_mha._src.math.tiling import BlockMask, TileBand, Tiling, padded_mask
+
+T = TypeVar("T")
+
+# How a tile's part is cut out of an array. "queries": the rows [t, F] of [T, F]; "queries transposed": the same rows as
+# [F, t]. "keys": the columns [s, F] of [S, F]; "keys transposed": the columns [F, s] of [F, S]. "scores": the tile
+# itself, of [T | 1, S | 1]. "whole": all of it.
+Kind = Literal["queries", "queries transposed", "keys", "keys transposed", "scores", "whole"]
+
+
+class Argument(NamedTuple):
+    """The kind, shape and dtype of an argument or an output of a tile sum; an output is multiplied by `factor`."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, kinds: Iterable[Any], arrays: Iterable[Array]) -> "tuple[Argument, ...]":
+        return tuple(cls(kind, x.shape, x.dtype) for kind, x in zip(kinds, arrays, strict=True))
+
+    def start(self, height: int | None = None) -> Array:
+        """Makes zeros to sum an output in or, given a `height`, its part for a row of tiles of this height.
+
+        The zeros for kind "keys" are transposed: a CPU multiplies matrices faster if the result is wide, [F, s].
+        """
+        shape = self.shape if height is None else (height, self.shape[1])
+        shape = shape[::-1] if self.kind in ("queries transposed", "keys") else shape
+        return jnp.zeros(shape, accumulation_dtype(jnp.dtype(self.dtype)))
+
+    def finish(self, total: Array) -> Array:
+        """Converts a sum that began with `start` to the output."""
+        total = total.T if self.kind in ("queries transposed", "keys") else total
+        return (total if self.factor == 1.0 else total * self.factor).astype(self.dtype)
+
+
+class TileVisit(NamedTuple):
+    """A tile to compute, which begins `first` rows below the top of its row of tiles."""
+
+    first: int
+    tile: Tile
+
+    def rows(self, x: Array, axis: int = 0) -> Array:
+        """Cuts the tile's rows out of an array that holds its row of tiles along `axis`."""
+        height = self.tile.shape[0]
+        return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
+
+    def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
+        """Replaces the tile's rows by `part`, in an array that holds its row of tiles along `axis`."""
+        return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
+
+    def cut(self, kind: Kind, x: Array) -> Array:
+        """Cuts the tile's part out of an argument, which holds only the tile's row of tiles if `kind` is "queries"."""
+        axis = int(kind.endswith("transposed"))
+        if kind.startswith("queries"):
+            return self.rows(x, axis)
+        if kind.startswith("keys"):
+            return self.tile.cut_columns(x, axis)
+        return self.tile.cut(x) if kind == "scores" else x
+
+    def add(self, kind: Kind, x: Array, part: Array) -> Array:
+        """Adds the tile's `part` to a sum `x`, which is one row of tiles for kind "queries", and [F, S] for "keys"."""
+        part, axis = part.astype(x.dtype), int(kind.endswith("transposed"))
+        if kind.startswith("queries"):
+            return self.put_rows(x, self.rows(x, axis) + part, axis)
+        if kind.startswith("keys"):
+            part = part if axis else part.T
+            return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
+        return self.tile.add(x, part) if kind == "scores" else x + part
+
+
+class TileSummand(NamedTuple):
+    """A function of one tile, to be summed over tiles."""
+
+    # `compute(rule, tile, residuals, linear, is_safe)` returns the tile's parts of the outputs, from its parts of the
+    # arguments. It is differentiated with `is_safe`, for which see `ScoreRule.differentiable_tile`.
+    compute: Callable[..., Sequence[Array]]
+    residuals: tuple[Argument, ...]  # the arguments in which it is not linear
+    linear: tuple[Argument, ...]  # the arguments in which it is linear
+    outputs: tuple[Argument, ...]
+
+    def jvp(self, places: Sequence[int]) -> "TileSummand":
+        """Returns the tangent: residuals are all arguments, linear arguments the tangents of those at `places`."""
+        count = len(self.residuals)
+
+        def compute(rule: ScoreRule, tile: Tile, arguments: Sequence, tangents: Sequence, _: bool) -> Sequence[Array]:
+            def primal(*arguments: Array) -> Sequence[Array]:
+                return self.compute(rule, tile, arguments[:count], arguments[count:], True)
+
+            return differentiate(primal, arguments, dict(zip(places, tangents, strict=True)))
+
+        arguments = (*self.residuals, *self.linear)
+        return TileSummand(compute, arguments, tuple(arguments[i] for i in places), self.outputs)
+
+    def transposed(self) -> "TileSummand":
+        """Returns the function that computes the linear arguments' cotangents from those of the outputs."""
+
+        def compute(rule: ScoreRule, tile: Tile, residuals: Sequence, cotangents: Sequence, _: bool) -> list:
+            def forward(linear: list[Array]) -> list[Array]:
+                return list(self.compute(rule, tile, residuals, linear, True))
+
+            like = residuals[0]
+            zeros = [varying_as(like, jnp.zeros(_part_shape(x, tile), x.dtype)) for x in self.linear]
+            outputs, pull = jax.vjp(forward, zeros)
+            scaled = [
+                (x * y.factor).astype(out.dtype) for x, y, out in zip(cotangents, self.outputs, outputs, strict=True)
+            ]
+            return pull(scaled)[0]
+
+        outputs = tuple(Argument(x.kind, x.shape, x.dtype) for x in self.linear)
+        return TileSummand(compute, self.residuals, self.outputs, outputs)
+
+
+def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
+    """Returns the shape of what `TileVisit.cut` cuts out of an argument."""
+    kind, shape = argument.kind, argument.shape
+    if kind == "whole":
+        return shape
+    if kind == "scores":
+        return tuple(1 if size == 1 else part for size, part in zip(shape, tile.shape, strict=True))
+    length = tile.shape[int(kind.startswith("keys"))]
+    if kind in ("queries", "keys"):
+        return length, shape[1]
+    return shape[0] if kind == "keys transposed" else shape[1], length
+
+
+def tile_sum(
+    tiling: Tiling,
+    function: TileSummand,
+    rule: ScoreRule,
+    blocks: BlockMask,
+    residuals: Sequence[Array],
+    linear: Sequence[Array],
+    by_hand: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None,
+) -> list[Array]:
+    """Sums a function over the tiles of one head that `blocks` lists.
+
+    `by_hand(rule, blocks, residuals, cotangents)` computes the transpose; None uses `function.transposed`.
+    """
+    context, structure = jax.tree.flatten((rule, blocks))
+    return _sum_of(tiling, function, structure, by_hand)(*context, *residuals, *linear)
+
+
+def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Callable | None) -> Function:
+    """Makes a tile sum a `Function` of the leaves of (rule, blocks) in `structure`, residuals and linear arguments."""
+    count, first = structure.num_leaves, structure.num_leaves + len(function.residuals)
+
+    def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
+        return (*jax.tree.unflatten(structure, arguments[:count]), arguments[count:])
+
+    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
+        rule, blocks, values = split(arguments)
+        along = {i - count: x for i, x in sorted(tangents.items()) if i >= count}  # rule and block mask have no tangent
+        if all(count + i >= first for i in along):  # only along linear arguments: the same function of their tangents
+            linear = [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(values)][len(function.residuals) :]
+            d_result = result(*arguments[:first], *linear)
+        else:
+            d_result = tile_sum(tiling, function.jvp(tuple(along)), rule, blocks, values, list(along.values()))
+        return result(*arguments), d_result
+
+    def transpose(residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
+        rule, blocks, values = split(residuals)
+        if by_hand is not None:
+            return by_hand(rule, blocks, values, cotangents)
+        return tile_sum(tiling, function.transposed(), rule, blocks, values, cotangents)
+
+    def evaluate(*arguments: Any) -> Sequence[Array]:
+        return _sum_rows(tiling, function, *split(arguments))
+
+    result = Function(function.outputs, evaluate, jvp, transpose, first)
+    return result
+
+
+def _sum_rows(
+    tiling: Tiling, function: TileSummand, rule: ScoreRule, blocks: BlockMask, arguments: Sequence[Any]
+) -> Sequence[Array]:
+    """Computes a tile sum, one row of tiles after another; arguments are residuals, then linear ones."""
+    kinds = [x.kind for x in (*function.residuals, *function.linear)]
+    outputs, count = function.outputs, len(function.residuals)
+    of_rows = [i for i, kind in enumerate(kinds) if kind.startswith("queries")]
+    row_outputs = [i for i, x in enumerate(outputs) if x.kind.startswith("queries")]
+
+    def row(sums: dict[int, Array], row_parts: tuple) -> tuple[dict[int, Array], list[Array]]:
+        i, blocks, *parts = row_parts
+        values = list(arguments)
+        for place, part in zip(of_rows, parts, strict=True):
+            values[place] = part.T if kinds[place] == "queries transposed" else part
+
+        def visit_tile(visit: TileVisit, rule: ScoreRule, state: dict[int, Array]) -> dict[int, Array]:
+            cut = [visit.cut(kind, x) for kind, x in zip(kinds, values, strict=True)]
+            parts = function.compute(rule, visit.tile, cut[:count], cut[count:], False)
+            return {n: visit.add(outputs[n].kind, state[n], part) for n, part in enumerate(parts)}
+
+        start = {n: outputs[n].start(tiling.height) for n in row_outputs}
+        state = over_keys(blocks, tiling, rule, i, visit_tile, {**sums, **varying_as(arguments[-1], start)})
+        return {n: state[n] for n in sums}, [outputs[n].finish(state[n]) for n in row_outputs]
+
+    sums = {n: x.start() for n, x in enumerate(outputs) if n not in row_outputs}
+    rows = by_row(tiling, blocks, *(arguments[i] for i in of_rows))
+    sums, by_rows = lax.scan(row, varying_as(arguments[-1], sums), rows)
+    results = {n: outputs[n].finish(x) for n, x in sums.items()}
+    results |= {n: x.reshape(outputs[n].shape) for n, x in zip(row_outputs, by_rows, strict=True)}
+    return [results[n] for n in range(len(outputs))]
+
+
+def over_keys(
+    blocks: BlockMask,
+    tiling: Tiling,
+    rule: ScoreRule,
+    i: Int[Array, ""],
+    step: Callable[[TileVisit, ScoreRule, T], T],
+    state: T,
+) -> T:
+    """Folds `step(visit, rule, state)` over the tiles that `blocks`, the block mask of row i of tiles, lists."""
+    mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
+
+    def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
+        row, shape = i * tiling.height + band.first, (band.end - band.first, tiling.width)
+        tile = tiling.tile(row, element(blocks.column, n), shape, rule.offsets.values)
+        return step(TileVisit(band.first, tile), rule, state)
+
+    for bands, mask_of_tile, first, end in (
+        (blocks.full_bands, None, 0, blocks.num_full),
+        (blocks.partial_bands, mask, blocks.num_full, blocks.num_tiles),
+    ):
+        if not bands:
+            continue
+        visits = [functools.partial(visit, band, dataclasses.replace(rule, mask=mask_of_tile)) for band in bands]
+        one = visits[0] if len(visits) == 1 else functools.partial(_visit_band, blocks.band, visits)
+        state = one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
+    return state
+
+
+def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar, state: T) -> T:
+    return lax.switch(element(band, n), visits, n, state)
+
+
+def element(x: Any, place: Scalar) -> Int[Array, ""]:
+    """Reads one entry of a vector."""
+    first = [jnp.asarray(place, jnp.int32)]
+    return lax.dynamic_slice(x, first, (1,), allow_negative_indices=False).reshape(())
+
+
+def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
+    """Returns arrays to loop over rows of tiles: row numbers, block masks, and each array [T, ...] cut into rows."""
+    shape = (tiling.rows, tiling.height)
+    parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
+    return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

@@ -1,0 +1,264 @@
+"""Cuts the scores of one head into tiles, and lists the tiles to visit in a block mask, as FlexAttention does.
+
+Each row of tiles first visits the tiles that are visible throughout, without masking, then those that must be masked;
+empty tiles never. If the mask is known while tracing, the block mask is NumPy, and a tile may be cut to the rows that
+it needs. Otherwise the block mask is data, and bounds loops.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from flax_mha._src.core.tile import Grid, IntMatrix, Scalar, Tile
+from flax_mha.masks import Mask, Occupancy
+from flax_mha.masks.base import part_axes
+
+# Size of the squares whose occupancy is computed if the mask is known while tracing; a tile may begin at each of them.
+CELL = 128
+
+
+class TileShape(NamedTuple):
+    """The largest shape of a tile, and the number of bands into which its rows are cut; see `Tiling`."""
+
+    height: int
+    width: int
+    bands: int = 1
+
+
+class Tiling(NamedTuple):
+    """The scores of one head cut into rows of tiles.
+
+    A tile has `height` rows and `width` columns. The columns are divided into cells, and a tile may begin at any cell.
+    The rows of a tile are divided into bands, and only the bands that it needs are computed. Example: with a height of
+    1024, a width of 512 and 2 bands, a causal mask has two tiles on the diagonal of each row of tiles: the first needs
+    all 1024 rows, the second only its lower band of 512 rows.
+    """
+
+    lengths: tuple[int, int]  # T and S, before padding
+    rows: int  # number of rows of tiles
+    height: int  # rows of a tile
+    width: int  # columns of a tile
+    bands: int  # number of bands in a tile
+    cells: int  # number of cells in all columns
+    cell_width: int  # columns of a cell
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """T and S after padding."""
+        return self.rows * self.height, self.cells * self.cell_width
+
+    @property
+    def inside(self) -> tuple[int, int] | None:
+        """`lengths` if tiles reach beyond T or S, else None."""
+        return None if self.shape == self.lengths else self.lengths
+
+    @property
+    def band_height(self) -> int:
+        return self.height // self.bands
+
+    def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
+        """Makes the grid of rectangles, one band by one cell, whose occupancy decides which tiles are visited."""
+        counts, shape = (self.rows * self.bands, self.cells), (self.band_height, self.cell_width)
+        return Grid(counts, shape, offsets, self.inside)
+
+    def tile(self, row: Scalar, column: Scalar, shape: tuple[int, int], offsets: tuple[Scalar, Scalar]) -> Tile:
+        return Tile(row, column, shape, offsets, self.inside)
+
+
+def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) -> Tiling:
+    """Makes a tiling of T x S with the fewest tiles no larger than `largest`, and with the least padding.
+
+    Without `fine`, each tile is a single band and a single cell, which is best for masks that are data.
+    """
+    bands = largest.bands if fine else 1
+    rows, height = _cut_up(lengths[0], largest.height, bands)
+    columns, width = _cut_up(lengths[1], largest.width, 1)
+    parts = next(n for n in range(max(width // CELL, 1) if fine else 1, 0, -1) if width % n == 0)
+    return Tiling(lengths, rows, height, width, bands, columns * parts, width // parts)
+
+
+def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
+    """Returns number and size of equal pieces that cover `length`; if several, their bands are multiples of 16."""
+    count = max(-(-length // largest), 1)
+    multiple = 16 * bands if count > 1 or bands > 1 else 1
+    size = max(-(-length // (multiple * count)), 1) * multiple
+    return max(-(-length // size), 1), size
+
+
+def occupancy(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> Occupancy:
+    """Computes the occupancy of `tiling.grid` by the mask of one head, as NumPy arrays if the mask is known."""
+    grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
+    everything = np.ones(grid.counts, bool)
+    some, full = (everything, everything) if mask is None else mask.occupancy(grid)
+    return Occupancy(some & everything, full & everything)
+
+
+def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
+    """Extends the mask of one head to whole tiles, and masks the padding."""
+    if tiling.inside is None:
+        return mask
+    inside = InsideMask(*tiling.lengths)
+    return inside if mask is None else mask.map_arrays(lambda x, axes: _padded(x, axes, tiling.shape)) & inside
+
+
+def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
+    """Extends an array of a mask, with `axes` as in `masks/base.py`, to T and S in `shape`; repeats the last entry."""
+    sizes = {"T": shape[0], "S": shape[1]}
+    widths = [
+        (0, 0 if name.endswith("|1") and size == 1 else sizes.get(name[0], size) - size)
+        for name, size in zip(part_axes(axes), x.shape, strict=False)
+    ]
+    if not any(after for _, after in widths):
+        return x
+    return jnp.pad(x, widths, mode="edge" if x.size else "constant")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class InsideMask(Mask):
+    """A mask that hides padding: the first `queries` rows and `keys` columns are visible."""
+
+    queries: int = dataclasses.field(metadata={"static": True})
+    keys: int = dataclasses.field(metadata={"static": True})
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        return (tile.rows < self.queries) & (tile.columns < self.keys)
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
+        for axis, length in enumerate((self.queries, self.keys)):
+            first, last = grid._replace(lengths=None).bounds(axis)
+            some, full = some & (first < length), full & (last < length)
+        return Occupancy(some, full)
+
+
+def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Converts the occupancy of cells to that of tiles [rows, bands, tiles]; also returns the tiles' first cells."""
+    cells_of_tile = tiling.width // tiling.cell_width
+    start = _starts(np.asarray(some.any(1)), cells_of_tile)
+    cells = np.minimum(start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1)
+    row, band = np.arange(tiling.rows)[:, None, None, None], np.arange(tiling.bands)[None, :, None, None]
+    is_tile = (start < tiling.cells)[:, None]
+    return some[row, band, cells].any(-1) & is_tile, full[row, band, cells].all(-1) & is_tile, start
+
+
+def _starts(some: np.ndarray, width: int) -> np.ndarray:
+    """Places tiles, `width` cells wide, such that they cover all cells that are True in `some`.
+
+    Tiles begin at the next such cell, if that takes fewer tiles than beginning at multiples of their width.
+
+    Returns:
+      The first cells of all tiles of each row [rows, tiles]; the number of cells stands for no tile.
+    """
+    rows, cells = some.shape
+    aligned = some.reshape(rows, -1, width).any(2)
+    starts = np.sort(np.where(aligned, np.arange(0, cells, width), cells), axis=1)
+    following = np.where(some, np.arange(cells), cells)
+    following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
+    following = np.pad(following, ((0, 0), (0, 1)), constant_values=cells)
+    greedy, place = np.full_like(starts, cells), np.zeros(rows, int)
+    for step in range(starts.shape[1]):
+        start = following[np.arange(rows), place]
+        fits = np.minimum(start, cells - width)  # at the end a tile begins earlier, if there is room
+        greedy[:, step] = np.where(start < cells, np.maximum(fits, place), cells)
+        place = np.minimum(greedy[:, step] + width, cells)
+        if (place == cells).all():
+            break
+    inside = np.where(greedy < cells, greedy, 0).max(1) + width <= cells
+    fewer = (greedy < cells).sum(1) < (starts < cells).sum(1)
+    starts = np.where((inside & fewer)[:, None], greedy, starts)
+    return starts[:, : max((starts < cells).sum(1).max(initial=0), 1)]
+
+
+class TileBand(NamedTuple):
+    """The rows of a tile that are computed, `first` to `end` (exclusive)."""
+
+    first: int
+    end: int
+
+
+class RowTiles(NamedTuple):
+    """The tiles to visit in each row of tiles: full tiles first, then partial ones; the rest of a row is arbitrary."""
+
+    column: IntMatrix  # first column of each tile [rows, tiles]
+    band: Any  # first row, and one past the last, to compute [rows, tiles, 2]; None if the mask is data
+    num_full: Int[Array, " rows"] | np.ndarray  # number of tiles that are visible throughout
+    num_tiles: Int[Array, " rows"] | np.ndarray  # number of full tiles, and partial ones, which must be masked
+
+
+def tiles_of(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> RowTiles:
+    """Lists the tiles of one head, as NumPy arrays if its mask is known while tracing."""
+    xp: Any
+    some, full = (x.reshape(tiling.rows, tiling.bands, tiling.cells) for x in occupancy(tiling, mask, offsets))
+    if isinstance(some, jax.core.Tracer):  # then `tiling` was made without `fine`: tiles are cells
+        start, xp = np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells)), jnp
+    else:
+        (some, full, start), xp = _join_cells(np.asarray(some), np.asarray(full), tiling), np
+    is_full, is_visible = (some & full).all(1), some.any(1)
+    rank = 2 - is_full.astype(np.int32) - is_visible.astype(np.int32)  # full 0, partial 1, empty 2
+    order = xp.argsort(rank, axis=1, stable=True)
+    column = xp.take_along_axis(xp.asarray(start.astype(np.int32) * np.int32(tiling.cell_width)), order, 1)
+    num_full, num_tiles = (x.sum(1, dtype=np.int32) for x in (is_full, is_visible))
+    if xp is jnp:
+        return RowTiles(column, None, num_full, num_tiles)
+    count = max(int(num_tiles.max(initial=0)), 1)
+    column = np.where(np.arange(column.shape[1]) < num_tiles[:, None], column, 0)[:, :count]
+    first, end = some.argmax(1), tiling.bands - some[:, ::-1].argmax(1)
+    band = np.stack([np.take_along_axis(x, order[:, :count], 1) for x in (first, end)], -1) * tiling.band_height
+    return RowTiles(column, band, num_full, num_tiles)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockMask:
+    """The tiles that each row of tiles visits, in order: full tiles, then partial ones, which must be masked."""
+
+    column: Int[Array, "... rows tiles"] | np.ndarray  # first column of each tile
+    # Index of each tile's band in `full_bands`, or in `partial_bands` for partial tiles.
+    band: Int[Array, "... rows tiles"] | np.ndarray
+    num_full: Int[Array, "... rows"] | np.ndarray  # number of full tiles in each row
+    num_tiles: Int[Array, "... rows"] | np.ndarray  # number of full and partial tiles in each row
+    # The distinct bands of full tiles; empty if it is known while tracing that no tile is full.
+    full_bands: tuple[TileBand, ...] = dataclasses.field(metadata={"static": True})
+    # The distinct bands of partial tiles; empty if it is known that no tile is partial.
+    partial_bands: tuple[TileBand, ...] = dataclasses.field(metadata={"static": True})
+    # True if it is known while tracing that every row has one tile, and that these are all full or all partial.
+    single: bool = dataclasses.field(metadata={"static": True})
+
+
+def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tuple[int, int]) -> BlockMask:
+    """Makes the block mask [heads, ...] of heads whose masks are known while tracing."""
+    with jax.ensure_compile_time_eval():
+        heads = [tiles_of(tiling, mask, offsets) for mask in masks]
+    count = max(head.column.shape[1] for head in heads)
+    column = np.stack([np.pad(head.column, [(0, 0), (0, count - head.column.shape[1])]) for head in heads])
+    part = np.stack([np.pad(head.band, [(0, 0), (0, count - head.column.shape[1]), (0, 0)]) for head in heads])
+    full, some = np.stack([head.num_full for head in heads]), np.stack([head.num_tiles for head in heads])
+    # With at most one tile per row, rows without a tile and full tiles among partial ones are treated as partial.
+    if count == 1 and some.any():
+        whole, chosen, ones = (TileBand(0, tiling.height),), np.zeros_like(column), np.ones_like(full)
+        if full.all():
+            return BlockMask(column, chosen, ones, ones, whole, (), single=True)
+        return BlockMask(column, chosen, np.zeros_like(full), ones, (), whole, single=True)
+    number = np.arange(count)
+    is_full, is_partial = number < full[..., None], (number >= full[..., None]) & (number < some[..., None])
+    full_bands, partial_bands = (
+        tuple(sorted({TileBand(*p) for p in part[mine].tolist()})) for mine in (is_full, is_partial)
+    )
+    chosen = np.zeros(part.shape[:-1], np.int32)
+    for mine, parts in ((is_full, full_bands), (is_partial, partial_bands)):
+        for index, one in enumerate(parts):
+            chosen[mine & (part == one).all(-1)] = index
+    return BlockMask(column, chosen, full, some, full_bands, partial_bands, single=False)
+
+
+def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
+    """Makes the block mask of one head whose mask or offset is data: its numbers of tiles are data, and bound loops."""
+    column, _, num_full, num_tiles = tiles_of(tiling, mask, offsets)
+    whole = (TileBand(0, tiling.height),)
+    return BlockMask(column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False)

@@ -1,0 +1,244 @@
+"""`attention_fn`: `dot_product_attention` with the signature that the modules of `flax.nnx` and `flax.linen` call.
+
+The modules of this package take a shorter way: they find the `CoreAttention` of the function, and call that.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.attention import dot_product_attention as linen_attention
+from flax.nnx.nn import dtypes
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from flax_mha._src import run as dispatch
+from flax_mha._src.call.arguments import Arguments, naming_siblings
+from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Output, Sharding, accumulation_dtype
+from flax_mha._src.core import validation
+from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
+from flax_mha.masks import Mask
+
+EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")
+# Arguments that Flax's attention functions do not have.
+EXTRA = Arguments.__optional_keys__ - {"is_causal", "precision", "dropout_rate", "dropout_rng", "broadcast_dropout"}
+# Arguments that a module sets in every call, so that no `functools.partial` may set them.
+FROM_MODULE = ("query", "key", "value", "dropout_rng", "dropout_rate", "module", "max_score_module")
+STATIC = (bool, int, float, str, tuple)  # types of arguments that are compared by their values
+
+
+@naming_siblings
+def attention_fn(  # noqa: D417 - dot_product_attention has the others
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | Mask | None = None,
+    broadcast_dropout: bool = False,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Any = None,
+    promote_dtype: Callable | None = None,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+    *,
+    implementation: Implementation | None = None,
+    scale: float | Array | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_segment_ids: Array | None = None,
+    key_value_segment_ids: Array | None = None,
+    query_offset: int | Array = NO_OFFSET,
+    key_value_offset: int | Array = NO_OFFSET,
+    logits_soft_cap: float | None = None,
+    sinks: Array | None = None,
+    score_mod: ScoreMod | None = None,
+    qkv_sharding: Sharding | None = None,
+    max_score_module: Any = None,
+) -> Array:
+    """Computes `flax_mha.dot_product_attention` with the signature that Flax's modules expect of an `attention_fn`.
+
+    All other arguments are the same as in `dot_product_attention`.
+
+    Args:
+      mask: Broadcasts to [B..., N, T, S]; bool, or numbers that are 0 or 1, as Flax's `make_causal_mask` returns them.
+        Other numbers are an error, or give NaN if they are traced. Or a mask object.
+      deterministic: True disables dropout.
+      dtype: Dtype of the computation; None infers it from query, key and value, which are promoted to it.
+      module: The module that sows the softmax's weights [B..., N, T, S], before dropout, as `attention_weights`; None
+        sows none.
+      promote_dtype: Function that promotes (query, key, value); None uses Flax's.
+      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always computed in at least float32.
+      einsum_dot_general: Function that computes the matrix products. If this or one of the next two is given, Flax
+        linen's own `dot_product_attention` is called.
+      qk_attn_weights_einsum: Einsum (such as a quantized one) of query and key; must be given with the next argument.
+      attn_weights_value_einsum: Einsum of attention weights and value.
+      max_score_module: The module that sows the largest visible score of each head [B..., N] as
+        `attention_max_score`; None sows none.
+
+    Raises:
+      ValueError: As in `dot_product_attention`, and if complex inputs or custom einsums, which use Flax's own function,
+        are combined with arguments that Flax's function does not support.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> import flax_mha
+      >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=flax_mha.attention_fn)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((1, 3, 8)))[0].shape
+      (1, 3, 8)
+    """
+    given = dict(locals())
+    query, key, value = (promote_dtype or dtypes.promote_dtype)((query, key, value), dtype=dtype)
+    is_no_mask = None  # whether a mask of traced numbers holds others than 0 and 1
+    if not isinstance(mask, Mask | None):
+        mask, is_no_mask = validation.mask_of_numbers(mask)
+    extra = {name: x for name, x in given.items() if name in EXTRA}
+    dropout: dict[str, Any] = {"broadcast_dropout": broadcast_dropout}
+    dropout |= {} if deterministic else {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
+    if jnp.iscomplexobj(query) or any(given[name] for name in EINSUMS):
+        extra |= {"mask": mask if isinstance(mask, Mask) else None, "max_score_module": max_score_module}
+        _check_flax_computes(implementation=implementation, **extra)
+        flax_arguments = {name: given[name] for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)}
+        output = _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_arguments)
+        return output if is_no_mask is None else validation.nan_if(is_no_mask, output)
+    scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
+    if module is not None:
+        weights = attention_weights(query, key, **scored)
+        _sow(module, "attention_weights", weights if force_fp32_for_softmax else weights.astype(query.dtype))
+    attend = functools.partial(dot_product_attention, implementation=implementation, **scored, **dropout)
+    if max_score_module is None:
+        output = attend(query, key, value)
+    else:
+        output, max_score = attend(query, key, value, return_max_score=True)
+        _sow(max_score_module, "attention_max_score", max_score)
+    return output if is_no_mask is None else validation.nan_if(is_no_mask, output)
+
+
+def _sow(module: Any, name: str, x: Array) -> None:
+    module.sow(nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreAttention:
+    """Describes, as the attribute `core` of this package's attention functions, how modules compute calls directly."""
+
+    function: Callable[..., Array]  # a wrapper that copies its attributes, as by `functools.wraps`, is another function
+    defaults: Mapping[str, Any]  # of the function's arguments
+    context: Context | None = None  # how the function splits sequences over devices
+    run: Callable[[Call, Implementation | None], Output] = dispatch.run  # computes a call, or explains it
+    preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # set by `functools.partial`s of the function
+    platform: str | None = None  # the platform to explain calls for, if it is not that on which they are computed
+
+    def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
+        """Adds the preset arguments, except those named in `without`, to those that a module passes to the function.
+
+        Raises a ValueError if an argument is given twice, unless the values are equal or one is the default, or if
+        `decoding` does not allow an argument.
+        """
+        if decoding and self.context is not None:
+            raise ValueError(
+                "decode must be False with context_parallel, which cannot split a cache along the sequence, but got "
+                "True; decode with attention_fn=flax_mha.attention_fn."
+            )
+        result = dict(arguments)
+        for name, preset in self.preset.items():
+            if name not in self.defaults:
+                raise TypeError(
+                    f"flax_mha.attention_fn() got an unexpected keyword argument {name!r} from functools.partial"
+                )
+            if name not in without and not self._is_default(name, preset):
+                result[name] = self._check_given_once(name, preset, result.get(name))
+        for name in self.preset:
+            if decoding and name.startswith(("query_", "key_value_")) and name in result:
+                raise ValueError(
+                    f"attention_fn must not set {name} while decoding, because the cache counts positions, but got a "
+                    "functools.partial that does; pass lengths in the call."
+                )
+        return result
+
+    def _check_given_once(self, name: str, preset: Any, given: Any) -> Any:
+        if name in FROM_MODULE:
+            raise ValueError(
+                f"attention_fn must not set {name}, because the module sets it on every call, but got a "
+                f"functools.partial that sets {name}; use the module's arguments."
+            )
+        if not self._is_default(name, given) and not _is_same(preset, given):
+            raise ValueError(
+                f"{name} must be given once, but got one from the functools.partial of attention_fn and another from "
+                "the module or its call; leave one of them out."
+            )
+        return preset
+
+    def _is_default(self, name: str, x: Any) -> bool:
+        return x is None or _is_same(x, self.defaults[name])
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    """Returns True for one object, or for equal numbers, strings or tuples; the values of arrays are not read."""
+    return x is y or (isinstance(x, STATIC) and isinstance(y, STATIC) and x == y)
+
+
+attention_fn.core = CoreAttention(  # type: ignore[attr-defined]
+    attention_fn, {name: parameter.default for name, parameter in inspect.signature(attention_fn).parameters.items()}
+)
+
+
+def _check_flax_computes(**extra: Any) -> None:
+    given = [name for name, value in extra.items() if value is not None and not (isinstance(value, int) and value == 0)]
+    if given:
+        raise ValueError(
+            f"complex inputs and quantized einsums use Flax's own attention, which does not support "
+            f"{', '.join(given)}; leave them out, or use real inputs and no einsum."
+        )
+
+
+def _flax_attention(
+    query: Array, key: Array, value: Array, bias: Array | None, mask: Any, is_causal: bool, **arguments: Any
+) -> Array:
+    if is_causal:
+        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[(None,) * (query.ndim - 2)]
+        mask = causal if mask is None else mask & causal
+    key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value))
+    return linen_attention(query, key, value, bias, mask, **arguments)
+
+
+def attention_weights(
+    query: Array, key: Array, bias: Array | None = None, **arguments: Any
+) -> Float[Array, "*B N T S"]:
+    """Computes the softmax's weights, before dropout, in float32, or in float64 for such inputs.
+
+    They are 0 in rows whose keys are all masked, and NaN in rows whose output is NaN. They are computed as the
+    derivative of the log-sum-exp by the scores, so that scores and masks are those of the core. Bias and other
+    arguments are those of `dot_product_attention`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.ones((2, 1, 4))
+      >>> attention_weights(x, x, is_causal=True)
+      Array([[[1. , 0. ],
+              [0.5, 0.5]]], dtype=float32)
+    """
+    batch, (length, heads, _) = query.shape[:-3], query.shape[-3:]
+    dtype = accumulation_dtype(query.dtype)
+    bias = jnp.zeros((), dtype) if bias is None else jnp.asarray(bias).astype(dtype)
+
+    def total(bias: Array) -> tuple[Array, Array]:
+        _, lse = dot_product_attention(query, key, key, bias, implementation="xla", return_residual=True, **arguments)
+        return jnp.sum(lse), lse
+
+    weights, lse = jax.grad(total, has_aux=True)(jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3])))
+    is_nan = jnp.isnan(jnp.swapaxes(lse, -1, -2))[..., None]  # such rows have no derivative
+    return jnp.where(is_nan, jnp.full_like(weights, jnp.nan), weights)

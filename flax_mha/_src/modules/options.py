@@ -1,0 +1,116 @@
+"""Checks of constructor arguments that the modules share, and the table of norms of queries and keys."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from flax_mha._src.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
+from flax_mha._src.core import validation
+from flax_mha._src.core.integers import int_at_least, is_int, is_number, number_in
+from flax_mha._src.engines.registry import check_name
+from flax_mha.rope import RoPE
+
+NormKind = Literal[
+    "layer_norm",
+    "layer_norm_bias",
+    "layer_norm_each_head",
+    "rms_norm",
+    "rms_norm_all_heads",
+    "rms_norm_after_rope",
+]
+
+
+class Norm(NamedTuple):
+    """The kind of norm of queries and keys [B..., T, N, H]; `NORMS` has it for each name that `normalize_qk` takes."""
+
+    is_rms: bool = False  # RMSNorm, else LayerNorm
+    axes: tuple[int, ...] = (-1,)  # axes of the mean and the variance
+    scale_axes: tuple[int, ...] = (-1,)  # axes of the learned scale
+    has_bias: bool = False
+    after_rope: bool = False
+
+
+NORMS: dict[str, Norm] = {
+    "layer_norm": Norm(),
+    "layer_norm_bias": Norm(has_bias=True),
+    "layer_norm_each_head": Norm(scale_axes=(-2, -1)),
+    "rms_norm": Norm(is_rms=True),
+    "rms_norm_all_heads": Norm(is_rms=True, axes=(-2, -1), scale_axes=(-2, -1)),
+    "rms_norm_after_rope": Norm(is_rms=True, after_rope=True),
+}
+
+
+def norm_of(normalize_qk: bool | str) -> Norm:
+    """Returns the norm that a module's `normalize_qk` names; True means "layer_norm", and False is not allowed here."""
+    return NORMS[normalize_qk if isinstance(normalize_qk, str) else "layer_norm"]
+
+
+def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
+    """Raises a ValueError unless a module's options, by name, are valid; `qkv_features` is heads times head size."""
+    num_heads, num_kv_heads = options["num_heads"], options.get("num_kv_heads")
+    _check_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features)
+    check_dropout_rate(options["dropout_rate"])
+    check_name(options["implementation"])
+    check_window(options["local_window_size"])
+    check_soft_cap(options["logits_soft_cap"])
+    validation.flag("sinks", options["sinks"])
+    validation.flag("gate", options.get("gate", False))
+    check_scale(options["scale"], validation.Shape((), 1, 1, 1, 1, 1, 1))
+    normalize_qk, epsilon = options.get("normalize_qk", False), options.get("qk_norm_epsilon")
+    if normalize_qk not in (False, True, *NORMS):
+        names = '", "'.join(NORMS)
+        raise ValueError(f'normalize_qk must be False, True or one of "{names}", but got {normalize_qk!r}.')
+    if epsilon is not None:
+        check_epsilon("qk_norm_epsilon", epsilon)
+        if not normalize_qk:
+            raise ValueError(
+                f'qk_norm_epsilon must be None without normalize_qk, but got {epsilon!r}; pass normalize_qk="rms_norm".'
+            )
+    head_axis, rope = options["head_axis"], options["rope"]
+    if head_axis is not None and not isinstance(head_axis, str):
+        raise ValueError(f"head_axis must be the name of a mesh axis or logical axis, but got {head_axis!r}.")
+    if rope is not None:
+        if not isinstance(rope, RoPE):
+            raise ValueError(f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}.")
+        rope.rotated_size(qkv_features // num_heads)
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
+    for name, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("qkv_features", qkv_features)):
+        if not is_int(number):
+            raise ValueError(f"{name} must be an int, but got {number!r}.")
+    if num_heads < 1 or num_kv_heads < 1:
+        raise ValueError(f"num_heads and num_kv_heads must be at least 1, but got {num_heads} and {num_kv_heads}.")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads ({num_heads}) must be divisible by num_kv_heads ({num_kv_heads}).")
+    if qkv_features < 1 or qkv_features % num_heads:
+        raise ValueError(
+            f"Memory dimension ({qkv_features}) must be divisible by 'num_heads' heads ({num_heads}); choose "
+            "qkv_features to be a multiple of num_heads."
+        )
+
+
+def check_features(**sizes: Any) -> None:
+    """Raises a ValueError unless numbers of features, by the names of their arguments, are integers >= 1 or None."""
+    for name, size in sizes.items():
+        if size is not None:
+            int_at_least(name, size, 1)
+
+
+def check_has_features(**inputs: Any) -> None:
+    """Raises a ValueError if inputs, by the names of their arguments, have 0 features; None is left out."""
+    for name, x in inputs.items():
+        if x is not None and x.ndim and x.shape[-1] < 1:
+            raise ValueError(f"{name} must have at least 1 feature on its last axis, but got shape {x.shape}.")
+
+
+def check_epsilon(name: str, epsilon: Any) -> None:
+    """Raises a ValueError unless the epsilon of a norm is a finite number above 0."""
+    if not is_number(number_in(epsilon)) or not 0 < epsilon < float("inf"):
+        raise ValueError(f"{name} must be a finite number > 0, but got {epsilon!r}.")
+
+
+def check_rngs(rngs: Any, *kinds: type) -> None:
+    """Raises a ValueError unless `rngs` is None or of one of these types."""
+    if rngs is not None and not isinstance(rngs, kinds):
+        names = " or ".join(f"nnx.{kind.__name__}" for kind in kinds)
+        raise ValueError(f"rngs must be {names}, but got {type(rngs).__name__}; pass a key as nnx.Rngs(key).")

@@ -1,0 +1,181 @@
+"""Arguments of a module's call for each sequence: segment ids, lengths, positions, and the keys that it stored."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from flax_mha._src.call.arguments import check_window
+from flax_mha._src.core import validation
+from flax_mha._src.core.integers import int32
+from flax_mha.masks import Mask
+from flax_mha.rope import RoPE, apply_rope
+
+PerSequence = Int[Array, "*B"]
+
+
+def per_sequence_arguments(
+    segment_ids: Array | tuple[Array, Array] | None,
+    lengths: Array | tuple[Array | None, Array | None] | None,
+    self_attention: bool,
+    decode: bool,
+    is_cached: bool,
+) -> dict[str, Array | None]:
+    """Turns `segment_ids` and `lengths` of a module's call into arguments of `dot_product_attention`.
+
+    Returns an empty dict if keys go into a cache (`is_cached`), whose methods take the lengths.
+    """
+    if decode and segment_ids is not None:
+        raise ValueError(
+            "segment_ids must be None while decoding, but got an array; a cache holds one document per sequence."
+        )
+    if is_cached and isinstance(lengths, tuple):
+        raise ValueError(
+            "lengths must be one array while decoding, the number of new tokens per sequence, but got a pair."
+        )
+    if is_cached:
+        return {}
+    if lengths is not None and not isinstance(lengths, tuple) and not self_attention:
+        raise ValueError(
+            "lengths must be a pair (queries, keys) if inputs_k is not inputs_q, but got one array; pass "
+            "(None, lengths) for the keys only."
+        )
+    for name, given in (("segment_ids", segment_ids), ("lengths", lengths)):
+        if isinstance(given, tuple) and len(given) != 2:
+            raise ValueError(f"{name} must be one array or a pair (queries, keys), but got {len(given)} arrays.")
+    query_ids, key_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    query_lengths, key_lengths = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    return {
+        "query_segment_ids": query_ids,
+        "key_value_segment_ids": key_ids,
+        "query_seq_lengths": query_lengths,
+        "key_value_seq_lengths": key_lengths,
+    }
+
+
+def zero_padding(inputs: tuple[Array, Array, Array], lengths: Any) -> tuple[Array, Array, Array]:
+    """Sets the inputs of padding to 0, so that NaN in it does not reach gradients of the projections' parameters.
+
+    `inputs` are those of queries, keys and values, [B..., T, D]; `lengths` are those of a module's call.
+    """
+    query_lengths, key_lengths = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    inputs_q, inputs_k, inputs_v = inputs
+    return _zero_after(inputs_q, query_lengths), _zero_after(inputs_k, key_lengths), _zero_after(inputs_v, key_lengths)
+
+
+def _zero_after(x: Float[Array, "*B T D"], lengths: Any) -> Float[Array, "*B T D"]:
+    *batch, number, _ = x.shape
+    lengths = validation.lengths("lengths", lengths, validation.Shape(tuple(batch), number, number, 1, 1, 1, 1), number)
+    if lengths is None:
+        return x
+    places = jnp.arange(number, dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
+    return jnp.where((places < lengths[..., None])[..., None], x, jnp.zeros((), x.dtype))
+
+
+def check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
+    """Checks `segment_ids` of a module's call, so that errors name the argument of the call."""
+    queries, keys = inputs_q.shape[-2], inputs_k.shape[-2]
+    shape = validation.Shape(inputs_q.shape[:-2], queries, keys, 1, 1, 1, 1)
+    if isinstance(segment_ids, tuple):
+        query_ids, key_ids = segment_ids
+        validation.segment_ids(query_ids, key_ids, shape, ("segment_ids of queries", "segment_ids of keys"))
+    elif queries != keys:
+        raise ValueError(
+            "segment_ids must be a pair (queries, keys) if their lengths differ, but got one array for "
+            f"lengths {queries} and {keys}."
+        )
+    else:
+        validation.segment_ids(segment_ids, segment_ids, shape, ("segment_ids", "segment_ids"))
+
+
+def rotate(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K Hk"],
+    rope: RoPE | None,
+    positions: Array | tuple[Array, Array] | None,
+    self_attention: bool,
+    start: Int[Array, "..."] | int,
+    stored: bool,
+    size: int | None,
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K Hk"]]:
+    """Rotates query and key by their positions.
+
+    Positions are [B..., T] or [T], with a last axis of coordinates if `rope` has sections, or a pair for queries and
+    keys. None counts from `start`, [] or [B...], but from 0 for the keys of cross-attention. `stored` keys were rotated
+    by the call that stored them. If given, `size` is the number of features at the end of a head that `rope` is for.
+    """
+    if rope is None:
+        if positions is not None:
+            raise ValueError("positions must be None without rope, but got an array; pass rope=RoPE() to the module.")
+        return query, key
+    if stored:
+        if positions is None or isinstance(positions, tuple):
+            raise ValueError(
+                "positions must be one array, for the queries, if rope is used with stored keys, but got "
+                f"{'None' if positions is None else 'a pair'}."
+            )
+        return _rotate_end(query, positions, rope, size), key
+    if positions is None:
+        positions = _count(query.shape[-3], key.shape[-3], rope, self_attention, start)
+    if not isinstance(positions, tuple):
+        if not self_attention:
+            raise ValueError("positions must be a pair (queries, keys) if inputs_k is not inputs_q, but got one array.")
+        positions = positions, positions
+    if len(positions) != 2:
+        raise ValueError(f"positions must be one array or a pair (queries, keys), but got {len(positions)} arrays.")
+    return _rotate_end(query, positions[0], rope, size), _rotate_end(key, positions[1], rope, size)
+
+
+def _rotate_end(
+    x: Float[Array, "*B T N H"], positions: Array, rope: RoPE, size: int | None
+) -> Float[Array, "*B T N H"]:
+    if size is None:
+        return apply_rope(x, positions, rope)
+    return jnp.concatenate([x[..., :-size], apply_rope(x[..., -size:], positions, rope)], axis=-1)
+
+
+def _count(
+    queries: int, keys: int, rope: RoPE, self_attention: bool, start: Int[Array, "..."] | int
+) -> tuple[Array, Array]:
+    """Counts positions of queries and keys from `start`, but cross-attention's keys from 0: [..., T] or [..., T, D]."""
+    if rope.section_layout.startswith("axial"):
+        raise ValueError("positions must be [..., T, coordinates] if rope is axial, but got None.")
+    start = jnp.asarray(start, jnp.int32)[..., None]
+    query_positions = start + jnp.arange(queries, dtype=jnp.int32).reshape((1,) * (start.ndim - 1) + (-1,))
+    positions = query_positions, query_positions if self_attention else jnp.arange(keys, dtype=jnp.int32)
+    if rope.sections:
+        query_positions, key_positions = (jnp.repeat(x[..., None], len(rope.sections), axis=-1) for x in positions)
+        return query_positions, key_positions
+    return positions
+
+
+def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequence:
+    """Returns the number of keys before the padding of each sequence, int32 [B...]; None means all S keys."""
+    lengths = int32("lengths", key.shape[-3] if lengths is None else lengths)
+    return jnp.broadcast_to(lengths if key.ndim > 3 else lengths.reshape(()), key.shape[:-3])
+
+
+def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | None, score_mod: Any) -> None:
+    """Raises a ValueError if module, `preset` or call needs query positions, which are not counted over stored keys."""
+    given = {
+        "mask": isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask),
+        "score_mod": score_mod is not None or preset.get("score_mod") is not None,
+        "local_window_size": any(
+            check_window(window) is not None for window in (module.local_window_size, preset.get("local_window_size"))
+        ),
+    }
+    for name, is_given in given.items():
+        if is_given:
+            got = "a mask object" if name == "mask" else "one"
+            raise ValueError(
+                f"{name} must not depend on positions if keys are stored, because calls with stored keys do not "
+                f"count positions, but got {got}; use a mask or bias array [..., queries, keys]."
+            )
+
+
+def mask_padding(mask: Array | None, lengths: PerSequence, key: Float[Array, "*B S K H"]) -> Array:
+    """Returns a bool mask that hides what `mask` hides, and each sequence's keys after the first `lengths`."""
+    places = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
+    shown = (places < lengths[..., None])[..., None, None, :]
+    return shown if mask is None else mask & shown

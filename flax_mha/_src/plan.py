@@ -1,0 +1,386 @@
+"""Every measured number, and every choice made from one: which sizes run dense, tile shapes, loops over heads.
+
+These choices change results only by rounding. The numbers were measured on CPUs, those of GPUs counted in compiled
+programs (`benchmarks/compiled.py`); accelerators use tiles of one shape, and run all heads together, or as many as the
+fast memory of a TPU holds.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Options
+from flax_mha._src.core.tracing import being_traced, cpu_features, is_key, multiplies_bfloat16, readable
+from flax_mha._src.math.head import mask_by_head, one_of
+from flax_mha._src.math.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
+from flax_mha.masks import Mask
+from flax_mha.masks.function import with_occupancy as with_known_occupancy
+
+# Where axes may be looped over, and where XLA makes one kernel of a product, a softmax and a product: `platform` and
+# `may_be_split` of a `Target`.
+ON_ONE_CPU, ON_ONE_TPU = ("cpu", False), ("tpu", False)
+
+# Up to this many scores of a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
+MAX_SCORES_DENSE = 256 * 256
+
+# The budget of "xla" on a GPU: so many scores of all heads, 1 GiB of float32, are computed at once. A tile there
+# launches some 25 kernels: counted in bytes and launches, tiles gain next to nothing within the budget, not even where
+# a window leaves few of them. With a window of 128 at (4, 2048, 16, 64) they take 1.4 ms forward and 3.7 with the
+# gradient by the model of benchmarks/compiled.py; all scores at once take 1.2 and 3.3.
+MAX_SCORES_GPU = 2**28
+
+# Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks
+# that are not known while tracing, and accelerators. Up to 704 keys, a tile of 2 MiB holds whole rows.
+TILE_SHAPES = (
+    TileShape(512, 512),
+    TileShape(1024, 512, 2),
+    TileShape(2048, 512, 4),
+    TileShape(704, 704),
+    TileShape(256, 512),
+    TileShape(128, 128),
+)
+# The limits below count the scores of one head that are in memory at once: all of them, or those of one tile.
+# Up to this many, XLA's CPU backend compiles product, softmax and product into one fast kernel.
+MAX_SCORES_FUSED = 256 * 256
+# It does so if all heads together have at least this many, 2 MiB in float32.
+MIN_SCORES_FUSED_IN_ALL = 512 * 1024
+# Up to this many, all batch entries and heads are vmapped together on a CPU.
+MAX_SCORES_ALL_HEADS = 128 * 128
+# Up to this many, and this many for all heads of one batch entry, the heads of one entry are vmapped together.
+MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = 512 * 512, 8 * 512 * 512
+
+# On a TPU so many scores run together at most. Those of one tile, float32, then stay in the fast memory of a v5e: with
+# eight times as many, a tile step moves 2.2 GiB instead of 8 x 32 MiB.
+MAX_SCORES_TPU = 64 * 512 * 512
+
+# If a mask differs between heads, the tile shape is chosen by looking at up to this many of them.
+EXAMPLES = 4
+
+ALL_AT_ONCE, IN_PLACE = "all scores at once", "keys read in place"  # the ways of "xla"
+# On a CPU, keys are read in place for at most so many queries over at least so many keys; those of a cache always are.
+MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
+# The blocks: at most so many queries; at most so many numbers in the keys and values of all heads; and the least and
+# the largest number of keys.
+MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
+MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
+# Blocks are wider if products are in bfloat16, if the cache has 8 bits, or if most keys are visible. Then they have at
+# most so many bytes of keys and values in the dtype of the products, and so many scores of one batch entry.
+MAX_BYTES_WIDE, MAX_SCORES_WIDE = 2 * 2**20, 64 * 1024
+# One block-diagonal product serves all heads (`decode.py`) if K * T * N, a measure of its work, is at most the first.
+# All keys may be one block if K * T * N is at most the second, and B * T * N * S, the number of scores, the third.
+MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
+# The largest number of keys in a block on accelerators, which compute all batch entries together.
+MAX_WIDTH_ACCELERATOR = 4096
+
+# What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL multiplications on, n times the head
+# size, XLA uses all cores for a matrix product, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that
+# must be masked cost more.
+PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
+MASKED = 1.15
+
+
+class KeyBlocks(NamedTuple):
+    """Blocks of queries and keys, for attention that reads keys in place.
+
+    Attributes:
+      height: Number of queries in a block.
+      width: Number of keys in a block.
+      sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
+      dtype: Dtype of queries, keys and weights in matrix products.
+      block_diagonal: Whether one matrix product serves all heads, as `decode.py` describes.
+      max_scores: Use these blocks for at most so many scores of all batch entries and heads.
+      wide: Blocks to use instead if more than half of the keys are visible; None to use these blocks then, too.
+      value_size: If given, the first `value_size` features of keys are the values; their scale is not that of the rest.
+    """
+
+    height: int
+    width: int
+    sequential: bool
+    dtype: jnp.dtype
+    block_diagonal: bool = False
+    max_scores: int = sys.maxsize
+    wide: "KeyBlocks | None" = None
+    value_size: int | None = None
+
+
+class Plan(NamedTuple):
+    """How the math of one head is mapped over all heads.
+
+    Attributes:
+      looped_axes: Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more); None forbids
+        loops, because arrays may be split between devices.
+      max_heads_on_tpu: Largest number of heads that run together; None sets no limit, as on CPUs and GPUs.
+      dtype: Dtype of the operands of matrix products.
+      fuses_rows: Whether XLA's CPU backend compiles `dense.fused_rows`, for a head or a tile, to one fast kernel.
+    """
+
+    looped_axes: int | None
+    max_heads_on_tpu: int | None
+    dtype: jnp.dtype
+    fuses_rows: bool
+
+
+def plan_dense(call: Call) -> Plan:
+    """Plans a call by dense attention, which computes all scores of a head at once."""
+    scores = call.operands.query.shape[-3] * call.operands.key.shape[-3]
+    looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
+    return Plan(looped, _max_heads_on_tpu(call, scores), product_dtype(call, tiles=False), _fuses_rows(call, scores))
+
+
+def plan_tiles(call: Call) -> tuple[Plan, Tiling, BlockMask | None]:
+    """Plans a call computed tile by tile: returns plan, tiling, and the block mask of `tiles`, or None."""
+    tiling, blocks = tiles(call)
+    scores = tiling.height * tiling.width
+    looped, together, dtype = (
+        _looped_axes(call, scores),
+        _max_heads_on_tpu(call, scores),
+        product_dtype(call, tiles=True),
+    )
+    return Plan(looped, together, dtype, _fuses_rows(call, scores, tiling.rows)), tiling, blocks
+
+
+def with_occupancy(call: Call) -> Call:
+    """Returns the call with a mask that knows the occupancy of CELL x CELL squares, if the mask's data are known."""
+    operands = call.operands
+    if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
+        return call  # a mask without arrays knows it already
+    lengths = operands.query.shape[-3], operands.key.shape[-3]
+    mask = with_known_occupancy(operands.mask, lengths, operands.offsets.numbers, CELL)
+    return call._replace(operands=operands._replace(mask=mask))
+
+
+def prefers_dense(call: Call) -> bool:
+    """Returns whether "xla" is faster than "blockwise", the other implementation that computes every call."""
+    query, options = call.operands.query, call.options
+    scores = query.shape[-3] * call.operands.key.shape[-3]
+    if not options.has_known_sizes or scores <= MAX_SCORES_DENSE:
+        return True
+    num_heads = math.prod(query.shape[:-3]) * query.shape[-2]
+    return options.target.platform == "gpu" and num_heads * scores <= MAX_SCORES_GPU
+
+
+def on_gpu(call: Call) -> bool:
+    """Returns whether "xla" computes the call by `dense_gpu.py`."""
+    known = call.options.has_known_sizes and all(x.size for x in call.operands[:3])
+    return known and call.options.target.platform == "gpu"
+
+
+def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
+    """Returns whether XLA's CPU backend compiles `dense.fused_rows` to one fast kernel that writes no score to memory.
+
+    `scores` is the number of scores of a head, or of one of the `rows` tiles of a head that are computed together.
+    """
+    if not _may_fuse(call, scores):
+        return False
+    # Matrix products that use all cores are faster outside of that kernel.
+    in_all = math.prod(call.operands.query.shape[:-3]) * call.operands.query.shape[-2] * rows * scores
+    return in_all >= MIN_SCORES_FUSED_IN_ALL and scores * _product_size(call) < PARALLEL
+
+
+def _may_fuse(call: Call, scores: int) -> bool:
+    operands, options = call
+    plain = options.score_mod is None and operands.dropout_rng is None
+    plain = plain and not (options.return_residual or options.return_max_score)
+    return call.options.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target[:2] == ON_ONE_CPU
+
+
+def _product_size(call: Call) -> int:
+    """Returns the number of multiplications per score in a matrix product: the larger head size, H or Hv."""
+    return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
+
+
+def variant_of_xla(call: Call) -> str:
+    return ALL_AT_ONCE if blocks_in_place(call) is None else IN_PLACE
+
+
+def blocks_in_place(call: Call) -> KeyBlocks | None:
+    """Plans to read keys and values in place; None where they are better put into the layout of one head."""
+    operands, options = call
+    if not call.options.has_known_sizes or not operands.query.size or not operands.value.size or not operands.key.size:
+        return None
+    if options.score_mod is not None and options.score_mod.has_custom_vjp:
+        return None  # the derivative of what is read in place is that of a dense attention, by a rule for jax.jvp
+    queries, (keys, num_heads) = operands.query.shape[-3], operands.key.shape[-3:-1]
+    on_cpu = options.target.platform == "cpu"
+    few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and on_cpu
+    if not few and not options.cached:
+        return None
+    height = min(queries, MAX_HEIGHT_IN_PLACE)
+    blocks_of = functools.partial(KeyBlocks, height, value_size=options.value_size)
+    if not on_cpu:
+        width = MAX_WIDTH_ACCELERATOR if operands.cache_scale is None else MAX_WIDTH_IN_PLACE  # 8 bits are converted
+        return blocks_of(min(keys, width), False, options.dtype)
+    in_turn, has_8_bits = not options.target.may_be_split, operands.cache_scale is not None
+    dtype = _dtype_in_place(call) if in_turn else options.dtype
+    numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
+    widest = min(MAX_BYTES_WIDE // dtype.itemsize // numbers, MAX_SCORES_WIDE // (queries * operands.query.shape[-2]))
+    # Fewer and larger blocks of what is converted, or multiplied in fewer bits.
+    width = (2 if has_8_bits else 1) * MAX_NUMBERS_IN_PLACE // numbers
+    width = widest if in_turn and (has_8_bits or dtype != options.dtype) else width
+    width = min(keys, max(MIN_WIDTH_IN_PLACE, min(width // 64 * 64, MAX_WIDTH_IN_PLACE)))
+    masked = operands.mask is not None or operands.bias is not None or options.score_mod is not None
+    if keys % width and not masked:
+        return None  # the last block would have to mask some of its keys
+    if not in_turn:
+        return blocks_of(width, False, dtype)
+    joint = num_heads * height * operands.query.shape[-2] <= MAX_JOINT_ROWS
+    blocks = blocks_of(width, True, dtype, joint)
+    return blocks._replace(wide=_wide_blocks(call, blocks, widest))
+
+
+def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None:
+    """Chooses the blocks to use if most keys are visible: all keys, or `widest` keys at most; None to use `blocks`."""
+    operands, (queries, num_heads) = call.operands, call.operands.query.shape[-3:-1]
+    keys, num_kv_heads = operands.key.shape[-3:-1]
+    # Keys of another dtype would have to be converted, all of them at once.
+    may_be_whole = operands.key.dtype == blocks.dtype and queries <= MAX_HEIGHT_IN_PLACE
+    may_be_whole &= queries * num_heads * num_kv_heads <= MAX_JOINT_ROWS_WHOLE
+    if may_be_whole and math.prod(operands.query.shape[:-1]) * keys <= MAX_SCORES_WHOLE:
+        return blocks._replace(width=keys, sequential=False, block_diagonal=True, max_scores=MAX_SCORES_WHOLE)
+    has_8_bits, entries = operands.cache_scale is not None, math.prod(operands.query.shape[:-3])
+    if has_8_bits and widest >= 2 * keys and entries > 1:  # several entries at once
+        width = max(MIN_WIDTH_IN_PLACE, widest // entries // 64 * 64)
+        return blocks._replace(width=min(width, keys), sequential=False)
+    width = min(widest, keys) // 64 * 64
+    is_wider = width > blocks.width and (has_8_bits or num_kv_heads == 1)
+    return blocks._replace(width=width) if is_wider else None
+
+
+def _dtype_in_place(call: Call) -> jnp.dtype:
+    """Chooses the dtype of the products of keys that are read in place, on one CPU.
+
+    It is bfloat16 if the CPU multiplies bfloat16, queries are bfloat16, and keys and values are, too, or in 8 bits.
+    Products are then scaled instead of queries, so only weights are rounded. That makes the log-sum-exp less exact: if
+    it is returned, or precision is raised, the dtype is `options.dtype`.
+    """
+    operands, options = call
+    is_narrow = {x.dtype for x in operands[:3]} == {jnp.dtype(jnp.bfloat16)}
+    is_narrow |= operands.query.dtype == jnp.bfloat16 and operands.cache_scale is not None
+    exact = options.return_residual or not _may_round(options)
+    is_fast = multiplies_bfloat16(options.target.platform)
+    return operands.query.dtype if is_narrow and is_fast and not exact else options.dtype
+
+
+def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
+    """Chooses the dtype in which query, key, value and weights enter matrix products; sums are float32 at least.
+
+    It is the dtype of the query, if that has 16 bits and is faster: on accelerators, and in large tiles on CPUs with a
+    matrix unit for bfloat16 (AMX). Other CPUs, and calls with more precision than the default, get `options.dtype`.
+    `tiles`: the call is computed tile by tile.
+    """
+    operands, options = call
+    dtype, wide = operands.query.dtype, options.dtype
+    if dtype.itemsize > 2 or not _may_round(options):
+        return wide
+    if options.target.platform != "cpu":
+        # Gradients of float16 must not be rounded to it before the scale makes them smaller: they would overflow.
+        scales_first = not tiles or operands.scale is not None
+        return wide if dtype == jnp.float16 and scales_first else dtype
+    # XLA fails when such a program runs with odd sizes and one head: "DotThunk ... BF16 x BF16 = F32".
+    whole_tiles = call.options.has_known_sizes and not any(x.shape[-3] % 128 for x in (operands.query, operands.key))
+    several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
+    plain = whole_tiles and several_heads and not options.target.may_be_split
+    return dtype if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in cpu_features() else wide
+
+
+def _may_round(options: Options) -> bool:
+    """Returns whether operands of matrix products may be rounded to the dtype of query, key and value."""
+    precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+    return all(precision in DEFAULT_PRECISION for precision in precisions)
+
+
+def _looped_axes(call: Call, scores: int) -> int | None:
+    """Counts the leading axes [B..., K, G] to loop over, given the number of scores of one head in memory at once.
+
+    On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. None on
+    accelerators, where arrays may be split, and for symbolic sizes: then no axis may be looped over.
+    """
+    if call.options.target[:2] != ON_ONE_CPU or not call.options.has_known_sizes:
+        return None  # an accelerator vmaps heads, and a mesh may split them
+    axes, num_heads = call.operands.query.ndim - 1, call.operands.query.shape[-2]
+    if scores <= MAX_SCORES_ALL_HEADS:
+        return 0
+    together = scores <= MAX_SCORES_ONE_ENTRY and num_heads * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
+    return axes - 2 if together else axes
+
+
+def _max_heads_on_tpu(call: Call, scores: int) -> int | None:
+    """Limits the heads that run together, given the number of scores of one head in memory at once; None: all."""
+    if call.options.target[:2] != ON_ONE_TPU or not call.options.has_known_sizes:
+        return None
+    return max(MAX_SCORES_TPU // max(scores, 1), 1)
+
+
+def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
+    """Chooses the fastest tiling, with its block mask [B..., K | 1, G | 1] if the mask holds arrays, all concrete.
+
+    Otherwise the block mask is None: the caller computes it (`blockwise._block_mask`), at trace time or in the program.
+    """
+    operands, options = call
+    lengths, axes = (operands.query.shape[-3], operands.key.shape[-3]), operands.query.ndim - 1
+    arrays = jax.tree.leaves(operands.mask)
+    known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
+    if not operands.offsets.are_known or not known:
+        return tiling_of(lengths, TILE_SHAPES[0]), None
+    shapes = TILE_SHAPES if options.target.platform == "cpu" else TILE_SHAPES[:1]
+    if not arrays or operands.mask is None:
+        numbers = operands.offsets.numbers
+        return _cheapest_of_one(lengths, operands.mask, numbers, shapes, _product_size(call)), None
+    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
+    mask = mask_by_head(concrete, axes - 2, operands.groups)
+    head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
+    masks = [one_of(mask, place) for place in np.ndindex(head_axes)]
+    examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
+    tiling = cheapest(lengths, examples, operands.offsets.numbers, shapes, _product_size(call))
+    blocks = static_block_mask(tiling, masks, operands.offsets.numbers)
+    return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
+
+
+def cheapest(
+    lengths: tuple[int, int],
+    masks: Sequence[Mask | None],
+    offsets: tuple[int, int],
+    shapes: Sequence[TileShape],
+    head_size: int,
+) -> Tiling:
+    """Chooses, among tilings by `shapes`, the one with the least to compute for `masks`, known masks of some heads."""
+    candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
+    with jax.ensure_compile_time_eval():
+        for candidate in candidates:
+            costs.append(0.0)
+            for mask in masks:
+                costs[-1] += _cost(candidate, mask, offsets, head_size)
+    return candidates[int(np.argmin(costs))]
+
+
+def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
+    _, part, full, some = tiles_of(candidate, mask, offsets)
+    number = np.arange(part.shape[1])
+    scores = (part[..., 1] - part[..., 0]) * candidate.width
+    scores = np.where(number < full[:, None], scores, MASKED * scores)
+    each = np.where(scores * head_size < PARALLEL, SERIAL * scores, scores + STEP)
+    return float(each[number < some[:, None]].sum())
+
+
+# For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
+@functools.lru_cache(maxsize=256)
+def _cheapest_of_one(
+    lengths: tuple[int, int],
+    mask: Mask | None,
+    offsets: tuple[int, int],
+    shapes: Sequence[TileShape],
+    head_size: int,
+) -> Tiling:
+    return cheapest(lengths, (mask,), offsets, shapes, head_size)
+
+
+@functools.lru_cache(maxsize=256)
+def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> BlockMask:
+    """Makes the block mask [1, ...] of a mask without arrays, the same for all heads; it is cached."""
+    return static_block_mask(tiling, (mask,), offsets)

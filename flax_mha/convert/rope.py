@@ -1,0 +1,217 @@
+"""Reads the rotary embedding of a Hugging Face config.
+
+Transformers 4 spreads it over the config (`rope_theta`, `rope_scaling`, `partial_rotary_factor`, ...), Transformers 5
+collects it in `rope_parameters`, with one dict for each type of layer where these differ.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flax_mha._src.core.integers import is_int
+from flax_mha.convert.hf_config.config import read_config
+from flax_mha.convert.hf_config.layers import FULL, SLIDING, Values, sliding_rotate
+from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Reversed, Scaling, YaRN, check_number
+
+LAYER_TYPES = (FULL, SLIDING)
+# Keys of rope parameters: those that every rope_type may have; and the optional and the required ones of each.
+COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+COMMON |= {"llama_4_scaling_beta", "max_position_embeddings"}  # Ministral 3, which scales queries by position
+ORIGINAL = "original_max_position_embeddings"
+YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
+LONGROPE = {"factor", "attention_factor", "short_mscale", "long_mscale"}
+KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": (set(), {"factor"}),
+    "llama3": ({ORIGINAL}, {"factor", "low_freq_factor", "high_freq_factor"}),
+    "yarn": ({ORIGINAL, "factor", *YARN}, set()),
+    "ntk_alpha": ({"factor", *YARN}, {"alpha"}),
+    "longrope": ({ORIGINAL, *LONGROPE}, {"short_factor", "long_factor"}),
+}
+MROPE = {"mrope_section", "mrope_interleaved", "interleaved"}  # the last two mean the same; Qwen3-Omni has the last
+OTHER_MROPE = ("ernie4_5_vl", "hunyuan_vl")  # starts of model types with sections in an order that RoPE lacks
+# Vision encoders with axial positions: model type, without a final `_vision`, to section_layout and interleaved.
+QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
+VISION: dict[str, tuple[str, bool]] = dict.fromkeys(QWEN_VISION, ("axial", False))
+VISION |= {"llama4_vision_model": ("axial", True), "pixtral": ("axial_strided", False)}
+KNOWN = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "rope_interleave"}
+KNOWN |= {"rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_value"}
+
+
+def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[str, Any]:
+    """Returns the constructor arguments of the `RoPE` for one type of layer, given arguments of `RoPE.from_config`."""
+    if layer_type is not None and layer_type not in LAYER_TYPES:
+        raise ValueError(f"layer_type must be None or one of {', '.join(LAYER_TYPES)}, but got {layer_type!r}.")
+    family, given = read_config(config)
+    if unknown := {key for key in given if str(key).startswith(("rope_", "rotary_"))} - KNOWN:
+        raise ValueError(
+            f"config must hold only known keys, but got {', '.join(sorted(unknown))}; remove a key that does not "
+            "affect the rotation."
+        )
+    if layer_type == FULL and family.rotates is sliding_rotate:
+        raise ValueError(
+            f"layer_type must be {SLIDING}, because {given['model_type']} rotates only these layers, but got {FULL}; "
+            "use rope=None for the others."
+        )
+    values = family.keys | given
+    if "patch_size" in values and "rope_theta" not in family.keys:
+        return _read_vision(values)
+    parameters = {key: values[key] for key in MROPE & {*family.keys}} | _parameters(values, layer_type)
+    if family.keys and not family.refused and "partial_rotary_factor" not in family.keys:
+        parameters.pop("partial_rotary_factor", None)  # Transformers does not read it for this family
+    scaling = _scaling(_rope_type(parameters), parameters, values, max_length)
+    return {
+        "scaling": Reversed(scaling or Scaling()) if "rope_reversed" in family.keys else scaling,
+        "base": parameters["rope_theta"],
+        "fraction": _fraction(parameters, given, family.keys),
+        "interleaved": values.get("rope_interleave", values.get("rope_pairs", False)),
+        **_sections(values, parameters),
+    }
+
+
+def _read_vision(values: Values) -> dict[str, Any]:
+    """Returns the constructor arguments of a vision encoder's `RoPE`: two coordinates rotate half of the pairs each."""
+    name = values.get("model_type", "")
+    if name.removesuffix("_vision") not in VISION:
+        raise ValueError(f"model_type must be one of {', '.join(VISION)} with a patch_size, but got {name!r}.")
+    layout, interleaved = VISION[name.removesuffix("_vision")]
+    parameters = _parameters({"rope_theta": 1e4} | values, None)
+    if parameters.get("rope_type", "default") not in ("default", "axial"):
+        raise ValueError(f"rope_type must be default or axial for {name}, but got {parameters['rope_type']!r}.")
+    head_size = _head_size(values | {"hidden_size": values.get("embed_dim", values.get("hidden_size"))})
+    if head_size is None:
+        raise ValueError("config must hold head_dim, or hidden_size and num_attention_heads, but got neither.")
+    fields = {"base": parameters["rope_theta"], "interleaved": interleaved}
+    return fields | {"sections": (head_size // 4,) * 2, "section_layout": layout}
+
+
+def _sections(values: Values, parameters: Values) -> dict[str, Any]:
+    if "mrope_section" not in parameters:
+        return {}
+    if (name := str(values.get("model_type"))).startswith(OTHER_MROPE):
+        raise ValueError(f"model_type must have sections in an order that RoPE supports, but got {name!r}.")
+    interleaved = parameters.get("mrope_interleaved", parameters.get("interleaved", False))
+    layout = "interleaved" if interleaved else "contiguous"
+    return {"sections": parameters["mrope_section"], "section_layout": layout}
+
+
+def _parameters(values: Values, layer_type: str | None) -> Values:
+    """Returns one dict of rope parameters, `rope_theta` among them, for layers of one type, as in Transformers 5."""
+    found = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    local_base = values.get("rope_local_base_freq")
+    nested = any(isinstance(value, Mapping) for value in found.values())
+    if layer_type is None and (nested or local_base is not None):
+        raise ValueError(
+            f"layer_type must be one of {', '.join(LAYER_TYPES)}, because this model rotates the two types "
+            "differently, but got None."
+        )
+    is_local = layer_type == SLIDING and local_base is not None
+    if nested:
+        if layer_type not in found:
+            raise ValueError(f"rope_parameters must hold {layer_type}, but got {', '.join(map(str, found))}.")
+        found = found[layer_type] or {}
+        if not isinstance(found, Mapping):
+            raise ValueError(f"rope_parameters must hold a dict for {layer_type}, but got {found!r}.")
+    elif is_local and values.get("model_type") != "modernbert":
+        found = {}  # Gemma 3 scales its full attention only
+    base = local_base if is_local else values.get("rope_theta")
+    parameters = {key: value for key, value in found.items() if value is not None}
+    if base is not None:
+        parameters.setdefault("rope_theta", base)
+    if "rope_theta" not in parameters:
+        raise ValueError(
+            "config must hold rope_theta, rotary_emb_base or a known model_type, but got model_type "
+            f"{values.get('model_type')!r} and neither key; add rope_theta if the model has rotary embeddings."
+        )
+    return parameters
+
+
+def _rope_type(parameters: Values) -> str:
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    rope_type = "longrope" if rope_type == "su" else rope_type
+    rope_type = "yarn" if rope_type == "deepseek_yarn" else rope_type  # Sarvam
+    section_keys = MROPE if "mrope_section" in parameters else set()
+    rope_type = "default" if rope_type == "mrope" and section_keys else rope_type
+    if rope_type == "dynamic" and parameters.get("alpha"):  # Hunyuan: does not depend on the length
+        rope_type = "ntk_alpha"
+    if rope_type == "dynamic":
+        raise ValueError(
+            "rope_type must not depend on the current length, but got 'dynamic': its frequencies change as a sequence "
+            "grows, which makes cached keys wrong; use NTK(factor) with the factor for the longest sequence."
+        )
+    if not isinstance(rope_type, str) or rope_type not in KEYS:
+        raise ValueError(f"rope_type must be one of {', '.join(KEYS)}, but got {rope_type!r}.")
+    optional, required = KEYS[rope_type][0] | section_keys, KEYS[rope_type][1]
+    unknown, missing = set(parameters) - COMMON - optional - required, required - set(parameters)
+    if unknown or missing:
+        raise ValueError(
+            f"rope parameters of type {rope_type!r} must hold {', '.join(sorted(required)) or 'only the base'}"
+            f"{' and may hold ' * bool(optional)}{', '.join(sorted(optional))}, but got "
+            f"{', '.join(sorted(map(str, unknown))) or 'no ' + ', '.join(sorted(missing))}."
+        )
+    return rope_type
+
+
+def _scaling(rope_type: str, given: Values, values: Values, max_length: Any) -> Scaling | None:
+    if rope_type == "default":
+        return None
+    if rope_type in ("linear", "ntk_alpha"):
+        return Linear(given["factor"]) if rope_type == "linear" else NTK(given["alpha"])
+    longest = values.get("max_position_embeddings")
+    original = values.get(ORIGINAL, given.get(ORIGINAL, longest))
+    if original is None:
+        raise ValueError(f"config must hold {ORIGINAL} for rope_type {rope_type!r}, but got none.")
+    if rope_type == "llama3":
+        return Llama3(given["factor"], given["low_freq_factor"], given["high_freq_factor"], original)
+    if "factor" not in given and longest is None:
+        raise ValueError(f"config must hold factor or max_position_embeddings for rope_type {rope_type!r}.")
+    factor = given.get("factor") or longest / original
+    if rope_type == "yarn":
+        return YaRN(factor, original, **{key: given[key] for key in YARN & set(given)})
+    if not is_int(max_length) or max_length < 1:
+        raise ValueError(
+            "max_length must be the length of the longest sequence, prompt plus generated tokens, because LongRoPE "
+            f"uses different factors above {original} tokens, but got {max_length!r}."
+        )
+    if original <= 1:
+        raise ValueError(f"{ORIGINAL} must be above 1 for LongRoPE, but got {original!r}.")
+    form = "long" if max_length > original else "short"
+    computed = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
+    attention_factor: Any = given.get(f"{form}_mscale", given.get("attention_factor", computed))
+    return LongRoPE(given[f"{form}_factor"], attention_factor)
+
+
+def _fraction(*sources: Values) -> float:
+    """Returns the rotated fraction of a head from the first dict that has it, else 1; rounds down to whole features."""
+    told = (source for source in sources if {"partial_rotary_factor", "rotary_dim"} & {*source})
+    source = next(told, {"partial_rotary_factor": 1.0})
+    fraction = source.get("partial_rotary_factor")
+    if fraction is not None and not 0 < fraction < 1:
+        return fraction
+    head_size = _head_size(sources[-1] | sources[-2])
+    if fraction is not None and head_size is not None and head_size * fraction < 1:
+        raise ValueError(
+            f"partial_rotary_factor must rotate at least one of the {head_size} features of a head (head_dim), but got "
+            f"{fraction!r}."
+        )
+    if fraction is not None:
+        return fraction if head_size is None else int(head_size * fraction) / head_size
+    if head_size is None:
+        raise ValueError(
+            "config must hold head_dim, or hidden_size and num_attention_heads, because rotary_dim is a size, but got "
+            "neither."
+        )
+    check_number("rotary_dim", source["rotary_dim"], above=0)
+    return source["rotary_dim"] / head_size
+
+
+def _head_size(values: Values) -> int | None:
+    names = ("head_dim",) if values.get("head_dim") else ("hidden_size", "num_attention_heads")
+    if not all(values.get(name) for name in names):
+        return None
+    for name in names:
+        check_number(name, values[name], above=0)
+    head_size = values["head_dim"] if len(names) == 1 else values["hidden_size"] // values["num_attention_heads"]
+    if head_size < 1:
+        raise ValueError(f"hidden_size must be at least num_attention_heads, but got {values['hidden_size']}.")
+    return head_size
