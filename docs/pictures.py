@@ -3,8 +3,6 @@
 Plain text instead of Matplotlib: the files are small, the same on every machine, and a test compares them.
 """
 
-import ast
-import graphlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -60,7 +58,7 @@ def draw() -> dict[str, str]:
             panels[f"{name}_scores"] = _added(arguments["mask"], arguments["score_mod"])
         if "logits_soft_cap" in arguments:
             panels[f"{name}_scores"] = _cap(arguments["logits_soft_cap"])
-    panels |= {"architecture": _architecture(), "hero": draw_curves(curves())}
+    panels |= {"hero": draw_curves(curves())}
     return {f"{name}-{theme}.svg": _svg(panel, colors) for name, panel in panels.items() for theme, colors in THEMES}
 
 
@@ -160,42 +158,6 @@ def _cap(cap: float) -> Picture:
         shapes += [_path(ends, 'stroke="@line" stroke-dasharray="4 4"')]
         shapes += [_text(LEFT + 6 if y > 0 else LEFT + SIDE - 46, ends[0][1] - 6, f"{y:g}".translate(MINUS))]
     return _square(shapes, "scaled score", "capped", f"logits_soft_cap={cap:g}")
-
-
-def _imports() -> dict[str, set[str]]:
-    """For each folder and file at the top of the package, those that it imports."""
-    package, graph = ROOT / "flax_mha", {}
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package).with_suffix("").parts[0]
-        modules = [
-            node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
-        ]
-        found = {module.split(".")[1] for module in modules if module.startswith("flax_mha.")}
-        graph.setdefault(name, set()).update(found - {name})
-    return {name: found for name, found in graph.items() if name != "__init__"}
-
-
-def _architecture() -> Picture:
-    """Boxes for folders and files, each above all that it imports; a line for each import that no other implies."""
-    graph = _imports()
-    level: dict[str, int] = {}
-    for name in graphlib.TopologicalSorter(graph).static_order():
-        level[name] = 1 + max((level[x] for x in graph[name]), default=-1)
-    rows = [[name for name in sorted(graph) if level[name] == n] for n in range(max(level.values()) + 1)]
-    width, height = 170 * max(len(row) for row in rows), 70 * len(rows)
-    place = {}
-    for n, row in enumerate(rows):
-        place |= {name: (width * (i + 0.5) / len(row), height - 70 * n - 35) for i, name in enumerate(row)}
-    lines, boxes = [], []
-    for name, found in graph.items():
-        for x in sorted(x for x in found if not any(x in graph[y] for y in found)):
-            lines.append(_path([place[name], place[x]], 'stroke="@line" stroke-width="1.5"'))
-        x, y = place[name]
-        text = f"{name}/" if (ROOT / "flax_mha" / name).is_dir() else name
-        box = f'x="{x - 80:.0f}" y="{y - 19:.0f}" width="160" height="38" rx="8"'
-        boxes.append(f'<rect {box} fill="@page" stroke="@line"/>')
-        boxes.append(_text(x, y + 6, text, 17, MIDDLE))
-    return Picture(width, height, lines + boxes)
 
 
 RESULTS = ROOT / "benchmarks" / "results"
