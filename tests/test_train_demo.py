@@ -83,7 +83,7 @@ def without_room(monkeypatch, out, *arguments):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
-    assert "checkpoint 8 cannot be saved" in done.stderr
+    assert "cannot save checkpoint 8" in done.stderr
     assert os.strerror(errno.EFBIG) in done.stderr
     assert "--resume" in done.stderr
     assert steps_saved(out) == [4]

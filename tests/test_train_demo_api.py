@@ -70,11 +70,11 @@ def test_samples(run):
         ({"data": "no-such-file", "out": "new"}, ["no-such-file"]),
         (
             {"resume": True, "seed": 3},
-            ["other settings", "(--seed was 0, now 3): drop these options, or choose a different --out"],
+            ["different settings", "(--seed was 0, now 3): drop these options, or choose a different --out"],
         ),
         ({"resume": True, "steps": 2}, ["(--steps was 12, now 2)"]),
         ({}, ["already contains a run: pass --resume to continue it, or choose a different --out"]),
-        ({"layout": Layout(coordinator="a:1", num_processes=2, process_id=0)}, ["several processes"]),
+        ({"layout": Layout(coordinator="a:1", num_processes=2, process_id=0)}, ["multiple processes"]),
         ({"layout": Layout(fsdp=3), "out": "new"}, ["--data-parallel -1 x --fsdp 3 x --tensor 1"]),
         ({"size": ["tiny"], "out": "new"}, ["size: expected a string, got ['tiny']"]),
         ({"size": "huge", "out": "new"}, ["size: expected one of", "got 'huge'"]),

@@ -116,7 +116,7 @@ def test_characters_and_their_numbers():
     assert numbers.dtype == np.int32
     assert 0 <= numbers.min() <= numbers.max() < len(tokens)
     assert tokens.decode(numbers.tolist()) == text
-    with pytest.raises(UserError, match=r"does not contain 'b' '\\udcff': leave"):
+    with pytest.raises(UserError, match=r"does not contain 'b' '\\udcff': remove"):
         tokens.encode("ab\udcff")
 
 

@@ -213,7 +213,7 @@ def test_a_run_of_another_model(capsys, copy, version):
     )
     for arguments in (["--resume"], ["sample", "--prompt", "fox"], ["plot"]):
         said = refusal(capsys, *arguments, "--out", copy)
-        assert f"contains a run of version {version or 1} of the demo's model" in said
+        assert f"contains a run with model version {version or 1}" in said
         assert "train again" in said
 
 
@@ -360,7 +360,7 @@ def test_a_damaged_configuration(copy, where):
             if (name, value) in FITTING:
                 run_folder.read_config(copy)
                 continue
-            with pytest.raises(UserError, match=r"config\.json is damaged|contains a run of version"):
+            with pytest.raises(UserError, match=r"config\.json is damaged|contains a run with model version"):
                 run_folder.read_config(copy)
 
 

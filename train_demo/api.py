@@ -96,7 +96,7 @@ class Run:
         from train_demo import export
 
         if to == "":
-            raise UserError("--to is empty: specify a folder, or leave it out")
+            raise UserError("--to is empty: specify a folder, or omit it")
         folder = self.out / "export" if to is None else Path(to)
         try:
             export.write(folder, self.model, self.config)
@@ -160,9 +160,9 @@ def train(  # noqa: D417 - `Settings` describes the others
     if size is not None:
         given = completed(size, given)
     if layout is not None and layout.num_processes is not None:
-        raise UserError("layout has several processes: start each one with python -m train_demo")
+        raise UserError("layout specifies multiple processes: start each one with python -m train_demo")
     if out == "":
-        raise UserError("--out is empty: specify a folder, or leave it out")
+        raise UserError("--out is empty: specify a folder, or omit it")
     source = None if data is None else str(data)
     where = Path(out) if out is not None else default_folder(source)
     code = start(where, source, given, resume, layout or Layout(), quiet, samples)

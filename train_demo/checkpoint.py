@@ -41,7 +41,7 @@ def save(out: Path, step: int, trees: Trees) -> None:
             _delete(path)
     except OSError as error:
         fix = "free some space, or fix the disk, then continue with --resume"
-        raise UserError(f"checkpoint {step} cannot be saved in {folder} ({reason(error)}): {fix}") from error
+        raise UserError(f"cannot save checkpoint {step} in {folder} ({reason(error)}): {fix}") from error
 
 
 def restore_newest(out: Path, like: Trees, say: Callable[[str], Any]) -> tuple[int, Trees] | None:

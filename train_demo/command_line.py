@@ -166,7 +166,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     from train_demo.memory_estimate import estimate, table
 
     if jax.device_count() < number:
-        raise UserError(f"JAX already runs on {jax.device_count()} devices: run plan in a separate process")
+        raise UserError(f"JAX is already running on {jax.device_count()} devices: run plan in a separate process")
     print(table(estimate(settings, layout, len(text.vocabulary), len(text.training), jax.devices()[:number])))
     return 0
 
@@ -195,19 +195,19 @@ def _parser() -> Parser:
         )
         made.set_defaults(command=function)
         if function is not _plan:
-            made.add_argument("--out", type=folder, metavar="DIR", help=f"the run's folder (default: {where})")
+            made.add_argument("--out", type=folder, metavar="DIR", help=f"run folder (default: {where})")
         return made
 
     train = parser.train = command(_train, "train a model, or resume a run (default)", "runs/NAME_OF_THE_DATA")
-    train._optionals.title = "options of train"
+    train._optionals.title = "train options"
     source = "a UTF-8 text file, or a folder of them (default: the Python documentation)"
-    again = "continue --out, or the newest run, from its last checkpoint; raise --steps to train longer"
+    again = "resume --out, or the newest run, from its last checkpoint; raise --steps to train longer"
     train.add_argument("--resume", action="store_true", help=again)
     train.add_argument("--no-samples", action="store_true", help="do not write a short sample at each validation")
     size = f"preset for model, batch and steps: {', '.join(SIZES)} (default: tiny); other options override it"
 
     sample = command(_sample, "write text with a trained model")
-    prompts = "the text to continue; repeat the option to continue several prompts at once"
+    prompts = "text to continue; repeat this option to continue several prompts at once"
     sample.add_argument("--prompt", required=True, action="append", metavar="TEXT", help=prompts)
     for name, (parse, default, explanation) in SAMPLING.items():
         ending = "" if default is None else f" (default: {default})"
@@ -217,11 +217,9 @@ def _parser() -> Parser:
 
     command(_plot, "redraw the plots and report.html, even while a run is training", also=("report",))
     export = command(_export, "write the weights as safetensors, with a config and PyTorch code")
-    export.add_argument(
-        "--to", type=folder, metavar="DIR", help="where to write (default: export/ in the run's folder)"
-    )
+    export.add_argument("--to", type=folder, metavar="DIR", help="output folder (default: export/ in the run folder)")
 
-    plan = command(_plan, "estimate the memory of a training step on many devices")
+    plan = command(_plan, "estimate how much memory a training step needs on each device")
     plan.add_argument("--devices", type=count, metavar="N", help="number of devices (default: 1)")
     for each in (train, plan):
         each.add_argument("--data", metavar="PATH", help=source)

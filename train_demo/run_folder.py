@@ -62,7 +62,7 @@ def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) ->
       resume: True continues a run that is in the folder; False refuses the folder.
     """
     if path == "":  # a shell variable that is not set
-        raise UserError("--data is empty: specify a file or a folder, or leave it out")
+        raise UserError("--data is empty: specify a file or a folder, or omit it")
     saved = read_config(out) if (out / CONFIG).exists() else None
     if saved and not resume:
         raise UserError(f"{out} already contains a run: pass --resume to continue it, or choose a different --out")
@@ -88,7 +88,7 @@ def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
     if differing:
         names = "; ".join(differing)
         raise UserError(
-            f"{out} contains a run with other settings ({names}): drop these options, or choose a different --out"
+            f"{out} contains a run with different settings ({names}): drop these options, or choose a different --out"
         )
 
 
@@ -125,7 +125,7 @@ def read_config(out: Path) -> Config:
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{out / CONFIG} is damaged ({reason(error)}): start over with a different --out") from error
     raise UserError(
-        f"{out} contains a run of version {version} of the demo's model, but this program only continues version "
+        f"{out} contains a run with model version {version}, but this program can continue only version "
         f"{MODEL_VERSION}: train again with a different --out"
     )
 
@@ -137,9 +137,9 @@ def _checked(saved: Any) -> Config:
         config = Config(**saved | {"settings": settings, "vocabulary": vocabulary})
         vocabulary.encode(config.sentence)
     except (AttributeError, LookupError, TypeError, UserError) as error:
-        raise ValueError("it is not a run's configuration") from error
+        raise ValueError("it is not a run configuration") from error
     if asdict(config) != saved:
-        raise ValueError("it is not a run's configuration")
+        raise ValueError("it is not a run configuration")
     return config
 
 

@@ -42,18 +42,18 @@ def one_of(*names: str) -> Parse:
 count = parser(int, "a whole number from 1 to 2147483647", lambda number: 0 < number < 2**31)
 several = parser(int, "a whole number from 1 to 1024", lambda number: 0 < number <= 1024)
 seed = parser(int, "a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32)
-positive = parser(float, "a finite number above 0", lambda number: number > 0)
-rate = parser(float, "a number of at least 0 and less than 1", lambda number: 0 <= number < 1)
+positive = parser(float, "a finite number greater than 0", lambda number: number > 0)
+rate = parser(float, "a number in [0, 1)", lambda number: 0 <= number < 1)
 shift = parser(int, "a whole number from 0 to 1024", lambda number: 0 <= number <= 1024)
 warmth = parser(float, "a number from 0 to 1000000", lambda number: 0 <= number <= 1e6)
-probability = parser(float, "a number above 0 and at most 1", lambda number: 0 < number <= 1)
+probability = parser(float, "a number in (0, 1]", lambda number: 0 < number <= 1)
 ratio = parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 SAMPLING = {
     "max_new_tokens": (count, 500, "number of characters to write"),
-    "temperature": (warmth, 0.7, "lower is more predictable; 0 always takes the most likely character"),
+    "temperature": (warmth, 0.7, "lower is more predictable; 0 always picks the most likely character"),
     "top_k": (count, None, "sample only from the N most likely characters"),
     "top_p": (probability, None, "sample only from the most likely characters whose probabilities sum to X"),
-    "min_p": (ratio, None, "sample only from characters at least X times as likely as the most likely one"),
+    "min_p": (ratio, None, "sample only from characters that are at least X times as likely as the most likely one"),
     "num_samples": (several, 1, "number of samples per prompt"),
     "seed": (seed, 0, "random seed"),
 }
@@ -108,7 +108,7 @@ class Settings:
     )
     dropout_rate: float = option(0.0, rate, "fraction of activations dropped during training")
     eval_every: int = option(250, count, "steps between validations")
-    max_score: bool = option(False, None, "log the largest attention score at each validation, as for QK-Clip")
+    max_score: bool = option(False, None, "log the largest attention score at each validation, as used by QK-Clip")
     save_every: int = option(250, count, "steps between checkpoints")
 
     def __post_init__(self) -> None:
@@ -153,8 +153,8 @@ def address(text: str) -> str:
     return text
 
 
-PARTS = parser(int, "-1, or a whole number from 1", lambda number: number == -1 or 0 < number < 2**31)
-INDEX = parser(int, "a whole number from 0", lambda number: 0 <= number < 2**31)
+PARTS = parser(int, "-1 or a positive whole number", lambda number: number == -1 or 0 < number < 2**31)
+INDEX = parser(int, "a nonnegative whole number", lambda number: 0 <= number < 2**31)
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,9 @@ class Layout:
     context: int = option(1, count, "devices that split the characters of each window")
     accumulate: int = option(1, count, "number of sequential passes per batch (gradient accumulation)")
     remat: bool = option(False, None, "recompute each block in the backward pass: slower, less memory")
-    coordinator: str | None = option(None, address, "address of process 0, for runs with several processes")
+    coordinator: str | None = option(None, address, "address of process 0, for multi-process runs")
     num_processes: int | None = option(None, count, "number of processes, all started with the same options")
-    process_id: int | None = option(None, INDEX, "number of this process, from 0; process 0 prints and saves")
+    process_id: int | None = option(None, INDEX, "index of this process, starting at 0; process 0 prints and saves")
     start_timeout: int = option(60, count, "seconds to wait for all processes to start")
 
     def __post_init__(self) -> None:
@@ -177,11 +177,11 @@ class Layout:
         together = ("coordinator", "num_processes", "process_id")
         missing = [option_of(name) for name in together if getattr(self, name) is None]
         if 0 < len(missing) < len(together):
-            raise UserError(f"{' and '.join(missing)} missing: pass {', '.join(map(option_of, together))} together")
+            raise UserError(f"missing {' and '.join(missing)}: pass {', '.join(map(option_of, together))} together")
         if self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
             raise UserError(
-                f"--process-id {self.process_id} is out of range: with --num-processes {self.num_processes} it is "
-                f"0 to {self.num_processes - 1}"
+                f"--process-id {self.process_id} is out of range: with --num-processes {self.num_processes}, it must "
+                f"be between 0 and {self.num_processes - 1}"
             )
 
     @property
@@ -203,8 +203,8 @@ class Layout:
         if data * shared != devices:
             raise UserError(
                 f"--data-parallel {self.data_parallel} x --fsdp {self.fsdp} x --tensor {self.tensor} x --context "
-                f"{self.context} does not make {devices} device{'s' * (devices != 1)}: their product must be the "
-                "number of devices (-1 for --data-parallel uses the remaining devices)"
+                f"{self.context} does not equal {devices} device{'s' * (devices != 1)}: their product must be the "
+                "number of devices (--data-parallel -1 uses the remaining devices)"
             )
         for name, by, divisor in (
             ("batch_size", "--data-parallel x --fsdp x --accumulate", data * self.fsdp * self.accumulate),

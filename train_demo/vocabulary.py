@@ -35,7 +35,7 @@ class Vocabulary:
         unknown = known[np.minimum(numbers, len(known) - 1)] != codes
         if unknown.any():
             named = " ".join(repr(chr(code)) for code in np.unique(codes[unknown]).tolist())
-            raise UserError(f"the training text does not contain {named}: leave these characters out")
+            raise UserError(f"the training text does not contain {named}: remove these characters")
         return numbers
 
     def decode(self, numbers: Iterable[int]) -> str:
