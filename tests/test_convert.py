@@ -197,7 +197,7 @@ def changed(layout, **changes):
 @pytest.mark.parametrize(
     ("state_dict", "heads", "message"),
     [
-        ({}, (HEADS,), r"keys of one layout, but got \[\]\."),
+        ({}, (HEADS,), r"keys of a supported layout, but got \[\]\."),
         ({"c_attn.weight": np.ones(2)}, (HEADS,), r"got \['c_attn\.weight'\]\."),
         ({"c_attn.weight": np.ones(2)}, (HEADS,), r"\nLayouts: torch, .*, d2l_mha, "),
         (
@@ -219,10 +219,14 @@ def changed(layout, **changes):
         (
             changed("torch", in_proj_bias=None),
             (HEADS,),
-            "biases must be on query, key, value, out or on none, but are on .*out",
+            "it requires biases on query, key, value, out or on none .got .*out",
         ),
-        (changed("hf_bert", self__key__bias=None), (HEADS,), "'hf_bert', but biases must .* on query, value, out"),
-        (changed("d2l_mha", W_o__bias=np.ones(FEATURES)), (HEADS,), "biases must be on none, but are on out"),
+        (
+            changed("hf_bert", self__key__bias=None),
+            (HEADS,),
+            "'hf_bert', but it requires biases .* .got query, value, out.",
+        ),
+        (changed("d2l_mha", W_o__bias=np.ones(FEATURES)), (HEADS,), "it requires biases on none .got out"),
         (
             changed("torch", in_proj_weight=np.ones((44, 15))),
             (HEADS,),
@@ -247,7 +251,7 @@ def changed(layout, **changes):
         (changed("torch"), (-3,), "positive .* got -3 and -3"),
         (changed("torch"), (3, 0), "positive .* got 3 and 0"),
         (changed("torch"), (3, 2), "multiple of num_kv_heads"),
-        (changed("torch"), (3, 1), "into 15 query features, .* got 3 and 1, which give 27"),
+        (changed("torch"), (3, 1), "into 15 query features .* but 3 and 1 give 27"),
         (convert.to_torch(make_params(kv_heads=1), "hf_llama"), (3,), "15 query and 5 key .* got 3 and 3"),
     ],
 )
@@ -267,37 +271,37 @@ def with_leaf(path, value, **case):
     ("params", "layout", "message"),
     [
         (make_params(), "keras", "layout must be one of torch, .*, hf_llama, .*, but got 'keras'"),
-        (make_params(kv_heads=1), "torch", "cannot hold params: its .* key out 5, .*; layouts that can: hf_llama"),
-        (make_params((15, 7, 7, 15)), "torch", "key in 7, .*; layouts that can: torch_separate, hf_clip$"),
-        (make_params((15, 7, 7, 15), ()), "torch", "layouts that can: torch_separate, d2l_mha, hf_gptj$"),
-        (make_params((15, 15, 15, 7)), "torch_separate", "out 7; layouts that can: hf_llama$"),
+        (make_params(kv_heads=1), "torch", "does not fit params: its .* key out 5, .*; layouts that fit: hf_llama"),
+        (make_params((15, 7, 7, 15)), "torch", "key in 7, .*; layouts that fit: torch_separate, hf_clip$"),
+        (make_params((15, 7, 7, 15), ()), "torch", "layouts that fit: torch_separate, d2l_mha, hf_gptj$"),
+        (make_params((15, 15, 15, 7)), "torch_separate", "out 7; layouts that fit: hf_llama$"),
         (
             make_params((7, 7, 7, 7)),
             "note_mha",
-            "query in 7, .* query out 15, .*; layouts that can: hf_llama, hf_hunyuan, hf_modernbert, hf_phi, hf_neox, ",
+            "query in 7, .* query out 15, .*; layouts that fit: hf_llama, hf_hunyuan, hf_modernbert, hf_phi, hf_neox, ",
         ),
         (
             make_params((15, 15, 7, 15), ()),
             "hf_llama",
-            "value in 7.*; layouts that can: torch_separate, d2l_mha, hf_gptj$",
+            "value in 7.*; layouts that fit: torch_separate, d2l_mha, hf_gptj$",
         ),
-        (make_params(biased=()), "hf_codegen", "its heads must be a multiple of 4, but got 3 and 3"),
-        (make_params(), "d2l_mha", "biases must be on none, but are on query, key, value, out"),
-        (make_params(biased=()), "note_mha", "biases must be on query, key, value, out, but are on none"),
+        (make_params(biased=()), "hf_codegen", "num_heads and num_kv_heads must be multiples of 4, but got 3 and 3"),
+        (make_params(), "d2l_mha", "it requires biases on none .got query, key, value, out"),
+        (make_params(biased=()), "note_mha", "it requires biases on query, key, value, out .got none"),
         (
             make_params(biased=("out",)),
             "torch",
-            "biases must be on .* but are on out; layouts that can: hf_gpt_neo, hf_vit_unbiased",
+            "it requires biases on .* .got out.; layouts that fit: hf_gpt_neo, hf_vit_unbiased",
         ),
         (
             with_leaf("query/bias", np.ones((3, 5))),
             "torch",
-            "in_proj_bias must stack arrays of one dtype, but got float32, float64",
+            "the arrays stacked in in_proj_bias must have the same dtype, but have dtypes float32, float64",
         ),
         (
             with_leaf("query_ln/scale", np.ones(5)),
             "torch",
-            "it has no query_ln/scale; layouts that can: hf_llama, hf_hunyuan, hf_phi, hf_neox$",
+            "it has no query_ln/scale; layouts that fit: hf_llama, hf_hunyuan, hf_phi, hf_neox$",
         ),
         (with_leaf("query/scale", np.ones(5)), "torch", r"extra \['query/scale'\]"),
         ({"params": make_params()}, "torch", r"missing \['key/kernel', .*\], extra \['params'\]"),
@@ -308,7 +312,7 @@ def with_leaf(path, value, **case):
             r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)",
         ),
         (None, "torch", "params must be a module, its nnx.State or a dict of its parameters, but got None"),
-        (make_params() | {"key": 3}, "torch", "params must hold a dict of arrays as key, but got 3"),
+        (make_params() | {"key": 3}, "torch", "params\\['key'\\] must be a dict of arrays, but got 3"),
         (with_leaf("query/kernel", None), "torch", "query/kernel must be a tensor or an array, but got .*None"),
     ],
 )

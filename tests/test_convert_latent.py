@@ -62,15 +62,19 @@ def test_round_trip_by_both_modules():
 
 
 REFUSED = [
-    (weights(q_proj__weight=None), {}, "must hold q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got none"),
+    (weights(q_proj__weight=None), {}, "must contain q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got none"),
     (weights(q_a_proj__weight=np.ones((3, D), np.float32)), {}, "but got q_a_proj, q_proj"),
-    (weights(indexer__wk__weight=np.ones(3)), {}, "only a latent attention, but also has indexer.wk.weight"),
+    (
+        weights(indexer__wk__weight=np.ones(3)),
+        {},
+        "only the weights of a latent attention layer, but also has indexer.wk.weight",
+    ),
     (weights(kv_b_proj__weight=np.ones((N * 12, C + 1), np.float32)), {}, r"kv_b_proj/kernel must have shape \(10, 4"),
     (weights(kv_b_proj__weight=np.ones((N * 12, C), np.int8)), {}, "kv_b_proj.weight must be floating point"),
     (weights(), {"num_heads": 3}, "num_heads must divide the 52 features of q_proj/kernel, but got 3"),
-    (weights(), {"v_head_dim": 6}, r"kv_b_proj.kernel is \(10, 4, 13\) in the module and \(10, 4, 12\) in state_dict"),
-    (weights(), {"q_lora_rank": 8}, "q_a_proj.kernel is .* in the module and missing in state_dict"),
-    (weights(), {"use_bias": True}, "o_proj.bias is .* in the module and missing in state_dict"),
+    (weights(), {"v_head_dim": 6}, r"kv_b_proj.kernel is \(10, 4, 13\) in the module but \(10, 4, 12\) in state_dict"),
+    (weights(), {"q_lora_rank": 8}, "q_a_proj.kernel is .* in the module but missing in state_dict"),
+    (weights(), {"use_bias": True}, "o_proj.bias is .* in the module but missing in state_dict"),
     (weights(), {"rope": None}, "rope is None: these models use rope; pass check_options=False"),
 ]
 
@@ -100,5 +104,5 @@ def test_other_attentions():
     with pytest.raises(ValueError, match=r"prefix must select one attention layer(.|\n)*self_attn"):
         convert.load_torch(make_module(), {f"{PREFIX}{key}": x for key, x in weights().items()})
     params = nnx.to_pure_dict(nnx.state(make_module(sinks=True), nnx.Param))
-    with pytest.raises(ValueError, match=r"one attention's parameters; missing \[\], extra \['sinks/'\]"):
+    with pytest.raises(ValueError, match=r"the parameters of one attention layer; missing \[\], extra \['sinks/'\]"):
         convert.to_torch(params, "hf_deepseek")

@@ -46,7 +46,7 @@ SCALINGS = [
 ]
 FAMILY_OF = {4: "phi3", 6: "qwen2_vl_text", 7: "ministral3"}  # of some scalings; "llama" for all others
 # Errors about the keys or layers that a config then has.
-OTHERS = "rope parameters of type", "layer must have type", "rope_type must not depend on"
+OTHERS = "rope parameters of type", "layer must have type", "rope_type 'dynamic' is not supported"
 
 
 def names_of(key):

@@ -51,7 +51,7 @@ WRONG = {
         lambda: {key: x.to_sparse() if key == "in_proj_weight" else x for key, x in torch_mha().state_dict().items()},
         "in_proj_weight must be a dense tensor with values, .*sparse_coo",
     ),
-    "meta": (lambda: torch_mha(device="meta").state_dict(), "in_proj_weight must hold values, .* the meta device"),
+    "meta": (lambda: torch_mha(device="meta").state_dict(), "in_proj_weight has no values, .* the meta device"),
     "quantized": (quantized, "in_proj_weight must be floating point, but got qint8; dequantize"),
     "float8": (
         lambda: {key: value.to(torch.float8_e4m3fn) for key, value in torch_mha().state_dict().items()},

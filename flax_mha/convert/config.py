@@ -18,7 +18,7 @@ from flax_mha.convert.scores import position_arguments
 from flax_mha.rope import RoPE
 
 UNSUPPORTED = (  # config keys that are refused if they are on, in one model type or, if that is empty, in all; and why
-    ("use_bidirectional_attention", "", "windows are one-sided here"),
+    ("use_bidirectional_attention", "", "sliding windows must be one-sided"),
     ("alibi", "falcon", "it adds ALiBi before scaling the scores"),
     ("qk_layernorm", "stablelm", "its norms have separate weights for each head"),
     ("clip_qkv", "olmoe", "it clips the output of its norms"),
@@ -106,12 +106,10 @@ def _read(config: Any, layer: Any) -> tuple[Family, Values]:
     if model_type not in FAMILIES:
         raise ValueError(
             f"model_type must be in convert.hf_config.families.FAMILIES, but got {model_type!r}; if the module can "
-            "compute this attention, pass its arguments by hand."
+            "compute this attention, pass its arguments explicitly."
         )
     if family.refused:
-        raise ValueError(
-            f"model_type must be one that the module can compute, but got {model_type!r}: {family.refused}."
-        )
+        raise ValueError(f"model_type {model_type!r} is not supported: {family.refused}.")
     values = family.keys | given
     if "local_attention" in values and values["sliding_window"] is None:  # ModernBERT counts both sides
         values["sliding_window"] = (values["local_attention"] or 0) // 2
@@ -124,8 +122,8 @@ def _check_layer(layer: Any, values: Values) -> None:
     found = {name: values[name] for name in LAYERS if name in values}
     largest = max(found, key=lambda name: found[name], default="")
     if not is_int(layer) or layer < 0 or (found and layer >= found[largest]):
-        counted = f" and less than {largest}, {found[largest]}" if found else ""
-        raise ValueError(f"layer must be an integer of at least 0{counted}, but got {layer!r}.")
+        counted = f" and < {largest} ({found[largest]})" if found else ""
+        raise ValueError(f"layer must be an integer >= 0{counted}, but got {layer!r}.")
 
 
 def _check_supported(family: Family, values: Values) -> None:
@@ -135,22 +133,21 @@ def _check_supported(family: Family, values: Values) -> None:
             "it adds relative positions to the scores; set 'absolute', and pass the positions as bias in every call"
         )
     if values.get("attention_type") == "block_sparse":
-        reasons["attention_type"] = "queries attend to blocks drawn at random; set 'original_full'"
+        reasons["attention_type"] = "queries attend to randomly chosen blocks; set 'original_full'"
     for key, reason in reasons.items():
         if values.get(key):
-            raise ValueError(f"config must not have {key}={values[key]!r}: {reason}.")
+            raise ValueError(f"{key}={values[key]!r} in config is not supported: {reason}.")
     if values.get("clip_qkv") and _use_bias(family, values):
-        raise ValueError("config must not have biases if it clips queries, keys and values, but got both.")
+        raise ValueError("config must not combine biases with clip_qkv, but got both.")
     if values["model_type"] == "gpt_bigcode" and not values["multi_query"]:
-        raise ValueError(
-            "config must have multi_query=True, but got False, which stacks the weights in a different order."
-        )
+        raise ValueError("config must have multi_query=True, but got False, which stacks weights in a different order.")
     if not values.get("alibi", True) and family.alibi:
-        raise ValueError("attn_config must have alibi=True, but got False: Transformers adds ALiBi either way.")
+        raise ValueError("attn_config must have alibi=True, but got False; Transformers adds ALiBi regardless.")
     names = ("encoder_attention_heads", "decoder_attention_heads")
     if len({values[name] for name in names if name in values}) > 1:
         raise ValueError(
-            f"{' and '.join(names)} must be equal, but differ; set both to the value for the part that you want."
+            f"{' and '.join(names)} must be equal, but they differ; set both to the value for the part (encoder or "
+            "decoder) that you want."
         )
 
 
@@ -168,7 +165,7 @@ def _size(values: Values, name: str) -> int:
     found = values.get(name)
     if not is_int(found) or found < 1:
         names = " or ".join((name, *ALIASES[name]))
-        raise ValueError(f"config must hold {names} as a positive integer, but got {found!r}.")
+        raise ValueError(f"config must set {names} to a positive integer, but got {found!r}.")
     return found
 
 
@@ -181,7 +178,7 @@ def _sizes(values: Values) -> dict[str, Any]:
     head_size = values.get("head_dim") or features // heads
     if head_size < 1:
         raise ValueError(
-            f"hidden_size must be at least num_attention_heads, {heads}, if head_dim is not given, but got {hidden}."
+            f"hidden_size must be at least num_attention_heads ({heads}) if head_dim is not given, but got {hidden}."
         )
     return {
         "num_heads": heads,
@@ -200,7 +197,7 @@ def _kv_heads(values: Values, heads: int) -> int:
     if number is None or is_old_falcon:
         return heads
     if heads % number:
-        raise ValueError(f"{name} must divide num_attention_heads, {heads}, but got {number}.")
+        raise ValueError(f"{name} must divide num_attention_heads ({heads}), but got {number}.")
     return number
 
 

@@ -38,11 +38,14 @@ def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arra
     """Turns entries of a state_dict into arrays by Flax's paths, in Flax's shapes; `prefix` is for error messages."""
     entries = {key: value for key, value in entries.items() if not key.startswith("rotary_emb.")}
     if extra := sorted({*entries} - {*PATHS}):
-        raise ValueError(f"state_dict must hold only a latent attention, but also has {', '.join(extra[:6])}.")
+        raise ValueError(
+            "state_dict must contain only the weights of a latent attention layer, but also has "
+            f"{', '.join(extra[:6])}."
+        )
     queries = {PATHS[key] for key in entries if key.startswith("q_") and key.endswith("weight")}
     if queries not in QUERIES:
         raise ValueError(
-            "state_dict must hold q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got "
+            "state_dict must contain q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got "
             f"{', '.join(sorted(path.split('/')[0] for path in queries)) or 'none'}."
         )
     arrays = {PATHS[key]: _to_flax(PATHS[key], to_numpy(prefix + key, x), num_heads) for key, x in entries.items()}
@@ -58,7 +61,7 @@ def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
     shape = (*array.shape[:axis], heads, array.shape[axis] // heads, *array.shape[axis + 1 :])
     if array.shape[axis] % heads:
         raise ValueError(
-            f"num_heads must divide the {array.shape[axis]} features of {path}, but got {heads}; pass the number in "
+            f"num_heads must divide the {array.shape[axis]} features of {path}, but got {heads}; use num_heads from "
             "the model's config."
         )
     return array.reshape(shape)
@@ -70,7 +73,9 @@ def latent_to_torch(params: Mapping[str, Any]) -> Arrays:
     missing = {PATHS[key] for key in LATENT_KEYS} - {*leaves}
     if missing or {*leaves} - {*AXES}:
         extra = sorted({*leaves} - {*AXES})
-        raise ValueError(f"params must be one attention's parameters; missing {sorted(missing)}, extra {extra}")
+        raise ValueError(
+            f"params must be the parameters of one attention layer; missing {sorted(missing)}, extra {extra}"
+        )
     arrays = {path: to_numpy(path, x) for path, x in leaves.items()}
     find_sizes(arrays, AXES)
     return {key_of(path): _flatten_heads(AXES[path], array).T.copy() for path, array in arrays.items()}
@@ -95,7 +100,7 @@ def latent_sizes(values: Values) -> dict[str, Any]:
         size, optional = values.get(name), name == "q_lora_rank"
         if (not is_int(size) or size < 1) and (size is not None or not optional):
             expected = f"a positive integer{' or null' * optional}"
-            raise ValueError(f"config must hold {name} as {expected}, but got {size!r}.")
+            raise ValueError(f"{name} in config must be {expected}, but got {size!r}.")
     _check_consistent(values)
     return dict(zip(("num_heads", "in_features", *names[2:]), (values[name] for name in names), strict=True))
 
@@ -107,7 +112,7 @@ def _check_consistent(values: Values) -> None:
         ("qk_head_dim", size, "qk_nope_head_dim + qk_rope_head_dim"),
     ):
         if values.get(name) not in (None, expected):
-            raise ValueError(f"{name} must be {reason} = {expected} in a config, but got {values[name]!r}.")
+            raise ValueError(f"{name} in config must equal {reason} = {expected}, but got {values[name]!r}.")
     parameters: Values = values.get("rope_scaling") or values.get("rope_parameters") or {}
     fraction = parameters.get("partial_rotary_factor") or 1.0
     if not any(round(fraction * of) == rotary for of in (rotary, size)):

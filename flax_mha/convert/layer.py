@@ -92,9 +92,11 @@ def _attention_fn(
     causal = values[family.causal] if isinstance(family.causal, str) else family.causal
     causal = bool(is_decoder if causal is None else causal)
     if not values.get("is_causal", True):
-        raise ValueError("config must not have is_causal=False; for a layer that attends to all keys, use describe.")
+        raise ValueError("config must not set is_causal=False; use describe for a layer that attends to all keys.")
     if not causal and described.get("local_window_size") is not None:
-        raise ValueError("config must have causal layers if it sets a window, because windows are one-sided here.")
+        raise ValueError(
+            "config must use causal attention if it sets a window, because sliding windows must be one-sided."
+        )
     preset: dict[str, Any] = {"is_causal": True} if causal else {}
     if "attention_fn" in described:
         preset |= described["attention_fn"].keywords

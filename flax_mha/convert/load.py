@@ -77,7 +77,8 @@ def load_torch(
         return
     if not isinstance(module, nnx.MultiHeadAttention):
         raise ValueError(
-            f"module must be an nnx.MultiHeadAttention, but got {type(module).__name__}; for linen, use from_torch."
+            f"module must be an nnx.MultiHeadAttention, but got {type(module).__name__}; for flax.linen, use "
+            "from_torch."
         )
     family = family_of(module.query.kernel)
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
@@ -122,7 +123,7 @@ def _load_latent(
     for path in sorted({*variables, *arrays}):
         shapes = [getattr(x.get(path), "shape", "missing") for x in (variables, arrays)]
         if shapes[0] != shapes[1]:
-            problems.append(f"{path.replace('/', '.')} is {shapes[0]} in the module and {shapes[1]} in state_dict")
+            problems.append(f"{path.replace('/', '.')} is {shapes[0]} in the module but {shapes[1]} in state_dict")
     is_described = module.kv_b_proj.kernel.get_metadata().get(MODEL_TYPE)
     if check_options and module.rope is None and not is_described:
         problems.append("rope is None: these models use rope; pass check_options=False if this layer does not")
@@ -134,7 +135,7 @@ def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
-        raise ValueError(f"module must match the layer, whose keys have the layout {layout!r}:{lines}{more}")
+        raise ValueError(f"module must match the layer in state_dict, which has layout {layout!r}:{lines}{more}")
     values = {path: _place(path, arrays[path], variable) for path, variable in variables.items()}
     for path, variable in variables.items():
         variable.set_value(values[path])
@@ -167,7 +168,7 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
             fix = f"; use normalize_qk={value}" if path in NORMS else ""
             problems.append(f"{name} must have shape {variables[path].shape}, but got {array.shape}{fix}")
         elif np.iscomplexobj(array) and not jnp.issubdtype(variables[path].dtype, jnp.complexfloating):
-            problems.append(f"{name} must be {variables[path].dtype}, but got {array.dtype}")
+            problems.append(f"{name} must have dtype {variables[path].dtype}, but got {array.dtype}")
     return problems
 
 
@@ -217,7 +218,7 @@ def _place(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
         cast = array.astype(variable.dtype)
     if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
         raise ValueError(
-            f"{path.replace('/', '.')} must fit {variable.dtype}, but got numbers up to "
+            f"{path.replace('/', '.')} must fit in {variable.dtype}, but contains values up to "
             f"{np.abs(array[np.isfinite(array)]).max():.3g}; create the module with a different param_dtype."
         )
     value = variable.get_value()

@@ -45,12 +45,12 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
     family, given = read_config(config)
     if unknown := {key for key in given if str(key).startswith(("rope_", "rotary_"))} - KNOWN:
         raise ValueError(
-            f"config must hold only known keys, but got {', '.join(sorted(unknown))}; remove a key that does not "
+            f"config must contain only known keys, but got {', '.join(sorted(unknown))}; remove any that do not "
             "affect the rotation."
         )
     if layer_type == FULL and family.rotates is sliding_rotate:
         raise ValueError(
-            f"layer_type must be {SLIDING}, because {given['model_type']} rotates only these layers, but got {FULL}; "
+            f"layer_type must be {SLIDING}, because {given['model_type']} rotates only those layers, but got {FULL}; "
             "use rope=None for the others."
         )
     values = family.keys | given
@@ -80,7 +80,7 @@ def _read_vision(values: Values) -> dict[str, Any]:
         raise ValueError(f"rope_type must be default or axial for {name}, but got {parameters['rope_type']!r}.")
     head_size = _head_size(values | {"hidden_size": values.get("embed_dim", values.get("hidden_size"))})
     if head_size is None:
-        raise ValueError("config must hold head_dim, or hidden_size and num_attention_heads, but got neither.")
+        raise ValueError("config must contain head_dim, or hidden_size and num_attention_heads, but has neither.")
     fields = {"base": parameters["rope_theta"], "interleaved": interleaved}
     return fields | {"sections": (head_size // 4,) * 2, "section_layout": layout}
 
@@ -89,7 +89,9 @@ def _sections(values: Values, parameters: Values) -> dict[str, Any]:
     if "mrope_section" not in parameters:
         return {}
     if (name := str(values.get("model_type"))).startswith(OTHER_MROPE):
-        raise ValueError(f"model_type must have sections in an order that RoPE supports, but got {name!r}.")
+        raise ValueError(
+            f"model_type {name!r} is not supported, because RoPE does not support the order of its sections."
+        )
     interleaved = parameters.get("mrope_interleaved", parameters.get("interleaved", False))
     layout = "interleaved" if interleaved else "contiguous"
     return {"sections": parameters["mrope_section"], "section_layout": layout}
@@ -108,10 +110,10 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
     is_local = layer_type == SLIDING and local_base is not None
     if nested:
         if layer_type not in found:
-            raise ValueError(f"rope_parameters must hold {layer_type}, but got {', '.join(map(str, found))}.")
+            raise ValueError(f"rope_parameters must contain {layer_type}, but got {', '.join(map(str, found))}.")
         found = found[layer_type] or {}
         if not isinstance(found, Mapping):
-            raise ValueError(f"rope_parameters must hold a dict for {layer_type}, but got {found!r}.")
+            raise ValueError(f"rope_parameters[{layer_type!r}] must be a dict, but got {found!r}.")
     elif is_local and values.get("model_type") != "modernbert":
         found = {}  # Gemma 3 scales its full attention only
     base = local_base if is_local else values.get("rope_theta")
@@ -120,7 +122,7 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
         parameters.setdefault("rope_theta", base)
     if "rope_theta" not in parameters:
         raise ValueError(
-            "config must hold rope_theta, rotary_emb_base or a known model_type, but got model_type "
+            "config must contain rope_theta, rotary_emb_base or a known model_type, but has model_type "
             f"{values.get('model_type')!r} and neither key; add rope_theta if the model has rotary embeddings."
         )
     return parameters
@@ -136,8 +138,8 @@ def _rope_type(parameters: Values) -> str:
         rope_type = "ntk_alpha"
     if rope_type == "dynamic":
         raise ValueError(
-            "rope_type must not depend on the current length, but got 'dynamic': its frequencies change as a sequence "
-            "grows, which makes cached keys wrong; use NTK(factor) with the factor for the longest sequence."
+            "rope_type 'dynamic' is not supported: its frequencies change as a sequence grows, which invalidates "
+            "cached keys; use NTK(factor) with the factor for the longest sequence."
         )
     if not isinstance(rope_type, str) or rope_type not in KEYS:
         raise ValueError(f"rope_type must be one of {', '.join(KEYS)}, but got {rope_type!r}.")
@@ -145,8 +147,8 @@ def _rope_type(parameters: Values) -> str:
     unknown, missing = set(parameters) - COMMON - optional - required, required - set(parameters)
     if unknown or missing:
         raise ValueError(
-            f"rope parameters of type {rope_type!r} must hold {', '.join(sorted(required)) or 'only the base'}"
-            f"{' and may hold ' * bool(optional)}{', '.join(sorted(optional))}, but got "
+            f"rope parameters of type {rope_type!r} must contain {', '.join(sorted(required)) or 'only the base'}"
+            f"{' and may contain ' * bool(optional)}{', '.join(sorted(optional))}, but got "
             f"{', '.join(sorted(map(str, unknown))) or 'no ' + ', '.join(sorted(missing))}."
         )
     return rope_type
@@ -160,21 +162,21 @@ def _scaling(rope_type: str, given: Values, values: Values, max_length: Any) -> 
     longest = values.get("max_position_embeddings")
     original = values.get(ORIGINAL, given.get(ORIGINAL, longest))
     if original is None:
-        raise ValueError(f"config must hold {ORIGINAL} for rope_type {rope_type!r}, but got none.")
+        raise ValueError(f"config must contain {ORIGINAL} for rope_type {rope_type!r}.")
     if rope_type == "llama3":
         return Llama3(given["factor"], given["low_freq_factor"], given["high_freq_factor"], original)
     if "factor" not in given and longest is None:
-        raise ValueError(f"config must hold factor or max_position_embeddings for rope_type {rope_type!r}.")
+        raise ValueError(f"config must contain factor or max_position_embeddings for rope_type {rope_type!r}.")
     factor = given.get("factor") or longest / original
     if rope_type == "yarn":
         return YaRN(factor, original, **{key: given[key] for key in YARN & set(given)})
     if not is_int(max_length) or max_length < 1:
         raise ValueError(
-            "max_length must be the length of the longest sequence, prompt plus generated tokens, because LongRoPE "
+            "max_length must be the length of the longest sequence (prompt plus generated tokens), because LongRoPE "
             f"uses different factors above {original} tokens, but got {max_length!r}."
         )
     if original <= 1:
-        raise ValueError(f"{ORIGINAL} must be above 1 for LongRoPE, but got {original!r}.")
+        raise ValueError(f"{ORIGINAL} must be greater than 1 for LongRoPE, but got {original!r}.")
     form = "long" if max_length > original else "short"
     computed = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
     attention_factor: Any = given.get(f"{form}_mscale", given.get("attention_factor", computed))
@@ -198,8 +200,8 @@ def _fraction(*sources: Values) -> float:
         return fraction if head_size is None else int(head_size * fraction) / head_size
     if head_size is None:
         raise ValueError(
-            "config must hold head_dim, or hidden_size and num_attention_heads, because rotary_dim is a size, but got "
-            "neither."
+            "config must contain head_dim, or hidden_size and num_attention_heads, because rotary_dim is a size, but "
+            "has neither."
         )
     check_number("rotary_dim", source["rotary_dim"], above=0)
     return source["rotary_dim"] / head_size

@@ -24,11 +24,13 @@ def position_arguments(
         changes["score_mod"] = _temperature(float(values["attn_scale"]), float(values["floor_scale"]), 1.0)
     elif beta := rotary.get("llama_4_scaling_beta"):  # Ministral 3
         if "llama_4_scaling_beta" not in family.keys.get("rope_parameters", {}):
-            raise ValueError(f"config must not have llama_4_scaling_beta={beta!r}: this model type does not use it.")
+            raise ValueError(f"config must not set llama_4_scaling_beta={beta!r}: this model type does not use it.")
         names = "original_max_position_embeddings", "max_position_embeddings"
         length = rotary.get(names[0]) or values.get(names[1])
         if length is None:
-            raise ValueError(f"config must hold {' or '.join(names)} with llama_4_scaling_beta, but got neither.")
+            raise ValueError(
+                f"config must contain {' or '.join(names)} if it sets llama_4_scaling_beta, but has neither."
+            )
         changes["score_mod"] = _temperature(float(beta), float(length), 0.0)
     if is_chunked and values["attention_chunk_size"]:
         changes["mask"] = _chunk_mask(values["attention_chunk_size"])

@@ -21,7 +21,7 @@ def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) 
         into = "query, key and value heads" if layout.is_stacked else "query and gate heads"
         raise ValueError(
             f"num_heads and num_kv_heads must split the {len(array)} features of {key} into {into} of equal size, but "
-            f"got {heads} and {kv_heads}; pass the numbers in the model's config."
+            f"got {heads} and {kv_heads}; use the values from the model's config."
         )
     rows = array.reshape(groups, -1, size, *array.shape[1:])
     parts = np.split(rows, np.cumsum(counts)[:-1] // groups, axis=1)
@@ -44,7 +44,7 @@ def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in axes[path])
         pairs = zip(axes[path], array.shape, strict=False)
         if array.ndim != len(axes[path]) or any(sizes.setdefault(letter, size) != size for letter, size in pairs):
-            raise ValueError(f"{path} must have shape ({expected}) to fit the others, but got {array.shape}")
+            raise ValueError(f"{path} must have shape ({expected}) to match the other arrays, but got {array.shape}")
     return sizes
 
 
@@ -54,7 +54,7 @@ def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str,
     if rest or size * kv_heads != sizes["B"]:
         raise ValueError(
             f"num_heads and num_kv_heads must split {sizes['A']} query and {sizes['B']} key features into heads of "
-            f"equal size, but got {heads} and {kv_heads}; pass the numbers in the model's config."
+            f"equal size, but got {heads} and {kv_heads}; use the values from the model's config."
         )
     return {"N": heads, "K": kv_heads, "H": size}
 
@@ -64,19 +64,19 @@ def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
     biased = tuple(name for name in ALL if f"{name}/bias" in arrays)
     if biased not in layout.biased:
         choices = " or on ".join(", ".join(choice) or "none" for choice in layout.biased)
-        return f"biases must be on {choices}, but are on {', '.join(biased) or 'none'}"
+        return f"it requires biases on {choices} (got {', '.join(biased) or 'none'})"
     if others := arrays.keys() - {*PATHS} - {path for paths in layout.stacks.values() for path in paths}:
         return f"it has no {', '.join(sorted(others))}"
     if missing := [x for paths in layout.stacks.values() if paths[0] in arrays for x in paths if x not in arrays]:
         return f"it also has {', '.join(missing)}"
     for key, paths in layout.stacks.items():
         if len(dtypes := {str(arrays[path].dtype) for path in paths if path in arrays}) > 1:
-            return f"{key} must stack arrays of one dtype, but got {', '.join(sorted(dtypes))}"
+            return f"the arrays stacked in {key} must have the same dtype, but have dtypes {', '.join(sorted(dtypes))}"
     if layout.groups > 1 and any(sizes.get(c, 0) % layout.groups for c in "NK"):
-        return f"its heads must be a multiple of {layout.groups}, but got {sizes['N']} and {sizes['K']}"
+        return f"num_heads and num_kv_heads must be multiples of {layout.groups}, but got {sizes['N']} and {sizes['K']}"
     for letters, reason in (
-        (layout.equal, "features must be equal"),
-        ("QSV", "stacked weights must have equal inputs"),
+        (layout.equal, "feature sizes must be equal"),
+        ("QSV", "stacked weights must have the same input size"),
     ):
         if len({sizes[c] for c in letters}) > 1 and (letters == layout.equal or layout.is_stacked):
             return f"its {reason}, but got {', '.join(f'{SIZES[c]} {sizes[c]}' for c in letters)}"

@@ -31,8 +31,8 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
             raise ValueError(f"state_dict must have keys of type str, but got {key!r}; pass module.state_dict().")
         if isinstance(value, Mapping):
             raise ValueError(
-                f"state_dict must map names to tensors, but {key!r} is a dict; pass state_dict[{key!r}] if it holds "
-                "the tensors."
+                f"state_dict must map names to tensors, but {key!r} is a dict; pass state_dict[{key!r}] if it "
+                "contains the tensors."
             )
     if prefix and not prefix.endswith("."):
         prefix += "."
@@ -40,7 +40,7 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
     if prefix and not entries:
         layers = attention_layers(state_dict)
         found = _list_layers(layers) if layers else f" Its keys: {_list_names([*state_dict])}."
-        raise ValueError(f"prefix must be the start of at least one key, but no key starts with {prefix!r}.{found}")
+        raise ValueError(f"prefix must match the start of at least one key, but no key starts with {prefix!r}.{found}")
     return prefix, entries
 
 
@@ -55,8 +55,8 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
     quantized = [key for key in entries if key.endswith(QUANTIZED) or ".quant_state." in key]
     if quantized and not layers:
         raise ValueError(
-            f"state_dict must hold floating point weights, but got quantized ones ({_list_names(quantized)}); "
-            "dequantize the model first (model.dequantize() in Transformers), or load its original weights."
+            f"state_dict must contain floating point weights, but some are quantized ({_list_names(quantized)}); "
+            "dequantize the model first (model.dequantize() in Transformers), or load the original weights."
         )
     differences = {name: layout.difference(entries) for name, layout in LAYOUTS.items()}
     fits = [name for name, difference in differences.items() if difference == ([], [])]
@@ -64,8 +64,9 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
         return max(fits, key=lambda name: _fit(LAYOUTS[name], entries))
     if T5_TABLE in entries and differences["hf_t5"] == ([T5_TABLE], []):
         raise ValueError(
-            f"state_dict must hold only the attention, but got {T5_TABLE}, which T5 adds to the scores of every "
-            "layer; remove it, and pass it to every call: score_mod=recipes.t5_bias(table)['score_mod'] or bias=."
+            f"state_dict must contain only the attention weights, but got {T5_TABLE}, which T5 adds to the scores in "
+            "every layer; remove it and pass it to every call, as score_mod=recipes.t5_bias(table)['score_mod'] or "
+            "bias=."
         )
     if layers:
         raise ValueError(f"prefix must select one attention layer, but got {prefix!r}.{_list_layers(layers, prefix)}")
@@ -75,8 +76,9 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
     hint = f" The closest is {nearest}: missing {_list_names(missing)}, extra {_list_names(extra)}." if near else ""
     adapters = " Merge adapters first (merge_and_unload)." if any("lora_" in key for key in entries) else ""
     raise ValueError(
-        f"state_dict must have the keys of one layout, but got {_list_names(sorted(entries))}.{hint}{adapters}\n"
-        f"Layouts: {', '.join(LAYOUTS)}; for their keys, see flax_mha.convert.LAYOUTS."
+        "state_dict must have exactly the keys of a supported layout, but got "
+        f"{_list_names(sorted(entries))}.{hint}{adapters}\nLayouts: {', '.join(LAYOUTS)}; for their keys, see "
+        "flax_mha.convert.LAYOUTS."
     )
 
 
@@ -123,9 +125,7 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
     """Returns a tensor or array as numpy, bit for bit; raises a ValueError unless it holds floating point numbers."""
     if hasattr(value, "detach"):
         if getattr(value, "is_meta", False):
-            raise ValueError(
-                f"{name} must hold values, but got a tensor on the meta device; load the checkpoint first."
-            )
+            raise ValueError(f"{name} has no values, because it is on the meta device; load the checkpoint first.")
         dtype = str(value.dtype).removeprefix("torch.")
         value = _read_tensor(name, value, dtype) if dtype in FLOATS else value
     else:
@@ -135,7 +135,7 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
         raise ValueError(f"{name} must be a tensor or an array, but got {value!r}.")
     if dtype not in FLOATS:
         raise ValueError(
-            f"{name} must be floating point, but got {dtype}; dequantize the model first, or load its original weights."
+            f"{name} must be floating point, but got {dtype}; dequantize the model first, or load the original weights."
         )
     return value
 

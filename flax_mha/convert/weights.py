@@ -120,7 +120,7 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     if reason := misfit(LAYOUTS[layout], arrays, sizes):
         fit = [name for name, other in LAYOUTS.items() if not misfit(other, _drop_zeros(other, given), sizes)]
         raise ValueError(
-            f"layout {layout!r} cannot hold params: {reason}; layouts that can: {', '.join(fit) or 'none'}"
+            f"layout {layout!r} does not fit params: {reason}; layouts that fit: {', '.join(fit) or 'none'}"
         )
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     for path, array in arrays.items():
@@ -165,9 +165,9 @@ def read(
     queries, out = len(arrays["query/kernel"]), arrays["out/kernel"]
     if layout.is_stacked and out.ndim == 2 and queries != out.shape[1]:
         raise ValueError(
-            f"num_heads and num_kv_heads must split the stacked weights into {out.shape[1]} query features, the inputs "
-            f"of the output projection, but got {num_heads} and {num_kv_heads}, which give {queries}; pass the numbers "
-            "in the model's config."
+            f"num_heads and num_kv_heads must split the stacked weights into {out.shape[1]} query features (the input "
+            f"size of the output projection), but {num_heads} and {num_kv_heads} give {queries}; use the values from "
+            "the model's config."
         )
     sizes = find_sizes({path: arrays[path] for path in TORCH_AXES if path in arrays}, TORCH_AXES)
     if reason := misfit(layout, arrays, sizes):
@@ -221,11 +221,11 @@ def _flatten(params: Any) -> Arrays:
     for name in ("query_ln", "key_ln", "gate", *ALL):
         if name in params:
             if not isinstance(params[name], Mapping):
-                raise ValueError(f"params must hold a dict of arrays as {name}, but got {params[name]!r:.80}")
+                raise ValueError(f"params[{name!r}] must be a dict of arrays, but got {params[name]!r:.80}")
             leaves |= {f"{name}/{leaf}": value for leaf, value in params[name].items()}
     known = (*TORCH_AXES, *OTHER_AXES)
     extra = sorted({*params, *leaves} - {*ALL, "query_ln", "key_ln", "gate", *known})
     missing = sorted({*KERNELS} - {*leaves})
     if extra or missing:
-        raise ValueError(f"params must be one attention's parameters; missing {missing}, extra {extra}")
+        raise ValueError(f"params must be the parameters of one attention layer; missing {missing}, extra {extra}")
     return {path: to_numpy(path, leaves[path]) for path in known if path in leaves}

@@ -102,7 +102,7 @@ class RoPE:
             even = max(2 * round(size / 2 - 0.25), 2)
             fix = f"for example, use fraction={even} / {head_size}" if even <= head_size else "use larger heads"
             raise ValueError(
-                "fraction * head size must be an even integer of at least 2, because features are rotated in pairs, "
+                "fraction * head size must be an even integer >= 2, because features are rotated in pairs, "
                 f"but got {self.fraction!r} * {head_size} = {size:g}; {fix}."
             )
         return round(size)

@@ -14,8 +14,8 @@ def check_number(name: str, value: Any, *, above: float | None = None, at_least:
     """Raises a ValueError unless `value` is a finite number in the given range."""
     if is_finite(value) and (above is None or value > above) and (at_least is None or value >= at_least):
         return
-    bounds = "" if above is None else f" above {above:g}"
-    bounds += "" if at_least is None else f" of at least {at_least:g}"
+    bounds = "" if above is None else f" > {above:g}"
+    bounds += "" if at_least is None else f" >= {at_least:g}"
     raise ValueError(f"{name} must be a finite number{bounds}, but got {value!r}.")
 
 
@@ -164,7 +164,8 @@ class YaRN(Scaling):
     def frequencies(self, base: float, size: int) -> np.ndarray:
         if base <= 1:
             raise ValueError(
-                f"base must be above 1 with YaRN, so that frequencies decrease from pair to pair, but got {base:g}."
+                "base must be greater than 1 with YaRN, so that frequencies decrease from pair to pair, but got "
+                f"{base:g}."
             )
         # The indices, which may be fractions, of the pairs that turn this often in the original length.
         first, last = (
@@ -210,7 +211,7 @@ class LongRoPE(Scaling):
     def __post_init__(self) -> None:
         factors = tuple(self.factors) if isinstance(self.factors, Iterable) else (self.factors,)
         for factor in factors:
-            check_number("each of LongRoPE(factors)", factor, above=0.0)
+            check_number("each factor in LongRoPE(factors)", factor, above=0.0)
         self._check("attention_factor", above=0.0)
         object.__setattr__(self, "factors", tuple(map(float, factors)))
 
@@ -218,7 +219,7 @@ class LongRoPE(Scaling):
         factors = np.asarray(self.factors)
         if len(factors) != size // 2:
             raise ValueError(
-                f"LongRoPE(factors) must hold one factor per rotated pair, {size // 2} for {size} rotated features, "
+                f"LongRoPE(factors) must contain one factor per rotated pair, {size // 2} for {size} rotated features, "
                 f"but got {len(factors)}; check fraction and the head size."
             )
         return super().frequencies(base, size) / factors

@@ -25,11 +25,11 @@ def check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
     found = tuple(sections) if isinstance(sections, Iterable) else ()
     if not found or not all(is_int(pairs) and pairs > 0 for pairs in found):
         raise ValueError(
-            "sections must be None or positive integers, the number of rotated pairs per coordinate, such as "
+            "sections must be None or positive integers (the number of rotated pairs per coordinate), such as "
             f"(16, 24, 24), but got {sections!r}."
         )
     if layout == "axial_strided" and len({*found}) > 1:
-        raise ValueError(f"sections must be equal for section_layout 'axial_strided', but got {found}.")
+        raise ValueError(f"sections must all be equal for section_layout 'axial_strided', but got {found}.")
     return tuple(map(int, found))
 
 
@@ -38,7 +38,7 @@ def coordinates_of_pairs(sections: tuple[int, ...], layout: str, size: int) -> n
     if 2 * sum(sections) != size:
         raise ValueError(
             f"sections must add up to the number of rotated pairs, {size // 2} for {size} rotated features, but got "
-            f"{sections}, which add up to {sum(sections)}."
+            f"{sections}, which sum to {sum(sections)}."
         )
     if layout != "interleaved":
         return np.repeat(np.arange(len(sections)), sections)

@@ -59,7 +59,7 @@ def period(values: Values, key: str, otherwise: int = 1) -> int:
     """Returns the integer under `key`, or `otherwise` if there is none; raises a ValueError for a text (EXAONE)."""
     found = values.get(key) or otherwise
     if not isinstance(found, int):
-        raise ValueError(f"{key} must be an integer for layers that layer_types does not name, but got {found!r}.")
+        raise ValueError(f"{key} must be an integer for layers not listed in layer_types, but got {found!r}.")
     return found
 
 
@@ -137,7 +137,7 @@ def indices(key: str, otherwise: LayerType) -> LayerType:
 
 
 def refuse_unlisted(values: Values, layer: int) -> str:
-    raise ValueError("config must hold layer_types or layers_block_type, which list the layers with attention.")
+    raise ValueError("config must contain layer_types or layers_block_type, which list the layers with attention.")
 
 
 def no_attention(values: Values, layer: int) -> str:

@@ -17,7 +17,7 @@ class Kind(NamedTuple):
 
 
 def _integer(least: int) -> Kind:
-    return Kind(f"an integer of {least} or more", lambda x: is_int(x) and least <= x <= LARGEST)
+    return Kind(f"an integer >= {least}", lambda x: is_int(x) and least <= x <= LARGEST)
 
 
 def _list(entries: str, fits: Callable[[Any], bool]) -> Kind:
@@ -43,8 +43,8 @@ TEXT = Kind("a string", _is_text)
 TEXTS = _list("strings", _is_text)
 INDICES, INTEGERS = _list("integers", is_int), _list("positive integers", SIZE.fits)
 MAPPING = Kind("a dict", lambda x: isinstance(x, Mapping))
-POSITIVE = Kind("a finite number above 0", lambda x: is_finite(x) and x > 0)
-NUMBER = Kind("a finite number of at least 0", lambda x: is_finite(x) and x >= 0)
+POSITIVE = Kind("a finite number > 0", lambda x: is_finite(x) and x > 0)
+NUMBER = Kind("a finite number >= 0", lambda x: is_finite(x) and x >= 0)
 FRACTION = Kind("a number in (0, 1]", lambda x: is_finite(x) and 0 < x <= 1)
 
 # The numbers of layers in a config.
@@ -59,7 +59,7 @@ ROTARY: dict[str, Kind] = {
     **_each("attention_factor short_mscale long_mscale", POSITIVE),
     **_each("mscale mscale_all_dim llama_4_scaling_beta", NUMBER),
     **_each("partial_rotary_factor rotary_pct", FRACTION),
-    **_each("short_factor long_factor", _list("finite numbers above 0", POSITIVE.fits)),
+    **_each("short_factor long_factor", _list("finite numbers > 0", POSITIVE.fits)),
     "mrope_section": Kind("a list of positive integers", lambda x: INTEGERS.fits(x) and len(x) > 0),
 }
 KINDS: dict[str, Kind] = {
@@ -74,7 +74,7 @@ KINDS: dict[str, Kind] = {
     **_each("max_window_layers first_k_dense_replace attn_layer_offset", COUNT),
     "local_attention": WIDTH,
     "sliding_window": Kind("an integer", is_int),  # configs without windows may have any
-    "sliding_window_pattern": Kind("an integer of 0 or more", lambda x: COUNT.fits(x) or _is_text(x)),  # text: EXAONE
+    "sliding_window_pattern": Kind("an integer >= 0", lambda x: COUNT.fits(x) or _is_text(x)),  # text: EXAONE
     **_each("attention_bias attention_out_bias use_bias bias qkv_bias use_qkv_bias enable_bias", FLAG),
     **_each("rope_pairs rope_reversed new_decoder_architecture multi_query alibi use_sliding_window", FLAG),
     **_each("use_bidirectional_attention use_qk_norm qk_layernorm causal attn_temperature_tuning", FLAG),
@@ -88,7 +88,7 @@ KINDS: dict[str, Kind] = {
     "hybrid_override_pattern": Kind("a string or a list of strings", lambda x: _is_text(x) or TEXTS.fits(x)),
     **_each("full_attn_idxs attn_layer_indices cross_attention_layers full_attn_layers", INDICES),
     "no_rope_layers": _list("0 and 1", lambda x: isinstance(x, int)),
-    "layer_rope_theta": _list("finite numbers of at least 0", NUMBER.fits),
+    "layer_rope_theta": _list("finite numbers >= 0", NUMBER.fits),
     "attention_types": _list("pairs [layer types, repetitions]", _is_repeated),
     "linear_attn_config": MAPPING,
 }
