@@ -123,9 +123,9 @@ NOT_FUSED = {
     "head size": (inputs(h=60), {}, "multiple of 8"),
     "large head size": (inputs(h=264), {}, "multiple of 8"),
     "value head size": (inputs(hv=32), {}, "value head size"),
-    "bias, float32": (inputs(), {"bias": jnp.zeros((1, T, T))}, "a bias and its query must be bfloat16"),
-    "bias of keys": (inputs(), {"bias": bias_of(N, 1, T)}, r"the last axes \(256, 256\)"),
-    "bias of some batch axes": (inputs(batch=(2, 3)), {"bias": bias_of(3, 1, T, T)}, "batch axes of a bias"),
+    "bias, float32": (inputs(), {"bias": jnp.zeros((1, T, T))}, "bias and query must be bfloat16"),
+    "bias of keys": (inputs(), {"bias": bias_of(N, 1, T)}, r"the last two axes of bias must be \(256, 256\)"),
+    "bias of some batch axes": (inputs(batch=(2, 3)), {"bias": bias_of(3, 1, T, T)}, "batch axes of bias"),
     "array mask": (inputs(), {"mask": jnp.ones((B, 1, 1, T), bool)}, "ArrayMask"),
     "segments": (inputs(), {"query_segment_ids": IDS}, "segment ids"),
     "dropout": (inputs(), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
@@ -133,7 +133,7 @@ NOT_FUSED = {
     "sinks": (inputs(), {"sinks": jnp.zeros(N)}, "sinks"),
     "score_mod": (inputs(), {"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
     "residual": (inputs(), {"return_residual": True}, "return_residual"),
-    "largest score": (inputs(), {"return_max_score": True}, "return_max_score needs the running maximum"),
+    "largest score": (inputs(), {"return_max_score": True}, "return_max_score requires the running maximum"),
     "window ahead": (inputs(), {"local_window_size": (100, 5)}, "window must end"),
     "window ahead only": (inputs(), {"local_window_size": (None, 5)}, "window must end"),
     "offset": (inputs(), {"is_causal": True, "query_offset": 7}, "window must end"),
@@ -221,7 +221,7 @@ def test_a_plan_that_fails_is_a_reason(monkeypatch):
 def test_what_fails_to_compile_has_no_plan():
     kernel = cudnn.Kernel((1, 128, 1, 64), (1, 128, 1, 64), jnp.dtype("bfloat16"), 1.0, True, None, False)
     [reason] = cudnn.failure(kernel)  # there is no cuDNN on a CPU, and on a GPU this has no reason
-    assert reason.startswith("cuDNN has no execution plan for it (")
+    assert reason.startswith("cuDNN has no execution plan for this call (")
     assert REMEDY.search(reason)
 
 
@@ -386,7 +386,7 @@ def test_around_the_kernel_a_bias_keeps_our_meanings(name, monkeypatch):
 def test_a_large_bias_is_not_copied(hopper, monkeypatch):
     arrays, arguments = FUSED["bias"]
     monkeypatch.setattr(cudnn, "MAX_SCORES_OF_BIAS", B * N * T * T - 1)
-    with pytest.raises(NotImplementedError, match="copied for every batch entry"):
+    with pytest.raises(NotImplementedError, match="copies bias for every batch entry"):
         lowered(arrays, implementation="cudnn", **arguments)
 
 
@@ -407,7 +407,7 @@ def test_on_a_gpu_host_a_program_for_a_cpu_is_right():
     expected = dot_product_attention(*(x.astype(jnp.float32) for x in arrays), is_causal=True, implementation="xla")
     explanation = explain_implementation(*arrays, is_causal=True)
     assert (explanation.chosen, explanation.on_cpu) == ("xla", None)
-    assert "this runs on cpu" in explanation.refusals["cudnn"][0]
+    assert "this call runs on cpu" in explanation.refusals["cudnn"][0]
     near(dot_product_attention(*arrays, is_causal=True), expected)
 
     explained = []
@@ -465,7 +465,10 @@ def test_on_this_machine():
 def test_on_a_cpu():
     x = jnp.ones((1, 8, 2, 64))
     assert explain_implementation(x, x, x).chosen == "xla"
-    for name, words in (("cudnn", "runs on NVIDIA GPUs, but this runs on cpu"), ("splash", "runs on TPUs")):
+    for name, words in (
+        ("cudnn", "runs only on NVIDIA GPUs, but this call runs on cpu"),
+        ("splash", "runs only on TPUs"),
+    ):
         with pytest.raises(NotImplementedError, match=words):
             dot_product_attention(x, x, x, implementation=name)
 
@@ -611,8 +614,8 @@ def test_float32_is_told_to_become_bfloat16():
     x = jnp.ones((1, 1024, 2, 64))
     explanation = explain_implementation(x, x, x, platform="cuda")
     assert explanation.refusals["cudnn"] == [
-        "it computes float16 and bfloat16, but this is float32: pass dtype=jnp.bfloat16 to the module, or cast query, "
-        "key and value"
+        "it supports only float16 and bfloat16, but the inputs are float32: pass dtype=jnp.bfloat16 to the module, "
+        "or cast query, key and value"
     ]
 
 

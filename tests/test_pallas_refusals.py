@@ -51,7 +51,7 @@ def score_mod(function):
 
 VECTOR, LARGE = jnp.ones((4, 3)), jnp.ones((N, 3000))
 REFUSED = {
-    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, but this is float16"),
+    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, but the inputs are float16"),
     "head size": (abstract(h=264), {}, "head sizes must be at most 256"),
     "precision": (abstract(), {"precision": "highest"}, "not Precision.HIGHEST|not highest"),
     "no keys": (abstract(s=0), {}, "an axis has length 0"),
@@ -90,12 +90,12 @@ REFUSED = {
     "a dtype": (
         abstract(),
         score_mod(lambda s, h, q, k: s.astype(jnp.bfloat16).astype(s.dtype)),
-        "must compute in float32, int32, bool .* convert_element_type has bfloat16",
+        "must use float32, int32, bool .* convert_element_type has bfloat16",
     ),
     "a large table": (
         abstract(),
         score_mod(lambda s, h, q, k: s + LARGE[h, q]),
-        r"tables with at most 2048 entries, but one has 3000 entries, of shape \(2, 3000\)",
+        r"tables with at most 2048 entries, but one has 3000 entries \(shape \(2, 3000\)\)",
     ),
     "a mask's primitive": (
         abstract(),
@@ -105,7 +105,7 @@ REFUSED = {
     "a mask's large table": (
         abstract(),
         {"mask": masks.FunctionMask(lambda b, h, q, k: jnp.ones((64, 64), bool)[q // 4, k // 4])},
-        r"4096 entries, of shape \(64, 64\)",
+        r"4096 entries \(shape \(64, 64\)\)",
     ),
 }
 
@@ -124,7 +124,7 @@ def test_refused_with_the_reason(name):
 @pytest.mark.core
 def test_off_tpu(monkeypatch):
     compiled_for(monkeypatch, "cpu")
-    with pytest.raises(NotImplementedError, match="it runs on TPUs, but this runs on cpu"):
+    with pytest.raises(NotImplementedError, match="it runs only on TPUs, but this call runs on cpu"):
         dot_product_attention(*(jnp.ones((1, 5, 2, 8)) for _ in range(3)), implementation="pallas")
 
 
@@ -136,7 +136,7 @@ def test_off_tpu(monkeypatch):
         (lambda: jax.default_matmul_precision("tensorfloat32"), "not tensorfloat32"),
         (
             lambda: use_abstract_mesh(AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))),
-            "on several devices it needs the sharding of its arrays",
+            "on multiple devices, it needs to know how its arrays are sharded",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_settings(setting, reason):
 def test_float64():
     with jax.enable_x64(True):
         reasons = refusals(abstract(dtype=jnp.float64))
-    assert any("it computes float32 and bfloat16, but this is float64" in reason for reason in reasons)
+    assert any("it supports only float32 and bfloat16, but the inputs are float64" in reason for reason in reasons)
 
 
 def lowered(arrays, attend=dot_product_attention, **arguments):

@@ -357,7 +357,7 @@ CHOSEN = {
     ),
 }
 REFUSED = {
-    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, but this is float16"),
+    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, but the inputs are float16"),
     "head size": (abstract(h=264), {}, "head sizes must be at most 256"),
     "value head size": (abstract(hv=264), {}, "head sizes must be at most 256"),
     "bias": (abstract(), {"bias": jnp.zeros((1, T, T))}, "bias"),
@@ -373,10 +373,10 @@ REFUSED = {
     "dropout": (abstract(), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
     "score_mod": (abstract(), {"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
     "residual": (abstract(), {"return_residual": True}, "return_residual"),
-    "largest score": (abstract(), {"return_max_score": True}, "return_max_score needs the running maximum"),
+    "largest score": (abstract(), {"return_max_score": True}, "return_max_score requires the running maximum"),
     "offset as data": (abstract(), {"is_causal": True, "query_offset": lengths(7, 9)}, "query_offset"),
     "scale as data": (abstract(), {"scale": jnp.float32(0.3)}, "scale"),
-    "precision": (abstract(), {"precision": "highest"}, "the only one supported, but is highest"),
+    "precision": (abstract(), {"precision": "highest"}, "must be the default, but is highest"),
     "half a million keys": (abstract(2**19, 2**19), {}, "its tile table does not fit"),
     "no keys": (abstract(s=0), {}, "an axis has length 0"),
     "no value features": (abstract(hv=0), {}, "an axis has length 0"),
@@ -411,7 +411,13 @@ def test_every_reason_is_named(monkeypatch):
     compiled_for(monkeypatch, "cpu")
     with pytest.raises(NotImplementedError) as error:
         lowered(abstract(dtype=jnp.float16), implementation="splash", return_residual=True, bias=jnp.zeros((T, T)))
-    for reason in ("it runs on TPUs, but this runs on cpu", "float16", "bias", "return_residual", "Pass None"):
+    for reason in (
+        "it runs only on TPUs, but this call runs on cpu",
+        "float16",
+        "bias",
+        "return_residual",
+        "Pass None",
+    ):
         assert reason in str(error.value)
 
 
@@ -434,7 +440,7 @@ def refusals(dtype=jnp.float32):
     [
         (lambda: jax.enable_x64(True), "jax_enable_x64"),
         (lambda: jax.default_matmul_precision("high"), "default matmul precision, not high"),
-        (lambda: use_abstract_mesh(TWO), "on several devices it needs the sharding of its arrays"),
+        (lambda: use_abstract_mesh(TWO), "on multiple devices, it needs to know how its arrays are sharded"),
     ],
 )
 def test_settings_that_the_kernels_do_not_know(setting, reason):
@@ -450,7 +456,7 @@ def test_settings_that_the_kernels_do_not_know(setting, reason):
 @pytest.mark.core
 def test_float64_is_refused():
     with jax.enable_x64(True):
-        assert any("this is float64" in x for x in refusals(jnp.float64))
+        assert any("the inputs are float64" in x for x in refusals(jnp.float64))
 
 
 def test_inside_shard_map():

@@ -150,9 +150,9 @@ def test_it_is_never_chosen(strategy):
 
 
 REFUSED = {
-    "off TPUs": ({}, {}, "it runs on TPUs, but this runs on cpu"),
-    "float16": ({"dtype": jnp.float16}, {}, "it computes float32 and bfloat16, but this is float16"),
-    "precision": ({"dtype": jnp.bfloat16}, {"precision": "highest"}, "the highest in float32"),
+    "off TPUs": ({}, {}, "it runs only on TPUs, but this call runs on cpu"),
+    "float16": ({"dtype": jnp.float16}, {}, "it supports only float32 and bfloat16, but the inputs are float16"),
+    "precision": ({"dtype": jnp.bfloat16}, {"precision": "highest"}, "the highest, for float32"),
     "control flow": (
         {},
         {"score_mod": lambda score, b, h, q, k: lax.cond(q > k, lambda: score, lambda: -score)},

@@ -83,10 +83,10 @@ def reasons_against_kernel(target: Target) -> list[str]:
     """Lists why a Pallas kernel cannot run in this trace: it computes on one device and does not know meshes."""
     reasons = []
     if target.may_be_split:
-        reasons.append("on several devices it needs the sharding of its arrays: pass qkv_sharding")
+        reasons.append("on multiple devices, it needs to know how its arrays are sharded: pass qkv_sharding")
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying:
-        reasons.append("inside jax.shard_map it does not support check_vma=True: pass check_vma=False")
+        reasons.append("inside jax.shard_map, it does not support check_vma=True: pass check_vma=False")
     return reasons
 
 

@@ -34,15 +34,16 @@ def reasons_against_dtype(dtypes: Sequence[DTypeLike], dtype: jnp.dtype) -> list
         return []
     known = " and ".join(jnp.dtype(x).name for x in dtypes)
     remedy = "pass dtype=jnp.bfloat16 to the module, or cast query, key and value"
-    return [f"it computes {known}, but this is {dtype}: {remedy}"]
+    return [f"it supports only {known}, but the inputs are {dtype}: {remedy}"]
 
 
-EMPTY = "an axis has length 0: pass arrays that are not empty, or skip the call"
+EMPTY = "an axis has length 0: pass non-empty arrays, or skip the call"
 
 
 def reason_against_platform(platform: str, devices: str, here: str) -> str:
     """Returns the reason against a kernel for `devices`, if a call runs on `here`; `platform` is the caller's name."""
-    return f'it runs on {devices}, but this runs on {here}: run it there, or explain it with platform="{platform}"'
+    remedy = f'run it there, or explain it with platform="{platform}"'
+    return f"it runs only on {devices}, but this call runs on {here}: {remedy}"
 
 
 # Names for policies of `jax.checkpoint`: gradients need output and log-sum-exp besides the inputs. Those of `dense.py`

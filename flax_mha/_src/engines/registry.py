@@ -94,6 +94,6 @@ def check_name(implementation: str | None) -> None:
 def check_computes(implementation: str, reasons: list[str]) -> None:
     if reasons:
         raise NotImplementedError(
-            f'implementation="{implementation}" cannot compute this: {"; ".join(reasons)}. Pass None to let the '
+            f'implementation="{implementation}" does not support this call: {"; ".join(reasons)}. Pass None to let the '
             "library choose."
         )

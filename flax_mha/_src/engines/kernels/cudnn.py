@@ -125,7 +125,7 @@ def refusals(call: Call) -> list[str]:
         reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
     elif here.capability < (8, 0):
         has = ".".join(map(str, here.capability))
-        reasons.append(f"it needs compute capability 8.0, but {here.name} has {has}: use an A100 or a newer GPU")
+        reasons.append(f"it requires compute capability 8.0, but {here.name} has {has}: use an A100 or a newer GPU")
     reasons += reasons_against_dtype(DTYPES, operands.query.dtype)
     largest = 256 if here.capability is not None and here.capability >= (9, 0) else 128
     if head_size % 8 or head_size > largest:
@@ -141,7 +141,7 @@ def refusals(call: Call) -> list[str]:
     if 0 in operands.query.shape or 0 in operands.key.shape:
         reasons.append(EMPTY)
     if mask.segments is not None:
-        reasons.append("jax.nn does not pass segment ids to it: make each document a row of the batch, with lengths")
+        reasons.append("jax.nn does not pass segment ids to it: make each document a batch row, and pass lengths")
     if mask.right not in (None, 0) or (mask.left is not None and (mask.right is None or mask.left < 0)):
         reasons.append(
             "a causal mask or window must end at the query itself: pass is_causal=True or local_window_size=(left, 0), "
@@ -159,26 +159,26 @@ def _refusals_of_bias(call: Call) -> list[str]:
     if bias.dtype not in DTYPES_OF_BIAS or bias.dtype != operands.query.dtype:
         # It would round float32, and float16 has no finite number that masks like -inf.
         reasons.append(
-            f"a bias and its query must be bfloat16, but are {bias.dtype} and {operands.query.dtype}: pass both as "
+            f"bias and query must be bfloat16, but are {bias.dtype} and {operands.query.dtype}: pass both as "
             "jnp.bfloat16"
         )
     if bias.shape[-2:] != operands.lengths:
         reasons.append(
-            f"a bias must have the last axes {operands.lengths}, but has {bias.shape[-2:]}: use jnp.broadcast_to, or "
-            "pass lengths if it hides padding"
+            f"the last two axes of bias must be {operands.lengths}, but are {bias.shape[-2:]}: use jnp.broadcast_to, "
+            "or pass lengths if it only masks padding"
         )
     if bias.shape[:-3] not in (batch, (1,) * len(batch)):
         reasons.append(
-            f"the batch axes of a bias must be {batch} or all 1, but are {bias.shape[:-3]}: use jnp.broadcast_to"
+            f"the batch axes of bias must be {batch} or all 1, but are {bias.shape[:-3]}: use jnp.broadcast_to"
         )
     scores = math.prod((*operands.query.shape[:-3], operands.query.shape[-2], *operands.lengths))
     if scores > MAX_SCORES_OF_BIAS:
         reasons.append(
-            f"a bias is copied for every batch entry and head, up to {MAX_SCORES_OF_BIAS:,} numbers, but this call "
+            f"it copies bias for every batch entry and head, up to {MAX_SCORES_OF_BIAS:,} elements, but this call "
             f"needs {scores:,}: use smaller batches, or lengths and windows if it only masks"
         )
     if options.target.may_be_split:
-        reasons.append("with a bias, it needs the sharding of its arrays: pass qkv_sharding")
+        reasons.append("with a bias, it needs to know how its arrays are sharded: pass qkv_sharding")
     return reasons
 
 
@@ -202,7 +202,10 @@ def failure(kernel: Kernel) -> list[str]:
         jax.jit(both).lower(query, key, key, bias, lengths).compile()
     except Exception as error:  # any error means that the kernel cannot run
         what = str(error).strip().splitlines()[0]
-        return [f"cuDNN has no execution plan for it ({what}): use other shapes, or another version of jax and cuDNN"]
+        return [
+            f"cuDNN has no execution plan for this call ({what}): use different shapes, or a different version of jax "
+            "or cuDNN"
+        ]
     return []
 
 

@@ -81,32 +81,32 @@ def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> l
     """Lists why fused kernels cannot compute a call with this mask; arguments named in `supported` are no reason."""
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
-    fixed = "is an array, but the kernel shifts a causal mask or window only by a constant: pass a Python int"
+    fixed = "is an array, but the kernel can shift a causal mask or window only by a constant: pass a Python int"
     masks_only = "if it only masks, pass a causal mask, window or lengths instead"
     unknown = {
-        "bias": operands.bias is not None and f"is not supported by it: {masks_only}",
-        "logits_soft_cap": options.soft_cap is not None and "is not supported by it: leave it out",
-        "sinks": operands.sinks is not None and "are not supported by it: leave them out",
-        "score_mod": options.score_mod is not None and f"is not supported by it: {masks_only}",
+        "bias": operands.bias is not None and f"is not supported: {masks_only}",
+        "logits_soft_cap": options.soft_cap is not None and "is not supported: leave it out",
+        "sinks": operands.sinks is not None and "are not supported: leave them out",
+        "score_mod": options.score_mod is not None and f"is not supported: {masks_only}",
         "dropout_rate": options.dropout_rate > 0
-        and "must be 0, because it cannot use dropout_rng: pass 0, or deterministic=True to the module",
+        and "must be 0, because dropout_rng is not supported: pass 0, or pass deterministic=True to the module",
         "return_residual": options.return_residual
-        and "needs a float32 log-sum-exp with a gradient, which it does not return: leave it out",
+        and "requires a float32 log-sum-exp with a gradient, which it does not return: leave it out",
         "return_max_score": options.return_max_score
-        and "needs the running maximum, which it does not return: leave it out (sow_max_score of a module)",
+        and "requires the running maximum, which it does not return: leave it out (sow_max_score in a module)",
         "query_offset": has_band and operands.offsets.query_array is not None and fixed,
         "key_value_offset": has_band and operands.offsets.key_array is not None and fixed,
         "scale": operands.scale is not None
-        and "is an array, but must be a Python float: pass one, or multiply the query by the array and pass 1.0",
+        and "is an array, but must be a Python float: pass a float, or multiply the query by the array and pass 1.0",
         "precision": options.precision not in DEFAULT_PRECISION
-        and f"must be the default, the only one supported, but is {options.precision}: leave it out",
+        and f"must be the default, but is {options.precision}: leave it out",
     }
     reasons = [f"{name} {why}" for name, why in unknown.items() if why and name not in supported]
     if mask.segments is not None and mask.segments.query_ids.dtype != jnp.int32:
         reasons.append(f"segment ids must be int32, but are {mask.segments.query_ids.dtype}: use .astype(jnp.int32)")
     return reasons + [
-        f"the mask contains {name}, which is not a causal, window, length or segment mask: use these, combined with &, "
-        "if they can express it"
+        f"the mask contains {name}, which is not a causal, window, length or segment mask: use only these, combined "
+        "with &, if possible"
         for name in mask.others
     ]
 

@@ -87,7 +87,7 @@ def refusals(call: Call) -> list[str]:
     precision = options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if precision not in DEFAULT_PRECISION and not (precision in HIGHEST and operands.query.dtype == jnp.float32):
         reasons.append(
-            f"it supports only the default matmul precision, or the highest in float32, not {precision}: leave "
+            f"it supports only the default matmul precision (or the highest, for float32), not {precision}: leave "
             "precision out"
         )
     is_empty = 0 in (*operands.query.shape, *operands.key.shape, *operands.value.shape)

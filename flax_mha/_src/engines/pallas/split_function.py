@@ -209,12 +209,12 @@ def _check(equation: Any) -> None:
     for aval in (x.aval for x in (*equation.invars, *equation.outvars)):
         if math.prod(aval.shape) != 1:
             raise RefusedError(
-                f"must not build vectors from values that depend on positions, but {name} has one of shape "
-                f"{aval.shape}: compute with scalars"
+                f"must not build vectors from values that depend on positions, but {name} uses one of shape "
+                f"{aval.shape}: use only scalars"
             )
         if aval.dtype.name not in DTYPES:
             raise RefusedError(
-                f"must compute in {', '.join(DTYPES)} if values depend on positions, but {name} has {aval.dtype}: use "
+                f"must use {', '.join(DTYPES)} for values that depend on positions, but {name} has {aval.dtype}: use "
                 "one of these dtypes"
             )
 
@@ -226,21 +226,22 @@ def _lookup(equation: Any, inner: set[Any], of_scores: set[Any]) -> Lookup:
     count = math.prod(sizes[axis] for axis in lookup.by_position)
     if of_scores.intersection(_variables(indices)):
         raise RefusedError(
-            "must look up arrays by position, but an index depends on the score: compute the index from b, h, q_idx "
+            "must index arrays only by position, but an index depends on the score: compute the index from b, h, q_idx "
             "and kv_idx"
         )
     if math.prod(shape) != 1:
         raise RefusedError(
-            f"must not look up vectors by position, but dynamic_slice has one of shape {shape}: look up one entry"
+            f"must not look up vectors by position, but dynamic_slice reads one of shape {shape}: look up a single "
+            "entry"
         )
     if count > MOST_ENTRIES:
-        got = f"{count} entries, of shape {sizes}"
+        got = f"{count} entries (shape {sizes})"
         raise RefusedError(
-            f"must look up by position in tables with at most {MOST_ENTRIES} entries, but one has {got}: use a smaller "
-            "table, or compute its entries"
+            f"must look up positions only in tables with at most {MOST_ENTRIES} entries, but one has {got}: use a "
+            "smaller table, or compute its entries"
         )
     if dtype.name not in DTYPES:
         raise RefusedError(
-            f"must look up {', '.join(DTYPES)} by position, but a table holds {dtype}: convert it to one of these"
+            f"must use tables of dtype {', '.join(DTYPES)}, but one has dtype {dtype}: convert it to one of these"
         )
     return lookup
