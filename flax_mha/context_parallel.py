@@ -76,7 +76,7 @@ def context_parallel(
         if given not in known:
             raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, but got {given!r}.")
     if not isinstance(axis, str):
-        raise ValueError(f"axis must be the name of one mesh axis, but got {axis!r}.")
+        raise ValueError(f"axis must be the name of a single mesh axis, but got {axis!r}.")
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, but got {mesh!r}.")
     batch_axes, head_axis = _names("batch_axes", batch_axes), _names("head_axis", head_axis)
@@ -134,8 +134,8 @@ def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
     if given or jnp.iscomplexobj(query):
         got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
         raise ValueError(
-            f"context_parallel supports only real inputs, no einsum and no module that sows weights, but got {got}, "
-            "which needs whole sequences on one device; use flax_mha.attention_fn."
+            f"context_parallel does not support complex inputs, custom einsums or sow_weights, but got {got}, which "
+            "needs whole sequences on one device; use flax_mha.attention_fn."
         )
 
 

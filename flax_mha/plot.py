@@ -31,7 +31,7 @@ def plot_mask(mask: Mask, queries: int, keys: int, axes: "Axes | None" = None) -
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("plot_mask needs matplotlib; run pip install matplotlib") from error
+        raise ModuleNotFoundError("plot_mask requires matplotlib; run pip install matplotlib") from error
     seen = mask.picture(queries, keys)
     axes = Figure(figsize=(5, 5), layout="constrained").subplots() if axes is None else axes
     axes.imshow(seen, cmap="Greys", vmin=0, vmax=1.6, interpolation="nearest", aspect="equal")

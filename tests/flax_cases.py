@@ -231,8 +231,8 @@ REFUSED_OPTIONS = [
 ]
 X, Y = jnp.ones((BATCH, QUERIES, FEATURES)), jnp.ones((BATCH, KEYS, FEATURES))
 REFUSED_CALLS = [
-    ({}, [X, Y[0]], {}, ValueError, r"inputs must have same rank.*\(2, 7, 15\).*\(11, 15\)"),
-    ({}, [X[0, 0]], {}, ValueError, "rank, 2 or more"),
+    ({}, [X, Y[0]], {}, ValueError, r"inputs must have the same rank.*\(2, 7, 15\).*\(11, 15\)"),
+    ({}, [X[0, 0]], {}, ValueError, "same rank, at least 2"),
     ({}, [X, Y[:1]], {}, ValueError, "batch dims must match"),
     ({}, [X, Y, Y[:, :7]], {}, ValueError, "key and value lengths must match"),
     ({}, [X, None, Y], {}, ValueError, "`inputs_k` cannot be None if `inputs_v` is not None"),
@@ -240,7 +240,7 @@ REFUSED_CALLS = [
     ({}, [X], {"mask": np.ones((1, 1, 1, 1, 1), bool)}, ValueError, "mask must broadcast"),
     ({}, [X], {"bias": np.ones((2, 7, 7), np.float32)}, ValueError, "bias must broadcast"),
     ({}, [X], {"score_mod": lambda score: score}, ValueError, r"score_mod\(score, b, h, q_idx, kv_idx\) must"),
-    ({}, [X], {"segment_ids": jnp.ones((BATCH, KEYS), int)}, ValueError, r"^segment_ids must be \[batch"),
+    ({}, [X], {"segment_ids": jnp.ones((BATCH, KEYS), int)}, ValueError, r"^segment_ids must have shape \[batch"),
     ({}, [X, Y], {"segment_ids": jnp.ones((BATCH, QUERIES), int)}, ValueError, "^segment_ids must be a pair"),
     ({"implementation": "cudnn"}, [X], {}, NotImplementedError, "cudnn"),
     ({"decode": True}, [X[:, :1]], {"segment_ids": jnp.ones((BATCH, 1), int)}, ValueError, "segment_ids .*decod"),

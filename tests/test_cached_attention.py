@@ -60,15 +60,15 @@ def after(number, **given):
 @pytest.mark.core
 def test_overflow_raises_where_the_index_is_known():
     cache = after(LENGTH).update(*tokens(S - LENGTH)[1:])
-    with pytest.raises(ValueError, match=r"room for one more token, but all 43 slots are full"):
+    with pytest.raises(ValueError, match=r"the cache is full: all 43 slots are in use"):
         cached_attention(*tokens(1), cache)
-    with pytest.raises(ValueError, match=r"end at position 46 and there are 43 slots; create a longer cache"):
+    with pytest.raises(ValueError, match=r"end at position 46, but there are only 43 slots; create a longer cache"):
         cached_attention(*tokens(3), cache)
 
 
 @pytest.mark.core
 def test_a_chunk_longer_than_the_cache_never_fits():
-    with pytest.raises(ValueError, match=r"but got 44 tokens for 43 slots"):
+    with pytest.raises(ValueError, match=r"got 44 new tokens for 43 slots"):
         jax.eval_shape(lambda cache: cached_attention(*tokens(S + 1), cache)[0], empty())
 
 
@@ -342,7 +342,9 @@ def test_implementations_that_know_no_cache(implementation, window):
     for number in (1, 20):
         run = functools.partial(cached_attention, implementation=implementation, local_window_size=window)
         for call in (run, jax.jit(run)):
-            with pytest.raises(NotImplementedError, match=f'implementation="{implementation}" cannot compute this'):
+            with pytest.raises(
+                NotImplementedError, match=f'implementation="{implementation}" does not support this call'
+            ):
                 call(*tokens(number), cache)
 
 
@@ -370,7 +372,7 @@ REFUSED = {
     "no cache": (lambda: call(None), "cache must be a KVCache, but got NoneType; create one with KVCache.create"),
     "other numbers of tokens": (
         lambda: call(new=(NEW[0], *tokens(5)[1:])),
-        "query and key must have the same length, the number of new tokens, but got 3 and 5",
+        r"query and key must have the same length \(the number of new tokens\), but got 3 and 5",
     ),
     "another batch": (
         lambda: call(new=tokens(3, (1,))),
@@ -381,17 +383,17 @@ REFUSED = {
     "vectors": (lambda: call(new=(jnp.ones(6),) * 3), r"expected key shape \(2, T, 2, 6\) instead got \(6,\)"),
     "dtype": (
         lambda: call(new=[x.astype(jnp.bfloat16) for x in NEW]),
-        r"key must have the dtype of the cache, float32, but got bfloat16; use \.astype",
+        r"key must have the cache's dtype, float32, but got bfloat16; use \.astype",
     ),
     "head size": (lambda: call(new=(NEW[0][..., :4], *NEW[1:])), "query, key depths must match, but got 4 and 6"),
     "heads": (lambda: call(new=(NEW[0][:, :, :3], *NEW[1:])), "query heads must be a multiple of key/value heads"),
     "mask of the prompt": (
         lambda: call(new=tokens(20), mask=np.ones((20, 20), bool)),
-        r"mask must have a last axis of length 43, the number of cache slots, or 1, but got shape \(20, 20\)",
+        r"the last axis of mask must have length 43 \(the number of cache slots\) or 1, but got shape \(20, 20\)",
     ),
     "bias of the prompt": (
         lambda: call(new=tokens(20), bias=np.ones((N, 20, 20), np.float32)),
-        r"bias must have a last axis of length 43, the number of cache slots, or 1, but got shape \(4, 20, 20\)",
+        r"the last axis of bias must have length 43 \(the number of cache slots\) or 1, but got shape \(4, 20, 20\)",
     ),
     "ragged mask": (lambda: call(mask=[[True], [True, False]]), "mask must be a boolean array or .* but got list"),
     "mask, the class": (lambda: call(new=tokens(20), mask=CausalMask), r"mask object .*call it: CausalMask\(\)"),
@@ -399,30 +401,36 @@ REFUSED = {
     "mask of other queries": (lambda: call(mask=np.ones((4, S), bool)), "mask must broadcast to .*got shape"),
     "a ring without a window": (
         lambda: call(IN_RING),
-        "local_window_size must have a left side of at most 5, because the ring cache .*got None; create the cache",
+        "local_window_size must extend at most 5 positions to the left, because .*got None; create the cache",
     ),
     "a ring with a half-open window": (lambda: call(IN_RING, local_window_size=(None, 0)), r"at most.*got \(None, 0\)"),
     "a ring with a wider window": (lambda: call(IN_RING, local_window_size=6), "at most.*got 6"),
     "bias of a ring's slots": (
         lambda: call(IN_RING, bias=np.ones((N, 1, RING), np.float32), local_window_size=5),
-        r"bias must not vary by slot in a ring cache.*\(4, 1, 70\); use a mask object",
+        r"bias must not differ between slots of a ring cache.*\(4, 1, 70\); use a mask object",
     ),
     "mask of a ring's slots": (
         lambda: call(IN_RING, mask=np.ones((1, RING), bool), local_window_size=5),
-        "mask must not vary by slot in a ring cache",
+        "mask must not differ between slots of a ring cache",
     ),
     "segments of a ring's slots": (
         lambda: call(IN_RING, mask=SegmentMask(np.ones(3, int), np.ones(RING, int)), local_window_size=5),
-        "mask must not hold an array with one entry per key in a ring cache",
+        "mask must not contain an array with one entry per key for a ring cache",
     ),
     "a mask object of a ring's slots": (
         lambda: call(IN_RING, mask=CausalMask() & ~ArrayMask(np.ones((3, RING), bool)), local_window_size=5),
-        "mask must not hold an array with one entry per key in a ring cache",
+        "mask must not contain an array with one entry per key for a ring cache",
     ),
     "lengths of one index": (lambda: call(lengths=[1, 1]), "lengths must be None if all .*per_row=True"),
-    "lengths, too long": (lambda: call(ROWS, lengths=[4, 1]), "lengths must be from 0 to 3, .*got 1 to 4"),
-    "lengths, negative": (lambda: call(ROWS, lengths=[-1, 1]), "lengths must be from 0 to 3, .*got -1 to 1"),
-    "lengths, floats": (lambda: call(ROWS, lengths=[1.0, 1.0]), "lengths must be integers"),
+    "lengths, too long": (
+        lambda: call(ROWS, lengths=[4, 1]),
+        "lengths must be between 0 and 3 .*got values from 1 to 4",
+    ),
+    "lengths, negative": (
+        lambda: call(ROWS, lengths=[-1, 1]),
+        "lengths must be between 0 and 3 .*got values from -1 to 1",
+    ),
+    "lengths, floats": (lambda: call(ROWS, lengths=[1.0, 1.0]), "lengths must have an integer dtype"),
     "window": (lambda: call(local_window_size=-1), "local_window_size must be an int >= 0"),
     "rate without a key": (lambda: call(dropout_rate=0.5), "dropout_rng must be a key if dropout_rate > 0"),
     "implementation": (lambda: call(implementation="flash"), "implementation must be .*got 'flash'"),

@@ -435,7 +435,9 @@ def test_rotary_positions(make):
     module, positions = make(rope=RoPE()), jnp.arange(100, 107)
     want = module(TARGET, ENCODED, decode=False, positions=(positions, jnp.arange(11)))
     np.testing.assert_allclose(decode_cross(module, {}, positions), want, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="positions must be one array, for the queries, if rope is used with stored"):
+    with pytest.raises(
+        ValueError, match=r"positions must be a single array \(for the queries\) if rope is used with stored"
+    ):
         module(TARGET[:, :1])
 
 

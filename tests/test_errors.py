@@ -33,11 +33,11 @@ REFUSED = {
     "no offset": ({"query_offset": None}, "query_offset must be an integer or an array of integers, but got None"),
     "precision": ({"precision": "lol"}, 'precision must be None, "default", "high".*got \'lol\''),
     "a mask of nothing": ({"mask": ArrayMask(None)}, "mask must be a boolean array or a mask object .*, but got None"),
-    "segments of nothing": ({"mask": SegmentMask(None, None)}, "must hold arrays of integers, but got None"),
+    "segments of nothing": ({"mask": SegmentMask(None, None)}, "requires integer arrays, but got None"),
     "an object for a mask": ({"mask": object()}, "mask must be a boolean array or a mask object .* but got object"),
     "a dict for a bias": ({"bias": {"a": 1}}, "bias must be an array of floats, but got dict"),
     "ragged bias": ({"bias": [[1.0, 2.0], [3.0]]}, "bias must be an array of floats, but got list"),
-    "ragged lengths": ({"key_value_seq_lengths": [1, [2]]}, "key_value_seq_lengths must be integers, but got"),
+    "ragged lengths": ({"key_value_seq_lengths": [1, [2]]}, "key_value_seq_lengths must be an integer array, but got"),
     "complex captured": (
         {"score_mod": lambda score, b, h, q, k: score + COMPLEX[k].real},
         r"score_mod must not capture complex arrays, .*capture x.real and x.imag",
@@ -84,7 +84,10 @@ REFUSED = {
     "bias of ints": ({"bias": np.ones((T, S), int)}, "bias must have one of the dtypes .*int"),
     "bias shape": ({"bias": np.ones((T, 6), np.float32)}, r"bias must broadcast to .*got shape \(5, 6\)"),
     "lengths' shape": ({"key_value_seq_lengths": np.ones(3, int)}, r"key_value_seq_lengths must broadcast to .*\(2,\)"),
-    "lengths' dtype": ({"query_seq_lengths": np.ones(2)}, "query_seq_lengths must be integers, but got float"),
+    "lengths' dtype": (
+        {"query_seq_lengths": np.ones(2)},
+        "query_seq_lengths must have an integer dtype, but got float",
+    ),
     "negative length": (
         {"key_value_seq_lengths": np.array([3, -1])},
         "key_value_seq_lengths must be at least 0, but got -1",
@@ -97,10 +100,10 @@ REFUSED = {
         {"mask": LengthMask(np.array([1, -5]))},
         "key_value_lengths must be at least 0, but got -5",
     ),
-    "ids' length": ({"query_segment_ids": np.ones((B, 6), int)}, r"key_value_segment_ids must also be given"),
+    "ids' length": ({"query_segment_ids": np.ones((B, 6), int)}, r"key_value_segment_ids must also be passed"),
     "ids' shape": (
         {"query_segment_ids": np.ones((B, 6), int), "key_value_segment_ids": np.ones((B, S), int)},
-        r"query_segment_ids must be \[batch..., 5\].*got shape \(2, 6\)",
+        r"query_segment_ids must have shape \[batch..., 5\].*got \(2, 6\)",
     ),
     "ids' batch": (
         {"query_segment_ids": np.ones((3, T), int), "key_value_segment_ids": np.ones((B, S), int)},
@@ -108,9 +111,9 @@ REFUSED = {
     ),
     "ids' dtype": (
         {"query_segment_ids": np.ones((B, T)), "key_value_segment_ids": np.ones((B, S), int)},
-        "query_segment_ids must be integers",
+        "query_segment_ids must have an integer dtype",
     ),
-    "ids without partner": ({"key_value_segment_ids": np.ones((B, S), int)}, "query_segment_ids must also be given"),
+    "ids without partner": ({"key_value_segment_ids": np.ones((B, S), int)}, "query_segment_ids must also be passed"),
     "rate 1": (
         {"dropout_rate": 1.0, "dropout_rng": RNG},
         r"dropout_rate must be a concrete number in \[0, 1\), .*got 1.0",
@@ -134,14 +137,14 @@ REFUSED = {
     "scale NaN": ({"scale": float("nan")}, "scale must be a finite number, but got nan"),
     "scale a vector": ({"scale": jnp.ones(2)}, r"scale must be a scalar, but got an array of shape \(2,\)"),
     "scale a string": ({"scale": "1"}, "scale must be a finite number, but got '1'"),
-    "offset a float": ({"query_offset": 0.5}, "query_offset must be integers"),
+    "offset a float": ({"query_offset": 0.5}, "query_offset must have an integer dtype"),
     "offset's shape": ({"query_offset": np.zeros(3, int)}, "query_offset must broadcast to"),
     "scale beyond float32": ({"scale": 1e39}, "scale must fit in float32, but got 1e[+]39"),
     "scale complex": ({"scale": np.complex64(1)}, "scale must be a finite number"),
     "scale an array of a bool": ({"scale": np.array(True)}, "scale must be a finite number"),
     "cap beyond float32": (
         {"logits_soft_cap": 1e39},
-        "logits_soft_cap must be at most 1e[+]30, .*pass None for no cap",
+        "logits_soft_cap must be at most 1e[+]30, .*pass None to disable the cap",
     ),
     "cap complex": ({"logits_soft_cap": np.complex64(1)}, "logits_soft_cap must be a concrete finite number > 0"),
     "cap 0": ({"logits_soft_cap": 0.0}, "logits_soft_cap must be a concrete finite number > 0, .*got 0.0"),
@@ -155,7 +158,7 @@ REFUSED = {
     "scale a bool": ({"scale": True}, "scale must be a finite number, but got True"),
     "score_mod's shape": (
         {"score_mod": lambda score, b, h, q, k: score[None]},
-        r"score_mod\(score, b, h, q_idx, kv_idx\) must return one float32 scalar .*<lambda>.* returned float32\[1\]",
+        r"score_mod\(score, b, h, q_idx, kv_idx\) must return a float32 scalar .*<lambda>.* returned float32\[1\]",
     ),
     "score_mod's dtype": ({"score_mod": lambda score, b, h, q, k: q}, r"score_mod\(.*returned int32\[\]; use .astype"),
     "score_mod's answers": (
@@ -173,14 +176,14 @@ REFUSED = {
     ),
     "mask_mod's dtype": (
         {"mask": FunctionMask(lambda b, h, q, k: q - k)},
-        r"mask_mod\(b, h, q_idx, kv_idx\) must return one bool scalar .*returned int32\[\]",
+        r"mask_mod\(b, h, q_idx, kv_idx\) must return a bool scalar .*returned int32\[\]",
     ),
     "mask_mod in a mask": (
         {"mask": CausalMask() & ~FunctionMask(lambda b, h, q, k: jnp.ones(3, bool))},
         r"mask_mod\(.*returned bool\[3\]",
     ),
     "mask object's lengths": ({"mask": LengthMask(np.ones(3, int))}, "key_value_lengths must broadcast to"),
-    "mask object's ids": ({"mask": SegmentMask(np.ones(6, int), np.ones(S, int))}, "query_segment_ids must be"),
+    "mask object's ids": ({"mask": SegmentMask(np.ones(6, int), np.ones(S, int))}, "query_segment_ids must have shape"),
     "mask object's array": ({"mask": ArrayMask(np.ones((T, 6), bool))}, "mask must broadcast to"),
     "implementation": (
         {"implementation": "flash"},
@@ -201,12 +204,12 @@ def test_refused(name):
 NO_MASKS = {
     "an empty window": (
         lambda: LocalMask(-3, 0),
-        r"LocalMask\(left, right\) must have left \+ right >= 0, .*\(-3, 0\)",
+        r"LocalMask\(left, right\) requires left \+ right >= 0, .*\(-3, 0\)",
     ),
-    "a window of floats": (lambda: LocalMask(1.5, 0), r"must be integers or None, but got \(1.5, 0\)"),
+    "a window of floats": (lambda: LocalMask(1.5, 0), r"requires integers or None, but got \(1.5, 0\)"),
     "an offset as an array": (
         lambda: CausalMask(np.arange(3)),
-        r"CausalMask\(offset\) must be an integer.*query_offset",
+        r"CausalMask\(offset\) requires an integer.*query_offset",
     ),
     "a mask and an array": (
         lambda: CausalMask() & np.ones((T, S), bool),
@@ -215,7 +218,7 @@ NO_MASKS = {
     "an array and a mask": (lambda: np.ones((T, S), bool) | CausalMask(), r"\| must combine two masks"),
     "a jax array and a mask": (lambda: jnp.ones((T, S), bool) & CausalMask(), "& must combine two masks"),
     "a mask and a class": (lambda: CausalMask() & LocalMask, r"the class LocalMask; call it: LocalMask\(\)"),
-    "`and`": (lambda: CausalMask() and LocalMask(1, 0), "a mask must be combined with &, | and ~"),
+    "`and`": (lambda: CausalMask() and LocalMask(1, 0), "masks must be combined with &, | and ~"),
 }
 
 
@@ -269,7 +272,7 @@ def test_axes_that_a_mesh_cannot_split(split):
         call(qkv_sharding=sharding)
         return
     with pytest.raises(
-        ValueError, match="the head size, .* cannot be split" if split == 3 else "must be split the same way"
+        ValueError, match="the head size .* cannot be split" if split == 3 else "must be split the same way"
     ):
         call(qkv_sharding=sharding)
 

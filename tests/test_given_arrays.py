@@ -147,7 +147,7 @@ def test_a_mask_of_other_numbers_gives_nan(caller):
         call = lambda mask: apply(params, X, mask=mask)  # noqa: E731
     jitted = jax.jit(call)
     for additive in (ADDITIVE * -1e9, jnp.where(ADDITIVE == 1, -jnp.inf, 0.0)):
-        with pytest.raises(ValueError, match="mask must be bool, or hold only 0 and 1"):
+        with pytest.raises(ValueError, match="mask must be bool, or contain only 0 and 1"):
             call(additive)
         assert jnp.isnan(jitted(additive)).all()
     for dtype in (jnp.float32, jnp.int32):

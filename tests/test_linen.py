@@ -451,7 +451,7 @@ def full_cache():
 @pytest.mark.core
 def test_decoding_past_the_end_raises():
     module, variables = full_cache()
-    with pytest.raises(ValueError, match=r"room for one more token, but all 3 slots are full"):
+    with pytest.raises(ValueError, match=r"the cache is full: all 3 slots are in use"):
         module.apply(variables, X[:, :1], mutable=["cache"])
 
 

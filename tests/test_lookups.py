@@ -41,53 +41,59 @@ def partial(score, b, h, q_idx, kv_idx, table):
 REFUSED = {
     "heads": (
         mod(lambda b, h, q, k: HEADS[h]),
-        r"score_mod mod.<lambda> must look up entries within its arrays, but at h = 7 it looks up entry 7 on "
-        r"axis 0 of an array with shape \(4,\); make that axis at least 8 long, or limit the index with jnp.clip\(",
+        r"score_mod mod.<lambda> must not index arrays out of bounds, but at h = 7, it uses index 7 on "
+        r"axis 0 of an array with shape \(4,\); extend that axis to at least 8, or clip the index with jnp.clip\(",
     ),
-    "unsigned": (mod(lambda b, h, q, k: HEADS[h.astype(jnp.uint8)]), "h = 7 it looks up entry 7"),
-    "from the end": (mod(lambda b, h, q, k: HEADS[-1 - h]), r"h = 7 it looks up entry -8 .*at least 8 long"),
+    "unsigned": (mod(lambda b, h, q, k: HEADS[h.astype(jnp.uint8)]), "h = 7, it uses index 7"),
+    "from the end": (mod(lambda b, h, q, k: HEADS[-1 - h]), r"h = 7, it uses index -8 .*at least 8,"),
     "alibi": (
         recipes.alibi(4),
-        "score_mod alibi.score_mod must be made for the number of heads in the call, 8, but is made for 4",
+        "score_mod alibi.score_mod was created for 4 heads, but the call has 8",
     ),
-    "alibi of more heads": (recipes.alibi(16), "number of heads in the call, 8, but is made for 16"),
-    "combined": (recipes.combine(mod(lambda b, h, q, k: 0.0), recipes.alibi(16)), "8, but is made for 16"),
-    "t5_bias": (recipes.t5_bias(jnp.zeros((32, 4))), "score_mod t5_bias.score_mod .* 8, but is made for 4"),
-    "t5_bias of more heads": (recipes.t5_bias(jnp.zeros((32, 16))), "8, but is made for 16"),
+    "alibi of more heads": (recipes.alibi(16), "created for 16 heads, but the call has 8"),
+    "combined": (recipes.combine(mod(lambda b, h, q, k: 0.0), recipes.alibi(16)), "16 heads, but the call has 8"),
+    "t5_bias": (
+        recipes.t5_bias(jnp.zeros((32, 4))),
+        "score_mod t5_bias.score_mod was created for 4 heads, but the call has 8",
+    ),
+    "t5_bias of more heads": (recipes.t5_bias(jnp.zeros((32, 16))), "16 heads, but the call has 8"),
     "block_sparse, heads": (
         recipes.block_sparse(jnp.ones((16, 7, 7), bool), 8),
-        "mask_mod block_sparse.visible must be .* heads .* 8, but is made for 16",
+        "mask_mod block_sparse.visible was created for 16 heads, but the call has 8",
     ),
-    "block_diffusion": (recipes.block_diffusion(27, 3), "number of query positions in the call, 56, but .* for 54"),
-    "neighborhood": (recipes.neighborhood(5, 11, 3), "neighborhood.visible .* query positions .* 56, but .* for 55"),
-    "shifted_windows": (recipes.shifted_windows(jnp.ones((9, 4)), 8, 8, 2), "heads .* 8, but is made for 4"),
-    "tree_causal": (recipes.tree_causal([-1, 0, 1], 52), "query positions .* 56, but is made for 55"),
+    "block_diffusion": (recipes.block_diffusion(27, 3), "54 query positions, but the call has 56"),
+    "neighborhood": (recipes.neighborhood(5, 11, 3), "neighborhood.visible .* 55 query positions, but the call has 56"),
+    "shifted_windows": (
+        recipes.shifted_windows(jnp.ones((9, 4)), 8, 8, 2),
+        "was created for 4 heads, but the call has 8",
+    ),
+    "tree_causal": (recipes.tree_causal([-1, 0, 1], 52), "55 query positions, but the call has 56"),
     "tree_causal, batch": (
         recipes.tree_causal([[-1, 0, 1]] * 3, 53),
-        "number of batch entries in the call, 2, but .* for 3",
+        "3 batch entries, but the call has 2",
     ),
-    "distance": (mod(lambda b, h, q, k: jnp.ones(40)[abs(q - k)]), "q_idx = 55 and kv_idx = 0 it looks up entry 55"),
+    "distance": (mod(lambda b, h, q, k: jnp.ones(40)[abs(q - k)]), "q_idx = 55 and kv_idx = 0, it uses index 55"),
     "distance, causal": (
         recipes.causal() | mod(lambda b, h, q, k: jnp.ones(40)[q - k]),
-        "q_idx = 55 and kv_idx = 0 it looks up entry 55 on axis 0 of an array with shape .40,.; .* at least 56",
+        "q_idx = 55 and kv_idx = 0, it uses index 55 on axis 0 of an array with shape .40,.; .* at least 56",
     ),
     "distance, window": (
         recipes.sliding_window(40) | mod(lambda b, h, q, k: jnp.ones(40)[q - k]),
-        "q_idx = 55 and kv_idx = 15 it looks up entry 40",
+        "q_idx = 55 and kv_idx = 15, it uses index 40",
     ),
     "block_sparse, blocks": (
         recipes.block_sparse(jnp.ones((8, 7, 6), bool), 8),
-        r"kv_idx = 55 it looks up entry 6 on axis 2 of an array with shape \(8, 7, 6\); .*at least 7 long",
+        r"kv_idx = 55, it uses index 6 on axis 2 of an array with shape \(8, 7, 6\); .*at least 7,",
     ),
-    "batch": (mod(lambda b, h, q, k: jnp.ones((1, 8))[b, h]), r"b = 1 .* axis 0 .*\(1, 8\)"),
-    "one by one": (mod(lambda b, h, q, k: jnp.ones((8, 40))[h][q]), r"q_idx = 55 .* axis 0 .*\(40,\)"),
+    "batch": (mod(lambda b, h, q, k: jnp.ones((1, 8))[b, h]), r"b = 1, .* axis 0 .*\(1, 8\)"),
+    "one by one": (mod(lambda b, h, q, k: jnp.ones((8, 40))[h][q]), r"q_idx = 55, .* axis 0 .*\(40,\)"),
     "partial, NumPy": (
         {"score_mod": functools.partial(partial, table=np.ones(4, np.float32))},
         "score_mod partial .*h",
     ),
     "nested jit": (mod(jax.jit(lambda b, h, q, k: jax.jit(lambda i: HEADS[i])(h))), "h = 7"),
     "dynamic_index": (mod(lambda b, h, q, k: jax.lax.dynamic_index_in_dim(HEADS, h, keepdims=False)), "h = 7"),
-    "flat": (mod(lambda b, h, q, k: jnp.ones(8 * 40)[h * 40 + k]), r"h = 7 and kv_idx = 55 .* entry 335"),
+    "flat": (mod(lambda b, h, q, k: jnp.ones(8 * 40)[h * 40 + k]), r"h = 7 and kv_idx = 55, .* index 335"),
     "a condition on others": (mod(lambda b, h, q, k: jnp.where(k < q, HEADS[h], 0.0)), "h = 7"),
     "a condition beyond": (mod(lambda b, h, q, k: jnp.where(k < 57, TABLE[k], 0.0)), "kv_idx = 55"),
     "causal inside": (mask(lambda b, h, q, k: (q >= k) & (TABLE[q] == TABLE[k])), "q_idx = 55"),
@@ -106,22 +112,22 @@ REFUSED = {
     "batch, lengths": (mod(lambda b, h, q, k: TABLE[k] + jnp.ones(1)[b]) | {"key_value_seq_lengths": 40}, "b = 1"),
     "constant": (
         mod(lambda b, h, q, k: TABLE[50]),
-        r"score_mod mod.<lambda> must look up entries within its arrays, but it looks up entry 50 on axis 0 of an "
-        r"array with shape \(40,\); make that axis at least 51 long, or limit the index with jnp.clip\(index, 0, 39\)",
+        r"score_mod mod.<lambda> must not index arrays out of bounds, but it uses index 50 on axis 0 of an "
+        r"array with shape \(40,\); extend that axis to at least 51, or clip the index with jnp.clip\(index, 0, 39\)",
     ),
-    "constant in a mask": (mask(lambda b, h, q, k: TABLE[50] > 0), "mask_mod <lambda> .* it looks up entry 50"),
-    "constant and head": (mod(lambda b, h, q, k: jnp.ones((8, 4))[h, 4]), "entry 4 on axis 1"),
-    "constant from the end": (mod(lambda b, h, q, k: TABLE[-41]), "entry -41 .*at least 41 long"),
-    "constant, other masks": (mod(lambda b, h, q, k: TABLE[40]) | {"key_value_seq_lengths": 40}, "entry 40"),
+    "constant in a mask": (mask(lambda b, h, q, k: TABLE[50] > 0), "mask_mod <lambda> .* it uses index 50"),
+    "constant and head": (mod(lambda b, h, q, k: jnp.ones((8, 4))[h, 4]), "index 4 on axis 1"),
+    "constant from the end": (mod(lambda b, h, q, k: TABLE[-41]), "index -41 .*at least 41,"),
+    "constant, other masks": (mod(lambda b, h, q, k: TABLE[40]) | {"key_value_seq_lengths": 40}, "index 40"),
     "offsets of each sequence": (
         mod(lambda b, h, q, k: jnp.ones(60)[q])
         | {"query_offset": [0, 5], "key_value_offset": [0, 5], "is_causal": True},
         "q_idx = 60",
     ),
-    "offset": (mod(lambda b, h, q, k: jnp.ones(T)[q]) | {"query_offset": 3}, r"q_idx = 58 .* at least 59"),
+    "offset": (mod(lambda b, h, q, k: jnp.ones(T)[q]) | {"query_offset": 3}, r"q_idx = 58, .* at least 59"),
     "bits": (
         mask(lambda b, h, q, k: (jnp.zeros(1, int)[k >> 5] >> k % 32) & 1 == 0),
-        "kv_idx = 55 it looks up entry 1",
+        "kv_idx = 55, it uses index 1",
     ),
 }
 
@@ -268,7 +274,7 @@ def test_a_cache_may_be_longer_than_a_table(window, by_distance):
         positions = np.array([last, last + 1])
         np.testing.assert_array_equal(np.isnan(output).any(axis=(1, 2, 3)), positions >= 3)
         np.testing.assert_array_equal(np.isnan(output).all(axis=(1, 2, 3)), positions >= 3)
-    with pytest.raises(ValueError, match="must look up entries within its arrays"):
+    with pytest.raises(ValueError, match="must not index arrays out of bounds"):
         step(x, cache)
 
 
@@ -318,9 +324,9 @@ def test_a_recipe_of_other_heads_is_refused_by_every_caller():
         lambda: jax.eval_shape(jax.grad(lambda x: attend(x, x, x).sum()), x),
         lambda: explain_implementation(x, x, x, **arguments),
     ):
-        with pytest.raises(ValueError, match="number of heads in the call, 8, but is made for 16"):
+        with pytest.raises(ValueError, match="created for 16 heads, but the call has 8"):
             run()
-    with pytest.raises(ValueError, match="number of heads in the call, 1, but is made for 8"):
+    with pytest.raises(ValueError, match="created for 8 heads, but the call has 1"):
         jax.eval_shape(
             jax.vmap(functools.partial(dot_product_attention, **recipes.alibi(N)), 2, 2), *[x[:, :, :, None]] * 3
         )

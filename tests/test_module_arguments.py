@@ -204,7 +204,7 @@ def test_explain_says_what_a_call_computes(api):
     explanation = api.explain(module, long, is_causal=True, lengths=jnp.array([650]))
     assert explanation.chosen == "blockwise"
     assert any("sinks" in reason for reason in explanation.refusals["cudnn"])
-    with pytest.raises(ValueError, match=r"attention_fn must be flax_mha\.attention_fn to be explained"):
+    with pytest.raises(ValueError, match=r"only attention_fn=flax_mha\.attention_fn can be explained"):
         api.explain(api.make(attention_fn=nnx.dot_product_attention), X)
 
 
@@ -265,8 +265,8 @@ def test_partials_on_a_mesh(api):
 
 
 PRESETS = {
-    "another scale": ({"scale": 0.3}, {"scale": 0.4}, {}, r"scale must be given once"),
-    "another mask": ({"mask": CausalMask()}, {}, {"mask": jnp.ones((T, T), bool)}, r"mask must be given once"),
+    "another scale": ({"scale": 0.3}, {"scale": 0.4}, {}, r"scale must be given only once"),
+    "another mask": ({"mask": CausalMask()}, {}, {"mask": jnp.ones((T, T), bool)}, r"mask must be given only once"),
     "dropout": ({"dropout_rate": 0.3}, {}, {}, r"attention_fn must not set dropout_rate"),
     "a weight's place": ({"module": nnx.Module()}, {}, {}, r"attention_fn must not set module"),
 }
@@ -292,7 +292,7 @@ def test_a_misspelt_keyword_of_a_partial_is_refused(api):
 @APIS
 def test_explain_of_a_named_implementation(api):
     assert api.explain(api.make(implementation="blockwise"), X).chosen == "blockwise"
-    with pytest.raises(NotImplementedError, match='implementation="cudnn" cannot compute this'):
+    with pytest.raises(NotImplementedError, match='implementation="cudnn" does not support this call'):
         api.explain(api.make(implementation="cudnn"), X)
 
 
@@ -377,7 +377,7 @@ def test_explain_of_a_prompt_and_a_step_for_a_platform_that_is_not_here(latent, 
             assert module.explain(jnp.ones((1, 1024, D)), platform=platform).chosen == chosen
             step = module.explain(jnp.ones((1, 1, D)), platform=platform)
         assert (step.chosen, step.on_cpu) == ("xla", None)
-        assert "this runs on cpu" not in str(step)
+        assert "this call runs on cpu" not in str(step)
 
 
 def test_explain_leaves_an_nnx_module_as_it_is():
@@ -506,7 +506,7 @@ REFUSED = {
     "mask of -1e9": (
         {},
         {"mask": jnp.where(jnp.tri(T, dtype=bool), 0.0, -1e9)},
-        "mask must be bool, or hold only 0 and 1.* float32 with -1000000000.0; pass it as bias=",
+        "mask must be bool, or contain only 0 and 1.* float32 containing -1000000000.0; pass it as bias=",
     ),
     "mask, the class": (
         {},
@@ -521,13 +521,17 @@ REFUSED = {
     "segments' length": (
         {},
         {"segment_ids": jnp.ones((B, 4), int)},
-        r"^segment_ids must be \[batch..., 9\], one id per position, but got shape \(2, 4\)",
+        r"^segment_ids must have shape \[batch..., 9\], one id per position, but got \(2, 4\)",
     ),
-    "segments' dtype": ({}, {"segment_ids": jnp.ones((B, T))}, "^segment_ids must be integers, but got float32"),
+    "segments' dtype": (
+        {},
+        {"segment_ids": jnp.ones((B, T))},
+        "^segment_ids must have an integer dtype, but got float32",
+    ),
     "segments' pair": (
         {},
         {"segment_ids": (jnp.ones((B, T), int), jnp.ones((B, 4), int))},
-        r"^segment_ids of keys must be \[batch..., 9\]",
+        r"^segment_ids of keys must have shape \[batch..., 9\]",
     ),
 }
 
@@ -551,7 +555,7 @@ def test_modules_need_features(name, size):
 @pytest.mark.parametrize("empty", [0, 1, 2])
 def test_linen_inputs_need_features(empty):
     inputs = [X[..., :0] if i == empty else X for i in range(3)]
-    message = f"{('inputs_q', 'inputs_k', 'inputs_v')[empty]} must have at least 1 feature.* got shape \\(2, 9, 0\\)"
+    message = f"{('inputs_q', 'inputs_k', 'inputs_v')[empty]} must have at least one feature.* got shape \\(2, 9, 0\\)"
     with pytest.raises(ValueError, match=message):
         Linen.call(Linen.make(qkv_features=D), *inputs)
     if not empty:

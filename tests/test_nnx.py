@@ -469,7 +469,7 @@ def full_cache():
 @pytest.mark.core
 def test_decoding_past_the_end_raises():
     module, before = full_cache()
-    with pytest.raises(ValueError, match=r"room for one more token, but all 3 slots are full"):
+    with pytest.raises(ValueError, match=r"the cache is full: all 3 slots are in use"):
         module(normal(1, BATCH, 1, FEATURES))
     assert_same(nnx.to_pure_dict(nnx.state(module, nnx.Cache)), before)
 

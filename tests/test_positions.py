@@ -155,12 +155,12 @@ def test_lengths_and_ids_of_64_bits(implementation):
 REFUSED = {
     "positions beyond int32": (
         {"query_offset": 2**31 - T + 1},
-        "query_offset must keep positions in the int32 range",
+        "query_offset must keep positions within the int32 range",
     ),
     "known array": ({"key_value_offset": np.array([0, 2**31 - 3])}, "key_value_offset must keep positions"),
     "distances beyond int32": (
         {"query_offset": 2**31 - 100, "key_value_offset": -1000},
-        "must keep distances in the int32 range, but got queries at positions 2147483548",
+        "must keep distances within the int32 range, but queries are at positions 2147483548",
     ),
     "ids equal modulo 2**32": (
         {"query_segment_ids": np.arange(T) * 2**32},
@@ -170,7 +170,7 @@ REFUSED = {
         {"query_segment_ids": np.full(T, 2**32 - 1, np.uint32), "key_value_segment_ids": np.full(T, -1)},
         "query_segment_ids must be in the int32 range",
     ),
-    "offset a float": ({"key_value_offset": 0.5}, "key_value_offset must be integers"),
+    "offset a float": ({"key_value_offset": 0.5}, "key_value_offset must have an integer dtype"),
     "offset of another batch": ({"key_value_offset": np.zeros(3, int)}, "key_value_offset must broadcast to"),
 }
 

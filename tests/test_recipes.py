@@ -223,7 +223,7 @@ def test_recipes_combine():
         ([recipes.soft_cap(3.0), recipes.soft_cap(5.0)], "logits_soft_cap must be set by only one recipe, .* from 2"),
         (
             [recipes.alibi(4), recipes.t5_bias(TABLE)],
-            "recipes must be made for the same number of heads, but got 4 and 6",
+            "recipes must be created for the same number of heads, but got 4 and 6",
         ),
         ([recipes.causal(), recipes.causal()["mask"]], r'a recipe must be a dict of arguments, such as {"mask": mask}'),
     ],
@@ -234,33 +234,36 @@ def test_what_does_not_combine(parts, message):
 
 
 BAD = {
-    "tree, order": (lambda: recipes.tree_causal([-1, 2, 0]), r"parents must come before their tokens.* \[-1, 2, 0\]"),
-    "tree, below -1": (lambda: recipes.tree_causal([-2]), r"parents must come before their tokens, or be -1"),
-    "tree, a number": (lambda: recipes.tree_causal(3), r"parents must be \[T\] or \[B, T\] .*\[B\], but got \(\) and "),
+    "tree, order": (lambda: recipes.tree_causal([-1, 2, 0]), r"parents must precede their tokens.* \[-1, 2, 0\]"),
+    "tree, below -1": (lambda: recipes.tree_causal([-2]), r"parents must precede their tokens or be -1"),
+    "tree, a number": (
+        lambda: recipes.tree_causal(3),
+        r"parents must have shape \[T\] or \[B, T\], .*\[B\], but got \(\) and ",
+    ),
     "tree, batches": (lambda: recipes.tree_causal(np.full((2, 3), -1), [1, 2, 3]), r"got \(2, 3\) and \(3,\)"),
-    "tree, floats": (lambda: recipes.tree_causal([0.0]), "parents must be integers"),
+    "tree, floats": (lambda: recipes.tree_causal([0.0]), "parents must have an integer dtype"),
     "heads": (lambda: recipes.alibi(0), "num_heads must be an int >= 1, but got 0"),
-    "prefix": (lambda: recipes.prefix_lm(2.5), "length must be integers, but got float64"),
+    "prefix": (lambda: recipes.prefix_lm(2.5), "length must have an integer dtype, but got float64"),
     "step": (lambda: recipes.dilated(0), "step must be an int >= 1, but got 0"),
     "blocks": (lambda: recipes.block_sparse(BLOCKS, 0), "block must be an int >= 1, but got 0"),
     "blocks, axes": (lambda: recipes.block_sparse(BLOCKS[0], 8), r"table must be bool .*, but got bool \(9, 9\)"),
     "blocks, dtype": (lambda: recipes.block_sparse(BLOCKS * 1.0, 8), "table must be bool .*, but got float"),
     "T5, axes": (
         lambda: recipes.t5_bias(TABLE[0]),
-        r"table must be \[buckets, heads\] with at least 2 buckets, but got shape \(6,\)",
+        r"table must have shape \[buckets, heads\] with at least 2 buckets, but got \(6,\)",
     ),
     "T5, buckets": (lambda: recipes.t5_bias(TABLE[:3], bidirectional=True), r"with at least 4 buckets, .* \(3, 6\)"),
     "T5, distance": (lambda: recipes.t5_bias(TABLE, max_distance=6), "max_distance must be an int >= 7, but got 6"),
     "diffusion": (lambda: recipes.block_diffusion(8, 2.0), r"block must be an int >= 1, but got 2\.0"),
     "neighborhood": (
         lambda: recipes.neighborhood(3, 9, 5),
-        "size must be at most the size of the image, 3 x 9, but got 5",
+        "size must not exceed the image size, 3 x 9, but got 5",
     ),
     "windows": (lambda: recipes.shifted_windows(OFFSETS, 8, 10, 4), "multiples of window, 4, but got 8 and 10"),
     "windows, shift": (lambda: recipes.shifted_windows(OFFSETS, 8, 8, 4, 4), "shift must be less than window, 4, but"),
     "windows, table": (
         lambda: recipes.shifted_windows(TABLE, 8, 8, 4),
-        r"heads\] = \(49, N\), but got shape \(12, 6\)",
+        r"heads\] = \(49, N\), but got \(12, 6\)",
     ),
 }
 

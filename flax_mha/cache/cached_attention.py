@@ -175,7 +175,7 @@ def over_cache(
     number = query.shape[-3]
     if key.shape[-3] != number:
         raise ValueError(
-            f"query and key must have the same length, the number of new tokens, but got {number} and {key.shape[-3]}."
+            f"query and key must have the same length (the number of new tokens), but got {number} and {key.shape[-3]}."
         )
     window = check_cache(cache, bias, mask, arguments.get("local_window_size"))
     appended = cache.append(key, value, lengths)
@@ -326,23 +326,23 @@ def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) ->
         for name, x in (("bias", bias), ("mask", mask)):
             if _differs_by_slot(x) and not isinstance(x, Mask) and np.shape(x)[-1] != cache.length:
                 raise ValueError(
-                    f"{name} must have a last axis of length {cache.length}, the number of cache slots, or 1, but got "
-                    f"shape {np.shape(x)}; empty slots are already masked."
+                    f"the last axis of {name} must have length {cache.length} (the number of cache slots) or 1, but "
+                    f"got shape {np.shape(x)}; empty slots are already masked."
                 )
         return window
     if window is None or window[0] is None or window[0] > cache.window:
         raise ValueError(
-            f"local_window_size must have a left side of at most {cache.window}, because the ring cache overwrites "
-            f"older positions, but got {local_window_size!r}; create the cache with the same window."
+            f"local_window_size must extend at most {cache.window} positions to the left, because the ring cache "
+            f"overwrites older ones, but got {local_window_size!r}; create the cache with the same window."
         )
     for name, x in (("bias", bias), ("mask", mask)):
         if _differs_by_slot(x):
             raise ValueError(
-                f"{name} must not vary by slot in a ring cache, because slots are reused, but got shape {np.shape(x)}; "
-                "use a mask object such as FunctionMask, or a score_mod, which depend on positions."
+                f"{name} must not differ between slots of a ring cache, because slots are reused, but got shape "
+                f"{np.shape(x)}; use a mask object such as FunctionMask, or a score_mod, to depend on positions."
                 if not isinstance(x, Mask)
-                else f"{name} must not hold an array with one entry per key in a ring cache, because slots are reused; "
-                "use FunctionMask, which depends on positions."
+                else f"{name} must not contain an array with one entry per key for a ring cache, because slots are "
+                "reused; use FunctionMask, which depends on positions."
             )
     return window
 

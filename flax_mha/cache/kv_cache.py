@@ -147,12 +147,12 @@ class KVCache:
                 )
             if number is None and self.scale is None and new.dtype != cached.dtype:
                 raise ValueError(
-                    f"{name} must have the dtype of the cache, {cached.dtype}, but got {new.dtype}; use .astype."
+                    f"{name} must have the cache's dtype, {cached.dtype}, but got {new.dtype}; use .astype."
                 )
             if jnp.iscomplexobj(new) and not jnp.iscomplexobj(cached):
                 raise ValueError(
-                    f"the cache must have a dtype that can hold {new.dtype}, but its dtype is {cached.dtype}; create "
-                    f"it with dtype={new.dtype}."
+                    f"the cache's dtype, {cached.dtype}, cannot represent {new.dtype} values; create the cache with "
+                    f"dtype={new.dtype}."
                 )
         if key.shape[-3] != value.shape[-3]:
             raise ValueError(f"key and value must have the same length, but got {key.shape[-3]} and {value.shape[-3]}.")
@@ -212,11 +212,11 @@ class KVCache:
             )
         lengths = int32("lengths", lengths)
         if lengths.shape not in ((), self.batch):
-            raise ValueError(f"lengths must be [batch...] = {self.batch}, but got shape {lengths.shape}.")
+            raise ValueError(f"lengths must have shape [batch...] = {self.batch}, but got {lengths.shape}.")
         least, most = extremes(lengths)
         if not 0 <= least <= most <= number:
             raise ValueError(
-                f"lengths must be from 0 to {number}, the length of the prompt, but got {least} to {most}."
+                f"lengths must be between 0 and {number} (the prompt length), but got values from {least} to {most}."
             )
         return jnp.broadcast_to(lengths, self.index.shape)
 
@@ -233,8 +233,7 @@ class KVCache:
         """Returns the result of `has_room`, and the number of new tokens of each sequence without padding."""
         if self.window is None and lengths is None and isinstance(number, int) and number > self.length:
             raise ValueError(
-                f"the cache must have room for the new tokens, but got {number} tokens for {self.length} slots; create "
-                "a longer cache."
+                f"the cache is too short: got {number} new tokens for {self.length} slots; create a longer cache."
             )
         tokens = self._tokens(number, lengths)
         end = self.index + tokens
@@ -246,9 +245,9 @@ class KVCache:
             return True, tokens
         self._check_complete()
         raise ValueError(
-            f"the cache must have room for one more token, but all {self.length} slots are full; create a longer cache."
+            f"the cache is full: all {self.length} slots are in use; create a longer cache."
             if number == 1
-            else f"the cache must have room for the new tokens, but they end at position {np.max(end)} and there are "
+            else f"the cache is too short: the new tokens end at position {np.max(end)}, but there are only "
             f"{self.length} slots; create a longer cache."
         )
 
@@ -308,8 +307,9 @@ class KVCache:
             self._check_complete()
             least = np.max(kept)
             raise ValueError(
-                f"index must be from {least}{' (earlier tokens were overwritten)' * bool(least)} to "
-                f"{np.min(self.index)} (the number of tokens so far), but got {np.min(new)} to {np.max(new)}."
+                f"index must be between {least}{' (earlier tokens were overwritten)' * bool(least)} and "
+                f"{np.min(self.index)} (the number of tokens so far), but got values from {np.min(new)} to "
+                f"{np.max(new)}."
             )
         changes: dict[str, Any] = {}
         if self.window is not None:
@@ -334,12 +334,12 @@ class KVCache:
         rows = int32("rows", rows)
         if not self.batch or rows.ndim != 1:
             raise ValueError(
-                f"rows must be [B'], indices along the first batch axis, but got shape {rows.shape} for a cache with "
-                f"batch axes {self.batch}."
+                f"rows must have shape [B'] (indices along the first batch axis), but got shape {rows.shape} for a "
+                f"cache with batch shape {self.batch}."
             )
         least, most = extremes(rows)
         if rows.size and readable(rows) and not 0 <= least <= most < self.batch[0]:
-            raise ValueError(f"rows must be from 0 to {self.batch[0] - 1}, but got {least} to {most}.")
+            raise ValueError(f"rows must be between 0 and {self.batch[0] - 1}, but got values from {least} to {most}.")
         rows = jnp.where(rows < 0, self.batch[0], rows)  # out of range, not counted from the end
         index = take_entries(self.index, rows, -1) if self.is_per_row else self.index
         # Entries that do not exist become NaN; 8 bits have none, but their scale does.
@@ -371,14 +371,14 @@ class KVCache:
         """
         if self.window is not None:
             raise ValueError(
-                f"the cache must not be a ring cache, because its window of {self.window} positions would count all "
-                "branches of a tree; create it without a window."
+                f"keep does not support ring caches, because the window of {self.window} positions would count every "
+                "branch of a tree; create the cache without a window."
             )
         slots = int32("slots", slots)
         if slots.ndim != self.index.ndim + 1 or slots.shape[:-1] != self.index.shape or not slots.shape[-1]:
             wanted = (*self.index.shape, "n")
             raise ValueError(
-                f"slots must have shape ({', '.join(map(str, wanted))}) with n at least 1, but got {slots.shape}."
+                f"slots must have shape ({', '.join(map(str, wanted))}) with n >= 1, but got {slots.shape}."
             )
         number = slots.shape[-1]
         lengths = self._for_each("lengths", number if lengths is None else lengths)
@@ -391,8 +391,9 @@ class KVCache:
             self._check_complete()
             raise ValueError(
                 f"slots must be in ascending order, at least index ({np.asarray(start).tolist()}) and less than the "
-                f"number of tokens so far ({np.asarray(self.index).tolist()}), and lengths must be from "
-                f"0 to {number}, but got slots {np.asarray(slots).tolist()} and lengths {np.asarray(lengths).tolist()}."
+                f"number of tokens so far ({np.asarray(self.index).tolist()}), and lengths must be between "
+                f"0 and {number}, but got slots {np.asarray(slots).tolist()} and lengths "
+                f"{np.asarray(lengths).tolist()}."
             )
         slots = jnp.clip(slots, 0, self.length - 1)
         moved = tuple(entries_at(x, slots) for x in self._entries)
@@ -405,14 +406,14 @@ class KVCache:
         numbers = int32(name, given)
         if numbers.shape not in ((), self.index.shape):
             raise ValueError(
-                f"{name} must have the shape {self.index.shape} of the cache's index, but got {numbers.shape}."
+                f"{name} must have the same shape as the cache's index, {self.index.shape}, but got {numbers.shape}."
             )
         return jnp.broadcast_to(numbers, self.index.shape)
 
     def _check_complete(self) -> None:
         if np.any(np.asarray(self.index) < 0):
             raise ValueError(
-                "the cache must hold all tokens that a query attends to, but a sequence has lost some (its index is "
+                "the ring cache no longer contains all tokens that a query attends to (the index of a sequence is "
                 "negative): truncate removed more tokens than the ring has spare slots."
             )
 

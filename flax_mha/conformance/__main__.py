@@ -24,19 +24,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Checks attention functions against the equation in float64: outputs, gradients, masked NaN, "
         "dtypes and transformations. A function may support any subset of the arguments of "
         'flax_mha.dot_product_attention; calls that need other arguments count as "refuses". '
-        "Exits with 1 if a result is wrong.",
+        "Exits with status 1 if any result is wrong.",
     )
     parser.add_argument(
         "functions", nargs="+", metavar="PACKAGE.FUNCTION", help="for example jax.nn.dot_product_attention"
     )
-    parser.add_argument("--markdown", action="store_true", help="print a page for the documentation")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown page for the documentation")
     given = parser.parse_args(arguments)
     functions = {name: _find(parser, name) for name in given.functions}
     columns = {name: list(_run(name, function)) for name, function in functions.items()}
     for name, results in columns.items():
         if all(result.kind == "refuses" for result in results if result.name in CASES):
             detail = next((result.detail for result in results if result.name in CASES), "")
-            parser.error(f"{name} must be an attention function, but every call raised an error, the first: {detail}")
+            parser.error(
+                f"{name} must be an attention function, but every call raised an error; the first was: {detail}"
+            )
     print("\n".join((_markdown if given.markdown else _text)(columns)))
     return int(any(result.kind == "wrong" for results in columns.values() for result in results))
 

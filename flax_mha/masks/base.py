@@ -128,7 +128,7 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise ValueError(
-            "a mask must be combined with &, | and ~, but got `and`, `or`, `not` or `if`, which need a single bool."
+            "masks must be combined with &, | and ~, but got `and`, `or`, `not` or `if`, which require a single bool."
         )
 
     def __eq__(self, other: object) -> bool:

@@ -41,11 +41,11 @@ class LocalMask(Mask):
     def __post_init__(self) -> None:
         sides = (self.left, self.right)
         if not all(side is None or type(side) is int or is_int(side) for side in sides):
-            raise ValueError(f"LocalMask(left, right) must be integers or None, but got {sides}.")
+            raise ValueError(f"LocalMask(left, right) requires integers or None, but got {sides}.")
         if self.left is not None and self.right is not None and self.left + self.right < 0:
             raise ValueError(
-                f"LocalMask(left, right) must have left + right >= 0, but got {sides}, an empty window; left counts "
-                "backwards: pass a positive left for keys before the query."
+                f"LocalMask(left, right) requires left + right >= 0, but {sides} is an empty window; left counts "
+                "backward, so pass a positive left to include keys before the query."
             )
 
     @property
@@ -93,7 +93,7 @@ class CausalMask(Mask):
     def __post_init__(self) -> None:
         if type(self.offset) is not int and not is_int(self.offset):
             raise ValueError(
-                f"CausalMask(offset) must be an integer, but got {self.offset!r}; pass an array as query_offset=."
+                f"CausalMask(offset) requires an integer, but got {self.offset!r}; pass an array as query_offset=."
             )
 
     @property

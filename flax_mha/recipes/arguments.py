@@ -50,7 +50,7 @@ def combine(*recipes: Arguments) -> Arguments:
         elif name == "score_mod":
             combined[name] = made_for(**_common_sizes(values))(_in_order(values))
         else:
-            raise ValueError(f"{name} must be set by only one recipe, but got it from {len(values)}.")
+            raise ValueError(f"{name} must be set by only one recipe, but {len(values)} set it.")
     return combined
 
 
@@ -60,7 +60,7 @@ def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
     for name, size in (item for one in score_mods for item in getattr(one, "made_for", {}).items()):
         if name in "bh" and common.get(name, size) != size:
             raise ValueError(
-                f"recipes must be made for the same number of {NAMES[name]}, but got {common[name]} and {size}."
+                f"recipes must be created for the same number of {NAMES[name]}, but got {common[name]} and {size}."
             )
         common[name] = min(common.get(name, size), size)
     return common

@@ -98,11 +98,11 @@ def tree_causal(parents: Int[Array, "*B T"], index: Int[Array, "*B"] | int = 0) 
     batches = {x.shape[0] for x, rank in ((parents, 2), (index, 1)) if x.ndim == rank}
     if parents.ndim not in (1, 2) or index.ndim > 1 or not parents.size or len(batches) > 1:
         raise ValueError(
-            f"parents must be [T] or [B, T] and index [] or [B], but got {parents.shape} and {index.shape}."
+            f"parents must have shape [T] or [B, T], and index [] or [B], but got {parents.shape} and {index.shape}."
         )
     each = np.arange(parents.shape[-1], dtype=np.int32)
     if readable(parents) and not np.all((parents >= -1) & (parents < each)):
-        raise ValueError(f"parents must come before their tokens, or be -1, but got {np.asarray(parents).tolist()}.")
+        raise ValueError(f"parents must precede their tokens or be -1, but got {np.asarray(parents).tolist()}.")
     sizes = {"b": max(batches)} if batches else {}
     if readable(index):
         sizes["q_idx"] = extremes(index)[1] + each.size

@@ -38,7 +38,7 @@ def neighborhood(height: int, width: int, size: int) -> Arguments:
         int_at_least(name, x, 1) for name, x in (("height", height), ("width", width), ("size", size))
     )
     if size > min(height, width):
-        raise ValueError(f"size must be at most the size of the image, {height} x {width}, but got {size}.")
+        raise ValueError(f"size must not exceed the image size, {height} x {width}, but got {size}.")
 
     def is_near(q: Array, kv: Array, length: int) -> Array:
         first = jnp.clip(q - size // 2, 0, length - size)
@@ -97,7 +97,7 @@ def shifted_windows(
     if int_at_least("shift", shift, 0) >= window:
         raise ValueError(f"shift must be less than window, {window}, but got {shift}.")
     if table.ndim != 2 or table.shape[0] != side**2:
-        raise ValueError(f"table must be [(2 * window - 1)^2, heads] = ({side**2}, N), but got shape {table.shape}.")
+        raise ValueError(f"table must have shape [(2 * window - 1)^2, heads] = ({side**2}, N), but got {table.shape}.")
 
     def squares(index: Array) -> tuple[list[Array], list[Array]]:
         """Returns [row, column] of the square of each token `index`, and [row, column] of the token in its square."""

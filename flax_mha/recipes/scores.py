@@ -56,7 +56,9 @@ def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirecti
     table = as_array("table", table, "an array [buckets, heads]")
     least = 4 if bidirectional else 2
     if table.ndim != 2 or table.shape[0] < least:
-        raise ValueError(f"table must be [buckets, heads] with at least {least} buckets, but got shape {table.shape}.")
+        raise ValueError(
+            f"table must have shape [buckets, heads] with at least {least} buckets, but got {table.shape}."
+        )
     buckets = table.shape[0] // (2 if bidirectional else 1)
     exact = buckets // 2
     max_distance = int_at_least("max_distance", max_distance, exact + 1)

@@ -179,9 +179,9 @@ def test_few_queries_of_many_keys():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (jax.P("rows"), r"name axes of the mesh, but got rows, and the mesh has \('data', 'model'\)"),
+        (jax.P("rows"), r"use axis names of the mesh, but got rows, and the mesh has \('data', 'model'\)"),
         (jax.P(None, "data"), "split the same way, over batch axes and heads, but got .* from qkv_sharding"),
-        (jax.P(None, None, None, "model"), "the head size, .* cannot be split, but got .* from qkv_sharding"),
+        (jax.P(None, None, None, "model"), "the head size .* cannot be split, but got .* from qkv_sharding"),
         (jax.P(("data", "model")), "the size of batch axis 0 must be a multiple of 8, the number of devices"),
         (
             jax.P(None, None, ("data", "model")),
@@ -258,7 +258,9 @@ def test_explained(monkeypatch):
     assert explained(jax.P()).chosen == "splash"
     unknown = explained(None)
     assert unknown.chosen == "xla"
-    assert unknown.refusals["splash"] == ["on several devices it needs the sharding of its arrays: pass qkv_sharding"]
+    assert unknown.refusals["splash"] == [
+        "on multiple devices, it needs to know how its arrays are sharded: pass qkv_sharding"
+    ]
 
 
 def test_captured_arrays_that_are_split():

@@ -187,11 +187,11 @@ def test_decoding(num_kv_heads, kind, window):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: nnx_layer(N, head_axis="heads"), r"head_axis must name an axis of the mesh \('data', 'model'\)"),
+        (lambda: nnx_layer(N, head_axis="heads"), r"head_axis must be an axis of the mesh \('data', 'model'\)"),
         (lambda: nnx_layer(N, head_axis=3), "head_axis must be the name of a mesh axis"),
         (
             lambda: flax_mha.MultiHeadAttention(6, 12, rngs=nnx.Rngs(0), head_axis="model"),
-            "head_axis must have a size that divides num_heads",
+            "the size of head_axis must divide num_heads",
         ),
         (
             lambda: flax_mha.MultiHeadAttention(12, 24, num_kv_heads=3, rngs=nnx.Rngs(0), head_axis="model"),

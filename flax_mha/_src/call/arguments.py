@@ -36,7 +36,7 @@ LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
 def unexpected(function: str, name: str) -> TypeError:
     """Makes Python's error about an argument that a function does not have; adds what to use instead, if known."""
-    fix = f"; only modules take {name}: use {SIBLINGS[name]}" if name in SIBLINGS else ""
+    fix = f"; only modules accept {name}; use {SIBLINGS[name]} instead" if name in SIBLINGS else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{fix}")
 
 
@@ -115,8 +115,8 @@ def check_inputs(
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"query heads must be a multiple of key/value heads, both at least 1, but got {num_heads} and "
-            f"{num_kv_heads} in {shapes}; the layout is {meaning}: for PyTorch's [batch, heads, length, head size], "
-            "use jnp.swapaxes(x, -3, -2)."
+            f"{num_kv_heads} in {shapes}; the expected layout is {meaning}. To convert from PyTorch's [batch, heads, "
+            "length, head size], use jnp.swapaxes(x, -3, -2)."
         )
     if query.shape[-1] < 1:
         raise ValueError(f"query head size must be at least 1, but got {shapes}.")
@@ -149,19 +149,19 @@ def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) 
         ("key_value_offset", key_offset, shape.key_length),
     ):
         if value is None:
-            raise ValueError(f"{name} must be an integer or an array of integers, but got None; leave it out to use 0.")
+            raise ValueError(f"{name} must be an integer or an array of integers, but got None; omit it to use 0.")
         offset: Any = int(value) if is_int(value) else per_sequence(name, value, shape)
         least, most = (offset, offset) if isinstance(offset, int) else extremes(offset)
         last = most + max(length, 1) - 1 if isinstance(length, int) else most
         if least < SMALLEST or last > LARGEST:
-            raise ValueError(f"{name} must keep positions in the int32 range, but got positions {least} to {last}.")
+            raise ValueError(f"{name} must keep positions within the int32 range, but they run from {least} to {last}.")
         offsets.append(offset)
         ends.append((least, last))
     (q_first, q_last), (k_first, k_last) = ends
     if max(q_last - k_first, k_last - q_first) > LARGEST:
         raise ValueError(
-            "query_offset and key_value_offset must keep distances in the int32 range, but got queries at positions "
-            f"{q_first} to {q_last} and keys at {k_first} to {k_last}."
+            "query_offset and key_value_offset must keep distances within the int32 range, but queries are at "
+            f"positions {q_first} to {q_last} and keys at {k_first} to {k_last}."
         )
     return Offsets.of(*offsets)
 
@@ -171,7 +171,8 @@ def check_window(size: Any) -> tuple[int | None, int | None] | None:
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2 or not all(side is None or (is_int(side) and side >= 0) for side in pair):
         raise ValueError(
-            f"local_window_size must be an int >= 0, or a pair (left, right) of int >= 0 or None, but got {size!r}."
+            "local_window_size must be an int >= 0, or a pair (left, right) with entries >= 0 or None, but got "
+            f"{size!r}."
         )
     return None if pair == (None, None) else pair
 
@@ -219,7 +220,9 @@ def check_soft_cap(value: float | None) -> float | None:
     if not is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"logits_soft_cap must be a concrete finite number > 0, but got {value!r}.")
     if value > LARGEST_CAP:
-        raise ValueError(f"logits_soft_cap must be at most {LARGEST_CAP:g}, but got {value!r}; pass None for no cap.")
+        raise ValueError(
+            f"logits_soft_cap must be at most {LARGEST_CAP:g}, but got {value!r}; pass None to disable the cap."
+        )
     return float(value)
 
 
@@ -235,7 +238,7 @@ def check_dropout(rate: float, rng: Any) -> float:
     rate = check_dropout_rate(rate)
     if rate > 0 and rng is None:
         raise ValueError(
-            "dropout_rng must be a key if dropout_rate > 0, but got None; pass for example jax.random.key(0)."
+            "dropout_rng must be a key if dropout_rate > 0, but got None; pass a key such as jax.random.key(0)."
         )
     if rate > 0 and not _is_key(rng):
         got = f"an array of shape {rng.shape} and dtype {rng.dtype}" if hasattr(rng, "shape") else repr(rng)
@@ -253,7 +256,9 @@ def check_sharding(value: Any, rank: int) -> Any:
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
     names = [name for entry in entries for name in entry]
     if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"qkv_sharding must hold mesh axis names or None, each name at most once, but got {spec}.")
+        raise ValueError(
+            f"qkv_sharding must contain only mesh axis names or None, with no name repeated, but got {spec}."
+        )
     if len(spec) > rank:
         raise ValueError(f"qkv_sharding must have at most {rank} entries, one per axis of the query, but got {spec}.")
     return value

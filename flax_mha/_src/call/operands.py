@@ -62,8 +62,8 @@ class Context(NamedTuple):
         agrees = all(new == old for new, old in zip(both, self, strict=True) if old is not None)
         if not agrees or size or any(batch[1:]) or length not in (None, self.axis):
             raise ValueError(
-                f"qkv_sharding and context_parallel must agree on the mesh axes of the first batch axis, the sequence "
-                f"and the heads, but got {spec} and {tuple(self)}; pass them in only one of the two."
+                f"qkv_sharding and context_parallel must use the same mesh axes for the first batch axis, the sequence "
+                f"and the heads, but got {spec} and {tuple(self)}; specify them in only one of the two."
             )
         return both
 

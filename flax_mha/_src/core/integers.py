@@ -72,10 +72,10 @@ def integers(name: str, value: Any) -> Any:
     except jax.errors.TracerArrayConversionError:  # a list that holds traced numbers
         array = jnp.asarray(value)
     except ValueError as error:
-        raise ValueError(f"{name} must be integers, but got {value!r}, whose rows differ in length.") from error
+        raise ValueError(f"{name} must be an integer array, but got {value!r}, whose rows differ in length.") from error
     if not jnp.issubdtype(array.dtype, jnp.integer):
         got = array.dtype if array.dtype != object else repr(value)
-        raise ValueError(f"{name} must be integers, but got {got}; use .astype(jnp.int32).")
+        raise ValueError(f"{name} must have an integer dtype, but got {got}; use .astype(jnp.int32).")
     return array
 
 
@@ -102,8 +102,8 @@ def ids_int32(name: str, value: Any) -> Array:
         return array if np.dtype(array.dtype).itemsize > 4 else array.astype(np.int32)
     if array.size and not SMALLEST <= int(array.min()) <= int(array.max()) <= LARGEST:
         raise ValueError(
-            f"{name} must be in the int32 range, but got {array.min()} to {array.max()}; renumber the ids with "
-            "np.unique(ids, return_inverse=True)."
+            f"{name} must be in the int32 range, but got values from {array.min()} to {array.max()}; renumber them "
+            "with np.unique(ids, return_inverse=True)."
         )
     return array.astype(np.int32)
 

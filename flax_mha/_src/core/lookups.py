@@ -71,7 +71,7 @@ def _misfit(function: TracedFunction, arguments: tuple[int | None, ...]) -> str 
     for name, value in zip(POSITIONS, arguments, strict=True):
         size = function.made_for.get(name)
         if size is not None and value is not None and (value >= size or (name in "bh" and value + 1 < size)):
-            return f"must be made for the number of {NAMES[name]} in the call, {value + 1}, but is made for {size}."
+            return f"was created for {size} {NAMES[name]}, but the call has {value + 1}."
     return None
 
 
@@ -111,12 +111,12 @@ def _fault(function: TracedFunction, arguments: tuple[int | None, ...]) -> str |
             largest = shape[axis] - sizes[axis]
             if is_certain and not 0 <= index <= largest:
                 at = [f"{name} = {value}" for name, value in zip(POSITIONS, arguments, strict=True) if name in sources]
-                place = f"at {' and '.join(at)} " if at else ""
+                place = f"at {' and '.join(at)}, " if at else ""
                 entry = int(index) - (shape[axis] if index < 0 else 0)  # negative ones count from the end
                 length = max(entry + sizes[axis], -entry)
                 return (
-                    f"must look up entries within its arrays, but {place}it looks up entry {entry} on axis {axis} of "
-                    f"an array with shape {shape}; make that axis at least {length} long, or limit the index with "
+                    f"must not index arrays out of bounds, but {place}it uses index {entry} on axis {axis} of an array "
+                    f"with shape {shape}; extend that axis to at least {length}, or clip the index with "
                     f"jnp.clip(index, 0, {largest})."
                 )
     return None

@@ -145,7 +145,7 @@ def _checked_jaxpr(name: str, function: Any, score: jnp.dtype | None) -> ClosedJ
     scores = [] if score is None else [score]
     [result] = scores or [jnp.dtype(bool)]
     names = ", ".join([*("score" for _ in scores), *POSITIONS])
-    wanted = f"{name}({names}) must return one {result.name} scalar for scalar arguments"
+    wanted = f"{name}({names}) must return a {result.name} scalar for scalar arguments"
     try:
         closed = _jaxpr_of(function, *scores, *[jnp.int32] * len(POSITIONS))
     except Exception as error:
@@ -174,7 +174,7 @@ def _fix(error: Exception) -> str:
         )
     conversions = (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
     if isinstance(error, conversions) or "len() of unsized" in str(error):  # the latter from torch
-        return "; use jnp.asarray(...) on captured lists, torch tensors and NumPy arrays in other objects"
+        return "; convert captured lists, torch tensors and NumPy arrays inside other objects with jnp.asarray(...)"
     return ""
 
 

@@ -50,8 +50,8 @@ def mask(value: ArrayLike | None, shape: Shape) -> Array:
     array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype != bool:
         raise ValueError(
-            f"mask must be bool (True attends), but got {array.dtype}; use mask.astype(bool) if it holds 0 and 1, "
-            "or pass it as bias= to add it to the scores."
+            f"mask must be bool (True means attend), but got {array.dtype}; use mask.astype(bool) if it contains 0 and "
+            "1, or pass it as bias= to add it to the scores."
         )
     return broadcastable("mask", array, shape.scores, "[batch..., heads, queries, keys]", _mask_fix(array, shape))
 
@@ -72,8 +72,8 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
         return array.astype(bool), ((array != 0) & (array != 1)).any()
     if len(others := np.setdiff1d(array, (0, 1))):
         raise ValueError(
-            f"mask must be bool, or hold only 0 and 1 (1 attends), but got {array.dtype} with {others[0]}; pass it as "
-            "bias= to add it to the scores."
+            f"mask must be bool, or contain only 0 and 1 (1 means attend), but got {array.dtype} containing "
+            f"{others[0]}; pass it as bias= to add it to the scores."
         )
     return array.astype(bool), None
 
@@ -116,7 +116,7 @@ def lengths(name: str, value: ArrayLike | None, shape: Shape, most: int | None =
         return None
     least, greatest = extremes(array)
     if least < 0:
-        raise ValueError(f"{name} must be at least 0, but got {least}; use 0 for a sequence that is all padding.")
+        raise ValueError(f"{name} must be at least 0, but got {least}; use 0 for an all-padding sequence.")
     if isinstance(most, int) and greatest > most:
         raise ValueError(f"{name} must be at most {most}, the length of the array, but got {greatest}.")
     return array
@@ -133,11 +133,11 @@ def segment_ids(
     `names` are those of the two arguments in errors.
     """
     if query_ids is None and key_ids is None:
-        raise ValueError("SegmentMask(query_ids, key_value_ids) must hold arrays of integers, but got None.")
+        raise ValueError("SegmentMask(query_ids, key_value_ids) requires integer arrays, but got None.")
     if (query_ids is None or key_ids is None) and shape.query_length != shape.key_length:
         missing = names[0] if query_ids is None else names[1]
         raise ValueError(
-            f"{missing} must also be given if queries and keys differ in length ({shape.query_length} and "
+            f"{missing} must also be passed if queries and keys differ in length ({shape.query_length} and "
             f"{shape.key_length}), but got None."
         )
     checked = []
@@ -147,7 +147,7 @@ def segment_ids(
     ):
         ids = ids_int32(name, partner if given is None else given)
         if ids.ndim == 0 or ids.shape[-1] != length:
-            raise ValueError(f"{name} must be [batch..., {length}], one id per position, but got shape {ids.shape}.")
+            raise ValueError(f"{name} must have shape [batch..., {length}], one id per position, but got {ids.shape}.")
         checked.append(broadcastable(name, ids, (*shape.batch, length), "[batch..., length]"))
     dtype = jnp.promote_types(checked[0].dtype, checked[1].dtype)
     return checked[0].astype(dtype), checked[1].astype(dtype)
@@ -158,7 +158,7 @@ def flag(name: str, value: bool) -> bool:
         fix = (
             "; pass mask=flax_mha.CausalMask() instead"
             if name == "is_causal"
-            else "; make it static with jax.jit's static_argnames, or with a closure"
+            else "; make it static with static_argnames in jax.jit, or capture it in a closure"
         )
         raise ValueError(
             f"{name} must be a concrete True or False, but got a traced value{fix}. flax.linen's nn.remat traces "

@@ -130,7 +130,9 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     if unknown := named - set(known):
         have = f"the mesh has {tuple(known)}" if known else "no mesh is set; use jax.set_mesh, or a NamedSharding"
-        raise ValueError(f"qkv_sharding must name axes of the mesh, but got {', '.join(sorted(unknown))}, and {have}.")
+        raise ValueError(
+            f"qkv_sharding must use axis names of the mesh, but got {', '.join(sorted(unknown))}, and {have}."
+        )
     return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
 
 
@@ -161,7 +163,7 @@ def by_context(call: Call, context: Context) -> Split:
         if unknown & set(mesh_axes(mesh, AxisType.Manual)):
             have = "this axis is already Manual: call it outside jax.shard_map"
         got = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"context_parallel must name axes of the mesh, but got {got}, and {have}.")
+        raise ValueError(f"context_parallel must use axis names of the mesh, but got {got}, and {have}.")
     if len(set(named)) < len(named):
         raise ValueError(f"axis, batch_axes and head_axis must be different mesh axes, but got {tuple(named)}.")
     if context.batch_axes and not batch:
@@ -185,7 +187,7 @@ def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]
 def _check_sequences(call: Call, context: Context, split: Split) -> None:
     """Checks that lengths, and heads for "ulysses", can be split over the devices."""
     if call.options.cached:
-        raise ValueError("context_parallel must not be used for decoding, but got a cache; decode without it.")
+        raise ValueError("context_parallel does not support decoding, but got a cache; decode without it.")
     (query, key), axis = call.operands[:2], context.axis
     devices, is_zigzag = number_of_parts(split.mesh, axis), context.layout == "zigzag"
     parts = devices * (2 if is_zigzag else 1)
@@ -212,7 +214,7 @@ def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, s
     got = ", ".join(map(str, specs))
     if given[-1]:
         raise ValueError(
-            f"the head size, the last axis of query, key and value, cannot be split, but got {got} from {source}; "
+            f"the head size (the last axis of query, key and value) cannot be split, but got {got} from {source}; "
             "split batch axes and heads, or use jax.reshard."
         )
     if any(len(x) > 1 for x in given) or given[-3]:

@@ -33,7 +33,7 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
     parts = _size(head_axis)
     if num_heads % parts:
         raise ValueError(
-            f"head_axis must have a size that divides num_heads, {num_heads}, but {head_axis!r} has {parts} devices; "
+            f"the size of head_axis must divide num_heads ({num_heads}), but {head_axis!r} has {parts} devices; "
             "use a different mesh axis."
         )
     kv_axis = axes_of_key_heads(head_axis, parts, num_kv_heads)
@@ -87,7 +87,7 @@ def _size(head_axis: str) -> int:
         return 1
     if not set(names_of(axes)) <= set(mesh.shape):
         raise ValueError(
-            f"head_axis must name an axis of the mesh {tuple(mesh.axis_names)}, or a logical axis with a rule, but got "
+            f"head_axis must be an axis of the mesh {tuple(mesh.axis_names)}, or a logical axis with a rule, but got "
             f"{head_axis!r}; set rules with flax.linen.logical_axis_rules."
         )
     return number_of_parts(mesh, axes)

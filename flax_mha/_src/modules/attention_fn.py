@@ -164,21 +164,21 @@ class CoreAttention:
         for name in self.preset:
             if decoding and name.startswith(("query_", "key_value_")) and name in result:
                 raise ValueError(
-                    f"attention_fn must not set {name} while decoding, because the cache counts positions, but got a "
-                    "functools.partial that does; pass lengths in the call."
+                    f"attention_fn must not set {name} while decoding, because the cache tracks positions; remove it "
+                    "from the functools.partial, and pass lengths in the call."
                 )
         return result
 
     def _check_given_once(self, name: str, preset: Any, given: Any) -> Any:
         if name in FROM_MODULE:
             raise ValueError(
-                f"attention_fn must not set {name}, because the module sets it on every call, but got a "
-                f"functools.partial that sets {name}; use the module's arguments."
+                f"attention_fn must not set {name}, because the module sets it on every call; remove it from the "
+                "functools.partial, and use the module's arguments."
             )
         if not self._is_default(name, given) and not _is_same(preset, given):
             raise ValueError(
-                f"{name} must be given once, but got one from the functools.partial of attention_fn and another from "
-                "the module or its call; leave one of them out."
+                f"{name} must be given only once, but both the functools.partial in attention_fn and the module (or "
+                "its call) set it; remove one of them."
             )
         return preset
 
@@ -201,7 +201,7 @@ def _check_flax_computes(**extra: Any) -> None:
     if given:
         raise ValueError(
             f"complex inputs and quantized einsums use Flax's own attention, which does not support "
-            f"{', '.join(given)}; leave them out, or use real inputs and no einsum."
+            f"{', '.join(given)}; leave them out, or use real inputs and no custom einsum."
         )
 
 

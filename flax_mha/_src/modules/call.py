@@ -210,7 +210,7 @@ def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Ar
     queries, keys = query.shape[-3], key.shape[-3]
     if is_cross and (queries, keys) != (1, 1):
         raise ValueError(
-            "Autoregressive cache shape error: while decoding, inputs_k must be inputs_q or hold one token, because "
+            "Autoregressive cache shape error: while decoding, inputs_k must be inputs_q or contain one token, because "
             f"its tokens are added to the cache, but got a separate array of {keys} tokens for {queries} queries; for "
             "cross-attention, pass store_keys=True in the first call, or decode=False in every call."
         )
@@ -329,7 +329,9 @@ def check_inputs(
     inputs = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
     shapes = ", ".join(f"{name} {x.shape}" for name, x in inputs.items())
     if not inputs_q.ndim == inputs_k.ndim == inputs_v.ndim >= 2:
-        raise ValueError(f"inputs must have same rank, 2 or more ([batch..., length, features]), but got {shapes}.")
+        raise ValueError(
+            f"inputs must have the same rank, at least 2 ([batch..., length, features]), but got {shapes}."
+        )
     if not inputs_q.shape[:-2] == inputs_k.shape[:-2] == inputs_v.shape[:-2]:
         raise ValueError(f"inputs' batch dims must match, but got {shapes}.")
     if inputs_k.shape[-2] != inputs_v.shape[-2]:

@@ -23,7 +23,7 @@ class ExplainedAttention:
     def __init__(self, given: Callable[..., Array], platform: Platform | None):
         core = core_of(given)
         if core is None:
-            raise ValueError(f"attention_fn must be flax_mha.attention_fn to be explained, but got {given!r}.")
+            raise ValueError(f"only attention_fn=flax_mha.attention_fn can be explained, but got {given!r}.")
         self.core = dataclasses.replace(core, function=self, run=self._explain, platform=platform)
         self.explanations: list[Explanation] = []
 

@@ -32,14 +32,14 @@ def per_sequence_arguments(
         )
     if is_cached and isinstance(lengths, tuple):
         raise ValueError(
-            "lengths must be one array while decoding, the number of new tokens per sequence, but got a pair."
+            "lengths must be a single array while decoding (the number of new tokens per sequence), but got a pair."
         )
     if is_cached:
         return {}
     if lengths is not None and not isinstance(lengths, tuple) and not self_attention:
         raise ValueError(
             "lengths must be a pair (queries, keys) if inputs_k is not inputs_q, but got one array; pass "
-            "(None, lengths) for the keys only."
+            "(None, lengths) to set only the key lengths."
         )
     for name, given in (("segment_ids", segment_ids), ("lengths", lengths)):
         if isinstance(given, tuple) and len(given) != 2:
@@ -112,7 +112,7 @@ def rotate(
     if stored:
         if positions is None or isinstance(positions, tuple):
             raise ValueError(
-                "positions must be one array, for the queries, if rope is used with stored keys, but got "
+                "positions must be a single array (for the queries) if rope is used with stored keys, but got "
                 f"{'None' if positions is None else 'a pair'}."
             )
         return _rotate_end(query, positions, rope, size), key
@@ -170,7 +170,7 @@ def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | No
             got = "a mask object" if name == "mask" else "one"
             raise ValueError(
                 f"{name} must not depend on positions if keys are stored, because calls with stored keys do not "
-                f"count positions, but got {got}; use a mask or bias array [..., queries, keys]."
+                f"track positions, but got {got}; use a mask or bias array [..., queries, keys]."
             )
 
 
