@@ -5,17 +5,17 @@
 """
 
 import inspect
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src import run as dispatch
 from flax_mha._src.call.arguments import Arguments, CallArguments, canonical, naming_siblings
 from flax_mha._src.call.operands import NO_OFFSET, ScoreMod, Sharding
 from flax_mha._src.core.tracing import Platform
-from flax_mha._src.engines.registry import Explanation, Implementation
+from flax_mha._src.explanation import Explanation
+from flax_mha._src.run import Implementation, explain, run
 from flax_mha.masks import Mask
 
 
@@ -178,10 +178,9 @@ def dot_product_attention(
     """
     arguments = dict(locals())
     del arguments["implementation"]
-    output, lse, *max_score = dispatch.run(canonical(**arguments), implementation)
-    if return_residual:
-        return (output, lse, *max_score)  # type: ignore[arg-type]  # then `lse` is an array
-    return (output, *max_score) if max_score else output
+    output, lse, max_score = run(canonical(**arguments), implementation)
+    results: Any = (output, *([lse] if return_residual else []), *([] if max_score is None else [max_score]))
+    return results if len(results) > 1 else output
 
 
 def explain_implementation(  # noqa: D417 - dot_product_attention has the others
@@ -225,7 +224,7 @@ def explain_implementation(  # noqa: D417 - dot_product_attention has the others
       'splash'
     """
     call = canonical(query, key, value, bias, mask, return_residual=return_residual, platform=platform, **arguments)
-    return dispatch.explain(call, implementation)
+    return explain(call, implementation)
 
 
 # For `help` and editors, which do not resolve `Unpack`.

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import dot_product_attention
+from flax_mha._src import run
 from flax_mha._src.core import tracing
-from flax_mha._src.engines import registry
 from flax_mha.conformance import reference
 from flax_mha.conformance.cases import CASES as CASES
 from flax_mha.conformance.cases import Case, N, S, T
@@ -81,10 +81,7 @@ REMEDY = re.compile(
 
 def interpret(patch, name, how=True):
     """Runs the kernels of an implementation here, as XLA programs. `patch` is a pytest.MonkeyPatch."""
-    real = registry.IMPLEMENTATIONS[name]
-    hop = real.hop and functools.partial(real.hop, interpret=how)
-    changed = dataclasses.replace(real, attention=functools.partial(real.attention, interpret=how), hop=hop)
-    patch.setitem(registry.IMPLEMENTATIONS, name, changed)
+    patch.setitem(run.ENGINES, name, dataclasses.replace(run.ENGINES[name], interpret=how))
 
 
 def compiled_for(patch, platform):
@@ -116,6 +113,32 @@ def forget_programs():
             for x in list(vars(module).values()):
                 if isinstance(x, JITTED):
                     x.clear_cache()
+
+
+def kernels_in(text, pattern):
+    """The kernels that a lowered program runs if all is finite: what `pattern` finds, calls followed, no branches."""
+    bodies = dict(re.findall(r"func\.func \w+ @([\w.$]+)(.*?)(?=func\.func|\Z)", text, re.DOTALL))
+
+    def names_in(body):
+        body = _without_branches(body)
+        callees = re.findall(r"\bcall @([\w.$]+)\(", body)
+        return re.findall(pattern, body) + [name for callee in callees for name in names_in(bodies[callee])]
+
+    return names_in(bodies["main"])
+
+
+def _without_branches(body):
+    """The text of a function without the branches of `lax.cond`; those for platforms depend on a constant, and stay."""
+    before, case, after = body.partition('"stablehlo.case"')
+    if not case:
+        return before
+    if f"{after[1 : after.index(')')]} = stablehlo.convert" not in before:
+        return before + case + _without_branches(after)
+    after, depth, end = after[after.index("({") + 1 :], 0, 0
+    while after[end] != ")" or depth:
+        depth += {"{": 1, "}": -1}.get(after[end], 0)
+        end += 1
+    return before + _without_branches(after[end:])
 
 
 def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):

@@ -27,7 +27,7 @@ from jaxtyping import install_import_hook
 
 # Before the package is imported: the shapes in the signatures of these files become checks. (Not in those with pytrees,
 # which jax also fills with placeholders.)
-CHECKED = ("engines.xla.dense", "engines.xla.dense_gpu", "engines.blockwise", "math.online_softmax", "core.tile")
+CHECKED = ("engines.xla.dense", "engines.blockwise", "math.online_softmax", "core.tile")
 install_import_hook([f"flax_mha._src.{name}" for name in CHECKED], "beartype.beartype")
 
 from flax_mha._src import plan as schedule  # noqa: E402
@@ -93,13 +93,6 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """Nothing that was imported is garbage."""
     gc.freeze()
-
-
-@pytest.fixture
-def xla_on_a_gpu(request, monkeypatch):
-    """In tests with a parameter "xla on a GPU", "xla" computes as on a GPU."""
-    if "xla on a GPU" in request.node.name:
-        monkeypatch.setattr(schedule, "on_gpu", lambda call: True)
 
 
 @pytest.fixture

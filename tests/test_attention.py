@@ -15,7 +15,6 @@ from flax_mha._src import plan as schedule
 from flax_mha.conformance import reference
 
 IMPLEMENTATIONS = ("xla", "blockwise")
-ON_A_GPU = "xla on a GPU"
 KEY = jax.random.key(5)
 # One for each argument, with its edges, and the ways to multiply.
 CORE = [
@@ -55,20 +54,9 @@ MULTIPLIED = (
     "a sink per head",
     "all arguments at once",
 )
-# On a GPU it is hidden as elsewhere by "xla".
 MET = [*((name, implementation) for name in CASES for implementation in IMPLEMENTATIONS)]
-MET += [
-    (name, ON_A_GPU)
-    for name in (
-        *MULTIPLIED,
-        "two batch axes",
-        "window of 7 to the left, 3 to the right",
-        "a sequence of length 0",
-        "everything masked",
-    )
-]
 
-pytestmark = pytest.mark.usefixtures("small_tiles", "xla_on_a_gpu")
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def call(case, implementation, arrays, traced, **more):
@@ -151,13 +139,9 @@ def test_vmap_is_a_loop(name, implementation):
 @pytest.mark.parametrize(
     ("name", "implementation"),
     with_core_tuples(
-        [
-            *((name, implementation) for name in DROPOUT_CASES for implementation in IMPLEMENTATIONS),
-            ("dropout, everything", ON_A_GPU),
-        ],
+        [(name, implementation) for name in DROPOUT_CASES for implementation in IMPLEMENTATIONS],
         ("dropout", "xla"),
         ("dropout, everything", "blockwise"),
-        ("dropout, everything", ON_A_GPU),
     ),
 )
 def test_dropout_and_its_gradient(name, implementation):
@@ -166,8 +150,7 @@ def test_dropout_and_its_gradient(name, implementation):
     arrays, cotangents = case.arrays(), case.cotangents()
     keys = case.shapes["key"][-2]
     identity = np.broadcast_to(np.eye(case.s, dtype=np.float32)[:, None], (*case.batch, case.s, keys, case.s))
-    other = "blockwise" if implementation == ON_A_GPU else "xla"
-    shown, _ = call(case, other, arrays | {"value": identity}, case.traced, dropout_rng=KEY)
+    shown, _ = call(case, "xla", arrays | {"value": identity}, case.traced, dropout_rng=KEY)
     keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - case.static["dropout_rate"])
 
     run = jax.jit(lambda a, c: gradients(case, implementation, a, c, case.traced, dropout_rng=KEY))
@@ -181,7 +164,7 @@ def test_dropout_and_its_gradient(name, implementation):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, ON_A_GPU])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_float64(implementation):
     with jax.enable_x64(True):
         case = CASES["all arguments at once"]
@@ -246,7 +229,7 @@ def test_narrow_products_are_what_xla_gets(implementation):
         assert all(types.count("bf16") == 2 and types.count("f32") == 1 for types in products)
 
 
-LOW_PRECISION = pairwise((*IMPLEMENTATIONS, ON_A_GPU), ("bfloat16", "float16"), ("narrow", "float32"))
+LOW_PRECISION = pairwise(IMPLEMENTATIONS, ("bfloat16", "float16"), ("narrow", "float32"))
 
 
 @pytest.mark.parametrize(

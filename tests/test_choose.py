@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import REMEDY, compiled_for, dense_gradients, dense_kernel, forget_programs
+from cases import REMEDY, compiled_for, dense_gradients, dense_kernel, forget_programs, kernels_in
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._src import plan as schedule
+from flax_mha._src.call.operands import Result
 from flax_mha._src.core.jaxprs import equations
 from flax_mha._src.engines.kernels import cudnn
 from flax_mha.cached_attention import cached_attention
@@ -166,7 +167,7 @@ def test_a_gpu_gets_the_fused_kernel(name):
     arrays, arguments = FUSED[name]
     text = lowered(arrays, gradient=True, **arguments)
     kind = "ScaleBias" if "bias" in arguments else ""  # no mask as an array
-    assert text.count(f"@__cudnn$fmha{kind}Softmax(") == text.count(f"@__cudnn$fmha{kind}SoftmaxBackward(") == 1
+    assert kernels_in(text, r"@__cudnn\$fmha(\w+)\(") == [f"{kind}Softmax", f"{kind}SoftmaxBackward"]
     assert kind or "ScaleBias" not in text
 
 
@@ -338,7 +339,8 @@ def test_what_a_policy_saves_by_name_does_not_run_the_kernel_again(implementatio
         return sum(x.primitive.name == "dot_product_attention_fwd_wrapper" for x in equations(jaxpr.jaxpr))
 
     saved, without = count(functools.partial(jax.checkpoint, policy=save)), count(lambda block: block)
-    assert 0 < saved == without == count(jax.checkpoint) - 2
+    in_forward = 2 if arguments else 1  # with masks also the branch for NaN has one
+    assert 0 < saved == without == count(jax.checkpoint) - 2 * in_forward
 
 
 # NaN in a key and its value that the bias masks for all queries, and in the bias itself: row 60 stands before key 100.
@@ -536,7 +538,9 @@ def test_where_products_have_16_bits(platform, amx, arguments, tiles, dtype, mon
     sizes = {name: x for name, x in arguments.items() if name != "precision"}
     precision = arguments.get("precision")
     seen = []
-    monkeypatch.setattr("flax_mha._src.run.run", lambda call, _: seen.append(call) or (call.operands.query, None))
+    monkeypatch.setattr(
+        "flax_mha.attention.run", lambda call, _: seen.append(call) or Result(call.operands.query, None)
+    )
     jax.eval_shape(functools.partial(dot_product_attention, precision=precision), *inputs(**sizes))
     assert schedule.product_dtype(seen[0], tiles=tiles) == dtype
     with jax.default_matmul_precision("float32"):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for, dense_kernel, forget_programs, interpret
+from cases import compiled_for, dense_kernel, forget_programs, interpret, kernels_in
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 from marks import pairwise, with_core_tuples
@@ -154,13 +154,7 @@ def kernels(kernel, function, *arrays):
     """How many kernels the lowered program runs: forward, and others. Equal kernels share a function there."""
     platform, pattern = ("cuda", r"@__cudnn\$fmha(\w+)\(") if kernel == "cudnn" else ("tpu", r'kernel_name = "(\w+)"')
     text = jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
-    bodies = dict(re.findall(r"func\.func \w+ @([\w.$]+)(.*?)(?=func\.func|\Z)", text, re.DOTALL))
-
-    def names_in(body):
-        callees = re.findall(r"\bcall @([\w.$]+)\(", body)
-        return re.findall(pattern, body) + [name for callee in callees for name in names_in(bodies[callee])]
-
-    names = names_in(bodies["main"])
+    names = kernels_in(text, pattern)
     forward = sum(bool(re.search("Softmax$|_fwd|_forward", name)) for name in names)
     return forward, len(names) - forward
 

@@ -17,8 +17,8 @@ from flax_mha.masks import FunctionMask
 B, T, S, N, K, H = 2, 37, 45, 4, 2, 8
 FILLINGS = (np.nan, np.inf, -np.inf, 3e38, -3e38)
 BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-ALL = pytest.mark.parametrize("implementation", ["xla", "xla on a GPU", "blockwise"])
-pytestmark = pytest.mark.usefixtures("small_tiles", "xla_on_a_gpu")
+ALL = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+pytestmark = pytest.mark.usefixtures("small_tiles")
 # Rows from 30 on and keys from 33 on are masked, and here and there a score.
 MASK = np.ones((B, 1, T, S), bool)
 MASK[:, :, 30:], MASK[..., 33:], MASK[0, :, 10, 20:30], MASK[1, :, 25] = False, False, False, False
@@ -230,13 +230,6 @@ def test_infinity_is_seen_although_all_products_with_it_are_minus_infinity(imple
     sees = np.arange(70) == 40 if which == 0 else np.arange(70) >= 40
     for run in (attend, jax.jit(attend)):
         np.testing.assert_array_equal(np.isnan(run(*arrays)[0, :, 0, 0]), sees)
-
-
-def test_of_short_sequences_only_values_are_looked_through():
-    """Whose sum of absolute entries is NaN if one of them is not finite."""
-    program = str(jax.make_jaxpr(functools.partial(dot_product_attention, is_causal=True))(*inputs()))
-    assert program.count(" = abs ") == 1
-    assert "is_finite" not in program
 
 
 @ALL

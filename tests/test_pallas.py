@@ -10,11 +10,14 @@ from cases import compiled_for, forget_programs, interpret
 from jax.experimental.pallas import tpu as pltpu
 from marks import with_core
 
+from flax_mha import attention as public
 from flax_mha import dot_product_attention, masks, recipes
-from flax_mha._src import run as dispatch
-from flax_mha._src.engines import registry
+from flax_mha._src import run
+from flax_mha._src.call.operands import Result
 from flax_mha._src.engines.kernels import tpu as tpu_kernels
-from flax_mha._src.engines.pallas import call, launch
+from flax_mha._src.engines.pallas import launch
+from flax_mha._src.engines.pallas.call import Pallas
+from flax_mha._src.guard import guard
 from flax_mha.cached_attention import cached_attention
 from flax_mha.conformance import reference
 from flax_mha.kv_cache import KVCache
@@ -327,16 +330,19 @@ def test_gradients_of_a_part_of_the_keys(monkeypatch):
 
     def keep(made, implementation):
         calls.append(made)
-        return made.operands.query, None
+        return Result(made.operands.query, None)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "run", keep)
+        patch.setattr(public, "run", keep)
         for first in (0, 100):
             dot_product_attention(query, key, value, is_causal=True, query_offset=70, key_value_offset=jnp.int32(first))
 
     def half(made, known, query, key, value):
         operands = made.operands._replace(query=query, key=key, value=value)
-        return call.attention(made._replace(operands=operands), known, interpret=True)
+        engine = Pallas(interpret=True)
+        plan, planned = engine.plan(made._replace(operands=operands))
+        output, lse, _ = engine.share(plan, guard(planned, plan), Result(*known))
+        return output, lse
 
     @jax.jit
     def gradients(query, key, value):
@@ -359,7 +365,7 @@ def test_races(order, races, monkeypatch, capfd):
     """Two cores share the work: none in what is there, and one if the steps of a sum were declared independent."""
     monkeypatch.setattr(launch, "ORDER_OF_STEPS", order)
     params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-    monkeypatch.setitem(registry.IMPLEMENTATIONS, "pallas", call.PALLAS)
+    monkeypatch.setitem(run.ENGINES, "pallas", Pallas())
     interpret(monkeypatch, "pallas", params)
     forget_programs()  # programs are kept whatever this is
     arguments = {"is_causal": True, "score_mod": lambda score, b, h, q, k: score * SLOPES[h]}

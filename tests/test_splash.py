@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import REMEDY, compiled_for, dense_gradients, forget_programs, interpret
+from cases import REMEDY, compiled_for, dense_gradients, forget_programs, interpret, kernels_in
 from jax import export
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from marks import with_core
@@ -387,9 +387,10 @@ REFUSED = {
 def test_a_tpu_gets_the_kernels(name):
     arrays, arguments = CHOSEN[name]
     text = lowered(arrays, **arguments)
-    assert text.count("tpu_custom_call") == 3
+    names = kernels_in(text, r'kernel_name = "(\w+)"')
+    assert len(names) == 3
     for phase in ("fwd", "dq", "dkv"):
-        assert f"splash_mha_{phase}" in text
+        assert any(f"splash_mha_{phase}" in name for name in names)
 
 
 @pytest.mark.core
@@ -501,4 +502,5 @@ def test_what_a_policy_saves_by_name_does_not_run_the_kernel_again(implementatio
         return sum(x.primitive.name == "pallas_call" for x in equations(traced.jaxpr.jaxpr))
 
     saved, without = count(functools.partial(jax.checkpoint, policy=save)), count(lambda block: block)
-    assert saved == without == count(jax.checkpoint) - 2
+    in_forward = 2 if implementation == "splash" else 1  # with masks also the branch for NaN has one
+    assert saved == without == count(jax.checkpoint) - 2 * in_forward

@@ -93,7 +93,7 @@ def layout_of(length=2048, head_size=64, **arguments):
 
     def spy(call, plan_tiles=schedule.plan_tiles):
         planned = plan_tiles(call)
-        layouts.append(planned[1])
+        layouts.append(planned[0].tiling)
         return planned
 
     x = jax.ShapeDtypeStruct((1, length, 2, head_size), jnp.float32)

@@ -206,40 +206,6 @@ def test_x64(implementation):
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"is_causal": True, "query_offset": -3, "dropout_rate": 0.3, "dropout_rng": jax.random.key(0)},
-        {"local_window_size": (5, 2), "logits_soft_cap": 2.0, "score_mod": lambda s, b, h, q, k: s * TABLE[k]},
-    ],
-    ids=["causal, dropout", "window, soft cap, score_mod"],
-)
-def test_second_derivatives_as_on_a_gpu(arguments, monkeypatch):
-    """Its rules for first derivatives, differentiated in both modes; some rows see nothing."""
-    more = {"bias": jnp.cos(jnp.arange(ARRAYS[1].shape[1] * 1.0))[None], "sinks": jnp.zeros(())}
-
-    def loss(arrays):
-        output, lse = dot_product_attention(
-            *arrays[:3],
-            **dict(zip(more, arrays[3:], strict=True)),
-            **arguments,
-            implementation="xla",
-            return_residual=True,
-        )
-        return jnp.sin(output).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
-
-    def answers(arrays):
-        _, forward = jax.jvp(jax.grad(loss), (arrays,), (jax.tree.map(jnp.cos, arrays),))
-        squares = jax.grad(lambda x: sum((y**2).sum() for y in jax.grad(loss)(x)))(arrays)
-        return forward, squares
-
-    arrays = [*ARRAYS, *more.values()]
-    want = jax.jit(answers)(arrays)
-    monkeypatch.setattr(schedule, "on_gpu", lambda call: True)
-    for got, expected in zip(*map(jax.tree.leaves, (jax.jit(lambda x: answers(x))(arrays), want)), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-4 * max(1, np.abs(expected).max()))
-
-
 @BOTH
 def test_groups_of_heads_change_nothing(implementation, monkeypatch):
     """As on a TPU: loops over groups of batch entries or heads, which may share keys and lengths."""

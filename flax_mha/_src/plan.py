@@ -62,7 +62,6 @@ MAX_SCORES_TPU = 64 * 512 * 512
 # If a mask differs between heads, the tile shape is chosen by looking at up to this many of them.
 EXAMPLES = 4
 
-ALL_AT_ONCE, IN_PLACE = "all scores at once", "keys read in place"  # the ways of "xla"
 # On a CPU, keys are read in place for at most so many queries over at least so many keys; those of a cache always are.
 MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # The blocks: at most so many queries; at most so many numbers in the keys and values of all heads; and the least and
@@ -110,39 +109,58 @@ class KeyBlocks(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the math of one head is mapped over all heads.
+    """How an engine computes a call: static, made once by `Engine.plan`, and never changed.
 
     Attributes:
+      dtype: Dtype of the operands of matrix products.
+      guard: Whether `guard.guard` makes the operands finite before the engine gets them.
       looped_axes: Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more); None forbids
         loops, because arrays may be split between devices.
-      max_heads_on_tpu: Largest number of heads that run together; None sets no limit, as on CPUs and GPUs.
-      dtype: Dtype of the operands of matrix products.
-      fuses_rows: Whether XLA's CPU backend compiles `dense.fused_rows`, for a head or a tile, to one fast kernel.
+      max_heads: Largest number of heads that run together; None sets no limit, as on CPUs and GPUs.
+      fuses_rows: Whether XLA's CPU backend compiles `dense.rows_of`, for a head or a tile, to one fast kernel.
+      tiling: The tiles of one head; None for engines without tiles.
+      in_place: The blocks of keys that "xla" reads in place; None computes all scores at once.
     """
 
-    looped_axes: int | None
-    max_heads_on_tpu: int | None
     dtype: jnp.dtype
-    fuses_rows: bool
+    guard: bool = True
+    looped_axes: int | None = 0
+    max_heads: int | None = None
+    fuses_rows: bool = False
+    tiling: Tiling | None = None
+    in_place: KeyBlocks | None = None
+
+    @property
+    def variant(self) -> str | None:
+        """The algorithm in words, for engines that have several."""
+        if self.tiling is not None:
+            return None
+        return "all scores at once" if self.in_place is None else "keys read in place"
 
 
 def plan_dense(call: Call) -> Plan:
     """Plans a call by dense attention, which computes all scores of a head at once."""
     scores = call.operands.query.shape[-3] * call.operands.key.shape[-3]
     looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
-    return Plan(looped, _max_heads_on_tpu(call, scores), product_dtype(call, tiles=False), _fuses_rows(call, scores))
+    dtype, fuses = product_dtype(call, tiles=False), _fuses_rows(call, scores)
+    return Plan(dtype, True, looped, _max_heads_on_tpu(call, scores), fuses)
 
 
-def plan_tiles(call: Call) -> tuple[Plan, Tiling, BlockMask | None]:
-    """Plans a call computed tile by tile: returns plan, tiling, and the block mask of `tiles`, or None."""
+def plan_xla(call: Call) -> Plan:
+    """Plans a call by "xla": keys are read in place if blocks are chosen for them, else all scores computed at once."""
+    plan, blocks = plan_dense(call), blocks_in_place(call)
+    return plan if blocks is None else plan._replace(guard=False, in_place=blocks)
+
+
+def plan_tiles(call: Call) -> tuple[Plan, Call]:
+    """Plans a call computed tile by tile; the call gets what is known about the tiles to visit."""
+    call = with_occupancy(call)
     tiling, blocks = tiles(call)
     scores = tiling.height * tiling.width
-    looped, together, dtype = (
-        _looped_axes(call, scores),
-        _max_heads_on_tpu(call, scores),
-        product_dtype(call, tiles=True),
-    )
-    return Plan(looped, together, dtype, _fuses_rows(call, scores, tiling.rows)), tiling, blocks
+    looped, together = _looped_axes(call, scores), _max_heads_on_tpu(call, scores)
+    fuses = _fuses_rows(call, scores, tiling.rows)
+    plan = Plan(product_dtype(call, tiles=True), True, looped, together, fuses, tiling)
+    return plan, call._replace(operands=call.operands._replace(tiles=blocks))
 
 
 def with_occupancy(call: Call) -> Call:
@@ -155,6 +173,11 @@ def with_occupancy(call: Call) -> Call:
     return call._replace(operands=operands._replace(mask=mask))
 
 
+def is_memory_bound(call: Call) -> bool:
+    """Returns whether reading the keys takes most of the time, as in decoding; then "xla" is the fastest."""
+    return (call.options.has_known_sizes and call.operands.query.shape[-3] == 1) or blocks_in_place(call) is not None
+
+
 def prefers_dense(call: Call) -> bool:
     """Returns whether "xla" is faster than "blockwise", the other implementation that computes every call."""
     query, options = call.operands.query, call.options
@@ -165,14 +188,8 @@ def prefers_dense(call: Call) -> bool:
     return options.target.platform == "gpu" and num_heads * scores <= MAX_SCORES_GPU
 
 
-def on_gpu(call: Call) -> bool:
-    """Returns whether "xla" computes the call by `dense_gpu.py`."""
-    known = call.options.has_known_sizes and all(x.size for x in call.operands[:3])
-    return known and call.options.target.platform == "gpu"
-
-
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
-    """Returns whether XLA's CPU backend compiles `dense.fused_rows` to one fast kernel that writes no score to memory.
+    """Returns whether XLA's CPU backend compiles `dense.rows_of` to one fast kernel that writes no score to memory.
 
     `scores` is the number of scores of a head, or of one of the `rows` tiles of a head that are computed together.
     """
@@ -193,10 +210,6 @@ def _may_fuse(call: Call, scores: int) -> bool:
 def _product_size(call: Call) -> int:
     """Returns the number of multiplications per score in a matrix product: the larger head size, H or Hv."""
     return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
-
-
-def variant_of_xla(call: Call) -> str:
-    return ALL_AT_ONCE if blocks_in_place(call) is None else IN_PLACE
 
 
 def blocks_in_place(call: Call) -> KeyBlocks | None:

@@ -1,197 +1,164 @@
-"""Runs a checked call: splits it over the devices of a mesh, then chooses an implementation for each device's part.
+"""Computes a checked call: each device splits off its part, plans it, guards it and computes it.
 
-The parts run inside `jax.shard_map`, each as a call of its own. They need no communication unless the sequence is
-split, and any implementation can compute them, fused kernels too. A call that is not split is computed as a whole.
+run                    splits the call over the devices of a mesh, if there is one
+on_device            chooses an engine for the part of one device
+compute            engine.plan, guard, engine.forward
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters.partial_eval import JaxprTracer
 from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
-from flax_mha._src import plan as schedule
-from flax_mha._src.call.operands import Call, Context, Operands, Options, Output
+from flax_mha._src import plan as plans
+from flax_mha._src.call.operands import Call, Context, Operands, Options, Result
 from flax_mha._src.core.tracing import being_traced
-from flax_mha._src.distributed import ring, split
+from flax_mha._src.distributed import mesh, ring, split
 from flax_mha._src.distributed.exchange import allgather, ulysses
-from flax_mha._src.distributed.split import Split
-from flax_mha._src.engines import registry
-from flax_mha._src.engines.kernels import fused
+from flax_mha._src.engines.engine import Engine
+from flax_mha._src.engines.kernels.derivatives import with_derivatives
 from flax_mha._src.engines.kernels.lower_for_platform import lower_for_platform
-from flax_mha._src.engines.registry import IMPLEMENTATIONS, Explanation
-from flax_mha._src.math.derivatives import linear_function
-from flax_mha._src.math.head import head_ids
+from flax_mha._src.explanation import ASSUMPTIONS, Explanation
+from flax_mha._src.guard import guard
+from flax_mha._src.math import linear
+from flax_mha._src.plan import Plan
 
-# Kernels that are chosen first on a platform, by published speeds: this package has not been run on a GPU or a TPU.
-PREFERRED_ON = {"gpu": ["cudnn"], "tpu": ["splash"]}
-# Implementations that run on every platform and have derivatives of every order. The others are kernels, to which
-# `_fused_attention` adds the derivatives that they lack and, if they were chosen and not named, a call for CPUs.
-PORTABLE = ("xla", "blockwise")
+Implementation = Literal["xla", "blockwise", "cudnn", "splash", "pallas"]
+NAMES: tuple[str, ...] = get_args(Implementation)
 
 
-def run(call: Call, implementation: str | None) -> Output:
-    """Computes output, log-sum-exp and, if asked for, largest score [B..., N], by the named or a chosen implementation.
+CLASSES = {
+    "xla": "xla.engine.XLA",
+    "blockwise": "blockwise.Blockwise",
+    "cudnn": "kernels.cudnn.CuDNN",
+    "splash": "kernels.splash.Splash",
+    "pallas": "pallas.call.Pallas",
+}
+
+
+class _Engines(dict[str, Engine]):
+    """Engines by name. Each is imported when it is first looked up, because importing Pallas takes a second."""
+
+    def __missing__(self, name: str) -> Engine:
+        module, _, of_engine = f"flax_mha._src.engines.{CLASSES[name]}".rpartition(".")
+        self[name] = getattr(importlib.import_module(module), of_engine)()
+        return self[name]
+
+
+ENGINES = _Engines()
+# Kernels that None chooses, by published speeds: this package has not been run on a GPU or a TPU.
+PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",)}
+# The engine whose derivatives kernels borrow, and that computes the steps of a ring unless another one is named.
+PORTABLE = "blockwise"
+
+
+def run(call: Call, implementation: str | None) -> Result:
+    """Computes a call by the named or a chosen engine; `Result.largest` is the largest score of each head [B..., N].
 
     Raises:
       ValueError: If no implementation has this name.
-      NotImplementedError: If the named implementation cannot compute this call.
+      NotImplementedError: If the named implementation does not support this call.
     """
-    if implementation is not None:
-        registry.check_name(implementation)
-    parts = split_of(call)
-    if parts is None and _only_values_are_unknown(call.operands):
-        return _linear_in_values(call, implementation)
+    check_name(implementation)
+    parts = _split_of(call)
+    if parts is None and linear.in_values(call.operands):
+        return linear.of_values(call, lambda call: run(call, implementation))
     if parts is None:
-        call = call if call.options.sharding is None else _unsplit(call)
-        results = _attention_of(call, implementation)(call)
+        result = on_device(call if call.options.sharding is None else mesh.unsplit(call), implementation)
     elif call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
         explain(call, implementation)  # raises the errors that computing it would raise
-        results = _empty_output(call, parts)
+        result = mesh.empty_result(call, parts)
     else:
-        on_mesh = run_on_mesh if being_traced() else _compiled_on_mesh
-        results = on_mesh(call.operands, call.options, parts, _run_part(implementation, parts.context))
-    if not call.options.return_max_score:
-        return results
-    output, lse = results[:2]
-    return output, lse, _max_score(lse, results[-1])
+        on_mesh = mesh.run_on_mesh if being_traced() else _compiled_on_mesh
+        result = on_mesh(call.operands, call.options, parts, _run_part(implementation, parts.context))
+    if result.largest is None:
+        return result
+    return result._replace(largest=_max_score(result.lse, result.largest))
 
 
-def _only_values_are_unknown(operands: Operands) -> bool:
-    """Returns whether `jax.linear_transpose` is tracing a function of the values, in which attention is linear."""
-    if not isinstance(operands.value, JaxprTracer):
-        return False
-    return sum(isinstance(x, JaxprTracer) for x in jax.tree.leaves(operands)) == 1
-
-
-def _linear_in_values(call: Call, implementation: str | None) -> Output:
-    """Computes `run` as one linear function of the values, whose transpose is the gradient.
-
-    The search for NaN in values is not linear, so the operations that compute attention cannot be transposed.
-    """
-    value = call.operands.value
-    leaves, structure = jax.tree.flatten(call.operands)
-    place = next(i for i, x in enumerate(leaves) if x is value)
-    others = leaves[:place] + leaves[place + 1 :]
-
-    def attend(*leaves: Array) -> Output:
-        *others, value = leaves
-        operands = jax.tree.unflatten(structure, [*others[:place], value, *others[place:]])
-        return run(call._replace(operands=operands), implementation)
-
-    def transpose(others: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
-        _, pull = jax.vjp(lambda value: attend(*others, value)[0], jnp.zeros(value.shape, value.dtype))
-        return pull(cotangents[0])
-
-    # Log-sum-exp and largest scores do not depend on the values.
-    needs_others = call.options.return_residual or call.options.return_max_score
-    of_scores = attend(*others, jnp.zeros(value.shape, value.dtype))[1:] if needs_others else (None,)
-    output = jax.eval_shape(attend, *others, jax.ShapeDtypeStruct(value.shape, value.dtype))[0]
-    function = linear_function([output], lambda *leaves: [attend(*leaves)[0]], transpose, len(others))
-    return (function(*others, value)[0], *of_scores)
-
-
-@jax.jit
-def _max_score(lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]) -> Float[Array, "*B N"]:
-    """Computes each head's largest score from that of each row, NaN if a row's log-sum-exp is; without a gradient."""
-    lse, largest = lax.stop_gradient((lse, largest))
-    largest = jnp.max(largest, axis=-2, initial=-jnp.inf)
-    return jnp.where(jnp.isnan(lse).any(-2), jnp.nan, largest)  # `jnp.max` may lose NaN
-
-
-def explain(call: Call, implementation: str | None) -> Explanation:
-    """Explains which implementation `run` would use for the part of the call on each device, or raises its error."""
-    registry.check_name(implementation)
-    explanation = _explain_parts(call, implementation)
-    target = call.options.target
-    return explanation._replace(note=registry.ASSUMPTIONS[target.platform]) if target.assumed else explanation
-
-
-def _explain_parts(call: Call, implementation: str | None) -> Explanation:
-    parts, explanations = split_of(call), []
-    if parts is None:
-        return _explain_on_device(call if call.options.sharding is None else _unsplit(call), implementation)
-    context = parts.context
-
-    def explain_part(call: Call) -> Output:
-        if context is not None and context.strategy == "ring":
-            explanations.append(ring.explain(call, context, implementation))
-        else:
-            explanations.append(_explain_on_device(call, implementation))
-        return jnp.zeros((*call.operands.query.shape[:-1], call.operands.value.shape[-1])), None
-
-    part = _exchanging(context, explain_part)
-    jax.eval_shape(lambda operands: run_on_mesh(operands, call.options, parts, part), call.operands)
-    return explanations[0]
-
-
-def _attention_of(call: Call, implementation: str | None) -> Callable[[Call], Output]:
-    """Returns the function that computes a call on one device, by the named or a chosen implementation."""
+def on_device(call: Call, implementation: str | None = None) -> Result:
+    """Computes a call on one device, by the named or a chosen engine."""
     name, elsewhere = implementation, None
     if name is None:
-        name = chosen(call)
+        name = choose(call)
         elsewhere = _on_cpu(call, name)
     else:
-        registry.check_computes(name, registry.refusals(name, call))
-    attention = IMPLEMENTATIONS[name].attention
-    if name in PORTABLE:
-        return attention
-    return functools.partial(_fused_attention, attention, IMPLEMENTATIONS["blockwise"].attention, elsewhere)
+        _check_supported(name, refusals(name, call))
+    engine = ENGINES[name]
+    if engine.platform is None:
+        return compute(engine, call)
 
-
-def _fused_attention(
-    kernel: Callable[[Call], Output], portable: Callable[[Call], Output], elsewhere: Call | None, call: Call
-) -> Output:
-    """Computes a call by `kernel`, and the derivatives that it lacks by `portable`.
-
-    If `elsewhere` is given, programs compiled for a CPU compute that call instead; then no log-sum-exp is returned.
-    """
-
-    def of_operands(attention: Callable[[Call], Output]) -> Callable[[Operands], Output]:
-        return lambda operands: attention(call._replace(operands=operands))
-
-    def attend(operands: Operands, platform: str | None) -> Output:
-        return fused.attention(of_operands(kernel), of_operands(portable), operands, platform)
+    def attend(operands: Operands, platform: str | None) -> Result:
+        kernel, portable = (functools.partial(_compute_with, call, x) for x in (engine, ENGINES[PORTABLE]))
+        return with_derivatives(kernel, portable, operands, platform)
 
     if elsewhere is None:
         return attend(call.operands, None)
+    on_cpu = elsewhere
+
+    def of_cpu(operands: Operands) -> Array:
+        return on_device(on_cpu._replace(operands=operands)).output
+
     platform = call.options.target.platform
-
-    def on_cpu(operands: Operands) -> Array:
-        return run_on_device(elsewhere._replace(operands=operands))[0]
-
-    return lower_for_platform(platform, lambda operands: attend(operands, platform)[0], on_cpu, call.operands), None
+    of_kernel = functools.partial(attend, platform=platform)
+    return Result(lower_for_platform(platform, lambda x: of_kernel(x).output, of_cpu, call.operands), None)
 
 
-def run_on_device(call: Call, implementation: str | None = None) -> Output:
-    """Computes a call on one device, by the named or a chosen implementation."""
-    return _attention_of(call, implementation)(call)
+def _compute_with(call: Call, engine: Engine, operands: Operands) -> Result:
+    return compute(engine, call._replace(operands=operands))
 
 
-def _explain_on_device(call: Call, implementation: str | None) -> Explanation:
-    table = {name: registry.refusals(name, call) for name in registry.NAMES}
-    if implementation is not None:
-        registry.check_computes(implementation, table[implementation])
-    name = chosen(call) if implementation is None else implementation
-    elsewhere, variant = _on_cpu(call, name) if implementation is None else None, IMPLEMENTATIONS[name].variant
-    on_cpu = None if elsewhere is None else chosen(elsewhere)
-    return Explanation(name, table, on_cpu, None if variant is None else variant(call))
+def compute(engine: Engine, call: Call) -> Result:
+    """Plans, guards and computes a call on one device."""
+    plan, call = engine.plan(call)
+    return _compute(engine, plan, *call)
 
 
-def chosen(call: Call) -> str:
-    """Returns the name of the implementation that `implementation=None` selects on one device."""
-    is_vector = call.options.has_known_sizes and call.operands.query.shape[-3] == 1
-    if is_vector or schedule.blocks_in_place(call) is not None:
-        return "xla"  # products of few vectors and a matrix, where nothing can be fused
-    for name in PREFERRED_ON.get(call.options.target.platform, ()):
-        if not registry.refusals(name, call):
+@functools.partial(jax.jit, static_argnames=("engine", "plan", "options"))
+def _compute(engine: Engine, plan: Plan, operands: Operands, options: Options) -> Result:
+    return engine.forward(plan, guard(Call(operands, options), plan))
+
+
+def choose(call: Call) -> str:
+    """Returns the name of the engine that `implementation=None` selects on one device."""
+    if plans.is_memory_bound(call):
+        return "xla"  # a fused kernel gains nothing
+    for name in PREFERRED.get(call.options.target.platform, ()):
+        if not refusals(name, call):
             return name
-    return "xla" if schedule.prefers_dense(call) else "blockwise"
+    return "xla" if plans.prefers_dense(call) else PORTABLE
+
+
+def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
+    """Lists why an engine does not support a call on one device; `in_ring`: a step of strategy="ring"."""
+    engine = ENGINES[name]
+    if in_ring and not engine.shares:
+        names = " and ".join(f'"{name}"' for name in NAMES if ENGINES[name].shares)
+        remedy = 'pass strategy="ulysses" or "allgather"'
+        return [f'only {names} can differentiate a single step of strategy="ring": {remedy}']
+    if name != "xla" and not call.options.has_known_sizes:
+        return ["it needs static shapes, but some dimensions are symbolic: export with static shapes"]
+    return engine.supports(call)
+
+
+def check_name(implementation: str | None) -> None:
+    if implementation is not None and implementation not in NAMES:
+        known = ", ".join(f'"{name}"' for name in NAMES)
+        raise ValueError(f"implementation must be {known} or None, but got {implementation!r}.")
+
+
+def _check_supported(implementation: str, reasons: list[str]) -> None:
+    if reasons:
+        raise NotImplementedError(
+            f'implementation="{implementation}" does not support this call: {"; ".join(reasons)}. Pass None to let the '
+            "library choose."
+        )
 
 
 def _on_cpu(call: Call, name: str) -> Call | None:
@@ -200,13 +167,13 @@ def _on_cpu(call: Call, name: str) -> Call | None:
     The program may still be compiled for a CPU; see `lower_for_platform.py`.
     """
     target = call.options.target
-    if name in PORTABLE or target.assumed or not being_traced():
+    if ENGINES[name].platform is None or target.assumed or not being_traced():
         return None
     target = target._replace(platform="cpu")
     return call._replace(options=call.options._replace(target=target))
 
 
-def split_of(call: Call) -> Split | None:
+def _split_of(call: Call) -> split.Split | None:
     """Returns the split of a call over devices, given by the caller, by types or by concrete arrays; else None."""
     sharding, arrays = call.options.sharding, call.operands[:3]
     if isinstance(sharding, Context):
@@ -221,13 +188,19 @@ def split_of(call: Call) -> Split | None:
 
 
 @functools.lru_cache(maxsize=64)  # returns the same function again, so that `jit` does not compile again
-def _run_part(implementation: str | None, context: Context | None) -> Callable[[Call], Output]:
+def _run_part(implementation: str | None, context: Context | None) -> Callable[[Call], Result]:
     if context is not None and context.strategy == "ring":
-        return functools.partial(ring.ring_attention, context=context, implementation=implementation)
-    return _exchanging(context, functools.partial(run_on_device, implementation=implementation))
+        return functools.partial(_run_in_ring, context=context, implementation=implementation)
+    return _exchanging(context, functools.partial(on_device, implementation=implementation))
 
 
-def _exchanging(context: Context | None, attend: Callable[[Call], Output]) -> Callable[[Call], Output]:
+def _run_in_ring(call: Call, context: Context, implementation: str | None) -> Result:
+    if implementation is not None:
+        _check_supported(implementation, refusals(implementation, ring.first_step(call, context), in_ring=True))
+    return ring.attention(call, context, ENGINES[implementation or PORTABLE], ENGINES[PORTABLE])
+
+
+def _exchanging(context: Context | None, attend: Callable[[Call], Any]) -> Callable[[Call], Any]:
     """Wraps `attend`, for one device, in the communication of "ulysses" or "allgather"; else returns `attend`."""
     if context is None or context.strategy == "ring":
         return attend
@@ -235,46 +208,42 @@ def _exchanging(context: Context | None, attend: Callable[[Call], Output]) -> Ca
     return functools.partial(strategy, context=context, attend=attend)
 
 
-def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]) -> Any:
-    """Computes `run(call)`, which returns output and log-sum-exp, on each device for its part of the call."""
-    operands = operands._replace(head_ids=head_ids(operands, options))
-    leaves, structure = jax.tree.flatten(operands)
-
-    def part(*leaves: Array) -> Any:
-        held = _shared_key_head(jax.tree.unflatten(structure, leaves), operands, parts)
-        return run(_unsplit(Call(held, options)))
-
-    mapped, leaves = parts.shard_map(part, leaves, operands.axis_names(), parts.output_spec)
-    return mapped(*leaves)
+_compiled_on_mesh = jax.jit(mesh.run_on_mesh, static_argnames=("options", "parts", "run"))
 
 
-_compiled_on_mesh = jax.jit(run_on_mesh, static_argnames=("options", "parts", "run"))
+@jax.jit
+def _max_score(lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]) -> Float[Array, "*B N"]:
+    """Computes each head's largest score from that of each row, NaN if a row's log-sum-exp is; without a gradient."""
+    lse, largest = lax.stop_gradient((lse, largest))
+    largest = jnp.max(largest, axis=-2, initial=-jnp.inf)
+    return jnp.where(jnp.isnan(lse).any(-2), jnp.nan, largest)  # `jnp.max` may lose NaN
 
 
-def _unsplit(call: Call) -> Call:
-    """Returns the call, marked as one whose arrays are on one device."""
-    options = call.options
-    return call._replace(options=options._replace(sharding=None, target=options.target._replace(may_be_split=False)))
+def explain(call: Call, implementation: str | None) -> Explanation:
+    """Explains which engine `run` would use for the part of the call on each device, or raises its error."""
+    check_name(implementation)
+    parts, target, found = _split_of(call), call.options.target, []
+    if parts is None:
+        found.append(_explain_part(call if call.options.sharding is None else mesh.unsplit(call), implementation))
+    else:
+
+        def explain_part(call: Call) -> Result:
+            context = parts.context
+            in_ring = context is not None and context.strategy == "ring"
+            call = ring.first_step(call, context) if context is not None and in_ring else call
+            found.append(_explain_part(call, implementation, in_ring))
+            return Result(jnp.zeros((*call.operands.query.shape[:-1], call.operands.value.shape[-1])), None)
+
+        part = _exchanging(parts.context, explain_part)
+        jax.eval_shape(lambda operands: mesh.run_on_mesh(operands, call.options, parts, part), call.operands)
+    return found[0]._replace(note=ASSUMPTIONS[target.platform]) if target.assumed else found[0]
 
 
-def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """Removes the key heads that a device's query heads do not use from `part`, its part of the operands `whole`.
-
-    If key heads are not split, every device has all of them, but its query heads share one. Else returns `part`.
-    """
-    if parts.heads == parts.key_heads:
-        return part
-    group_size = whole.query.shape[-2] // whole.key.shape[-2]
-    first = lax.axis_index(parts.heads) * part.query.shape[-2] // group_size
-    arrays = part.key, part.value, part.cache_scale
-    key, value, scale = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, 1, axis=-2), arrays)
-    return part._replace(key=key, value=value, cache_scale=scale)
-
-
-def _empty_output(call: Call, parts: Split) -> tuple[Array, Array]:
-    """Returns output and log-sum-exp of a call without queries: XLA cannot always compile gradients of empty parts."""
-    query, value = call.operands.query, call.operands.value
-    lse = query.sum(-1)  # no constant, so that the results are on the devices of the query
-    output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
-    output, lse = (parts.reshard(x, parts.output_spec) for x in (output, lse))
-    return output, lse.astype(call.options.dtype)
+def _explain_part(call: Call, implementation: str | None, in_ring: bool = False) -> Explanation:
+    table = {name: refusals(name, call, in_ring) for name in NAMES}
+    if implementation is not None:
+        _check_supported(implementation, table[implementation])
+    name = implementation or (PORTABLE if in_ring else choose(call))
+    elsewhere = None if implementation or in_ring else _on_cpu(call, name)
+    variant = None if ENGINES[name].platform or in_ring else ENGINES[name].plan(call)[0].variant
+    return Explanation(name, table, None if elsewhere is None else choose(elsewhere), variant)

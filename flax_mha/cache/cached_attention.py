@@ -9,7 +9,6 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src import run as dispatch
 from flax_mha._src.call.arguments import (
     CallArguments,
     CommonArguments,
@@ -22,18 +21,18 @@ from flax_mha._src.call.arguments import (
     given_mask,
     with_keys,
 )
-from flax_mha._src.call.operands import Call, Output, ScoreMod, Sharding
+from flax_mha._src.call.operands import Call, Result, ScoreMod, Sharding
 from flax_mha._src.core.integers import LARGEST, extremes
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import T, readable, target_of, varying_alike
 from flax_mha._src.core.validation import Shape
-from flax_mha._src.engines.registry import Implementation
 from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, blocks_in_place
+from flax_mha._src.run import Implementation, run
 from flax_mha.cache.kv_cache import Appended, KVCache, entries_at
 from flax_mha.cache.latent import Latent
 from flax_mha.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
 
-Run = Callable[[Call, Implementation | None], Output]
+Run = Callable[[Call, Implementation | None], Result]
 
 
 @overload
@@ -139,7 +138,7 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
     key = jnp.asarray(key)
     value = cache.values(key, value)
     cache.check_fits(key, value)
-    return over_cache(dispatch.run, **arguments | {"key": key, "value": value})  # type: ignore[return-value]  # of so many
+    return over_cache(run, **arguments | {"key": key, "value": value})  # type: ignore[return-value]  # of so many
 
 
 def over_cache(
@@ -193,18 +192,22 @@ def over_cache(
     is_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
     by_slot = not (is_known and number <= length) and any(map(_differs_by_slot, (bias, mask)))
     if (is_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
-        output, _, *max_score = run(step.call(False, in_place), implementation)
+        output, max_score = _without_lse(run(step.call(False, in_place), implementation))
         output = of_heads(output)
     else:
 
         def compute(is_empty: bool) -> list[Array]:
             made = step.expand(latent, heads, arguments) if is_empty and latent is not None else step
-            output, _, *max_score = run(made.call(is_empty, in_place), implementation)
+            output, max_score = _without_lse(run(made.call(is_empty, in_place), implementation))
             # Inside `jax.shard_map`, all may vary over the same axes of a mesh.
             return varying_alike(([of_heads(output) if made is step else output, *max_score], new.arrays))[0]
 
         output, *max_score = _by_emptiness(compute, cache)
     return appended.checked(output), new, *map(appended.checked, max_score)
+
+
+def _without_lse(result: Result) -> tuple[Array, list[Array]]:
+    return result.output, [] if result.largest is None else [result.largest]
 
 
 class Step(NamedTuple):

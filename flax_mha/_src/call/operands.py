@@ -24,11 +24,6 @@ class _NoOffset(int):
 
 NO_OFFSET = _NoOffset(0)
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
-# Output and log-sum-exp, None if a kernel does not return it. With `return_max_score` also the largest score of each
-# row, from which `distributed/dispatch.py` computes that of each head.
-Output = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"] | None, *tuple[Float[Array, "*B T N"], ...]]
-OutputAndLse = tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"], *tuple[Float[Array, "*B T N"], ...]]
-
 Axes = str | tuple[str, ...] | None  # the mesh axes that split one axis of an array
 Strategy = Literal["ring", "ulysses", "allgather"]
 Layout = Literal["contiguous", "zigzag"]
@@ -79,6 +74,16 @@ class HeadIds(NamedTuple):
     dropout_seed: UInt32[Array, "*B N 2"] | None  # two random words for each head, or for all heads
 
 
+class Rows(NamedTuple):
+    """Queries and keys that `guard.py` replaced by zeros: infinity for those, 0 for all others.
+
+    A key is also replaced if its value held NaN or infinity.
+    """
+
+    query: Float[Array, "... T"]  # [B..., T, N]; in a `Head`, [T]
+    key: Float[Array, "... S"]  # [B..., S, K]; in a `Head`, [S]
+
+
 class Operands(NamedTuple):
     """The checked arrays of a call, in the caller's layout; None for absent ones."""
 
@@ -95,6 +100,8 @@ class Operands(NamedTuple):
     dropout_rng: Array | None
     head_ids: "HeadIds | None" = None  # indices and random words, if these operands are a slice of a larger call
     cache_scale: Float[Array, "*B S K 2"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
+    rows: Rows | None = None  # which queries and keys `guard` replaced by zeros; None before, and if it does nothing
+    tiles: Any = None  # the tiles to visit (`BlockMask`), if they are known before the call is computed
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -150,6 +157,16 @@ class Call(NamedTuple):
 
     operands: Operands
     options: Options
+
+
+class Result(NamedTuple):
+    """The result of a call."""
+
+    output: Float[Array, "*B T N Hv"]
+    lse: Float[Array, "*B T N"] | None  # the log-sum-exp of the scores; None if a kernel does not return it
+    # The largest visible score of each row, or of each head [B..., N] once `run` has returned it; None unless
+    # `return_max_score` asks for it.
+    largest: Float[Array, "*B T N"] | Float[Array, "*B N"] | None = None
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:

@@ -13,11 +13,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Call, Context, Output
+from flax_mha._src.call.operands import Call, Context, Result
 from flax_mha._src.distributed import slices
 
 
-def ulysses(call: Call, context: Context, attend: Callable[[Call], Output]) -> Output:
+def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
     """Computes output and log-sum-exp of a device's queries; `attend` gets some of the heads of the whole sequence."""
     operands, options = call
     axis, is_zigzag = context.axis, context.layout == "zigzag"
@@ -34,7 +34,7 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Output]) -> O
     return jax.tree.map(lambda x: to_positions(x, query.ndim - 3), attend(Call(operands, options)))
 
 
-def allgather(call: Call, context: Context, attend: Callable[[Call], Output]) -> Output:
+def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
     """Computes output and log-sum-exp of a device's queries; `attend` gets a chunk of them at a time, and all keys."""
     operands, options = call
     devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)

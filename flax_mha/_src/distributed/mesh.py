@@ -1,5 +1,10 @@
-"""Places arrays on a mesh, and gathers entries of arrays that are split over one."""
+"""Runs the parts of a call on the devices of a mesh; places arrays on a mesh, and gathers entries of split arrays.
 
+The parts run inside `jax.shard_map`, each as a call of its own. They need no communication unless the sequence is
+split, and any engine can compute them, fused kernels too.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Sharding
-from flax_mha._src.distributed.split import is_explicit, number_of_parts, pad_spec
+from flax_mha._src.call.operands import Call, Operands, Options, Result, Sharding
+from flax_mha._src.distributed.split import Split, is_explicit, number_of_parts, pad_spec
+from flax_mha._src.math.head import head_ids
 
 
 def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
@@ -39,3 +45,49 @@ def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
         parts = number_of_parts(sharding.mesh, first)
         target = NamedSharding(sharding.mesh, PartitionSpec(None if numbers.size % parts else first, *others))
     return x.at[numbers].get(mode="fill", fill_value=missing, out_sharding=target)
+
+
+def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]) -> Any:
+    """Computes `run(call)`, which returns output and log-sum-exp, on each device for its part of the call."""
+    operands = operands._replace(head_ids=head_ids(operands, options))
+    leaves, structure = jax.tree.flatten(operands)
+
+    def part(*leaves: Array) -> Any:
+        held = _shared_key_head(jax.tree.unflatten(structure, leaves), operands, parts)
+        return run(unsplit(Call(held, options)))
+
+    mapped, leaves = parts.shard_map(part, leaves, operands.axis_names(), parts.output_spec)
+    return mapped(*leaves)
+
+
+_compiled_on_mesh = jax.jit(run_on_mesh, static_argnames=("options", "parts", "run"))
+
+
+def unsplit(call: Call) -> Call:
+    """Returns the call, marked as one whose arrays are on one device."""
+    options = call.options
+    return call._replace(options=options._replace(sharding=None, target=options.target._replace(may_be_split=False)))
+
+
+def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
+    """Removes the key heads that a device's query heads do not use from `part`, its part of the operands `whole`.
+
+    If key heads are not split, every device has all of them, but its query heads share one. Else returns `part`.
+    """
+    if parts.heads == parts.key_heads:
+        return part
+    group_size = whole.query.shape[-2] // whole.key.shape[-2]
+    first = lax.axis_index(parts.heads) * part.query.shape[-2] // group_size
+    arrays = part.key, part.value, part.cache_scale
+    key, value, scale = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, 1, axis=-2), arrays)
+    return part._replace(key=key, value=value, cache_scale=scale)
+
+
+def empty_result(call: Call, parts: Split) -> Result:
+    """Returns the result of a call without queries: XLA cannot always compile gradients of empty parts."""
+    query, value = call.operands.query, call.operands.value
+    lse = query.sum(-1)  # no constant, so that the results are on the devices of the query
+    output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
+    output, lse = (parts.reshard(x, parts.output_spec) for x in (output, lse))
+    lse = lse.astype(call.options.dtype)
+    return Result(output, lse, lse if call.options.return_max_score else None)

@@ -1,7 +1,7 @@
 """How a mesh splits a call: along batch axes and heads, and along the sequence with `context_parallel`.
 
 A split is known in three cases: the caller gives it (`qkv_sharding` or `context_parallel`), the types of the arrays
-contain it (on a mesh with Explicit axes), or the arrays are concrete. `dispatch.split_of` finds out which case applies.
+contain it (on a mesh with Explicit axes), or the arrays are concrete. `run._split_of` finds out which case applies.
 In all other cases, XLA's partitioner splits the call.
 """
 

@@ -13,18 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha._src import guard as nonfinite
-from flax_mha._src import plan as schedule
-from flax_mha._src.call.operands import Call, Operands, Options, OutputAndLse, accumulation_dtype
+from flax_mha._src import guard
+from flax_mha._src import plan as plans
+from flax_mha._src.call.operands import Call, Result, Rows, accumulation_dtype
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike, varying_as
-from flax_mha._src.engines.engine import Implementation, name_residuals
+from flax_mha._src.engines.engine import Engine, name_residuals
 from flax_mha._src.engines.xla import dense
 from flax_mha._src.engines.xla.dense import ResultsOfHead
-from flax_mha._src.guard import NonfiniteFlags
 from flax_mha._src.math import online_softmax
 from flax_mha._src.math.derivatives import Function
 from flax_mha._src.math.head import Head, from_caller, heads_of, map_heads, numbers_as_arrays, to_caller
@@ -34,42 +32,38 @@ from flax_mha._src.math.tiling import BlockMask, Tiling, dynamic_block_mask, pad
 from flax_mha._src.plan import Plan
 
 
-def attention(call: Call, result: OutputAndLse | None = None) -> OutputAndLse:
-    """Computes output and log-sum-exp of all heads, or returns `result` with derivatives as in `Implementation.hop`."""
-    call = schedule.with_occupancy(numbers_as_arrays(call))
-    return _all_heads(call.operands, call.options, *schedule.plan_tiles(call), result)
+@dataclasses.dataclass(frozen=True)
+class Blockwise(Engine):
+    """Attention tile by tile; it computes every call, on every platform."""
+
+    name = "blockwise"
+    shares = True
+
+    def plan(self, call: Call) -> tuple[Plan, Call]:
+        return plans.plan_tiles(numbers_as_arrays(call))
+
+    def forward(self, plan: Plan, call: Call) -> Result:
+        return _all_heads(plan, call, None)
+
+    def share(self, plan: Plan, call: Call, result: Result) -> Result:
+        return _all_heads(plan, call, result)
 
 
-def hop(call: Call, result: OutputAndLse | None, dtype: DTypeLike) -> OutputAndLse:
-    """Computes one step of a ring, see `Implementation.hop`; ignores `dtype`, because no operands are rounded."""
-    return attention(call, result)
-
-
-BLOCKWISE = Implementation("blockwise", attention, hop=hop)
-
-
-@functools.partial(jax.jit, static_argnames=("options", "plan", "tiling"))
-def _all_heads(
-    operands: Operands,
-    options: Options,
-    plan: Plan,
-    tiling: Tiling,
-    blocks: BlockMask | None,
-    result: OutputAndLse | None,
-) -> OutputAndLse:
-    head = heads_of(operands, options, "flags and scales" if plan.fuses_rows else "flags", plan.dtype)
-    axes = operands.query.ndim - 1
+def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
+    """Computes output and log-sum-exp of all heads, or returns `result` with the derivatives of `Engine.share`."""
+    tiling: Any = plan.tiling
+    head, blocks, axes = heads_of(call, plan.dtype), call.operands.tiles, call.operands.query.ndim - 1
     if blocks is None:
         blocks = _block_mask(head.rule, tiling, axes)
     # Heads with different numbers of tiles must not be vmapped: each would run the longest loop.
     looped_axes = plan.looped_axes
     if looped_axes is not None and not blocks.single:
         looped_axes = max([looped_axes, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
-    known = None if result is None else from_caller(result[0], result[1], operands.groups)
+    known = None if result is None else from_caller(result, call.operands.groups)
     one_head = functools.partial(blockwise_head, tiling, blocks.single and plan.fuses_rows)
     operands_of_heads = varying_alike((head, blocks, known))
-    results = map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.max_heads_on_tpu)
-    return to_caller(results, operands.query.dtype)
+    results = map_heads(one_head, operands_of_heads, axes, looped_axes or 0, plan.max_heads)
+    return to_caller(results, call.operands.query.dtype)
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
@@ -78,7 +72,7 @@ def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
     The block mask consists of NumPy arrays if mask and offsets hold no arrays.
     """
     if not jax.tree.leaves((rule.mask, rule.offsets)):
-        blocks = schedule.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
+        blocks = plans.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
         return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
     return map_heads(lambda x: dynamic_block_mask(tiling, x[0], x[1].values), (rule.mask, rule.offsets), axes)
 
@@ -90,7 +84,7 @@ def blockwise_head(
 ) -> ResultsOfHead:
     """Computes output, log-sum-exp and largest scores (or None) of one head.
 
-    `operands` are the head, its block mask, and a `result` to return and differentiate (`Implementation.hop`) or None.
+    `operands` are the head, its block mask, and a `result` to return and differentiate (`Engine.share`) or None.
     `fuse_rows` computes all rows of tiles at once unless differentiated; every row must then have a single tile.
     """
     head, blocks, result = operands
@@ -102,19 +96,19 @@ def blockwise_head(
 
 def _pad(head: Head, tiling: Tiling) -> Head:
     """Pads the arrays of a head to whole tiles."""
-    (rows, columns), flags = tiling.shape, head.nonfinite
-    if flags is not None:
-        flags = NonfiniteFlags(_pad_to(flags.query, rows), _pad_to(flags.key, columns))
+    (queries, keys), rows = tiling.shape, head.rows
+    if rows is not None:
+        rows = Rows(_pad_to(rows.query, queries), _pad_to(rows.key, keys))
     bias = head.inputs.bias
     if bias is not None:  # axes of length 1 are broadcast
         bias = _pad_to(bias, *(1 if size == 1 else n for size, n in zip(bias.shape, tiling.shape, strict=True)))
     return dataclasses.replace(
         head,
-        query=_pad_to(head.query, rows),
-        key=_pad_to(head.key, columns),
-        value=_pad_to(head.value, columns),
+        query=_pad_to(head.query, queries),
+        key=_pad_to(head.key, keys),
+        value=_pad_to(head.value, keys),
         inputs=head.inputs._replace(bias=bias),
-        nonfinite=flags,
+        rows=rows,
     )
 
 
@@ -153,15 +147,15 @@ def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, k
 def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
     if blocks.single:
         return _output_of_single_tiles(tiling, False, head, blocks)
-    rule, flags = head.rule, head.nonfinite
+    rule = head.rule
 
     def row(part: tuple) -> ResultsOfHead:
-        i, blocks, q, q_flags = part
+        i, blocks, q, flags = part
 
         def visit_tile(visit: TileVisit, rule: ScoreRule, state: online_softmax.State) -> online_softmax.State:
             keys, values = (visit.tile.cut_columns(x, 0) for x in (head.key, head.value))
-            flags_of_tile = _cut_flags(flags, jax.tree.map(visit.rows, q_flags), visit.tile)
-            s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, flags_of_tile)
+            nan_rows = _cut_rows(head.rows, jax.tree.map(visit.rows, flags), visit.tile)
+            s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, nan_rows)
             before = jax.tree.map(visit.rows, state)
             after = online_softmax.update(before, s, lambda p: rule.weigh(p, values, visit.tile), row_poison)
             return jax.tree.map(visit.put_rows, state, after)
@@ -170,26 +164,25 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
         start = online_softmax.start(tiling.height, features, sink, rule.dtype, rule.returns_max)
         return online_softmax.finish(over_keys(blocks, tiling, rule, i, visit_tile, varying_as(q, start)))
 
-    return _join_rows(lax.map(row, by_row(tiling, blocks, head.query, None if flags is None else flags.query)))
+    return _join_rows(lax.map(row, by_row(tiling, blocks, head.query, None if head.rows is None else head.rows.query)))
 
 
 def _join_rows(results: Any) -> ResultsOfHead:
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
 
 
-def _cut_flags(flags: NonfiniteFlags | None, query_flags: Array | None, tile: Tile) -> NonfiniteFlags | None:
-    """Combines a tile's `query_flags` with its key flags, cut out of the head's `flags`; None if there are no flags."""
-    return None if flags is None or query_flags is None else NonfiniteFlags(query_flags, tile.cut_columns(flags.key, 0))
+def _cut_rows(rows: Rows | None, of_queries: Array | None, tile: Tile) -> Rows | None:
+    """Combines a tile's part of `Rows.query` with that of `Rows.key`, which is cut out here."""
+    return None if rows is None or of_queries is None else Rows(of_queries, tile.cut_columns(rows.key, 0))
 
 
 def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> ResultsOfHead:
     """Computes `ResultsOfHead` if each row of tiles has one tile: row by row or, with `fuse_rows`, all at once."""
-    attend = dense.fused_rows if fuse_rows else dense.plain_rows
-    mask, flags = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None, head.nonfinite
+    mask = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None
     rule = dataclasses.replace(head.rule, mask=mask)
 
     def row(part: tuple) -> ResultsOfHead:
-        i, blocks, q, q_flags = part
+        i, blocks, q, flags = part
         shape = tiling.height, tiling.width
         tile = tiling.tile(i * tiling.height, element(blocks.column, 0), shape, rule.offsets.values)
         head_of_tile = dataclasses.replace(
@@ -199,11 +192,11 @@ def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks:
             value=tile.cut_columns(head.value, 0),
             inputs=head.inputs.cut(tile),
             rule=rule,
-            nonfinite=_cut_flags(flags, q_flags, tile),
+            rows=_cut_rows(head.rows, flags, tile),
         )
-        return attend(head_of_tile, tile)
+        return dense.rows_of(head_of_tile, tile, fuse_rows)
 
-    rows = by_row(tiling, blocks, head.query, None if flags is None else flags.query)
+    rows = by_row(tiling, blocks, head.query, None if head.rows is None else head.rows.query)
     return _join_rows(jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows))
 
 
@@ -215,7 +208,7 @@ def _tangent(
     With weights p = exp(s - lse) and tangents s' of scores and v' of values, lse' is the sum of p s' over keys and
     sink, and the output's tangent is (p s') v + p v' - output lse'. The transpose is FlashAttention-2's backward pass.
     """
-    query, output, lse, finite = nonfinite.derivative_rows(head.query, result, head.nonfinite is not None)
+    query, output, lse, finite = guard.derivative_rows(head.query, result, head.rows is not None)
     function, arguments = _tangent_of_tile(head, lse), _arguments(head)
     residuals = [query, lse[:, None], *arguments]
     by_hand = functools.partial(_backward, tiling, head.rule.scale, head.inputs.bias is not None)
@@ -225,7 +218,7 @@ def _tangent(
     if head.inputs.sink is not None and d_head.inputs.sink is not None:
         d_lse = d_lse + jnp.exp(head.inputs.sink - lse) * d_head.inputs.sink
     d_output = weighted - output * d_lse[:, None]
-    return nonfinite.zero_rows(d_output, lse), jnp.where(finite, d_lse, jnp.zeros_like(lse))
+    return guard.zero(d_output, lse), jnp.where(finite, d_lse, jnp.zeros_like(lse))
 
 
 def _arguments(head: Head) -> list[Array]:
@@ -256,7 +249,7 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
         scores = rule.differentiable_tile if safe else rule.tile
         s, d_s = jax.jvp(lambda x, p: scores(x, p, tile), primals, (d_products, _inputs(d_inputs, has_bias)))
         d_s = d_s if rule.score_mod is None else jnp.where(s == -jnp.inf, jnp.zeros_like(d_s), d_s)
-        weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
+        weights, kept = guard.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
         d_weights = weights * d_s
         weighted = rule.dot(times(d_weights, kept), _for_gradients(value)) + rule.dot(times(weights, kept), d_value)
         return weighted, jnp.sum(d_weights, axis=1, keepdims=True)
@@ -296,7 +289,7 @@ def _backward(
             s, pull = jax.vjp(lambda x, p: rule.differentiable_tile(x, p, tile), *primals)
         else:
             s, pull = rule.tile_vjp(*primals, tile)
-        weights, kept = nonfinite.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
+        weights, kept = guard.backward_weights(s, lse, may_be_nan), rule.dropout_multiplier(tile, s.dtype)
         d_weights = times(rule.dot(d_output, value, transpose_b=True), kept)
         d_products, d_inputs = pull(weights * (d_weights + d_lse))
         d_query = rule.dot(d_products, _for_gradients(key))

@@ -1,31 +1,51 @@
-"""The class of an implementation; `registry.py` lists one object of it for each."""
+"""The contract of an engine, one implementation of attention. `run.py` lists the engines."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha._src.call.operands import Call, Output, OutputAndLse
+from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
-class Implementation:
+class Engine:
     """An implementation of attention.
 
-    Its `hop(call, result, dtype)` computes attention over some of the keys, as each device of a ring does. Inputs are
-    in float32 at least, and may be rounded to `dtype` for matrix products. If `result` is None, `hop` returns output
-    and log-sum-exp over these keys. Otherwise `result` is output and log-sum-exp over all keys: `hop` returns both
-    unchanged, but with the derivatives of these keys' contribution alone.
+    Attributes:
+      name: The value of the argument `implementation` that selects it.
+      platform: The only platform that it runs on, "gpu" or "tpu". None if it runs everywhere; then it has derivatives
+        of every order. `kernels/derivatives.py` adds to the others the derivatives that they lack.
+      shares: Whether it has `share`, which strategy="ring" needs.
     """
 
-    name: str  # its name in the argument `implementation`
-    attention: Callable[[Call], Output]  # computes a call
-    refusals: Callable[[Call], list[str]] | None = None  # lists why it cannot compute a call; None: it computes all
-    hop: Callable[..., OutputAndLse] | None = None  # None if it cannot compute hops
-    variant: Callable[[Call], str] | None = None  # names the algorithm for a call; None if there is only one
+    name: ClassVar[str]
+    platform: ClassVar[str | None] = None
+    shares: ClassVar[bool] = False
+
+    def supports(self, call: Call) -> list[str]:
+        """Lists why it does not support a call, each reason with what to change; [] if it does."""
+        return []
+
+    def plan(self, call: Call) -> tuple[Plan, Call]:
+        """Plans a call, and adds to it what is known before it is computed, such as the tiles to visit."""
+        return Plan(call.operands.query.dtype, guard=False), call
+
+    def forward(self, plan: Plan, call: Call) -> Result:
+        """Computes a guarded call; the log-sum-exp may be None if `return_residual` does not ask for it."""
+        raise NotImplementedError
+
+    def share(self, plan: Plan, call: Call, result: Result) -> Result:
+        """Returns `result`, the output and log-sum-exp over more keys than those of the call, as in a ring of devices.
+
+        Its derivative is the part of the derivative of `result` that comes from the keys of the call.
+        """
+        raise NotImplementedError
 
 
 def reasons_against_dtype(dtypes: Sequence[DTypeLike], dtype: jnp.dtype) -> list[str]:

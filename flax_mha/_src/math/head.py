@@ -18,11 +18,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha._src import guard as nonfinite
-from flax_mha._src.call.operands import Call, HeadIds, Operands, Options, OutputAndLse
+from flax_mha._src.call.operands import Call, HeadIds, Operands, Options, Result, Rows
 from flax_mha._src.core.tile import Offsets, Tile
 from flax_mha._src.core.tracing import being_traced
-from flax_mha._src.guard import Guard, NonfiniteFlags
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import Mask
 
@@ -39,7 +37,7 @@ class Head:
     value: Float[Array, "... S Hv"]
     inputs: ScoreInputs
     rule: ScoreRule
-    nonfinite: NonfiniteFlags | None  # flags of queries and keys that were not finite; None unless the guard is "flags"
+    rows: Rows | None  # the queries and keys that were not finite; None if nothing can be masked
 
     @property
     def whole(self) -> Tile:
@@ -48,59 +46,28 @@ class Head:
         return Tile(0, 0, shape, self.rule.offsets.values, ring=self.rule.ring)
 
 
-def heads_of(
-    operands: Operands, options: Options, guard: Guard, dtype: DTypeLike, stored: DTypeLike | None = None
-) -> Head:
+def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> Head:
     """Converts the operands of a call to the layout of one head.
 
-    `guard` selects how NaN and infinity are treated, see `nonfinite.Guard`. `dtype` is that of matrix products: query,
-    key and value are converted to it, or to `stored`, if given, when the caller rounds them to `dtype` later.
+    `dtype` is that of matrix products: query, key and value are converted to it, or to `stored`, if the engine rounds
+    them to `dtype` later.
     """
+    operands, options = call
     inputs, rule = scores_of(operands, options)
-    scale = options.scale if operands.scale is None else operands.scale
-    return head_of(operands.query, operands.key, operands.value, scale, inputs, rule, guard, dtype, stored)
-
-
-def head_of(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    scale: Float[Array, ""] | float,
-    inputs: ScoreInputs,
-    rule: ScoreRule,
-    guard: Guard,
-    dtype: DTypeLike,
-    stored: DTypeLike | None = None,
-) -> Head:
-    """Makes a `Head` of query, key and value as `heads_of` does; `inputs` and `rule` have the layout of one head."""
-    groups, wide = (key.shape[-2], query.shape[-2] // key.shape[-2]), rule.dtype
+    groups, rows = operands.groups, operands.rows
     stored = dtype if stored is None else stored
-    query, key, value = query.astype(wide), key.astype(stored), value.astype(stored)
-    scale = scale if isinstance(scale, float) else scale.astype(wide)
-    flags, is_known = None, isinstance(scale, float)
-    if guard == "nan" and not is_known:  # NaN would reach the scale's gradient
-        guard = "flags"
-    if not rule.masks_scores(inputs):
-        guard = "unchanged"
-    elif guard == "nan":
-        query, key, value = nonfinite.mark_by_nan(query, scale, key, value)  # type: ignore[arg-type]  # a number
-    elif guard != "unchanged":
-        of_queries = nonfinite.flag_rows(query * scale, guard == "flags and scales")
-        query = nonfinite.zero_rows(query, of_queries)
-        key, value, of_keys = nonfinite.zero_keys(key, value, guard == "flags and scales")
-        flags = NonfiniteFlags(
-            vectors_by_head(of_queries, groups), vectors_by_head(of_keys, (groups[0], 1)).astype(wide)
-        )
-    if isinstance(scale, float) and dtype != wide:  # scaling before the product would round the query
-        rule = dataclasses.replace(rule, scale=scale)
-    elif guard == "unchanged" and rule.masks_scores(inputs) and not is_known:  # keeps NaN from the scale's gradient
-        is_finite = lax.is_finite(query)
-        query = jnp.where(is_finite, jnp.where(is_finite, query, jnp.zeros_like(query)) * scale, jnp.nan)
-    else:
-        query = query * scale
+    query = operands.query.astype(rule.dtype)
+    if operands.scale is not None:
+        query = query * operands.scale.astype(rule.dtype)
+    elif dtype == rule.dtype:
+        query = query * options.scale
+    else:  # scaling before the product would round the query
+        rule = dataclasses.replace(rule, scale=options.scale)
     queries = split_heads(query.astype(stored), groups)
-    keys, values = (split_heads(x, (groups[0], 1)) for x in (key, value))
-    return Head(queries, keys, values, inputs, rule, flags)
+    keys, values = (split_heads(x.astype(stored), (groups[0], 1)) for x in operands[1:3])
+    if rows is not None:
+        rows = Rows(vectors_by_head(rows.query, groups), vectors_by_head(rows.key, (groups[0], 1)))
+    return Head(queries, keys, values, inputs, rule, rows)
 
 
 def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
@@ -182,18 +149,19 @@ def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float
 def to_caller(
     results: tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None],
     dtype: DTypeLike,
-) -> OutputAndLse:
+) -> Result:
     """Converts output, log-sum-exp and largest scores (or None) to the caller's layout, and the output to `dtype`."""
     output, lse, largest = results
     output, lse = join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
-    return (output, lse) if largest is None else (output, lse, join_heads(largest[..., None])[..., 0])
+    return Result(output, lse, None if largest is None else join_heads(largest[..., None])[..., 0])
 
 
 def from_caller(
-    output: Float[Array, "*B T N Hv"], lse: Float[Array, "*B T N"], groups: tuple[int, int]
+    result: Result, groups: tuple[int, int]
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
     """Converts output and log-sum-exp to the layout of one head, both in the dtype of the latter."""
-    return split_heads(output.astype(lse.dtype), groups), vectors_by_head(lse, groups)
+    lse: Any = result.lse
+    return split_heads(result.output.astype(lse.dtype), groups), vectors_by_head(lse, groups)
 
 
 def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:

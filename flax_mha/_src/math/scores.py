@@ -14,11 +14,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from flax_mha._src.call.operands import accumulation_dtype
+from flax_mha._src import guard
+from flax_mha._src.call.operands import Rows, accumulation_dtype
 from flax_mha._src.core.tile import Offsets, Tile
 from flax_mha._src.core.tracing import any_varies
 from flax_mha._src.core.user_function import TracedFunction
-from flax_mha._src.guard import NonfiniteFlags
 from flax_mha._src.math.derivatives import reverse_only
 from flax_mha._src.math.threefry import random_words
 from flax_mha.masks import Mask
@@ -88,14 +88,14 @@ class ScoreRule:
         key: Float[Array, "s H"],
         inputs: ScoreInputs,
         tile: Tile,
-        flags: NonfiniteFlags | None,
+        rows: Rows | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes a tile's scores and, if there are `flags`, row poison (`nonfinite.py`); `inputs` are the head's."""
+        """Computes a tile's scores and, with `rows`, what to add to their maximum; `inputs` are those of the head."""
         products, poison, row_poison = self.products(query, key), None, None
-        if flags is not None:
+        if rows is not None:
             # Without poison in the scores, XLA's CPU can fuse the product with the row maximum.
             masks = self.masks_scores(inputs)
-            poison, row_poison = flags.key_poison() if masks else None, flags.row_poison(not masks)
+            poison, row_poison = rows.key[None] if masks else None, guard.poison_of_rows(rows, not masks)
         return self.tile(products, inputs.cut(tile), tile, poison), row_poison
 
     def weigh(self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile) -> Float[Array, "t Hv"]:
@@ -112,7 +112,7 @@ class ScoreRule:
     ) -> Float[Array, "t s"]:
         """Computes the scores of one tile, -inf where masked, from products of scaled queries and keys.
 
-        `inputs` are those of the tile (`ScoreInputs.cut`); `poison` is added to visible scores, see `nonfinite.py`.
+        `inputs` are those of the tile (`ScoreInputs.cut`); `poison` is added to visible scores, see `guard.py`.
         With `fused`, XLA's CPU backend can fuse the mask with the product before and the softmax after it, but no
         masked product may be NaN, and nothing may be differentiated.
         """

@@ -18,10 +18,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha._src import run as dispatch
 from flax_mha._src.call.arguments import Arguments, naming_siblings
-from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Output, Sharding, accumulation_dtype
+from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Result, Sharding, accumulation_dtype
 from flax_mha._src.core import validation
+from flax_mha._src.run import run
 from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
 from flax_mha.masks import Mask
 
@@ -138,7 +138,7 @@ class CoreAttention:
     function: Callable[..., Array]  # a wrapper that copies its attributes, as by `functools.wraps`, is another function
     defaults: Mapping[str, Any]  # of the function's arguments
     context: Context | None = None  # how the function splits sequences over devices
-    run: Callable[[Call, Implementation | None], Output] = dispatch.run  # computes a call, or explains it
+    run: Callable[[Call, Implementation | None], Result] = run  # computes a call, or explains it
     preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # set by `functools.partial`s of the function
     platform: str | None = None  # the platform to explain calls for, if it is not that on which they are computed
 

@@ -22,10 +22,10 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import multiplies_bfloat16
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import names_of
-from flax_mha._src.engines.registry import Implementation
 from flax_mha._src.modules import sequences
 from flax_mha._src.modules.attention_fn import CoreAttention
 from flax_mha._src.modules.decode import decode_by
+from flax_mha._src.run import Implementation
 from flax_mha.cache.cached_attention import over_cache
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
@@ -133,7 +133,7 @@ def call_module(
     if flax.latent is not None:
         key, value = flax.latent.expand(key)
     if core is not None and core_computes((query, key, value), arguments):
-        x = core.run(*call_of(core, query, key, value, **arguments))[0]
+        x = core.run(*call_of(core, query, key, value, **arguments)).output
     else:
         x = (module.attention_fn if core is None else core.function)(query, key, value, **arguments)
     stored = None

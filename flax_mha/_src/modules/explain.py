@@ -8,11 +8,12 @@ from typing import Any, Concatenate, ParamSpec, Protocol, overload
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from flax_mha._src import run as dispatch
-from flax_mha._src.call.operands import Call, Output
+from flax_mha._src import run
+from flax_mha._src.call.operands import Call, Result
 from flax_mha._src.core.tracing import Platform
-from flax_mha._src.engines.registry import Explanation, Implementation
+from flax_mha._src.explanation import Explanation
 from flax_mha._src.modules.call import call_of, core_of
+from flax_mha._src.run import Implementation
 
 P = ParamSpec("P")
 
@@ -29,12 +30,12 @@ class ExplainedAttention:
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
         """Records the explanation of a call, and returns zeros; ignores arguments like `module`."""
-        return self.core.run(*call_of(self.core, query, key, value, **arguments))[0]
+        return self.core.run(*call_of(self.core, query, key, value, **arguments)).output
 
-    def _explain(self, call: Call, implementation: Implementation | None) -> Output:
-        self.explanations.append(dispatch.explain(call, implementation))
+    def _explain(self, call: Call, implementation: Implementation | None) -> Result:
+        self.explanations.append(run.explain(call, implementation))
         query, value = call.operands.query, call.operands.value
-        return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), None
+        return Result(jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), None)
 
 
 class Explain(Protocol[P]):

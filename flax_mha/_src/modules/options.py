@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 from flax_mha._src.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha._src.core import validation
 from flax_mha._src.core.integers import int_at_least, is_int, is_number, number_in
-from flax_mha._src.engines.registry import check_name
+from flax_mha._src.run import check_name
 from flax_mha.rope import RoPE
 
 NormKind = Literal[

@@ -1,9 +1,11 @@
 """`implementation="cudnn"`: NVIDIA's fused attention, through `jax.nn.dot_product_attention`.
 
 The mask is passed as flags and lengths, never as an array; in a bias, -inf is replaced by a very negative number. Rows
-whose keys are all masked are set to 0, and `when_finite.py` keeps NaN and infinity in masked keys out of the result.
+whose keys are all masked are set to 0, and `guard.around_kernel` keeps NaN and infinity in masked keys out of the
+result.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -14,13 +16,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src import guard as nonfinite
-from flax_mha._src.call.operands import Call, Operands, Options
-from flax_mha._src.engines.engine import EMPTY, Implementation, reason_against_platform, reasons_against_dtype
+from flax_mha._src import guard
+from flax_mha._src.call.operands import Call, Operands, Result
+from flax_mha._src.core.tracing import varying_alike
+from flax_mha._src.engines.engine import EMPTY, Engine, reason_against_platform, reasons_against_dtype
 from flax_mha._src.engines.kernels import mask as kernel_mask
-from flax_mha._src.engines.kernels import when_finite
-from flax_mha._src.engines.kernels.mask import KernelMask
-from flax_mha._src.engines.kernels.when_finite import Arrays
+from flax_mha._src.engines.kernels.mask import Arrays, KernelMask
+from flax_mha._src.plan import Plan
 
 DTYPES, DTYPES_OF_BIAS = (jnp.float16, jnp.bfloat16), (jnp.bfloat16,)
 # Lengths are padded to a multiple of this: backward plans fail for odd lengths, and returned NaN for odd multiples of
@@ -209,24 +211,55 @@ def failure(kernel: Kernel) -> list[str]:
     return []
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def _attention(operands: Operands, options: Options) -> Float[Array, "*B T N Hv"]:
-    call = Call(operands, options)
-    mask, axes = kernel_mask.kernel_mask(call), operands.query.ndim - 3
-    kernel, mask = _kernel(call, mask), mask.flat(operands.query.shape[:axes])
-    query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
-    columns = kernel.key[1]
-    bias = None if operands.bias is None else _bias_of(operands)[..., :columns]
-    arrays = Arrays(query, key[:, :columns], value[:, :columns], bias)
-    masked = mask.masks_scores or operands.bias is not None
-    if masked and options.target.may_be_split:
-        output = _masked_without_cond(kernel, mask, arrays)
-    elif masked:
-        fused = when_finite.Fused(functools.partial(_masked, kernel), options, head_axis=2)
-        output = when_finite.attention(fused, arrays, mask)
-    else:
-        [output] = _padded(kernel, arrays, None)
-    return output.reshape(operands.query.shape)
+class Masked(NamedTuple):
+    """A kernel with a mask, around which `guard.around_kernel` keeps NaN and infinity out of masked positions."""
+
+    kernel: Kernel
+
+    def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
+        """Computes the output, 0 for queries that see no key, and arrays that must be finite for it to be right."""
+        query, key, value, bias, _ = arrays
+        batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
+        all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
+        visible = None if all_see_keys else kernel_mask.visible_range(mask, batch, lengths)
+        output, lse = _padded(self.kernel, arrays, visible, residual=True)
+        if bias is not None or not all_see_keys:
+            masked = kernel_mask.masked_rows(mask, batch, lengths, bias)
+            output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
+            lse = jnp.where(masked, jnp.zeros_like(lse), lse)
+        # Without gradients a query affects only its own row, and the row's log-sum-exp is much less to read.
+        finite_bias = () if bias is None else (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
+        return output, (query if differentiated else lse, key, value, *finite_bias)
+
+    def clean(self, arrays: Arrays, mask: KernelMask) -> tuple[Arrays, Array]:
+        return kernel_mask.clean(arrays, mask, self.kernel.scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class CuDNN(Engine):
+    """cuDNN's fused attention. It returns no log-sum-exp, because cuDNN's has no gradient."""
+
+    name = "cudnn"
+    platform = "gpu"
+
+    def supports(self, call: Call) -> list[str]:
+        return refusals(call)
+
+    def forward(self, plan: Plan, call: Call) -> Result:
+        operands, options = call
+        mask, axes = kernel_mask.kernel_mask(call), operands.query.ndim - 3
+        kernel, mask = _kernel(call, mask), mask.flat(operands.query.shape[:axes])
+        query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
+        columns = kernel.key[1]
+        bias = None if operands.bias is None else _bias_of(operands)[..., :columns]
+        arrays = Arrays(query, key[:, :columns], value[:, :columns], bias)
+        if not (mask.masks_scores or operands.bias is not None):
+            [output] = _padded(kernel, arrays, None)
+        elif options.target.may_be_split:  # no `lax.cond`: devices might take different branches
+            output = guard.on_guarded(Masked(kernel), arrays, mask)
+        else:
+            output = guard.around_kernel(Masked(kernel), *varying_alike((arrays, mask)))
+        return Result(output.reshape(operands.query.shape), None)
 
 
 def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
@@ -234,37 +267,6 @@ def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
     *batch, queries, num_heads, _ = operands.query.shape
     whole = jnp.broadcast_to(operands.bias, (*batch, num_heads, queries, operands.key.shape[-3]))  # type: ignore[arg-type]
     return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
-
-
-def _masked(kernel: Kernel, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-    """Computes the output, 0 for queries that see no key, and arrays that must be `all_moderate` for it to be right."""
-    query, key, value, bias, _ = arrays
-    batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
-    all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
-    visible = None if all_see_keys else kernel_mask.visible_range(mask, batch, lengths)
-    output, lse = _padded(kernel, arrays, visible, residual=True)
-    if bias is not None or not all_see_keys:
-        masked = kernel_mask.masked_rows(mask, batch, lengths, bias)
-        output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
-        lse = jnp.where(masked, jnp.zeros_like(lse), lse)
-    # Without gradients a query affects its own row alone, and the log-sum-exp of the row is much less to read.
-    finite_bias = () if bias is None else (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
-    return output, (query if differentiated else lse, key, value, *finite_bias)
-
-
-def _masked_without_cond(kernel: Kernel, mask: KernelMask, arrays: Arrays) -> Array:
-    """Computes the output, right with NaN and infinity, without `lax.cond`: devices might take different branches."""
-    query, key, value = arrays[:3]
-    first, end = kernel_mask.visible_range(mask, query.shape[0], (query.shape[1], key.shape[1]))
-    key, value, of_keys = nonfinite.zero_keys(key, value)
-    of_queries = nonfinite.flag_rows(query * kernel.scale)
-    query = nonfinite.zero_rows(query, of_queries)
-    query = jnp.where((first < end)[:, :, None, None], query, jnp.zeros_like(query))
-    [output] = _padded(kernel, Arrays(query, key, value), (first, end))
-    sees_bad = kernel_mask.count_flags(of_keys == jnp.inf, first, end) > 0
-    nonfinite_rows = jnp.repeat(sees_bad, query.shape[2] // key.shape[2], axis=2) | (of_queries == jnp.inf)
-    output = jnp.where(nonfinite_rows[..., None], jnp.full_like(output, jnp.nan), output)
-    return jnp.where((end <= first)[:, :, None, None], jnp.zeros_like(output), output)
 
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
@@ -325,11 +327,3 @@ def _finite_bias(kernel: Kernel, bias: Float[Array, "B T N S"]) -> Float[Array, 
     lowest = jnp.asarray(0.7 * float(jnp.finfo(bias.dtype).min), bias.dtype)
     bias = jnp.swapaxes(jnp.where(bias == -jnp.inf, lowest, bias), 1, 2)
     return kernel_mask.pad_to(kernel_mask.pad_to(bias, 2, kernel.query[1]), 3, kernel.key[1])
-
-
-def attention(call: Call) -> tuple[Float[Array, "*B T N Hv"], None]:
-    """Computes the output of all heads; cuDNN's log-sum-exp has no gradient, so it is not returned."""
-    return _attention(*call), None
-
-
-CUDNN = Implementation("cudnn", attention, refusals)

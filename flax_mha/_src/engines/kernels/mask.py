@@ -1,17 +1,18 @@
 """Translates a call's mask for fused kernels, which support a window, lengths and segments.
 
 All other masks are reasons to refuse. Kernels return arbitrary output for rows whose keys are all masked; `masked_rows`
-finds these rows.
+finds these rows. `clean` guards the arrays of a kernel, and finds the rows that are NaN.
 """
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from flax_mha._src import guard
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call
 from flax_mha.masks import CausalMask, LengthMask, LocalMask, SegmentMask
 from flax_mha.masks.base import conjuncts
@@ -142,13 +143,6 @@ def visible_range(
     return jnp.broadcast_to(first, (batch, queries)), jnp.broadcast_to(end, (batch, queries))
 
 
-def count_flags(flags: Bool[Array, "B S K"], first: Int[Array, "B T"], end: Int[Array, "B T"]) -> Int[Array, "B T K"]:
-    """Counts the keys that are flagged among keys `first` to `end - 1` of each query."""
-    sums = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
-    at_end, at_first = (jnp.take_along_axis(sums, i[:, :, None], axis=1) for i in (jnp.maximum(first, end), first))
-    return at_end - at_first
-
-
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
     """Returns True if no lengths or segments mask keys, and the window, if any, shows every query a key."""
     queries, keys = lengths
@@ -160,18 +154,58 @@ def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
 def masked_rows(
     mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None = None
 ) -> Bool[Array, "B T #N"]:
-    """Computes which queries see no key with a bias other than -inf.
-
-    Segments and a bias take T * S comparisons, which compilers reduce at once, without storing them.
-    """
-    first, end = (x[:, :, None] for x in visible_range(mask, batch, lengths))
+    """Computes which queries see no key with a bias other than -inf."""
     if mask.segments is None and bias is None:
-        return end <= first
+        first, end = visible_range(mask, batch, lengths)
+        return (end <= first)[:, :, None]
+    return ~_visible(mask, batch, lengths, bias).any(-1)
+
+
+def _visible(
+    mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None
+) -> Bool[Array, "B T #N S"]:
+    """Computes which scores are visible; compilers reduce these T * S comparisons at once, without storing them."""
+    first, end = (x[:, :, None, None] for x in visible_range(mask, batch, lengths))
     places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, None, :]
-    seen = (first[..., None] <= places) & (places < end[..., None])
+    visible = (first <= places) & (places < end)
     if mask.segments is not None:
         query_ids, key_ids = mask.segments.query_ids, mask.segments.key_value_ids
-        seen = seen & (query_ids[:, :, None, None] == key_ids[:, None, None, :])
+        visible = visible & (query_ids[:, :, None, None] == key_ids[:, None, None, :])
+    return visible if bias is None else visible & (bias != -jnp.inf)
+
+
+class Arrays(NamedTuple):
+    """The arrays that a kernel takes."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K Hv"]
+    bias: Float[Array, "B T N S"] | None = None
+    sinks: Float[Array, "B N"] | None = None
+
+
+def clean(arrays: Arrays, mask: KernelMask, scale: float) -> tuple[Arrays, Bool[Array, "B T N 1"]]:
+    """Guards the arrays of a kernel; also returns which rows of its output are NaN."""
+    query, key, value, bias, _ = arrays
+    batch, lengths, groups = query.shape[0], (query.shape[1], key.shape[1]), query.shape[2] // key.shape[2]
+    key, value, of_keys = guard.zero_keys(key, value)
+    of_queries = guard.flag(query.astype(jnp.float32) * scale)
+    bad_keys = jnp.repeat(of_keys == jnp.inf, groups, axis=2)
+    if mask.segments is None and bias is None:
+        sees_bad = _count(bad_keys, *visible_range(mask, batch, lengths)) > 0
+    else:
+        bad = jnp.swapaxes(bad_keys, 1, 2)[:, None]
+        bad = bad if bias is None else bad | ~((bias == -jnp.inf) | jnp.isfinite(bias))
+        sees_bad = (_visible(mask, batch, lengths, bias) & bad).any(-1)
+    is_nan = sees_bad | ((of_queries == jnp.inf) & ~masked_rows(mask, batch, lengths, bias))
     if bias is not None:
-        seen = seen & (bias != -jnp.inf)
-    return ~seen.any(-1)
+        bias = jnp.where((bias == -jnp.inf) | jnp.isfinite(bias), bias, jnp.zeros_like(bias))
+    query = guard.zero(query, of_queries.astype(query.dtype))
+    return arrays._replace(query=query, key=key, value=value, bias=bias), is_nan[..., None]
+
+
+def _count(flags: Bool[Array, "B S N"], first: Int[Array, "B T"], end: Int[Array, "B T"]) -> Int[Array, "B T N"]:
+    """Counts the keys that are flagged among keys `first` to `end - 1` of each query."""
+    sums = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
+    at_end, at_first = (jnp.take_along_axis(sums, i[:, :, None], axis=1) for i in (jnp.maximum(first, end), first))
+    return at_end - at_first

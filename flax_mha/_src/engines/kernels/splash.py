@@ -1,14 +1,13 @@
 """`implementation="splash"`: JAX's splash attention kernels for TPUs.
 
 A window becomes a mask that the kernel computes, and by which it skips tiles; lengths and segments become its segment
-ids. Rows whose keys are all masked are set to 0, and `when_finite.py` keeps NaN and infinity in masked keys out of the
-result.
+ids. Rows whose keys are all masked are set to 0, and `guard.around_kernel` keeps NaN and infinity in masked keys
+out of the result.
 """
 
 import dataclasses
-import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,14 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Operands, Options
-from flax_mha._src.engines.engine import Implementation
+from flax_mha._src import guard
+from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Result
+from flax_mha._src.core.tracing import varying_alike
+from flax_mha._src.engines.engine import Engine
 from flax_mha._src.engines.kernels import mask as kernel_mask
 from flax_mha._src.engines.kernels import tpu as tpu_kernels
-from flax_mha._src.engines.kernels import when_finite
-from flax_mha._src.engines.kernels.mask import KernelMask
-from flax_mha._src.engines.kernels.when_finite import Arrays
+from flax_mha._src.engines.kernels.mask import Arrays, KernelMask
+from flax_mha._src.plan import Plan
 
 # The kernel's tables take three bytes of scalar memory (1 MiB) per tile.
 MOST_TILES = 512 * 512
@@ -88,59 +88,73 @@ def refusals(call: Call) -> list[str]:
     return reasons
 
 
-def attention(call: Call, interpret: bool = False) -> tuple[Float[Array, "*B T N Hv"], None]:
-    """Computes the output of all heads, without log-sum-exp; `interpret=True` runs on any machine, slowly."""
-    return _attention(*call, interpret=interpret), None
+class Masked(NamedTuple):
+    """The kernel with its static options, around which `guard.around_kernel` keeps NaN out of masked positions."""
+
+    soft_cap: float | None
+    interpret: bool
+
+    def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
+        """Computes the output, 0 for queries that see no key, and arrays that must be finite for it to be right."""
+        query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
+        lengths = query.shape[2], key.shape[2]
+        sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
+        # Built in every trace, because a kernel holds arrays of the trace that it was built in.
+        kernel = splash.make_splash_mha(
+            splash_masks.MultiHeadMask([_mask(mask, lengths, sides)] * query.shape[1]),
+            block_sizes=_block_sizes(*sides),
+            attn_logits_soft_cap=self.soft_cap,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=self.interpret,
+        )
+        padded = (
+            kernel_mask.pad_to(x, 2, side) for x, side in zip((query, key, value), (*sides, sides[1]), strict=True)
+        )
+        segment_ids = _segment_ids(mask, query.shape[0], lengths, sides)
+        output = jax.vmap(kernel)(*padded, segment_ids, arrays.sinks)[:, :, : lengths[0]]
+        output = jnp.swapaxes(output, 1, 2)
+        if not kernel_mask.every_row_sees_a_key(mask, lengths):
+            masked = kernel_mask.masked_rows(mask, query.shape[0], lengths)
+            output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
+        return output, arrays[:3]
+
+    def clean(self, arrays: Arrays, mask: KernelMask) -> tuple[Arrays, Array]:
+        return kernel_mask.clean(arrays, mask, 1.0)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def _attention(operands: Operands, options: Options, interpret: bool) -> Float[Array, "*B T N Hv"]:
-    batch, (query, key, value) = operands.query.shape[:-3], operands[:3]
-    mask = kernel_mask.kernel_mask(Call(operands, options)).flat(batch)
-    query, key, value = (jnp.swapaxes(kernel_mask.flat(x, len(batch)), 1, 2) for x in (query, key, value))
-    arrays = Arrays(_scaled(query, options.scale), key, value)
-    if operands.sinks is not None:
-        sinks = jnp.broadcast_to(operands.sinks, (*batch, query.shape[1])).astype(jnp.float32)
-        arrays = arrays._replace(sinks=kernel_mask.flat(sinks, len(batch)))
-    kernel = functools.partial(_output, options.soft_cap, interpret)
-    if mask.masks_scores:
-        fused = when_finite.Fused(kernel, options._replace(scale=1.0), head_axis=1)
-        output = when_finite.attention(fused, arrays, mask)
-    else:
-        output, _ = kernel(arrays, mask, False)
-    return jnp.swapaxes(output, 1, 2).reshape(*operands.query.shape[:-1], value.shape[-1])
+@dataclasses.dataclass(frozen=True)
+class Splash(Engine):
+    """JAX's splash attention. It returns no log-sum-exp. `interpret=True` runs on any machine, slowly."""
+
+    name = "splash"
+    platform = "tpu"
+    interpret: bool = False
+
+    def supports(self, call: Call) -> list[str]:
+        return refusals(call)
+
+    def forward(self, plan: Plan, call: Call) -> Result:
+        operands, options = call
+        batch, mask = operands.query.shape[:-3], kernel_mask.kernel_mask(call).flat(operands.query.shape[:-3])
+        query, key, value = (kernel_mask.flat(x, len(batch)) for x in operands[:3])
+        arrays = Arrays(_scaled(query, options.scale), key, value)
+        if operands.sinks is not None:
+            sinks = jnp.broadcast_to(operands.sinks, (*batch, query.shape[2])).astype(jnp.float32)
+            arrays = arrays._replace(sinks=kernel_mask.flat(sinks, len(batch)))
+        kernel = Masked(options.soft_cap, self.interpret)
+        if mask.masks_scores:
+            output = guard.around_kernel(kernel, *varying_alike((arrays, mask)))
+        else:
+            output, _ = kernel.run(arrays, mask, False)
+        return Result(output.reshape(*operands.query.shape[:-1], value.shape[-1]), None)
 
 
-def _scaled(query: Float[Array, "B N T H"], scale: float) -> Float[Array, "B N T H"]:
+def _scaled(query: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:
     number = np.asarray(scale, query.dtype)
     if float(number) == scale:
         return query * number
     return (query.astype(jnp.float32) * scale).astype(query.dtype)
-
-
-def _output(
-    soft_cap: float | None, interpret: bool, arrays: Arrays, mask: KernelMask, differentiated: bool
-) -> tuple[Float[Array, "B N T Hv"], tuple[Array, ...]]:
-    """Computes the output, 0 for queries that see no key, and arrays that must be `all_moderate` for it to be right."""
-    query, key, value, _, sinks = arrays
-    lengths = query.shape[2], key.shape[2]
-    sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
-    # Built in every trace, because a kernel holds arrays of the trace that it was built in.
-    kernel = splash.make_splash_mha(
-        splash_masks.MultiHeadMask([_mask(mask, lengths, sides)] * query.shape[1]),
-        block_sizes=_block_sizes(*sides),
-        attn_logits_soft_cap=soft_cap,
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=interpret,
-    )
-    padded = (kernel_mask.pad_to(x, 2, side) for x, side in zip(arrays[:3], (*sides, sides[1]), strict=True))
-    segment_ids = _segment_ids(mask, query.shape[0], lengths, sides)
-    output = jax.vmap(kernel)(*padded, segment_ids, sinks)[:, :, : lengths[0]]
-    if not kernel_mask.every_row_sees_a_key(mask, lengths):
-        masked = kernel_mask.masked_rows(mask, query.shape[0], lengths)
-        output = jnp.where(jnp.swapaxes(masked, 1, 2)[..., None], jnp.zeros_like(output), output)
-    return output, (query, key, value)
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
@@ -184,6 +198,3 @@ def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
     numbers = jnp.arange(ids.shape[1] + 1, dtype=jnp.int32)
     taken = (ids[:, :, None] == numbers[None, None, :]).any(1)
     return jnp.argmin(taken, axis=1).astype(jnp.int32)
-
-
-SPLASH = Implementation("splash", attention, refusals)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from flax_mha._src import guard as nonfinite
-from flax_mha._src.call.operands import Operands, Options, OutputAndLse
+from flax_mha._src import guard
+from flax_mha._src.call.operands import Call
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.user_function import TracedFunction
 from flax_mha._src.engines.pallas import kernels
@@ -23,13 +23,18 @@ from flax_mha._src.engines.pallas.tile import TileMask, TileRule
 from flax_mha._src.math.head import heads_of, map_heads
 from flax_mha._src.math.scores import ScoreRule
 from flax_mha._src.math.tiling import InsideMask, Tiling, occupancy
+from flax_mha._src.plan import Plan
 from flax_mha.masks import Mask, Occupancy
 from flax_mha.masks.function import TracedMask, map_functions
 
+Arrays = tuple[Array, ...]
 
-def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype, interpret: Any) -> KernelCall:
-    """Converts a call to a `KernelCall`; query, key and value are rounded to `dtype` for the matrix products."""
-    head = heads_of(operands, options, "flags", dtype, operands.query.dtype)
+
+def prepare(plan: Plan, call: Call, interpret: Any) -> KernelCall:
+    """Converts a call to a `KernelCall`; query, key and value are rounded to `plan.dtype` for the matrix products."""
+    (operands, options), tiling = call, plan.tiling
+    assert tiling is not None
+    head = heads_of(call, plan.dtype, operands.query.dtype)
     rule, rank = head.rule, head.query.ndim - 2
     mask = map_functions(functools.partial(_tile_mask, rank), rule.mask)
     if tiling.inside is not None:
@@ -39,7 +44,7 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
     if options.score_mod is not None:
         captured = [*head.inputs.captured, *rule.constants]
         function, values = _split(options.score_mod, captured, rule.batch, rule.head, rank)
-    seed, flags = rule.dropout_seed, head.nonfinite
+    seed, rows = rule.dropout_seed, head.rows
     inputs = Inputs(
         query=head.query,
         key=head.key,
@@ -50,8 +55,8 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
         mask=mask,
         offsets=rule.offsets,
         seed=None if seed is None else (seed[..., 0], seed[..., 1]),
-        key_poison=None if flags is None else nonfinite.poison(flags.key),
-        query_poison=None if flags is None else nonfinite.poison(flags.query),
+        key_poison=None if rows is None else rows.key,
+        query_poison=None if rows is None else rows.query,
     )
     # Mosaic makes a product over a single feature a multiplication, which fails for bfloat16 if features come first.
     sizes = {head.query.shape[-1], head.value.shape[-1]}
@@ -59,8 +64,8 @@ def prepare(operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dty
     fields: dict[str, Any] = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
     fields |= dict.fromkeys(("mask", "dropout_seed", "batch", "head")) | {"offsets": Offsets(), "constants": []}
     tile_rule = TileRule(**fields, function=function)
-    plan = KernelPlan(tile_rule, tiling, features_last, dtype, operands.query.dtype, interpret)
-    return KernelCall(plan, inputs, _occupancy(rule, tiling, rank))
+    of_kernels = KernelPlan(tile_rule, tiling, features_last, plan.dtype, operands.query.dtype, interpret)
+    return KernelCall(of_kernels, inputs, _occupancy(rule, tiling, rank))
 
 
 def _split(
@@ -101,18 +106,18 @@ class _Wanted:
     values: tuple[bool, ...]
 
 
-def attend(call: KernelCall, known: OutputAndLse | None) -> OutputAndLse:
-    """Computes output, log-sum-exp and, if asked for, largest scores, or returns `known`; see `Implementation.hop`."""
+def attend(call: KernelCall, known: Arrays | None) -> Arrays:
+    """Computes output, log-sum-exp and, if asked for, largest scores, or returns `known`; see `Engine.share`."""
     is_static = isinstance(call.occupancy.any_visible, np.ndarray)
 
     def call_of(inputs: Inputs, occupancy: Occupancy | None) -> KernelCall:
         return KernelCall(call.plan, inputs, call.occupancy if occupancy is None else occupancy)
 
     @jax.custom_vjp
-    def run(inputs: Inputs, occupancy: Occupancy | None, known: OutputAndLse | None) -> OutputAndLse:
+    def run(inputs: Inputs, occupancy: Occupancy | None, known: Arrays | None) -> Arrays:
         return _forward(call_of(inputs, occupancy)) if known is None else known
 
-    def forward(*arguments: Any) -> tuple[OutputAndLse, tuple]:
+    def forward(*arguments: Any) -> tuple[Arrays, tuple]:
         inputs, (*values, known) = arguments[0], jax.tree.map(lambda x: x.value, arguments)
         learned = tuple(x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating) for x in inputs.values)
         wanted = _Wanted(inputs.bias is not None and inputs.bias.perturbed, learned)
@@ -134,16 +139,19 @@ def _round_operands(plan: KernelPlan, inputs: Inputs) -> Inputs:
     return inputs._replace(query=query, key=key, value=value)
 
 
-def _forward(call: KernelCall) -> OutputAndLse:
+def _forward(call: KernelCall) -> Arrays:
     plan = call.plan._replace(rule=dataclasses.replace(call.plan.rule, differentiated=False))
     return kernels.forward(KernelCall(plan, _round_operands(plan, call.inputs), call.occupancy))
 
 
-def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangents: OutputAndLse) -> Inputs:
+def _backward(call: KernelCall, wanted: _Wanted, results: Arrays, cotangents: Arrays) -> Inputs:
     """Computes the gradients of the inputs from the results and their cotangents; None for inputs without one."""
     inputs = _round_operands(call.plan, call.inputs)
-    query, d_output, lse, delta = nonfinite.backward_rows(
-        inputs.query, results[:2], cotangents[:2], keys_are_finite=inputs.key_poison is not None
+    query, d_output, lse, delta = _backward_rows(
+        inputs.query,
+        (results[0], results[1]),
+        (cotangents[0], cotangents[1]),
+        keys_are_finite=inputs.key_poison is not None,
     )
     inputs = inputs._replace(query=query, d_output=d_output, lse=lse, delta=delta, key_poison=None, query_poison=None)
     call = call._replace(inputs=inputs)
@@ -158,6 +166,24 @@ def _backward(call: KernelCall, wanted: _Wanted, results: OutputAndLse, cotangen
     gradients: dict[str, Any] = dict.fromkeys(Inputs._fields)
     gradients |= {"query": d_query, "key": d_key, "value": d_value, "bias": d_bias, "sink": d_sink}
     return Inputs(**gradients | {"values": tuple(None if d is None else _sum_to(d, x) for d, x in pairs)})
+
+
+def _backward_rows(
+    query: Float[Array, "*L T H"],
+    result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]],
+    cotangents: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]],
+    keys_are_finite: bool,
+) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Float[Array, "*L T"]]:
+    """Prepares query, output cotangent, log-sum-exp and delta for the backward kernels.
+
+    delta is the sum of output times its cotangent in FlashAttention-2, algorithm 2, line 4, minus the cotangent of the
+    log-sum-exp. For rows without derivatives see `guard.derivative_rows`.
+    """
+    d_output, d_lse = cotangents
+    query, output, lse, finite = guard.derivative_rows(query, result, keys_are_finite)
+    d_output = jnp.where(finite[..., None], d_output, jnp.zeros_like(d_output)).astype(lse.dtype)
+    delta = jnp.where(finite, jnp.sum(d_output * output, axis=-1) - d_lse, jnp.zeros_like(lse))
+    return query, d_output.astype(query.dtype), lse, delta
 
 
 def _sum_to(x: Array, like: Array) -> Array:

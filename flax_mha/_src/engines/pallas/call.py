@@ -1,28 +1,28 @@
-"""The `Implementation` object of "pallas": its refusals, its choice of tiles, and its attention.
+"""The engine "pallas": what it refuses, its choice of tiles, and its attention.
 
 One set of kernels computes nearly every argument, forward and backward. They have never run on a TPU, so they are only
 used if they are named.
 """
 
-import functools
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
+from jaxtyping import Array
 
-from flax_mha._src import plan as schedule
-from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Operands, Options, OutputAndLse
+from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Result
 from flax_mha._src.core.user_function import TracedFunction
-from flax_mha._src.engines.engine import Implementation
+from flax_mha._src.engines.engine import Engine
 from flax_mha._src.engines.kernels import tpu as tpu_kernels
 from flax_mha._src.engines.pallas.attention import attend, prepare
 from flax_mha._src.engines.pallas.grid import MOST_WORDS
 from flax_mha._src.engines.pallas.split_function import RefusedError, split
 from flax_mha._src.math import head
 from flax_mha._src.math.tiling import Tiling
+from flax_mha._src.plan import Plan, with_occupancy
 from flax_mha.masks.function import functions_of
 
 HIGHEST = ("highest", "float32", lax.Precision.HIGHEST)
@@ -31,16 +31,31 @@ HIGHEST = ("highest", "float32", lax.Precision.HIGHEST)
 MOST_EQUATIONS = 32
 
 
-def attention(
-    call: Call, result: OutputAndLse | None = None, dtype: DTypeLike | None = None, interpret: Any = False
-) -> OutputAndLse:
-    """Computes output and log-sum-exp or, if `result` is given, returns that; see `Implementation.hop`.
+@dataclasses.dataclass(frozen=True)
+class Pallas(Engine):
+    """This package's kernels for TPUs. `interpret` is passed to `pallas_call`: True runs on any machine, slowly."""
 
-    Query, key and value are rounded to `dtype` for the matrix products; None does not round. Output and gradients
-    have the query's dtype. `interpret` is passed to `pallas_call`: True runs on any machine, slowly.
-    """
-    dtype = jnp.dtype(call.operands.query.dtype if dtype is None else dtype)
-    return _attention(*schedule.with_occupancy(call), _tiling(call), dtype, interpret, result)
+    name = "pallas"
+    platform = "tpu"
+    shares = True
+    interpret: Any = False
+
+    def supports(self, call: Call) -> list[str]:
+        return refusals(call)
+
+    def plan(self, call: Call) -> tuple[Plan, Call]:
+        return Plan(call.operands.query.dtype, tiling=_tiling(call)), with_occupancy(call)
+
+    def forward(self, plan: Plan, call: Call) -> Result:
+        return self._attend(plan, call, None)
+
+    def share(self, plan: Plan, call: Call, result: Result) -> Result:
+        output, lse = head.from_caller(result, call.operands.groups)
+        return self._attend(plan, call, (output.astype(call.operands.query.dtype), lse))
+
+    def _attend(self, plan: Plan, call: Call, known: tuple[Array, Array] | None) -> Result:
+        output, lse, *largest = attend(prepare(plan, call, self.interpret), known)
+        return head.to_caller((output, lse, largest[0] if largest else None), call.operands.query.dtype)
 
 
 def _tiling(call: Call) -> Tiling:
@@ -61,18 +76,6 @@ def _functions(call: Call) -> list[tuple[str, TracedFunction, int]]:
     operands, score_mod = call.operands, call.options.score_mod
     functions = [] if score_mod is None else [("score_mod", score_mod, len(operands.captured + operands.constants))]
     return functions + [("mask_mod", part.function, len(part.captured)) for part in functions_of(operands.mask)]
-
-
-@functools.partial(jax.jit, static_argnames=("options", "tiling", "dtype", "interpret"))
-def _attention(
-    operands: Operands, options: Options, tiling: Tiling, dtype: jnp.dtype, interpret: Any, result: OutputAndLse | None
-) -> OutputAndLse:
-    known = None
-    if result is not None:
-        output, lse = head.from_caller(result[0], result[1], operands.groups)
-        known = output.astype(operands.query.dtype), lse
-    output, lse, *largest = attend(prepare(operands, options, tiling, dtype, interpret), known)
-    return head.to_caller((output, lse, largest[0] if largest else None), operands.query.dtype)
 
 
 def refusals(call: Call) -> list[str]:
@@ -108,6 +111,3 @@ def _reasons_against_tiles(call: Call) -> list[str]:
         f"its tile table does not fit: scalar memory has room for {MOST_WORDS} words, but {tiling.rows} x "
         f"{tiling.cells} tiles for {max(lists)} heads take {words}: use smaller batches or shorter sequences"
     ]
-
-
-PALLAS = Implementation("pallas", attention, refusals, hop=attention)

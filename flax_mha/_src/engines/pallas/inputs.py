@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_mha._src import guard as nonfinite
+from flax_mha._src import guard
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.engines.pallas.grid import LANES, Sizes
 from flax_mha._src.engines.pallas.tile import KernelTile, TileRule, TransposedTile
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
     query_poison: Block  # infinity where a query was not finite, else 0
     d_output: Block = None  # cotangent of the output
     lse: Block = None  # log-sum-exp; infinity in rows without gradient
-    delta: Block = None  # subtracted from the gradients of the weights; see `nonfinite.backward_rows`
+    delta: Block = None  # subtracted from the gradients of the weights; see `attention._backward_rows`
 
     def axis_names(self) -> list[str]:
         """Lists the axis names of one head's part of each array, in the order of `jax.tree.leaves`."""
@@ -139,7 +139,7 @@ class LoadedTile(NamedTuple):
         """Computes the weights after dropout, and the gradients of `products()` and of `params`."""
         s, pull = self.rule.tile_vjp(self.products(), self.params, self.tile)
         may_be_nan = self.params.bias is not None or self.rule.score_mod is not None
-        weights, kept = nonfinite.backward_weights(s, self.lse, may_be_nan), self.rule.dropout_multiplier(self.tile)
+        weights, kept = guard.backward_weights(s, self.lse, may_be_nan), self.rule.dropout_multiplier(self.tile)
         d_weights = times(self.over_features(self.rows[1], self.columns[1]), kept)
         return times(weights, kept), *pull(weights * (d_weights - self.delta))
 

@@ -15,7 +15,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import OutputAndLse
 from flax_mha._src.engines.pallas.grid import LANES
 from flax_mha._src.engines.pallas.inputs import Inputs, LoadedTile, repeat_lanes
 from flax_mha._src.engines.pallas.launch import Kernel, KernelCall, Result, launch
@@ -25,7 +24,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 Refs = Sequence[Any]
 
 
-def forward(call: KernelCall) -> OutputAndLse:
+def forward(call: KernelCall) -> tuple[Array, ...]:
     """Computes output [..., T, Hv], log-sum-exp [..., T] and, if asked for, largest scores [..., T]."""
     plan, inputs, _ = call
     (*heads, length, _), value_size, height = inputs.query.shape, inputs.value.shape[-1], plan.tiling.height

@@ -18,7 +18,7 @@ multiply scores and weights.
 
 Looking for keys and values that are not finite would take as long as all the rest. So this is done only if an output is
 not finite, or a product is not finite and the output may hide it (`_nonfinite_flag`): then everything is computed
-again, as `nonfinite.py` describes, and head by head.
+again, as `guard.py` describes, and head by head.
 """
 
 import functools
@@ -34,26 +34,16 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from flax_mha._src import guard as nonfinite
-from flax_mha._src import plan as schedule
-from flax_mha._src.call.operands import Call, Operands, Options, OutputAndLse
+from flax_mha._src import guard
+from flax_mha._src.call.operands import Call, Operands, Options, Result, Rows
 from flax_mha._src.core.eight_bits import as_floats, dequantize_cache
 from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import by_mapped_axis, platform, varying_alike, varying_as
 from flax_mha._src.engines.xla import dense
-from flax_mha._src.guard import NonfiniteFlags
 from flax_mha._src.math import online_softmax
-from flax_mha._src.math.head import (
-    head_of,
-    map_heads,
-    numbers_as_arrays,
-    scores_of,
-    split_heads,
-    to_caller,
-    vectors_by_head,
-)
+from flax_mha._src.math.head import map_heads, scores_of, split_heads, to_caller, vectors_by_head
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
-from flax_mha._src.plan import KeyBlocks
+from flax_mha._src.plan import KeyBlocks, Plan
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
 # Output, log-sum-exp and, if they are asked for, largest scores of rows.
@@ -73,7 +63,7 @@ class BatchSlice(NamedTuple):
       query_scale: Scale to multiply products by, if scaling the queries would round them; None if they are scaled.
       key: All keys of all batch entries, not copied.
       value: All values, not copied.
-      flags: Flags of the queries (`nonfinite.py`): infinity for those replaced by zeros, else 0; None before they
+      flags: Flags of the queries (`guard.py`): infinity for those replaced by zeros, else 0; None before they
         are checked.
       row: Index of the first of these queries among all queries.
       inputs: Bias, sink and captured arrays, which enter the scores besides the products.
@@ -93,59 +83,37 @@ class BatchSlice(NamedTuple):
     cache_scale: Float[Array, "*B S K _"] | None
 
 
-def attention(call: Call) -> OutputAndLse:
-    """Computes "xla" attention: reads blocks of keys in place if `schedule` plans them, else calls `dense.attention`.
-
-    Derivatives are those of dense attention in both cases.
-    """
-    call = numbers_as_arrays(call)
-    blocks = schedule.blocks_in_place(call)
-    if blocks is None:
-        return dense.attention(call)
-    return _all_heads(call.operands, call.options, blocks, schedule.plan_dense(call).looped_axes)
-
-
-@functools.partial(jax.jit, static_argnames=("options", "blocks", "looped_axes"))
-def _all_heads(operands: Operands, options: Options, blocks: KeyBlocks, looped_axes: int | None) -> OutputAndLse:
-    inputs, rule = scores_of(operands, options)
-    scale = jnp.asarray(options.scale, options.dtype)
-    scale = scale if operands.scale is None else operands.scale
-    query, key, value, *_ = operands
-    return _differentiable(blocks, looped_axes, query, key, value, scale, inputs, rule, operands.cache_scale)
+def attention(plan: Plan, call: Call) -> Result:
+    """Computes a call by the blocks in `plan.in_place`; its derivatives are those of dense attention."""
+    return _differentiable(plan, call.options, call.operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _differentiable(
-    blocks: KeyBlocks,
-    looped_axes: int | None,
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    scale: Float[Array, ""],
-    inputs: ScoreInputs,
-    rule: ScoreRule,
-    cache_scale: Float[Array, "*B S K _"] | None,
-) -> OutputAndLse:
-    arrays = query, key, value, scale, inputs, rule, cache_scale
-    query, key, value, scale, inputs, rule, cache_scale = varying_alike(arrays)
-    queries = split_heads(query, (key.shape[-2], query.shape[-2] // key.shape[-2]))
-    scale = scale.astype(rule.dtype).reshape((1,) * queries.ndim)
-    return to_caller(_mapped(blocks)(queries, key, value, scale, inputs, rule, cache_scale), query.dtype)
+def _differentiable(plan: Plan, options: Options, operands: Operands) -> Result:
+    inputs, rule = scores_of(operands, options)
+    scale = jnp.asarray(options.scale, rule.dtype) if operands.scale is None else operands.scale.astype(rule.dtype)
+    query, key, value, *_ = operands
+    arrays = query, key, value, scale, inputs, rule, operands.cache_scale
+    query, key, value, scale, *others = varying_alike(arrays)
+    queries = split_heads(query, operands.groups)
+    blocks: Any = plan.in_place
+    return to_caller(_mapped(blocks)(queries, key, value, scale.reshape((1,) * queries.ndim), *others), query.dtype)
 
 
 @_differentiable.defjvp
 def _differentiable_jvp(
-    blocks: KeyBlocks, looped_axes: int | None, primals: tuple, tangents: tuple
-) -> tuple[OutputAndLse, OutputAndLse]:
-    *_, rule, cache_scale = primals  # what these hold has no gradient
+    plan: Plan, options: Options, primals: tuple[Operands], tangents: tuple[Operands]
+) -> tuple[Result, Result]:
+    def dense_of(operands: Operands) -> Result:
+        scale, wide, query = operands.cache_scale, options.dtype, operands.query
+        if scale is not None:
+            key, value = dequantize_cache(operands.key, operands.value, scale, options.value_size, wide)
+            operands = operands._replace(key=key, value=value, cache_scale=None)
+        of_all_scores = plan._replace(dtype=wide, guard=True, in_place=None)
+        result = dense.attention(of_all_scores, guard.guard(Call(operands, options), of_all_scores))
+        return result._replace(output=result.output.astype(query.dtype))
 
-    def dense_of(query: Array, key: Array, value: Array, scale: Array, inputs: ScoreInputs) -> OutputAndLse:
-        if cache_scale is not None:
-            key, value = dequantize_cache(key, value, cache_scale, blocks.value_size, rule.dtype)
-        head = head_of(query, key, value, scale, inputs, rule, "flags", rule.dtype)
-        return dense.map_dense_heads(head, query.dtype, looped_axes)
-
-    return jax.jvp(dense_of, primals[:5], tangents[:5])
+    return jax.jvp(dense_of, primals, tangents)
 
 
 def _mapped(blocks: KeyBlocks) -> Callable[..., Results]:
@@ -195,8 +163,8 @@ def _attend(
     def again() -> Results:
         part = everything._replace(query=scaled, query_scale=None)
         if masks:  # else NaN and infinity propagate by themselves, if no product mixes heads
-            flags = nonfinite.flag_rows(scaled)
-            part = part._replace(query=nonfinite.zero_rows(scaled, flags), flags=flags)
+            flags = guard.flag(scaled)
+            part = part._replace(query=guard.zero(scaled, flags), flags=flags)
         return run(blocks._replace(block_diagonal=False), part)[0]
 
     if wide is not None and math.prod(queries.shape[:-1]) * length <= wide.max_scores:
@@ -287,11 +255,11 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
             products = [x * scale[None, :] for x, scale in zip(products, scales, strict=False)]
         product = sum(products[1:], products[0])
         tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets.values, ring=rule.ring)
-        poison = None if flags is None else flags.key_poison()
+        poison = None if flags is None else flags.key[None]
         s = rule.tile(product, inputs.cut(tile), tile, poison)
         if length % blocks.width:  # then it begins with keys of the block before
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
-        row_poison = None if flags is None else flags.row_poison(unmasked=False)
+        row_poison = None if flags is None else guard.poison_of_rows(flags, unmasked=False)
         state, weights = online_softmax.rescale(state, s, row_poison, dtype if scales is None else None)
         kept = rule.dropout_multiplier(tile, s.dtype)
         weights = weights if kept is None else weights * kept
@@ -310,7 +278,7 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple
 
 def _read_block(
     blocks: KeyBlocks, part: BatchSlice, column: Scalar
-) -> tuple[list[Array], Array, list[Array] | None, NonfiniteFlags | None]:
+) -> tuple[list[Array], Array, list[Array] | None, Rows | None]:
     """Reads a block of keys (split by `_scaled_features`), values, scales [*B, K, 1, s] or None, and flags or None."""
     groups, scale, flags = (part.key.shape[-2], 1), None, None
     read = functools.partial(_block, part=part, column=column, width=blocks.width)
@@ -320,11 +288,11 @@ def _read_block(
         scale = read(part.cache_scale, slice(None), dtype=part.rule.dtype)
     if part.flags is not None:
         if scale is None:
-            keys[0], v, of_keys = nonfinite.zero_keys(keys[0], v)
+            keys[0], v, of_keys = guard.zero_keys(keys[0], v)
         else:  # numbers in 8 bits are finite; if a key or value was not, a scale is NaN
-            of_keys = nonfinite.flag_rows(scale)
-            scale = nonfinite.zero_rows(scale, of_keys)
-        flags = NonfiniteFlags(part.flags, vectors_by_head(of_keys, groups))
+            of_keys = guard.flag(scale)
+            scale = guard.zero(scale, of_keys)
+        flags = Rows(part.flags, vectors_by_head(of_keys, groups))
     if scale is None:
         return keys, v, None, flags
     # Without the barrier XLA's CPU would read every second number again wherever a scale is used.

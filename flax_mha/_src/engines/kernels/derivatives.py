@@ -1,7 +1,7 @@
 """Adds the derivatives that fused kernels lack: forward mode and higher orders, by a portable implementation.
 
 A kernel comes with a gradient, which cannot be differentiated again, and without a forward mode. Here its tangent is a
-linear function (`shared/derivatives.py`) that the portable implementation evaluates. The transpose of the tangent is
+linear function (`math/derivatives.py`) that the portable implementation evaluates. The transpose of the tangent is
 the kernel's gradient, and derivatives of this gradient are those of the portable gradient.
 """
 
@@ -15,19 +15,19 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Operands, Output
+from flax_mha._src.call.operands import Operands, Result
 from flax_mha._src.core.jaxprs import equations
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines.engine import RESIDUALS
 from flax_mha._src.engines.kernels.lower_for_platform import compile_for
 from flax_mha._src.math.derivatives import Function, differentiate, linear_function, replace_at
 
-Attend = Callable[[Operands], Output]
+Attend = Callable[[Operands], Result]
 # Kernels are JAX primitives whose names begin with these.
 KERNELS = ("pallas_call", "dot_product_attention")
 
 
-def attention(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Output:
+def with_derivatives(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Result:
     """Computes output and log-sum-exp, which may be None, by `kernel`, and the derivatives that it lacks by `portable`.
 
     `kernel` has gradients of first order in reverse mode, `portable` derivatives of every order. `platform` is
@@ -44,7 +44,7 @@ def attention(kernel: Attend, portable: Attend, operands: Operands, platform: st
     count = len(jaxpr.out_avals)  # one less if the kernel returns no log-sum-exp
     functions = _Functions(of_leaves(kernel), lambda *leaves: of_leaves(portable)(*leaves)[:count], platform, count)
     output, *rows = _attention(functions, jaxpr)(*leaves)
-    return (output, rows[0], *rows[1:]) if rows else (output, None)
+    return Result(output, *rows) if rows else Result(output, None)
 
 
 class _Functions(NamedTuple):
