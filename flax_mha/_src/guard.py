@@ -59,9 +59,9 @@ def may_mask(call: Call) -> bool:
 
 def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
     """Returns infinity for vectors that hold NaN or infinity, and 0 for all others, without a gradient."""
-    # XLA's CPU computes this sum faster than a reduction of `isfinite`.
-    total = lax.reduce_sum(lax.mul(lax.stop_gradient(x), lax.full_like(x, 0)), (x.ndim - 1,))
-    return lax.select(lax.ne(total, total), lax.full_like(total, jnp.inf), lax.full_like(total, 0))
+    is_finite = lax.reduce_and(lax.is_finite(lax.stop_gradient(x)), (x.ndim - 1,))
+    zeros = lax.full(is_finite.shape, 0, x.dtype)
+    return lax.select(is_finite, zeros, lax.full_like(zeros, jnp.inf))
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # saves the flags for the backward pass, not all conditions
@@ -77,6 +77,11 @@ def zero_keys(
     """Replaces a key and its value by zeros if either is not finite; also returns the keys' flags."""
     flags = lax.max(flag(key), flag(value).astype(key.dtype))
     return zero(key, flags), zero(value, flags), flags
+
+
+def restore_nan(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Array, "n F"]:
+    """Replaces flagged vectors, which are zeros, by NaN, for engines that replace masked scores."""
+    return x + jnp.expand_dims(flags * 0, 1).astype(x.dtype)
 
 
 def poison_of_scores(rows: Rows) -> Float[Array, "T S"]:

@@ -41,7 +41,7 @@ def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
     reverse_only = head.rule.score_mod is not None and head.rule.score_mod.has_custom_vjp
     if not head.rule.masks_scores(head.inputs) or reverse_only or not head.query.size or not head.key.size:
-        return _differentiable(head)
+        return _differentiable(head, fuse_rows)
     return _head(fuse_rows, head)
 
 
@@ -67,18 +67,22 @@ def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
     `head` holds the tile's part of all arrays. With `fuse`, XLA's CPU compiles this to one kernel that writes no score
     to memory; finite numbers so large that masked products overflow may then make a row NaN.
     """
-    poison = None if head.rows is None else guard.poison_of_scores(head.rows)
-    s = head.rule.tile(head.rule.products(head.query, head.key), head.inputs, tile, poison, fuse)
-    return _softmax(s, head.value, head.inputs, head.rule, tile)
+    query, key, rule, rows, poison = head.query, head.key, head.rule, head.rows, None
+    if rows is not None and (fuse or rule.score_mod is not None):
+        poison = guard.poison_of_scores(rows)
+    elif rows is not None:  # cheaper: NaN in queries and keys, for masked scores are replaced
+        query, key = guard.restore_nan(query, rows.query), guard.restore_nan(key, rows.key)
+    s = rule.tile(rule.products(query, key), head.inputs, tile, poison, fuse)
+    return _softmax(s, head.value, head.inputs, rule, tile, fuse)
 
 
-def _differentiable(head: Head) -> ResultsOfHead:
+def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
     """Computes `dense_head` by operations that JAX can differentiate; rows that are NaN have no gradient."""
     rule, whole = head.rule, head.whole
     products = checkpoint_name(rule.products(head.query, head.key), "attention_scores")
     s = rule.differentiable_tile(products, head.inputs, whole)
     if head.rows is None:
-        return _softmax(s, head.value, head.inputs, rule, whole)
+        return _softmax(s, head.value, head.inputs, rule, whole, fuse)
     fixed = lax.stop_gradient(s)
     is_nan = ~jnp.all((fixed == -jnp.inf) | (fixed + guard.poison_of_scores(head.rows) < jnp.inf), axis=1)
     s = jnp.where(is_nan[:, None], jnp.zeros_like(s), s)
@@ -87,20 +91,49 @@ def _differentiable(head: Head) -> ResultsOfHead:
     return output, jnp.where(is_nan, jnp.full_like(lse, jnp.nan), lse), largest
 
 
+@jax.custom_jvp
+def _raise_masked(s: Float[Array, "t s"]) -> Float[Array, "t s"]:
+    """Replaces scores of -inf by the lowest finite number. Its derivative is the identity.
+
+    Nothing is lost by that: masked scores have weight 0, and no derivative.
+    """
+    return jnp.where(s == -jnp.inf, jnp.finfo(s.dtype).min, s)
+
+
+_raise_masked.defjvp(lambda primals, tangents: (_raise_masked(*primals), *tangents))
+
+
 def _softmax(
-    s: Float[Array, "t s"], value: Float[Array, "s Hv"], inputs: ScoreInputs, rule: ScoreRule, tile: Tile
+    s: Float[Array, "t s"],
+    value: Float[Array, "s Hv"],
+    inputs: ScoreInputs,
+    rule: ScoreRule,
+    tile: Tile,
+    fused: bool = False,
 ) -> ResultsOfHead:
-    """Computes `ResultsOfHead` of rows from their scores and values in a tile."""
+    """Computes `ResultsOfHead` of rows from their scores and values in a tile; `fused` is that of `ScoreRule.tile`."""
+    lowest = jnp.finfo(s.dtype).min
+    # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` may give it to visible scores.
+    replaced = s.size > 0 and not (fused or inputs.bias is not None or rule.score_mod is not None)
+    s = _raise_masked(s) if replaced else s
     # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
-    largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=-jnp.inf))
-    of_rows = largest[:, 0] if rule.returns_max else None
+    largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=None if replaced else -jnp.inf))
+    of_rows = None
+    if rule.returns_max:
+        of_rows = (jnp.where(largest <= lowest, -jnp.inf, largest) if replaced else largest)[:, 0]
     if inputs.sink is not None:
         largest = jnp.maximum(largest, lax.stop_gradient(inputs.sink))
-    shift = jnp.maximum(largest, jnp.finfo(s.dtype).min)
+    # XLA's CPU computes difference and exp faster if no other operation is between them and the maximum.
+    shift = largest if replaced else jnp.maximum(largest, lowest)
     e = jnp.exp(s - shift)
     total = jnp.sum(e, axis=1, keepdims=True)
     if inputs.sink is not None:
         total = total + jnp.exp(inputs.sink - shift)
     products, total = name_residuals(rule.weigh(e, value, tile), total)
-    divisor = jnp.maximum(total, 0.5)  # the total is 0 if no key is visible, else at least 1
-    return products / divisor, (jnp.log(divisor) + largest)[:, 0], of_rows
+    if not replaced:
+        divisor = jnp.maximum(total, 0.5)  # the total is 0 if no key is visible, else at least 1
+        return products / divisor, (jnp.log(divisor) + largest)[:, 0], of_rows
+    # A row that sees no key has equal weights for all. XLA's maximum of a row of NaN may be -inf, but its sum is NaN.
+    is_masked = (largest <= lowest) & ~jnp.isnan(total)
+    output = jnp.where(is_masked, 0, products) / jnp.where(is_masked, 1, total)
+    return output, jnp.where(is_masked, -jnp.inf, jnp.log(total) + largest)[:, 0], of_rows
