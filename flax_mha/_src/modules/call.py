@@ -128,7 +128,7 @@ def call_module(
     if stored_lengths is not None and not takes_lengths:
         arguments["mask"] = sequences.mask_padding(arguments.get("mask"), stored_lengths, key)
     if cache is not None:
-        x, new = _decoding(module.attention_fn, core, query, key, value, cache, lengths, arguments, flax.latent)()
+        x, new = _decode(module.attention_fn, core, query, key, value, cache, lengths, arguments, flax.latent)
         return flax.output(x if is_no_mask is None else validation.nan_if(is_no_mask, x), inputs[0]), new.arrays
     if flax.latent is not None:
         key, value = flax.latent.expand(key)
@@ -265,7 +265,7 @@ def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return known | {"return_max_score": arguments.get("max_score_module") is not None}
 
 
-def _decoding(
+def _decode(
     attention_fn: Callable[..., Array],
     core: CoreAttention | None,
     query: Float[Array, "*B T N H"],
@@ -275,11 +275,10 @@ def _decoding(
     lengths: Any,
     arguments: dict[str, Any],
     latent: Latent | None,
-) -> Callable[[], Any]:
-    """Returns a function without arguments that computes the attention of new tokens over a cache, and the new cache.
+) -> tuple[Array, KVCache]:
+    """Computes the attention of new tokens over a cache, and the new cache.
 
-    The returned function calls the core or, if the core cannot compute the call (`core_computes`), the attention
-    function itself. It is not called here, which keeps the stack of a decoding step short.
+    The core computes it or, if it cannot (`core_computes`), the attention function itself.
     """
     arguments.pop("is_causal", None)  # decoding is always causal
     if cache.scale is None:
@@ -287,10 +286,11 @@ def _decoding(
     if core is None or not core_computes((query,), arguments):
         attend = attention_fn if core is None else core.function
         options = (cache, lengths, arguments, latent)
-        return functools.partial(decode_by, attend, core is not None, query, key, value, *options)
+        return decode_by(attend, core is not None, query, key, value, *options)
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments) | {"lengths": lengths, "latent": latent, "platform": core.platform}
-    return functools.partial(over_cache, core.run, query, key, value, cache, **known)
+    output, new, *_ = over_cache(core.run, query, key, value, cache, **known)
+    return output, new
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
