@@ -16,7 +16,7 @@ from marks import with_core, with_core_tuples
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._src import plan as schedule
 from flax_mha._src.call.operands import Result
-from flax_mha._src.core.jaxprs import equations
+from flax_mha._src.core.tracing import equations
 from flax_mha._src.engines.kernels import cudnn
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache

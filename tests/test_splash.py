@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._src.core.jaxprs import equations
+from flax_mha._src.core.tracing import equations
 from flax_mha._src.engines.kernels import mask as kernel_mask
 from flax_mha._src.engines.kernels import splash
 from flax_mha._src.engines.kernels import tpu as tpu_kernels

@@ -13,7 +13,7 @@ from marks import pairwise, with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha._src import plan as schedule
-from flax_mha._src.core.jaxprs import equations
+from flax_mha._src.core.tracing import equations
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import FunctionMask, LengthMask

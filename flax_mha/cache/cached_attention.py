@@ -17,12 +17,12 @@ from flax_mha._src.call.arguments import (
     check_lookups,
     check_scoring,
     check_window,
-    count_positions,
     given_mask,
     with_keys,
+    with_windows,
 )
 from flax_mha._src.call.operands import Call, Result, ScoreMod, Sharding
-from flax_mha._src.core.integers import LARGEST, extremes
+from flax_mha._src.core.integers import extremes
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import T, readable, target_of, varying_alike
 from flax_mha._src.core.validation import Shape
@@ -238,20 +238,19 @@ class Step(NamedTuple):
         Raises:
           ValueError: If there is such a sequence, and its position is known.
         """
-        masks = self.masks(self.mask, self.cache.length)
-        tokens = self.appended.tokens
-        ends = jnp.where(tokens > 0, self.cache.index + tokens, 0)
-
-        def check(last: int) -> None:
-            check_lookups(self.shape, self.scoring.options.score_mod, masks, ((last, last), (0, last)))
-
+        masks, score_mod = self.masks(self.mask, self.cache.length), self.scoring.options.score_mod
+        ends = jnp.where(self.appended.tokens > 0, self.cache.index + self.appended.tokens, 0)
         if readable(ends):
-            check(extremes(ends)[1] - 1)
+            last = extremes(ends)[1] - 1
+            check_lookups(self.shape, score_mod, masks, Offsets.of(last, 0), (1, last + 1))
             return self.appended
-        is_bounded = self.cache.window is None and isinstance(self.cache.length, int)  # else a symbol of `jax.export`
-        end = self.cache.length if is_bounded else LARGEST
-        known = count_positions(check, end)
-        return self.appended if known == end else self.appended._replace(room=self.appended.room & (ends <= known))
+        check_lookups(self.shape, score_mod, masks, Offsets.of(ends, 0), (1, 0))  # batch entries and heads
+        sizes = []
+        for function, window in with_windows(masks, score_mod):
+            for name, ahead in (("q_idx", 0), ("kv_idx", 0 if window is None else min(window[1] or 0, 0))):
+                size = None if window is None else function.size(name)
+                sizes += [] if size is None else [size - ahead]
+        return self.appended._replace(room=self.appended.room & (ends <= min(sizes))) if sizes else self.appended
 
     def masks(self, mask: ArrayLike | Mask | None, length: int) -> list[Mask | None]:
         """Lists the masks of a call with `length` keys, other than those of padding and of slots without a token."""

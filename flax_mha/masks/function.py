@@ -11,9 +11,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from flax_mha._src.core.jaxprs import key_of
 from flax_mha._src.core.tile import BoolMatrix, Grid, Scalar, Tile
-from flax_mha._src.core.tracing import readable
+from flax_mha._src.core.tracing import is_key, readable
 from flax_mha._src.core.user_function import Trace, TracedFunction, trace
 from flax_mha._src.core.validation import Shape
 from flax_mha.masks.base import Mask, Occupancy, conjuncts
@@ -82,11 +81,19 @@ class _Comparable:
             traced = trace("mask_mod", mask_mod)
         except ValueError:  # attention with this mask raises it
             return cls(mask_mod, None, (mask_mod,))
-        return cls(mask_mod, traced, (traced.function, *map(key_of, traced.constants)))
+        return cls(mask_mod, traced, (traced.function, *map(_key, traced.constants)))
 
     def __reduce__(self) -> tuple:
         """Copies and pickles only the function, which is traced again, because a jaxpr can be neither."""
         return _Comparable.of, (self.mask_mod,)
+
+
+def _key(array: Array) -> tuple:
+    """Returns a hashable key, equal for arrays with equal values; a traced array is compared by identity."""
+    if isinstance(array, jax.core.Tracer):
+        return (id(array),)
+    values = np.asarray(jax.random.key_data(array) if is_key(array) else array)
+    return str(array.dtype), values.shape, values.tobytes()
 
 
 @jax.tree_util.register_dataclass

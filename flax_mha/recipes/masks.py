@@ -46,13 +46,16 @@ def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> Arguments:
     For each head, the table must have a row for each block of queries and a column for each block of keys.
 
     Raises:
-      ValueError: If the table is not boolean with three axes, or if `block` is not an integer of at least 1.
+      ValueError: If the table is not boolean with three axes, or if `block` is not an integer of at least 1; in the
+        attention, if the table has another number of heads, or too few rows or columns.
     """
     table, block = as_array("table", table, "a boolean array"), int_at_least("block", block, 1)
     if table.dtype != bool or table.ndim != 3:
         raise ValueError(f"table must be bool [heads, rows, columns], but got {table.dtype} {table.shape}.")
 
-    @made_for(h=table.shape[0])
+    heads, rows, columns = table.shape
+
+    @made_for(h=heads, q_idx=rows * block, kv_idx=columns * block)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         return table[h, q_idx // block, kv_idx // block]
 

@@ -1,6 +1,5 @@
 """Checks the arguments of `dot_product_attention`, as `core/validation.py` does, and makes a `Call` of them."""
 
-import bisect
 import functools
 import math
 import operator
@@ -16,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Operands, Options, ScoreMod, Sharding
-from flax_mha._src.core import lookups, validation
+from flax_mha._src.core import validation
 from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, number_in, unwrapped
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target, readable, target_of
@@ -387,8 +386,7 @@ def with_keys(
         has_known_sizes=all(isinstance(n, int) for x in (scoring.query, key, value) for n in x.shape),
     )
     if options.score_mod is not None or jax.tree.leaves(operands.mask):  # masks without arrays call no function
-        for spans in _spans(offsets, operands.lengths):
-            check_lookups(shape, options.score_mod, present, spans)
+        check_lookups(shape, options.score_mod, present, offsets, operands.lengths)
     return Call(operands, options)
 
 
@@ -397,45 +395,59 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def check_lookups(
-    shape: Shape, score_mod: TracedFunction | None, masks: Sequence[Mask | None], spans: lookups.Spans
+    shape: Shape,
+    score_mod: TracedFunction | None,
+    masks: Sequence[Mask | None],
+    offsets: Offsets,
+    lengths: tuple[int, int],
 ) -> None:
     """Checks that user functions fit the call's sizes, and look up only entries that their arrays have.
 
-    `spans` are the positions of queries and of keys in a sequence. They are not checked if a mask may hide them, other
-    than causal masks, windows, and the mask whose function makes the lookup.
+    `lengths` are those of queries and keys. Positions are not checked if a mask may hide them, other than causal masks,
+    windows, and the mask whose function makes the lookup.
     """
+    last = {"b": last_of(math.prod(shape.batch)), "h": last_of(shape.num_heads)}
+    for function, window in with_windows(masks, score_mod):
+        query, key = (None, None) if window is None else _last_visible(offsets, lengths, window)
+        function.check({**last, "q_idx": query, "kv_idx": key})
+
+
+def with_windows(
+    masks: Sequence[Mask | None], score_mod: TracedFunction | None
+) -> list[tuple[TracedFunction, tuple[int | None, int | None] | None]]:
+    """Lists the user functions of a call, each with its `window_beside`."""
     functions = [part.function for part in functions_of(masks)] + ([] if score_mod is None else [score_mod])
-    for function in functions:
-        lookups.check(function, math.prod(shape.batch), shape.num_heads, *spans, window_beside(masks, function))
+    return [(function, window_beside(masks, function)) for function in functions]
 
 
-def count_positions(check: Callable[[int], None], end: int) -> int:
-    """Counts the positions below `end` before the first that `check` refuses; it must refuse all later ones, too."""
-
-    def is_refused(position: int) -> bool:
-        try:
-            check(position)
-        except ValueError:
-            return True
-        return False
-
-    return bisect.bisect_left(range(end), True, key=is_refused) if is_refused(end - 1) else end
-
-
-def _spans(offsets: Offsets, lengths: tuple[int, int]) -> list[lookups.Spans]:
-    """Lists the positions of queries and keys: of each sequence if both offsets differ, else of all together."""
-    starts: Any = [offsets.values]
-    if all(not isinstance(x, int) and readable(x) for x in offsets.values):
-        starts = sorted(set(zip(*(x.ravel().tolist() for x in np.broadcast_arrays(*offsets.values)), strict=True)))
-    return [(_span(query, lengths[0]), _span(key, lengths[1])) for query, key in starts]
+def _last_visible(
+    offsets: Offsets, lengths: tuple[int, int], window: tuple[int | None, int | None]
+) -> tuple[int | None, int | None]:
+    """Returns the largest positions of a query and of a key that see each other; None if not known, or if none do."""
+    queries, keys = (_span(offset, length) for offset, length in zip(offsets.values, lengths, strict=True))
+    if window == (None, None):
+        return tuple(None if x is None else int(x[1].max()) for x in (queries, keys))  # type: ignore[return-value]
+    if queries is None or keys is None:
+        return None, None
+    left, right = (2 * LARGEST + 1 if side is None else side for side in window)  # all distances, if not limited
+    last_query, last_key = np.minimum(queries[1], keys[1] + left), np.minimum(keys[1], queries[1] + right)
+    seen = np.maximum(queries[0], keys[0] - right) <= last_query
+    if left + right < 0 or not seen.any():
+        return None, None
+    return int(np.where(seen, last_query, -LARGEST).max()), int(np.where(seen, last_key, -LARGEST).max())
 
 
-def _span(offset: int | Array, length: int) -> lookups.Span:
-    """Returns the least and greatest position in sequences that begin at `offset`; None if unknown or empty."""
+def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns the first and the last position in each sequence that begins at `offset`; None if unknown or empty."""
     if not isinstance(length, int) or not length or not (isinstance(offset, int) or readable(offset)):
         return None
-    first, last = (offset, offset) if isinstance(offset, int) else extremes(offset)
-    return first, last + length - 1
+    first = np.asarray(offset, np.int64)
+    return first, first + length - 1
+
+
+def last_of(size: Any) -> int | None:
+    """Returns the last index of an axis; None if the axis is empty or its size a symbol, as in `jax.export`."""
+    return size - 1 if isinstance(size, int) and size else None
 
 
 def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask | None:

@@ -2,19 +2,21 @@
 
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array
 
 T = TypeVar("T")
 
-Platform = Literal["cpu", "cuda", "gpu", "tpu"]  # the names that a caller may use
+Platform = typing.Literal["cpu", "cuda", "gpu", "tpu"]  # the names that a caller may use
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}  # JAX's name of each
 
 
@@ -167,3 +169,45 @@ def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tupl
         axis_names=frozenset((first,) if isinstance(first, str) else first),
         check_vma=False,
     )(*jax.tree.map(reshard, operands, is_batched))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Iterates over the equations of a jaxpr and of all jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in inner_jaxprs(equation):
+            yield from equations(inner)
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """Iterates over an equation's jaxprs: branches, loop bodies, functions with custom derivatives."""
+    for parameter in equation.params.values():
+        for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                yield inner
+
+
+def evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> list[Array]:
+    """Evaluates a jaxpr without constants; also inside `jax.shard_map`, though it was traced for other values.
+
+    There, the operands of a primitive must vary over the same mesh axes, so the operands of every equation are cast.
+    """
+    if not any_varies(values):
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)
+    known = dict(zip(jaxpr.invars, values, strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[Array]:
+        return varying_alike([jnp.asarray(x.val) if isinstance(x, Literal) else known[x] for x in atoms])
+
+    for equation in jaxpr.eqns:
+        if any(True for _ in inner_jaxprs(equation)):
+            raise NotImplementedError(
+                "score_mod and mask_mod must not use control flow or custom derivatives inside jax.shard_map, but "
+                f"got {equation.primitive.name}; use jnp.where, or jax.shard_map(..., check_vma=False)."
+            )
+        results = read(equation.invars)
+        if equation.primitive.name not in ("pvary", "pcast"):  # these cast captured arrays
+            results = equation.primitive.bind(*results, **equation.params)
+        results = results if isinstance(results, list | tuple) else [results]
+        known.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars)

@@ -1,16 +1,10 @@
-"""A user's function of one score or one position, traced into a value that `jit` can compare.
+"""Traces a user's function of one score or one position into a value that `jit` can compare.
 
 `jit` compiles again when a static argument is unequal to those that it has seen. A Python function is a poor static
-argument: a lambda that is made anew in every call is never equal to the last one, and a function whose closure has
-changed still is. So the function is traced in every call, and two traces are equal if they compute the same with the
-same arrays. These are passed to the compiled program, and may differ between equal traces: the arrays that the function
-captures, and the floats in it.
-
-Example: after `slope = 0.5`, the function `lambda score, b, h, q_idx, kv_idx: score - slope * (q_idx - kv_idx)` has one
-float, 0.5. With `slope = 0.6` it is traced into an equal value with another float, and nothing is compiled.
-
-That is so for every call that Python makes. A program that a user has jitted calls no Python function again: there the
-slope stays that of its trace, unless it is an argument of that program.
+argument: two lambdas are never equal, and a function whose closure has changed still equals itself. So every attention
+call traces the function again. Two traces are equal if their printed jaxprs are equal, and if everything that the text
+omits is equal, too. The arrays that the function captures are arguments of the jaxpr, so they may differ.
+A program that a user has jitted calls no Python function again: there, closures keep the values of its trace.
 """
 
 import functools
@@ -20,51 +14,39 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxtyping import Array
 
-from flax_mha._src.core.captured import with_jax_arrays
-from flax_mha._src.core.jaxprs import RULES, derivative_is_finite, equations, evaluate_varying, is_float, key_of
-from flax_mha._src.core.tracing import any_varies, without_mesh
+from flax_mha._src.core.tracing import equations, evaluate, inner_jaxprs, without_mesh
 
-POSITIONS = ("b", "h", "q_idx", "kv_idx")
+NAMES = {"b": "batch entries", "h": "heads", "q_idx": "query positions", "kv_idx": "key positions"}
+POSITIONS = tuple(NAMES)
+CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge", "max", "min", "clamp")
 F = TypeVar("F", bound=Callable)
 
 
 class TracedFunction:
-    """The jaxpr of a function of ([score,] b, h, q_idx, kv_idx). Two are equal if they compute the same.
+    """The jaxpr of a function of ([score,] b, h, q_idx, kv_idx). Two that are equal compute the same.
 
     Attributes:
       name: Name of the function in errors; not compared.
       jaxpr: Its arguments are the captured arrays, then those of the function.
-      derivative_is_finite: See `jaxprs.derivative_is_finite`.
       made_for: The sizes given to the decorator `made_for`; not compared.
     """
 
-    def __init__(
-        self,
-        name: str,
-        jaxpr: Jaxpr,
-        derivative: ClosedJaxpr | None,
-        derivative_is_finite: bool,
-        made_for: Mapping[str, int],
-    ) -> None:
-        self.name, self.jaxpr, self.derivative_is_finite, self.made_for = name, jaxpr, derivative_is_finite, made_for
-        self._derivative = derivative  # kept alive, because the key holds the `id` of objects in it
-        with_rules = (equation for equation in equations(jaxpr) if equation.primitive.name in RULES)
-        differentiated = frozenset(key_of(equation.params["call_jaxpr"]) for equation in with_rules)
-        self._key = key_of(jaxpr), key_of(derivative, differentiated)
-        self._hash = hash(self._key)
+    def __init__(self, name: str, jaxpr: Jaxpr, made_for: Mapping[str, int], rules: Sequence[Any] = ()) -> None:
+        self.name, self.jaxpr, self.made_for = name, jaxpr, made_for
+        self._compared = jaxpr, *rules  # kept alive, because the key holds the `id` of objects in it
+        self._key = tuple(map(_key, self._compared))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TracedFunction) and self._key == other._key
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._key)
 
     def __call__(self, captured: Sequence[Array], *arguments: Array) -> Array:
-        values = (*captured, *arguments)
-        return evaluate_varying(self.jaxpr, values) if any_varies(values) else _evaluate(self.jaxpr, values)
+        return evaluate(self.jaxpr, (*captured, *arguments))[0]
 
     @property
     def has_custom_vjp(self) -> bool:
@@ -79,14 +61,49 @@ class TracedFunction:
     def uses(self, position: str) -> bool:
         """Returns whether the function reads this argument, one of `POSITIONS`."""
         variable = self.jaxpr.invars[POSITIONS.index(position) - len(POSITIONS)]
-        used = (*(v for equation in self.jaxpr.eqns for v in equation.invars), *self.jaxpr.outvars)
-        return any(v is variable for v in used)
+        return any(v is variable for atoms in (*(e.invars for e in self.jaxpr.eqns), self.jaxpr.outvars) for v in atoms)
+
+    @functools.cached_property
+    def lookups(self) -> list[tuple[str, int, tuple[int, ...]]]:
+        """Lookups at one of `POSITIONS`, if no condition on it may discard the entry: its name, axis, array's shape."""
+        held, conditional, found = _positions(self.jaxpr), _conditional(self.jaxpr), []
+        for equation in (e for e in self.jaxpr.eqns if e.primitive.name == "dynamic_slice"):
+            array, *indices = _atoms(equation)
+            for axis, index in enumerate(indices):
+                fits = index in held and array.aval.shape[axis] <= jnp.iinfo(index.aval.dtype).max
+                if fits and held[index] not in conditional:
+                    found.append((held[index], axis, array.aval.shape))
+        return found
+
+    def size(self, position: str) -> int | None:
+        """Returns the number of values of b, h, q_idx or kv_idx that its arrays have entries for; None if any."""
+        sizes = [shape[axis] for name, axis, shape in self.lookups if name == position]
+        return min([*sizes, *(size for name, size in self.made_for.items() if name == position)], default=None)
+
+    def check(self, last: Mapping[str, int | None]) -> None:
+        """Raises a ValueError if `made_for` has other sizes, or if a lookup is certainly beyond the end of an array.
+
+        JAX clamps an index that is too large: a table that is too short would give wrong numbers and no error. `last`
+        holds the largest visible value of each of `POSITIONS`, None if it is not known.
+        """
+        for name, size in self.made_for.items():
+            value = last[name]
+            if value is not None and (value >= size or (name in "bh" and value + 1 < size)):
+                raise ValueError(f"{self.name} was created for {size} {NAMES[name]}, but the call has {value + 1}.")
+        for name, axis, shape in self.lookups:
+            value = last[name]
+            if value is not None and value >= shape[axis]:
+                raise ValueError(
+                    f"{self.name} must not index arrays out of bounds, but at {name} = {value}, it uses index {value} "
+                    f"on axis {axis} of an array with shape {shape}; extend that axis to at least {value + 1}, or clip "
+                    f"the index with jnp.clip(index, 0, {shape[axis] - 1})."
+                )
 
 
 def made_for(**sizes: int) -> Callable[[F], F]:
     """Declares the sizes that a `mask_mod` or a `score_mod` is made for, such as `@made_for(h=8, kv_idx=1024)`.
 
-    `lookups.check` refuses calls with other numbers of batch entries or heads, and with positions beyond these sizes.
+    `TracedFunction.check` refuses calls with other numbers of batch entries or heads, and with positions beyond these.
     """
 
     def mark(function: Any) -> Any:
@@ -105,59 +122,55 @@ class Trace(NamedTuple):
 
 
 def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
-    """Traces a user's function of scalars, and the values that it captures now, to a form that `jit` can compare.
-
-    Args:
-      name: Name of the argument, for errors.
-      function: A `mask_mod` or a `score_mod`.
-      score: The dtype of scores; None for a `mask_mod`.
+    """Traces a `score_mod` of scores of dtype `score`, or a `mask_mod`, with the values that it captures now.
 
     Raises:
-      ValueError: If it is no function, raises an error, or returns anything but one bool, or one score.
+      ValueError: If `name` is no function, raises an error, or returns anything but one score or one bool.
     """
     closed = _checked_jaxpr(name, function, score)
-    pairs = [(v, jnp.asarray(x)) for v, x in zip(closed.jaxpr.constvars, closed.consts, strict=True)]
-    if score is not None and any(jnp.issubdtype(x.dtype, jnp.complexfloating) for _, x in pairs):
+    # NumPy arrays are copied: JAX would keep the first values of one that changes, for as long as it holds the array.
+    captured = [x if isinstance(x, jax.Array) else jnp.asarray(np.array(x)) for x in closed.consts]
+    pairs = list(zip(closed.jaxpr.constvars, captured, strict=True))
+    if score is not None and any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in captured):
         raise ValueError(f"{name} must not capture complex arrays, but {function!r} does; capture x.real and x.imag.")
 
     def is_constant(pair: tuple[Any, Array]) -> bool:  # an array that is differentiated is a tracer
-        return score is None or not is_float(pair[0]) or not isinstance(pair[1], jax.core.Tracer)
+        is_float = jnp.issubdtype(pair[1].dtype, jnp.floating)
+        return score is None or not is_float or not isinstance(pair[1], jax.core.Tracer)
 
-    eqns, floats = _floats_as_arguments(closed.jaxpr)
-    pairs = sorted(pairs, key=is_constant) + floats
-    variables, captured = [v for v, _ in pairs], [x for _, x in pairs]
-    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*variables, *closed.jaxpr.invars], eqns=eqns)
+    pairs = sorted(pairs, key=is_constant)
     number = sum(not is_constant(pair) for pair in pairs)
-    learned, constants = captured[:number], captured[number:]
-    derivative = None
-    if score is not None and any(equation.primitive.name in RULES for equation in equations(jaxpr)):
-        derivative = _derivative(jaxpr, learned, constants)
-    name = f"{name} {_qualified_name(function)}"
-    sizes = getattr(function, "made_for", {})
-    traced = TracedFunction(name, jaxpr, derivative, derivative_is_finite(closed.jaxpr), sizes)
-    return Trace(traced, learned, constants)
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*(v for v, _ in pairs), *closed.jaxpr.invars])
+    rules = () if score is None else _rules(jaxpr, function)
+    traced = TracedFunction(f"{name} {_name_of(function)}", jaxpr, getattr(function, "made_for", {}), rules)
+    return Trace(traced, [x for _, x in pairs[:number]], [x for _, x in pairs[number:]])
 
 
 def _checked_jaxpr(name: str, function: Any, score: jnp.dtype | None) -> ClosedJaxpr:
     """Traces a function and checks that it returns one bool, or one score."""
     if not callable(function):
         raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
-    scores = [] if score is None else [score]
-    [result] = scores or [jnp.dtype(bool)]
-    names = ", ".join([*("score" for _ in scores), *POSITIONS])
-    wanted = f"{name}({names}) must return a {result.name} scalar for scalar arguments"
+    scores = {} if score is None else {"score": score}
+    [result] = scores.values() or [jnp.dtype(bool)]
+    wanted = f"{name}({', '.join([*scores, *POSITIONS])}) must return a {result.name} scalar for scalar arguments"
+
+    def run(*scalars: Array) -> Any:
+        with jax.disable_jit():  # JAX would reuse old traces of jitted helpers, even if their closures have changed
+            return function(*scalars)
+
     try:
-        closed = _jaxpr_of(function, *scores, *[jnp.int32] * len(POSITIONS))
+        with without_mesh():
+            closed = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct((), x) for x in (*scores.values(), *[jnp.int32] * 4)))
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
-        raise ValueError(f"{wanted}, but {function!r} raised {reason}{_fix(error)}.") from error
+        raise ValueError(f"{wanted}, but {_name_of(function)} raised {reason}{_fix(error)}.") from error
     if [(x.shape, x.dtype) for x in closed.out_avals] != [((), result)]:
         got = ", ".join(aval.str_short() for aval in closed.out_avals) or "nothing"
-        raise ValueError(f"{wanted}, but {function!r} returned {got}; use .astype or jnp.where on scalars.")
+        raise ValueError(f"{wanted}, but {_name_of(function)} returned {got}; use .astype or jnp.where on scalars.")
     return closed
 
 
-def _qualified_name(function: Any) -> str:
+def _name_of(function: Any) -> str:
     """Returns the name of a function, of the function in a partial, or of a callable object's class."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -169,72 +182,78 @@ def _fix(error: Exception) -> str:
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return "; use jnp.where instead of `if`, and & | ~ instead of `and`, `or`, `not`"
     if type(error).__name__ == "ShardingTypeError":
-        return (
-            "; capture jax.reshard(array, jax.P()) instead of a sharded array, because every device needs all entries"
-        )
+        return "; capture jax.reshard(array, jax.P()) instead of a sharded array: every device needs all its entries"
     conversions = (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
     if isinstance(error, conversions) or "len() of unsized" in str(error):  # the latter from torch
-        return "; convert captured lists, torch tensors and NumPy arrays inside other objects with jnp.asarray(...)"
+        return "; captured NumPy arrays, lists and torch tensors cannot be indexed by positions: use jnp.asarray(...)"
     return ""
 
 
-def _jaxpr_of(function: Callable, *dtypes: Any) -> ClosedJaxpr:
-    """Traces a function of scalars of these dtypes, with the values that it captures now, not those in JAX's caches.
+def _key(compared: Any) -> tuple:
+    """Returns a jaxpr's text and the `id`s of constants and callbacks inside it; of a function, only its `id`."""
+    if not isinstance(compared, Jaxpr | ClosedJaxpr):
+        return (id(compared),)
+    inside = list(equations(compared))
+    nested = (compared, *(inner for equation in inside for inner in inner_jaxprs(equation)))
+    constants = (x for one in nested for x in getattr(one, "consts", ()))
+    callbacks = (x.params["callback"] for x in inside if "callback" in x.params)
+    return str(compared), *map(id, constants), *(id(getattr(x, "callback_func", x)) for x in callbacks)
 
-    JAX reuses the trace of a function, and of jitted helpers that it calls, even if their closures have changed. So a
-    new function is traced here, and everything runs without `jit`; arrays that helpers capture are then captured, too.
+
+def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
+    """Returns what to compare if a `score_mod` has custom derivatives, whose rules are not part of a jaxpr.
+
+    This is a trace of its derivative. If that has other custom derivatives, or if a rule raises an error, the function
+    itself is compared, too.
     """
 
-    def anew(*scalars: Array) -> Any:
+    def custom(jaxpr: Any) -> set[tuple]:
+        calls = [e for e in equations(jaxpr) if e.primitive.name in ("custom_jvp_call", "custom_vjp_call")]
+        inner = [e.params["call_jaxpr"].jaxpr for e in calls]
+        return {(x.debug_info.func_src_info, str(x)) for x in inner}
+
+    def pull(arguments: list[Array], cotangents: list[Array]) -> Any:
         with jax.disable_jit():
-            try:
-                return function(*scalars)
-            except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError):
-                # NumPy cannot index its arrays with traced numbers; JAX can.
-                return with_jax_arrays(function)(*scalars)
+            pulled = jax.vjp(lambda *values: evaluate(jaxpr, values), *arguments)[1](cotangents)
+        return [x for x in pulled if x.dtype != jax.dtypes.float0]
 
-    with without_mesh():
-        return jax.make_jaxpr(anew)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
-
-
-def _evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> Array:
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)[0]
+    if not custom(jaxpr):
+        return []
+    try:
+        derivative = jax.make_jaxpr(pull)([v.aval for v in jaxpr.invars], [v.aval for v in jaxpr.outvars])
+    except Exception:  # the function may still be used without derivatives
+        return [function]
+    return [derivative] if custom(derivative.jaxpr) <= custom(jaxpr) else [derivative, function]
 
 
-def _floats_as_arguments(jaxpr: Jaxpr) -> tuple[list[Any], list[tuple[Any, Array]]]:
-    """Replaces finite float literals in a jaxpr by variables, so that functions that differ in them compile once.
-
-    Exponents stay literals: XLA computes x ** 2.0 faster if it knows the 2.0.
-
-    Returns:
-      The equations, and the new variables with their values.
-    """
-    floats: list[tuple[Any, Array]] = []
-
-    def lifted(atom: Any, primitive: str) -> Any:
-        is_number = isinstance(atom, Literal) and is_float(atom) and not atom.aval.shape  # type: ignore[attr-defined]
-        if not is_number or primitive == "pow" or not np.isfinite(atom.val):
-            return atom
-        floats.append((Var(atom.aval), jnp.asarray(atom.val, atom.aval.dtype)))
-        return floats[-1][0]
-
-    return [e.replace(invars=[lifted(x, e.primitive.name) for x in e.invars]) for e in jaxpr.eqns], floats
+def _positions(jaxpr: Any) -> dict[Any, str]:
+    """Maps variables to the position that they hold, possibly cast, or with the axis's length added if negative."""
+    held, from_end = dict[Any, str](zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)), dict[Any, str]()
+    for equation in jaxpr.eqns:
+        name, result, atoms = equation.primitive.name, equation.outvars[0], _atoms(equation)
+        if name == "convert_element_type" and atoms[0] in held and jnp.issubdtype(result.aval.dtype, jnp.integer):
+            held[result] = held[atoms[0]]
+        elif name == "add" and atoms[0] in held and atoms[1] is None and equation.invars[1].val > 0:
+            from_end[result] = held[atoms[0]]
+        elif name == "select_n" and atoms[1] in held and from_end.get(atoms[2]) == held[atoms[1]]:
+            held[result] = held[atoms[1]]
+    return held
 
 
-def _derivative(jaxpr: Jaxpr, learned: list[Array], constants: list[Array]) -> ClosedJaxpr:
-    """Traces the vector-Jacobian product of a `score_mod` that calls functions with custom derivatives.
+def _conditional(jaxpr: Any) -> set[str]:
+    """Finds positions on which a condition depends, or control flow; entries of arrays count as independent."""
+    sources, found = {v: {name} for v, name in zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)}, set[str]()
+    for equation in jaxpr.eqns:
+        name, atoms = equation.primitive.name, _atoms(equation)
+        is_sign = name == "lt" and atoms[1] is None and equation.invars[1].val == 0  # as JAX asks of every index
+        read = atoms[:1] if name in ("dynamic_slice", "gather") else atoms
+        of = set[str]().union(*(sources.get(x, ()) for x in read))
+        sources.update(dict.fromkeys(equation.outvars, of))
+        if (name in CONDITIONS and not is_sign) or any(True for _ in inner_jaxprs(equation)):
+            found |= of
+    return found
 
-    `learned` and `constants` are the captured arrays that `jaxpr` takes first. Derivative rules are Python functions,
-    which cannot be compared; the jaxpr of what they compute can.
-    """
 
-    def pulled(score: Array, cotangent: Array, positions: list[Array], learned: list, constants: list) -> Any:
-        def run(score: Array, learned: list[Array]) -> Array:
-            return _evaluate(jaxpr, (*learned, *constants, score, *positions))
-
-        with jax.disable_jit():
-            return jax.vjp(run, score, learned)[1](cotangent)
-
-    arguments = jaxpr.invars[len(learned) + len(constants) :]
-    score, *positions = (jax.ShapeDtypeStruct((), v.aval.dtype) for v in arguments)  # type: ignore[attr-defined]
-    return jax.make_jaxpr(pulled)(score, score, positions, learned, constants)
+def _atoms(equation: Any) -> list[Any]:
+    """Returns the operands of an equation: variables, and None for numbers."""
+    return [None if isinstance(x, Literal) else x for x in equation.invars]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from flax_mha._src import guard
 from flax_mha._src.call.operands import Rows, accumulation_dtype
 from flax_mha._src.core.tile import Offsets, Tile
-from flax_mha._src.core.tracing import any_varies
 from flax_mha._src.core.user_function import TracedFunction
 from flax_mha._src.math.derivatives import reverse_only
 from flax_mha._src.math.threefry import random_words
@@ -160,63 +158,50 @@ class ScoreRule:
 
     @property
     def has_finite_derivatives(self) -> bool:
-        """True if derivatives are finite at masked scores as well."""
-        return self.score_mod is None or (self.score_mod.derivative_is_finite and self.soft_cap is None)
+        """True if derivatives of `tile` are finite at masked scores as well."""
+        return self.score_mod is None
 
     def differentiable_tile(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> Float[Array, "t s"]:
-        """Computes the same as `tile`; its derivatives are finite if those of all visible scores are.
-
-        A captured array's derivative is a sum over all scores, to which masked ones contribute 0 times the derivative
-        of `score_mod`. That is NaN where the function has no derivative, as log1p(q_idx - kv_idx) if kv_idx is larger.
-        So the product and position of each masked score are replaced by those of a visible score of the tile, whose
-        derivative is in the sum anyway.
-        """
-        if self.has_finite_derivatives or not products.size:
+        """Computes the same as `tile`; its derivatives are finite if those of all visible scores are."""
+        if self.score_mod is None or not products.size:
             return self.tile(products, inputs, tile)
-        fixed_products, fixed_inputs = lax.stop_gradient((products, inputs))
-        visible = self.tile(fixed_products, fixed_inputs, tile) != -jnp.inf
-        row, column = jnp.unravel_index(jnp.argmax(visible), visible.shape)
-        rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
-        columns = jnp.where(visible, tile.key_positions, tile.key_positions[0, column])
-        products = jnp.where(visible, products, fixed_products[row, column])
-        is_empty = ~visible.any()
-        captured = [jnp.where(is_empty, lax.stop_gradient(x), x) for x in inputs.captured]
-        one = jax.vmap(jax.vmap(self._one_score(captured)))
-        scores = one(self._cap(products), rows, columns)
-        if inputs.bias is not None:
-            scores = scores + jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias)).astype(scores.dtype)
-        return jnp.where(visible, scores, -jnp.inf)
+        visible = self.tile(*lax.stop_gradient((products, inputs)), tile) != -jnp.inf
+        return self._scores_where(visible, products, inputs, tile)
 
     def tile_vjp(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """Computes the scores of a tile, and the function from their cotangents to those of products and `inputs`.
-
-        If the gradient of a captured array is not finite, it is computed again by `differentiable_tile`.
-        """
-        scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
+        """Computes the scores of a tile, and the function from their cotangents to those of products and `inputs`."""
         if self.score_mod is None:
-            return scores, pull
+            return jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
+        scores = self.tile(products, inputs, tile)
+        visible = scores != -jnp.inf
+        return scores, jax.vjp(lambda x, p: self._scores_where(visible, x, p, tile), products, inputs)[1]
 
-        def pull_safely(d_scores: Float[Array, "t s"]) -> tuple[Array, ScoreInputs]:
-            d_products, d_inputs = pull(d_scores)
-            d_products = jnp.where(scores == -jnp.inf, jnp.zeros_like(d_products), d_products)
-            if not d_inputs.captured or self.score_mod.derivative_is_finite:  # type: ignore[union-attr]
-                return d_products, d_inputs
-            finite = functools.reduce(operator.and_, (jnp.isfinite(x).all() for x in d_inputs.captured))
-            if any_varies((finite,)):  # inside jax.shard_map, where jax cannot batch the other branch
-                captured = [jnp.where(finite, *pair) for pair in zip(d_inputs.captured, safe(d_scores), strict=True)]
-            else:
-                captured = lax.cond(finite, lambda: d_inputs.captured, lambda: safe(d_scores))
-            return d_products, d_inputs._replace(captured=captured)
+    def _scores_where(
+        self, visible: Bool[Array, "t s"], products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
+    ) -> Float[Array, "t s"]:
+        """Computes `tile` from the scores that it shows: `score_mod` and the soft cap get no product of a masked one.
 
-        def safe(d_scores: Float[Array, "t s"]) -> list[Array]:
-            _, pull = jax.vjp(lambda p: self.differentiable_tile(products, p, tile), inputs)
-            return pull(d_scores)[0].captured
-
-        return scores, pull_safely
+        A captured array's derivative is a sum over all scores, to which masked ones contribute 0 times the derivative
+        of `score_mod`. That is NaN if the function has no derivative there, as log1p(q_idx - kv_idx) for a key after
+        the query. So masked scores are computed at the place of a visible one, whose derivative is in the sum anyway.
+        """
+        if not inputs.captured:
+            scores = self.apply_score_mod(self._cap(self.zero_masked(products, visible)), inputs, tile)
+        else:
+            row = jnp.argmax(visible.any(axis=1))  # XLA's CPU is slow at an argmax over the whole tile
+            column = jnp.argmax(visible[row])
+            rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
+            columns = jnp.where(visible, tile.key_positions, tile.key_positions[0, column])
+            products = jnp.where(visible, products, lax.stop_gradient(products[row, column]))
+            captured = [jnp.where(visible[row, column], x, lax.stop_gradient(x)) for x in inputs.captured]
+            scores = jax.vmap(jax.vmap(self._one_score(captured)))(self._cap(products), rows, columns)
+        if inputs.bias is not None:
+            scores = scores + jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias)).astype(scores.dtype)
+        return jnp.where(visible, scores, -jnp.inf)
 
     def _cap(self, products: Float[Array, "t s"]) -> Float[Array, "t s"]:
         return products if self.soft_cap is None else self.soft_cap * jnp.tanh(products / self.soft_cap)

@@ -16,8 +16,7 @@ from jax.interpreters import partial_eval
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Operands, Result
-from flax_mha._src.core.jaxprs import equations
-from flax_mha._src.core.tracing import varying_alike
+from flax_mha._src.core.tracing import equations, varying_alike
 from flax_mha._src.engines.engine import RESIDUALS
 from flax_mha._src.engines.kernels.lower_for_platform import compile_for
 from flax_mha._src.math.derivatives import Function, differentiate, linear_function, replace_at

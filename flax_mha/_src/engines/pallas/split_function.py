@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array, Int
 
-from flax_mha._src.core.jaxprs import inner_jaxprs
+from flax_mha._src.core.tracing import inner_jaxprs
 from flax_mha._src.core.user_function import TracedFunction
 from flax_mha._src.engines.pallas.grid import LANES
 
