@@ -131,9 +131,9 @@ def dot_product_attention(
         (flattened if there are several batch axes), `h` the index of the head, `q_idx` and `kv_idx` the positions of
         query and key (int32). Captured arrays and numbers are read at every call. Inside your own `jit` they are read
         while tracing, so pass values that change as arguments. Captured floating-point arrays receive gradients.
-        Returning -inf masks the score. A lookup outside a captured array is an error if the index is known while
-        tracing, unless the index depends on `q_idx` or `kv_idx` and a mask other than a causal mask or a window may
-        hide that position. Indices computed from other arrays are not checked; JAX then returns the last entry.
+        Returning -inf masks the score. Looking up `b`, `h`, `q_idx` or `kv_idx` outside a captured array is an error if
+        sizes are known while tracing, unless a condition uses that position, or a mask other than a causal mask or a
+        window may hide it. Computed indices are not checked; JAX then returns the last entry.
       dropout_rate: Fraction of the softmax's weights set to 0, in [0, 1); the others are scaled by 1 / (1 - rate).
       dropout_rng: Key of `jax.random`; required if `dropout_rate > 0`. The dropped weights depend only on the key, the
         batch entry, the head and the positions, so they are the same in every implementation.

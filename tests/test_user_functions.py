@@ -412,3 +412,91 @@ def test_equal(one, other):
 )
 def test_unequal(one, other):
     assert traced(one) != traced(other)
+
+
+@BOTH
+def test_a_rule_whose_closure_has_changed_counts_as_it_is_now(implementation):
+    """The same function object: neither its jaxpr nor its identity shows the change."""
+    factor = 1.0
+
+    @jax.custom_jvp
+    def scaled(x):
+        return x
+
+    scaled.defjvp(lambda primals, tangents: (primals[0], tangents[0] * factor))
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return scaled(score)
+
+    def gradient():
+        loss = lambda query: jnp.sin(dot_product_attention(query, *ARRAYS[1:], **arguments)).sum()  # noqa: E731
+        return jax.grad(loss)(ARRAYS[0])
+
+    arguments = {"score_mod": score_mod, "implementation": implementation}
+    first = gradient()
+    factor = 3.0
+    close(gradient(), 3 * first)
+    factor = 1.0
+    close(gradient(), first)
+
+
+def test_a_callback_is_not_known_by_what_it_prints():
+    class OnHost:
+        def __init__(self, table):
+            self.table = np.asarray(table)
+
+        def __repr__(self):
+            return "OnHost"
+
+        def __call__(self, kv_idx):
+            return self.table[kv_idx]
+
+    def made(table):
+        on_host, result = OnHost(table), jax.ShapeDtypeStruct((), jnp.float32)
+        return lambda score, b, h, q_idx, kv_idx: (
+            score + jax.pure_callback(on_host, result, kv_idx, vmap_method="broadcast_all")
+        )
+
+    for table in (FIRST, SECOND, FIRST):
+        close(attend(made(table)), added(table))
+
+
+def test_a_function_whose_rule_refuses_has_no_derivative_but_a_value():
+    @jax.custom_vjp
+    def doubled(x):
+        return 2 * x
+
+    def refuse(*_):
+        raise NotImplementedError("no gradient")
+
+    doubled.defvjp(lambda x: (2 * x, None), refuse)
+    got = attend(lambda score, b, h, q_idx, kv_idx: doubled(score))
+    close(got, attend(lambda score, b, h, q_idx, kv_idx: 2 * score))
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        jax.grad(lambda query: dot_product_attention(query, *ARRAYS[1:], score_mod=lambda s, *_: doubled(s)).sum())(
+            ARRAYS[0]
+        )
+
+
+@BOTH
+@pytest.mark.parametrize("transform", ["grad", "jacfwd", "grad of grad"])
+def test_scores_that_the_function_masks_itself_have_safe_derivatives(transform, implementation):
+    """Its logarithm has no value for later keys, which it masks."""
+    slopes = jnp.array([0.5, 1.5])
+
+    def derivative(of_distance):
+        def loss(query, slopes):
+            def score_mod(score, b, h, q_idx, kv_idx):
+                distance = of_distance(q_idx - kv_idx).astype(score.dtype)
+                return jnp.where(q_idx >= kv_idx, (score + jnp.log1p(distance)) * slopes[h], -jnp.inf)
+
+            arguments = {"score_mod": score_mod, "implementation": implementation}
+            return jnp.sin(dot_product_attention(query, *ARRAYS[1:], **arguments)).sum()
+
+        first = jax.jacfwd(loss, (0, 1)) if transform == "jacfwd" else jax.grad(loss, (0, 1))
+        if transform != "grad of grad":
+            return first(ARRAYS[0], slopes)
+        return jax.grad(lambda *x: sum(jnp.sin(y).sum() for y in first(*x)), (0, 1))(ARRAYS[0], slopes)
+
+    for got, want in zip(derivative(lambda x: x), derivative(lambda x: jnp.maximum(x, 0)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

@@ -33,7 +33,7 @@ class FunctionMask(Mask):
     positions, to find the tiles that can be skipped; otherwise, it is evaluated in every call.
 
     Two function masks are equal if their functions compute the same from equal captured values, so creating the mask
-    again does not make `jax.jit` retrace. A lookup outside a captured array is an error; see `dot_product_attention`.
+    again does not make `jax.jit` retrace. Lookups in captured arrays are checked; see `dot_product_attention`.
 
     Example:
       >>> from flax_mha import CausalMask, FunctionMask
