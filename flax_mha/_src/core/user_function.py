@@ -2,9 +2,8 @@
 
 `jit` compiles again when a static argument is unequal to those that it has seen. A Python function is a poor static
 argument: two lambdas are never equal, and a function whose closure has changed still equals itself. So every attention
-call traces the function again. Two traces are equal if their printed jaxprs are equal, and if everything that the text
-omits is equal, too. The arrays that the function captures are arguments of the jaxpr, so they may differ.
-A program that a user has jitted calls no Python function again: there, closures keep the values of its trace.
+call traces the function again; a program that a user has jitted does so only when it is traced itself. Two traces are
+equal if their printed jaxprs and everything that the text omits are equal. Captured arrays are arguments of the jaxpr.
 """
 
 import functools
@@ -70,8 +69,9 @@ class TracedFunction:
         for equation in (e for e in self.jaxpr.eqns if e.primitive.name == "dynamic_slice"):
             array, *indices = _atoms(equation)
             for axis, index in enumerate(indices):
-                fits = index in held and array.aval.shape[axis] <= jnp.iinfo(index.aval.dtype).max
-                if fits and held[index] not in conditional:
+                size: Any = array.aval.shape[axis]  # an int, or a symbol of `jax.export`
+                is_known = index in held and isinstance(size, int) and size <= jnp.iinfo(index.aval.dtype).max
+                if is_known and held[index] not in conditional:
                     found.append((held[index], axis, array.aval.shape))
         return found
 
@@ -230,7 +230,7 @@ def _positions(jaxpr: Any) -> dict[Any, str]:
     """Maps variables to the position that they hold, possibly cast, or with the axis's length added if negative."""
     held, from_end = dict[Any, str](zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)), dict[Any, str]()
     for equation in jaxpr.eqns:
-        name, result, atoms = equation.primitive.name, equation.outvars[0], _atoms(equation)
+        name, result, atoms = equation.primitive.name, (*equation.outvars, None)[0], _atoms(equation)
         if name == "convert_element_type" and atoms[0] in held and jnp.issubdtype(result.aval.dtype, jnp.integer):
             held[result] = held[atoms[0]]
         elif name == "add" and atoms[0] in held and atoms[1] is None and equation.invars[1].val > 0:
