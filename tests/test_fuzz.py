@@ -91,7 +91,9 @@ def ours(structure, implementation, learned, fixed, return_residual=True):
     learned, fixed = dict(learned), dict(fixed)
     slopes, marks = learned.pop("slopes", None), fixed.pop("marks", None)
     if marks is not None:
-        mask = FunctionMask(lambda b, h, q_idx, kv_idx: marks[kv_idx % len(marks)] | ((q_idx + h) % 3 == 0))
+        mask = FunctionMask(
+            lambda b, h, q_idx, kv_idx: jnp.asarray(marks)[kv_idx % len(marks)] | ((q_idx + h) % 3 == 0)
+        )
         fixed["mask"] = mask if structure["mask_object"] == "function" else ~(CausalMask(-4) & mask) | LocalMask(0, 0)
     if slopes is not None:
         fixed["score_mod"] = lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k).astype(score.dtype)
