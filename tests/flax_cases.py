@@ -56,14 +56,6 @@ CASES = {
 }
 
 
-def each(cases, *names, core=()):
-    """The cases of these names, by default all, one test each; those in `core` are the core."""
-    names = names or tuple(cases)
-    assert set(core) <= set(names)
-    marks = {name: pytest.mark.core if name in core else () for name in names}
-    return pytest.mark.parametrize("case", [pytest.param(cases[name], id=name, marks=marks[name]) for name in names])
-
-
 @contextlib.contextmanager
 def flax_rules():
     """JAX's own rules again, for what Flax itself computes."""
@@ -174,6 +166,11 @@ DECODING_ADDED = {
     "logits_soft_cap, FunctionMask": Case({"logits_soft_cap": 0.5}, arguments=THINNED),
     "rms_norm, SegmentMask": Case({"normalize_qk": "rms_norm"}, arguments=SEGMENTS),
     "CausalMask, LocalMask": Case(arguments={"mask": masks.CausalMask(-1) & masks.LocalMask(2, 1)}),
+    "bias, window with mask": Case(
+        {"local_window_size": 2},
+        arguments={"mask": visible(BATCH, 1, 1, QUERIES), "bias": np.asarray(normal(7, HEADS, QUERIES, QUERIES))},
+    ),
+    "two batch axes, window with key heads": Case({"num_kv_heads": 1, "local_window_size": (3, None)}, batch=(2, 3)),
     "everything": Case(EVERYTHING[0], arguments=EVERYTHING[1]),
 }
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
@@ -207,6 +204,12 @@ def assert_same_arguments(ours, flax):
             assert given == expected or (given is None and expected is False)
 
 
+# What differs from the defaults of both constructors.
+ATTRIBUTES = {"num_heads": 5, "qkv_features": 21, "out_features": 13, "dtype": jnp.float32, "param_dtype": jnp.float16}
+ATTRIBUTES |= {"precision": "highest", "use_bias": False, "normalize_qk": True, "dropout_rate": 0.5}
+ATTRIBUTES |= dict.fromkeys(("kernel_init", "bias_init", "out_bias_init"), jax.nn.initializers.ones)
+ATTRIBUTES |= dict.fromkeys(("qkv_dot_general", "out_dot_general"), jax.lax.dot_general)
+ATTRIBUTES |= dict.fromkeys(("qkv_dot_general_cls", "out_dot_general_cls"), lambda: jax.lax.dot_general)
 # What both modules refuse, when they are made or called: options, inputs and arguments of the call, error and message.
 REFUSED_OPTIONS = [
     ({"num_heads": 0}, "num_heads and num_kv_heads must be at least 1, but got 0"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 import torch_port
-from flax import nnx
+from flax_modules import Linen, Nnx
 from marks import with_core
 from torch import nn
 from torch_port import (
@@ -26,7 +26,7 @@ from torch_port import (
 )
 
 import flax_mha
-from flax_mha import convert, linen
+from flax_mha import convert
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -123,10 +123,7 @@ PRIMES = {
     ),
     "groups": Case(lambda: GroupedQueryAttention(11, 6, 2, 5), [(2, 7, 11)], **GROUPED),
     "causal groups": Case(
-        lambda: GroupedQueryAttention(11, 6, 2, 5, causal=True),
-        [(2, 7, 11)],
-        **GROUPED,
-        arguments={"is_causal": True},
+        lambda: GroupedQueryAttention(11, 6, 2, 5, causal=True), [(2, 7, 11)], **GROUPED, arguments={"is_causal": True}
     ),
 }
 TORCH = {
@@ -167,53 +164,22 @@ def run_torch(case, module, inputs, cotangent):
     return output.detach().numpy(), weights, [tensor.grad.numpy() for tensor in tensors]
 
 
-def run_nnx(params, heads, inputs, arguments, cotangent, implementation):
-    """The same of flax_mha.MultiHeadAttention, into which `nnx.update` loads what `from_torch` gives."""
-    features, kv_features = (params[name]["kernel"].shape[0] for name in ("query", "key"))
-    module = flax_mha.MultiHeadAttention(
-        heads,
-        features,
-        qkv_features=params["query"]["kernel"][0].size,
-        out_features=params["out"]["kernel"].shape[-1],
-        num_kv_heads=params["key"]["kernel"].shape[1],
-        in_kv_features=kv_features,
-        use_bias="bias" in params["out"],
-        decode=False,
-        implementation=implementation,
-        kernel_init=nnx.initializers.zeros,
-        rngs=nnx.Rngs(0),
-    )
-    nnx.update(module, params)
-
-    def loss(module, *inputs):
-        output = module(*inputs, **arguments)
-        return jnp.sum(output * cotangent), output
-
-    grad = nnx.jit(nnx.grad(loss, argnums=tuple(range(len(inputs) + 1)), has_aux=True))
-    (weights, *arrays), output = grad(module, *inputs)
-    return output, nnx.to_pure_dict(weights), arrays
+def run(api, params, heads, inputs, arguments, cotangent, implementation):
+    """The same of flax_mha's module, into which goes what `from_torch` gives; nnx also takes the features of inputs."""
+    options = {
+        "num_heads": heads,
+        "qkv_features": params["query"]["kernel"][0].size,
+        "out_features": params["out"]["kernel"].shape[-1],
+        "num_kv_heads": params["key"]["kernel"].shape[1],
+        "use_bias": "bias" in params["out"],
+        "implementation": implementation,
+    }
+    if api is Nnx:
+        options["in_features"], options["in_kv_features"] = (params[x]["kernel"].shape[0] for x in ("query", "key"))
+    return api.grads(api.ours, params, inputs, options, arguments, cotangent)
 
 
-def run_linen(params, heads, inputs, arguments, cotangent, implementation):
-    """The same of flax_mha.linen, which takes what `from_torch` gives as it is."""
-    module = linen.MultiHeadDotProductAttention(
-        heads,
-        qkv_features=params["query"]["kernel"][0].size,
-        out_features=params["out"]["kernel"].shape[-1],
-        num_kv_heads=params["key"]["kernel"].shape[1],
-        use_bias="bias" in params["out"],
-        implementation=implementation,
-    )
-
-    def loss(params, *inputs):
-        output = module.apply({"params": params}, *inputs, **arguments)
-        return jnp.sum(output * cotangent), output
-
-    grad = jax.jit(jax.grad(loss, argnums=range(len(inputs) + 1), has_aux=True))
-    (weights, *arrays), output = grad(params, *inputs)
-    return output, weights, arrays
-
-
+run_nnx, run_linen = (functools.partial(run, api) for api in (Nnx, Linen))
 RUNS = {"nnx": run_nnx, "linen": run_linen}
 each_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 

@@ -1,0 +1,398 @@
+"""What flax_mha.MultiHeadAttention and flax_mha.linen's module do in the place of Flax's: every test runs for both."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax_cases import (
+    ADDED,
+    BATCH,
+    DECODING_ADDED,
+    FEATURES,
+    GROUPED,
+    HEADS,
+    IMPLEMENTATIONS,
+    KEYS,
+    MASKS,
+    QUERIES,
+    REFUSED_CALLS,
+    REFUSED_OPTIONS,
+    Case,
+    assert_close,
+    assert_grads_close,
+    assert_no_worse,
+    assert_same,
+    flax_rules,
+    normal,
+    trained,
+    visible,
+)
+from flax_modules import EACH_API, Linen, Nnx, X, Y, both, decode, each
+
+import flax_mha
+
+CAUSAL = np.tri(QUERIES, dtype=bool)[None, None]
+COMPLEX = X.astype(jnp.complex64)
+
+
+# Parameters, checkpoints and outputs --------------------------------------------------------------------------------
+
+
+@each(
+    "self, without bias, normalized, groups", "self, without bias, normalized, sizes", core="normalized, groups, sizes"
+)
+def test_same_parameters_from_the_same_seed(api, case):
+    assert_same(*(api.initial(kind, case) for kind in (api.ours, api.flax)))
+
+
+@each(core="self, padding, sizes, normalized, causal with mask, groups, key and value features")
+def test_checkpoints_give_the_same_outputs(api, case):
+    assert_close(*both(api, case))
+
+
+@each("normalized, two batch axes, causal with mask, groups", "two batch axes, mask, normalized", core="groups, mask")
+def test_same_gradients(api, case):
+    inputs = case.inputs()
+    cotangent = normal(5, *case.batch, QUERIES, FEATURES)
+    params = api.params(api.flax, inputs, **case.options)
+    result, weights, arrays = api.grads(api.ours, params, inputs, case.options, case.arguments, cotangent)
+    with flax_rules():
+        of_flax = api.grads(api.flax, params, inputs, case.options, case.arguments, cotangent)
+    assert_close((result, arrays), (of_flax[0], of_flax[2]))
+    assert_grads_close(weights, of_flax[1])
+
+
+HALF = [
+    (Nnx, jnp.float16, {}, {}),
+    (Nnx, jnp.bfloat16, {"normalize_qk": True}, {"is_causal": True}),
+    (Nnx, jnp.bfloat16, GROUPED, {"mask": visible(1, QUERIES, QUERIES)}),
+    (Linen, jnp.float16, {}, {}),
+    (Linen, jnp.bfloat16, {"force_fp32_for_softmax": True}, {}),
+    (Linen, jnp.bfloat16, {"normalize_qk": True}, {"mask": CAUSAL}),
+]
+
+
+@pytest.mark.parametrize(("api", "dtype", "options", "arguments"), HALF)
+def test_half_precision_is_no_worse(api, dtype, options, arguments):
+    params, half = api.params(api.flax, [X], **options), {**options, "dtype": dtype}
+    with flax_rules():
+        exact = api.call(api.flax, params, [X], options, **arguments)
+        peer = api.call(api.flax, params, [X], half, **arguments)
+    with flax_rules() if "normalize_qk" in options else contextlib.nullcontext():  # Flax's LayerNorm promotes
+        got = jax.jit(lambda x: api.call(api.ours, params, [x], half, **arguments))(X)
+    assert_no_worse(got, peer, exact)
+
+
+# What is sown --------------------------------------------------------------------------------------------------------
+
+
+@each("no batch, two batch axes, causal with mask, groups", "no batch, two batch axes, mask", core="groups, mask")
+def test_sown_weights_are_those_of_flax(api, case):
+    assert_close(*both(api, case, "capture"))
+
+
+@EACH_API
+def test_sown_weights_come_before_dropout(api):
+    params = api.params(api.flax, [X])
+    runs = [api.capture(api.ours, params, [X], {"dropout_rate": 0.5}, deterministic=x)[1] for x in (False, True)]
+    assert_same(*runs)
+
+
+# Decoding ------------------------------------------------------------------------------------------------------------
+
+
+DECODING = {
+    "no batch": Case(batch=()),
+    "two batch axes": Case(batch=(2, 3)),
+    "groups": Case(GROUPED),
+    "normalized": Case({"normalize_qk": True}),
+    "mask": Case(arguments={"mask": visible(BATCH, HEADS, QUERIES, QUERIES)}),
+}
+
+
+@each(core="everything", cases=DECODING_ADDED)
+def test_decoding_equals_the_whole_forward(api, case):
+    """In one by "blockwise", in the other by "xla"."""
+    (x,) = case.inputs()
+    params = trained(api.params(api.ours, [x], **case.options))
+    expected = api.call(api.ours, params, [x], case.options, is_causal=True, **case.arguments)
+    options = case.options | {"implementation": "blockwise" if api is Nnx else "xla"}
+    step, cache = api.decoder(api.ours, params, x, options)
+    assert_close(decode(step, x, **case.arguments), np.asarray(expected))
+    assert cache()["cache_index"] == QUERIES
+
+
+@each(
+    "no batch, groups, normalized, mask",
+    "no batch, two batch axes, normalized, mask",
+    core="groups, mask",
+    cases=DECODING,
+)
+def test_decoding_equals_that_of_flax(api, case):
+    (x,) = case.inputs()
+    params = api.params(api.flax, [x], **case.options)
+    (ours, cache), (flax, flax_cache) = (api.decoder(kind, params, x, case.options) for kind in (api.ours, api.flax))
+    assert_same(cache(), flax_cache())
+    got = decode(ours, x, **case.arguments)
+    with flax_rules():
+        assert_close(got, decode(flax, x, **case.arguments))
+    if api is Nnx:
+        assert_same(cache(), flax_cache())
+    else:  # Two programs, which may round differently.
+        assert_close(cache(), flax_cache())
+
+
+@EACH_API
+def test_decoding_is_causal_with_or_without_the_flag(api):
+    """Its single query is no first query: older Flax showed it key 0 alone."""
+    params = api.params(api.ours, [X])
+    results = [decode(api.decoder(api.ours, params, X, **flag)[0], X) for flag in ({}, {"is_causal": True})]
+    assert_same(*results)
+    assert_close(results[0], np.asarray(api.call(api.ours, params, [X], is_causal=True)))
+
+
+@pytest.mark.core
+@EACH_API
+@pytest.mark.parametrize("jit", [False, True])
+def test_decoding_past_the_end_raises_or_under_jit_answers_nan(api, jit):
+    step, cache = api.decoder(api.ours, None, X[:, :3], jit=jit)
+    decode(step, X[:, :3])
+    before = cache()
+    for _ in range(2):
+        if jit:
+            result = step(X[:, :1], {})
+            assert result.shape == (BATCH, 1, FEATURES)
+            assert np.isnan(result).all()
+        else:
+            with pytest.raises(ValueError, match=r"the cache is full: all 3 slots are in use"):
+                step(X[:, :1], {})
+        assert_same(cache(), before)
+
+
+# Dropout and attention_fn --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@EACH_API
+@pytest.mark.parametrize("shared", [True, False])
+def test_broadcast_dropout_shares_what_is_dropped(api, shared):
+    """Batch entries and heads are alike and the output layer is the identity: dropout alone tells them apart."""
+    x, options = jnp.broadcast_to(X[:1], X.shape), {"dropout_rate": 0.5, "deterministic": False, "use_bias": False}
+    params = jax.tree.map(np.asarray, api.params(api.flax, [x], use_bias=False))
+    params = {
+        name: {"kernel": np.repeat(params[name]["kernel"][:, :1], HEADS, 1)} for name in ("query", "key", "value")
+    }
+    params["out"] = {"kernel": np.eye(FEATURES, dtype=np.float32).reshape(HEADS, -1, FEATURES)}
+    got = api.call(api.ours, params, [x], options | {"broadcast_dropout": shared})
+    parts = np.moveaxis(np.asarray(got).reshape(BATCH, QUERIES, HEADS, -1), 2, 1).reshape(BATCH * HEADS, -1)
+    if shared:
+        assert_close(parts, np.broadcast_to(parts[:1], parts.shape))
+    else:
+        assert len(np.unique(parts.round(4), axis=0)) == BATCH * HEADS
+
+
+@each(
+    "two batch axes, causal with mask, groups",
+    "two batch axes, mask of numbers, normalized",
+    core="groups, mask of numbers",
+)
+def test_attention_functions_can_be_exchanged(api, case):
+    """Flax's own function inside our module, and ours inside Flax's."""
+    inputs, options = case.inputs(), case.options
+    params = api.params(api.flax, inputs, **options)
+    with flax_rules():
+        ours = api.capture(api.ours, params, inputs, options | {"attention_fn": api.attention}, **case.arguments)
+        of_flax = options | {"attention_fn": flax_mha.attention_fn}
+        assert_close(api.capture(api.flax, params, inputs, of_flax, **case.arguments), ours)
+
+
+def of_nnx(query, key, value, *, mask, dropout_rng, dropout_rate, broadcast_dropout, deterministic, dtype, precision,
+           module, is_causal):  # fmt: skip
+    return query + jnp.mean(value, axis=-3, keepdims=True)
+
+
+def of_linen(query, key, value, *, mask, dropout_rng, dropout_rate, broadcast_dropout, deterministic, dtype):
+    return query + jnp.mean(value, axis=-3, keepdims=True)
+
+
+def of_arrays(query, key, value):
+    return query + jnp.mean(value, axis=-3, keepdims=True)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("api", "function"), [(Nnx, of_nnx), (Linen, of_linen), (Linen, of_arrays)])
+def test_any_function_that_flax_takes_will_do(api, function):
+    """It gets all that Flax gives, in linen as far as it knows it, and nothing else."""
+    assert_close(*both(api, Case(), attention_fn=function))
+
+
+# What Flax lacks -----------------------------------------------------------------------------------------------------
+
+
+AHEAD = np.arange(QUERIES)[None, :] - np.arange(QUERIES)[:, None]
+IDS = np.array([5, 5, 5, 5, 3, 3, 3])
+SEGMENTS = {"segment_ids": jnp.broadcast_to(IDS, (BATCH, QUERIES))}
+HIDING = {
+    "causal": ({}, {"is_causal": True}, AHEAD <= 0),
+    "window": ({"local_window_size": 2}, {}, abs(AHEAD) <= 2),
+    "window (2, 0)": ({"local_window_size": (2, 0)}, {}, (AHEAD >= -2) & (AHEAD <= 0)),
+    "window (None, 1)": ({"local_window_size": (None, 1)}, {}, AHEAD <= 1),
+    "window (1, None)": ({"local_window_size": (1, None)}, {}, AHEAD >= -1),
+    "segments": ({}, SEGMENTS, IDS[:, None] == IDS),
+}
+
+
+@pytest.mark.core
+@EACH_API
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("name", HIDING)
+def test_what_hides_equals_a_mask_in_flax(api, implementation, name):
+    options, arguments, mask = HIDING[name]
+    params = api.params(api.flax, [X])
+    got = api.call(api.ours, params, [X], {"implementation": implementation, **options}, **arguments)
+    with flax_rules():
+        assert_close(got, api.call(api.flax, params, [X], mask=mask[None, None]))
+
+
+@each("causal with mask, groups", "mask", core="causal with mask, groups, mask")
+@IMPLEMENTATIONS
+def test_implementations_agree_with_flax(api, case, implementation):
+    assert_close(*both(api, case, ours={"implementation": implementation}))
+
+
+@pytest.mark.core
+@EACH_API
+@IMPLEMENTATIONS
+def test_documents_do_not_see_each_other(api, implementation):
+    other, params = normal(1, BATCH, QUERIES, FEATURES), api.params(api.ours, [X])
+    run = jax.jit(lambda x: api.call(api.ours, params, [x], {"implementation": implementation}, **SEGMENTS))
+    got, of = run(X), np.array(IDS)
+    for document in (5, 3):
+        changed = run(jnp.asarray(np.where(of[:, None] == document, X, other)))
+        np.testing.assert_array_equal(changed[:, of == document], got[:, of == document])
+        assert not np.allclose(changed[:, of != document], got[:, of != document])
+
+
+@pytest.mark.core
+@EACH_API
+@IMPLEMENTATIONS
+def test_documents_across_inputs_and_bias(api, implementation):
+    params, bias = api.params(api.flax, [X, Y]), normal(7, HEADS, QUERIES, KEYS)
+    q_ids, k_ids = np.arange(QUERIES) % 3, np.arange(KEYS) // 4
+    pair = tuple(jnp.broadcast_to(ids, (BATCH, len(ids))) for ids in (q_ids, k_ids))
+
+    def run(keys, bias):
+        return api.call(api.ours, params, [X, keys], {"implementation": implementation}, segment_ids=pair, bias=bias)
+
+    got, with_bias = run(Y, None), {"attention_fn": functools.partial(api.attention, bias=bias)}
+    assert not np.allclose(got, run(Y, bias))
+    with flax_rules():
+        mask = (q_ids[:, None] == k_ids[None, :])[None, None]
+        assert_close(got, api.call(api.flax, params, [X, Y], mask=mask))
+        assert_close(run(Y, bias), api.call(api.flax, params, [X, Y], with_bias, mask=mask))
+    changed = run(jnp.asarray(np.where(k_ids[:, None] == 1, Y + np.float32(1), Y)), None)
+    np.testing.assert_array_equal(changed[:, q_ids != 1], got[:, q_ids != 1])
+    assert np.abs(jax.grad(lambda bias: jnp.sum(run(Y, bias) ** 2))(bias)).max() > 1e-3
+
+
+@pytest.mark.core
+@EACH_API
+@pytest.mark.parametrize(("mask", "array"), MASKS.values(), ids=MASKS)
+def test_mask_objects_equal_arrays(api, mask, array):
+    run = functools.partial(api.call, api.ours, api.params(api.ours, [X]), [X])
+    expected = run(mask=array)
+    assert_close(run(mask=mask), expected)
+    assert not np.allclose(expected, run(), atol=1e-3)
+
+
+def project(x, layer, equation="btd,dnh->btnh"):
+    return jnp.einsum(equation, x, layer["kernel"]) + layer["bias"][None, None]
+
+
+@pytest.mark.core
+@EACH_API
+@pytest.mark.parametrize(("options", "arguments"), ADDED.values(), ids=ADDED)
+def test_what_flax_lacks_equals_the_core_between_the_projections(api, options, arguments):
+    params, of_nnx = (x.params(x.ours, [X], **options) for x in (api, Nnx))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), of_nnx)
+    added = (["sinks"] if "sinks" in options else []) + (["query_ln", "key_ln"] if "normalize_qk" in options else [])
+    assert params.keys() - {"query", "key", "value", "out"} == {*added}
+    core = arguments | {name: options[name] for name in ("logits_soft_cap", "local_window_size") if name in options}
+    if "sinks" in options:
+        assert_same(params["sinks"], jnp.zeros(options.get("num_heads", HEADS)))
+    params = trained(params)
+    query, key, value = (project(X, params[name]) for name in ("query", "key", "value"))
+    if "sinks" in options:
+        core["sinks"] = params["sinks"]
+    if "normalize_qk" in options:
+        query, key = (
+            y / jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6) * params[name]["scale"][None, None, None]
+            for y, name in ((query, "query_ln"), (key, "key_ln"))
+        )
+    expected = project(flax_mha.dot_product_attention(query, key, value, **core), params["out"], "btnh,nhd->btd")
+    assert_close(api.call(api.ours, params, [X], options, **arguments), expected)
+    assert not np.allclose(expected, api.call(api.ours, api.params(api.ours, [X]), [X]), atol=1e-3)
+
+
+@pytest.mark.core
+@EACH_API
+def test_sinks_are_learned(api):
+    params = api.params(api.ours, [X], sinks=True)
+    result = api.call(api.ours, params, [X], {"sinks": True})
+    _, grads, _ = api.grads(api.ours, params, [X], {"sinks": True}, {}, result)
+    assert grads["sinks"].shape == (HEADS,)
+    assert np.all(np.abs(grads["sinks"]) > 1e-3)
+    with flax_rules():  # linen's `init` computes
+        assert api.params(api.ours, [X], sinks=True, param_dtype=jnp.bfloat16)["sinks"].dtype == jnp.bfloat16
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@EACH_API
+@pytest.mark.parametrize(("options", "message"), REFUSED_OPTIONS)
+def test_options_are_refused(api, options, message):
+    """By nnx's constructor, and in linen when it is called."""
+    refuses = functools.partial(api.make, api.ours, **options)
+    if api is Linen:
+        refuses = functools.partial(api.fresh, refuses(), [X], {"deterministic": False})
+    with pytest.raises(ValueError, match=message):
+        refuses()
+
+
+REFUSED_BY = {
+    Nnx: [
+        ({}, [X[..., :7]], {}, ValueError, r"Incompatible input dimension, got 7 but module expects 15 \(inputs_q"),
+        ({}, [X, Y[..., :7]], {}, ValueError, r"got 7 but module expects 15 \(inputs_k"),
+        ({}, [X, Y, Y[..., :7]], {}, ValueError, r"got 7 but module expects 15 \(inputs_v"),
+        ({"in_kv_features": 13}, [X], {}, ValueError, r"got 15 but module expects 13 \(inputs_k"),
+    ],
+    Linen: [
+        ({"logits_soft_cap": False}, [X], {}, ValueError, "logits_soft_cap must be .*got False"),
+        ({"local_window_size": False}, [X], {}, ValueError, "local_window_size must be .*got False"),
+        ({"implementation": "xla"}, [COMPLEX], {}, ValueError, "complex inputs .* does not support implementation"),
+        ({"dropout_rate": 0.5}, [X], {}, ValueError, '"deterministic" must be passed'),
+        (
+            {"dropout_rate": 0.5, "deterministic": True},
+            [X],
+            {"deterministic": True},
+            ValueError,
+            "passed to the constr",
+        ),
+    ],
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("api", "options", "inputs", "arguments", "error", "message"),
+    [(api, *row) for api, rows in REFUSED_BY.items() for row in (*rows, *REFUSED_CALLS)],
+)
+def test_calls_are_refused(api, options, inputs, arguments, error, message):
+    module = api.make(api.ours, **options)
+    with flax_rules(), pytest.raises(error, match=message):
+        api.fresh(module, inputs, arguments)
