@@ -43,40 +43,16 @@ CHANGES: dict[str, list[dict[str, Any]]] = {  # other values of the config, one 
     "llama4_text": [{}, {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 48}],
     "qwen3_moe": [{"norm_topk_prob": True, "mlp_only_layers": [1]}],
 }
-KIMI_K2: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": 99,
-    "hidden_size": 1792,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 128,
-    "q_lora_rank": 384,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "attention_bias": False,
-    "rope_theta": 50000.0,
-    "rope_scaling": KIMI_SCALING | {"original_max_position_embeddings": 64},
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.827,
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
-}
+KIMI_K2: dict[str, Any] = {}
+KIMI_K2 |= {"architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 99, "hidden_size": 1792}
+KIMI_K2 |= {"intermediate_size": 96, "moe_intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
+KIMI_K2 |= {"num_key_value_heads": 4, "kv_lora_rank": 128, "q_lora_rank": 384, "qk_nope_head_dim": 32}
+KIMI_K2 |= {"qk_rope_head_dim": 16, "v_head_dim": 32, "attention_bias": False, "rope_theta": 50000.0}
+KIMI_K2 |= {"rope_scaling": KIMI_SCALING | {"original_max_position_embeddings": 64}, "max_position_embeddings": 2048}
+KIMI_K2 |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "first_k_dense_replace": 1, "moe_layer_freq": 1}
+KIMI_K2 |= {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+KIMI_K2 |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+KIMI_K2 |= {"routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0, "tie_word_embeddings": False}
 # Models that Transformers runs by the class of another family: that family, and the config.json with small sizes.
 PUBLISHED = {"kimi_k2": ("deepseek_v3", KIMI_K2)}
 

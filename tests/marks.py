@@ -5,6 +5,11 @@ import itertools
 import pytest
 
 
+def named(text):
+    """Names of cases, between semicolons."""
+    return [" ".join(name.split()) for name in text.split(";")]
+
+
 def with_core(cases, *core):
     """Cases as the parameters of a test; those that are named again are the core."""
     cases = list(cases)

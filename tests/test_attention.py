@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, DROPOUT_CASES, Case
-from marks import pairwise, with_core, with_core_tuples
+from marks import named, pairwise, with_core, with_core_tuples
 
 from flax_mha import dot_product_attention
 from flax_mha._src import plan as schedule
@@ -17,43 +17,15 @@ from flax_mha.conformance import reference
 IMPLEMENTATIONS = ("xla", "blockwise")
 KEY = jax.random.key(5)
 # One for each argument, with its edges, and the ways to multiply.
-CORE = [
-    "no batch axis",
-    "two batch axes",
-    "6 query heads, 2 key heads",
-    "values of size 5, keys of size 8",
-    "one causal query at offset 20",
-    "causal",
-    "causal, 53 queries and 37 keys",
-]
-CORE += [
-    "causal, query offset -5",
-    "causal, a query offset per sequence",
-    "window of 7 to the left, 3 to the right",
-    "window of 2 to the right, open on the left",
-    "window that leaves queries without keys",
-]
-CORE += [
-    "a sequence of length 0",
-    "segment ids",
-    "mask per sequence and head",
-    "bias per head and key",
-    "soft cap",
-    "a sink per head",
-    "all arguments at once",
-]
+CORE = named("""no batch axis; two batch axes; 6 query heads, 2 key heads; values of size 5, keys of size 8;
+    one causal query at offset 20; causal; causal, 53 queries and 37 keys; causal, query offset -5;
+    causal, a query offset per sequence; window of 7 to the left, 3 to the right;
+    window of 2 to the right, open on the left; window that leaves queries without keys; a sequence of length 0;
+    segment ids; mask per sequence and head; bias per head and key; soft cap; a sink per head; all arguments at once""")
 # One for each way to multiply. Which scores are hidden has nothing to do with the dtype of the products.
-MULTIPLIED = (
-    "no batch axis",
-    "6 query heads, 2 key heads",
-    "values of size 5, keys of size 8",
-    "one causal query at offset 20",
-    "mask per sequence and head",
-    "bias per sequence and head",
-    "soft cap",
-    "a sink per head",
-    "all arguments at once",
-)
+MULTIPLIED = named("""no batch axis; 6 query heads, 2 key heads; values of size 5, keys of size 8;
+    one causal query at offset 20; mask per sequence and head; bias per sequence and head; soft cap; a sink per head;
+    all arguments at once""")
 MET = [*((name, implementation) for name in CASES for implementation in IMPLEMENTATIONS)]
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -111,14 +83,8 @@ def test_forward_and_gradients_under_jit(name, implementation):
         assert_close(got, want, terms(case))
 
 
-MAPPED = [
-    "no batch axis",
-    "a sequence of length 0",
-    "segment ids",
-    "mask per sequence and head",
-    "bias per head and key",
-    "one causal query at offset 20",
-]
+MAPPED = named("""no batch axis; a sequence of length 0; segment ids; mask per sequence and head; bias per head and key;
+    one causal query at offset 20""")
 MAPPED = [(name, IMPLEMENTATIONS[i % len(IMPLEMENTATIONS)]) for i, name in enumerate(MAPPED)]
 MAPPED_BY_BOTH = [*itertools.product(("6 query heads, 2 key heads", "all arguments at once"), IMPLEMENTATIONS)]
 

@@ -45,162 +45,89 @@ def leaves(module):
 MODELS = state_dict(prefix="model.layers.0.self_attn.") | state_dict(prefix="model.layers.1.self_attn.")
 MODELS |= {"model.embed_tokens.weight": np.ones((3, D)), "model.layers.0.mlp.up_proj.weight": np.ones((3, D))}
 BIASES = {f"{name}_proj__bias": np.ones(size) for name, size in zip("qkvo", (N * H, K * H, K * H, D), strict=True)}
-WRONG = {
-    "a module": (make_module(), {}, {}, "state_dict must map names to tensors, but got a MultiHeadAttention"),
-    "a checkpoint": ({"model": {}, "step": 3}, {}, {}, "'model' is a dict; pass state_dict\\['model'\\]"),
-    "keys that are numbers": ({0: 1}, {}, {}, "keys of type str, but got 0"),
-    "a whole model": (
-        MODELS,
-        {},
-        {},
-        "prefix must select one .* got ''.*\n  'model.layers.0.self_attn.', ... 'model.layers.1.self_attn.' ",
-    ),
-    "a layer's prefix": (
-        MODELS,
-        {},
-        {"prefix": "model.layers.1."},
-        "found, as prefixes:\n  'model.layers.1.self_attn.'$",
-    ),
-    "no such prefix": (MODELS, {}, {"prefix": "model.layers.7."}, "no key starts with 'model.layers.7.'.*\n  'model"),
-    "a prefix that is no text": (MODELS, {}, {"prefix": 3}, "prefix must be a str .* got 3"),
-    "too few": (
-        state_dict(v_proj__weight=None),
-        {},
-        {},
-        "The closest is hf_llama: missing \\['v_proj.weight'\\], extra \\[\\]",
-    ),
-    "too many": (state_dict(extra=np.ones(1)), {}, {}, "The closest is hf_llama: missing \\[\\], extra \\['extra'\\]"),
-    "adapters": (state_dict(q_proj__lora_A__weight=np.ones(1)), {}, {}, "extra .*lora_A.*Merge adapters first"),
-    "integers": (
-        state_dict(q_proj__weight=np.ones((N * H, D), np.int8)),
-        {},
-        {},
-        "must be floating point, but got int8",
-    ),
-    "bitsandbytes": (
-        state_dict(q_proj__SCB=np.ones(3)),
-        {},
-        {},
-        "some are quantized \\(\\['q_proj.SCB'\\]\\); dequantize",
-    ),
-    "GPTQ": ({"q_proj.qweight": 1, "q_proj.qzeros": 1, "o_proj.qweight": 2}, {}, {}, "some are quantized .*qweight"),
-    "float8": (
-        state_dict(q_proj__weight=np.ones((N * H, D), ml_dtypes.float8_e4m3fn)),
-        {},
-        {},
+# Message, entries, and where there are any, options of the module and arguments of `load_torch`.
+WRONG = [
+    ("state_dict must map names to tensors, but got a MultiHeadAttention", make_module()),
+    ("'model' is a dict; pass state_dict\\['model'\\]", {"model": {}, "step": 3}),
+    ("keys of type str, but got 0", {0: 1}),
+    ("prefix must select one .* got ''.*\n  'model.layers.0.self_attn.', ... 'model.layers.1.self_attn.' ", MODELS),
+    ("found, as prefixes:\n  'model.layers.1.self_attn.'$", MODELS, {}, {"prefix": "model.layers.1."}),
+    ("no key starts with 'model.layers.7.'.*\n  'model", MODELS, {}, {"prefix": "model.layers.7."}),
+    ("prefix must be a str .* got 3", MODELS, {}, {"prefix": 3}),
+    ("The closest is hf_llama: missing \\['v_proj.weight'\\], extra \\[\\]", state_dict(v_proj__weight=None)),
+    ("The closest is hf_llama: missing \\[\\], extra \\['extra'\\]", state_dict(extra=np.ones(1))),
+    ("extra .*lora_A.*Merge adapters first", state_dict(q_proj__lora_A__weight=np.ones(1))),
+    ("must be floating point, but got int8", state_dict(q_proj__weight=np.ones((N * H, D), np.int8))),
+    ("some are quantized \\(\\['q_proj.SCB'\\]\\); dequantize", state_dict(q_proj__SCB=np.ones(3))),
+    ("some are quantized .*qweight", {"q_proj.qweight": 1, "q_proj.qzeros": 1, "o_proj.qweight": 2}),
+    (
         "q_proj.weight must be floating point, but got float8_e4m3fn; dequantize",
+        state_dict(q_proj__weight=np.ones((N * H, D), ml_dtypes.float8_e4m3fn)),
     ),
-    "integers below a prefix": (
+    (
+        "a.0.q_proj.weight must be floating point, but got uint8",
         state_dict(prefix="a.0.", q_proj__weight=np.ones((N * H, D), np.uint8)),
         {},
         {"prefix": "a.0"},
-        "a.0.q_proj.weight must be floating point, but got uint8",
     ),
-    "no arrays": (state_dict(q_proj__weight="weights"), {}, {}, "q_proj.weight must be"),
-    "key heads": (state_dict(), {"num_kv_heads": 4}, {}, "32 query and 16 key features into heads .* got 4 and 4"),
-    "width": (
-        state_dict(),
-        {"in_kv_features": 23},
-        {},
-        "\n  key.kernel must have shape \\(23, 2, 8\\), but got \\(24, 2, 8",
-    ),
-    "biases here": (
-        state_dict(),
-        {"use_bias": True},
-        {},
-        "\n  query.bias is missing from state_dict; .* use_bias=False\n",
-    ),
-    "biases there": (
-        state_dict(**BIASES),
-        {},
-        {},
-        "\n  query.bias is missing from the module; create it with use_bias=True\n",
-    ),
-    "norms there": (
-        state_dict(norms=True),
-        {},
-        {},
-        'query_ln.scale is missing from the module; .*normalize_qk="rms_norm"',
-    ),
-    "norms here": (state_dict(), {"normalize_qk": "rms_norm"}, {}, "query_ln.scale is missing from state_dict"),
-    "other norms": (
+    ("q_proj.weight must be", state_dict(q_proj__weight="weights")),
+    ("32 query and 16 key features into heads .* got 4 and 4", state_dict(), {"num_kv_heads": 4}),
+    ("\n  key.kernel must have shape \\(23, 2, 8\\), but got \\(24, 2, 8", state_dict(), {"in_kv_features": 23}),
+    ("\n  query.bias is missing from state_dict; .* use_bias=False\n", state_dict(), {"use_bias": True}),
+    ("\n  query.bias is missing from the module; create it with use_bias=True\n", state_dict(**BIASES)),
+    ('query_ln.scale is missing from the module; .*normalize_qk="rms_norm"', state_dict(norms=True)),
+    ("query_ln.scale is missing from state_dict", state_dict(), {"normalize_qk": "rms_norm"}),
+    (
+        'normalize_qk must be "rms_norm": these norms do not subtract',
         state_dict(norms=True),
         {"normalize_qk": True},
         {"qk_norm_offset": 0.0},
-        'normalize_qk must be "rms_norm": these norms do not subtract',
     ),
-    "norms of either kind": (
-        state_dict(norms=True),
-        {"normalize_qk": "rms_norm"},
-        {},
-        "qk_norm_offset .* 1.0 for Gemma 3",
-    ),
-    "norms of all heads": (
+    ("qk_norm_offset .* 1.0 for Gemma 3", state_dict(norms=True), {"normalize_qk": "rms_norm"}),
+    (
+        'query_ln.scale must have shape .8,., but got .4, 8.; use normalize_qk="rms_norm_all_heads"',
         state_dict(q_norm__weight=np.ones(N * H), k_norm__weight=np.ones(K * H)),
         {"normalize_qk": "rms_norm"},
-        {},
-        'query_ln.scale must have shape .8,., but got .4, 8.; use normalize_qk="rms_norm_all_heads"',
     ),
-    "one norm": (
+    (
+        "key_ln.scale is missing from state_dict",
         state_dict(norms=True, k_norm__weight=None),
         {"normalize_qk": "rms_norm"},
         {"qk_norm_offset": 0.0},
-        "key_ln.scale is missing from state_dict",
     ),
-    "sinks there": (state_dict(sinks=True), {}, {}, "sinks is missing from the module; create it with sinks=True"),
-    "sinks here": (
-        state_dict(),
-        {"sinks": True},
-        {},
-        "sinks is missing from state_dict; create the module with sinks=False",
-    ),
-    "gate there": (
-        state_dict(q_proj__weight=np.ones((2 * N * H, D))),
-        {},
-        {},
+    ("sinks is missing from the module; create it with sinks=True", state_dict(sinks=True)),
+    ("sinks is missing from state_dict; create the module with sinks=False", state_dict(), {"sinks": True}),
+    (
         "layout 'hf_qwen3_next':\n  gate.kernel is missing from the module; create it with gate=True$",
+        state_dict(q_proj__weight=np.ones((2 * N * H, D))),
     ),
-    "gate here": (
-        state_dict(),
-        {"gate": True},
-        {},
-        "gate.kernel is missing from state_dict; create the .* gate=False$",
-    ),
-    "gate of other heads": (
-        state_dict(q_proj__weight=np.ones((42, D)), o_proj__weight=np.ones((D, 21))),
-        {},
-        {},
+    ("gate.kernel is missing from state_dict; create the .* gate=False$", state_dict(), {"gate": True}),
+    (
         "split the 42 features of q_proj.weight into query and gate heads of equal size, but got 4 and 2",
+        state_dict(q_proj__weight=np.ones((42, D)), o_proj__weight=np.ones((D, 21))),
     ),
-    "no rotary positions": (
-        state_dict(),
-        {"rope": None},
-        {},
-        "rope is None: Llama.* use it; pass rope=RoPE.from_config.*convert.describe",
-    ),
-    "no soft cap": (
+    ("rope is None: Llama.* use it; pass rope=RoPE.from_config.*convert.describe", state_dict(), {"rope": None}),
+    (
+        "logits_soft_cap is None: Gemma 2",
         state_dict(prefix="layers.3.self_attn.") | {"layers.3.pre_feedforward_layernorm.weight": np.ones(D)},
         {},
         {"prefix": "layers.3.self_attn."},
-        "logits_soft_cap is None: Gemma 2",
     ),
-    "complex weights": (
-        state_dict(q_proj__weight=np.ones((N * H, D), np.complex64)),
-        {},
-        {},
+    (
         "query.kernel must have dtype float32, but got complex64",
+        state_dict(q_proj__weight=np.ones((N * H, D), np.complex64)),
     ),
-    "large weights": (
+    (
+        "out.kernel must fit in float16, but contains values up to 1e\\+06",
         state_dict(o_proj__weight=np.full((D, N * H), 1e6, np.float32)),
         {"param_dtype": jnp.float16},
-        {},
-        "out.kernel must fit in float16, but contains values up to 1e\\+06",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("entries", "options", "arguments", "message"), WRONG.values(), ids=WRONG)
-def test_refuses_before_anything_changes(entries, options, arguments, message):
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: row[0])
+def test_refuses_before_anything_changes(row):
+    message, entries, options, arguments = (*row, {}, {})[:4]
     module = make_module(**options)
     before = leaves(module)
     with pytest.raises(ValueError, match=f"(?s){message}") as error:
@@ -373,106 +300,86 @@ def test_offsets_are_added_in_float32():
 T5 = {"model_type": "t5", "d_model": 512, "d_kv": 64, "num_heads": 6}
 QWEN_2 = LLAMA | {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}
 GEMMA_2 = LLAMA | {"model_type": "gemma2", "sliding_window": 16}
-# config, layer, what is expected of it
-DESCRIBED = {
-    "llama": (LLAMA, 0, {"num_heads": 4, "in_features": 24, "qkv_features": 32, "num_kv_heads": 2, "use_bias": False}),
-    "llama with biases": (LLAMA | {"attention_bias": True}, 0, {"use_bias": True, "rope": RoPE()}),
-    "null is missing": (
-        LLAMA | {"num_key_value_heads": None, "head_dim": None},
-        0,
-        {"num_kv_heads": 4, "qkv_features": 24},
-    ),
-    "mistral": (LLAMA | {"model_type": "mistral", "sliding_window": 16}, 3, {"local_window_size": (15, 0)}),
-    "mistral without windows": (
-        LLAMA | {"model_type": "mistral", "sliding_window": None},
-        3,
-        {"local_window_size": None},
-    ),
-    "qwen2, a lower layer": (QWEN_2, 1, {"local_window_size": None, "use_bias": True}),
-    "qwen2, an upper layer": (QWEN_2, 2, {"local_window_size": (15, 0)}),
-    "qwen2 without windows": (QWEN_2 | {"use_sliding_window": False}, 2, {"local_window_size": None}),
-    "qwen2 of Transformers 5": (
+# config, what is expected of it, and a layer that is not the first
+DESCRIBED = [
+    (LLAMA, {"num_heads": 4, "in_features": 24, "qkv_features": 32, "num_kv_heads": 2, "use_bias": False}),
+    (LLAMA | {"attention_bias": True}, {"use_bias": True, "rope": RoPE()}),
+    (LLAMA | {"num_key_value_heads": None, "head_dim": None}, {"num_kv_heads": 4, "qkv_features": 24}),
+    (LLAMA | {"model_type": "mistral", "sliding_window": 16}, {"local_window_size": (15, 0)}, 3),
+    (LLAMA | {"model_type": "mistral", "sliding_window": None}, {"local_window_size": None}, 3),
+    (QWEN_2, {"local_window_size": None, "use_bias": True}, 1),
+    (QWEN_2, {"local_window_size": (15, 0)}, 2),
+    (QWEN_2 | {"use_sliding_window": False}, {"local_window_size": None}, 2),
+    (
         QWEN_2 | {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 3},
-        2,
         {"local_window_size": None},
+        2,
     ),
-    "qwen3": (
+    (
         LLAMA | {"model_type": "qwen3", "rms_norm_eps": 1e-3, "head_dim": None},
-        0,
         {"normalize_qk": "rms_norm", "qk_norm_epsilon": 1e-3, "qkv_features": 4 * 128},
     ),
-    "gemma2": (GEMMA_2, 0, {"logits_soft_cap": 50.0, "scale": 1 / 16, "local_window_size": (15, 0), "sinks": False}),
-    "gpt-oss that says nothing of its scaling": (
+    (GEMMA_2, {"logits_soft_cap": 50.0, "scale": 1 / 16, "local_window_size": (15, 0), "sinks": False}),
+    (
         {"model_type": "gpt_oss", "hidden_size": 128, "num_attention_heads": 8, "rope_scaling": None},
-        0,
         {"rope": RoPE(150_000.0, scaling=YaRN(32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False))},
     ),
-    "gemma2 without a cap": (GEMMA_2 | {"attn_logit_softcapping": None}, 0, {"logits_soft_cap": None}),
-    "mistral, as many key heads": (
-        LLAMA | {"model_type": "mistral", "num_key_value_heads": None},
-        0,
-        {"num_kv_heads": LLAMA["num_attention_heads"]},
-    ),
-    "gemma2, a global layer": (GEMMA_2, 1, {"local_window_size": None}),
-    "gemma3": (
+    (GEMMA_2 | {"attn_logit_softcapping": None}, {"logits_soft_cap": None}),
+    (LLAMA | {"model_type": "mistral", "num_key_value_heads": None}, {"num_kv_heads": LLAMA["num_attention_heads"]}),
+    (GEMMA_2, {"local_window_size": None}, 1),
+    (
         {
             "model_type": "gemma3",
             "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "sliding_window": 1024},
         },
-        4,
         {"num_heads": 8, "num_kv_heads": 4, "qkv_features": 2048, "local_window_size": (1023, 0), "rope": RoPE()},
+        4,
     ),
-    "gemma3, a global layer": (
+    (
         {"model_type": "gemma3_text", "hidden_size": 2560, "query_pre_attn_scalar": 64},
-        5,
         {"local_window_size": None, "rope": RoPE(1e6), "scale": 1 / 8, "normalize_qk": "rms_norm"},
+        5,
     ),
-    "qwen3_next": (
+    (
         LLAMA | {"model_type": "qwen3_next", "head_dim": None},
-        3,
         {"gate": True, "rope": RoPE(fraction=0.25), "normalize_qk": "rms_norm", "qkv_features": 4 * 256},
+        3,
     ),
-    "afmoe, a global layer": (LLAMA | {"model_type": "afmoe"}, 3, {"gate": True, "rope": None}),
-    "gpt_oss": (LLAMA | {"model_type": "gpt_oss"}, 0, {"sinks": True, "local_window_size": (127, 0), "use_bias": True}),
-    "a key that Llama does not read": (LLAMA | {"partial_rotary_factor": 0.5, "clip_qkv": 1.0}, 0, {"rope": RoPE()}),
-    "a cap that Gemma 3 does not read": (
-        {"model_type": "gemma3_text", "hidden_size": 2560, "attn_logit_softcapping": 50.0},
-        0,
-        {"logits_soft_cap": None},
-    ),
-    "smollm3, a layer that rotates": (LLAMA | {"model_type": "smollm3"}, 2, {"rope": RoPE(1e4)}),
-    "smollm3, one that does not": (LLAMA | {"model_type": "smollm3"}, 3, {"rope": None}),
-    "cohere2": (LLAMA | {"model_type": "cohere2"}, 2, {"rope": RoPE(interleaved=True), "local_window_size": (4095, 0)}),
-    "cohere2, a global layer": (LLAMA | {"model_type": "cohere2"}, 3, {"rope": None, "local_window_size": None}),
-    "exaone4 without windows": (LLAMA | {"model_type": "exaone4", "sliding_window": None}, 3, {"rope": RoPE()}),
-    "granite_swa": (
+    (LLAMA | {"model_type": "afmoe"}, {"gate": True, "rope": None}, 3),
+    (LLAMA | {"model_type": "gpt_oss"}, {"sinks": True, "local_window_size": (127, 0), "use_bias": True}),
+    (LLAMA | {"partial_rotary_factor": 0.5, "clip_qkv": 1.0}, {"rope": RoPE()}),
+    ({"model_type": "gemma3_text", "hidden_size": 2560, "attn_logit_softcapping": 50.0}, {"logits_soft_cap": None}),
+    (LLAMA | {"model_type": "smollm3"}, {"rope": RoPE(1e4)}, 2),
+    (LLAMA | {"model_type": "smollm3"}, {"rope": None}, 3),
+    (LLAMA | {"model_type": "cohere2"}, {"rope": RoPE(interleaved=True), "local_window_size": (4095, 0)}, 2),
+    (LLAMA | {"model_type": "cohere2"}, {"rope": None, "local_window_size": None}, 3),
+    (LLAMA | {"model_type": "exaone4", "sliding_window": None}, {"rope": RoPE()}, 3),
+    (
         LLAMA | {"model_type": "granite_swa", "layer_rope_theta": [0, 5.0]},
-        1,
         {"rope": RoPE(5.0), "scale": 1.0, "sinks": True, "local_window_size": (127, 0)},
+        1,
     ),
-    "hunyuan with NTK": (
+    (
         LLAMA | {"model_type": "hunyuan_v1_moe", "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
-        0,
         {"rope": RoPE(scaling=NTK(1000.0)), "normalize_qk": "rms_norm_after_rope"},
     ),
-    "zamba": (
+    (
         {"model_type": "zamba", "hidden_size": 8, "num_attention_heads": 2, "layers_block_type": ["mamba", "hybrid"]},
-        1,
         {"in_features": 16, "qkv_features": 16, "out_features": 8, "scale": 0.5, "rope": None},
+        1,
     ),
-    "jamba": (LLAMA | {"model_type": "jamba"}, 4, {"rope": None}),
-    "nemotron_h, which reads no bias": (
+    (LLAMA | {"model_type": "jamba"}, {"rope": None}, 4),
+    (
         LLAMA | {"model_type": "nemotron_h", "attention_bias": True, "layers_block_type": ["attention"]},
-        0,
         {"use_bias": False},
     ),
-    "kolibri1": ({"model_type": "kolibri1", "hidden_size": 64, "num_attention_heads": 8}, 0, {"num_kv_heads": 4}),
-    "glm4_moe with norms": (LLAMA | {"model_type": "glm4_moe", "use_qk_norm": True}, 0, {"normalize_qk": "rms_norm"}),
-    "minimax_m2": (LLAMA | {"model_type": "minimax_m2", "rotary_dim": 4}, 0, {"rope": RoPE(fraction=0.5)}),
-    "t5": (T5, 0, {"qkv_features": 384, "in_features": 512, "scale": 1.0, "use_bias": False, "rope": None}),
-    "gpt2": ({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "scale_attn_weights": False}, 0, {"scale": 1.0}),
-    "vit": ({"model_type": "vit", "hidden_size": 8, "num_attention_heads": 2}, 0, {"use_bias": True, "rope": None}),
-}
+    ({"model_type": "kolibri1", "hidden_size": 64, "num_attention_heads": 8}, {"num_kv_heads": 4}),
+    (LLAMA | {"model_type": "glm4_moe", "use_qk_norm": True}, {"normalize_qk": "rms_norm"}),
+    (LLAMA | {"model_type": "minimax_m2", "rotary_dim": 4}, {"rope": RoPE(fraction=0.5)}),
+    (T5, {"qkv_features": 384, "in_features": 512, "scale": 1.0, "use_bias": False, "rope": None}),
+    ({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "scale_attn_weights": False}, {"scale": 1.0}),
+    ({"model_type": "vit", "hidden_size": 8, "num_attention_heads": 2}, {"use_bias": True, "rope": None}),
+]
 
 
 @pytest.mark.core
@@ -488,88 +395,75 @@ def test_the_table_of_the_documentation_is_that_of_the_code():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("config", "layer", "expected"), DESCRIBED.values(), ids=DESCRIBED)
-def test_describe(config, layer, expected):
+@pytest.mark.parametrize("row", DESCRIBED)
+def test_describe(row):
+    config, expected, layer = (*row, 0)[:3]
     got = convert.describe(config, layer)
     assert {key: got[key] for key in expected} == expected
     assert isinstance(nnx.eval_shape(lambda: flax_mha.MultiHeadAttention(**got, rngs=nnx.Rngs(0))).out, nnx.Module)
 
 
 @pytest.mark.parametrize(
-    ("config", "layer", "message"),
+    "row",
     [
-        (object(), 0, "config must be a dict, but got object; use config.to_dict"),
-        ({}, 0, "model_type must be in .*FAMILIES, but got None"),
-        ({"model_type": "longcat_flash"}, 0, "model_type 'longcat_flash' is not supported: .* latents"),
+        (object(), "config must be a dict, but got object; use config.to_dict"),
+        ({}, "model_type must be in .*FAMILIES, but got None"),
+        ({"model_type": "longcat_flash"}, "model_type 'longcat_flash' is not supported: .* latents"),
         (
             DEEPSEEK | {"num_key_value_heads": 2},
-            0,
             "num_key_value_heads in config must equal num_attention_heads = 4, but got 2",
         ),
         (
             DEEPSEEK | {"qk_head_dim": 24},
-            0,
             r"qk_head_dim in config must equal qk_nope_head_dim \+ qk_rope_head_dim = 192, but got 24",
         ),
-        (DEEPSEEK | {"kv_lora_rank": 0}, 0, "kv_lora_rank must be an integer >= 1, but got 0"),
-        (DEEPSEEK | {"rope_scaling": {"partial_rotary_factor": 0.5}}, 0, "partial_rotary_factor .* 64 .* of 192"),
+        (DEEPSEEK | {"kv_lora_rank": 0}, "kv_lora_rank must be an integer >= 1, but got 0"),
+        (DEEPSEEK | {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor .* 64 .* of 192"),
         (
             DEEPSEEK | {"rope_scaling": {"llama_4_scaling_beta": 0.1}},
-            0,
             "must not set llama_4_scaling_beta=0.1: this model type does not",
         ),
-        (DEEPSEEK | {"q_lora_rank": "x"}, 0, "q_lora_rank must be an integer >= 1, but got 'x'"),
-        (LLAMA | {"model_type": "qwen3_next"}, 0, "layer 0 of qwen3_next has type 'linear_attention'"),
-        ({"model_type": "laguna"}, 0, "model_type 'laguna' is not supported: its output gate is not a sigmoid"),
-        ({"model_type": "mamba"}, 0, "model_type 'mamba' is not supported"),
-        ({"model_type": "llama"}, 0, "config must set num_attention_heads or .* but got None"),
-        (LLAMA | {"hidden_size": "24"}, 0, "hidden_size must be an integer >= 1, but got '24'"),
-        (
-            LLAMA | {"num_hidden_layers": 2},
-            2,
-            "layer must be an integer >= 0 and < num_hidden_layers .2., but got 2",
-        ),
-        (LLAMA, -1, "layer must be .* got -1"),
-        (LLAMA, 1.0, "layer must be .* got 1.0"),
-        ({"model_type": "clip", "text_config": {}, "vision_config": {}}, 0, r'pass config\["text_config"\] or'),
+        (DEEPSEEK | {"q_lora_rank": "x"}, "q_lora_rank must be an integer >= 1, but got 'x'"),
+        (LLAMA | {"model_type": "qwen3_next"}, "layer 0 of qwen3_next has type 'linear_attention'"),
+        ({"model_type": "laguna"}, "model_type 'laguna' is not supported: its output gate is not a sigmoid"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
+        ({"model_type": "llama"}, "config must set num_attention_heads or .* but got None"),
+        (LLAMA | {"hidden_size": "24"}, "hidden_size must be an integer >= 1, but got '24'"),
+        (LLAMA | {"num_hidden_layers": 2}, "layer must be an integer >= 0 and < num_hidden_layers .2., but got 2", 2),
+        (LLAMA, "layer must be .* got -1", -1),
+        (LLAMA, "layer must be .* got 1.0", 1.0),
+        ({"model_type": "clip", "text_config": {}, "vision_config": {}}, r'pass config\["text_config"\] or'),
         (
             GEMMA_2 | {"use_bidirectional_attention": True},
-            0,
             "use_bidirectional_attention=True in config is not supported",
         ),
         (
             GEMMA_2 | {"layer_types": ["chunked_attention"]},
-            0,
             "sliding_attention, but layer 0 of gemma2 has type 'chunked_",
         ),
-        (T5 | {"model_type": "bert", "position_embedding_type": "relative_key"}, 0, "'relative_key'.* as bias"),
-        ({"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}, 0, "must be equal"),
-        (LLAMA | {"model_type": "smollm3", "no_rope_layers": [1]}, 1, "no_rope_layers must be a list with .* layer 1"),
-        (LLAMA | {"model_type": "mistral", "sliding_window": "x"}, 0, "sliding_window must be .* got 'x'"),
-        (LLAMA | {"model_type": "jamba"}, 0, "layer 0 of jamba has type 'no attention'"),
-        (LLAMA | {"model_type": "zamba"}, 0, "config must contain layer_types or layers_block_type"),
-        (LLAMA | {"model_type": "stablelm", "qk_layernorm": True}, 0, "norms have separate weights for each head"),
+        (T5 | {"model_type": "bert", "position_embedding_type": "relative_key"}, "'relative_key'.* as bias"),
+        ({"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}, "must be equal"),
+        (LLAMA | {"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must be a list with .* layer 1", 1),
+        (LLAMA | {"model_type": "mistral", "sliding_window": "x"}, "sliding_window must be .* got 'x'"),
+        (LLAMA | {"model_type": "jamba"}, "layer 0 of jamba has type 'no attention'"),
+        (LLAMA | {"model_type": "zamba"}, "config must contain layer_types or layers_block_type"),
+        (LLAMA | {"model_type": "stablelm", "qk_layernorm": True}, "norms have separate weights for each head"),
         (
             LLAMA | {"model_type": "olmoe", "clip_qkv": 1.0},
-            0,
             "clip_qkv=1.0 in config is not supported: it clips the output of its norms",
         ),
-        (
-            LLAMA | {"model_type": "olmo", "clip_qkv": 1.0, "attention_bias": True},
-            0,
-            "not combine biases with clip_qkv",
-        ),
-        (LLAMA | {"model_type": "olmo", "clip_qkv": -1.0}, 0, "clip_qkv must be .*, but got -1.0"),
+        (LLAMA | {"model_type": "olmo", "clip_qkv": 1.0, "attention_bias": True}, "not combine biases with clip_qkv"),
+        (LLAMA | {"model_type": "olmo", "clip_qkv": -1.0}, "clip_qkv must be .*, but got -1.0"),
         (
             LLAMA | {"model_type": "big_bird"},
-            0,
             "attention_type='block_sparse' in config is not supported: .* 'original_full'",
         ),
-        (LLAMA | {"model_type": "gpt_bigcode", "multi_query": False}, 0, "multi_query=True, but got False"),
-        (LLAMA | {"model_type": "mpt", "attn_config": {"alibi": False}}, 0, "alibi=True, but got False"),
-        (LLAMA | {"model_type": "falcon", "alibi": True}, 0, "alibi=True in config is not supported"),
+        (LLAMA | {"model_type": "gpt_bigcode", "multi_query": False}, "multi_query=True, but got False"),
+        (LLAMA | {"model_type": "mpt", "attn_config": {"alibi": False}}, "alibi=True, but got False"),
+        (LLAMA | {"model_type": "falcon", "alibi": True}, "alibi=True in config is not supported"),
     ],
 )
-def test_describe_refuses(config, layer, message):
+def test_describe_refuses(row):
+    config, message, layer = (*row, 0)[:3]
     with pytest.raises(ValueError, match=message):
         convert.describe(config, layer)

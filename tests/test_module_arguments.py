@@ -468,8 +468,7 @@ def test_options_in_0d_arrays_count_as_their_numbers(kind):
         return nnx.jit(lambda module: module(X, deterministic=False))(module)
 
     def of_latent(options):
-        sizes = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
-        module = flax_mha.MultiHeadLatentAttention(N, D, **sizes, decode=False, rngs=nnx.Rngs(0), **options)
+        module = flax_mha.MultiHeadLatentAttention(N, D, **LATENT, decode=False, rngs=nnx.Rngs(0), **options)
         return nnx.jit(lambda module: module(X, deterministic=False))(module)
 
     arrays = {name: ARRAYS_OF_NUMBERS[kind](x) for name, x in numbers.items()}
@@ -480,74 +479,53 @@ def test_options_in_0d_arrays_count_as_their_numbers(kind):
             np.testing.assert_allclose(jax.jit(lambda compute=compute: compute(arrays))(), want, atol=1e-6)
 
 
-REFUSED = {
-    "num_heads a float": ({"num_heads": 4.0}, {}, "num_heads must be an int, but got 4.0"),
-    "num_kv_heads that does not divide": (
-        {"num_kv_heads": 3},
-        {},
-        r"num_heads \(4\) must be divisible by num_kv_heads",
-    ),
-    "gate": ({"gate": 1}, {}, "gate must be True or False, but got 1"),
-    "no such implementation": (
-        {"implementation": "flash"},
-        {},
-        "implementation must be \"xla\".*or None, but got 'flash'",
-    ),
-    "rate": ({"dropout_rate": 1.5}, {}, r"dropout_rate must be a concrete number in \[0, 1\), .*got 1.5"),
-    "an array of rates": ({"dropout_rate": np.zeros(1)}, {}, "dropout_rate must be a concrete number in"),
-    "a rate of None": ({"dropout_rate": np.array(None)}, {}, "dropout_rate must be a concrete number in"),
-    "scale": ({"scale": "big"}, {}, "scale must be a finite number, but got 'big'"),
-    "epsilon": ({"qk_norm_epsilon": 0.0, "normalize_qk": True}, {}, "qk_norm_epsilon must be a finite number > 0"),
-    "epsilon of no norm": (
-        {"qk_norm_epsilon": 1e-3},
-        {},
-        'must be None without normalize_qk, .*normalize_qk="rms_norm"',
-    ),
-    "mask of -1e9": (
+REFUSED = [
+    ({"num_heads": 4.0}, {}, "num_heads must be an int, but got 4.0"),
+    ({"num_kv_heads": 3}, {}, r"num_heads \(4\) must be divisible by num_kv_heads"),
+    ({"gate": 1}, {}, "gate must be True or False, but got 1"),
+    ({"implementation": "flash"}, {}, "implementation must be \"xla\".*or None, but got 'flash'"),
+    ({"dropout_rate": 1.5}, {}, r"dropout_rate must be a concrete number in \[0, 1\), .*got 1.5"),
+    ({"dropout_rate": np.zeros(1)}, {}, "dropout_rate must be a concrete number in"),
+    ({"dropout_rate": np.array(None)}, {}, "dropout_rate must be a concrete number in"),
+    ({"scale": "big"}, {}, "scale must be a finite number, but got 'big'"),
+    ({"qk_norm_epsilon": 0.0, "normalize_qk": True}, {}, "qk_norm_epsilon must be a finite number > 0"),
+    ({"qk_norm_epsilon": 1e-3}, {}, 'must be None without normalize_qk, .*normalize_qk="rms_norm"'),
+    (
         {},
         {"mask": jnp.where(jnp.tri(T, dtype=bool), 0.0, -1e9)},
         "mask must be bool, or contain only 0 and 1.* float32 containing -1000000000.0; pass it as bias=",
     ),
-    "mask, the class": (
-        {},
-        {"mask": CausalMask},
-        r"mask must be a boolean array or a mask object .*call it: CausalMask\(\)",
-    ),
-    "mask of keys": ({}, {"mask": jnp.ones((B, T), bool)}, r"got shape \(2, 9\); use mask\[:, None, None, :\]"),
-    "mask without heads": ({}, {"mask": jnp.ones((B, T, T), bool)}, r"\(2, 9, 9\); use mask\[:, None, :, :\]"),
-    "negative length": ({}, {"lengths": jnp.array([3, -1])}, "^lengths must be at least 0, but got -1"),
-    "lengths of another batch": ({}, {"lengths": jnp.array([3, 1, 2])}, "^lengths must broadcast to"),
-    "mask of a row without heads": ({}, {"mask": jnp.ones((B, 1, T), bool)}, r"\(2, 1, 9\); use mask\[:, None, :, :\]"),
-    "segments' length": (
+    ({}, {"mask": CausalMask}, r"mask must be a boolean array or a mask object .*call it: CausalMask\(\)"),
+    ({}, {"mask": jnp.ones((B, T), bool)}, r"got shape \(2, 9\); use mask\[:, None, None, :\]"),
+    ({}, {"mask": jnp.ones((B, T, T), bool)}, r"\(2, 9, 9\); use mask\[:, None, :, :\]"),
+    ({}, {"lengths": jnp.array([3, -1])}, "^lengths must be at least 0, but got -1"),
+    ({}, {"lengths": jnp.array([3, 1, 2])}, "^lengths must broadcast to"),
+    ({}, {"mask": jnp.ones((B, 1, T), bool)}, r"\(2, 1, 9\); use mask\[:, None, :, :\]"),
+    (
         {},
         {"segment_ids": jnp.ones((B, 4), int)},
         r"^segment_ids must have shape \[batch..., 9\], one id per position, but got \(2, 4\)",
     ),
-    "segments' dtype": (
-        {},
-        {"segment_ids": jnp.ones((B, T))},
-        "^segment_ids must have an integer dtype, but got float32",
-    ),
-    "segments' pair": (
+    ({}, {"segment_ids": jnp.ones((B, T))}, "^segment_ids must have an integer dtype, but got float32"),
+    (
         {},
         {"segment_ids": (jnp.ones((B, T), int), jnp.ones((B, 4), int))},
         r"^segment_ids of keys must have shape \[batch..., 9\]",
     ),
-}
+]
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["in_features", "in_kv_features", "out_features"])
 @pytest.mark.parametrize("size", [0, -1, "8"])
 def test_modules_need_features(name, size):
-    latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
     message = f"{name} must be an int >= 1, but got {size!r}"
     with pytest.raises(ValueError, match=message):
         Nnx.make(**{name: size})
     if name in ("in_features", "out_features"):
         with pytest.raises(ValueError, match=message):
             flax_mha.MultiHeadLatentAttention(
-                **{"num_heads": N, "in_features": D, **latent, name: size}, rngs=nnx.Rngs(0)
+                **{"num_heads": N, "in_features": D, **LATENT, name: size}, rngs=nnx.Rngs(0)
             )
 
 
@@ -559,9 +537,8 @@ def test_linen_inputs_need_features(empty):
     with pytest.raises(ValueError, match=message):
         Linen.call(Linen.make(qkv_features=D), *inputs)
     if not empty:
-        latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
         with pytest.raises(ValueError, match=message):
-            Linen.call(linen.MultiHeadLatentAttention(N, **latent), X[..., :0])
+            Linen.call(linen.MultiHeadLatentAttention(N, **LATENT), X[..., :0])
 
 
 @pytest.mark.core
@@ -582,10 +559,9 @@ def test_one_array_of_segments_for_keys_of_another_length_is_refused():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("options", "arguments", "message"), REFUSED)
 @APIS
-def test_refused(name, api):
-    options, arguments, message = REFUSED[name]
+def test_refused(options, arguments, message, api):
     with pytest.raises(ValueError, match=message) as error:
         api.call(api.make(**options), X, **arguments)
     assert "\n" not in str(error.value).partition("\n---")[0]
@@ -718,24 +694,20 @@ def test_help_and_editors_show_the_signature_of_a_function():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", [flax_mha.MultiHeadAttention, flax_mha.MultiHeadLatentAttention])
-def test_every_argument_of_a_constructor_is_described(kind):
-    """In the docstring of the class, or of the one to which the docstring sends its reader."""
-    described = set(
-        re.findall(r"^(?:    )?  (\w+(?:, \w+)*): ", kind.__doc__ + flax_mha.MultiHeadAttention.__doc__, re.M)
-    )
-    described = {name for names in described for name in names.split(", ")}
-    assert parameters(kind).keys() - described == set()
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("kind", [linen.MultiHeadDotProductAttention, linen.MultiHeadLatentAttention])
-def test_every_attribute_of_a_linen_module_is_described(kind):
-    texts = kind.__doc__ + flax_mha.MultiHeadAttention.__doc__ + flax_mha.MultiHeadLatentAttention.__doc__
-    described = {
-        name for names in re.findall(r"^(?:    )?  (\w+(?:, \w+)*): ", texts, re.M) for name in names.split(", ")
-    }
-    assert parameters(kind).keys() - described == {"parent", "name"}  # of every linen module
+@pytest.mark.parametrize(
+    ("kind", "undescribed"),
+    [
+        *((kind, set()) for kind in (flax_mha.MultiHeadAttention, flax_mha.MultiHeadLatentAttention)),
+        # What every linen module has.
+        *((x, {"parent", "name"}) for x in (linen.MultiHeadDotProductAttention, linen.MultiHeadLatentAttention)),
+    ],
+)
+def test_every_argument_of_a_constructor_is_described(kind, undescribed):
+    """In the docstring of the class, or of those to which the docstring sends its reader."""
+    texts = kind.__doc__ + flax_mha.MultiHeadAttention.__doc__
+    texts += flax_mha.MultiHeadLatentAttention.__doc__ if undescribed else ""
+    described = re.findall(r"^(?:    )?  (\w+(?:, \w+)*): ", texts, re.M)
+    assert parameters(kind).keys() - {name for names in described for name in names.split(", ")} == undescribed
 
 
 @pytest.mark.core

@@ -1,5 +1,7 @@
 """Positions: offsets of queries and keys, the ends of int32, and calls on slices that equal parts of the whole call."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ QUERY, KEY, VALUE = (rng.standard_normal((B, T, n, H)).astype(np.float32) for n 
 TABLE = jnp.asarray(rng.standard_normal(T), jnp.float32)
 BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 LARGEST = 2**31 - 1
+attend = functools.partial(dot_product_attention, QUERY, KEY, VALUE)
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 BY_POSITION = {
@@ -94,19 +97,11 @@ def test_dropout_of_a_slice_is_that_of_the_whole_bit_for_bit(as_array, implement
 @pytest.mark.parametrize("traced", [False, True])
 def test_the_ends_of_int32(traced, implementation):
     """The largest positions and windows that there are: as far from each other as anywhere else."""
-    want = dot_product_attention(QUERY, KEY, VALUE, is_causal=True, local_window_size=(9, 0))
+    want = attend(is_causal=True, local_window_size=(9, 0))
 
     def at(offset):
-        return dot_product_attention(
-            QUERY,
-            KEY,
-            VALUE,
-            is_causal=True,
-            local_window_size=(9, 0),
-            query_offset=offset,
-            key_value_offset=offset,
-            implementation=implementation,
-        )
+        more = {"query_offset": offset, "key_value_offset": offset, "implementation": implementation}
+        return attend(is_causal=True, local_window_size=(9, 0), **more)
 
     for offset in (LARGEST - T + 1, -(2**31), 2**30):
         got = jax.jit(at)(jnp.int32(offset)) if traced else at(offset)
@@ -115,7 +110,7 @@ def test_the_ends_of_int32(traced, implementation):
 
 @BOTH
 def test_numbers_beyond_int32_are_as_good_as_the_largest(implementation):
-    everything = dot_product_attention(QUERY, KEY, VALUE, implementation=implementation)
+    everything = attend(implementation=implementation)
     for arguments in (
         {"local_window_size": LARGEST},
         {"local_window_size": 2**40},
@@ -123,30 +118,22 @@ def test_numbers_beyond_int32_are_as_good_as_the_largest(implementation):
         {"mask": CausalMask(2**35)},
         {"key_value_seq_lengths": np.array([2**40, LARGEST]), "key_value_offset": 0},  # a slice of longer sequences
     ):
-        got = dot_product_attention(QUERY, KEY, VALUE, implementation=implementation, **arguments)
+        got = attend(implementation=implementation, **arguments)
         np.testing.assert_allclose(got, everything, rtol=0, atol=2e-6)
-    nothing = dot_product_attention(QUERY, KEY, VALUE, mask=CausalMask(-(2**40)), implementation=implementation)
+    nothing = attend(mask=CausalMask(-(2**40)), implementation=implementation)
     assert (nothing == 0).all()
 
 
 @BOTH
 def test_lengths_and_ids_of_64_bits(implementation):
     ids = np.arange(T) // 16
-    want = dot_product_attention(QUERY, KEY, VALUE, query_segment_ids=ids, implementation=implementation)
+    want = attend(query_segment_ids=ids, implementation=implementation)
     with jax.enable_x64(True):
 
         @jax.jit
         def call(ids, lengths, offset):
-            return dot_product_attention(
-                QUERY,
-                KEY,
-                VALUE,
-                query_segment_ids=ids,
-                key_value_seq_lengths=lengths,
-                query_offset=offset,
-                key_value_offset=offset,
-                implementation=implementation,
-            )
+            more = {"query_offset": offset, "key_value_offset": offset, "implementation": implementation}
+            return attend(query_segment_ids=ids, key_value_seq_lengths=lengths, **more)
 
         got = call(jnp.asarray(ids, jnp.int64) * 2**32, jnp.array([2**40, 2**33]), jnp.int64(3))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
@@ -180,17 +167,17 @@ REFUSED = {
 def test_refused_where_known(name):
     arguments, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        dot_product_attention(QUERY, KEY, VALUE, **arguments)
+        attend(**arguments)
 
 
 def test_variables_and_lists_of_traced_numbers_are_arrays():
     lengths, offset = np.array([22, 37]), np.array([3, 5])
-    want = dot_product_attention(QUERY, KEY, VALUE, mask=LengthMask(lengths) & CausalMask(), query_offset=offset)
+    want = attend(mask=LengthMask(lengths) & CausalMask(), query_offset=offset)
 
     @jax.jit
     def call(lengths, offset):
         mask = LengthMask([lengths[0], lengths[1]]) & CausalMask()
-        return dot_product_attention(QUERY, KEY, VALUE, mask=mask, query_offset=nnx.Variable(offset))
+        return attend(mask=mask, query_offset=nnx.Variable(offset))
 
     np.testing.assert_allclose(call(lengths, offset), want, rtol=0, atol=2e-6)
     got = dot_product_attention(

@@ -104,9 +104,15 @@ LATENT_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embedd
 LATENT_ROPE |= {"mscale_all_dim": 1.3, "rope_theta": 1e4}
 
 
-def latent(model_type, port, transformers, **config):
+def split(kind, **config):
+    """The fields of a family of this model type or, with a dot, of this class of Transformers."""
+    transformers = kind if "." in kind else ""
+    return {"config": {"model_type": kind.partition(".")[0]} | config, "transformers": transformers}
+
+
+def latent(kind, port, **config):
     """With biases where there is compression, if there are any."""
-    config, rows = LATENT | {"model_type": model_type} | config, N * (7 + 6)
+    config, rows = LATENT | config, N * (7 + 6)
     rank, biased = config["q_lora_rank"], config.get("attention_bias")
     shapes = {"kv_a_proj_with_mqa.weight": (10 + 6, D), "kv_a_layernorm.weight": (10,)}
     shapes |= {"kv_b_proj.weight": (N * (7 + 5), 10), "o_proj.weight": (D, N * 5)}
@@ -117,457 +123,191 @@ def latent(model_type, port, transformers, **config):
     layers = [name for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if biased and f"{name}.weight" in shapes]
     shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in layers}
     run = functools.partial(port, number=N, sizes=(10, 7, 6))
-    return Family(config, shapes, run, "hf_deepseek", transformers=transformers)
+    return Family(shapes=shapes, port=run, layout="hf_deepseek", **split(kind, **config))
 
 
-def encoder(model_type, names, biased, layout, prefix, transformers="", **config):
+def encoder(kind, names, biased, layout, prefix, **config):
     *projections, out = names.split()
     run = functools.partial(port.plain, number=N, names=" ".join(projections), out=out)
     shapes = linears(names, biased=biased)
-    config = SQUARE | {"model_type": model_type} | config
-    return Family(config, shapes, run, layout, prefix, decodes=False, transformers=transformers)
+    return Family(
+        shapes=shapes, port=run, layout=layout, prefix=prefix, decodes=False, **split(kind, **SQUARE | config)
+    )
+
+
+def grouped(kind, run, run_options=None, more=None, shapes=None, layout="hf_llama", layer=1, **config):
+    """Grouped heads with the names of Llama; `more` are shapes of weights besides."""
+    run = functools.partial(run, number=N, kv_number=K, **run_options or {})
+    shapes = (shapes or linears(LLAMA_NAMES, D, K)) | (more or {})
+    prefix = f"model.layers.{layer}.self_attn." if kind == "llama4_text" else "model.layers.1.self_attn."
+    return Family(shapes=shapes, port=run, layout=layout, layer=layer, prefix=prefix, **split(kind, **GROUPED | config))
+
+
+def one_matrix(kind, run, run_options, shapes, layout, prefix, base=None, call=dict, decodes=True, **config):
+    """Queries, keys and values by one product."""
+    run, config = functools.partial(run, number=N, **run_options), (base or SQUARE) | config
+    family = Family(shapes=shapes, port=run, layout=layout, prefix=prefix, **split(kind, **config))
+    return family._replace(call=call, decodes=decodes)
+
+
+GPT, TIMM = {"n_embd": E, "n_head": N}, "blocks.1.attn."
+GPT_2 = GPT | {"n_layer": 2}
+NEOX = fused("query_key_value", "dense", 3 * E, E, biased=True)
+C_ATTN = fused("c_attn", "c_proj", 3 * E, E, biased=True, transposed=True)
+OF_QUERIES = {"query_layernorm.weight": (H,), "key_layernorm.weight": (H,)}
+BERT, DISTILBERT = "self.query self.key self.value output.dense", "q_lin k_lin v_lin out_lin"
+VIT = "attention.query attention.key attention.value output.dense"
+IN_LAYER, IN_H = "model.layers.1.self_attn.", "transformer.h.1.attn."
+IN_ATTENTION = "transformer.h.1.self_attention."
+COMPRESSED = {"q_lora_rank": 9, "attention_bias": True, "rope_scaling": LATENT_ROPE}
+QWEN_2 = {"shapes": linears(LLAMA_NAMES, E, K, QKV_NAMES), "layout": "hf_qwen2", "rope_theta": 1e6, "hidden_size": E}
+GATED, GATE = NORMS | {"q_proj.weight": (2 * N * H, D)}, NORMS | {"gate_proj.weight": (N * H, D)}
+OF_ALL_HEADS = {"q_norm.weight": (N * H,), "k_norm.weight": (K * H,)}
+OLMO_2 = {"shapes": linears(LLAMA_NAMES, E, K), "rope_theta": 5e5, "hidden_size": E, "rms_norm_eps": 1e-5}
+PHI, PHI_ROPE = linears(f"{QKV_NAMES} dense", biased=f"{QKV_NAMES} dense"), {"partial_rotary_factor": 0.5}
+PHI_3 = {"shapes": fused("qkv_proj", "o_proj", (N + 2 * K) * H, E, biased=False), "layout": "hf_phi3"}
+PHI_3 |= {"hidden_size": E, "rope_theta": 1e4, "sliding_window": WINDOW}
+NEOX_ROPE = {"rotary_pct": 0.25, "rotary_emb_base": 10000}
+FALCON, FALCON_1 = (fused("query_key_value", "dense", (N + 2 * k) * H, E, biased=False) for k in (K, 1))
+FALCON_NEW = {"new_decoder_architecture": True, "num_kv_heads": K}
+BLOOM, ALIBI = {"hidden_size": E, "n_head": N}, lambda: {"score_mod": recipes.alibi(N)["score_mod"]}
+T5, T5_PREFIX = {"d_model": D, "d_kv": H, "num_heads": N}, "decoder.block.1.layer.0.SelfAttention."
+NORMS_OF_NEOX = {f"{x}_layernorm.{leaf}": (H,) for x in "qk" for leaf in ("weight", "bias")}
+MPT = {"d_model": E, "n_heads": N, "attn_config": {"clip_qkv": 0.7, "model_type": ""}}
+WQKV, CODEGEN = (fused(name, "out_proj", 3 * E, E, biased=False) for name in ("Wqkv", "qkv_proj"))
+LFM_2 = {"shapes": linears(OUT_NAMES, D, K), "layout": "hf_lfm2", "norm_eps": 1e-5, "full_attn_idxs": [1]}
+LFM_2 |= {"more": {"q_layernorm.weight": (H,), "k_layernorm.weight": (H,)}}
+TIMM_UNBIASED = fused("qkv", "proj", 3 * E, E, biased=False) | {"proj.bias": (E,)}
+IN_VISION, IN_DISTILBERT = "vision_model.encoder.layers.1.self_attn.", "distilbert.transformer.layer.1.attention."
+WHISPER = {"d_model": E, "encoder_attention_heads": N, "decoder_attention_heads": N}
+
+
+def t5_bias():
+    return {"score_mod": recipes.t5_bias(jnp.asarray(TABLE.numpy()))["score_mod"]}
 
 
 FAMILIES = {
-    "deepseek_v3": latent(
-        "deepseek_v3",
-        port.deepseek_v3,
-        "deepseek_v3.DeepseekV3Attention",
-        q_lora_rank=9,
-        attention_bias=True,
-        rope_scaling=LATENT_ROPE,
+    "deepseek_v3": latent("deepseek_v3.DeepseekV3Attention", port.deepseek_v3, **COMPRESSED),
+    "minicpm3": latent("minicpm3.MiniCPM3Attention", port.minicpm_3, q_lora_rank=None),
+    "llama": grouped("llama.LlamaAttention", port.llama, {"base": 5e5}, rope_theta=5e5),
+    "mistral": grouped(
+        "mistral.MistralAttention", port.llama, {"base": 1e4, "window": WINDOW}, rope_theta=1e4, sliding_window=WINDOW
     ),
-    "minicpm3": latent("minicpm3", port.minicpm_3, "minicpm3.MiniCPM3Attention", q_lora_rank=None),
-    "llama": Family(
-        GROUPED | {"model_type": "llama", "rope_theta": 500000.0},
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.llama, number=N, kv_number=K, base=500000.0),
-        "hf_llama",
-        transformers="llama.LlamaAttention",
+    "qwen2": grouped("qwen2.Qwen2Attention", port.llama, {"base": 1e6}, **QWEN_2),
+    "qwen3": grouped("qwen3.Qwen3Attention", port.qwen_3, {"epsilon": 1e-3}, NORMS, rope_theta=1e6, rms_norm_eps=1e-3),
+    "qwen3_next": grouped(
+        "qwen3_next.Qwen3NextAttention", port.qwen_3_next, {}, GATED, layout="hf_qwen3_next", full_attention_interval=2
     ),
-    "mistral": Family(
-        GROUPED | {"model_type": "mistral", "rope_theta": 10000.0, "sliding_window": WINDOW},
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.llama, number=N, kv_number=K, base=10000.0, window=WINDOW),
-        "hf_llama",
-        transformers="mistral.MistralAttention",
+    "afmoe": grouped("afmoe.AfmoeAttention", port.afmoe, {"window": WINDOW}, GATE, sliding_window=WINDOW),
+    "gemma": grouped("gemma.GemmaAttention", port.llama, {"base": 1e4}, rope_theta=1e4),
+    "gemma2": grouped("gemma2.Gemma2Attention", port.gemma_2, {"scalar": 5, "window": None}, **GEMMA_2),
+    "gemma2 with a window": grouped(
+        "gemma2.Gemma2Attention", port.gemma_2, {"scalar": 5, "window": WINDOW}, layer=2, **GEMMA_2
     ),
-    "qwen2": Family(
-        GROUPED | {"model_type": "qwen2", "rope_theta": 1e6, "hidden_size": E},
-        linears(LLAMA_NAMES, E, K, QKV_NAMES),
-        functools.partial(port.llama, number=N, kv_number=K, base=1e6),
-        "hf_qwen2",
-        transformers="qwen2.Qwen2Attention",
+    "gemma3": grouped("gemma3.Gemma3Attention", port.gemma_3, {"scalar": 5, "window": None}, NORMS, layer=5, **GEMMA_3),
+    "gemma3 with a window": grouped(
+        "gemma3.Gemma3Attention", port.gemma_3, {"scalar": 5, "window": WINDOW}, NORMS, **GEMMA_3
     ),
-    "qwen3": Family(
-        GROUPED | {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-3},
-        linears(LLAMA_NAMES, D, K) | NORMS,
-        functools.partial(port.qwen_3, number=N, kv_number=K, epsilon=1e-3),
-        "hf_llama",
-        transformers="qwen3.Qwen3Attention",
+    "olmo2": grouped("olmo2.Olmo2Attention", port.olmo_2, more=OF_ALL_HEADS, **OLMO_2),
+    "gpt_oss": grouped("gpt_oss.GptOssAttention", port.gpt_oss, {"window": None}, shapes=OSS_SHAPES, **OSS),
+    "gpt_oss with a window": grouped(
+        "gpt_oss.GptOssAttention", port.gpt_oss, {"window": WINDOW}, shapes=OSS_SHAPES, layer=2, **OSS
     ),
-    "qwen3_next": Family(
-        GROUPED | {"model_type": "qwen3_next", "full_attention_interval": 2},
-        linears(LLAMA_NAMES, D, K) | NORMS | {"q_proj.weight": (2 * N * H, D)},
-        functools.partial(port.qwen_3_next, number=N, kv_number=K),
-        "hf_qwen3_next",
-        transformers="qwen3_next.Qwen3NextAttention",
+    "phi": one_matrix("phi.PhiAttention", port.phi, {}, PHI, "hf_phi", IN_LAYER, rope_theta=1e4, **PHI_ROPE),
+    "phi3": grouped("phi3.Phi3Attention", port.phi_3, {"size": H, "window": WINDOW}, **PHI_3),
+    "gptj": one_matrix("gptj", port.gptj, {"size": 4}, linears(OUT_NAMES), "hf_gptj", IN_H, GPT, rotary_dim=4),
+    "gpt_neox": one_matrix(
+        "gpt_neox.GPTNeoXAttention", port.gpt_neox, {}, NEOX, "hf_neox", "gpt_neox.layers.1.attention.", **NEOX_ROPE
     ),
-    "afmoe": Family(
-        GROUPED | {"model_type": "afmoe", "sliding_window": WINDOW},
-        linears(LLAMA_NAMES, D, K) | NORMS | {"gate_proj.weight": (N * H, D)},
-        functools.partial(port.afmoe, number=N, kv_number=K, window=WINDOW),
-        "hf_llama",
-        transformers="afmoe.AfmoeAttention",
+    "falcon": one_matrix(
+        "falcon.FalconAttention", port.falcon, {"kv_number": K}, FALCON, "hf_neox", IN_ATTENTION, **FALCON_NEW
     ),
-    "gemma": Family(
-        GROUPED | {"model_type": "gemma", "rope_theta": 10000.0},
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.llama, number=N, kv_number=K, base=10000.0),
-        "hf_llama",
-        transformers="gemma.GemmaAttention",
+    "falcon with one key head": one_matrix(
+        "falcon.FalconAttention", port.falcon, {"kv_number": 1}, FALCON_1, "hf_neox", IN_ATTENTION
     ),
-    "gemma2": Family(
-        GEMMA_2,
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.gemma_2, number=N, kv_number=K, scalar=5, window=None),
-        "hf_llama",
-        transformers="gemma2.Gemma2Attention",
+    "bloom": one_matrix(
+        "bloom.BloomAttention", port.bloom, {}, NEOX, "hf_neox", "h.1.self_attention.", BLOOM, call=ALIBI
     ),
-    "gemma2 with a window": Family(
-        GEMMA_2,
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.gemma_2, number=N, kv_number=K, scalar=5, window=WINDOW),
-        "hf_llama",
-        layer=2,
-        transformers="gemma2.Gemma2Attention",
-    ),
-    "gemma3": Family(
-        GEMMA_3,
-        linears(LLAMA_NAMES, D, K) | NORMS,
-        functools.partial(port.gemma_3, number=N, kv_number=K, scalar=5, window=None),
-        "hf_llama",
-        layer=5,
-        transformers="gemma3.Gemma3Attention",
-    ),
-    "gemma3 with a window": Family(
-        GEMMA_3,
-        linears(LLAMA_NAMES, D, K) | NORMS,
-        functools.partial(port.gemma_3, number=N, kv_number=K, scalar=5, window=WINDOW),
-        "hf_llama",
-        transformers="gemma3.Gemma3Attention",
-    ),
-    "olmo2": Family(
-        GROUPED | {"model_type": "olmo2", "rope_theta": 500000.0, "hidden_size": E, "rms_norm_eps": 1e-5},
-        linears(LLAMA_NAMES, E, K) | {"q_norm.weight": (N * H,), "k_norm.weight": (K * H,)},
-        functools.partial(port.olmo_2, number=N, kv_number=K),
-        "hf_llama",
-        transformers="olmo2.Olmo2Attention",
-    ),
-    "gpt_oss": Family(
-        OSS,
-        OSS_SHAPES,
-        functools.partial(port.gpt_oss, number=N, kv_number=K, window=None),
-        "hf_llama",
-        transformers="gpt_oss.GptOssAttention",
-    ),
-    "gpt_oss with a window": Family(
-        OSS,
-        OSS_SHAPES,
-        functools.partial(port.gpt_oss, number=N, kv_number=K, window=WINDOW),
-        "hf_llama",
-        layer=2,
-        transformers="gpt_oss.GptOssAttention",
-    ),
-    "phi": Family(
-        SQUARE | {"model_type": "phi", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-        linears(f"{QKV_NAMES} dense", biased=f"{QKV_NAMES} dense"),
-        functools.partial(port.phi, number=N),
-        "hf_phi",
-        transformers="phi.PhiAttention",
-    ),
-    "phi3": Family(
-        GROUPED | {"model_type": "phi3", "hidden_size": E, "rope_theta": 10000.0, "sliding_window": WINDOW},
-        fused("qkv_proj", "o_proj", (N + 2 * K) * H, E, biased=False),
-        functools.partial(port.phi_3, number=N, kv_number=K, size=H, window=WINDOW),
-        "hf_phi3",
-        transformers="phi3.Phi3Attention",
-    ),
-    "gptj": Family(
-        {"model_type": "gptj", "n_embd": E, "n_head": N, "rotary_dim": 4},
-        linears(OUT_NAMES),
-        functools.partial(port.gptj, number=N, size=4),
-        "hf_gptj",
-        "transformer.h.1.attn.",
-    ),
-    "gpt_neox": Family(
-        SQUARE | {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000},
-        fused("query_key_value", "dense", 3 * E, E, biased=True),
-        functools.partial(port.gpt_neox, number=N),
-        "hf_neox",
-        "gpt_neox.layers.1.attention.",
-        transformers="gpt_neox.GPTNeoXAttention",
-    ),
-    "falcon": Family(
-        SQUARE | {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": K},
-        fused("query_key_value", "dense", (N + 2 * K) * H, E, biased=False),
-        functools.partial(port.falcon, number=N, kv_number=K),
-        "hf_neox",
-        "transformer.h.1.self_attention.",
-        transformers="falcon.FalconAttention",
-    ),
-    "falcon with one key head": Family(
-        SQUARE | {"model_type": "falcon"},
-        fused("query_key_value", "dense", (N + 2) * H, E, biased=False),
-        functools.partial(port.falcon, number=N, kv_number=1),
-        "hf_neox",
-        "transformer.h.1.self_attention.",
-        transformers="falcon.FalconAttention",
-    ),
-    "bloom": Family(
-        {"model_type": "bloom", "hidden_size": E, "n_head": N},
-        fused("query_key_value", "dense", 3 * E, E, biased=True),
-        functools.partial(port.bloom, number=N),
-        "hf_neox",
-        "h.1.self_attention.",
-        call=lambda: {"score_mod": recipes.alibi(N)["score_mod"]},
-        transformers="bloom.BloomAttention",
-    ),
-    "gpt2": Family(
-        {"model_type": "gpt2", "n_embd": E, "n_head": N, "n_layer": 2},
-        fused("c_attn", "c_proj", 3 * E, E, biased=True, transposed=True),
-        functools.partial(port.gpt_2, number=N),
+    "gpt2": one_matrix("gpt2.GPT2Attention", port.gpt_2, {}, C_ATTN, "hf_gpt2", IN_H, GPT_2),
+    "gpt2 scaled by layer": one_matrix(
+        "gpt2.GPT2Attention",
+        port.gpt_2,
+        {"layer": 1},
+        C_ATTN,
         "hf_gpt2",
-        "transformer.h.1.attn.",
-        transformers="gpt2.GPT2Attention",
+        IN_H,
+        GPT_2,
+        scale_attn_by_inverse_layer_idx=True,
     ),
-    "gpt2 scaled by layer": Family(
-        {"model_type": "gpt2", "n_embd": E, "n_head": N, "n_layer": 2, "scale_attn_by_inverse_layer_idx": True},
-        fused("c_attn", "c_proj", 3 * E, E, biased=True, transposed=True),
-        functools.partial(port.gpt_2, number=N, layer=1),
-        "hf_gpt2",
-        "transformer.h.1.attn.",
-        transformers="gpt2.GPT2Attention",
+    "nanogpt": one_matrix(
+        "gpt2", port.nanogpt, {}, fused("c_attn", "c_proj", 3 * E, E, biased=True), "nanogpt", IN_H, GPT_2
     ),
-    "nanogpt": Family(
-        {"model_type": "gpt2", "n_embd": E, "n_head": N, "n_layer": 2},
-        fused("c_attn", "c_proj", 3 * E, E, biased=True),
-        functools.partial(port.nanogpt, number=N),
-        "nanogpt",
-        "transformer.h.1.attn.",
+    "t5": one_matrix(
+        "t5.T5Attention", port.t5, {"table": TABLE}, linears("q k v o", D), "hf_t5", T5_PREFIX, T5, call=t5_bias
     ),
-    "t5": Family(
-        {"model_type": "t5", "d_model": D, "d_kv": H, "num_heads": N},
-        linears("q k v o", D),
-        functools.partial(port.t5, number=N, table=TABLE),
-        "hf_t5",
-        "decoder.block.1.layer.0.SelfAttention.",
-        call=lambda: {"score_mod": recipes.t5_bias(jnp.asarray(TABLE.numpy()))["score_mod"]},
-        transformers="t5.T5Attention",
+    "granite": grouped("granite", port.llama, {"base": 1e4, "scale": 0.1}, attention_multiplier=0.1),
+    "falcon_h1": grouped("falcon_h1", port.llama, {"base": 1e4, "scale": 0.5 * H**-0.5}, key_multiplier=0.5),
+    "smollm3, a layer without rotary positions": grouped("smollm3", port.llama, {"base": None}, no_rope_layers=[1, 0]),
+    "olmo": grouped("olmo", port.olmo, {"limit": 0.7}, clip_qkv=0.7),
+    "llama4": grouped("llama4_text", port.llama_4, {"chunk": WINDOW}, **LLAMA_4),
+    "llama4, a layer without rotary positions": grouped(
+        "llama4_text", port.llama_4, {"chunk": None}, layer=3, **LLAMA_4
     ),
-    "granite": Family(
-        GROUPED | {"model_type": "granite", "attention_multiplier": 0.1},
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.llama, number=N, kv_number=K, base=1e4, scale=0.1),
-        "hf_llama",
+    "ministral3": grouped("ministral3", port.ministral_3, rope_parameters=MINISTRAL),
+    "hunyuan": grouped("hunyuan_v1_dense", port.hunyuan, more=OF_QUERIES, layout="hf_hunyuan"),
+    "nanochat": grouped("nanochat", port.nanochat),
+    "cohere with norms": grouped(
+        "cohere", port.cohere, more={"q_norm.weight": (N, H), "k_norm.weight": (K, H)}, use_qk_norm=True
     ),
-    "falcon_h1": Family(
-        GROUPED | {"model_type": "falcon_h1", "key_multiplier": 0.5},
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.llama, number=N, kv_number=K, base=1e4, scale=0.5 * H**-0.5),
-        "hf_llama",
-    ),
-    "smollm3, a layer without rotary positions": Family(
-        GROUPED | {"model_type": "smollm3", "no_rope_layers": [1, 0]},
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.llama, number=N, kv_number=K, base=None),
-        "hf_llama",
-    ),
-    "olmo": Family(
-        GROUPED | {"model_type": "olmo", "clip_qkv": 0.7},
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.olmo, number=N, kv_number=K, limit=0.7),
-        "hf_llama",
-    ),
-    "llama4": Family(
-        LLAMA_4,
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.llama_4, number=N, kv_number=K, chunk=WINDOW),
-        "hf_llama",
-    ),
-    "llama4, a layer without rotary positions": Family(
-        LLAMA_4,
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.llama_4, number=N, kv_number=K, chunk=None),
-        "hf_llama",
-        "model.layers.3.self_attn.",
-        layer=3,
-    ),
-    "ministral3": Family(
-        GROUPED | {"model_type": "ministral3", "rope_parameters": MINISTRAL},
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.ministral_3, number=N, kv_number=K),
-        "hf_llama",
-    ),
-    "hunyuan": Family(
-        GROUPED | {"model_type": "hunyuan_v1_dense"},
-        linears(LLAMA_NAMES, D, K) | {"query_layernorm.weight": (H,), "key_layernorm.weight": (H,)},
-        functools.partial(port.hunyuan, number=N, kv_number=K),
-        "hf_hunyuan",
-    ),
-    "nanochat": Family(
-        GROUPED | {"model_type": "nanochat"},
-        linears(LLAMA_NAMES, D, K),
-        functools.partial(port.nanochat, number=N, kv_number=K),
-        "hf_llama",
-    ),
-    "cohere with norms": Family(
-        GROUPED | {"model_type": "cohere", "use_qk_norm": True},
-        linears(LLAMA_NAMES, D, K) | {"q_norm.weight": (N, H), "k_norm.weight": (K, H)},
-        functools.partial(port.cohere, number=N, kv_number=K),
-        "hf_llama",
-    ),
-    "persimmon": Family(
-        SQUARE | {"model_type": "persimmon"},
-        fused("query_key_value", "dense", 3 * E, E, biased=True)
-        | {f"{x}_layernorm.{leaf}": (H,) for x in "qk" for leaf in ("weight", "bias")},
-        functools.partial(port.persimmon, number=N),
-        "hf_neox",
-    ),
-    "mpt": Family(
-        {"model_type": "mpt", "d_model": E, "n_heads": N, "attn_config": {"clip_qkv": 0.7, "model_type": ""}},
-        fused("Wqkv", "out_proj", 3 * E, E, biased=False),
-        functools.partial(port.mpt, number=N, limit=0.7),
-        "hf_mpt",
-        "transformer.blocks.1.attn.",
-    ),
-    "codegen": Family(
-        {"model_type": "codegen", "n_embd": E, "n_head": N, "rotary_dim": 4},
-        fused("qkv_proj", "out_proj", 3 * E, E, biased=False),
-        functools.partial(port.codegen, number=N, size=4),
-        "hf_codegen",
-        "transformer.h.1.attn.",
-    ),
-    "lfm2": Family(
-        GROUPED | {"model_type": "lfm2", "norm_eps": 1e-5, "full_attn_idxs": [1]},
-        linears(OUT_NAMES, D, K) | {"q_layernorm.weight": (H,), "k_layernorm.weight": (H,)},
-        functools.partial(port.qwen_3, number=N, kv_number=K, epsilon=1e-5, out="out_proj", norm="layernorm"),
-        "hf_lfm2",
-    ),
-    "opt": encoder(
-        "opt", OUT_NAMES, OUT_NAMES, "hf_clip", "model.decoder.layers.1.self_attn.", "opt.OPTAttention"
-    )._replace(
+    "persimmon": one_matrix("persimmon", port.persimmon, {}, NEOX | NORMS_OF_NEOX, "hf_neox", IN_LAYER),
+    "mpt": one_matrix("mpt", port.mpt, {"limit": 0.7}, WQKV, "hf_mpt", "transformer.blocks.1.attn.", MPT),
+    "codegen": one_matrix("codegen", port.codegen, {"size": 4}, CODEGEN, "hf_codegen", IN_H, GPT, rotary_dim=4),
+    "lfm2": grouped("lfm2", port.qwen_3, {"epsilon": 1e-5, "out": "out_proj", "norm": "layernorm"}, **LFM_2),
+    "opt": encoder("opt.OPTAttention", OUT_NAMES, OUT_NAMES, "hf_clip", "model.decoder.layers.1.self_attn.")._replace(
         port=functools.partial(port.plain, number=N, names=QKV_NAMES, out="out_proj", is_causal=True), decodes=True
     ),
-    "bert": encoder(
-        "bert",
-        "self.query self.key self.value output.dense",
-        "self.query self.key self.value output.dense",
-        "hf_bert",
-        "bert.encoder.layer.1.attention.",
-        "bert.BertAttention",
-    ),
-    "distilbert": encoder(
-        "distilbert",
-        "q_lin k_lin v_lin out_lin",
-        "q_lin k_lin v_lin out_lin",
-        "hf_distilbert",
-        "distilbert.transformer.layer.1.attention.",
-        "distilbert.DistilBertSelfAttention",
-    ),
-    "vit": encoder(
-        "vit",
-        "attention.query attention.key attention.value output.dense",
-        "attention.query attention.key attention.value output.dense",
-        "hf_vit",
-        "vit.encoder.layer.1.attention.",
-    ),
+    "bert": encoder("bert.BertAttention", BERT, BERT, "hf_bert", "bert.encoder.layer.1.attention."),
+    "distilbert": encoder("distilbert.DistilBertSelfAttention", DISTILBERT, DISTILBERT, "hf_distilbert", IN_DISTILBERT),
+    "vit": encoder("vit", VIT, VIT, "hf_vit", "vit.encoder.layer.1.attention."),
     "dino without biases of queries, keys and values": encoder(
-        "dinov2",
-        "attention.query attention.key attention.value output.dense",
-        "output.dense",
-        "hf_vit_unbiased",
-        "dinov2.encoder.layer.1.attention.",
-        qkv_bias=False,
+        "dinov2", VIT, "output.dense", "hf_vit_unbiased", "dinov2.encoder.layer.1.attention.", qkv_bias=False
     ),
     "vit of Transformers 5": encoder(
-        "vit", LLAMA_NAMES, LLAMA_NAMES, "hf_llama", "vit.layers.1.attention.", "vit.ViTAttention"
+        "vit.ViTAttention", LLAMA_NAMES, LLAMA_NAMES, "hf_llama", "vit.layers.1.attention."
     ),
     "dino of Transformers 5 without biases": encoder(
-        "dinov2",
-        LLAMA_NAMES,
-        "o_proj",
-        "hf_vit5_unbiased",
-        "layers.1.attention.",
-        "dinov2.Dinov2Attention",
-        qkv_bias=False,
+        "dinov2.Dinov2Attention", LLAMA_NAMES, "o_proj", "hf_vit5_unbiased", "layers.1.attention.", qkv_bias=False
     ),
-    "timm": Family(
-        SQUARE | {"model_type": "vit"},
-        fused("qkv", "proj", 3 * E, E, biased=True),
-        functools.partial(port.timm, number=N),
-        "timm",
-        "blocks.1.attn.",
-        decodes=False,
-    ),
-    "timm without biases": Family(
-        SQUARE | {"model_type": "vit"},
-        fused("qkv", "proj", 3 * E, E, biased=False) | {"proj.bias": (E,)},
-        functools.partial(port.timm, number=N),
-        "timm_unbiased",
-        "blocks.1.attn.",
-        decodes=False,
-    ),
-    "clip": encoder(
-        "clip_vision_model",
-        OUT_NAMES,
-        OUT_NAMES,
-        "hf_clip",
-        "vision_model.encoder.layers.1.self_attn.",
-        "clip.CLIPAttention",
-    ),
+    "timm": one_matrix("vit", port.timm, {}, fused("qkv", "proj", 3 * E, E, biased=True), "timm", TIMM, decodes=False),
+    "timm without biases": one_matrix("vit", port.timm, {}, TIMM_UNBIASED, "timm_unbiased", TIMM, decodes=False),
+    "clip": encoder("clip.CLIPAttention", OUT_NAMES, OUT_NAMES, "hf_clip", IN_VISION, model_type="clip_vision_model"),
     "siglip": encoder(
-        "siglip_vision_model",
-        OUT_NAMES,
-        OUT_NAMES,
-        "hf_clip",
-        "vision_model.encoder.layers.1.self_attn.",
-        "siglip.SiglipAttention",
+        "siglip.SiglipAttention", OUT_NAMES, OUT_NAMES, "hf_clip", IN_VISION, model_type="siglip_vision_model"
     ),
     "whisper": encoder(
-        "whisper",
+        "whisper.WhisperAttention",
         OUT_NAMES,
         "q_proj v_proj out_proj",
         "hf_whisper",
         "model.encoder.layers.1.self_attn.",
-        "whisper.WhisperAttention",
-        d_model=E,
-        encoder_attention_heads=N,
-        decoder_attention_heads=N,
+        **WHISPER,
     ),
-    "bart": encoder(
-        "bart", OUT_NAMES, OUT_NAMES, "hf_clip", "encoder.layers.1.self_attn.", "bart.BartAttention", d_model=E
-    ),
+    "bart": encoder("bart.BartAttention", OUT_NAMES, OUT_NAMES, "hf_clip", "encoder.layers.1.self_attn.", d_model=E),
     "wav2vec2": encoder(
-        "wav2vec2",
-        OUT_NAMES,
-        OUT_NAMES,
-        "hf_clip",
-        "wav2vec2.encoder.layers.1.attention.",
-        "wav2vec2.Wav2Vec2Attention",
+        "wav2vec2.Wav2Vec2Attention", OUT_NAMES, OUT_NAMES, "hf_clip", "wav2vec2.encoder.layers.1.attention."
     ),
 }
-CORE = (
-    "llama",
-    "deepseek_v3",
-    "qwen3_next",
-    "gemma2 with a window",
-    "gpt_oss",
-    "falcon",
-    "llama4",
-    "cohere with norms",
-)
+CORE = "llama, deepseek_v3, qwen3_next, gemma2 with a window, gpt_oss, falcon, llama4, cohere with norms"
 # Every option in a cache once; the other families differ from these in numbers and layouts alone.
 # Others have of what a cache has to do with no more than one of these.
-DECODED = (
-    "llama",
-    "deepseek_v3",
-    "minicpm3",
-    "qwen3",
-    "gemma2 with a window",
-    "gemma3",
-    "gpt_oss with a window",
-    "gptj",
-    "qwen3_next",
-    "bloom",
-    "t5",
-    "llama4",
-    "ministral3",
-    "hunyuan",
-    "persimmon",
-)
-
-
-FROM_HF = (
-    "llama",
-    "deepseek_v3",
-    "qwen3_next",
-    "mistral",
-    "bloom",
-    "t5",
-    "bert",
-    "gpt2",
-    "opt",
-    "whisper",
-    "llama4",
-    "mpt",
-    "nanochat",
-)
+DECODED = "llama, deepseek_v3, minicpm3, qwen3, gemma2 with a window, gemma3, gpt_oss with a window, gptj, qwen3_next, "
+DECODED += "bloom, t5, llama4, ministral3, hunyuan, persimmon"
+FROM_HF = "llama, deepseek_v3, qwen3_next, mistral, bloom, t5, bert, gpt2, opt, whisper, llama4, mpt, nanochat"
 
 
 def each(chosen, core=CORE):
     names = [name for name, family in FAMILIES.items() if chosen(name, family)]
-    return pytest.mark.parametrize("name", with_core(names, *(n for n in names if n in core)))
+    return pytest.mark.parametrize("name", with_core(names, *(n for n in names if n in core.split(", "))))
 
 
 each_family = each(lambda name, family: True)
@@ -638,7 +378,7 @@ def program(options, is_causal, call):
     return run
 
 
-@each(lambda name, family: name in DECODED)
+@each(lambda name, family: name in DECODED.split(", "))
 def test_prefill_and_eight_tokens(name):
     family = FAMILIES[name]
     x = inputs(features(family))[0]
@@ -649,7 +389,7 @@ def test_prefill_and_eight_tokens(name):
     assert_close(np.concatenate([run(module, x[:, start:stop]) for start, stop in steps], axis=1), by_torch(name)[0])
 
 
-@each(lambda name, family: name in FROM_HF, ("llama", "t5", "llama4"))
+@each(lambda name, family: name in FROM_HF.split(", "), "llama, t5, llama4")
 def test_from_hf(name):
     """Calls need nothing else; other layers, and other attentions of this layer, are in the way."""
     family = FAMILIES[name]
@@ -707,7 +447,7 @@ def test_the_first_layer_of_t5_holds_a_bias_for_all():
         convert.load_torch(module, family.weights())
 
 
-@each(lambda name, family: family.transformers, ())
+@each(lambda name, family: family.transformers, "")
 def test_same_as_the_layer_of_transformers(name):
     pytest.importorskip("transformers", minversion="5", reason="Transformers 5 is not installed, the ports count alone")
     import torch_transformers

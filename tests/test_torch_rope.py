@@ -13,38 +13,21 @@ from marks import with_core
 
 from flax_mha.rope import Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
 
-PHI_3 = {
-    "model_type": "phi3",
-    "max_position_embeddings": 131072,
-    "original_max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
+PHI_3 = {"model_type": "phi3", "max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+PHI_3 |= {"rope_theta": 10000.0}
+PHI_3 |= {
     "rope_scaling": {
         "type": "longrope",
         "short_factor": torch_rope.SHORT_FACTORS,
         "long_factor": torch_rope.LONG_FACTORS,
-    },
+    }
 }
-GEMMA_3 = {
-    "model_type": "gemma3_text",
-    "rope_theta": 1000000.0,
-    "rope_local_base_freq": 10000.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-}
-LLAMA_SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-OSS_SCALING = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+GEMMA_3 = {"model_type": "gemma3_text", "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0}
+GEMMA_3 |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+LLAMA_SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_SCALING |= {"original_max_position_embeddings": 8192}
+OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+OSS_SCALING |= {"original_max_position_embeddings": 4096}
 QWEN_SCALING = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 PHI_3_FACTOR = 1.1902380714238083  # sqrt(1 + ln(32) / ln(4096)) = sqrt(17 / 12)
 # port: (the line of RoPE's docstring, what from_config reads, the arguments besides, head size)
@@ -65,12 +48,7 @@ MODELS = {
     "gemma_3_local": (RoPE(10_000.0), GEMMA_3, {"layer_type": "sliding_attention"}, 256),
     "gemma_3_global": (RoPE(1_000_000.0, scaling=Linear(8.0)), GEMMA_3, {"layer_type": "full_attention"}, 256),
     "phi_2": (RoPE(fraction=0.4), {"model_type": "phi", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}, {}, 80),
-    "gpt_neox": (
-        RoPE(fraction=0.25),
-        {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000},
-        {},
-        96,
-    ),
+    "gpt_neox": (RoPE(fraction=0.25), {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000}, {}, 96),
     "gpt_j": (
         RoPE(fraction=64 / 256, interleaved=True),
         {"model_type": "gptj", "rotary_dim": 64, "n_embd": 4096, "n_head": 16},
@@ -95,12 +73,7 @@ MODELS = {
         {},
         64,
     ),
-    "phi_3_short": (
-        RoPE(scaling=LongRoPE(torch_rope.SHORT_FACTORS, PHI_3_FACTOR)),
-        PHI_3,
-        {"max_length": 4096},
-        96,
-    ),
+    "phi_3_short": (RoPE(scaling=LongRoPE(torch_rope.SHORT_FACTORS, PHI_3_FACTOR)), PHI_3, {"max_length": 4096}, 96),
     "phi_3_long": (RoPE(scaling=LongRoPE(torch_rope.LONG_FACTORS, PHI_3_FACTOR)), PHI_3, {"max_length": 4097}, 96),
     "qwen_2_vl": (
         RoPE(1_000_000.0, sections=(16, 24, 24)),

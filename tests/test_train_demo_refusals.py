@@ -267,62 +267,31 @@ def survives(capfd, out, *command):
     return code == 0
 
 
-def empty(path):
-    path.write_bytes(b"")
+WRITTEN = {"empty": "", "json list": '["a", [1]]\n', "json without keys": "{}\n", "json nested deeply": "[" * 100_000}
+FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "resources.json")
+DAMAGES = [*itertools.product(FILES, (*WRITTEN, "truncated", "a folder", "deleted"))]
+DAMAGES += [(place, "deleted") for place in ("checkpoints", "lock", "loss.png")]
+DAMAGES += [("checkpoints", "a file"), ("lock", "a folder"), ("report.html", "a folder")]
 
 
-def truncated(path):
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
-def json_list(path):
-    path.write_text('["a", [1]]\n')
-
-
-def json_without_keys(path):
-    path.write_text("{}\n")
-
-
-def json_nested_deeply(path):
-    path.write_text("[" * 100_000)
-
-
-def folder_instead(path):
-    path.unlink()
-    path.mkdir()
-
-
-def file_instead(path):
-    shutil.rmtree(path)
-    path.write_bytes(b"x")
-
-
-def deleted(path):
+def damage(path, harm):
+    content = path.read_bytes() if path.is_file() else b"xx"
     shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if harm == "a folder":
+        path.mkdir()
+    elif harm in ("truncated", "a file"):
+        path.write_bytes(content[: len(content) // 2])
+    elif harm != "deleted":
+        path.write_text(WRITTEN[harm])
 
 
-FILE_HARMS = (empty, truncated, json_list, json_without_keys, json_nested_deeply, folder_instead, deleted)
-DAMAGES = [
-    *(
-        (place, harm)
-        for place in ("config.json", "metrics.jsonl", "samples.jsonl", "resources.json")
-        for harm in FILE_HARMS
-    ),
-    *((place, harm) for place in ("checkpoints", "lock", "loss.png") for harm in (deleted,)),
-    ("checkpoints", file_instead),
-    ("lock", folder_instead),
-    ("report.html", folder_instead),
-]
-
-
-@pytest.mark.parametrize(("place", "harm"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("place", "harm"), DAMAGES)
 def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
-    harm(copy / place)
+    damage(copy / place, harm)
     lines = place in ("metrics.jsonl", "samples.jsonl")
     for command in reversed(COMMANDS):
         succeeded = survives(capfd, copy, *command)
-        assert succeeded or not lines or harm is folder_instead
+        assert succeeded or not lines or harm == "a folder"
 
 
 CONFIG_HARMS = {
@@ -341,6 +310,7 @@ SETTING_HARMS = {
 }
 
 
+DELETED = object()
 # These are sane, and only do not fit the checkpoint or the text.
 FITTING = [("model_version", 4), ("layers", 2), ("context_length", 16), ("features", 8)]
 
@@ -350,11 +320,11 @@ FITTING = [("model_version", 4), ("layers", 2), ("context_length", 16), ("featur
 def test_a_damaged_configuration(copy, where):
     config = json.loads((copy / "config.json").read_bytes())
     for name, values in (SETTING_HARMS if where else CONFIG_HARMS).items():
-        for value in [*values, deleted]:
+        for value in [*values, DELETED]:
             harmed = json.loads(json.dumps(config))
             place = harmed[where] if where else harmed
             place[name] = value
-            if value is deleted:
+            if value is DELETED:
                 del place[name]
             (copy / "config.json").write_text(json.dumps(harmed))
             if (name, value) in FITTING:

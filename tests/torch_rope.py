@@ -97,15 +97,8 @@ def qwen_3_yarn(x: Tensor, positions: Tensor) -> Tensor:
     return rotate_halves(x, angle, 0.1 * math.log(4.0) + 1)
 
 
-KIMI_SCALING = {
-    "type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 1.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-}
+KIMI_SCALING = {"type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0}
+KIMI_SCALING |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
 
 
 def kimi_k2(x: Tensor, positions: Tensor) -> Tensor:
