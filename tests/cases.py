@@ -9,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from flax_mha import dot_product_attention
 from flax_mha._src import run
@@ -113,6 +114,16 @@ def forget_programs():
             for x in list(vars(module).values()):
                 if isinstance(x, JITTED):
                     x.clear_cache()
+
+
+def equations(jaxpr):
+    """The equations of a jaxpr and of all that are inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in equation.params.values():
+            for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                if isinstance(inner, Jaxpr | ClosedJaxpr):
+                    yield from equations(getattr(inner, "jaxpr", inner))
 
 
 def kernels_in(text, pattern):

@@ -10,19 +10,15 @@ import numpy as np
 import pytest
 from cases import REMEDY, compiled_for, dense_gradients, dense_kernel, forget_programs, kernels_in
 from jax import lax
-from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
+from kernels import abstract, as_if_cudnn_were_here, explained, kernels_of_two_blocks, lowered
 from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._src import plan as schedule
-from flax_mha._src.call.operands import Result
-from flax_mha._src.core.tracing import equations
 from flax_mha._src.engines.kernels import cudnn
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
 
 B, T, N, K, H = 2, 256, 4, 2, 64
-HOPPER = cudnn.Device("NVIDIA H200", (9, 0))
 CUDNN_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{x}") for x in ("", "Backward")]
 IDS = jnp.zeros((B, T), jnp.int32)
 
@@ -31,18 +27,14 @@ IDS = jnp.zeros((B, T), jnp.int32)
 def hopper(monkeypatch):
     """As on a GPU of this kind, whose plans all compile."""
     compiled_for(monkeypatch, "gpu")
-    monkeypatch.setattr(cudnn, "device", lambda platform: HOPPER if platform == "gpu" else cudnn.Device(platform, None))
-    monkeypatch.setattr(cudnn, "failure", lambda kernel: [])
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
-    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    as_if_cudnn_were_here(monkeypatch)
     forget_programs()
     yield
     forget_programs()
 
 
-def inputs(t=T, s=T, *, batch=(B,), n=N, k=K, h=H, hv=None, dtype=jnp.bfloat16):
-    shapes = (*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, h if hv is None else hv)
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+inputs = functools.partial(abstract, n=N, k=K, h=H)
+lowered = functools.partial(lowered, platform="cuda", gradient=False)
 
 
 def bias_of(*shape, masked=False):
@@ -51,19 +43,6 @@ def bias_of(*shape, masked=False):
     if masked:
         bias[..., 7, :], bias[..., 9, 1:], bias[..., 30] = -np.inf, -np.inf, -np.inf
     return jnp.asarray(bias, jnp.bfloat16)
-
-
-def lowered(arrays, gradient=False, **arguments):
-    """What a GPU would be given."""
-
-    def attend(*arrays):
-        return dot_product_attention(*arrays, **arguments)
-
-    def both(*arrays):
-        output, pull = jax.vjp(attend, *arrays)
-        return output, pull(output)
-
-    return jax.jit(both if gradient else attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 FUSED = {
@@ -114,10 +93,7 @@ FUSED = {
         inputs(301, 170, batch=(1, 2)),
         {"bias": bias_of(N, 301, 170, masked=True), "is_causal": True},
     ),
-    "bias, lengths": (
-        inputs(),
-        {"bias": bias_of(N, T, T, masked=True), "key_value_seq_lengths": jnp.array([200, 0])},
-    ),
+    "bias, lengths": (inputs(), {"bias": bias_of(N, T, T, masked=True), "key_value_seq_lengths": jnp.array([200, 0])}),
 }
 NOT_FUSED = {
     "float32": (inputs(dtype=jnp.float32), {}, "float16 and bfloat16"),
@@ -151,10 +127,7 @@ NOT_FUSED = {
 @pytest.mark.parametrize("name", FUSED)
 def test_a_gpu_chooses_the_fused_kernel(name):
     arrays, arguments = FUSED[name]
-    chosen = []
-    explain = functools.partial(explain_implementation, **arguments)
-    jax.eval_shape(lambda *arrays: chosen.append(explain(*arrays).chosen), *arrays)
-    assert chosen == ["cudnn"]
+    assert explained(arrays, **arguments).chosen == "cudnn"
 
 
 LOWERED = ("plain", "causal, more queries, lengths", "causal window", "lengths", "mask objects", "head size 256")
@@ -325,22 +298,12 @@ def test_derivatives_of_every_order_around_a_kernel(monkeypatch):
 @pytest.mark.parametrize("arguments", [{}, {"is_causal": True, "key_value_seq_lengths": np.int32([300])}])
 def test_what_a_policy_saves_by_name_does_not_run_the_kernel_again(implementation, arguments):
     """As many kernels as without `jax.checkpoint`; without names each block runs one more, as cuDNN or on a CPU."""
-    save = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse")
-
-    def count(change):
-        def block(x):
-            query, key = jnp.sin(x), jnp.cos(x)
-            return x + dot_product_attention(query, key, 2 * key, implementation=implementation, **arguments)
-
-        def loss(x):
-            return change(block)(change(block)(x)).astype(jnp.float32).sum()
-
-        jaxpr = jax.jit(jax.grad(loss)).trace(jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)).jaxpr
-        return sum(x.primitive.name == "dot_product_attention_fwd_wrapper" for x in equations(jaxpr.jaxpr))
-
-    saved, without = count(functools.partial(jax.checkpoint, policy=save)), count(lambda block: block)
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    saved, without, anew = kernels_of_two_blocks(
+        "dot_product_attention_fwd_wrapper", x, implementation=implementation, **arguments
+    )
     in_forward = 2 if arguments else 1  # with masks also the branch for NaN has one
-    assert 0 < saved == without == count(jax.checkpoint) - 2 * in_forward
+    assert 0 < saved == without == anew - 2 * in_forward
 
 
 # NaN in a key and its value that the bias masks for all queries, and in the bias itself: row 60 stands before key 100.
@@ -475,26 +438,6 @@ def test_on_a_cpu():
             dot_product_attention(x, x, x, implementation=name)
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("chosen", "arrays", "arguments"),
-    [
-        ("xla", inputs(1024, 1024, batch=(8,), n=16, dtype=jnp.float32), {}),
-        ("xla", inputs(2048, 2048, batch=(4,), n=16, dtype=jnp.float32), {"is_causal": True}),
-        ("xla", inputs(1024, 1024), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0), "is_causal": True}),
-        ("xla", inputs(1024, 1024), {"logits_soft_cap": 3.0, "key_value_seq_lengths": jnp.array([7, 9])}),
-        ("blockwise", inputs(2049, 2048, batch=(4,), n=16, dtype=jnp.float32), {}),  # beyond the budget
-        ("xla", inputs(4096, 4096, batch=(1,), n=16, dtype=jnp.float32), {"local_window_size": 100}),
-        ("xla", inputs(256, 256, batch=(8192,), n=16, dtype=jnp.float32), {}),
-    ],
-)
-def test_on_a_gpu_all_scores_at_once_while_they_fit_the_budget(chosen, arrays, arguments):
-    names = []
-    explain = functools.partial(explain_implementation, **arguments)
-    jax.eval_shape(lambda *arrays: names.append(explain(*arrays).chosen), *arrays)
-    assert names == [chosen]
-
-
 @pytest.mark.parametrize(
     ("lengths", "window"), [(None, None), (jnp.array([200, 3]), (99, 0))], ids=["all tokens", "a padded ring"]
 )
@@ -517,42 +460,31 @@ def test_a_prompt_that_meets_an_empty_cache_reaches_the_kernel(hopper, lengths, 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("platform", "amx", "arguments", "tiles", "dtype"),
+    ("platform", "dtype", "arguments", "operands"),
     [
-        ("gpu", False, {}, False, "bfloat16"),
-        ("tpu", False, {}, True, "bfloat16"),
-        ("tpu", False, {"dtype": jnp.float16}, True, "float16"),
-        ("gpu", False, {"dtype": jnp.float16}, False, "float32"),
-        ("gpu", False, {"dtype": jnp.float32}, True, "float32"),
-        ("gpu", False, {"precision": "highest"}, True, "float32"),
-        ("cpu", False, {}, True, "float32"),
-        ("cpu", True, {}, True, "bfloat16"),
-        ("cpu", True, {}, False, "float32"),
-        ("cpu", True, {"dtype": jnp.float16}, True, "float32"),
-        ("cpu", True, {"batch": (), "n": 1, "k": 1}, True, "float32"),
+        ("gpu", "bfloat16", {"implementation": "xla"}, "bf16"),
+        ("tpu", "bfloat16", {"implementation": "blockwise"}, "bf16"),
+        ("tpu", "float16", {"implementation": "blockwise"}, "f16"),
+        ("gpu", "float16", {"implementation": "xla"}, "f32"),
+        ("gpu", "float32", {"implementation": "blockwise"}, "f32"),
+        ("gpu", "bfloat16", {"implementation": "blockwise", "precision": "highest"}, "f32"),
     ],
 )
-def test_where_products_have_16_bits(platform, amx, arguments, tiles, dtype, monkeypatch):
+def test_where_products_have_16_bits(platform, dtype, arguments, operands, monkeypatch, request):
+    """Unless the precision asked for, here or as JAX's default, is that of float32."""
     compiled_for(monkeypatch, platform)
-    monkeypatch.setattr(schedule, "cpu_features", lambda: {"amx_bf16"} if amx else set())
-    sizes = {name: x for name, x in arguments.items() if name != "precision"}
-    precision = arguments.get("precision")
-    seen = []
-    monkeypatch.setattr(
-        "flax_mha.attention.run", lambda call, _: seen.append(call) or Result(call.operands.query, None)
-    )
-    jax.eval_shape(functools.partial(dot_product_attention, precision=precision), *inputs(**sizes))
-    assert schedule.product_dtype(seen[0], tiles=tiles) == dtype
+    request.addfinalizer(forget_programs)
+    target = "cuda" if platform == "gpu" else platform
+
+    def products():
+        forget_programs()
+        text = lowered(inputs(dtype=jnp.dtype(dtype)), platform=target, **arguments)
+        found = re.findall(r"stablehlo.dot_general.*: \(tensor<\S+x(\w+)>, tensor<\S+x(\w+)>\)", text)
+        return {x for pair in found for x in pair}
+
+    assert products() == {operands}
     with jax.default_matmul_precision("float32"):
-        assert schedule.product_dtype(seen[0], tiles=tiles) == jnp.float32
-
-
-def explained(arrays, **arguments):
-    """The explanation of a call that is traced."""
-    explanations = []
-    explain = functools.partial(explain_implementation, **arguments)
-    jax.eval_shape(lambda *arrays: explanations.append(explain(*arrays)), *arrays)
-    return explanations[0]
+        assert products() == {"f32"}
 
 
 ELSEWHERE = {

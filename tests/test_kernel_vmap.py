@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cases import compiled_for, dense_kernel, forget_programs, interpret, kernels_in
 from flax import nnx
-from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
+from kernels import as_if_cudnn_were_here
 from marks import pairwise, with_core_tuples
 
 from flax_mha import MultiHeadAttention, dot_product_attention
@@ -30,11 +30,7 @@ def accelerators(request, monkeypatch):
     """As on a GPU or a TPU, whichever the test's parameter `kernel` runs on."""
     kernel = request.node.callspec.params.get("kernel", "cudnn") if hasattr(request.node, "callspec") else "cudnn"
     compiled_for(monkeypatch, PLATFORMS[kernel])
-    hopper = cudnn.Device("NVIDIA H200", (9, 0))
-    monkeypatch.setattr(cudnn, "device", lambda platform: hopper if platform == "gpu" else cudnn.Device(platform, None))
-    monkeypatch.setattr(cudnn, "failure", lambda kernel: [])
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
-    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    as_if_cudnn_were_here(monkeypatch)
     monkeypatch.setattr(tpu_kernels, "TILES", (128,))
     forget_programs()
     yield

@@ -4,48 +4,35 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
 import pytest
-from cases import compiled_for, forget_programs, interpret
+from cases import forget_programs, interpret
 from jax.experimental.pallas import tpu as pltpu
+from kernels import as_on_a_tpu, by_the_rule_of_flash_attention, normal
 from marks import with_core
 
-from flax_mha import attention as public
 from flax_mha import dot_product_attention, masks, recipes
 from flax_mha._src import run
-from flax_mha._src.call.operands import Result
-from flax_mha._src.engines.kernels import tpu as tpu_kernels
 from flax_mha._src.engines.pallas import launch
 from flax_mha._src.engines.pallas.call import Pallas
-from flax_mha._src.guard import guard
 from flax_mha.cached_attention import cached_attention
 from flax_mha.conformance import reference
 from flax_mha.kv_cache import KVCache
+
+shapes = functools.partial(kernels.shapes, h=64)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreted():
     """As on a TPU, in small tiles, but the kernels run here, as XLA programs."""
-    with pytest.MonkeyPatch.context() as patch:
-        compiled_for(patch, "tpu")
-        patch.setattr(tpu_kernels, "TILES", (128,))
+    for patch in as_on_a_tpu():
         interpret(patch, "pallas")
-        forget_programs()
         yield
-    forget_programs()
-
-
-def shapes(t, s, *, batch=(2,), n=2, k=1, h=64, hv=None):
-    return (*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, h if hv is None else hv)
 
 
 def ints(*numbers):
     return np.array(numbers, np.int32)
-
-
-def normal(*sizes, dtype=np.float32):
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal(size).astype(dtype) for size in sizes]
 
 
 def masked_share(*shape, share=0.6):
@@ -71,11 +58,7 @@ CASES = {
     ),
     "lengths, segments, sinks": (
         shapes(300, 300, n=4, k=2),
-        {
-            "query_seq_lengths": ints(270, 300),
-            "key_value_seq_lengths": ints(140, 0),
-            "query_segment_ids": IDS,
-        },
+        {"query_seq_lengths": ints(270, 300), "key_value_seq_lengths": ints(140, 0), "query_segment_ids": IDS},
         {"sinks": (4,)},
     ),
     "offsets as data": (
@@ -98,11 +81,7 @@ CASES = {
         {"is_causal": True, "query_offset": 150, "mask": masked_share(2, 1, 127, 1)},
         {"bias": (2, 1, 300)},
     ),
-    "bias of queries, mask of keys": (
-        shapes(300, 127),
-        {"mask": masked_share(2, 1, 1, 127)},
-        {"bias": (2, 1, 300, 1)},
-    ),
+    "bias of queries, mask of keys": (shapes(300, 127), {"mask": masked_share(2, 1, 1, 127)}, {"bias": (2, 1, 300, 1)}),
     "dropout": (
         shapes(300, 127, n=4, k=2),
         {"dropout_rate": 0.3, "dropout_rng": KEY, "query_offset": 5, "is_causal": True},
@@ -187,9 +166,7 @@ SLOPES = jnp.float32([0.5, 0.25])
 TABLE = np.random.default_rng(5).standard_normal((32, N)).astype(np.float32)
 RECIPES = {
     "block-sparse": recipes.block_sparse(jnp.asarray(masked_share(N, 10, 10, share=0.3)), 32),
-    "captured ids": {
-        "mask": masks.FunctionMask(lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k]),
-    },
+    "captured ids": {"mask": masks.FunctionMask(lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k])},
 }
 
 
@@ -263,29 +240,15 @@ def test_a_product_that_overflows_gives_nobody_a_gradient_that_is_not_finite():
 
 
 def test_bfloat16_by_the_rule_of_flash_attention():
-    """At most twice the error of scores and weights in bfloat16, plus one rounding of the result."""
-
     def naive(query, key, value):
         scores = jnp.einsum("btnh,bsnh->bnts", query, jnp.repeat(key, 2, 2)) * jnp.bfloat16(64**-0.5)
         weights = jax.nn.softmax(jnp.where(np.tri(S, dtype=bool), scores, -jnp.inf))
         return jnp.einsum("bnts,bsnh->btnh", weights, jnp.repeat(value, 2, 2))
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def answers(attend, arrays):
-        output, pull = jax.vjp(attend, *arrays)
-        return output, *pull(jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype))
-
-    arrays = normal(*shapes(S, S, batch=(1,)), dtype=jnp.bfloat16)
     ours, exact = (
         functools.partial(dot_product_attention, implementation=x, is_causal=True) for x in ("pallas", "xla")
     )
-    truth = answers(exact, [x.astype(jnp.float32) for x in arrays])
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        simple = answers(naive, arrays)
-    for got, plain, want in zip(answers(ours, arrays), simple, truth, strict=True):
-        assert got.dtype == plain.dtype == jnp.bfloat16
-        error, naive_error = (np.abs(np.float64(x) - np.float64(want)).max() for x in (got, plain))
-        assert error <= 2 * naive_error + float(jnp.finfo(jnp.bfloat16).eps) * np.abs(want).max()
+    by_the_rule_of_flash_attention(ours, naive, exact, normal(*shapes(S, S, batch=(1,)), dtype=jnp.bfloat16))
 
 
 def test_vmap_over_some_of_the_inputs():
@@ -321,43 +284,6 @@ def test_a_cache():
 
     ours, dense = (attend(implementation, query, key, value, cache) for implementation in ("pallas", "xla"))
     np.testing.assert_allclose(ours, dense, rtol=0, atol=1e-5)
-
-
-def test_gradients_of_a_part_of_the_keys(monkeypatch):
-    """Given the result over all keys, each half contributes its part: what a ring of devices needs of a hop."""
-    query, key, value = normal(*shapes(130, 200, batch=(1,), n=2, k=2, h=8))
-    calls = []
-
-    def keep(made, implementation):
-        calls.append(made)
-        return Result(made.operands.query, None)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(public, "run", keep)
-        for first in (0, 100):
-            dot_product_attention(query, key, value, is_causal=True, query_offset=70, key_value_offset=jnp.int32(first))
-
-    def half(made, known, query, key, value):
-        operands = made.operands._replace(query=query, key=key, value=value)
-        engine = Pallas(interpret=True)
-        plan, planned = engine.plan(made._replace(operands=operands))
-        output, lse, _ = engine.share(plan, guard(planned, plan), Result(*known))
-        return output, lse
-
-    @jax.jit
-    def gradients(query, key, value):
-        attend = functools.partial(dot_product_attention, is_causal=True, query_offset=70, return_residual=True)
-        known, pull = jax.vjp(functools.partial(attend, implementation="xla"), query, key, value)
-        halves = []
-        for made, part in zip(calls, (slice(100), slice(100, None)), strict=True):
-            results, pull_half = jax.vjp(functools.partial(half, made, known), query, key[:, part], value[:, part])
-            halves.append(pull_half(jax.tree.map(jnp.cos, results)))
-        (first_query, *first), (second_query, *second) = halves
-        joined = [jnp.concatenate(pair, 1) for pair in zip(first, second, strict=True)]
-        return (first_query + second_query, *joined), pull(jax.tree.map(jnp.cos, known))
-
-    for got, want in zip(*gradients(query, key, value), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize(("order", "races"), [("arbitrary", False), ("parallel", True)])

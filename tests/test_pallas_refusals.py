@@ -5,17 +5,25 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cases import REMEDY, compiled_for, forget_programs
-from jax import export, lax
-from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+from jax import lax
+from kernels import abstract, explained, lowered
 from marks import with_core
 
-from flax_mha import dot_product_attention, explain_implementation, masks, recipes
-from flax_mha._src.engines.pallas import grid
+from flax_mha import dot_product_attention, masks, recipes
 
 B, T, N, H = 2, 256, 2, 32
+
+
+abstract = functools.partial(abstract, k=N)
+
+
+def refusals(arrays, **arguments):
+    """Those of "pallas", as `explain_implementation` lists them."""
+    explanation = explained(arrays, **arguments)
+    assert explanation.chosen != "pallas"  # it has never been timed
+    return explanation.refusals["pallas"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,23 +33,6 @@ def tpu():
         forget_programs()
         yield
     forget_programs()
-
-
-def abstract(t=T, s=T, *, batch=(B,), n=N, k=N, h=H, dtype=jnp.bfloat16):
-    return [jax.ShapeDtypeStruct(size, dtype) for size in ((*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, h))]
-
-
-def refusals(arrays, **arguments):
-    """Those of "pallas", as `explain_implementation` lists them."""
-    explained = []
-
-    def explain(*arrays):
-        explained.append(explain_implementation(*arrays, **arguments))
-        return arrays[0]
-
-    jax.eval_shape(explain, *arrays)
-    assert explained[0].chosen != "pallas"  # it has never been timed
-    return explained[0].refusals["pallas"]
 
 
 def score_mod(function):
@@ -58,7 +49,7 @@ REFUSED = {
     "tiles": (
         abstract(2**17, 2**17, batch=(64,)),
         {"key_value_seq_lengths": jnp.ones(64, jnp.int32)},
-        f"tile table does not fit: .* room for {grid.MOST_WORDS} words, but 256 x 256 tiles for 128 heads take ",
+        "tile table does not fit: .* room for [0-9]+ words, but 256 x 256 tiles for 128 heads take ",
     ),
     "tiles of heads that share a bias": (
         abstract(8192, 8192, batch=(512,)),
@@ -80,11 +71,7 @@ REFUSED = {
         score_mod(lambda s, h, q, k: lax.cond(q > k, lambda: s, lambda: -s)),
         "score_mod must not apply cond .*control flow",
     ),
-    "a custom derivative": (
-        abstract(),
-        score_mod(lambda s, h, q, k: jax.nn.relu(s)),
-        "must not apply custom_jvp_call",
-    ),
+    "a custom derivative": (abstract(), score_mod(lambda s, h, q, k: jax.nn.relu(s)), "must not apply custom_jvp_call"),
     "a primitive": (abstract(), score_mod(lambda s, h, q, k: s + lax.lgamma(s)), "must not apply lgamma"),
     "a remainder of floats": (abstract(), score_mod(lambda s, h, q, k: lax.rem(s, s * 2)), "must not apply rem"),
     "a dtype": (
@@ -126,43 +113,6 @@ def test_off_tpu(monkeypatch):
     compiled_for(monkeypatch, "cpu")
     with pytest.raises(NotImplementedError, match="it runs only on TPUs, but this call runs on cpu"):
         dot_product_attention(*(jnp.ones((1, 5, 2, 8)) for _ in range(3)), implementation="pallas")
-
-
-@pytest.mark.core
-@pytest.mark.parametrize(
-    ("setting", "reason"),
-    [
-        (lambda: jax.enable_x64(True), "jax_enable_x64"),
-        (lambda: jax.default_matmul_precision("tensorfloat32"), "not tensorfloat32"),
-        (
-            lambda: use_abstract_mesh(AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))),
-            "on multiple devices, it needs to know how its arrays are sharded",
-        ),
-    ],
-)
-def test_settings(setting, reason):
-    assert refusals(abstract()) == []
-    with setting():
-        [refusal] = refusals(abstract())
-    assert reason in refusal
-    assert REMEDY.search(refusal)
-
-
-@pytest.mark.core
-def test_float64():
-    with jax.enable_x64(True):
-        reasons = refusals(abstract(dtype=jnp.float64))
-    assert any("it supports only float32 and bfloat16, but the inputs are float64" in reason for reason in reasons)
-
-
-def lowered(arrays, attend=dot_product_attention, **arguments):
-    """What a TPU would be given for output and gradients."""
-
-    def both(*arrays):
-        output, pull = jax.vjp(functools.partial(attend, **arguments), *arrays)
-        return output, pull(output)
-
-    return export.export(jax.jit(both), platforms=["tpu"])(*arrays).mlir_module()
 
 
 def of_most_primitives(score, b, h, q, k):
@@ -229,36 +179,3 @@ def test_under_vmap():
     text = lowered([*abstract(batch=(3, B)), jax.ShapeDtypeStruct((3, N), jnp.float32)], jax.vmap(attend))
     assert text.count("tpu_custom_call") == 3
     assert "stablehlo.while" not in text
-
-
-def test_inside_shard_map():
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
-
-    def lowered_with(check_vma):
-        attend = functools.partial(dot_product_attention, is_causal=True, implementation="pallas")
-        spec = jax.P("x")
-        return lowered(abstract(), jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
-
-    assert lowered_with(False).count("tpu_custom_call") == 3
-    with pytest.raises(NotImplementedError, match="check_vma=False"):
-        lowered_with(True)
-
-
-@pytest.mark.core
-def test_lists_of_steps():
-    """Every visible tile once, its group's tiles side by side, and groups that see nothing have a step that writes."""
-    some = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
-    full = np.array([[1, 0, 0], [0, 0, 0], [0, 1, 0]], bool)
-    occupancy = masks.Occupancy(some[None], full[None])
-    for known in (occupancy, masks.Occupancy(*map(jnp.asarray, occupancy))):
-        what, where = (np.asarray(x)[0] for x in grid.list_steps(known, (1,), (1,), "T"))
-        begin, end, both = grid.FIRST, grid.LAST, grid.COMPUTE | grid.MASKED
-        flags = [begin | grid.COMPUTE, end | both, begin | end, begin | grid.COMPUTE, end | both]
-        assert list(what[:5]) == flags
-        assert list(zip(where[:5] >> 16, where[:5] & 0xFFFF, strict=True)) == [(0, 0), (0, 2), (1, 0), (2, 1), (2, 2)]
-        assert not (what[5:] % 16).any()
-        assert (where[5:] == where[4]).all()
-    assert grid.list_steps(occupancy, (1,), (1,), "T")[0].shape == (1, 5)
-    what, where = (np.asarray(x)[0] for x in grid.list_steps(occupancy, (3,), (1,), "S"))
-    assert list(what >> grid.FLAG_BITS) == [0, 1, 2, 0, 1, 2, 0, 0, 1, 1, 2, 2]
-    assert list(where & 0xFFFF) == [0] * 3 + [1] * 3 + [2] * 6

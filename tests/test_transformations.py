@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for
+from cases import compiled_for, equations
 from jax import export
 from marks import pairwise, with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha._src import plan as schedule
-from flax_mha._src.core.tracing import equations
 from flax_mha.cached_attention import cached_attention
 from flax_mha.kv_cache import KVCache
 from flax_mha.masks import FunctionMask, LengthMask
