@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from marks import with_core, with_core_tuples
 
-from flax_mha import dot_product_attention, explain_implementation
+from flax_mha import dot_product_attention
 from flax_mha._src import plan as schedule
 from flax_mha._src.core import tracing
 from flax_mha.masks import FunctionMask
@@ -146,18 +146,6 @@ def test_derivatives(name):
     run, x = derivatives(name, second=name == "logits")
     got, expected = both_ways(lambda: jax.jit(lambda x: run(x))(x))
     assert_same(got, expected)
-
-
-@pytest.mark.core
-def test_what_is_read_in_place():
-    """On a CPU, up to 16 queries of at least so many keys."""
-
-    def variant(queries, keys):
-        query, key, value = arrays(queries, ())
-        return explain_implementation(query, key[:keys], value[:keys], is_causal=True, implementation="xla").variant
-
-    assert [variant(queries, None) for queries in (1, 16, 17)] == ["keys read in place"] * 2 + ["all scores at once"]
-    assert variant(1, 99) == "all scores at once"
 
 
 def test_batch_axes_and_halves():

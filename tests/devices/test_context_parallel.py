@@ -36,9 +36,6 @@ from test_derivatives import gradient_of_gradient, hessian_product, second_deriv
 
 import flax_mha
 import flax_mha.linen
-from flax_mha._src import plan as schedule
-from flax_mha._src.engines import blockwise
-from flax_mha._src.math.tiling import TileShape
 from flax_mha.conformance import reference
 from flax_mha.context_parallel import to_zigzag, zigzag_positions
 from flax_mha.rope import RoPE
@@ -112,8 +109,7 @@ def largest_scores():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "axis_type"),
-    [("ring", AxisType.Auto), ("ulysses", AxisType.Explicit), ("allgather", AxisType.Auto)],
+    ("strategy", "axis_type"), [("ring", AxisType.Auto), ("ulysses", AxisType.Explicit), ("allgather", AxisType.Auto)]
 )
 def test_on_a_mesh_of_data_context_and_heads(strategy, axis_type):
     """Known from types with Explicit axes, else given; the output and its gradients are as without largest scores.
@@ -184,29 +180,6 @@ def test_memory_does_not_grow_with_the_devices():
         return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(8) <= 1.1 * temporaries(2)
-
-
-@pytest.mark.parametrize(("layout", "most"), [("zigzag", 1.05), ("contiguous", 2.0)])
-def test_zigzag_gives_all_devices_the_same_work(layout, most, monkeypatch):
-    """Tiles that are visited, as the block masks of all hops say; contiguous, the last device does twice the mean."""
-    devices, visited, block_mask = 4, [], blockwise._block_mask
-
-    def counting(*arguments):
-        blocks = block_mask(*arguments)
-        jax.debug.callback(lambda *x: visited.append(x), jax.lax.axis_index("context"), blocks.num_tiles.sum())
-        return blocks
-
-    monkeypatch.setattr(blockwise, "_block_mask", counting)
-    monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(16, 16),))
-    attention_fn = flax_mha.context_parallel("context", "ring", layout, mesh=mesh_of(context=devices))
-    x = jnp.zeros((1, 32 * 2 * devices, 1, 8))
-    jax.block_until_ready(attention_fn(x, x, x, is_causal=True))
-    jax.effects_barrier()
-    tiles = np.array([sum(number for device, number in visited if device == rank) for rank in range(devices)])
-    side = 2 * 2 * devices
-    assert tiles.sum() == side * (side + 1) // 2  # the lower triangle, once
-    assert tiles.max() / tiles.mean() <= most
-    assert layout == "zigzag" or tiles.max() / tiles.mean() > 1.5
 
 
 def test_bfloat16_is_as_exact_as_on_one_device():
@@ -417,15 +390,6 @@ def test_what_the_ring_refuses():
         fn(X, X, X, implementation="xla")
     with pytest.raises(ValueError, match="implementation must be"):
         fn(X, X, X, implementation="fast")
-
-
-@pytest.mark.core
-def test_decoding_is_refused():
-    fn = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
-    module = flax_mha.MultiHeadAttention(4, 32, attention_fn=fn, decode=True, rngs=nnx.Rngs(0))
-    module.init_cache((2, 8, 32))
-    with pytest.raises(ValueError, match="decode must be False with context_parallel"):
-        module(jnp.ones((2, 4, 32)))
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,7 @@ def reduced(hlo):
 
 @pytest.mark.parametrize(
     ("name", "settings", "packed"),
-    [
-        ("fsdp", SETTINGS, False),
-        ("accumulate", SETTINGS, False),
-        ("tensor", MUON, True),
-        ("context", MUON, True),
-    ],
+    [("fsdp", SETTINGS, False), ("accumulate", SETTINGS, False), ("tensor", MUON, True), ("context", MUON, True)],
 )
 def test_the_losses_of_one_device_at_every_step(name, settings, packed):
     one = seen("alone", settings, packed).losses

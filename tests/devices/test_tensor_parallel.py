@@ -151,10 +151,7 @@ def test_without_a_mesh_there_is_metadata_alone():
 
 @pytest.mark.parametrize(
     ("num_kv_heads", "kind", "window"),
-    with_core_tuples(
-        [(N, "explicit", RING), (1, "auto", None)],
-        (N, "explicit", RING),
-    ),
+    with_core_tuples([(N, "explicit", RING), (1, "auto", None)], (N, "explicit", RING)),
 )
 def test_decoding(num_kv_heads, kind, window):
     """The cache stays split as it was made: over batch and heads."""
