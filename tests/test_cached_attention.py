@@ -327,7 +327,7 @@ def test_blockwise(window):
     cache = KVCache.create(B, S if window is None else 999, K, H, window=window)
     given = {"implementation": "blockwise", "local_window_size": window}
     at, outputs = 0, []
-    for size in (18, LENGTH - 18):  # one token: test_nnx.py
+    for size in (18, LENGTH - 18):  # one token: test_flax_modules.py
         output, cache = jax.jit(functools.partial(cached_attention, **given))(*cut(X, at, at + size), cache)
         outputs.append(output)
         at += size

@@ -83,23 +83,6 @@ def test_a_ring_needs_a_window_and_some_spare_slots(length, slots):
     assert cache.window == (WINDOW if slots == RING else None)
 
 
-@pytest.mark.parametrize(
-    ("batch", "dtype"), [((B,), jnp.float32), ((B,), jnp.bfloat16), ((), jnp.float16), ((2, 2), jnp.bfloat16)]
-)
-def test_tokens_one_after_another(batch, dtype):
-    """Eight bits of significand hold entry and position up to here."""
-    cache = KVCache.create(batch, S, K, H, dtype)
-    at = 0
-    for number in (1, 3, 0, 2):
-        cache = updated(cache, *tokens(at, number, batch, dtype))
-        at += number
-        assert int(cache.index) == at
-        key, value = tokens(0, S, batch, dtype)
-        held = (np.arange(S) < at)[:, None, None]
-        np.testing.assert_array_equal(cache.key, np.where(held, key, 0))
-        np.testing.assert_array_equal(cache.value, np.where(held, value, 0))
-
-
 @pytest.mark.core
 @pytest.mark.parametrize(("dtype", "size"), [(jnp.bfloat16, 7), (jnp.float8_e4m3fn, 2)])
 @pytest.mark.parametrize("lengths", [None, [1, 0, 2]])
@@ -442,20 +425,6 @@ def test_mapped_updates_have_gradients(dtype):
         kept = np.where((places > first**2) & (places <= (first + 4) ** 2), 0, places)
         np.testing.assert_array_equal(inside[0][i, 1, :, 1, 2], jnp.asarray(kept, dtype))
         np.testing.assert_array_equal(inside[1][i, 1, :, 1, 2], jnp.asarray(places[first : first + 4], dtype))
-
-
-def test_under_vmap_and_scan():
-    key, value = tokens(0, 6)
-    caches = jax.vmap(lambda _: KVCache.create((), S, K, H))(jnp.arange(B))
-
-    def step(caches, token):
-        return jax.vmap(KVCache.update)(caches, *token), None
-
-    many, _ = jax.jit(lambda c: jax.lax.scan(step, c, tuple(jnp.moveaxis(x, 1, 0)[:, :, None] for x in (key, value))))(
-        caches
-    )
-    np.testing.assert_array_equal(many.index, np.full(B, 6))
-    np.testing.assert_array_equal(many.key[:, :6], key)
 
 
 ONE = KVCache.create(B, S, K, H).update(*tokens(0, 7))

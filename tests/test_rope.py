@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import export
 from marks import with_core
 
@@ -122,43 +120,6 @@ def test_yarn_after_a_short_pretraining(original_max_position, kept):
 )
 def test_attention_factor(scaling, want):
     assert RoPE(scaling=scaling).attention_factor == pytest.approx(want, rel=1e-15)
-
-
-positions = st.integers(-2048, 2048)
-
-
-@settings(max_examples=30, deadline=None, database=None)
-@given(st.sampled_from([*ROPES]), positions, positions, st.integers(0, 2**31))
-def test_properties(name, p, q, seed):
-    """Norms are kept, scores depend on q - p only, position 0 changes nothing, up to the attention factor."""
-    rope = ROPES[name]
-    x, y = jnp.asarray(np.random.default_rng(seed).standard_normal((2, 1, 1, H)), jnp.float32)[:, None]
-    factor, size = rope.attention_factor, rope.rotated_size(H)
-
-    def turned(array, position):
-        return np.asarray(ROTATE[name](array, jnp.asarray([position])), np.float64).ravel()
-
-    atol = tolerance(X, np.int64(2 * max(abs(p), abs(q), 1)), rope, 2.0**-24) * 10
-    here, there = turned(x, p), turned(y, q)
-    norm = np.linalg.norm(np.asarray(x, np.float64).ravel()[:size])
-    np.testing.assert_allclose(np.linalg.norm(here[:size]), factor * norm, rtol=1e-5)
-    np.testing.assert_allclose(here @ there, turned(x, 0) @ turned(y, q - p), rtol=0, atol=atol)
-    if factor == 1:
-        np.testing.assert_array_equal(turned(x, 0), np.asarray(x).ravel())
-    np.testing.assert_array_equal(here[size:], np.asarray(x).ravel()[size:])
-
-
-ROTATE = {name: jax.jit(lambda x, p, rope=rope: apply_rope(x, p, rope)) for name, rope in ROPES.items()}
-
-
-@pytest.mark.parametrize("fraction", [1.0, 0.375])
-def test_interleaved_is_halves_after_a_permutation(fraction):
-    size = int(fraction * H)
-    order = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2), np.arange(size, H)])
-    x = jnp.asarray(X, jnp.float32)
-    interleaved = apply_rope(x, POSITIONS, RoPE(fraction=fraction, interleaved=True))
-    halves = apply_rope(x[..., order], POSITIONS, RoPE(fraction=fraction))
-    np.testing.assert_array_equal(interleaved[..., order], halves)
 
 
 @pytest.mark.parametrize("name", with_core(ROPES, "llama3", "yarn", "partial, interleaved"))

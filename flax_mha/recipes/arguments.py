@@ -6,8 +6,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from flax_mha._src.core.user_function import NAMES
-from flax_mha.recipes.made_for import made_for
+from flax_mha._src.core.user_function import NAMES, made_for
 
 Arguments = dict[str, Any]
 

@@ -9,9 +9,9 @@ from jaxtyping import Array, Int
 
 from flax_mha._src.core.integers import extremes, ids_int32, int32, int_at_least
 from flax_mha._src.core.tracing import readable
+from flax_mha._src.core.user_function import made_for
 from flax_mha.masks import CausalMask, FunctionMask, SegmentMask
 from flax_mha.recipes.arguments import Arguments
-from flax_mha.recipes.made_for import made_for
 
 
 def shared_prefix(ids: Int[Array, "*B S"]) -> Arguments:

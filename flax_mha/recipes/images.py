@@ -4,10 +4,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from flax_mha._src.core.integers import int_at_least
+from flax_mha._src.core.user_function import made_for
 from flax_mha._src.core.validation import as_array
 from flax_mha.masks import FunctionMask
 from flax_mha.recipes.arguments import Arguments
-from flax_mha.recipes.made_for import made_for
 
 
 def neighborhood(height: int, width: int, size: int) -> Arguments:

@@ -3,10 +3,10 @@
 from jaxtyping import Array, Bool, Int
 
 from flax_mha._src.core.integers import int32, int_at_least, is_int
+from flax_mha._src.core.user_function import made_for
 from flax_mha._src.core.validation import as_array
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 from flax_mha.recipes.arguments import Arguments
-from flax_mha.recipes.made_for import made_for
 
 
 def causal() -> Arguments:

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from flax_mha._src.core.integers import int_at_least
+from flax_mha._src.core.user_function import made_for
 from flax_mha._src.core.validation import as_array
 from flax_mha.masks import CausalMask, LocalMask
 from flax_mha.recipes.arguments import Arguments
-from flax_mha.recipes.made_for import made_for
 
 
 def alibi(num_heads: int) -> Arguments:

@@ -63,15 +63,15 @@ class TracedFunction:
         return any(v is variable for atoms in (*(e.invars for e in self.jaxpr.eqns), self.jaxpr.outvars) for v in atoms)
 
     @functools.cached_property
-    def lookups(self) -> list[tuple[str | int, int, tuple[int, ...]]]:
-        """Lookups at a position or a constant, unless a condition may discard the entry: index, axis, array's shape."""
+    def lookups(self) -> list[tuple[str, int, tuple[int, ...]]]:
+        """Lookups at one of `POSITIONS`, if no condition on it may discard the entry: its name, axis, array's shape."""
         held, conditional, found = _positions(self.jaxpr), _conditional(self.jaxpr), []
         for equation in (e for e in self.jaxpr.eqns if e.primitive.name == "dynamic_slice"):
             array, *indices = _atoms(equation)
             for axis, index in enumerate(indices):
                 size: Any = array.aval.shape[axis]  # an int, or a symbol of `jax.export`
                 is_known = index in held and isinstance(size, int) and size <= jnp.iinfo(index.aval.dtype).max
-                if is_known and not (conditional if isinstance(held[index], int) else held[index] in conditional):
+                if is_known and held[index] not in conditional:
                     found.append((held[index], axis, array.aval.shape))
         return found
 
@@ -90,15 +90,27 @@ class TracedFunction:
             value = last[name]
             if value is not None and (value >= size or (name in "bh" and value + 1 < size)):
                 raise ValueError(f"{self.name} was created for {size} {NAMES[name]}, but the call has {value + 1}.")
-        for index, axis, shape in self.lookups:
-            value = index if isinstance(index, int) else last[index]
+        for name, axis, shape in self.lookups:
+            value = last[name]
             if value is not None and value >= shape[axis]:
-                at = "" if isinstance(index, int) else f"at {index} = {value}, "
                 raise ValueError(
-                    f"{self.name} must not index arrays out of bounds, but {at}it uses index {value} on axis {axis} of "
-                    f"an array with shape {shape}; extend that axis to at least {value + 1}, or clip the index with "
-                    f"jnp.clip(index, 0, {shape[axis] - 1})."
+                    f"{self.name} must not index arrays out of bounds, but at {name} = {value}, it uses index {value} "
+                    f"on axis {axis} of an array with shape {shape}; extend that axis to at least {value + 1}, or clip "
+                    f"the index with jnp.clip(index, 0, {shape[axis] - 1})."
                 )
+
+
+def made_for(**sizes: int) -> Callable[[F], F]:
+    """Declares the sizes that a `mask_mod` or a `score_mod` is made for, such as `@made_for(h=8, kv_idx=1024)`.
+
+    `TracedFunction.check` refuses calls with other numbers of batch entries or heads, and with positions beyond these.
+    """
+
+    def mark(function: Any) -> Any:
+        function.made_for = sizes
+        return function
+
+    return mark
 
 
 class Trace(NamedTuple):
@@ -214,20 +226,15 @@ def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
     return [derivative] if custom(derivative.jaxpr) <= custom(jaxpr) else [derivative, function]
 
 
-def _positions(jaxpr: Any) -> dict[Any, str | int]:
-    """Maps variables to the position that they hold, possibly cast, or to a constant index >= 0."""
-    held = dict[Any, str | int](zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True))
-    from_end = dict[Any, str | int]()  # with the length of the axis added, as JAX does for negative indices
+def _positions(jaxpr: Any) -> dict[Any, str]:
+    """Maps variables to the position that they hold, possibly cast, or with the axis's length added if negative."""
+    held, from_end = dict[Any, str](zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)), dict[Any, str]()
     for equation in jaxpr.eqns:
         name, result, atoms = equation.primitive.name, (*equation.outvars, None)[0], _atoms(equation)
         if name == "convert_element_type" and atoms[0] in held and jnp.issubdtype(result.aval.dtype, jnp.integer):
             held[result] = held[atoms[0]]
         elif name == "add" and atoms[0] in held and atoms[1] is None and equation.invars[1].val > 0:
             from_end[result] = held[atoms[0]]
-        elif name == "lt" and atoms == [None, None]:  # JAX asks of a constant index, too, whether it is negative
-            from_end[result] = "constant"
-        elif name == "select_n" and from_end.get(atoms[0]) == "constant" and atoms[1] is None:
-            held[result] = int(equation.invars[1].val)
         elif name == "select_n" and atoms[1] in held and from_end.get(atoms[2]) == held[atoms[1]]:
             held[result] = held[atoms[1]]
     return held
