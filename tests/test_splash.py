@@ -201,20 +201,6 @@ def test_infinity_that_is_seen_reaches_the_output():
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_the_largest_numbers_reach_no_gradient_where_they_are_masked():
-    """Although their products with the cotangent overflow."""
-    run = gradients("splash", {"is_causal": True, "key_value_seq_lengths": lengths(200, T)})
-    query, key, value = normal(*shapes())
-    key[0, 200:], value[0, 200:] = 0, 0
-    want = run([query, key, value])
-    for huge in (3e38, -3e38):
-        key[0, 200:], value[0, 200:] = huge, huge
-        got = run([query, key, value])
-        assert all(np.isfinite(x).all() for x in got)
-        close(got, want)
-
-
-@pytest.mark.usefixtures("interpreted")
 def test_vmap_over_some_of_the_inputs():
     query, key, value = normal(*shapes(t=130))
     queries = jnp.stack([query, -query])

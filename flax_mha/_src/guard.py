@@ -160,12 +160,14 @@ def _forward(fused: Fused, arrays: Any, mask: Any) -> tuple[Array, tuple]:
 def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Any, None]:
     pull, finite, arrays, mask = saved
     [gradients] = pull(cotangent)
-    gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, arrays)
+
+    def cast(gradients: Any) -> Any:
+        return jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, arrays)
 
     def of_guarded() -> Any:
-        return jax.vjp(lambda arrays: on_guarded(fused, arrays, mask), arrays)[1](cotangent)[0]
+        return cast(jax.vjp(lambda arrays: on_guarded(fused, arrays, mask), arrays)[1](cotangent)[0])
 
-    return lax.cond(finite, lambda: gradients, of_guarded), None
+    return lax.cond(finite, lambda: cast(gradients), of_guarded), None
 
 
 around_kernel.defvjp(_forward, _backward)
