@@ -27,16 +27,8 @@ from jaxtyping import Array, Bool, Float
 from flax_mha._src.call.operands import Call, Rows
 
 
-class Guarded(Protocol):
-    """What `guard` needs to know of a plan."""
-
-    @property
-    def guard(self) -> bool:
-        """Whether queries, keys and values are guarded before the engine gets them."""
-
-
-def guard(call: Call, plan: Guarded) -> Call:
-    """Replaces queries, keys and values that are not finite by zeros, and sets `Operands.rows`."""
+def guard(call: Call, plan: Any) -> Call:
+    """Replaces queries, keys and values that are not finite by zeros, and sets `Operands.rows`, if `plan.guard`."""
     operands, options = call
     if not plan.guard or not may_mask(call):
         return call
