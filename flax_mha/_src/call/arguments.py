@@ -14,17 +14,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Operands, Options, ScoreMod, Sharding
+from flax_mha._src.call.operands import (
+    NO_OFFSET,
+    Call,
+    Context,
+    Operands,
+    Options,
+    ScoreMod,
+    Sharding,
+    accumulation_dtype,
+)
 from flax_mha._src.core import validation
 from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, number_in, unwrapped
 from flax_mha._src.core.tile import Offsets
-from flax_mha._src.core.tracing import Target, readable, target_of
+from flax_mha._src.core.tracing import Target, is_key, readable, target_of
 from flax_mha._src.core.user_function import TracedFunction, trace
 from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable, per_sequence
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
 from flax_mha.masks.function import functions_of, window_beside
 
-# Arguments of a module's call, and those of functions for the same.
+# Arguments of a module's call, and the arguments of functions that replace them.
 SIBLINGS = {
     "lengths": "query_seq_lengths and key_value_seq_lengths",
     "segment_ids": "query_segment_ids and key_value_segment_ids",
@@ -34,7 +43,7 @@ LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
 
 def unexpected(function: str, name: str) -> TypeError:
-    """Makes Python's error about an argument that a function does not have; adds what to use instead, if known."""
+    """Makes Python's error about an unknown argument; adds what to use instead, if known."""
     fix = f"; only modules accept {name}; use {SIBLINGS[name]} instead" if name in SIBLINGS else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{fix}")
 
@@ -87,10 +96,7 @@ class CallArguments(Arguments, total=False):
 def check_inputs(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, any_dtypes: bool = False
 ) -> tuple[Array, Array, Array, Shape]:
-    """Converts query, key and value to arrays, checks that they fit together, and returns them with their sizes.
-
-    If `any_dtypes`, their dtypes may differ.
-    """
+    """Converts query, key and value to arrays that fit together (in dtype, too, unless `any_dtypes`); adds sizes."""
     meaning = "[batch..., length, heads, head size]"
     query, key, value = (
         x if isinstance(x, jax.Array) else as_array(name, x, f"an array {meaning}")
@@ -119,8 +125,8 @@ def check_inputs(
         )
     if query.shape[-1] < 1:
         raise ValueError(f"query head size must be at least 1, but got {shapes}.")
-    alike = any_dtypes or query.dtype == key.dtype == value.dtype
-    if not alike or any(x.dtype.name not in DTYPES for x in (query, key, value)):
+    same_dtype = any_dtypes or query.dtype == key.dtype == value.dtype
+    if not same_dtype or any(x.dtype.name not in DTYPES for x in (query, key, value)):
         raise ValueError(
             f"query, key, value must have the same dtype, one of {', '.join(DTYPES)}, but got query "
             f"{query.dtype}, key {key.dtype}, value {value.dtype}; use .astype."
@@ -130,7 +136,7 @@ def check_inputs(
 
 
 def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
-    """Checks bias or sinks, floats that broadcast to `shape` (`meaning` in errors); gives them the rank of `shape`."""
+    """Checks that bias or sinks broadcast to `shape` (in errors: `meaning`), and gives them its rank."""
     if value is None:
         return None
     array = as_array(name, value, "an array of floats")
@@ -195,14 +201,13 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
 
 def check_precision(value: Any) -> Any:
     """Checks that `jax.lax.dot_general` accepts this precision, and returns it in a form that can be hashed."""
-    value = tuple(value) if isinstance(value, list) else value  # options must be hashable
-    if value is not None:
-        try:
-            _dot_with(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f'precision must be None, "default", "high", "highest" or a jax.lax.Precision, but got {value!r}.'
-            ) from error
+    value = tuple(value) if isinstance(value, list) else value
+    try:
+        _dot_with(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f'precision must be None, "default", "high", "highest" or a jax.lax.Precision, but got {value!r}.'
+        ) from error
     return value
 
 
@@ -235,17 +240,28 @@ def check_dropout_rate(rate: float) -> float:
 def check_dropout(rate: float, rng: Any) -> float:
     """Checks the dropout rate, and its key if the rate is above 0; returns the rate."""
     rate = check_dropout_rate(rate)
-    if rate > 0 and rng is None:
+    if rate == 0:
+        return rate
+    if rng is None:
         raise ValueError(
             "dropout_rng must be a key if dropout_rate > 0, but got None; pass a key such as jax.random.key(0)."
         )
-    if rate > 0 and not _is_key(rng):
+    is_array = isinstance(rng, jax.Array | np.ndarray)
+    raw_shape = _raw_key_shape(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
+    is_typed = is_array and is_key(rng) and not rng.shape
+    if not is_typed and not (is_array and rng.dtype == jnp.uint32 and rng.shape == raw_shape):
         got = f"an array of shape {rng.shape} and dtype {rng.dtype}" if hasattr(rng, "shape") else repr(rng)
         raise ValueError(
-            f"dropout_rng must be a single key from jax.random.key, or a raw uint32 key of shape {_raw_key_shape()}, "
-            f"but got {got}."
+            f"dropout_rng must be a single key from jax.random.key, or a raw uint32 key of shape {raw_shape}, but got "
+            f"{got}."
         )
     return rate
+
+
+@functools.cache
+def _raw_key_shape(implementation: str) -> tuple[int, ...]:
+    """Returns the shape of a raw key of this implementation of random numbers."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
 
 
 def check_sharding(value: Any, rank: int) -> Any:
@@ -263,24 +279,6 @@ def check_sharding(value: Any, rank: int) -> Any:
     return value
 
 
-def _is_key(rng: object) -> bool:
-    if not isinstance(rng, jax.Array | np.ndarray):
-        return False
-    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        return rng.shape == ()
-    return rng.dtype == jnp.uint32 and rng.shape == _raw_key_shape()
-
-
-def _raw_key_shape() -> tuple[int, ...]:
-    """Returns the shape of a raw key of JAX's default implementation of random numbers."""
-    return _key_shape_of(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _key_shape_of(implementation: str) -> tuple[int, ...]:
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
-
-
 def canonical(
     query: ArrayLike,
     key: ArrayLike,
@@ -294,7 +292,7 @@ def canonical(
 ) -> Call:
     """Checks the arguments of `dot_product_attention`, combines all masks into one, and makes a `Call`.
 
-    `platform` is the one to explain the call for; None if the call is computed, or explained for where it is computed.
+    `platform` is the platform to explain the call for; None means the one on which it is computed.
     """
     if unknown := arguments.keys() - CallArguments.__optional_keys__:
         raise unexpected("dot_product_attention", min(unknown))
@@ -302,12 +300,12 @@ def canonical(
     target = target_of((query, key, value), platform)
     scoring = check_scoring(query, shape, arguments, target, return_residual)
     window = check_window(arguments.get("local_window_size"))
-    offsets = Offsets()
-    if "query_offset" in arguments or "key_value_offset" in arguments:
-        offsets = check_offsets(arguments.get("query_offset", 0), arguments.get("key_value_offset", 0), shape)
-    is_whole = all(arguments.get(name, NO_OFFSET) is NO_OFFSET for name in ("query_offset", "key_value_offset"))
+    query_offset = arguments.get("query_offset", NO_OFFSET)
+    key_offset = arguments.get("key_value_offset", NO_OFFSET)
+    is_whole = query_offset is NO_OFFSET and key_offset is NO_OFFSET
+    offsets = Offsets() if is_whole else check_offsets(query_offset, key_offset, shape)
     masks = [
-        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
+        CausalMask() if validation.flag("is_causal", arguments.get("is_causal", False)) else None,
         None if window is None else LocalMask(*window),
         _length_mask(arguments, shape, is_whole),
         _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
@@ -317,7 +315,7 @@ def canonical(
 
 
 class Scoring(NamedTuple):
-    """The arguments that need no keys, as `check_scoring` has checked them: parts of `Operands`, and `Options`."""
+    """The arguments that need no keys, checked: parts of `Operands`, and `Options`."""
 
     query: Array
     sinks: Array | None
@@ -331,10 +329,9 @@ class Scoring(NamedTuple):
 def check_scoring(
     query: Array, shape: Shape, arguments: CallArguments, target: Target, return_residual: bool = False
 ) -> Scoring:
-    """Checks the arguments that need no keys, such as scale, `score_mod`, dropout and sinks; traces `score_mod`."""
+    """Checks the arguments that need no keys, and traces `score_mod`."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
-    dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
-    score_mod = arguments.get("score_mod")
+    dtype, score_mod = accumulation_dtype(query.dtype), arguments.get("score_mod")
     function, captured, constants = (None, [], []) if score_mod is None else trace("score_mod", score_mod, dtype)
     dropout_rng = arguments.get("dropout_rng")
     rate = check_dropout(arguments["dropout_rate"], dropout_rng) if "dropout_rate" in arguments else 0.0
@@ -343,14 +340,14 @@ def check_scoring(
         soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
         score_mod=function,
         dropout_rate=rate,
-        broadcast_dropout=_flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
-        return_residual=_flag("return_residual", return_residual),
+        broadcast_dropout=validation.flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
+        return_residual=validation.flag("return_residual", return_residual),
         precision=check_precision(arguments.get("precision")),
         target=target,
         sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
         has_known_sizes=False,  # set with the keys
         dtype=dtype,
-        return_max_score=_flag("return_max_score", arguments.get("return_max_score", False)),
+        return_max_score=validation.flag("return_max_score", arguments.get("return_max_score", False)),
     )
     sinks = check_floats("sinks", arguments.get("sinks"), (*shape.batch, shape.num_heads), "[batch..., heads]")
     return Scoring(query, sinks, captured, constants, scale_array, dropout_rng if rate else None, options)
@@ -372,7 +369,7 @@ def with_keys(
         query=scoring.query,
         key=key,
         value=value,
-        bias=None if bias is None else check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
+        bias=check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
         sinks=scoring.sinks,
         mask=functools.reduce(operator.and_, present) if present else None,
         captured=scoring.captured,
@@ -382,16 +379,11 @@ def with_keys(
         dropout_rng=scoring.dropout_rng,
         cache_scale=cache_scale,
     )
-    options = scoring.options._replace(
-        has_known_sizes=all(isinstance(n, int) for x in (scoring.query, key, value) for n in x.shape),
-    )
+    is_known = all(isinstance(n, int) for x in (scoring.query, key, value) for n in x.shape)
+    options = scoring.options._replace(has_known_sizes=is_known)
     if options.score_mod is not None or jax.tree.leaves(operands.mask):  # masks without arrays call no function
         check_lookups(shape, options.score_mod, present, offsets, operands.lengths)
     return Call(operands, options)
-
-
-def _flag(name: str, value: Any) -> bool:
-    return value if isinstance(value, bool) else validation.flag(name, value)
 
 
 def check_lookups(
@@ -403,8 +395,8 @@ def check_lookups(
 ) -> None:
     """Checks that user functions fit the call's sizes, and look up only entries that their arrays have.
 
-    `lengths` are those of queries and keys. Positions are not checked if a mask may hide them, other than causal masks,
-    windows, and the mask whose function makes the lookup.
+    `lengths` are T and S. Positions are only checked if no mask may hide them but causal masks, windows, and the mask
+    whose function makes the lookup.
     """
     last = {"b": last_of(math.prod(shape.batch)), "h": last_of(shape.num_heads)}
     for function, window in with_windows(masks, score_mod):
@@ -416,14 +408,14 @@ def with_windows(
     masks: Sequence[Mask | None], score_mod: TracedFunction | None
 ) -> list[tuple[TracedFunction, tuple[int | None, int | None] | None]]:
     """Lists the user functions of a call, each with its `window_beside`."""
-    functions = [part.function for part in functions_of(masks)] + ([] if score_mod is None else [score_mod])
+    functions = [*(part.function for part in functions_of(masks)), *([] if score_mod is None else [score_mod])]
     return [(function, window_beside(masks, function)) for function in functions]
 
 
 def _last_visible(
     offsets: Offsets, lengths: tuple[int, int], window: tuple[int | None, int | None]
 ) -> tuple[int | None, int | None]:
-    """Returns the largest positions of a query and of a key that see each other; None if not known, or if none do."""
+    """Returns the largest positions of a query and of a key in its window; None if unknown, or if there are none."""
     queries, keys = (_span(offset, length) for offset, length in zip(offsets.values, lengths, strict=True))
     if window == (None, None):
         return tuple(None if x is None else int(x[1].max()) for x in (queries, keys))  # type: ignore[return-value]
@@ -446,7 +438,7 @@ def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | N
 
 
 def last_of(size: Any) -> int | None:
-    """Returns the last index of an axis; None if the axis is empty or its size a symbol, as in `jax.export`."""
+    """Returns the last index of an axis; None if it is empty or its size is a symbol."""
     return size - 1 if isinstance(size, int) and size else None
 
 

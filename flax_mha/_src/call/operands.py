@@ -40,11 +40,7 @@ class Context(NamedTuple):
     mesh: Mesh | AbstractMesh | None
 
     def with_sharding(self, sharding: Any, rank: int) -> "Context":
-        """Returns these arguments with the mesh, and mesh axes of batch and heads, of a sharding of the query.
-
-        Raises:
-          ValueError: If the sharding contradicts these arguments.
-        """
+        """Adds the mesh, batch axes and head axis of the query's sharding; raises a ValueError if they contradict."""
         if sharding is None or rank < 3:  # a query of rank < 3 is refused later
             return self
         spec: PartitionSpec = getattr(sharding, "spec", sharding)
@@ -114,7 +110,7 @@ class Operands(NamedTuple):
         return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
 
     def axis_names(self) -> list[str]:
-        """Lists the axis names of each array, as `masks/base.py` defines them, in the order of `jax.tree.leaves`."""
+        """Lists each array's axis names, defined in `masks/base.py`, in the order of `jax.tree.leaves`."""
         named = [
             (self.query, "B T N H"),
             (self.key, "B S K H"),

@@ -21,11 +21,7 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def int_at_least(name: str, value: object, least: int) -> int:
-    """Converts an integer of Python or NumPy to a Python int.
-
-    Raises:
-      ValueError: If `value` is no integer, or less than `least`.
-    """
+    """Converts an integer of Python or NumPy to a Python int; raises a ValueError if it is none, or below `least`."""
     if not is_int(value) or value < least:
         raise ValueError(f"{name} must be an int >= {least}, but got {value!r}.")
     return int(value)
@@ -60,11 +56,7 @@ def number_in(value: Any) -> Any:
 
 
 def integers(name: str, value: Any) -> Any:
-    """Converts integers to an array, of NumPy where their values are known: JAX would reduce 64 bits to 32.
-
-    Raises:
-      ValueError: If `value` does not hold integers; the error calls it `name`.
-    """
+    """Converts integers to an array, of NumPy if their values are known: JAX would reduce 64 bits to 32."""
     value = unwrapped(value)
     is_int32 = isinstance(value, jax.Array) and value.dtype == jnp.int32
     try:
@@ -89,12 +81,9 @@ def int32(name: str, value: Any) -> Array:
 
 
 def ids_int32(name: str, value: Any) -> Array:
-    """Converts ids to int32; two of them are equal exactly if the given ids are.
+    """Converts ids to int32, or raises a ValueError, so that two of them are equal exactly if the given ids are.
 
     Traced ids cannot be checked: those of 64 bits keep their dtype, and uint32 wraps around.
-
-    Raises:
-      ValueError: If ids with known values are out of the range of int32.
     """
     array = integers(name, value)
     fits = np.dtype(array.dtype).itemsize < 4 or array.dtype == np.int32

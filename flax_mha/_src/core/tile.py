@@ -1,8 +1,8 @@
 """The geometry of tiles: rectangles of the scores of one head, and the grid that they form.
 
 Row i of the scores is query i, column j is key j. A row or column is a place in the arrays of a call; a *position* is a
-place in the sequence. Query i stands at position `offsets[0] + i` and key j at `offsets[1] + j`: `Offsets`
-holds both. Masks, `score_mod` and dropout are told positions; arrays are cut by rows and columns.
+place in the sequence: query i has position `offsets[0] + i`, and key j has position `offsets[1] + j`. Masks,
+`score_mod` and dropout use positions; arrays are cut by rows and columns.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Offsets:
 
     @property
     def are_known(self) -> bool:
-        """Whether both positions are numbers, and so known while tracing."""
+        """Whether both positions are numbers."""
         return self.query_array is None and self.key_array is None
 
     def moved(self, query: Any, key: Any) -> "Offsets":
@@ -58,12 +58,11 @@ class Tile(NamedTuple):
     column: Scalar  # its first column
     shape: tuple[int, int]  # rows and columns
     offsets: tuple[Scalar, Scalar] = (0, 0)  # positions of query 0 and of key 0
-    # T and S if the tile may reach beyond them, into padding, else None. Padding has the position of the last query or
-    # key, so that user functions are never called for positions that do not exist.
+    # T and S if the tile may reach beyond them, into padding. Padding has the position of the last query or key: user
+    # functions are only called for positions that exist.
     lengths: tuple[int, int] | None = None
-    # Number S of slots if the keys are a ring cache, in which the key at position p is in column p mod S; else
-    # None. `offsets` then holds the position of the newest key instead of that of key 0. Slots that were never written
-    # have negative positions.
+    # Number S of slots of a ring cache: the key at position p is in column p mod S, and slots that were never written
+    # have negative positions. `offsets` then holds the position of the newest key instead of that of key 0.
     ring: int | None = None
 
     @property
@@ -77,20 +76,18 @@ class Tile(NamedTuple):
     @property
     def query_positions(self) -> Int[Array, "#t #s"]:
         """Positions of the tile's queries: [t, 1], or [1, t] in a subclass with queries along columns."""
-        rows = self.rows
-        if self.lengths is not None:
-            rows = jnp.minimum(rows, jnp.int32(max(self.lengths[0] - 1, 0)))
-        return rows + self.offsets[0]
+        return self._within(self.rows, 0) + self.offsets[0]
 
     @property
     def key_positions(self) -> Int[Array, "#t #s"]:
         """Positions of the tile's keys: [1, s], or [s, 1] in a subclass with queries along columns."""
-        columns = self.columns
-        if self.lengths is not None:
-            columns = jnp.minimum(columns, jnp.int32(max(self.lengths[1] - 1, 0)))
+        columns = self._within(self.columns, 1)
         if self.ring is None:
             return columns + self.offsets[1]
         return self.offsets[1] - (self.offsets[1] - columns) % self.ring
+
+    def _within(self, indices: Array, axis: int) -> Array:
+        return indices if self.lengths is None else jnp.minimum(indices, jnp.int32(max(self.lengths[axis] - 1, 0)))
 
     def cut(self, x: Array | np.ndarray) -> Array:
         """Cuts the tile's part out of `x` [T | 1, S | 1]; an axis of length 1 is broadcast and stays whole."""
@@ -127,10 +124,7 @@ class Grid(NamedTuple):
     lengths: tuple[int, int] | None = None  # T and S if tiles reach beyond them, else None
 
     def bounds(self, axis: int, positions: bool = False) -> tuple[IntMatrix, IntMatrix]:
-        """Computes the first and last row [rows, 1] (axis 0), or column [1, columns] (axis 1), of all tiles.
-
-        With `positions`, it returns the positions of these queries or keys instead.
-        """
+        """Returns the first and last row [rows, 1] or column [1, columns] of all tiles, or their `positions`."""
         size = self.tile_shape[axis]
         first = np.expand_dims(np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis)
         last = first + np.int32(size - 1)
@@ -140,6 +134,6 @@ class Grid(NamedTuple):
         return (first + self.offsets[axis], last + self.offsets[axis]) if positions else (first, last)
 
     def distance_bounds(self) -> tuple[IntMatrix, IntMatrix]:
-        """Computes the least and the greatest key position minus query position in each tile, both [rows, columns]."""
+        """Returns the least and the greatest key position minus query position in each tile [rows, columns]."""
         (q_first, q_last), (k_first, k_last) = self.bounds(0, positions=True), self.bounds(1, positions=True)
         return k_first - q_last, k_last - q_first

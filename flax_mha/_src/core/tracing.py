@@ -49,30 +49,23 @@ def cpu_features() -> frozenset[str]:
 def target_of(arrays: Sequence[Array], asked: str | None = None) -> Target:
     """Returns the devices that a call is compiled for: those of its arrays or, while tracing, the default ones.
 
-    If `asked` names a platform, returns the same number of devices on that platform, even if none exists here.
-
-    Raises:
-      ValueError: If no platform has the name that is asked for.
+    If a platform is `asked` for, returns the same number of devices on that platform, even if none exists here.
     """
-    target = _target_of_arrays(arrays)
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        mesh = jax.sharding.get_abstract_mesh()
+        mesh = mesh if mesh.axis_types else jax.typeof(arrays[0]).sharding.mesh
+        # Inside `jax.shard_map`, or on one device, XLA splits nothing.
+        free = any(kind is not jax.sharding.AxisType.Manual for kind in mesh.axis_types)
+        target = Target(platform(), free and mesh.size > 1 if mesh.axis_types else jax.device_count() > 1)
+    else:
+        targets = {_target_of_sharding(x.sharding) for x in arrays}
+        target = max(targets, key=lambda target: target.may_be_split)
     if asked is None:
         return target
     if not isinstance(asked, str) or asked not in PLATFORMS:
         raise ValueError(f'platform must be "cpu", "cuda", "tpu" or None, but got {asked!r}.')
     name = PLATFORMS[asked]
     return target._replace(platform=name, assumed=name not in (target.platform, platform()))
-
-
-def _target_of_arrays(arrays: Sequence[Array]) -> Target:
-    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-        targets = {_target_of_sharding(x.sharding) for x in arrays}
-        return max(targets, key=lambda target: target.may_be_split)
-    mesh = jax.sharding.get_abstract_mesh()
-    mesh = mesh if mesh.axis_types else jax.typeof(arrays[0]).sharding.mesh
-    if mesh.axis_types:  # inside `jax.shard_map`, or on one device, XLA splits nothing
-        free = any(kind is not jax.sharding.AxisType.Manual for kind in mesh.axis_types)
-        return Target(platform(), free and mesh.size > 1)
-    return Target(platform(), jax.device_count() > 1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -101,7 +94,7 @@ def without_mesh() -> AbstractContextManager:
 
 
 def readable(x: Array | np.ndarray) -> bool:
-    """Returns whether an array's values can be read: it is not traced, and this process holds all of it."""
+    """Returns whether an array is not traced, and this process holds all of it."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
@@ -111,19 +104,13 @@ def being_traced() -> bool:
 
 
 def varying_alike(tree: T) -> T:
-    """Casts arrays to vary over the same mesh axes, as loops and custom derivatives need it in `jax.shard_map`.
+    """Casts arrays to vary over the same mesh axes, which loops and custom derivatives require in `jax.shard_map`.
 
-    The type of an array there lists the mesh axes along which devices may hold different values. Gradients of the cast
-    arrays are summed over the axes that the cast adds.
+    The type of an array there lists the mesh axes along which devices may hold different values.
     """
     leaves, structure = jax.tree.flatten(tree)
     axes = frozenset().union(*map(_varying_axes, leaves))
     return jax.tree.unflatten(structure, [_vary(x, axes) for x in leaves]) if axes else tree
-
-
-def any_varies(arrays: Sequence[Array]) -> bool:
-    """Returns whether any array varies over a mesh axis, inside `jax.shard_map`."""
-    return any(map(_varying_axes, arrays))
 
 
 def varying_as(like: Array, tree: T) -> T:
@@ -188,11 +175,8 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 
 
 def evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> list[Array]:
-    """Evaluates a jaxpr without constants; also inside `jax.shard_map`, though it was traced for other values.
-
-    There, the operands of a primitive must vary over the same mesh axes, so the operands of every equation are cast.
-    """
-    if not any_varies(values):
+    """Evaluates a jaxpr without constants; in `jax.shard_map`, casts the operands of each equation to vary alike."""
+    if not any(map(_varying_axes, values)):
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)
     known = dict(zip(jaxpr.invars, values, strict=True))
 

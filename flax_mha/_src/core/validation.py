@@ -1,7 +1,6 @@
 """Checks that masks and calls share: each function checks one argument and returns it in canonical form.
 
-Every message names the argument, what is expected, what was given and, if that is not plain, how to fix it. Values are
-checked if they are known, so those of tracers are not.
+Every error names the argument, what is expected, what was given and how to fix it. Traced values are not checked.
 """
 
 import math
@@ -36,10 +35,7 @@ class Shape(NamedTuple):
         return (*self.batch, self.num_heads, self.query_length, self.key_length)
 
     def indices(self, by_batch: bool, by_head: bool) -> tuple[Array | np.ndarray, np.ndarray]:
-        """Returns the indices of batch entries [B...], counted over all axes, and of heads [N].
-
-        Without `by_batch` or `by_head`, these are 0, in an array of length 1 along the same axes.
-        """
+        """Returns indices of batch entries [B...], counted over all axes, and of heads [N]; else 0, with length 1."""
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
         entries = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
@@ -59,11 +55,8 @@ def mask(value: ArrayLike | None, shape: Shape) -> Array:
 def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
     """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean array.
 
-    Returns the array and, for traced numbers, whether any of them is neither 0 nor 1. Such a mask is not one of Flax's
-    but most likely an additive mask of 0 and -inf, whose meaning is the opposite: pass the output through `nan_if`.
-
-    Raises:
-      ValueError: If the values are known and one of them is neither 0 nor 1.
+    Other numbers are most likely an additive mask of 0 and -inf, whose meaning is the opposite. They are an error; for
+    traced numbers, the second result is whether there are any: pass it and the output to `nan_if`.
     """
     array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype == bool:
@@ -78,22 +71,21 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
     return array.astype(bool), None
 
 
-def nan_if(flag: Bool[Array, ""], x: Array) -> Array:
-    """Returns `x`, or NaN everywhere if the flag holds."""
-    return jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
+def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
+    """Returns `x`, or NaN everywhere if the flag is given and holds."""
+    return x if flag is None else jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
     """Returns advice on the missing axes of a mask [B..., S] or [B..., T | 1, S | 1]; else an empty string."""
-    batch, keys = shape.batch, shape.key_length
-    if not batch or array.shape[: len(batch)] != batch:
+    rank, keys = len(shape.batch), shape.key_length
+    first, sizes = "..." if rank > 1 else ":", array.shape[rank:]
+    if not rank or array.shape[:rank] != shape.batch:
         return ""
-    if array.shape == (*batch, keys):
-        return "; use mask[..., None, None, :]" if len(batch) > 1 else "; use mask[:, None, None, :]"
-    rows = array.shape[len(batch) :]
-    if len(rows) == 2 and rows[0] in (1, shape.query_length) and rows[1] in (1, keys):
-        return "; use mask[..., None, :, :]" if len(batch) > 1 else "; use mask[:, None, :, :]"
-    return ""
+    if sizes == (keys,):
+        return f"; use mask[{first}, None, None, :]"
+    fits = len(sizes) == 2 and sizes[0] in (1, shape.query_length) and sizes[1] in (1, keys)
+    return f"; use mask[{first}, None, :, :]" if fits else ""
 
 
 def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
@@ -107,10 +99,7 @@ def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | No
 
 
 def lengths(name: str, value: ArrayLike | None, shape: Shape, most: int | None = None) -> Array | None:
-    """Checks one length >= 0 per sequence, or one for all; returns int32 that broadcasts to [B...].
-
-    Lengths are at most `most`, the length of the array; None sets no limit, because the array may be a slice.
-    """
+    """Checks one length from 0 to `most` (None: no limit) per sequence, or one for all, as in `per_sequence`."""
     array = per_sequence(name, value, shape)
     if array is None:
         return None
@@ -128,23 +117,17 @@ def segment_ids(
     shape: Shape,
     names: tuple[str, str] = ("query_segment_ids", "key_value_segment_ids"),
 ) -> tuple[Array, Array]:
-    """Checks segment ids [B..., T] and [B..., S]; returns both in one dtype. If T = S, one of the two is enough.
-
-    `names` are those of the two arguments in errors.
-    """
+    """Checks segment ids [B..., T] and [B..., S], called `names` in errors; if T = S, one of the two is enough."""
     if query_ids is None and key_ids is None:
         raise ValueError("SegmentMask(query_ids, key_value_ids) requires integer arrays, but got None.")
-    if (query_ids is None or key_ids is None) and shape.query_length != shape.key_length:
+    lengths, checked = (shape.query_length, shape.key_length), []
+    if (query_ids is None or key_ids is None) and lengths[0] != lengths[1]:
         missing = names[0] if query_ids is None else names[1]
         raise ValueError(
-            f"{missing} must also be passed if queries and keys differ in length ({shape.query_length} and "
-            f"{shape.key_length}), but got None."
+            f"{missing} must also be passed if queries and keys differ in length ({lengths[0]} and {lengths[1]}), but "
+            "got None."
         )
-    checked = []
-    for name, given, partner, length in (
-        (names[0], query_ids, key_ids, shape.query_length),
-        (names[1], key_ids, query_ids, shape.key_length),
-    ):
+    for name, given, partner, length in zip(names, (query_ids, key_ids), (key_ids, query_ids), lengths, strict=True):
         ids = ids_int32(name, partner if given is None else given)
         if ids.ndim == 0 or ids.shape[-1] != length:
             raise ValueError(f"{name} must have shape [batch..., {length}], one id per position, but got {ids.shape}.")
@@ -154,6 +137,8 @@ def segment_ids(
 
 
 def flag(name: str, value: bool) -> bool:
+    if isinstance(value, bool):
+        return value
     if isinstance(value, jax.core.Tracer):
         fix = (
             "; pass mask=flax_mha.CausalMask() instead"
@@ -164,7 +149,7 @@ def flag(name: str, value: bool) -> bool:
             f"{name} must be a concrete True or False, but got a traced value{fix}. flax.linen's nn.remat traces "
             "keyword arguments."
         )
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, np.bool_):
         raise ValueError(f"{name} must be True or False, but got {value!r}.")
     return bool(value)
 
