@@ -113,7 +113,7 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
         _check_flax_computes(implementation=implementation, **extra)
         flax_arguments = {name: given[name] for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)}
         output = _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_arguments)
-        return output if is_no_mask is None else validation.nan_if(is_no_mask, output)
+        return validation.nan_if(is_no_mask, output)
     scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
     if module is not None:
         weights = attention_weights(query, key, **scored)
@@ -124,7 +124,7 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     else:
         output, max_score = attend(query, key, value, return_max_score=True)
         _sow(max_score_module, "attention_max_score", max_score)
-    return output if is_no_mask is None else validation.nan_if(is_no_mask, output)
+    return validation.nan_if(is_no_mask, output)
 
 
 def _sow(module: Any, name: str, x: Array) -> None:
@@ -133,7 +133,7 @@ def _sow(module: Any, name: str, x: Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """Describes, as the attribute `core` of this package's attention functions, how modules compute calls directly."""
+    """The attribute `core` of this package's attention functions: how modules compute calls directly."""
 
     function: Callable[..., Array]  # a wrapper that copies its attributes, as by `functools.wraps`, is another function
     defaults: Mapping[str, Any]  # of the function's arguments
@@ -145,8 +145,7 @@ class CoreAttention:
     def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
         """Adds the preset arguments, except those named in `without`, to those that a module passes to the function.
 
-        Raises a ValueError if an argument is given twice, unless the values are equal or one is the default, or if
-        `decoding` does not allow an argument.
+        Two values for one argument must be equal, unless one is the default.
         """
         if decoding and self.context is not None:
             raise ValueError(

@@ -92,16 +92,15 @@ def call_module(
     its options; the other arguments are those of its call.
     """
     keys = source_of_keys(decode, store_keys, flax.stored is not None, inputs_k, inputs_v, lengths)
-    self_attention = keys == "cache" or (keys == "inputs" and (inputs_k is None or inputs_k is inputs_q))
+    is_cross = inputs_k is not None and inputs_k is not inputs_q
+    self_attention = keys == "cache" or (keys == "inputs" and not is_cross)
     per_sequence: dict[str, Array | None] = {}
     if segment_ids is not None or lengths is not None:
         per_sequence = sequences.per_sequence_arguments(segment_ids, lengths, self_attention, decode, keys == "cache")
     core = core_of(module.attention_fn)
     if keys == "stored":
         sequences.check_stored(module, {} if core is None else core.preset, mask, score_mod)
-    is_cross = inputs_k is not None and inputs_k is not inputs_q
-    features = None if keys == "stored" else flax.features
-    inputs = check_inputs(inputs_q, inputs_k, inputs_v, features)
+    inputs = check_inputs(inputs_q, inputs_k, inputs_v, None if keys == "stored" else flax.features)
     if segment_ids is not None:
         sequences.check_segment_ids(segment_ids, inputs[0], inputs[1])
     if lengths is not None:
@@ -117,10 +116,14 @@ def call_module(
         query, key = sequences.rotate(query, key, module.rope, positions, self_attention, start, keys == "stored", size)
     if flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
-    given = per_sequence | {"mask": mask, "bias": bias, "score_mod": score_mod}
-    given["is_causal"] = None if is_causal is False else is_causal
-    given["max_score_module"] = module if sow_max_score else None
-    given["qkv_sharding"] = _attention_sharding(module, core, qkv_sharding, query)
+    given = per_sequence | {
+        "mask": mask,
+        "bias": bias,
+        "score_mod": score_mod,
+        "is_causal": None if is_causal is False else is_causal,
+        "max_score_module": module if sow_max_score else None,
+        "qkv_sharding": _attention_sharding(module, core, qkv_sharding, query),
+    }
     arguments = _attention_arguments(module, flax, core, keys, given, decoding=cache is not None)
     is_no_mask = None  # whether a mask of traced numbers holds others than 0 and 1
     if (core is not None or keys != "inputs") and not isinstance(arguments.get("mask"), Mask | None):
@@ -129,7 +132,7 @@ def call_module(
         arguments["mask"] = sequences.mask_padding(arguments.get("mask"), stored_lengths, key)
     if cache is not None:
         x, new = _decode(module.attention_fn, core, query, key, value, cache, lengths, arguments, flax.latent)
-        return flax.output(x if is_no_mask is None else validation.nan_if(is_no_mask, x), inputs[0]), new.arrays
+        return flax.output(validation.nan_if(is_no_mask, x), inputs[0]), new.arrays
     if flax.latent is not None:
         key, value = flax.latent.expand(key)
     if core is not None and core_computes((query, key, value), arguments):
@@ -139,7 +142,7 @@ def call_module(
     stored = None
     if keys == "to store":
         stored = key, value, sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), key)
-    return flax.output(x if is_no_mask is None else validation.nan_if(is_no_mask, x), inputs[0]), stored
+    return flax.output(validation.nan_if(is_no_mask, x), inputs[0]), stored
 
 
 # The arguments that modules pass on from their own call.
@@ -161,9 +164,7 @@ def _project(
     return query, key, value, lengths
 
 
-def _normalize(
-    flax: FlaxModule, query: Array, key: Array, keys: KeySource
-) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"]]:
+def _normalize(flax: FlaxModule, query: Array, key: Array, keys: KeySource) -> tuple[Array, Array]:
     """Normalizes query and key if there are norms; stored keys were normalized when they were stored."""
     if flax.norms is None:
         return query, key
@@ -177,12 +178,9 @@ def _attention_arguments(
     # The positions of queries that use stored keys are not known.
     without = ("is_causal",) if keys in ("stored", "to store") else ()
     ours = given | {name: getattr(module, name) for name in OPTIONS} | {"sinks": flax.sinks}
-    # Arguments that are None are left out, so that any function with Flax's signature will do.
-    ours = {name: x for name, x in ours.items() if x is not None and name not in without}
-    arguments = flax.arguments | ours
-    if core is None or not (core.preset or core.context):
-        return arguments
-    return core.combine(arguments, without, decoding)
+    # Without None, any function with Flax's signature will do.
+    arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None and name not in without}
+    return arguments if core is None else core.combine(arguments, without, decoding)
 
 
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
@@ -203,7 +201,7 @@ def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any,
 
 
 def _cache_of(module: Any, flax: FlaxModule, query: Array, key: Array, value: Array, is_cross: bool) -> KVCache | None:
-    """Returns the module's cache as a `KVCache`, into which key and value fit, or None if this call makes the cache."""
+    """Returns the module's cache, checked to fit key and value; None if this call makes the cache."""
     arrays = flax.cache(query, key)
     if arrays is None:
         return None
@@ -239,7 +237,7 @@ def core_of(attention_fn: Callable[..., Array]) -> CoreAttention | None:
 
 
 def core_computes(arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
-    """Returns True if the core can compute the call: no weights to sow, no einsums of Flax, no complex numbers."""
+    """Returns whether the core can compute the call: no weights to sow, no einsums of Flax, no complex numbers."""
     given = {name for name, x in arguments.items() if x is not None}
     return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
 
@@ -276,17 +274,13 @@ def _decode(
     arguments: dict[str, Any],
     latent: Latent | None,
 ) -> tuple[Array, KVCache]:
-    """Computes the attention of new tokens over a cache, and the new cache.
-
-    The core computes it or, if it cannot (`core_computes`), the attention function itself.
-    """
+    """Computes attention over a cache by the core or, if it cannot (`core_computes`), by the attention function."""
     arguments.pop("is_causal", None)  # decoding is always causal
     if cache.scale is None:
         key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
     if core is None or not core_computes((query,), arguments):
         attend = attention_fn if core is None else core.function
-        options = (cache, lengths, arguments, latent)
-        return decode_by(attend, core is not None, query, key, value, *options)
+        return decode_by(attend, core is not None, query, key, value, cache, lengths, arguments, latent)
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments) | {"lengths": lengths, "latent": latent, "platform": core.platform}
     output, new, *_ = over_cache(core.run, query, key, value, cache, **known)
@@ -316,8 +310,7 @@ def check_inputs(
 ) -> tuple[Array, Array, Array]:
     """Returns the inputs of queries, of keys, by default the queries', and of values, by default the keys'.
 
-    Raises a ValueError unless all are [batch..., length, features], fit each other, and have the given `features`: one
-    number for queries, and one for keys and values.
+    `features` are the expected sizes of the last axis: one for queries, and one for keys and values.
     """
     if inputs_k is None and inputs_v is not None:
         raise ValueError(
@@ -353,9 +346,7 @@ def source_of_keys(
     "inputs": from its inputs. "cache": from the cache and from its inputs, which go into the cache. "to store": from
     its inputs, and later calls use these keys, too, for cross-attention. "stored": from an earlier call (`has_stored`).
     """
-    if store_keys is not False:
-        validation.flag("store_keys", store_keys)
-    if store_keys and not decode:
+    if validation.flag("store_keys", store_keys) and not decode:
         raise ValueError("store_keys=True requires decode=True; pass decode=True, or leave store_keys out.")
     if store_keys and inputs_k is None:
         raise ValueError("store_keys=True requires inputs_k, but got None; store_keys is for cross-attention.")
@@ -363,10 +354,8 @@ def source_of_keys(
         return "inputs"
     if store_keys or not has_stored:
         return "to store" if store_keys else "cache"
-    given = [
-        name for name, x in (("inputs_k", inputs_k), ("inputs_v", inputs_v), ("lengths", lengths)) if x is not None
-    ]
-    if given:
+    inputs = {"inputs_k": inputs_k, "inputs_v": inputs_v, "lengths": lengths}
+    if given := [name for name, x in inputs.items() if x is not None]:
         raise ValueError(
             f"{' and '.join(given)} must be None if keys are already stored, but got an array; pass store_keys=True "
             "to replace them."
@@ -375,6 +364,6 @@ def source_of_keys(
 
 
 def reach(local_window_size: Any) -> int | None:
-    """Returns the number of positions before its own that a query sees, the left of a window; None means all."""
-    window = None if local_window_size is None else check_window(local_window_size)
+    """Returns the number of positions before its own that a query attends to; None means all."""
+    window = check_window(local_window_size)
     return None if window is None else window[0]

@@ -24,12 +24,10 @@ def decode_by(
     arguments: dict[str, Any],
     latent: Latent | None = None,
 ) -> tuple[Array, KVCache]:
-    """Computes attention of new tokens over a cache and themselves by a function with Flax's signature.
+    """Computes attention over a cache by any function with Flax's signature; returns the output and the new cache.
 
-    It serves functions other than `flax_mha.attention_fn`, and calls of that one (`is_ours`) that sow weights, are
-    complex or have Flax's einsums; `over_cache` computes all others. Query and key are rotated; key and value have the
-    dtype of the cache. `latent` computes keys and values of heads from a cache of latents. Returns the output and the
-    new cache.
+    Of `flax_mha.attention_fn` (`is_ours`), these are the calls that sow weights, are complex or have Flax's einsums;
+    `over_cache` computes all others. Key and value have the dtype of the cache.
     """
     arguments = dict(arguments)
     window_size, mask = arguments.pop("local_window_size", None), arguments.pop("mask", None)
@@ -56,18 +54,17 @@ def decode_by(
         mask = mask & ArrayMask(visible)
     elif mask is not None:
         sizes = (query.shape[-3], keys.shape[-3], query.shape[-2], *keys.shape[-2:], values.shape[-1])
-        shown = validation.mask(mask, validation.Shape(cache.batch, *sizes))
-        mask = visible if shown is None else shown & visible
+        mask = validation.mask(mask, validation.Shape(cache.batch, *sizes)) & visible
     mask = visible if mask is None else mask
     if isinstance(mask, Mask) or (is_ours and "score_mod" in arguments):
-        # A causal mask tells which positions are looked up; an array does not.
+        # With a causal mask, lookups by position can be checked.
         mask = CausalMask() & (mask if isinstance(mask, Mask) else ArrayMask(mask))
     output = attention_fn(query, keys, values, mask=mask, **arguments)
     return appended.checked(output), appended.cache
 
 
 def _drops_by_position(query: Array, arguments: dict[str, Any]) -> bool:
-    """Returns True if `attention_fn` drops weights itself, which depends on positions, and does not let Flax do it."""
+    """Returns whether `attention_fn` itself drops weights, which depends on positions; Flax may do it instead."""
     flax_computes = jnp.iscomplexobj(query) or any("einsum" in name and x for name, x in arguments.items())
     drops = arguments.get("dropout_rng") is not None and not arguments.get("deterministic")
     return drops and not flax_computes

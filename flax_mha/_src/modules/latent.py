@@ -1,4 +1,4 @@
-"""The code that both modules of latent attention share: checks, the scale of scores, and the projection to latents."""
+"""What both modules of latent attention share: checks, the scale of scores, and the projection to latents."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,10 +25,7 @@ def check_latent(options: Mapping[str, Any]) -> None:
 
 
 def yarn_scale(module: Any) -> dict[str, float]:
-    """Returns {"scale": scale} if `rope` has a `YaRN` with `mscale_all_dim`, as in DeepSeek, else {}.
-
-    Query and key are then multiplied by 0.1 mscale_all_dim ln(factor) + 1, besides 1 / sqrt(head size).
-    """
+    """Returns {"scale": scale} if `rope` has a `YaRN` with `mscale_all_dim`; see `scale` in the nnx module."""
     scaling = module.rope.scaling if isinstance(module.rope, RoPE) else None
     if not isinstance(scaling, YaRN) or not scaling.mscale_all_dim:
         return {}
@@ -39,10 +36,7 @@ def yarn_scale(module: Any) -> dict[str, float]:
 def compression(
     project: Callable[[Array], Array], normalize: Callable[[Array], Array], size: int
 ) -> Callable[[Array], Array]:
-    """Returns a function that computes the key that all heads share: the normalized latent, then the rotary key.
-
-    `project` returns both for each token, the latent in the first `size` features.
-    """
+    """Returns a function of inputs to the shared key: the latent, which has `size` features, then the rotary key."""
 
     def compress(x: Float[Array, "*B T D"]) -> Float[Array, "*B T 1 CR"]:
         both = project(x)

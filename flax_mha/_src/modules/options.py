@@ -97,7 +97,7 @@ def check_features(**sizes: Any) -> None:
 
 
 def check_has_features(**inputs: Any) -> None:
-    """Raises a ValueError if inputs, by the names of their arguments, have 0 features; None is left out."""
+    """Raises a ValueError if inputs, by the names of their arguments, have 0 features."""
     for name, x in inputs.items():
         if x is not None and x.ndim and x.shape[-1] < 1:
             raise ValueError(f"{name} must have at least one feature on its last axis, but got shape {x.shape}.")

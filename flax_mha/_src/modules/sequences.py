@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src.call.arguments import check_window
 from flax_mha._src.core import validation
@@ -44,49 +44,45 @@ def per_sequence_arguments(
     for name, given in (("segment_ids", segment_ids), ("lengths", lengths)):
         if isinstance(given, tuple) and len(given) != 2:
             raise ValueError(f"{name} must be one array or a pair (queries, keys), but got {len(given)} arrays.")
-    query_ids, key_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    query_lengths, key_lengths = lengths if isinstance(lengths, tuple) else (lengths, lengths)
-    return {
-        "query_segment_ids": query_ids,
-        "key_value_segment_ids": key_ids,
-        "query_seq_lengths": query_lengths,
-        "key_value_seq_lengths": key_lengths,
-    }
+    names = ("query_segment_ids", "key_value_segment_ids", "query_seq_lengths", "key_value_seq_lengths")
+    return dict(zip(names, (*_pair(segment_ids), *_pair(lengths)), strict=True))
+
+
+def _pair(given: Any) -> tuple[Any, Any]:
+    """Returns what queries and keys have of an argument: its two entries, or one array for both."""
+    return given if isinstance(given, tuple) else (given, given)
 
 
 def zero_padding(inputs: tuple[Array, Array, Array], lengths: Any) -> tuple[Array, Array, Array]:
-    """Sets the inputs of padding to 0, so that NaN in it does not reach gradients of the projections' parameters.
-
-    `inputs` are those of queries, keys and values, [B..., T, D]; `lengths` are those of a module's call.
-    """
-    query_lengths, key_lengths = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    """Sets the inputs of padding [B..., T, D] to 0, so that NaN in it does not reach gradients of parameters."""
     inputs_q, inputs_k, inputs_v = inputs
-    return _zero_after(inputs_q, query_lengths), _zero_after(inputs_k, key_lengths), _zero_after(inputs_v, key_lengths)
+    queries, keys = _pair(lengths)
+    return _zero_after(inputs_q, queries), _zero_after(inputs_k, keys), _zero_after(inputs_v, keys)
 
 
 def _zero_after(x: Float[Array, "*B T D"], lengths: Any) -> Float[Array, "*B T D"]:
     *batch, number, _ = x.shape
     lengths = validation.lengths("lengths", lengths, validation.Shape(tuple(batch), number, number, 1, 1, 1, 1), number)
-    if lengths is None:
-        return x
-    places = jnp.arange(number, dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
-    return jnp.where((places < lengths[..., None])[..., None], x, jnp.zeros((), x.dtype))
+    return x if lengths is None else jnp.where(_before(lengths, number)[..., None], x, jnp.zeros((), x.dtype))
+
+
+def _before(lengths: PerSequence, number: int) -> Bool[Array, "*B n"]:
+    """Returns whether each of `number` places is before the padding of its sequence."""
+    return jnp.arange(number, dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,)) < lengths[..., None]
 
 
 def check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
     """Checks `segment_ids` of a module's call, so that errors name the argument of the call."""
     queries, keys = inputs_q.shape[-2], inputs_k.shape[-2]
-    shape = validation.Shape(inputs_q.shape[:-2], queries, keys, 1, 1, 1, 1)
-    if isinstance(segment_ids, tuple):
-        query_ids, key_ids = segment_ids
-        validation.segment_ids(query_ids, key_ids, shape, ("segment_ids of queries", "segment_ids of keys"))
-    elif queries != keys:
+    is_pair = isinstance(segment_ids, tuple)
+    if not is_pair and queries != keys:
         raise ValueError(
             "segment_ids must be a pair (queries, keys) if their lengths differ, but got one array for "
             f"lengths {queries} and {keys}."
         )
-    else:
-        validation.segment_ids(segment_ids, segment_ids, shape, ("segment_ids", "segment_ids"))
+    names = ("segment_ids of queries", "segment_ids of keys") if is_pair else ("segment_ids", "segment_ids")
+    shape = validation.Shape(inputs_q.shape[:-2], queries, keys, 1, 1, 1, 1)
+    validation.segment_ids(*_pair(segment_ids), shape, names)
 
 
 def rotate(
@@ -99,11 +95,11 @@ def rotate(
     stored: bool,
     size: int | None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K Hk"]]:
-    """Rotates query and key by their positions.
+    """Rotates query and key by their positions; `stored` keys were rotated by the call that stored them.
 
     Positions are [B..., T] or [T], with a last axis of coordinates if `rope` has sections, or a pair for queries and
-    keys. None counts from `start`, [] or [B...], but from 0 for the keys of cross-attention. `stored` keys were rotated
-    by the call that stored them. If given, `size` is the number of features at the end of a head that `rope` is for.
+    keys. None counts from `start`, [] or [B...], but from 0 for the keys of cross-attention. With a `size`, only the
+    last `size` features of a head are rotated.
     """
     if rope is None:
         if positions is not None:
@@ -158,12 +154,11 @@ def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequ
 
 def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | None, score_mod: Any) -> None:
     """Raises a ValueError if module, `preset` or call needs query positions, which are not counted over stored keys."""
+    windows = map(check_window, (module.local_window_size, preset.get("local_window_size")))
     given = {
         "mask": isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask),
         "score_mod": score_mod is not None or preset.get("score_mod") is not None,
-        "local_window_size": any(
-            check_window(window) is not None for window in (module.local_window_size, preset.get("local_window_size"))
-        ),
+        "local_window_size": any(window is not None for window in windows),
     }
     for name, is_given in given.items():
         if is_given:
@@ -176,6 +171,5 @@ def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | No
 
 def mask_padding(mask: Array | None, lengths: PerSequence, key: Float[Array, "*B S K H"]) -> Array:
     """Returns a bool mask that hides what `mask` hides, and each sequence's keys after the first `lengths`."""
-    places = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
-    shown = (places < lengths[..., None])[..., None, None, :]
+    shown = _before(lengths, key.shape[-3])[..., None, None, :]
     return shown if mask is None else mask & shown
