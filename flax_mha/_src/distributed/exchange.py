@@ -18,7 +18,7 @@ from flax_mha._src.distributed import slices
 
 
 def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
-    """Computes output and log-sum-exp of a device's queries; `attend` gets some of the heads of the whole sequence."""
+    """Computes a device's queries; `attend` gets some of the heads of the whole sequence."""
     operands, options = call
     axis, is_zigzag = context.axis, context.layout == "zigzag"
     order = slices.chunk_order(context.layout, lax.axis_size(axis))
@@ -35,7 +35,7 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> R
 
 
 def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
-    """Computes output and log-sum-exp of a device's queries; `attend` gets a chunk of them at a time, and all keys."""
+    """Computes a device's queries; `attend` gets a chunk of them at a time, and all keys."""
     operands, options = call
     devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
     key, value = (

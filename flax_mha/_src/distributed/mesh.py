@@ -20,7 +20,7 @@ from flax_mha._src.math.head import head_ids
 
 
 def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
-    """Places `x` by a sharding, or by the first `rank` entries of its spec; without a sharding, returns `x`."""
+    """Places `x` by a sharding, or by the first `rank` entries of its spec, if there is a sharding."""
     if sharding is None:
         return x
     mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
@@ -60,9 +60,6 @@ def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callabl
     return mapped(*leaves)
 
 
-_compiled_on_mesh = jax.jit(run_on_mesh, static_argnames=("options", "parts", "run"))
-
-
 def unsplit(call: Call) -> Call:
     """Returns the call, marked as one whose arrays are on one device."""
     options = call.options
@@ -70,10 +67,7 @@ def unsplit(call: Call) -> Call:
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """Removes the key heads that a device's query heads do not use from `part`, its part of the operands `whole`.
-
-    If key heads are not split, every device has all of them, but its query heads share one. Else returns `part`.
-    """
+    """Returns `part`, a device's part of `whole`; if key heads are not split, with the one that its queries use."""
     if parts.heads == parts.key_heads:
         return part
     group_size = whole.query.shape[-2] // whole.key.shape[-2]

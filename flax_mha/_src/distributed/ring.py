@@ -1,16 +1,15 @@
 """Ring attention, the strategy "ring" for a sequence that is split over devices.
 
 Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889. Each of N devices
-keeps its queries, and sends keys and values around the ring. In each of N *hops*, a device computes the attention of
-its queries over the keys and values that it holds, while it sends these to the next device. The results of hops are
-merged as in the online softmax; they are in float32 at least, so that they are not rounded before.
+keeps its queries, and sends keys and values around the ring. In each of N *hops*, a device attends to the keys that it
+holds, while it sends them to the next device. The online softmax merges the results, in float32 at least.
 
 Given output and log-sum-exp over all keys, the derivative of attention is a sum over keys. So the tangent is one more
 pass around the ring, in which each hop computes its *share*: the part of that sum over its keys (`Engine.share`). The
-transpose of the tangent, the backward pass, is another. Derivatives of higher order are those of these passes, by JAX.
+transpose of the tangent, the backward pass, is another. JAX differentiates these passes for higher orders.
 
-No hop is skipped: keys and values travel N times, whatever the mask. All devices run one program, so the positions of a
-hop's keys are data, and its block mask is made at run time; tiles that are masked throughout are not computed.
+No hop is skipped, whatever the mask. All devices run one program, so the positions of a hop's keys are data, and its
+block mask is made at run time; tiles that are masked throughout are not computed.
 """
 
 import functools
@@ -40,7 +39,8 @@ def attention(call: Call, context: Context, engine: Engine, portable: Engine) ->
 
     `portable` computes derivatives: it must have those of every order.
     """
-    operands, ring = call.operands, _ring_of(call, context, engine, portable)
+    operands, (ring, step) = call.operands, _ring_of(call, context)
+    ring = ring._replace(engines=tuple((x, x.plan(step)[0]) for x in (engine, portable)))
     output, lse, *largest = _results(ring, _without_sinks(operands))
     if operands.sinks is not None:
         output, lse = _with_sinks(output, lse, operands.sinks[..., None, :].astype(lse.dtype))
@@ -49,8 +49,7 @@ def attention(call: Call, context: Context, engine: Engine, portable: Engine) ->
 
 def first_step(call: Call, context: Context) -> Call:
     """Returns the call that the first hop computes for the first of a device's queries."""
-    ring = _ring_of(call, context)
-    return ring.slice(_without_sinks(call.operands), lax.axis_index(ring.axis), 0, 0)._replace(options=call.options)
+    return _ring_of(call, context)[1]._replace(options=call.options)
 
 
 def _without_sinks(operands: Operands) -> Operands:
@@ -58,23 +57,21 @@ def _without_sinks(operands: Operands) -> Operands:
     return operands._replace(sinks=None, dropout_rng=None)
 
 
-def _ring_of(call: Call, context: Context, engine: Engine | None = None, portable: Engine | None = None) -> "Ring":
+def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
+    """Returns the ring, without engines, and the call that its first hop computes."""
+    operands = _without_sinks(call.operands)
     ring = Ring(
         axis=context.axis,
         size=lax.axis_size(context.axis),
         chunks=2 if context.layout == "zigzag" else 1,
-        axes=slices.sequence_axes(_without_sinks(call.operands)),
+        axes=slices.sequence_axes(operands),
         options=call.options._replace(return_residual=True),
         engines=(),
     )
-    if engine is None or portable is None:
-        return ring
-    step = ring.slice(_without_sinks(call.operands), lax.axis_index(ring.axis), 0, 0)
-    engines = tuple((x, x.plan(step)[0]) for x in (engine, portable))
-    return ring._replace(engines=engines)
+    return ring, ring.slice(operands, lax.axis_index(ring.axis), 0, 0)
 
 
-# Output, log-sum-exp and, if `return_max_score` asks for them, the largest scores of rows.
+# Output, log-sum-exp and, with `return_max_score`, the largest scores of rows.
 Rows = tuple[Array, ...]
 
 
@@ -141,10 +138,9 @@ class Ring(NamedTuple):
         return Call(pair, self.options)
 
     def hop(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar, known: Rows | None = None) -> Rows:
-        """Computes output and log-sum-exp of the pair of chunks that `slice` makes, in float32 at least.
+        """Computes the pair of chunks that `slice` makes, in float32 at least.
 
-        If `known` is given, the result of query chunk `i` over all keys, it is returned, and its derivatives are the
-        share of this pair; see `Engine.share`.
+        With `known`, the result of query chunk `i` over all keys, returns it; its derivatives are this pair's share.
         """
         pair, options = self.slice(operands, source, i, j)
         query, key, value = (x.astype(options.dtype) for x in pair[:3])
@@ -232,10 +228,7 @@ def _tangents(ring: Ring, operands: Operands, known: Rows, d_operands: Trainable
 
 
 def _gradients(ring: Ring, operands: Operands, known: Rows, cotangents: Rows) -> Trainable:
-    """Computes the gradients of a device's operands from the cotangents of `known`: the sum of the shares of all hops.
-
-    The gradients of keys and values travel around the ring with them, and so return to their device.
-    """
+    """Computes the gradients of a device's operands from the cotangents of `known`: the transpose of `_tangents`."""
     axis = operands.query.ndim - 3
     rows = functools.partial(_rows, size=operands.query.shape[axis] // ring.chunks, axis=axis)
 

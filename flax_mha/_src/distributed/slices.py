@@ -35,10 +35,7 @@ def sequence_axes(operands: Operands) -> tuple[SequenceAxes, ...]:
 
 
 def travels_with_keys(names: Sequence[str]) -> bool:
-    """Returns whether an array with these axes is split over devices as keys and values are.
-
-    An array that also has an axis for queries is split along queries, and has entries for all keys.
-    """
+    """Returns whether an array with these axes is split by keys; one with queries and keys is split by queries."""
     return "S" in names and not {"T", "T|1"} & set(names)
 
 
@@ -49,15 +46,11 @@ def slice_call(
     keys: tuple[Scalar, Scalar, int] | None,
     positions: tuple[Scalar, Scalar],
 ) -> Operands:
-    """Cuts some queries and keys out of the operands of a device.
+    """Cuts some queries and keys out of the operands that a device holds.
 
-    Args:
-      operands: The operands that one device holds.
-      axes: The sequence axes of all operands.
-      queries: The first query and the number of queries.
-      keys: The first key in arrays that travel, the first key in arrays with entries for all keys, and the number of
-        keys; None keeps all keys.
-      positions: Positions of the first query and the first key, relative to the offsets of `operands`.
+    `queries` are the first query and their number. `keys` are the first key in arrays that travel, the first key in
+    arrays with entries for all keys, and their number; None keeps all. `positions` of the first query and the first key
+    are relative to the offsets of `operands`.
     """
     first_query, height = queries
 
@@ -83,7 +76,7 @@ def _map(change: Callable[[Array, SequenceAxes], Any], operands: Operands, axes:
 
 
 def travelling_arrays(operands: Operands, axes: Sequence[SequenceAxes]) -> list[Array]:
-    """Lists keys, values and all other arrays that are split over devices as keys and values are."""
+    """Lists the arrays that travel around a ring."""
     return [x for x, of_array in zip(jax.tree.leaves(operands), axes, strict=True) if of_array.travels]
 
 
@@ -111,11 +104,7 @@ def reorder_chunks(x: Any, order: np.ndarray, axis: int) -> Any:
 
 
 def chunk_order(layout: Layout, devices: int) -> np.ndarray:
-    """Lists the chunks of the sequence, by number, in the order in which the devices hold them.
-
-    Raises:
-      ValueError: If `devices` is not an int >= 1.
-    """
+    """Lists the chunks of the sequence, by number, in the order in which the devices hold them."""
     ranks = np.arange(int_at_least("devices", devices, 1), dtype=np.int32)
     if layout == "contiguous":
         return ranks
@@ -123,8 +112,5 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
-    """Returns the index, among the chunks of the sequence, of the chunk `number` of device `rank`.
-
-    A device holds one chunk (`number` 0, its index is `rank`), or two in the layout "zigzag" (`number` 0 and 1).
-    """
+    """Returns the index in the sequence of a device's chunk 0, which is `rank`, or of chunk 1 (only in "zigzag")."""
     return rank + number * (2 * devices - 1 - 2 * rank)

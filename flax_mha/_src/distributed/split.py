@@ -1,8 +1,7 @@
 """How a mesh splits a call: along batch axes and heads, and along the sequence with `context_parallel`.
 
-A split is known in three cases: the caller gives it (`qkv_sharding` or `context_parallel`), the types of the arrays
-contain it (on a mesh with Explicit axes), or the arrays are concrete. `run._split_of` finds out which case applies.
-In all other cases, XLA's partitioner splits the call.
+A split is known if the caller gives it (`qkv_sharding`, `context_parallel`), if the types of the arrays contain it (on
+a mesh with Explicit axes), or if the arrays are concrete. Otherwise, XLA's partitioner splits the call.
 """
 
 import math
@@ -45,10 +44,7 @@ def pad_spec(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
 def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
     """Returns the mesh axes that split the key heads, if `axes` split the query heads into `parts`.
 
-    They are the same axes, or None if there are fewer key heads than parts: then every device holds all key heads.
-
-    Raises:
-      ValueError: If neither of the two numbers divides the other.
+    None if there are fewer key heads than parts: then every device holds all of them.
     """
     if num_kv_heads % parts and parts % num_kv_heads:
         raise ValueError(
@@ -98,10 +94,7 @@ class Split(NamedTuple):
     def shard_map(
         self, function: Callable[..., Any], arrays: Sequence[Any], axes: Sequence[str], out_spec: PartitionSpec
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Returns a `jax.shard_map` of `function`, and the arrays to call it with.
-
-        `axes` are the axis names of each array; `out_spec` is the split of every result.
-        """
+        """Returns a `jax.shard_map` of `function`, and the `arrays`, with these names of axes, to call it with."""
         specs = tuple(self.spec(x, names) for x, names in zip(arrays, axes, strict=True))
         everything = self.manual == frozenset(self.mesh.axis_names)
         mapped = jax.shard_map(
@@ -137,10 +130,7 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
 
 
 def by_placement(call: Call) -> Split | None:
-    """Returns the split of a call by the shardings of its query, key and value, which are concrete.
-
-    Returns None if the arrays are not on one mesh, if the mesh has one device, or if they cannot be split like this.
-    """
+    """Returns the split by the shardings of concrete arrays; None without one mesh of devices that can be split so."""
     shardings: list[Any] = [x.sharding for x in call.operands[:3]]
     if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
         return None

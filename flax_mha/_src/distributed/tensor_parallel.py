@@ -1,8 +1,6 @@
-"""Tensor parallelism: a mesh axis splits the heads of a module, its parameters included.
+"""Tensor parallelism: each device holds the parameters of some heads; the output projection sums over the devices.
 
-Each device holds the parameters of some heads and computes their attention; the output projection sums the
-contributions of all heads, which takes one sum over the devices. (Shoeybi et al., Megatron-LM, arXiv:1909.08053,
-section 3.)
+Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
 """
 
 from collections.abc import Callable
@@ -22,13 +20,10 @@ Names = tuple[str | None, ...]
 
 
 def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[str, Names]:
-    """Returns axis names for Flax's metadata of all parameters, if `head_axis` splits the heads.
+    """Returns the names of axes for Flax's metadata of each parameter, if `head_axis` splits the heads.
 
-    Returns:
-      For each parameter, the name or None of each axis. "query", and "key" for both keys and values, are for kernels
-      [features, N or K, H]; leave out the first name for a bias [N or K, H]. A cache [B..., S, K, H] ends with "key",
-      which is all None if there are fewer key heads than devices. "out" is for the output kernel [N, H, features],
-      "out_bias" for its bias, "sinks" for sinks [N].
+    "query", and "key" for keys and values, are for kernels [features, heads, H]; a bias lacks the first name. A cache
+    [B..., S, K, H] ends with "key", all None if there are fewer key heads than devices.
     """
     parts = _size(head_axis)
     if num_heads % parts:
@@ -94,10 +89,7 @@ def _size(head_axis: str) -> int:
 
 
 def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> NamedSharding:
-    """Returns a sharding for `lax.dot_general` of these arguments, from the splits in the types of `lhs` and `rhs`.
-
-    JAX requires one for a product that sums over split axes.
-    """
+    """Returns the sharding that `lax.dot_general` requires for a product that sums over split axes."""
     (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
     left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
     batch = [left[axis] for axis in lhs_batch]
