@@ -132,10 +132,7 @@ class KVCache:
         return key[..., :0] if self.value_size is not None else jnp.asarray(value)
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
-        """Raises a ValueError unless new keys and values fit the cache.
-
-        With a `number`, they must be of that many tokens, and may have another dtype, because the caller converts them.
-        """
+        """Raises a ValueError unless new keys and values fit; of a given `number` of tokens, in any dtype."""
         self._check_scale()
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
             sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
@@ -195,7 +192,7 @@ class KVCache:
             )
 
     def floats(self, dtype: DTypeLike) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
-        """Returns the keys and values of all slots in this floating-point dtype; those in 8 bits are dequantized."""
+        """Returns the keys and values of all slots, dequantized if they have 8 bits, in this dtype."""
         if self.scale is None:
             return self.key.astype(dtype), self.value.astype(dtype)
         key, value = dequantize_cache(self.key, self.value, self.scale, self.value_size, dtype)
@@ -274,7 +271,7 @@ class KVCache:
         return self.append(key, value, lengths).cache
 
     def append(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> "Appended":
-        """Does `update` without checking shapes and dtypes; also returns token counts, and which sequences had room."""
+        """Does `update` without checking shapes and dtypes."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind = Kind(self.window is not None, all_or_none=lengths is None)
@@ -313,7 +310,7 @@ class KVCache:
             )
         changes: dict[str, Any] = {}
         if self.window is not None:
-            # The tokens that the slots held before are lost. A query that sees one, after more is taken back, gets NaN.
+            # The removed tokens overwrote these slots: a query that needs the old contents gets NaN, no stale numbers.
             first_lost = jnp.maximum(new, self.length)
             lost = self.positions() >= (first_lost[..., None] if self.is_per_row else first_lost)
             name, x = ("key", self.key) if self.scale is None else ("scale", self.scale)
@@ -402,7 +399,7 @@ class KVCache:
         return self._replace(written, jnp.where(fine, start + lengths, jnp.int32(-1)))
 
     def _for_each(self, name: str, given: ArrayLike) -> Int[Array, "..."]:
-        """Broadcasts integers to the shape of the index, [] or [B...]; raises a ValueError if they do not fit."""
+        """Broadcasts integers to the shape of the index, [] or [B...]."""
         numbers = int32(name, given)
         if numbers.shape not in ((), self.index.shape):
             raise ValueError(
@@ -426,16 +423,16 @@ class KVCache:
         return jnp.broadcast_to(positions, (*self.batch, self.length))
 
     def counted(self, number: int) -> Int[Array, "... n"]:
-        """Returns 0, 1, ..., `number` - 1 on the last axis, after an axis of length 1 for each axis of the index."""
+        """Returns 0, 1, ..., `number` - 1, after an axis of length 1 for each axis of the index."""
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))
 
 
 class Appended(NamedTuple):
-    """The result of `KVCache.append`: the new cache, how many tokens are new, and which sequences had room for them."""
+    """The result of `KVCache.append`."""
 
     cache: KVCache
     tokens: Int[Array, "..."]  # the number of new tokens of each sequence without padding, in the shape of the index
-    room: Bool[Array, "..."] | bool  # the result of `KVCache.has_room`
+    room: Bool[Array, "..."] | bool  # whether a sequence had room for them, as in `KVCache.has_room`
 
     def checked(self, x: Array) -> Array:
         """Returns x [B..., ...], NaN for sequences whose new tokens found no room in the cache."""
@@ -450,8 +447,7 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
 
     def gather(cached: Array, slots: Array, *new: Array) -> Array:
         slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))[..., None, None]
-        found = jnp.take_along_axis(cached, slots, axis=-3)
-        return jnp.concatenate([found, *new], axis=-3) if new else found
+        return jnp.concatenate([jnp.take_along_axis(cached, slots, axis=-3), *new], axis=-3)
 
     axes = "B n" if slots.ndim > 1 else "n"
     return by_device(gather, cached, (slots, axes), *((x, "B T K H") for x in new))
@@ -462,9 +458,7 @@ def _check_dtype(dtype: DTypeLike) -> None:
         known = jnp.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"dtype must be floating point, but got {dtype!r}.") from error
-    if dtype is not None and is_quantized(known):
-        return
-    if dtype is None or not jnp.issubdtype(known, jnp.inexact):
+    if dtype is None or not (is_quantized(known) or jnp.issubdtype(known, jnp.inexact)):
         raise ValueError(f"dtype must be floating point, but got {dtype and known}.")
-    if known.itemsize < 2:
+    if known.itemsize < 2 and not is_quantized(known):
         raise ValueError(f"dtype must have at least 16 bits, or be int8 or float8_e4m3fn, but got {known}.")

@@ -26,15 +26,14 @@ _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 class Kind(NamedTuple):
     """The static options of `write_entries`."""
 
-    # Whether the cache is a ring: the first slot follows the last; of more entries than slots, the last are kept.
-    ring: bool
+    ring: bool  # whether the first slot follows the last; of more entries than slots, the last are then kept
     all_or_none: bool  # whether a sequence adds either all of its T new entries or, without room, none
 
 
 def by_device(function: Callable[..., T], cached: Shaped[Array, "*B S K _"], *others: tuple[Array, str]) -> T:
-    """Calls `function(cached, *others)`; on a mesh with Explicit axes, on each device with its shards of the arrays.
+    """Calls `function(cached, *others)`; on a mesh with Explicit axes, on each device for its part of `cached`.
 
-    Results are split as `cached` is. Each other array is paired with the names of its axes, such as "B T K H".
+    Each other array is paired with the names of its axes, such as "B T K H".
     """
     sharding = jax.typeof(cached).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -54,10 +53,9 @@ def write_entries(
     index: Int[Array, "..."],
     added: Int[Array, "..."],
 ) -> tuple[Shaped[Array, "*B S K _"], ...]:
-    """Writes the first `added` new entries of each sequence into the slots of a cache from `index` on.
+    """Writes the first `added` new entries of each sequence, in the cache's dtypes, into the slots from `index` on.
 
-    `index` and `added`, from 0 to T, are [B...], or [] for all sequences; the index of a ring is a position. If `added`
-    is 0, any index is allowed. New entries have the dtypes of the cache.
+    `index` (of a ring: a position) and `added` (from 0 to T) are [B...], or [] for all sequences.
     """
     first, *rest = map(jnp.asarray, cached)  # a checkpoint may have been read as NumPy's arrays
     index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
@@ -82,7 +80,7 @@ def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
 
 
 def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """Does `write_entries` for one array by a scatter: accelerators do it in place, XLA's partitioner can split it."""
+    """Writes one array by a scatter: accelerators do it in place, and XLA's partitioner can split it."""
     length, number = cached.shape[-3], new.shape[-3]
     index, added = index[..., None], added[..., None]
     steps = jnp.arange(number, dtype=jnp.int32).reshape((1,) * (index.ndim - 1) + (number,))
@@ -100,7 +98,7 @@ def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _write_slices(kind: Kind, *arrays: Array) -> Array:
-    """Does `write_entries` for one array by slices; `_scatter` has the same arguments and derivative."""
+    """Writes one array by slices, with the derivative of `_scatter`."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
@@ -151,7 +149,7 @@ def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: A
 
 
 def _fills_one_slice(kind: Kind, new: Array) -> bool:
-    """Returns True if a sequence's new entries go to consecutive slots, and either all or none are written."""
+    """Returns whether a sequence's new entries go to consecutive slots, and either all or none are written."""
     return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 
