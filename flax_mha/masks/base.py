@@ -1,17 +1,15 @@
 """The base class of masks, and masks combined by `&`, `|` and `~`.
 
-A mask has two methods. `tile` computes which scores of one tile are visible. `occupancy` tells for every tile of a grid
-at once whether some of its scores may be visible, and whether all are: tiles without a visible score are skipped, and
-tiles that are visible throughout are computed without masking.
+A mask has two methods. `tile` computes which scores of one tile are visible. `occupancy` computes for all tiles of a
+grid whether some scores may be visible, or else the tile is skipped, and whether all are, which needs no masking.
 
-Masks are pytrees: values known while tracing (the width of a window) are static, data (lengths, ids) are leaves. The
-metadata of a field with arrays names their axes in a canonical mask: "B" stands for all batch axes and "N" for the
-heads; both come first and may have length 1. "T" and "S" have one entry per query and per key; "T|1" and "S|1" may also
-have length 1. An array without axis names has any shape, and is the same for all heads.
+Masks are pytrees: numbers such as the width of a window are static, arrays are leaves. Metadata names the axes of an
+array in a canonical mask: "B" stands for all batch axes and "N" for the heads; both come first and may have length 1.
+"T" and "S" have an entry per query and per key; "T|1" and "S|1" may also have length 1. An array without names has any
+shape, and is the same for all heads.
 
-A mask passes through three stages. In the user's mask, arrays have any shapes that broadcast. `canonical` checks them
-against the sizes of a call and gives each the leading axes that its metadata names. Mapped over batch and heads, each
-array is the part of one head; only then are `tile` and `occupancy` called.
+A user's arrays have any shapes that broadcast. `canonical` checks them against the sizes of a call and adds the leading
+axes in their metadata. `tile` and `occupancy` are called with the part of each array for one head.
 """
 
 import dataclasses
@@ -52,34 +50,27 @@ class Mask:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.metadata.get("axes") and type(value) is list:  # a pytree of numbers to JAX
-                holds_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
-                object.__setattr__(self, field.name, jnp.asarray(value) if holds_traced else np.asarray(value))
+                is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
+                object.__setattr__(self, field.name, (jnp if is_traced else np).asarray(value))
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         """Computes which scores of the tile are visible."""
         raise NotImplementedError
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Computes which tiles may have a visible score, and which are visible throughout.
-
-        `any_visible` may be True and `all_visible` False where the mask cannot tell.
-        """
+        """Computes which tiles may have visible scores, and which certainly have no hidden ones."""
         return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
 
     def canonical(self, shape: Shape) -> "Mask":
-        """Checks arrays against the sizes of a call, and adds the axes of their metadata that they lack, of length 1.
-
-        Raises:
-          ValueError: If an array does not fit.
-        """
+        """Checks arrays against the sizes of a call, and adds the axes that they lack, with length 1."""
         return self
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
         """Replaces every array of the mask by `change(array, axes)`; `axes` are the names in its metadata."""
-        fields = {f.name: f.metadata["axes"] for f in dataclasses.fields(self) if "axes" in f.metadata}
         changed = {
-            name: jax.tree.map(lambda x, axes=axes: change(x, axes), getattr(self, name))
-            for name, axes in fields.items()
+            field.name: jax.tree.map(lambda x, axes=field.metadata["axes"]: change(x, axes), getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if "axes" in field.metadata
         }
         return dataclasses.replace(self, **changed) if changed else self
 
@@ -135,9 +126,7 @@ class Mask:
         if type(self) is not type(other):
             return NotImplemented
         (mine, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
-        return bool(structure == other_structure) and all(  # type: ignore[operator]
-            map(_equal, mine, others)
-        )
+        return bool(structure == other_structure) and all(map(_equal, mine, others))  # type: ignore[operator]
 
     def __hash__(self) -> int:
         leaves, structure = jax.tree.flatten(self)
@@ -145,12 +134,12 @@ class Mask:
 
 
 def axes_of(mask: Mask | None) -> list[str]:
-    """Lists the axis names of each array of a mask, in the order of `jax.tree.leaves`."""
+    """Lists the axis names of each array, in the order of `jax.tree.leaves`."""
     return [] if mask is None else jax.tree.leaves(mask.map_arrays(lambda _, axes: axes))  # type: ignore[arg-type, return-value]
 
 
 def _first_head(x: Array, axes: str) -> Array:
-    """Selects index 0 along the batch and head axes of an array, if it has any: all axes before `part_axes(axes)`."""
+    """Selects index 0 along the batch and head axes of an array: all axes before `part_axes(axes)`."""
     rank = len(part_axes(axes))
     return x if not axes or np.ndim(x) <= rank else x.reshape(-1, *x.shape[x.ndim - rank :])[0]
 
@@ -167,10 +156,7 @@ def _operand(operator: str, other: object) -> Mask:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    known = readable(a) and readable(b)
-    return known and np.shape(a) == np.shape(b) and bool(np.array_equal(np.asarray(a), np.asarray(b)))
+    return a is b or (readable(a) and readable(b) and bool(np.array_equal(np.asarray(a), np.asarray(b))))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

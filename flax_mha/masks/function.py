@@ -69,14 +69,13 @@ class _Comparable:
     """The static part of a flattened `FunctionMask`; equal if the functions, traced while flattening, are equal."""
 
     mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(compare=False)
-    traced: Trace | None = dataclasses.field(
-        compare=False, repr=False
-    )  # kept alive, because the key holds the `id` of objects in it
+    # Kept alive, because the key holds the `id` of objects in it.
+    traced: Trace | None = dataclasses.field(compare=False, repr=False)
     key: tuple = dataclasses.field(repr=False)
 
     @classmethod
     def of(cls, mask_mod: Callable[[Array, Array, Array, Array], Array]) -> "_Comparable":
-        """Traces the function; one that cannot be traced is compared by identity."""
+        """Traces the function, or compares it by identity if it cannot be traced."""
         try:
             traced = trace("mask_mod", mask_mod)
         except ValueError:  # attention with this mask raises it
@@ -101,16 +100,14 @@ def _key(array: Array) -> tuple:
 class TracedMask(Mask):
     """The canonical form of a `FunctionMask`: its function traced, and the arrays and indices to call it with."""
 
-    captured: list[Array] = dataclasses.field(metadata={"axes": ""})  # the arrays that the function captures
-    # Indices of batch entries that the function is called with; None means 0.
+    captured: list[Array] = dataclasses.field(metadata={"axes": ""})
+    # Indices of batch entries and of heads; None means 0.
     batch: Int[Array, "..."] | np.ndarray | None = dataclasses.field(metadata={"axes": "B"})
-    # Indices of heads that the function is called with; None means 0.
     head: Int[Array, "..."] | np.ndarray | None = dataclasses.field(metadata={"axes": "N"})
-    function: TracedFunction = dataclasses.field(metadata={"static": True})  # the traced function
+    function: TracedFunction = dataclasses.field(metadata={"static": True})
     # Occupancy of squares of `cell` rows and columns, if the function was evaluated before the call.
     known: Occupancy | None = dataclasses.field(default=None, metadata={"axes": "B N rows columns"})
-    # The same occupancy as bytes and their shape, which are static; for a function that captures nothing and is the
-    # same for all heads.
+    # The same, static, as bytes and their shape, if the function captures nothing and is the same for all heads.
     known_bytes: tuple[bytes, bytes, tuple[int, int]] | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
@@ -123,7 +120,7 @@ class TracedMask(Mask):
         return each(tile.query_positions[:, 0], tile.key_positions[0])
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Evaluates the function for all positions, one row of tiles at a time, unless the occupancy is known."""
+        """Evaluates the function for one row of tiles at a time, unless the occupancy is known."""
         if self.known_bytes is not None:
             *known, shape = self.known_bytes
             return _coarser(Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in known)), self.cell, grid)
@@ -145,10 +142,7 @@ def functions_of(mask: Any) -> list[TracedMask]:
 
 
 def window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> tuple[int | None, int | None] | None:
-    """Returns (left, right) if only this window, and `function`, hide positions in canonical masks; None otherwise.
-
-    `function` is one of those in the masks, or a `score_mod`. A mask without a window may hide any position.
-    """
+    """Returns (left, right) if canonical masks hide positions only by this window and `function`, else None."""
     window: Mask = LocalMask(None, None)
     for part in (part for mask in masks for part in conjuncts(mask)):
         others = map_functions(lambda x: LocalMask(None, None) if x.function == function else x, part)
@@ -169,10 +163,7 @@ def _calls_function(part: Any) -> bool:
 
 
 def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
-    """Evaluates the user's functions in a mask for all positions, where the arrays that they capture are known.
-
-    Returns the mask with the occupancy of `cell` x `cell` squares in these parts, so that no call computes it again.
-    """
+    """Stores the occupancy of `cell` x `cell` squares in each part of a mask whose captured arrays are known."""
     counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
     return map_functions(functools.partial(_with_occupancy, Grid(counts, (cell, cell), offsets, lengths)), mask)
 
@@ -191,7 +182,7 @@ def _with_occupancy(grid: Grid, mask: TracedMask) -> TracedMask:
 
 
 def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
-    """Computes the occupancy of the tiles of `grid` from that of squares of `cell` rows and columns."""
+    """Computes the occupancy of the tiles of `grid` from squares of `cell` rows and columns."""
     some: BoolMatrix
     full: BoolMatrix
     some, full = known
@@ -213,7 +204,7 @@ def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
 
 
 def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
-    """Computes the occupancy [heads, rows, columns] for each pair in `heads.batch`, `heads.head`, as NumPy arrays."""
+    """Does `_occupancies`, with results in NumPy, even while tracing."""
     with jax.ensure_compile_time_eval():
         offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
         return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))))

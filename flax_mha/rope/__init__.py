@@ -226,7 +226,7 @@ def apply_rope(
 
 
 def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
-    """Returns x and the positions as JAX arrays; raises a ValueError unless they fit together and `rope` is a RoPE."""
+    """Checks the arguments of `apply_rope`; returns x and the positions as JAX arrays."""
     if not isinstance(rope, RoPE):
         raise ValueError(f"rope must be a RoPE, but got {rope!r}; use RoPE() or RoPE.from_config(config).")
     try:
