@@ -55,7 +55,7 @@ def write_entries(
 ) -> tuple[Shaped[Array, "*B S K _"], ...]:
     """Writes the first `added` new entries of each sequence, in the cache's dtypes, into the slots from `index` on.
 
-    `index` (of a ring: a position) and `added` (from 0 to T) are [B...], or [] for all sequences.
+    `index` (of a ring: a position; any number if `added` is 0) and `added` (from 0 to T) are [B...], or [] for all.
     """
     first, *rest = map(jnp.asarray, cached)  # a checkpoint may have been read as NumPy's arrays
     index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))

@@ -305,7 +305,7 @@ def canonical(
     is_whole = query_offset is NO_OFFSET and key_offset is NO_OFFSET
     offsets = Offsets() if is_whole else check_offsets(query_offset, key_offset, shape)
     masks = [
-        CausalMask() if validation.flag("is_causal", arguments.get("is_causal", False)) else None,
+        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
         None if window is None else LocalMask(*window),
         _length_mask(arguments, shape, is_whole),
         _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
@@ -340,14 +340,14 @@ def check_scoring(
         soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
         score_mod=function,
         dropout_rate=rate,
-        broadcast_dropout=validation.flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
-        return_residual=validation.flag("return_residual", return_residual),
+        broadcast_dropout=_flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
+        return_residual=_flag("return_residual", return_residual),
         precision=check_precision(arguments.get("precision")),
         target=target,
         sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
         has_known_sizes=False,  # set with the keys
         dtype=dtype,
-        return_max_score=validation.flag("return_max_score", arguments.get("return_max_score", False)),
+        return_max_score=_flag("return_max_score", arguments.get("return_max_score", False)),
     )
     sinks = check_floats("sinks", arguments.get("sinks"), (*shape.batch, shape.num_heads), "[batch..., heads]")
     return Scoring(query, sinks, captured, constants, scale_array, dropout_rng if rate else None, options)
@@ -369,7 +369,7 @@ def with_keys(
         query=scoring.query,
         key=key,
         value=value,
-        bias=check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
+        bias=None if bias is None else check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
         sinks=scoring.sinks,
         mask=functools.reduce(operator.and_, present) if present else None,
         captured=scoring.captured,
@@ -384,6 +384,10 @@ def with_keys(
     if options.score_mod is not None or jax.tree.leaves(operands.mask):  # masks without arrays call no function
         check_lookups(shape, options.score_mod, present, offsets, operands.lengths)
     return Call(operands, options)
+
+
+def _flag(name: str, value: Any) -> bool:
+    return value if isinstance(value, bool) else validation.flag(name, value)
 
 
 def check_lookups(

@@ -71,9 +71,9 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
     return array.astype(bool), None
 
 
-def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
-    """Returns `x`, or NaN everywhere if the flag is given and holds."""
-    return x if flag is None else jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
+def nan_if(flag: Bool[Array, ""], x: Array) -> Array:
+    """Returns `x`, or NaN everywhere if the flag holds."""
+    return jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
@@ -137,8 +137,6 @@ def segment_ids(
 
 
 def flag(name: str, value: bool) -> bool:
-    if isinstance(value, bool):
-        return value
     if isinstance(value, jax.core.Tracer):
         fix = (
             "; pass mask=flax_mha.CausalMask() instead"
@@ -149,7 +147,7 @@ def flag(name: str, value: bool) -> bool:
             f"{name} must be a concrete True or False, but got a traced value{fix}. flax.linen's nn.remat traces "
             "keyword arguments."
         )
-    if not isinstance(value, np.bool_):
+    if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, but got {value!r}.")
     return bool(value)
 
