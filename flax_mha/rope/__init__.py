@@ -96,7 +96,7 @@ class RoPE:
         object.__setattr__(self, "sections", check_sections(self.sections, self.section_layout))
 
     def rotated_size(self, head_size: int) -> int:
-        """Returns R, the number of rotated features; raises a ValueError if R is not an even integer of at least 2."""
+        """Returns R, the number of rotated features; raises a ValueError unless R is an even integer >= 2."""
         size = self.fraction * head_size
         if round(size) < 2 or round(size) % 2 or abs(size - round(size)) > 1e-6 * head_size:
             even = max(2 * round(size / 2 - 0.25), 2)
@@ -110,10 +110,8 @@ class RoPE:
     def frequencies(self, head_size: int) -> np.ndarray:
         """Returns the frequency of each pair in radians per position: float64 `[R / 2]`, computed in numpy."""
         of_size = functools.partial(self._scaling.frequencies, float(self.base))
-        size = self.rotated_size(head_size)
-        if self.sections is None:
-            return of_size(size)
-        return frequencies_of_pairs(self.sections, self.section_layout, size, of_size)
+        size, sections = self.rotated_size(head_size), self.sections
+        return of_size(size) if sections is None else frequencies_of_pairs(sections, self.section_layout, size, of_size)
 
     def coordinates(self, head_size: int) -> np.ndarray:
         """Returns the index of the coordinate that rotates each pair: integers `[R / 2]`, zeros without `sections`."""
@@ -150,9 +148,8 @@ class RoPE:
           layer_type: "full_attention" or "sliding_attention", for models in which they differ: Gemma 3 rotates its
             sliding (local) layers with `rope_local_base_freq` and without scaling.
           max_length: The length of the longest sequence, prompt plus generated tokens; only needed for LongRoPE, which
-            uses the short factors up to `original_max_position_embeddings`, and the long factors at every position of a
-            longer sequence. Transformers switches when a sequence grows past that length, although the cached keys keep
-            their old rotation; here the choice is made once.
+            uses the long factors if it exceeds `original_max_position_embeddings`. Transformers switches when a
+            sequence grows past that length, although cached keys keep their old rotation; here the choice is made once.
 
         Raises:
           ValueError: If `config` is not a dict, has an unknown `rope_type` or an unknown key for rotary embeddings,
@@ -201,8 +198,6 @@ def apply_rope(
       >>> cos, sin = apply_rope(x, jnp.asarray([1]), RoPE()).ravel()
       >>> print(f"{cos:.4f} {sin:.4f}")
       0.5403 0.8415
-
-    Source: Su et al., RoFormer, arXiv:2104.09864.
     """
     x, positions = _check(x, positions, rope)
     size, dtype = rope.rotated_size(x.shape[-1]), jnp.float64 if x.dtype == jnp.float64 else jnp.float32
@@ -218,8 +213,7 @@ def apply_rope(
     if rope.attention_factor != 1.0:
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
     pairs, axis = ((size // 2, 2), -1) if rope.interleaved else ((2, size // 2), -2)
-    rotated = x[..., :size].astype(dtype).reshape(*x.shape[:-1], *pairs)
-    u, v = jnp.unstack(rotated, axis=axis)
+    u, v = jnp.unstack(x[..., :size].astype(dtype).reshape(*x.shape[:-1], *pairs), axis=axis)
     rotated = jnp.stack([u * cos - v * sin, v * cos + u * sin], axis=axis)
     rotated = rotated.reshape(*x.shape[:-1], size).astype(x.dtype)
     return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
@@ -245,12 +239,9 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
         raise ValueError(f"x must have a static head size, but got symbolic size {x.shape[-1]}.")
     axes = (len(rope.sections),) if rope.sections else ()
     if positions.shape not in (x.shape[:-2] + axes, x.shape[-3:-2] + axes):
-        name = ", coordinates" if axes else ""
-        fix = (
-            f"repeat the position of a text token {axes[0]} times"
-            if axes
-            else "use jnp.broadcast_to for other batch axes"
-        )
+        name, fix = "", "use jnp.broadcast_to for other batch axes"
+        if axes:
+            name, fix = ", coordinates", f"repeat the position of a text token {axes[0]} times"
         raise ValueError(
             f"positions must be [batch..., length{name}] or [length{name}], that is {x.shape[:-2] + axes} or "
             f"{x.shape[-3:-2] + axes} for x of shape {x.shape}, but got {positions.shape}; {fix}."

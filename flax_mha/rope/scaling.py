@@ -192,9 +192,8 @@ class YaRN(Scaling):
 class LongRoPE(Scaling):
     """Divides each frequency by its own factor: pair i has f[i] / factors[i] (Phi-3). Ding et al., arXiv:2402.13753.
 
-    Models have factors for short and for long sequences. Choose them by the longest sequence that you will use, and do
-    not change them later: cached keys that were rotated with the short factors do not fit queries that are rotated with
-    the long ones. `RoPE.from_config(config, max_length=...)` chooses for you.
+    Models have factors for short and for long sequences. Choose by the longest sequence that you will use, and do not
+    change them later, because cached keys keep their rotation. `RoPE.from_config(config, max_length=...)` chooses.
 
     Attributes:
       factors: One number above 0 for each rotated pair.
