@@ -29,9 +29,7 @@ Init = Callable[..., Any]
 
 
 class MultiHeadLatentAttention(AttentionModule, nn.Module):
-    """Multi-head latent attention with the parameters of `flax_mha.MultiHeadLatentAttention`.
-
-    See `flax_mha.MultiHeadLatentAttention` for all other attributes.
+    """Multi-head latent attention with the parameters and all other attributes of `flax_mha.MultiHeadLatentAttention`.
 
     Attributes:
       out_features: Features of the output; None means the features of the input.
@@ -97,10 +95,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
     ) -> Float[Array, "*B T Dout"]:
-        """Computes latent attention.
-
-        Arguments and errors are the same as in `flax_mha.linen.MultiHeadDotProductAttention.__call__`.
-        """
+        """Computes latent attention; see `flax_mha.linen.MultiHeadDotProductAttention.__call__`."""
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         check_has_features(inputs_q=inputs_q)
         check_latent(vars(self))
@@ -174,5 +169,5 @@ class _Kernel(nn.Module):
 
 
 def _flat(init: Init) -> Init:
-    """Returns an initializer of kernels [in, heads, size] that draws [in, heads * size], like `nn.DenseGeneral`."""
+    """Initializes kernels [in, heads, size] as [in, heads * size], like `nn.DenseGeneral`."""
     return lambda key, shape, dtype: init(key, (shape[0], math.prod(shape[1:])), dtype).reshape(shape)

@@ -24,7 +24,7 @@ class AttentionModule:
     """The base class of both attention modules: the cache, dropout, tensor parallelism, and `explain`."""
 
     def _explained(self: Any, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
-        """Traces a call of a copy of this module, and explains its attention instead of computing it."""
+        """Explains the attention in a call, which a copy of this module traces."""
         variables = None if self.scope is None else self.variables  # not traced, so that the cache's index is known
         explained = ExplainedAttention(self.attention_fn, platform)
         layer = self.clone(attention_fn=explained, parent=None)
@@ -82,9 +82,9 @@ class AttentionModule:
     def _cache(
         self: Any, variables: list[nn.Variable], value_size: int | None, query: Array, key: Array
     ) -> Arrays | None:
-        """Returns the arrays of the cache, see `KVCache.of_window`; None if this call makes the cache variables.
+        """Returns the arrays of the cache, see `KVCache.of_window`; None if this call makes the cache.
 
-        The variables are added to `variables`. With a `value_size` (see `KVCache`), values have no variable.
+        Its variables are added to `variables`. With a `value_size` (see `KVCache`), values have no variable.
         """
         starting, window = not self.has_variable("cache", "cached_key"), reach(self.local_window_size)
         *batch, length, num_heads, size = key.shape

@@ -121,7 +121,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             may_be_mask = _warn_of_values(inputs_v)
         variables: list[nn.Variable] = []
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
-        parts = self._parts(inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights, variables)
+        parts = self._parts(inputs_q.shape[-1], variables, mask, deterministic, dropout_rng, sow_weights)
         if may_be_mask:  # its features rarely fit; Flax's error about them comes before those about other axes
             values = parts.value(inputs_v)  # type: ignore[misc, arg-type]
             parts = parts._replace(value=lambda _: values)
@@ -134,15 +134,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
                     self.put_variable("cache", name, x)
         return output
 
-    def _parts(
-        self,
-        features: int,
-        mask: Array | Mask | None,
-        deterministic: bool | None,
-        dropout_rng: Array | None,
-        sow_weights: bool,
-        variables: list[nn.Variable],
-    ) -> FlaxModule:
+    def _parts(self, features: int, variables: list[nn.Variable], *flax_arguments: Any) -> FlaxModule:
         """Makes what `call_module` needs in a call; its function `cache` adds the cache's to `variables`."""
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
@@ -162,10 +154,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             cache=functools.partial(self._cache, variables, None),
             stored=self._stored if self.has_variable("cache", "cached_lengths") else None,
             arguments=self._flax_arguments(
-                mask,
-                deterministic,
-                dropout_rng,
-                sow_weights,
+                *flax_arguments,
                 force_fp32_for_softmax=self.force_fp32_for_softmax,
                 qk_attn_weights_einsum=_make_einsum(self.qk_attn_weights_einsum_cls),
                 attn_weights_value_einsum=_make_einsum(self.attn_weights_value_einsum_cls),

@@ -214,7 +214,7 @@ class MultiHeadLatentAttention(AttentionModule):
         return 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank
 
     def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
-        """Splits parameters with an axis of heads over the mesh axes in `names` (`tensor_parallel.parameter_names`)."""
+        """Splits parameters with an axis of heads; see `MultiHeadAttention`."""
         for layer, name in ((getattr(self, self._query_name), "query"), (self.kv_b_proj, "key"), (self.o_proj, "out")):
             layer.kernel = split_variable(layer.kernel, names[name])
         if self.sinks is not None:

@@ -78,7 +78,7 @@ class AttentionModule(nnx.Module):
         raise NotImplementedError
 
     def _explained(self, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
-        """Traces a call of a copy of this module, and explains its attention instead of computing it."""
+        """Explains the attention in a call, which a copy of this module traces."""
         graph, state = nnx.split(self)
         explained = ExplainedAttention(self.attention_fn, platform)
 
@@ -179,11 +179,11 @@ class AttentionModule(nnx.Module):
                 return type(self).__qualname__
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
-    def _stored(self) -> Any:
+    def _stored(self) -> Arrays:
         return _read(self.cached_key, self.cached_value, self.cached_lengths)
 
     def _cache(self, *_: Array) -> Arrays:
-        """Returns the cache's arrays in the order in which `KVCache.of_window` takes them: key, value, index, scale."""
+        """Returns the arrays of the cache; see `KVCache.of_window`."""
         if self.cached_key is None or self.cache_index is None:
             raise ValueError(
                 "Autoregressive cache not initialized, call ``init_cache`` first: "
@@ -512,7 +512,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     explain = explaining(__call__, AttentionModule._explained)
 
     def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
-        """Splits each parameter over the mesh axes that `tensor_parallel.parameter_names` gave for it."""
+        """Splits each parameter over the mesh axes in `names` (`tensor_parallel.parameter_names`)."""
         layers = (self.query, "query"), (self.key, "key"), (self.value, "key"), (self.out, "out"), (self.gate, "query")
         for layer, name in layers:
             if layer is None:
@@ -547,22 +547,19 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         return norm
 
 
-def _read(*variables: Any) -> Any:
+def _read(*variables: Any) -> Arrays:
     return tuple(jnp.asarray(variable[...]) for variable in variables)
 
 
 def _own(variable: nnx.Variable) -> nnx.Variable:
-    """Copies the variable's value to a JAX array if it is a NumPy array, as in a restored state; returns the variable.
-
-    Flax would write into the NumPy array, which the caller may still use.
-    """
+    """Copies a NumPy array in the variable, as in a restored state: Flax would write into the caller's array."""
     if isinstance(variable.get_value(), np.ndarray | np.generic):
         variable.set_value(jnp.array(variable.get_value()))
     return variable
 
 
 def split_variable(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
-    """Returns a copy of the variable with mesh axes `names` as its metadata `out_sharding`, placed if a mesh is set."""
+    """Returns a copy of the variable, split over the mesh axes `names`: its metadata `out_sharding`."""
     metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
     if "out_sharding" in metadata:
         raise ValueError(
