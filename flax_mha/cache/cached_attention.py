@@ -14,12 +14,10 @@ from flax_mha._src.call.arguments import (
     CommonArguments,
     Scoring,
     check_inputs,
-    check_lookups,
     check_scoring,
     check_window,
     given_mask,
     with_keys,
-    with_windows,
 )
 from flax_mha._src.call.operands import Call, Result, ScoreMod, Sharding
 from flax_mha._src.core.integers import extremes
@@ -31,6 +29,7 @@ from flax_mha._src.run import Implementation, run
 from flax_mha.cache.kv_cache import Appended, KVCache, entries_at
 from flax_mha.cache.latent import Latent
 from flax_mha.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
+from flax_mha.masks.function import check_lookups, with_windows
 
 Run = Callable[[Call, Implementation | None], Result]
 

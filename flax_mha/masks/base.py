@@ -26,6 +26,8 @@ from flax_mha._src.core.tile import BoolMatrix, Grid, Tile
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.validation import Shape
 
+Window = tuple[int | None, int | None]  # positions (left, right) of a query that are visible; None means no limit
+
 
 class Occupancy(NamedTuple):
     """For each tile of a grid, whether some scores may be visible, and whether all are; broadcast to `Grid.counts`."""
@@ -80,7 +82,7 @@ class Mask:
         return 0, 0
 
     @property
-    def window(self) -> tuple[int | None, int | None] | None:
+    def window(self) -> Window | None:
         """(left, right) if the mask equals `LocalMask(left, right)`, otherwise None."""
         return None
 
@@ -188,7 +190,7 @@ class And(_Combined):
     right: Mask
 
     @property
-    def window(self) -> tuple[int | None, int | None] | None:
+    def window(self) -> Window | None:
         windows = [part.window for part in self.parts if part.window is not None]
         if len(windows) < len(self.parts):
             return None

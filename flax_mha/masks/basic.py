@@ -11,7 +11,7 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.integers import LARGEST, SMALLEST, is_int
 from flax_mha._src.core.tile import Grid, Tile
 from flax_mha._src.core.validation import Shape
-from flax_mha.masks.base import Mask, Occupancy
+from flax_mha.masks.base import Mask, Occupancy, Window
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +49,7 @@ class LocalMask(Mask):
             )
 
     @property
-    def window(self) -> tuple[int | None, int | None]:
+    def window(self) -> Window:
         return self.left, self.right
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
@@ -97,7 +97,7 @@ class CausalMask(Mask):
             )
 
     @property
-    def window(self) -> tuple[int | None, int | None]:
+    def window(self) -> Window:
         return None, self.offset
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:

@@ -1,7 +1,8 @@
-"""`FunctionMask`: a mask given by a Python function of positions."""
+"""`FunctionMask`: a mask given by a Python function of positions; and checks of what such functions look up."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +12,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from flax_mha._src.core.tile import BoolMatrix, Grid, Scalar, Tile
+from flax_mha._src.core.integers import LARGEST
+from flax_mha._src.core.tile import BoolMatrix, Grid, Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import is_key, readable
 from flax_mha._src.core.user_function import Trace, TracedFunction, trace
 from flax_mha._src.core.validation import Shape
-from flax_mha.masks.base import Mask, Occupancy, conjuncts
+from flax_mha.masks.base import Mask, Occupancy, Window, conjuncts
 from flax_mha.masks.basic import LocalMask
 
 
@@ -141,8 +143,36 @@ def functions_of(mask: Any) -> list[TracedMask]:
     return [part for part in jax.tree.leaves(mask, is_leaf=_calls_function) if _calls_function(part)]
 
 
-def window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> tuple[int | None, int | None] | None:
-    """Returns (left, right) if canonical masks hide positions only by this window and `function`, else None."""
+def check_lookups(
+    shape: Shape,
+    score_mod: TracedFunction | None,
+    masks: Sequence[Mask | None],
+    offsets: Offsets,
+    lengths: tuple[int, int],
+) -> None:
+    """Checks that user functions fit the call's sizes, and look up only entries that their arrays have.
+
+    `lengths` are T and S. Positions are only checked if no mask may hide them but causal masks, windows, and the mask
+    whose function makes the lookup.
+    """
+    last = {"b": _last_of(math.prod(shape.batch)), "h": _last_of(shape.num_heads)}
+    for function, window in with_windows(masks, score_mod):
+        query, key = (None, None) if window is None else _last_visible(offsets, lengths, window)
+        function.check({**last, "q_idx": query, "kv_idx": key})
+
+
+def with_windows(
+    masks: Sequence[Mask | None], score_mod: TracedFunction | None
+) -> list[tuple[TracedFunction, Window | None]]:
+    """Lists the user functions of canonical masks, and `score_mod`, each with a window (left, right).
+
+    Only this window and the function itself hide positions; None if other masks may hide some.
+    """
+    functions = [*(part.function for part in functions_of(masks)), *([] if score_mod is None else [score_mod])]
+    return [(function, _window_beside(masks, function)) for function in functions]
+
+
+def _window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> Window | None:
     window: Mask = LocalMask(None, None)
     for part in (part for mask in masks for part in conjuncts(mask)):
         others = map_functions(lambda x: LocalMask(None, None) if x.function == function else x, part)
@@ -151,6 +181,34 @@ def window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> tup
         elif function not in [x.function for x in functions_of(part)] or jax.tree.leaves(others):
             return None
     return window.window
+
+
+def _last_visible(offsets: Offsets, lengths: tuple[int, int], window: Window) -> tuple[int | None, int | None]:
+    """Returns the largest positions of a query and of a key in its window; None if unknown, or if there are none."""
+    queries, keys = (_span(offset, length) for offset, length in zip(offsets.values, lengths, strict=True))
+    if window == (None, None):
+        return tuple(None if x is None else int(x[1].max()) for x in (queries, keys))  # type: ignore[return-value]
+    if queries is None or keys is None:
+        return None, None
+    left, right = (2 * LARGEST + 1 if side is None else side for side in window)  # all distances, if not limited
+    last_query, last_key = np.minimum(queries[1], keys[1] + left), np.minimum(keys[1], queries[1] + right)
+    seen = np.maximum(queries[0], keys[0] - right) <= last_query
+    if left + right < 0 or not seen.any():
+        return None, None
+    return int(np.where(seen, last_query, -LARGEST).max()), int(np.where(seen, last_key, -LARGEST).max())
+
+
+def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns the first and the last position in each sequence that begins at `offset`; None if unknown or empty."""
+    if not isinstance(length, int) or not length or not (isinstance(offset, int) or readable(offset)):
+        return None
+    first = np.asarray(offset, np.int64)
+    return first, first + length - 1
+
+
+def _last_of(size: Any) -> int | None:
+    """Returns the last index of an axis; None if it is empty or its size is a symbol."""
+    return size - 1 if isinstance(size, int) and size else None
 
 
 def map_functions(change: Callable[[TracedMask], Mask], mask: Any) -> Any:

@@ -14,24 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import (
-    NO_OFFSET,
-    Call,
-    Context,
-    Operands,
-    Options,
-    ScoreMod,
-    Sharding,
-    accumulation_dtype,
-)
+from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Operands, Options, ScoreMod, Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, number_in, unwrapped
 from flax_mha._src.core.tile import Offsets
-from flax_mha._src.core.tracing import Target, is_key, readable, target_of
-from flax_mha._src.core.user_function import TracedFunction, trace
+from flax_mha._src.core.tracing import Target, is_key, target_of
+from flax_mha._src.core.user_function import trace
 from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable, per_sequence
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
-from flax_mha.masks.function import functions_of, window_beside
+from flax_mha.masks.function import check_lookups
 
 # Arguments of a module's call, and the arguments of functions that replace them.
 SIBLINGS = {
@@ -304,11 +295,13 @@ def canonical(
     key_offset = arguments.get("key_value_offset", NO_OFFSET)
     is_whole = query_offset is NO_OFFSET and key_offset is NO_OFFSET
     offsets = Offsets() if is_whole else check_offsets(query_offset, key_offset, shape)
+    query_ids, key_ids = arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids")
+    has_segments = query_ids is not None or key_ids is not None
     masks = [
         CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
         None if window is None else LocalMask(*window),
         _length_mask(arguments, shape, is_whole),
-        _segment_mask(arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"), shape),
+        SegmentMask(*validation.segment_ids(query_ids, key_ids, shape)) if has_segments else None,
         given_mask(mask, shape),
     ]
     return with_keys(scoring, key, value, shape, bias, masks, offsets)
@@ -331,7 +324,8 @@ def check_scoring(
 ) -> Scoring:
     """Checks the arguments that need no keys, and traces `score_mod`."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
-    dtype, score_mod = accumulation_dtype(query.dtype), arguments.get("score_mod")
+    dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
+    score_mod = arguments.get("score_mod")
     function, captured, constants = (None, [], []) if score_mod is None else trace("score_mod", score_mod, dtype)
     dropout_rng = arguments.get("dropout_rng")
     rate = check_dropout(arguments["dropout_rate"], dropout_rng) if "dropout_rate" in arguments else 0.0
@@ -390,77 +384,14 @@ def _flag(name: str, value: Any) -> bool:
     return value if isinstance(value, bool) else validation.flag(name, value)
 
 
-def check_lookups(
-    shape: Shape,
-    score_mod: TracedFunction | None,
-    masks: Sequence[Mask | None],
-    offsets: Offsets,
-    lengths: tuple[int, int],
-) -> None:
-    """Checks that user functions fit the call's sizes, and look up only entries that their arrays have.
-
-    `lengths` are T and S. Positions are only checked if no mask may hide them but causal masks, windows, and the mask
-    whose function makes the lookup.
-    """
-    last = {"b": last_of(math.prod(shape.batch)), "h": last_of(shape.num_heads)}
-    for function, window in with_windows(masks, score_mod):
-        query, key = (None, None) if window is None else _last_visible(offsets, lengths, window)
-        function.check({**last, "q_idx": query, "kv_idx": key})
-
-
-def with_windows(
-    masks: Sequence[Mask | None], score_mod: TracedFunction | None
-) -> list[tuple[TracedFunction, tuple[int | None, int | None] | None]]:
-    """Lists the user functions of a call, each with its `window_beside`."""
-    functions = [*(part.function for part in functions_of(masks)), *([] if score_mod is None else [score_mod])]
-    return [(function, window_beside(masks, function)) for function in functions]
-
-
-def _last_visible(
-    offsets: Offsets, lengths: tuple[int, int], window: tuple[int | None, int | None]
-) -> tuple[int | None, int | None]:
-    """Returns the largest positions of a query and of a key in its window; None if unknown, or if there are none."""
-    queries, keys = (_span(offset, length) for offset, length in zip(offsets.values, lengths, strict=True))
-    if window == (None, None):
-        return tuple(None if x is None else int(x[1].max()) for x in (queries, keys))  # type: ignore[return-value]
-    if queries is None or keys is None:
-        return None, None
-    left, right = (2 * LARGEST + 1 if side is None else side for side in window)  # all distances, if not limited
-    last_query, last_key = np.minimum(queries[1], keys[1] + left), np.minimum(keys[1], queries[1] + right)
-    seen = np.maximum(queries[0], keys[0] - right) <= last_query
-    if left + right < 0 or not seen.any():
-        return None, None
-    return int(np.where(seen, last_query, -LARGEST).max()), int(np.where(seen, last_key, -LARGEST).max())
-
-
-def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the first and the last position in each sequence that begins at `offset`; None if unknown or empty."""
-    if not isinstance(length, int) or not length or not (isinstance(offset, int) or readable(offset)):
-        return None
-    first = np.asarray(offset, np.int64)
-    return first, first + length - 1
-
-
-def last_of(size: Any) -> int | None:
-    """Returns the last index of an axis; None if it is empty or its size is a symbol."""
-    return size - 1 if isinstance(size, int) and size else None
-
-
 def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask | None:
     query_lengths, key_lengths = arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths")
     if query_lengths is None and key_lengths is None:
         return None
     # With an offset, the arrays are a slice of longer sequences, to which the lengths refer.
-    most = (shape.query_length, shape.key_length) if is_whole else (None, None)
-    queries = validation.lengths("query_seq_lengths", query_lengths, shape, most[0])
-    keys = validation.lengths("key_value_seq_lengths", key_lengths, shape, most[1])
+    queries = validation.lengths("query_seq_lengths", query_lengths, shape, shape.query_length if is_whole else None)
+    keys = validation.lengths("key_value_seq_lengths", key_lengths, shape, shape.key_length if is_whole else None)
     return LengthMask(keys, queries)
-
-
-def _segment_mask(query_ids: ArrayLike | None, key_ids: ArrayLike | None, shape: Shape) -> Mask | None:
-    if query_ids is None and key_ids is None:
-        return None
-    return SegmentMask(*validation.segment_ids(query_ids, key_ids, shape))
 
 
 def given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
