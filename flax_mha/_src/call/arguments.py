@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Operands, Options, ScoreMod, Sharding
 from flax_mha._src.core import validation
-from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, is_int, is_number, number_in, unwrapped
+from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, is_finite, is_int, number_in, unwrapped
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target, is_key, target_of
 from flax_mha._src.core.user_function import trace
@@ -180,7 +180,7 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
     value = unwrapped(value)
     if not isinstance(value, jax.Array):
         number = number_in(value)
-        if not is_number(number) or not math.isfinite(number):
+        if not is_finite(number):
             raise ValueError(f"scale must be a finite number, but got {value!r}.")
         if abs(number) > float(np.finfo(np.float32).max):
             raise ValueError(f"scale must fit in float32, but got {value!r}.")
@@ -212,7 +212,7 @@ def check_soft_cap(value: float | None) -> float | None:
     if value is None:
         return None
     value = number_in(value)
-    if not is_number(value) or not 0 < value < math.inf:
+    if not is_finite(value) or value <= 0:
         raise ValueError(f"logits_soft_cap must be a concrete finite number > 0, but got {value!r}.")
     if value > LARGEST_CAP:
         raise ValueError(
@@ -223,7 +223,7 @@ def check_soft_cap(value: float | None) -> float | None:
 
 def check_dropout_rate(rate: float) -> float:
     rate = number_in(rate)
-    if not is_number(rate) or not 0 <= rate < 1:
+    if not is_finite(rate) or not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be a concrete number in [0, 1), but got {rate!r}.")
     return float(rate)
 

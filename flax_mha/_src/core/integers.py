@@ -27,11 +27,6 @@ def int_at_least(name: str, value: object, least: int) -> int:
     return int(value)
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    """Returns whether `value` is a real number of Python or NumPy, NaN and infinity included, and no bool."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def unwrapped(value: Any) -> Any:
     """Returns the array that a variable of `flax.nnx` or another object with `__jax_array__` holds; else `value`."""
     if isinstance(value, jax.Array | type) or not hasattr(value, "__jax_array__"):
@@ -40,9 +35,9 @@ def unwrapped(value: Any) -> Any:
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Returns whether `value` is a finite number that float64 can hold, and no bool."""
+    """Returns whether `value` is a finite real number of Python or NumPy that float64 can hold, and no bool."""
     try:
-        return is_number(value) and math.isfinite(value)
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond float64
         return False
 

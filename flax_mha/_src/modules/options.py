@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from flax_mha._src.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha._src.core import validation
-from flax_mha._src.core.integers import int_at_least, is_int, is_number, number_in
+from flax_mha._src.core.integers import int_at_least, is_finite, is_int, number_in
 from flax_mha._src.run import check_name
 from flax_mha.rope import RoPE
 
@@ -105,7 +105,7 @@ def check_has_features(**inputs: Any) -> None:
 
 def check_epsilon(name: str, epsilon: Any) -> None:
     """Raises a ValueError unless the epsilon of a norm is a finite number above 0."""
-    if not is_number(number_in(epsilon)) or not 0 < epsilon < float("inf"):
+    if not is_finite(number_in(epsilon)) or epsilon <= 0:
         raise ValueError(f"{name} must be a finite number > 0, but got {epsilon!r}.")
 
 
