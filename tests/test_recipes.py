@@ -220,7 +220,10 @@ def test_recipes_combine():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([recipes.soft_cap(3.0), recipes.soft_cap(5.0)], "logits_soft_cap must be set by only one recipe, .* from 2"),
+        (
+            [recipes.soft_cap(3.0), recipes.soft_cap(5.0)],
+            "logits_soft_cap must be set by only one recipe, but 2 set it",
+        ),
         (
             [recipes.alibi(4), recipes.t5_bias(TABLE)],
             "recipes must be created for the same number of heads, but got 4 and 6",

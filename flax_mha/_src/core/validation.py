@@ -71,9 +71,9 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
     return array.astype(bool), None
 
 
-def nan_if(flag: Bool[Array, ""], x: Array) -> Array:
-    """Returns `x`, or NaN everywhere if the flag holds."""
-    return jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
+def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
+    """Returns NaN everywhere if the flag holds, else `x`; None never holds."""
+    return x if flag is None else jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
