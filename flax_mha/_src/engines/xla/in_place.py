@@ -6,19 +6,18 @@ query of the batch entry sees a key. A step of decoding costs what its sequence 
 cache can hold. Where most of the cache has been written, blocks are larger, or all of it is one block, which spares
 even the copy of a block.
 
-A matrix product for each key head needs the keys of this head contiguous in memory, so it copies them. For few queries,
-one block-diagonal product for all heads is faster: every query is padded with zeros to the features of all key heads,
-so that the keys of other heads contribute 0, and of its outputs only those of the query's head are used. That
-multiplies K times as much, but reads every key once, in place. In such a product, a key that is not finite makes the
-products of other heads NaN, too.
+A matrix product for each key head copies the keys of this head. For few queries, one block-diagonal product for all
+heads is faster: every query is padded with zeros to the features of all key heads, so that the keys of other heads
+contribute 0, and of its outputs only those of the query's head are used. That multiplies K times as much, but reads
+every key once, in place. In such a product, a key that is not finite makes the products of other heads NaN, too.
 
 Numbers in 8 bits are exact in bfloat16, and each of their scales belongs to a token and head. So queries in bfloat16
 and keys in bfloat16 or 8 bits are multiplied as they are, where the CPU has products of bfloat16, and the scales
 multiply scores and weights.
 
 Looking for keys and values that are not finite would take as long as all the rest. So this is done only if an output is
-not finite, or a product is not finite and the output may hide it (`_nonfinite_flag`): then everything is computed
-again, as `guard.py` describes, and head by head.
+not finite: then everything is computed again with zeros in their place, as `guard.py` describes. Visible products that
+are not finite make the output NaN, so that nothing can hide them.
 """
 
 import functools
@@ -35,20 +34,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, Operands, Options, Result, Rows
+from flax_mha._src.call.operands import Call, Operands, Options, Result
 from flax_mha._src.core.eight_bits import as_floats, dequantize_cache
 from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import by_mapped_axis, platform, varying_alike, varying_as
 from flax_mha._src.engines.xla import dense
 from flax_mha._src.math import online_softmax
 from flax_mha._src.math.head import map_heads, scores_of, split_heads, to_caller, vectors_by_head
-from flax_mha._src.math.scores import ScoreInputs, ScoreRule
+from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
 from flax_mha._src.plan import KeyBlocks, Plan
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
 # Output, log-sum-exp and, if they are asked for, largest scores of rows.
 Results = tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None]
-
 
 # XLA's CPU reads floats of these dtypes faster as their bits: it converts what it computes in them.
 BITS = {"float8_e4m3fn": jnp.uint8, "bfloat16": jnp.uint16}
@@ -63,8 +61,7 @@ class BatchSlice(NamedTuple):
       query_scale: Scale to multiply products by, if scaling the queries would round them; None if they are scaled.
       key: All keys of all batch entries, not copied.
       value: All values, not copied.
-      flags: Flags of the queries (`guard.py`): infinity for those replaced by zeros, else 0; None before they
-        are checked.
+      guarded: Whether to replace keys and values that are not finite by zeros (`guard.py`).
       row: Index of the first of these queries among all queries.
       inputs: Bias, sink and captured arrays, which enter the scores besides the products.
       rule: The rule that makes scores from products.
@@ -76,7 +73,7 @@ class BatchSlice(NamedTuple):
     query_scale: Float[Array, "*#B 1 1 1 1"] | None
     key: Shaped[Array, "*B S K H"]
     value: Shaped[Array, "*B S K Hv"]
-    flags: Float[Array, "*B K G t"] | None
+    guarded: bool
     row: Scalar
     inputs: ScoreInputs
     rule: ScoreRule
@@ -92,8 +89,7 @@ def attention(plan: Plan, call: Call) -> Result:
 def _differentiable(plan: Plan, options: Options, operands: Operands) -> Result:
     inputs, rule = scores_of(operands, options)
     scale = jnp.asarray(options.scale, rule.dtype) if operands.scale is None else operands.scale.astype(rule.dtype)
-    query, key, value, *_ = operands
-    arrays = query, key, value, scale, inputs, rule, operands.cache_scale
+    arrays = *operands[:3], scale, inputs, rule, operands.cache_scale
     query, key, value, scale, *others = varying_alike(arrays)
     queries = split_heads(query, operands.groups)
     blocks: Any = plan.in_place
@@ -153,40 +149,40 @@ def _attend(
     rule: ScoreRule,
     cache_scale: Float[Array, "*B S K _"] | None,
 ) -> Results:
-    length, is_narrow, first = key.shape[-3], blocks.dtype != rule.dtype, (0,) * (queries.ndim - 4)
-    scaled = queries.astype(rule.dtype) * scale
-    query, query_scale = (queries.astype(blocks.dtype), scale) if is_narrow else (scaled, None)
-    everything = BatchSlice(first, query, query_scale, key, value, None, 0, inputs, rule, cache_scale)
+    blocks = blocks.fitting(math.prod(queries.shape[:-1]) * key.shape[-3], key.size + value.size)
     masks, wide = rule.masks_scores(inputs), blocks.wide
-    run, run_wide = (_entries_in_turn if x and x.sequential else _blocks_of_rows for x in (blocks, wide))
+    is_narrow = blocks.dtype != rule.dtype
+    query = queries.astype(blocks.dtype) if is_narrow else queries.astype(rule.dtype) * scale
+    query_scale, first = scale if is_narrow else None, (0,) * (queries.ndim - 4)
+    part = BatchSlice(first, query, query_scale, key, value, False, 0, inputs, rule, cache_scale)
 
     def again() -> Results:
-        part = everything._replace(query=scaled, query_scale=None)
-        if masks:  # else NaN and infinity propagate by themselves, if no product mixes heads
-            flags = guard.flag(scaled)
-            part = part._replace(query=guard.zero(scaled, flags), flags=flags)
-        return run(blocks._replace(block_diagonal=False), part)[0]
+        if masks:
+            return _entries(blocks, part._replace(guarded=True))
+        # Without masks, NaN and infinity propagate by themselves, if no product mixes heads.
+        return _entries(blocks._replace(block_diagonal=False), part)
 
-    if wide is not None and math.prod(queries.shape[:-1]) * length <= wide.max_scores:
-        most_seen = _seen(blocks, everything, length).mean() > 0.5
-        results, flag = lax.cond(most_seen, lambda: run_wide(wide, everything), lambda: run(blocks, everything))
+    if wide is None:
+        results = _entries(blocks, part)
     else:
-        results, flag = run(blocks, everything)
-    if masks or blocks.block_diagonal or wide is not None or is_narrow:
-        finite = jnp.isfinite(results[0]).all() & jnp.isfinite(flag).all()
-        results = lax.cond(finite, lambda: results, again)
+        most_seen = _seen(blocks, part, key.shape[-3]).mean() > 0.5
+        results = lax.cond(most_seen, lambda: _entries(wide, part), lambda: _entries(blocks, part))
+    if masks or blocks.block_diagonal or wide is not None:
+        results = lax.cond(jnp.isfinite(results[0]).all(), lambda: results, again)
     return results
 
 
-def _entries_in_turn(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
-    """Computes `_blocks_of_rows` for one batch entry after another, so that each visits only the blocks it needs."""
+def _entries(blocks: KeyBlocks, part: BatchSlice) -> Results:
+    """Computes all batch entries; if `blocks.sequential`, in a loop, so that each visits only the blocks it needs."""
     batch = part.query.shape[:-4]
+    if not blocks.sequential:
+        return _blocks_of_rows(blocks, part)
 
-    def one_entry(i: Int[Array, ""]) -> tuple[Results, Array]:
+    def one_entry(i: Int[Array, ""]) -> Results:
         place = jnp.unravel_index(i, batch)
-        arrays = part.query, part.query_scale, part.flags, part.inputs, part.rule
-        query, scale, flags, inputs, rule = _of_entry(arrays, place)
-        own = part._replace(first=place, query=query, query_scale=scale, flags=flags, inputs=inputs, rule=rule)
+        arrays = part.query, part.query_scale, part.inputs, part.rule
+        query, scale, inputs, rule = _of_entry(arrays, place)
+        own = part._replace(first=place, query=query, query_scale=scale, inputs=inputs, rule=rule)
         return _blocks_of_rows(blocks, own)
 
     answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
@@ -204,81 +200,77 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
     return jax.tree.map(own, tree)
 
 
-def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Float[Array, "..."]]:
-    """Computes the `Results` of one block of queries after another, and the `_nonfinite_flag` of all products."""
+def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
+    """Computes the `Results` of one block of queries after another."""
     length, axis = part.query.shape[-2], part.query.ndim - 2
     count = -(-length // blocks.height)
     if count == 1:
         return _rows(blocks, part)
 
-    def rows(row: Scalar) -> tuple[Results, Array]:
-        query, flags = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, row, blocks.height, axis), (part.query, part.flags)
-        )
-        return _rows(blocks, part._replace(query=query, flags=flags, row=row))
+    def rows(row: Scalar) -> Results:
+        query = lax.dynamic_slice_in_dim(part.query, row, blocks.height, axis)
+        return _rows(blocks, part._replace(query=query, row=row))
 
     # The last block ends at the last query: it computes some queries of the one before again.
     firsts = np.minimum(np.arange(count) * blocks.height, length - blocks.height)
-    results, flag = lax.map(rows, jnp.asarray(firsts, jnp.int32))
-    again = count * blocks.height - length
+    results, again = lax.map(rows, jnp.asarray(firsts, jnp.int32)), count * blocks.height - length
 
     def joined(x: Float[Array, "blocks ..."]) -> Float[Array, "..."]:
         return jnp.concatenate([*x[:-1], lax.slice_in_dim(x[-1], again, blocks.height, axis=axis)], axis=axis)
 
-    return jax.tree.map(joined, results), flag.sum(0)  # a sum passes NaN on
+    return jax.tree.map(joined, results)
 
 
-def _rows(blocks: KeyBlocks, part: BatchSlice) -> tuple[Results, Array]:
+def _rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
     """Computes the same as `_blocks_of_rows` for a single block of queries, in a loop over blocks of keys."""
-    heads, dtype = part.query.shape[:-2], part.rule.dtype
-    shape = (*heads, blocks.height)
+    shape = (*part.query.shape[:-2], blocks.height)
     value_size = blocks.value_size or part.value.shape[-1]
-    state = online_softmax.start(shape, value_size, part.inputs.sink, dtype, part.rule.returns_max)
-    nothing = varying_as(part.query, (state, jnp.zeros(heads, dtype)))
+    state = online_softmax.start(shape, value_size, part.inputs.sink, part.rule.dtype, part.rule.returns_max)
+    state = varying_as(part.query, state)
     step = functools.partial(_step, blocks, part)
     begin, end = _visited(blocks, part, part.key.shape[-3])
-    # A loop, even if there is one block: else XLA transposes the products again wherever they are used.
-    state, flag = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, nothing)
-    return online_softmax.finish(state), flag
+    if blocks.whole:
+        # Not a loop: XLA (jax 0.10) would fuse reading with writing new keys, outside of it, and copy the cache.
+        return online_softmax.finish(lax.cond(begin < end, lambda: step(0, state), lambda: state))
+    return online_softmax.finish(lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, state))
 
 
-def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: tuple) -> tuple:
-    """Returns `carry`, the state of the online softmax and the `_nonfinite_flag`, updated by block i of the keys."""
+def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: online_softmax.State) -> online_softmax.State:
+    """Returns `carry`, the state of the online softmax, updated by block i of the keys."""
     length, dtype = part.key.shape[-3], part.query.dtype
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
     keys, v, scales, flags = _read_block(blocks, part, column)
 
-    def one_head(own: tuple) -> tuple[online_softmax.State, Array, Array]:
-        products, query_scale, scales, inputs, rule, flags, (state, flag) = own
+    def one_head(own: tuple) -> tuple[online_softmax.State, Array]:
+        products, query_scale, scales, inputs, rule, flags, state = own
         products = products if query_scale is None else [x * query_scale for x in products]
         if scales is not None:
             products = [x * scale[None, :] for x, scale in zip(products, scales, strict=False)]
         product = sum(products[1:], products[0])
         tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets.values, ring=rule.ring)
-        poison = None if flags is None else flags.key[None]
-        s = rule.tile(product, inputs.cut(tile), tile, poison)
+        # Infinite products become NaN, as minus infinity would have the weight 0. A `score_mod` may hide NaN, too.
+        poison = product * 0
+        s = rule.tile(product + poison, inputs.cut(tile), tile, poison if flags is None else poison + flags[None])
         if length % blocks.width:  # then it begins with keys of the block before
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
-        row_poison = None if flags is None else guard.poison_of_rows(flags, unmasked=False)
-        state, weights = online_softmax.rescale(state, s, row_poison, dtype if scales is None else None)
-        kept = rule.dropout_multiplier(tile, s.dtype)
-        weights = weights if kept is None else weights * kept
+        state, weights = online_softmax.rescale(state, s, None, dtype if scales is None else None)
+        weights = times(weights, rule.dropout_multiplier(tile, s.dtype))
         weights = weights if scales is None else weights * scales[1][None, :]
-        return state, weights.astype(dtype), _nonfinite_flag(flag, product, rule)
+        return state, weights.astype(dtype)
 
     products = [
         _key_products(part.query[..., features], k, part.rule, blocks.block_diagonal)
         for features, k in zip(_scaled_features(blocks), keys, strict=True)
     ]
     operands = (products, part.query_scale, scales, part.inputs, part.rule, flags, carry)
-    state, weights, flag = map_heads(one_head, operands, part.query.ndim - 2)
+    state, weights = map_heads(one_head, operands, part.query.ndim - 2)
     of_values = _value_products(weights, v, part.rule, blocks.block_diagonal)
-    return state._replace(output=state.output + of_values), flag
+    return state._replace(output=state.output + of_values)
 
 
 def _read_block(
     blocks: KeyBlocks, part: BatchSlice, column: Scalar
-) -> tuple[list[Array], Array, list[Array] | None, Rows | None]:
+) -> tuple[list[Array], Array, list[Array] | None, Float[Array, "*B K 1 s"] | None]:
     """Reads a block of keys (split by `_scaled_features`), values, scales [*B, K, 1, s] or None, and flags or None."""
     groups, scale, flags = (part.key.shape[-2], 1), None, None
     read = functools.partial(_block, part=part, column=column, width=blocks.width)
@@ -286,13 +278,13 @@ def _read_block(
     v = read(part.value, slice(None), dtype=part.query.dtype) if blocks.value_size is None else keys[1]
     if part.cache_scale is not None:
         scale = read(part.cache_scale, slice(None), dtype=part.rule.dtype)
-    if part.flags is not None:
+    if part.guarded:
         if scale is None:
             keys[0], v, of_keys = guard.zero_keys(keys[0], v)
         else:  # numbers in 8 bits are finite; if a key or value was not, a scale is NaN
             of_keys = guard.flag(scale)
             scale = guard.zero(scale, of_keys)
-        flags = Rows(part.flags, vectors_by_head(of_keys, groups))
+        flags = vectors_by_head(of_keys.astype(part.rule.dtype), groups)
     if scale is None:
         return keys, v, None, flags
     # Without the barrier XLA's CPU would read every second number again wherever a scale is used.
@@ -310,9 +302,7 @@ def _block(
     x: Shaped[Array, "*B S K F"], features: slice, part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Float[Array, "*B s K f"]:
     """Reads `width` keys, values or scales from `column` on, of the batch entries in `part`, unscaled, as `dtype`."""
-    bits = BITS.get(x.dtype.name)
-    bits = bits if bits and platform() == "cpu" else None
-    has_8_bits = x.dtype.itemsize == 1
+    bits, has_8_bits = BITS.get(x.dtype.name) if platform() == "cpu" else None, x.dtype.itemsize == 1
     batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
 
     def convert(block: Array) -> Array:
@@ -334,18 +324,6 @@ def _block(
     nothing = varying_as(x, jnp.zeros(shape, dtype)[..., features])
     always = lax.optimization_barrier(start[-3]) >= 0
     return lax.cond(always, read, lambda: nothing)
-
-
-def _nonfinite_flag(before: Float[Array, ""], products: Float[Array, "t s"], rule: ScoreRule) -> Float[Array, ""]:
-    """Updates the flag `before` of earlier blocks: not finite if a product is not finite and the output may hide it.
-
-    NaN and infinity make the output NaN. Minus infinity leaves no trace in the output: its weight is 0, although a
-    query or key that is not finite should make the output NaN. A soft cap or a `score_mod` may hide all three.
-    """
-    if rule.soft_cap is None and rule.score_mod is None:
-        # XLA's CPU loses the -inf of a minimum if there is NaN, too, as of an infinite query and a slot of zeros.
-        return jnp.where(jnp.any(jnp.isinf(products)), jnp.full_like(before, jnp.inf), before)
-    return before + jnp.sum(products * 0)
 
 
 def _visited(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> tuple[Scalar, Scalar]:
@@ -400,7 +378,7 @@ def _key_products(
 
     if not block_diagonal:
         return map_heads(product, (query, split_heads(key, (num_heads, 1))), len(batch) + 2)
-    rows = jnp.where(_same_head(num_heads)[..., None], query[..., None, :], 0)
+    rows = jnp.where(jnp.eye(num_heads, dtype=bool)[:, None, None, :, None], query[..., None, :], 0)
     rows = rows.reshape(*batch, math.prod(query.shape[-4:-1]), num_heads * size)  # of no features, too
     products = map_heads(product, (rows, key.reshape(*key.shape[:-2], num_heads * size)), len(batch))
     return products.reshape(*query.shape[:-1], -1)
@@ -419,9 +397,4 @@ def _value_products(
         return map_heads(product, (weights, split_heads(value, (num_heads, 1))), len(batch) + 2)
     of_all = map_heads(product, (weights.reshape(*batch, -1, length), value.reshape(*value.shape[:-2], -1)), len(batch))
     of_all = of_all.reshape(*weights.shape[:-1], num_heads, -1)
-    return jnp.where(_same_head(num_heads)[..., None], of_all, 0).sum(-2)
-
-
-def _same_head(num_heads: int) -> Bool[Array, "K 1 1 K"]:
-    """Makes an array that is True where the key heads on its first and its last axis are the same."""
-    return jnp.eye(num_heads, dtype=bool)[:, None, None, :]
+    return jnp.where(jnp.eye(num_heads, dtype=bool)[:, None, None, :, None], of_all, 0).sum(-2)
