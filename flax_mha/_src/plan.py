@@ -70,9 +70,9 @@ MAX_BYTES_WIDE, MAX_SCORES_WIDE = 2 * 2**20, 64 * 1024
 # One block-diagonal product serves all heads (`decode.py`) if K * T * N, a measure of its work, is at most the first.
 # All keys may be one block if K * T * N is at most the second, and B * T * N * S, the number of scores, the third.
 MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
-# Up to so many numbers in keys and values, all keys are one block however many are visible: a step over 200 of
-# (4, 256, 8, 32) compiles in 0.73 instead of 1.73 s, and runs in 0.14 instead of 0.17 ms.
-MAX_NUMBERS_WHOLE = 512 * 1024
+# Up to so many numbers in keys and values, 512 KiB in float32, all keys are one block however many are visible: a step
+# over such a cache compiles in half the time. The second pass, on guarded keys, then holds a copy of them.
+MAX_NUMBERS_WHOLE = 128 * 1024
 MAX_WIDTH_ACCELERATOR = 4096  # of keys in a block on accelerators, which compute all batch entries together
 
 # What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL multiplications on, n times the head
