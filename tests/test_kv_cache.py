@@ -180,7 +180,7 @@ def test_truncate_marks_what_it_cannot_take_back():
     unknown = jax.jit(lambda cache: cache.has_room(1))(marked)
     np.testing.assert_array_equal(unknown, [True, False, False])
     same_bits(updated(marked, *tokens(0, 1)).key[1:], marked.key[1:])
-    with pytest.raises(ValueError, match="the ring cache no longer contains all tokens that a query attends to"):
+    with pytest.raises(ValueError, match="the ring cache no longer contains every token that a query attends to"):
         marked.update(*tokens(0, 1))
     with pytest.raises(ValueError, match="the ring cache no longer contains"):
         marked.truncate(0)

@@ -410,7 +410,7 @@ class KVCache:
     def _check_complete(self) -> None:
         if np.any(np.asarray(self.index) < 0):
             raise ValueError(
-                "the ring cache no longer contains all tokens that a query attends to (the index of a sequence is "
+                "the ring cache no longer contains every token that a query attends to (a sequence's index is "
                 "negative): truncate removed more tokens than the ring has spare slots."
             )
 

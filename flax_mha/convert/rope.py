@@ -193,7 +193,7 @@ def _fraction(*sources: Values) -> float:
     head_size = _head_size(sources[-1] | sources[-2])
     if fraction is not None and head_size is not None and head_size * fraction < 1:
         raise ValueError(
-            f"partial_rotary_factor must rotate at least one of the {head_size} features of a head (head_dim), but got "
+            f"partial_rotary_factor must rotate at least one of each head's {head_size} features (head_dim), but got "
             f"{fraction!r}."
         )
     if fraction is not None:
