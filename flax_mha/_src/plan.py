@@ -16,6 +16,7 @@ import numpy as np
 
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Options
 from flax_mha._src.core.tracing import being_traced, cpu_features, is_key, multiplies_bfloat16, readable
+from flax_mha._src.guard import may_mask
 from flax_mha._src.math.head import mask_by_head, one_of
 from flax_mha._src.math.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
 from flax_mha.masks import Mask
@@ -29,9 +30,8 @@ ON_ONE_CPU, ON_ONE_TPU = ("cpu", False), ("tpu", False)
 MAX_SCORES_DENSE = 256 * 256
 
 # The budget of "xla" on a GPU: so many scores of all heads, 1 GiB of float32, are computed at once. A tile there
-# launches some 25 kernels: counted in bytes and launches, tiles gain next to nothing within the budget, not even where
-# a window leaves few of them. With a window of 128 at (4, 2048, 16, 64) they take 1.4 ms forward and 3.7 with the
-# gradient by the model of benchmarks/compiled.py; all scores at once take 1.2 and 3.3.
+# launches some 25 kernels: counted in bytes and launches by benchmarks/compiled.py, tiles gained next to nothing within
+# the budget, even if a window leaves few of them.
 MAX_SCORES_GPU = 2**28
 
 # Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks
@@ -67,7 +67,7 @@ MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
 # Blocks are wider if products are in bfloat16, if the cache has 8 bits, or if most keys are visible. Then they have at
 # most so many bytes of keys and values in the dtype of the products, and so many scores of one batch entry.
 MAX_BYTES_WIDE, MAX_SCORES_WIDE = 2 * 2**20, 64 * 1024
-# One block-diagonal product serves all heads (`decode.py`) if K * T * N, a measure of its work, is at most the first.
+# One block-diagonal product serves all heads (`in_place.py`) if K * T * N, a measure of its work, is at most the first.
 # All keys may be one block if K * T * N is at most the second, and B * T * N * S, the number of scores, the third.
 MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
 # Up to so many numbers in keys and values, 512 KiB in float32, all keys are one block however many are visible: a step
@@ -90,7 +90,7 @@ class KeyBlocks(NamedTuple):
       width: Number of keys in a block.
       sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
       dtype: Dtype of queries, keys and weights in matrix products.
-      block_diagonal: Whether one matrix product serves all heads, as `decode.py` describes.
+      block_diagonal: Whether one matrix product serves all heads, as `in_place.py` describes.
       wide: Blocks to use instead if more than half of the keys are visible; None to use these blocks then, too.
       value_size: If given, the first `value_size` features of keys are the values; their scale is not that of the rest.
       whole: Whether all keys are one block of all batch entries, for few enough scores (`fitting`).
@@ -240,8 +240,7 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     width = (2 if has_8_bits else 1) * MAX_NUMBERS_IN_PLACE // numbers
     width = widest if in_turn and (has_8_bits or dtype != options.dtype) else width
     width = min(keys, max(MIN_WIDTH_IN_PLACE, min(width // 64 * 64, MAX_WIDTH_IN_PLACE)))
-    masked = operands.mask is not None or operands.bias is not None or options.score_mod is not None
-    if keys % width and not masked:
+    if keys % width and not may_mask(call):
         return None  # the last block would have to mask some of its keys
     if not in_turn:
         return blocks_of(width, False, dtype)
@@ -258,7 +257,7 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
     if few and operands.key.dtype == blocks.dtype:  # other keys would have to be converted, all of them at once
         return blocks._replace(width=keys, sequential=False, block_diagonal=True, whole=True)
     has_8_bits, entries = operands.cache_scale is not None, math.prod(operands.query.shape[:-3])
-    if has_8_bits and widest >= 2 * keys and entries > 1:  # several entries at once: in turn takes 1.2 times as long
+    if has_8_bits and widest >= 2 * keys and entries > 1:  # one after the other, entries take 1.2 times as long
         width = max(MIN_WIDTH_IN_PLACE, widest // entries // 64 * 64)
         return blocks._replace(width=min(width, keys), sequential=False)
     width = min(widest, keys) // 64 * 64

@@ -1,8 +1,8 @@
-"""Computes a checked call: each device splits off its part, plans it, guards it and computes it.
+"""Computes a checked call, in three steps that call each other.
 
-run                    splits the call over the devices of a mesh, if there is one
-on_device            chooses an engine for the part of one device
-compute            engine.plan, guard, engine.forward
+1. `run` splits the call over the devices of a mesh, if there is one.
+2. `on_device` chooses an engine for the part of one device.
+3. `compute` plans the part, guards it, and lets the engine compute it.
 """
 
 import functools
@@ -31,8 +31,6 @@ from flax_mha._src.plan import Plan
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash", "pallas"]
 NAMES: tuple[str, ...] = get_args(Implementation)
-
-
 CLASSES = {
     "xla": "xla.engine.XLA",
     "blockwise": "blockwise.Blockwise",

@@ -4,7 +4,7 @@ A mask has two methods. `tile` computes which scores of one tile are visible. `o
 grid whether some scores may be visible, or else the tile is skipped, and whether all are, which needs no masking.
 
 Masks are pytrees: numbers such as the width of a window are static, arrays are leaves. Metadata names the axes of an
-array in a canonical mask: "B" stands for all batch axes and "N" for the heads; both come first and may have length 1.
+array in a canonical mask: "B" means all batch axes and "N" the heads; both come first and may have length 1.
 "T" and "S" have an entry per query and per key; "T|1" and "S|1" may also have length 1. An array without names has any
 shape, and is the same for all heads.
 

@@ -90,7 +90,7 @@ class Operands(NamedTuple):
     sinks: Array | None
     mask: Mask | None
     captured: list[Array]  # arrays that `score_mod` captures and that get gradients
-    constants: list[Array]  # all other arrays that `score_mod` captures, and its float literals
+    constants: list[Array]  # all other arrays that `score_mod` captures
     offsets: Offsets  # positions of the first query and the first key
     scale: Array | None  # factor of query . key if it is an array, else None
     dropout_rng: Array | None

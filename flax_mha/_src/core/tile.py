@@ -62,7 +62,7 @@ class Tile(NamedTuple):
     # functions are only called for positions that exist.
     lengths: tuple[int, int] | None = None
     # Number S of slots of a ring cache: the key at position p is in column p mod S, and slots that were never written
-    # have negative positions. `offsets` then holds the position of the newest key instead of that of key 0.
+    # have negative positions. `offsets` then holds the position of the newest key, not of key 0.
     ring: int | None = None
 
     @property

@@ -5,7 +5,7 @@ keeps its queries, and sends keys and values around the ring. In each of N *hops
 holds, while it sends them to the next device. The online softmax merges the results, in float32 at least.
 
 Given output and log-sum-exp over all keys, the derivative of attention is a sum over keys. So the tangent is one more
-pass around the ring, in which each hop computes its *share*: the part of that sum over its keys (`Engine.share`). The
+pass around the ring, and each hop computes its *share*: the sum over its own keys (`Engine.share`). The
 transpose of the tangent, the backward pass, is another. JAX differentiates these passes for higher orders.
 
 No hop is skipped, whatever the mask. All devices run one program, so the positions of a hop's keys are data, and its
@@ -177,7 +177,7 @@ def _merge_hops(ring: Ring, operands: Operands) -> Rows:
 
 
 def _merge(merged: State, chunk: Scalar, result: Rows) -> State:
-    """Merges the result of a hop for the queries of `chunk` into the rows of that chunk in `merged`.
+    """Merges a hop's result for the queries in `chunk` into their rows in `merged`.
 
     In the online softmax, the result over some keys is like one more key: its score is the log-sum-exp and its value is
     the output. The state keeps maximum and sum apart; a merged log-sum-exp would be rounded in every hop.

@@ -1,1 +1,1 @@
-"""Implementations of attention; `shared/head.py` maps those written for one head over batch and heads."""
+"""Implementations of attention; `math/head.py` maps those written for one head over batch and heads."""

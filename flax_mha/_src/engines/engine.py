@@ -66,8 +66,8 @@ def reason_against_platform(platform: str, devices: str, here: str) -> str:
     return f"it runs only on {devices}, but this call runs on {here}: {remedy}"
 
 
-# Names for policies of `jax.checkpoint`: gradients need output and log-sum-exp besides the inputs. Those of `dense.py`
-# also need the products of queries and keys, "attention_scores".
+# Names for policies of `jax.checkpoint`: gradients need the inputs, the output and the log-sum-exp. Gradients
+# of `dense.py` also need the products of queries and keys, "attention_scores".
 RESIDUALS = ("attention_output", "attention_lse")
 
 

@@ -114,25 +114,6 @@ class ScoreRule:
         With `fused`, XLA's CPU backend can fuse the mask with the product before and the softmax after it, but no
         masked product may be NaN, and nothing may be differentiated.
         """
-        scores, visible = self.unmasked_scores(products, inputs, tile, poison, fused)
-        if visible is None:
-            return scores
-        if fused and self.score_mod is None:  # XLA's CPU fuses a minimum with the product before it, not a selection
-            return jnp.minimum(scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype))
-        return jnp.where(visible, scores, -jnp.inf)
-
-    def unmasked_scores(
-        self,
-        products: Float[Array, "t s"],
-        inputs: ScoreInputs,
-        tile: Tile,
-        poison: Float[Array, "#t #s"] | None = None,
-        fused: bool = False,
-    ) -> tuple[Float[Array, "t s"], Bool[Array, "#t #s"] | None]:
-        """Computes the scores of one tile, arbitrary where masked, and where they are visible, None if everywhere.
-
-        The arguments are those of `tile`.
-        """
         visible = None if self.mask is None else self.mask.tile(tile)
         if inputs.bias is not None:
             visible = _both(visible, inputs.bias != -jnp.inf)
@@ -146,7 +127,12 @@ class ScoreRule:
         if inputs.bias is not None:
             shown = jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias))  # type: ignore[arg-type]  # with a bias
             scores = scores + shown.astype(scores.dtype)
-        return scores if poison is None else scores + poison, visible
+        scores = scores if poison is None else scores + poison
+        if visible is None:
+            return scores
+        if fused:  # XLA's CPU fuses a minimum with the product before it, not a selection
+            return jnp.minimum(scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype))
+        return jnp.where(visible, scores, -jnp.inf)
 
     def zero_masked(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
         """Replaces masked products by 0, because they may be infinite, and a derivative there NaN."""
@@ -155,11 +141,6 @@ class ScoreRule:
     def apply_score_mod(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
         one = jax.vmap(jax.vmap(self._one_score(inputs.captured), (0, None, 0)), (0, 0, None))
         return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
-
-    @property
-    def has_finite_derivatives(self) -> bool:
-        """True if derivatives of `tile` are finite at masked scores as well."""
-        return self.score_mod is None
 
     def differentiable_tile(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
@@ -248,8 +229,8 @@ class ScoreRule:
         """Computes a random word for each weight of a tile; a counter gives two, one for each query of a pair."""
         (height, width), (query_offset, _) = tile.shape, tile.offsets
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
-        # If the offset is a number, tiles begin at even rows. (`decode.py` begins at odd ones only over a cache, whose
-        # offsets are arrays.) So only an odd offset can separate the two queries of a counter.
+        # If the offset is a number, tiles begin at even rows. (`in_place.py` begins at odd ones, but only over a cache,
+        # whose offsets are arrays.) So only an odd offset can separate the two queries of a counter.
         is_even = isinstance(query_offset, int) and query_offset % 2 == 0
         pairs = -(-height // 2) if is_even else height // 2 + 1
         pair = lax.shift_right_arithmetic(first, jnp.int32(1)) + lax.broadcasted_iota(jnp.int32, (pairs, width), 0)

@@ -24,7 +24,7 @@ from flax_mha.convert.hf_config.layers import (
 class Family(NamedTuple):
     """Describes the attention of a Hugging Face model type: what a reader of its config must know beside the config.
 
-    `keys` are the keys that its config may have besides `COMMON` in config.py, with their defaults in
+    `keys` are the keys that its config may have in addition to `COMMON` in config.py, with their defaults in
     Transformers; keys that only other families have are not read. A family whose queries and keys are rotated has a
     `rope_theta` among them.
     """

@@ -190,16 +190,17 @@ def clean(arrays: Arrays, mask: KernelMask, scale: float) -> tuple[Arrays, Bool[
     batch, lengths, groups = query.shape[0], (query.shape[1], key.shape[1]), query.shape[2] // key.shape[2]
     key, value, of_keys = guard.zero_keys(key, value)
     of_queries = guard.flag(query.astype(jnp.float32) * scale)
+    is_bad_bias: Any = None if bias is None else ~((bias == -jnp.inf) | jnp.isfinite(bias))
     bad_keys = jnp.repeat(of_keys == jnp.inf, groups, axis=2)
     if mask.segments is None and bias is None:
         sees_bad = _count(bad_keys, *visible_range(mask, batch, lengths)) > 0
     else:
         bad = jnp.swapaxes(bad_keys, 1, 2)[:, None]
-        bad = bad if bias is None else bad | ~((bias == -jnp.inf) | jnp.isfinite(bias))
+        bad = bad if bias is None else bad | is_bad_bias
         sees_bad = (_visible(mask, batch, lengths, bias) & bad).any(-1)
     is_nan = sees_bad | ((of_queries == jnp.inf) & ~masked_rows(mask, batch, lengths, bias))
     if bias is not None:
-        bias = jnp.where((bias == -jnp.inf) | jnp.isfinite(bias), bias, jnp.zeros_like(bias))
+        bias = jnp.where(is_bad_bias, jnp.zeros_like(bias), bias)
     query = guard.zero(query, of_queries.astype(query.dtype))
     return arrays._replace(query=query, key=key, value=value, bias=bias), is_nan[..., None]
 
