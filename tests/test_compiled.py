@@ -6,10 +6,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
-from flax_mha import explain_implementation
+from flax_mha import dot_product_attention, explain_implementation
 
 
 def benchmark(name):
@@ -101,3 +102,28 @@ def test_choices_are_made_for_the_device_that_is_compiled_for(dtype, chosen):
     with targets.compiling_for(targets.Target("gpu", [])):
         jax.eval_shape(lambda x: names.append(explain_implementation(x, x, x, is_causal=True).chosen), x)
     assert names == [chosen]
+
+
+@pytest.mark.parametrize(("implementation", "sinks"), [("xla", None), ("xla", [0.5, -1.0]), ("blockwise", None)])
+def test_programs_for_gpus_compute_the_same(implementation, sinks):
+    """Other forms of the softmax and of dropout, run on a CPU; with masked rows, NaN and derivatives."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.standard_normal((2, 130, 2, 8)), jnp.float32) for _ in range(3))
+    key, value = key.at[1, 5].set(jnp.nan), value.at[0, 101, 0, 0].set(jnp.inf)
+    options = {"dropout_rate": 0.25, "dropout_rng": jax.random.key(1)}
+    sinks = None if sinks is None else jnp.array(sinks)
+    masks = {"is_causal": True, "local_window_size": (20, None), "key_value_seq_lengths": jnp.array([101, 0])}
+
+    def attend(*arrays):
+        output = dot_product_attention(*arrays, **masks, **options, sinks=sinks, implementation=implementation)
+        return (jnp.where(jnp.isfinite(output), output, 0) ** 2).sum(), output
+
+    def both(*arrays):
+        gradient = jax.grad(attend, (0, 1, 2), has_aux=True)
+        return jax.jvp(lambda query: gradient(query, *arrays[1:]), arrays[:1], (jnp.cos(query),))
+
+    expected = jax.jit(both)(query, key, value)
+    with targets.compiling_for(targets.Target("gpu", [])):
+        answers = jax.jit(lambda *arrays: both(*arrays))(query, key, value)
+    for got, want in zip(*map(jax.tree.leaves, (answers, expected)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(1, np.nanmax(np.abs(want))))

@@ -97,6 +97,7 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
         precision=options.precision,
         ring=operands.key.shape[-3] if options.ring else None,
         returns_max=options.return_max_score,
+        on_gpu=options.target.platform == "gpu",
     )
     return inputs, rule
 

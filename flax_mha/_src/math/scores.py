@@ -59,6 +59,8 @@ class ScoreRule:
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})  # of products with unscaled queries
     ring: int | None = dataclasses.field(default=None, metadata={"static": True})  # slots of a ring cache, see `Tile`
     returns_max: bool = dataclasses.field(default=False, metadata={"static": True})  # the largest score of each row
+    # Whether XLA's GPU compiler gets dropout and softmax in the form that it fuses.
+    on_gpu: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def masks_scores(self, inputs: ScoreInputs) -> bool:
         """Returns whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
@@ -210,6 +212,8 @@ class ScoreRule:
         Threefry maps a counter, made of query position // 2 and key position, to two random words: the first is for
         the query at the even position, the second for the one at the odd position. None without dropout.
         """
+        if self.on_gpu:
+            return self.dropout_by_query(tile, dtype)
         return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
 
     def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:

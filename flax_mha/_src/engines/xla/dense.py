@@ -114,7 +114,7 @@ def _softmax(
     """Computes `ResultsOfHead` of rows from their scores and values in a tile; `fused` is that of `ScoreRule.tile`."""
     lowest = jnp.finfo(s.dtype).min
     # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` may give it to visible scores.
-    replaced = s.size > 0 and not (fused or inputs.bias is not None or rule.score_mod is not None)
+    replaced = s.size > 0 and not (fused or rule.on_gpu or inputs.bias is not None or rule.score_mod is not None)
     s = _raise_masked(s) if replaced else s
     # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
     largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=None if replaced else -jnp.inf))
@@ -129,10 +129,13 @@ def _softmax(
     total = jnp.sum(e, axis=1, keepdims=True)
     if inputs.sink is not None:
         total = total + jnp.exp(inputs.sink - shift)
+    # On GPUs, XLA makes one kernel of a softmax that is divided by its sum before the product with the values.
+    e = e / jnp.maximum(total, 0.5) if rule.on_gpu else e
     products, total = name_residuals(rule.weigh(e, value, tile), total)
     if not replaced:
         divisor = jnp.maximum(total, 0.5)  # the total is 0 if no key is visible, else at least 1
-        return products / divisor, (jnp.log(divisor) + largest)[:, 0], of_rows
+        output = products if rule.on_gpu else products / divisor
+        return output, (jnp.log(divisor) + largest)[:, 0], of_rows
     # A row that sees no key has equal weights for all. XLA's maximum of a row of NaN may be -inf, but its sum is NaN.
     is_masked = (largest <= lowest) & ~jnp.isnan(total)
     output = jnp.where(is_masked, 0, products) / jnp.where(is_masked, 1, total)
