@@ -26,13 +26,13 @@ from flax_mha._src.engines.kernels.derivatives import with_derivatives
 from flax_mha._src.engines.kernels.lower_for_platform import lower_for_platform
 from flax_mha._src.explanation import ASSUMPTIONS, Explanation
 from flax_mha._src.guard import guard
-from flax_mha._src.math import linear
+from flax_mha._src.math.derivatives import as_function_of_values, is_linear_in_values
 from flax_mha._src.plan import Plan
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash", "pallas"]
 NAMES: tuple[str, ...] = get_args(Implementation)
 CLASSES = {
-    "xla": "xla.engine.XLA",
+    "xla": "xla.XLA",
     "blockwise": "blockwise.Blockwise",
     "cudnn": "kernels.cudnn.CuDNN",
     "splash": "kernels.splash.Splash",
@@ -65,8 +65,8 @@ def run(call: Call, implementation: str | None) -> Result:
     """
     check_name(implementation)
     parts = _split_of(call)
-    if parts is None and linear.in_values(call.operands):
-        return linear.of_values(call, lambda call: run(call, implementation))
+    if parts is None and is_linear_in_values(call.operands):
+        return as_function_of_values(call, lambda call: run(call, implementation))
     if parts is None:
         result = on_device(call if call.options.sharding is None else mesh.unsplit(call), implementation)
     elif call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:

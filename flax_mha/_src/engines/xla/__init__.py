@@ -1,1 +1,24 @@
-"""Attention in plain XLA: all scores at once, or keys read in place."""
+"""`implementation="xla"`: all scores of a head at once, or keys read in place. It supports every call."""
+
+import dataclasses
+
+from flax_mha._src import plan as plans
+from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.engines.engine import Engine
+from flax_mha._src.engines.xla import dense, in_place
+from flax_mha._src.math.head import numbers_as_arrays
+from flax_mha._src.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class XLA(Engine):
+    """Attention in plain XLA operations."""
+
+    name = "xla"
+
+    def plan(self, call: Call) -> tuple[Plan, Call]:
+        call = numbers_as_arrays(call)
+        return plans.plan_xla(call), call
+
+    def forward(self, plan: Plan, call: Call) -> Result:
+        return dense.attention(plan, call) if plan.in_place is None else in_place.attention(plan, call)
