@@ -7,7 +7,6 @@ fast memory of a TPU holds.
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,8 +17,17 @@ from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Options
 from flax_mha._src.core.tracing import being_traced, cpu_features, is_key, multiplies_bfloat16, readable
 from flax_mha._src.guard import may_mask
 from flax_mha._src.math.head import mask_by_head, one_of
-from flax_mha._src.math.tiling import CELL, BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
-from flax_mha.masks import Mask
+from flax_mha._src.math.tiling import (
+    CELL,
+    PARALLEL,
+    BlockMask,
+    TileShape,
+    Tiling,
+    cheapest,
+    cheapest_of_one,
+    static_block_mask,
+    tiling_of,
+)
 from flax_mha.masks.function import with_occupancy as with_known_occupancy
 
 # Where axes may be looped over, and where XLA makes one kernel of a product, a softmax and a product: `platform` and
@@ -74,12 +82,6 @@ MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
 # over such a cache compiles in half the time. The second pass, on guarded keys, then holds a copy of them.
 MAX_NUMBERS_WHOLE = 128 * 1024
 MAX_WIDTH_ACCELERATOR = 4096  # of keys in a block on accelerators, which compute all batch entries together
-
-# What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL multiplications on, n times the head
-# size, XLA uses all cores for a matrix product, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that
-# must be masked cost more.
-PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
-MASKED = 1.15
 
 
 class KeyBlocks(NamedTuple):
@@ -141,18 +143,15 @@ class Plan(NamedTuple):
         return "all scores at once" if self.in_place is None else "keys read in place"
 
 
-def plan_dense(call: Call) -> Plan:
-    """Plans a call by dense attention, which computes all scores of a head at once."""
-    scores = call.operands.query.shape[-3] * call.operands.key.shape[-3]
+def plan_xla(call: Call) -> Plan:
+    """Plans a call by "xla": keys are read in place if blocks are chosen for them, else all scores computed at once."""
+    blocks = blocks_in_place(call)
+    if blocks is not None:
+        return Plan(blocks.dtype, guard=False, in_place=blocks)
+    scores = math.prod(call.operands.lengths)
     looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
     dtype, fuses = product_dtype(call, tiles=False), _fuses_rows(call, scores)
     return Plan(dtype, True, looped, _max_heads_on_tpu(call, scores), fuses)
-
-
-def plan_xla(call: Call) -> Plan:
-    """Plans a call by "xla": keys are read in place if blocks are chosen for them, else all scores computed at once."""
-    plan, blocks = plan_dense(call), blocks_in_place(call)
-    return plan if blocks is None else plan._replace(guard=False, in_place=blocks)
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Call]:
@@ -171,20 +170,19 @@ def with_occupancy(call: Call) -> Call:
     operands = call.operands
     if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
         return call  # a mask without arrays knows it already
-    lengths = operands.query.shape[-3], operands.key.shape[-3]
-    mask = with_known_occupancy(operands.mask, lengths, operands.offsets.numbers, CELL)
+    mask = with_known_occupancy(operands.mask, operands.lengths, operands.offsets.numbers, CELL)
     return call._replace(operands=operands._replace(mask=mask))
 
 
 def is_memory_bound(call: Call) -> bool:
     """Returns whether reading the keys takes most of the time, as in decoding; then "xla" is the fastest."""
-    return (call.options.has_known_sizes and call.operands.query.shape[-3] == 1) or blocks_in_place(call) is not None
+    return (call.options.has_known_sizes and call.operands.query.shape[-3] == 1) or reads_in_place(call)
 
 
 def prefers_dense(call: Call) -> bool:
     """Returns whether "xla" is faster than "blockwise", the other implementation that computes every call."""
     query, options = call.operands.query, call.options
-    scores = query.shape[-3] * call.operands.key.shape[-3]
+    scores = math.prod(call.operands.lengths)
     if not options.has_known_sizes or scores <= MAX_SCORES_DENSE:
         return True
     num_heads = math.prod(query.shape[:-3]) * query.shape[-2]
@@ -215,18 +213,28 @@ def _product_size(call: Call) -> int:
     return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
 
 
-def blocks_in_place(call: Call) -> KeyBlocks | None:
-    """Plans to read keys and values in place; None where they are better put into the layout of one head."""
+def reads_in_place(call: Call) -> bool:
+    """Returns whether "xla" reads keys and values where they are, instead of putting them in the layout of one head.
+
+    It does for a cache, and for few queries over many keys on a CPU.
+    """
     operands, options = call
-    if not call.options.has_known_sizes or not operands.query.size or not operands.value.size or not operands.key.size:
-        return None
+    if not options.has_known_sizes or not all(x.size for x in operands[:3]):
+        return False
     if options.score_mod is not None and options.score_mod.has_custom_vjp:
-        return None  # the derivative of what is read in place is that of a dense attention, by a rule for jax.jvp
+        return False  # the derivative of what is read in place is that of a dense attention, by a rule for jax.jvp
+    queries, keys = operands.lengths
+    few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and options.target.platform == "cpu"
+    return few or options.cached
+
+
+def blocks_in_place(call: Call) -> KeyBlocks | None:
+    """Chooses the blocks of keys that are read in place; None if all scores are computed at once."""
+    if not reads_in_place(call):
+        return None
+    operands, options = call
     queries, (keys, num_heads) = operands.query.shape[-3], operands.key.shape[-3:-1]
     on_cpu = options.target.platform == "cpu"
-    few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and on_cpu
-    if not few and not options.cached:
-        return None
     height = min(queries, MAX_HEIGHT_IN_PLACE)
     blocks_of = functools.partial(KeyBlocks, height, value_size=options.value_size)
     if not on_cpu:
@@ -336,7 +344,7 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
     Otherwise the block mask is None: the caller computes it (`blockwise._block_mask`), at trace time or in the program.
     """
     operands, options = call
-    lengths, axes = (operands.query.shape[-3], operands.key.shape[-3]), operands.query.ndim - 1
+    lengths, axes = operands.lengths, operands.query.ndim - 1
     arrays = jax.tree.leaves(operands.mask)
     known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
     if not operands.offsets.are_known or not known:
@@ -344,7 +352,7 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
     shapes = TILE_SHAPES if options.target.platform == "cpu" else TILE_SHAPES[:1]
     if not arrays or operands.mask is None:
         numbers = operands.offsets.numbers
-        return _cheapest_of_one(lengths, operands.mask, numbers, shapes, _product_size(call)), None
+        return cheapest_of_one(lengths, operands.mask, numbers, shapes, _product_size(call)), None
     concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
     mask = mask_by_head(concrete, axes - 2, operands.groups)
     head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
@@ -353,47 +361,3 @@ def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
     tiling = cheapest(lengths, examples, operands.offsets.numbers, shapes, _product_size(call))
     blocks = static_block_mask(tiling, masks, operands.offsets.numbers)
     return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
-
-
-def cheapest(
-    lengths: tuple[int, int],
-    masks: Sequence[Mask | None],
-    offsets: tuple[int, int],
-    shapes: Sequence[TileShape],
-    head_size: int,
-) -> Tiling:
-    """Chooses, among tilings by `shapes`, the one with the least to compute for `masks`, known masks of some heads."""
-    candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
-    with jax.ensure_compile_time_eval():
-        for candidate in candidates:
-            costs.append(0.0)
-            for mask in masks:
-                costs[-1] += _cost(candidate, mask, offsets, head_size)
-    return candidates[int(np.argmin(costs))]
-
-
-def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
-    _, part, full, some = tiles_of(candidate, mask, offsets)
-    number = np.arange(part.shape[1])
-    scores = (part[..., 1] - part[..., 0]) * candidate.width
-    scores = np.where(number < full[:, None], scores, MASKED * scores)
-    each = np.where(scores * head_size < PARALLEL, SERIAL * scores, scores + STEP)
-    return float(each[number < some[:, None]].sum())
-
-
-# For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
-@functools.lru_cache(maxsize=256)
-def _cheapest_of_one(
-    lengths: tuple[int, int],
-    mask: Mask | None,
-    offsets: tuple[int, int],
-    shapes: Sequence[TileShape],
-    head_size: int,
-) -> Tiling:
-    return cheapest(lengths, (mask,), offsets, shapes, head_size)
-
-
-@functools.lru_cache(maxsize=256)
-def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> BlockMask:
-    """Makes the block mask [1, ...] of a mask without arrays, the same for all heads; it is cached."""
-    return static_block_mask(tiling, (mask,), offsets)

@@ -24,7 +24,7 @@ from flax_mha._src.core.integers import extremes
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import T, readable, target_of, varying_alike
 from flax_mha._src.core.validation import Shape
-from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, blocks_in_place
+from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, reads_in_place
 from flax_mha._src.run import Implementation, run
 from flax_mha.cache.kv_cache import Appended, KVCache, entries_at
 from flax_mha.cache.latent import Latent
@@ -294,7 +294,7 @@ class Step(NamedTuple):
         scoring = self.scoring._replace(options=options)
         call = with_keys(scoring, key, value, shape, bias, masks, offsets, scale)
         # What is read in place is dequantized by blocks; nothing else reads 8 bits.
-        return call if scale is None or blocks_in_place(call) is not None else self.call(is_empty, False)
+        return call if scale is None or reads_in_place(call) else self.call(is_empty, False)
 
 
 def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:

@@ -28,7 +28,7 @@ from flax_mha._src.math.derivatives import Function
 from flax_mha._src.math.head import Head, from_caller, heads_of, map_heads, numbers_as_arrays, to_caller
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
 from flax_mha._src.math.tile_sum import Argument, TileSummand, TileVisit, by_row, element, over_keys, tile_sum
-from flax_mha._src.math.tiling import BlockMask, Tiling, dynamic_block_mask, padded_mask
+from flax_mha._src.math.tiling import BlockMask, Tiling, block_mask_of_one, dynamic_block_mask, padded_mask
 from flax_mha._src.plan import Plan
 
 
@@ -72,7 +72,7 @@ def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
     The block mask consists of NumPy arrays if mask and offsets hold no arrays.
     """
     if not jax.tree.leaves((rule.mask, rule.offsets)):
-        blocks = plans.block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
+        blocks = block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
         return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
     return map_heads(lambda x: dynamic_block_mask(tiling, x[0], x[1].values), (rule.mask, rule.offsets), axes)
 

@@ -6,6 +6,7 @@ it needs. Otherwise the block mask is data, and bounds loops.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,12 @@ from flax_mha.masks.base import part_axes
 
 # Size of the squares whose occupancy is computed if the mask is known while tracing; a tile may begin at each of them.
 CELL = 128
+
+# What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL multiplications on, n times the head
+# size, XLA uses all cores for a matrix product, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that
+# must be masked cost more.
+PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
+MASKED = 1.15
 
 
 class TileShape(NamedTuple):
@@ -262,3 +269,47 @@ def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar,
     column, _, num_full, num_tiles = tiles_of(tiling, mask, offsets)
     whole = (TileBand(0, tiling.height),)
     return BlockMask(column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False)
+
+
+def cheapest(
+    lengths: tuple[int, int],
+    masks: Sequence[Mask | None],
+    offsets: tuple[int, int],
+    shapes: Sequence[TileShape],
+    head_size: int,
+) -> Tiling:
+    """Chooses, among tilings by `shapes`, the one with the least to compute for `masks`, known masks of some heads."""
+    candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
+    with jax.ensure_compile_time_eval():
+        for candidate in candidates:
+            costs.append(0.0)
+            for mask in masks:
+                costs[-1] += _cost(candidate, mask, offsets, head_size)
+    return candidates[int(np.argmin(costs))]
+
+
+def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
+    _, part, full, some = tiles_of(candidate, mask, offsets)
+    number = np.arange(part.shape[1])
+    scores = (part[..., 1] - part[..., 0]) * candidate.width
+    scores = np.where(number < full[:, None], scores, MASKED * scores)
+    each = np.where(scores * head_size < PARALLEL, SERIAL * scores, scores + STEP)
+    return float(each[number < some[:, None]].sum())
+
+
+# For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
+@functools.lru_cache(maxsize=256)
+def cheapest_of_one(
+    lengths: tuple[int, int],
+    mask: Mask | None,
+    offsets: tuple[int, int],
+    shapes: Sequence[TileShape],
+    head_size: int,
+) -> Tiling:
+    return cheapest(lengths, (mask,), offsets, shapes, head_size)
+
+
+@functools.lru_cache(maxsize=256)
+def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> BlockMask:
+    """Makes the block mask [1, ...] of a mask without arrays, the same for all heads; it is cached."""
+    return static_block_mask(tiling, (mask,), offsets)
