@@ -8,6 +8,7 @@ So queries can be multiplied into the cache ("absorbed"), where [c, r] is the on
 features are the value, and V is applied to what the attention returns. Liu et al., DeepSeek-V2, arXiv:2405.04434.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -51,3 +52,12 @@ class Latent(NamedTuple):
     def _product(self, axes: str, x: Array, kernel: Array) -> Array:
         x, kernel = dtypes.promote_dtype((x, kernel), dtype=self.dtype)
         return jnp.einsum(axes, x, kernel, precision=self.precision)
+
+
+def compress(
+    project: Callable[[Array], Array], normalize: Callable[[Array], Array], size: int, x: Float[Array, "*B T D"]
+) -> Float[Array, "*B T 1 CR"]:
+    """Computes the key that all heads share: the latent, which has `size` features, then the rotary key."""
+    both = project(x)
+    latent = normalize(both[..., :size])
+    return jnp.concatenate([latent, both[..., size:].astype(latent.dtype)], axis=-1)[..., None, :]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from flax_mha._src.core.integers import is_int
-from flax_mha._src.modules.latent import SIZES
+from flax_mha._src.modules.options import LATENT_SIZES
 from flax_mha.convert.hf_config.layers import Values
 from flax_mha.convert.layouts import LATENT_KEYS
 from flax_mha.convert.shapes import Arrays, find_sizes
@@ -95,7 +95,7 @@ def latent_sizes(values: Values) -> dict[str, Any]:
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
     if values.get("v_head_dim") is None and is_int(hidden) and is_int(heads) and heads:
         values = values | {"v_head_dim": hidden // heads}
-    names = ("num_attention_heads", "hidden_size", *SIZES, "q_lora_rank")
+    names = ("num_attention_heads", "hidden_size", *LATENT_SIZES, "q_lora_rank")
     for name in names:
         size, optional = values.get(name), name == "q_lora_rank"
         if (not is_int(size) or size < 1) and (size is not None or not optional):

@@ -15,13 +15,12 @@ from jaxtyping import Array, Float, Int
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha._src.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
+from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
 from flax_mha._src.modules.explain import explaining
-from flax_mha._src.modules.latent import check_latent, compression, yarn_scale
-from flax_mha._src.modules.options import check_has_features
+from flax_mha._src.modules.options import check_has_features, check_latent, yarn_scale
 from flax_mha.attention import Implementation, ScoreMod
-from flax_mha.cache.latent import Latent
-from flax_mha.linen.module import AttentionModule
+from flax_mha.cache.latent import Latent, compress
+from flax_mha.linen.multi_head import AttentionModule
 from flax_mha.masks import Mask
 from flax_mha.rope import RoPE
 
@@ -105,8 +104,10 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         out_init = self._split(self.out_kernel_init or self.kernel_init, "out")
         out_features = inputs_q.shape[-1] if self.out_features is None else self.out_features
         parts = FlaxModule(
+            module=self,
             query=self._query(),
-            key=compression(
+            key=functools.partial(
+                compress,
                 self._dense("kv_a_proj_with_mqa", self.kv_lora_rank + self.qk_rope_head_dim, use_bias=self.use_bias),
                 self._norm("kv_a_layernorm"),
                 self.kv_lora_rank,
@@ -115,13 +116,10 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
             out=self._dense("o_proj", out_features, self.use_bias, axis=(-2, -1), kernel_init=out_init),
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
             cache=functools.partial(self._cache, variables, self.kv_lora_rank),
+            write=functools.partial(self._write, variables),
             arguments=self._flax_arguments(mask, deterministic, dropout_rng, sow_weights) | yarn_scale(self),
         )
-        output, arrays = call_module(self, parts, **given, decode=self.decode)
-        if arrays is not None:  # now that nothing has raised
-            for variable, x in zip(variables, (arrays[0], *arrays[2:]), strict=True):
-                variable.value = x
-        return output
+        return call_module(parts, Given(**given, decode=self.decode))
 
     explain = nn.nowrap(explaining(__call__, AttentionModule._explained))
 

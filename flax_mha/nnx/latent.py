@@ -14,14 +14,14 @@ from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha._src.modules.call import PASSED_ON, FlaxModule, call_module, dot_general
+from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
 from flax_mha._src.modules.explain import explaining
-from flax_mha._src.modules.latent import check_latent, compression, yarn_scale
-from flax_mha._src.modules.options import check_features, check_rngs
+from flax_mha._src.modules.options import check_features, check_latent, check_rngs, yarn_scale
 from flax_mha.attention import Implementation, ScoreMod
-from flax_mha.cache.latent import Latent
+from flax_mha.cache.latent import Latent, compress
 from flax_mha.masks import Mask
-from flax_mha.nnx.multi_head import NO_METADATA, AttentionModule, split_variable
+from flax_mha.nnx.module import AttentionModule, split_variable
+from flax_mha.nnx.multi_head import NO_METADATA
 from flax_mha.rope import RoPE
 
 
@@ -185,19 +185,18 @@ class MultiHeadLatentAttention(AttentionModule):
         """Computes latent attention; for the arguments, see `flax_mha.MultiHeadAttention.__call__`."""
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = FlaxModule(
+            module=self,
             query=self._query,
-            key=compression(self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_lora_rank),
+            key=functools.partial(compress, self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_lora_rank),
             latent=Latent(self.kv_b_proj.kernel[...], self.qk_nope_head_dim, self.dtype, self.precision),
             out=self.o_proj if out_sharding is None else functools.partial(self.o_proj, out_sharding=out_sharding),
             sinks=None if self.sinks is None else self.sinks[...],
             cache=self._cache,
+            write=self._write,
             arguments=self._flax_arguments(deterministic, rngs, sow_weights) | yarn_scale(self),
             features=(self.in_features, self.in_features),
         )
-        output, arrays = call_module(self, parts, **given, decode=self._first_given("decode", decode))
-        if arrays is not None:  # now that nothing has raised
-            self._write(arrays, stored=False)
-        return output
+        return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
 
     explain = explaining(__call__, AttentionModule._explained)
 

@@ -1,12 +1,11 @@
 """`attention_fn`: `dot_product_attention` with the signature that the modules of `flax.nnx` and `flax.linen` call.
 
-The modules of this package take a shorter way: they find the `CoreAttention` of the function, and call that.
+The modules of this package find the `CoreAttention` of the function, and call that.
 """
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,18 +18,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha._src.call.arguments import Arguments, naming_siblings
-from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Result, Sharding, accumulation_dtype
+from flax_mha._src.call.operands import NO_OFFSET, Sharding, accumulation_dtype
 from flax_mha._src.core import validation
-from flax_mha._src.run import run
+from flax_mha._src.modules.core import EINSUMS, CoreAttention
 from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
 from flax_mha.masks import Mask
 
-EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")
 # Arguments that Flax's attention functions do not have.
 EXTRA = Arguments.__optional_keys__ - {"is_causal", "precision", "dropout_rate", "dropout_rng", "broadcast_dropout"}
-# Arguments that a module sets in every call, so that no `functools.partial` may set them.
-FROM_MODULE = ("query", "key", "value", "dropout_rng", "dropout_rate", "module", "max_score_module")
-STATIC = (bool, int, float, str, tuple)  # types of arguments that are compared by their values
 
 
 @naming_siblings
@@ -127,72 +122,13 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     return validation.nan_if(is_no_mask, output)
 
 
-def _sow(module: Any, name: str, x: Array) -> None:
-    module.sow(nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x)
-
-
-@dataclasses.dataclass(frozen=True)
-class CoreAttention:
-    """The attribute `core` of this package's attention functions: how modules compute calls directly."""
-
-    function: Callable[..., Array]  # a wrapper that copies its attributes, as by `functools.wraps`, is another function
-    defaults: Mapping[str, Any]  # of the function's arguments
-    context: Context | None = None  # how the function splits sequences over devices
-    run: Callable[[Call, Implementation | None], Result] = run  # computes a call, or explains it
-    preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # set by `functools.partial`s of the function
-    platform: str | None = None  # the platform to explain calls for, if it is not that on which they are computed
-
-    def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
-        """Adds the preset arguments, except those named in `without`, to those that a module passes to the function.
-
-        Two values for one argument must be equal, unless one is the default.
-        """
-        if decoding and self.context is not None:
-            raise ValueError(
-                "decode must be False with context_parallel, which cannot split a cache along the sequence, but got "
-                "True; decode with attention_fn=flax_mha.attention_fn."
-            )
-        result = dict(arguments)
-        for name, preset in self.preset.items():
-            if name not in self.defaults:
-                raise TypeError(
-                    f"flax_mha.attention_fn() got an unexpected keyword argument {name!r} from functools.partial"
-                )
-            if name not in without and not self._is_default(name, preset):
-                result[name] = self._check_given_once(name, preset, result.get(name))
-        for name in self.preset:
-            if decoding and name.startswith(("query_", "key_value_")) and name in result:
-                raise ValueError(
-                    f"attention_fn must not set {name} while decoding, because the cache tracks positions; remove it "
-                    "from the functools.partial, and pass lengths in the call."
-                )
-        return result
-
-    def _check_given_once(self, name: str, preset: Any, given: Any) -> Any:
-        if name in FROM_MODULE:
-            raise ValueError(
-                f"attention_fn must not set {name}, because the module sets it on every call; remove it from the "
-                "functools.partial, and use the module's arguments."
-            )
-        if not self._is_default(name, given) and not _is_same(preset, given):
-            raise ValueError(
-                f"{name} must be given only once, but both the functools.partial in attention_fn and the module (or "
-                "its call) set it; remove one of them."
-            )
-        return preset
-
-    def _is_default(self, name: str, x: Any) -> bool:
-        return x is None or _is_same(x, self.defaults[name])
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    """Returns True for one object, or for equal numbers, strings or tuples; the values of arrays are not read."""
-    return x is y or (isinstance(x, STATIC) and isinstance(y, STATIC) and x == y)
-
-
 attention_fn.core = CoreAttention(  # type: ignore[attr-defined]
     attention_fn, {name: parameter.default for name, parameter in inspect.signature(attention_fn).parameters.items()}
 )
+
+
+def _sow(module: Any, name: str, x: Array) -> None:
+    module.sow(nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x)
 
 
 def _check_flax_computes(**extra: Any) -> None:

@@ -12,7 +12,7 @@ from flax_mha._src import run
 from flax_mha._src.call.operands import Call, Result
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.explanation import Explanation
-from flax_mha._src.modules.call import call_of, core_of
+from flax_mha._src.modules.core import core_of
 from flax_mha._src.run import Implementation
 
 P = ParamSpec("P")
@@ -30,7 +30,7 @@ class ExplainedAttention:
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
         """Records the explanation of a call, and returns zeros; ignores arguments like `module`."""
-        return self.core.run(*call_of(self.core, query, key, value, **arguments)).output
+        return self.core.call(query, key, value, **arguments).output
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Result:
         self.explanations.append(run.explain(call, implementation))
@@ -47,17 +47,7 @@ class Explain(Protocol[P]):
     def __call__(self, *arguments: Any, platform: Platform | None, **keywords: Any) -> Explanation: ...
 
 
-class ExplainMethod(Protocol[P]):
-    """The type of `explain` in the class of a module."""
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Callable[..., Explanation]: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> Explain[P]: ...
-    def __call__(self, *arguments: Any, **keywords: Any) -> Explanation: ...
-
-
-def explaining(call: Callable[Concatenate[Any, P], Array], explained: Callable[..., Explanation]) -> ExplainMethod[P]:
+def explaining(call: Callable[Concatenate[Any, P], Array], explained: Callable[..., Explanation]) -> Explain[P]:
     """Makes the method `explain` of a module: it calls `explained`, and has the arguments of the method `call`."""
 
     def explain(self: Any, *arguments: Any, platform: Platform | None = None, **keywords: Any) -> Explanation:
@@ -75,4 +65,4 @@ def explaining(call: Callable[Concatenate[Any, P], Array], explained: Callable[.
 
     parameters = [*inspect.signature(call).parameters.values(), inspect.signature(explain).parameters["platform"]]
     explain.__signature__ = inspect.Signature(parameters, return_annotation=Explanation)  # type: ignore[attr-defined]
-    return explain
+    return explain  # type: ignore[return-value]

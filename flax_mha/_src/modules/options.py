@@ -1,5 +1,6 @@
 """Checks of constructor arguments that the modules share, and the table of norms of queries and keys."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -7,7 +8,7 @@ from flax_mha._src.call.arguments import check_dropout_rate, check_scale, check_
 from flax_mha._src.core import validation
 from flax_mha._src.core.integers import int_at_least, is_finite, is_int, number_in
 from flax_mha._src.run import check_name
-from flax_mha.rope import RoPE
+from flax_mha.rope import RoPE, YaRN
 
 NormKind = Literal[
     "layer_norm",
@@ -39,6 +40,9 @@ NORMS: dict[str, Norm] = {
 }
 
 
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
 def norm_of(normalize_qk: bool | str) -> Norm:
     """Returns the norm that a module's `normalize_qk` names; True means "layer_norm", and False is not allowed here."""
     return NORMS[normalize_qk if isinstance(normalize_qk, str) else "layer_norm"]
@@ -60,7 +64,7 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
         names = '", "'.join(NORMS)
         raise ValueError(f'normalize_qk must be False, True or one of "{names}", but got {normalize_qk!r}.')
     if epsilon is not None:
-        check_epsilon("qk_norm_epsilon", epsilon)
+        _check_epsilon("qk_norm_epsilon", epsilon)
         if not normalize_qk:
             raise ValueError(
                 f'qk_norm_epsilon must be None without normalize_qk, but got {epsilon!r}; pass normalize_qk="rms_norm".'
@@ -72,6 +76,25 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
         if not isinstance(rope, RoPE):
             raise ValueError(f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}.")
         rope.rotated_size(qkv_features // num_heads)
+
+
+def check_latent(options: Mapping[str, Any]) -> None:
+    """Raises a ValueError unless the constructor arguments of a module of latent attention, by name, are valid."""
+    for name in ("num_heads", *LATENT_SIZES, "q_lora_rank"):
+        size, optional = options[name], name == "q_lora_rank"
+        if (not is_int(size) or size < 1) and (size is not None or not optional):
+            raise ValueError(f"{name} must be an int >= 1{' or None' * optional}, but got {size!r}.")
+    _check_epsilon("norm_epsilon", options["norm_epsilon"])
+    check_options(options, options["num_heads"] * options["qk_rope_head_dim"])  # the features that `rope` is for
+
+
+def yarn_scale(module: Any) -> dict[str, float]:
+    """Returns {"scale": scale} if `rope` has a `YaRN` with `mscale_all_dim`; see `scale` in the nnx module."""
+    scaling = module.rope.scaling if isinstance(module.rope, RoPE) else None
+    if not isinstance(scaling, YaRN) or not scaling.mscale_all_dim:
+        return {}
+    factor = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
+    return {"scale": factor**2 / math.sqrt(module.qk_nope_head_dim + module.qk_rope_head_dim)}
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
@@ -103,8 +126,7 @@ def check_has_features(**inputs: Any) -> None:
             raise ValueError(f"{name} must have at least one feature on its last axis, but got shape {x.shape}.")
 
 
-def check_epsilon(name: str, epsilon: Any) -> None:
-    """Raises a ValueError unless the epsilon of a norm is a finite number above 0."""
+def _check_epsilon(name: str, epsilon: Any) -> None:
     if not is_finite(number_in(epsilon)) or epsilon <= 0:
         raise ValueError(f"{name} must be a finite number > 0, but got {epsilon!r}.")
 

@@ -16,15 +16,18 @@ PerSequence = Int[Array, "*B"]
 
 
 def per_sequence_arguments(
+    inputs: tuple[Array, Array, Array],
     segment_ids: Array | tuple[Array, Array] | None,
     lengths: Array | tuple[Array | None, Array | None] | None,
     self_attention: bool,
     decode: bool,
     is_cached: bool,
-) -> dict[str, Array | None]:
+) -> tuple[tuple[Array, Array, Array], dict[str, Array | None]]:
     """Turns `segment_ids` and `lengths` of a module's call into arguments of `dot_product_attention`.
 
-    Returns an empty dict if keys go into a cache (`is_cached`), whose methods take the lengths.
+    There are none if keys go into a cache (`is_cached`), whose methods take the lengths. Also returns the inputs
+    [B..., T, D] of queries, keys and values with padding set to 0, so that NaN in it does not reach gradients of
+    parameters.
     """
     if decode and segment_ids is not None:
         raise ValueError(
@@ -34,8 +37,6 @@ def per_sequence_arguments(
         raise ValueError(
             "lengths must be a single array while decoding (the number of new tokens per sequence), but got a pair."
         )
-    if is_cached:
-        return {}
     if lengths is not None and not isinstance(lengths, tuple) and not self_attention:
         raise ValueError(
             "lengths must be a pair (queries, keys) if inputs_k is not inputs_q, but got one array; pass "
@@ -44,20 +45,19 @@ def per_sequence_arguments(
     for name, given in (("segment_ids", segment_ids), ("lengths", lengths)):
         if isinstance(given, tuple) and len(given) != 2:
             raise ValueError(f"{name} must be one array or a pair (queries, keys), but got {len(given)} arrays.")
+    if segment_ids is not None:
+        _check_segment_ids(segment_ids, inputs[0], inputs[1])
+    queries, keys = _pair(lengths)
+    inputs_q, *others = inputs
+    key, value = (_zero_after(x, keys) for x in others)
     names = ("query_segment_ids", "key_value_segment_ids", "query_seq_lengths", "key_value_seq_lengths")
-    return dict(zip(names, (*_pair(segment_ids), *_pair(lengths)), strict=True))
+    arguments = {} if is_cached else dict(zip(names, (*_pair(segment_ids), queries, keys), strict=True))
+    return (_zero_after(inputs_q, queries), key, value), arguments
 
 
 def _pair(given: Any) -> tuple[Any, Any]:
     """Returns what queries and keys have of an argument: its two entries, or one array for both."""
     return given if isinstance(given, tuple) else (given, given)
-
-
-def zero_padding(inputs: tuple[Array, Array, Array], lengths: Any) -> tuple[Array, Array, Array]:
-    """Sets the inputs of padding [B..., T, D] to 0, so that NaN in it does not reach gradients of parameters."""
-    inputs_q, inputs_k, inputs_v = inputs
-    queries, keys = _pair(lengths)
-    return _zero_after(inputs_q, queries), _zero_after(inputs_k, keys), _zero_after(inputs_v, keys)
 
 
 def _zero_after(x: Float[Array, "*B T D"], lengths: Any) -> Float[Array, "*B T D"]:
@@ -71,7 +71,7 @@ def _before(lengths: PerSequence, number: int) -> Bool[Array, "*B n"]:
     return jnp.arange(number, dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,)) < lengths[..., None]
 
 
-def check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
+def _check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
     """Checks `segment_ids` of a module's call, so that errors name the argument of the call."""
     queries, keys = inputs_q.shape[-2], inputs_k.shape[-2]
     is_pair = isinstance(segment_ids, tuple)
