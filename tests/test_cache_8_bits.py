@@ -100,7 +100,7 @@ def test_attention_over_a_cache_is_that_over_its_floats(dtype, kind):
     for x, rows in ((back, [1, 1, 0]), (again, [1, 1, 0])):
         end = int(x.index.max()) - (1 if x is again else 0)
         held = (np.asarray(x.positions()) >= max(0, end - WINDOW)) & (np.asarray(x.positions()) < end)
-        for mine, old in zip(x.arrays[:2] + x.arrays[3:], cache.arrays[:2] + cache.arrays[3:], strict=True):
+        for mine, old in zip((x.key, x.value, x.scale), (cache.key, cache.value, cache.scale), strict=True):
             np.testing.assert_array_equal(np.asarray(mine)[held], np.asarray(old[jnp.array(rows)])[held])
 
 

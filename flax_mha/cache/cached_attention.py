@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src.call.arguments import (
     CallArguments,
@@ -22,12 +22,13 @@ from flax_mha._src.call.arguments import (
 from flax_mha._src.call.operands import Call, Result, ScoreMod, Sharding
 from flax_mha._src.core.integers import extremes
 from flax_mha._src.core.tile import Offsets
-from flax_mha._src.core.tracing import T, readable, target_of, varying_alike
+from flax_mha._src.core.tracing import readable, target_of, varying_alike
 from flax_mha._src.core.validation import Shape
 from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, reads_in_place
 from flax_mha._src.run import Implementation, run
-from flax_mha.cache.kv_cache import Appended, KVCache, entries_at
+from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
+from flax_mha.cache.write import entries_at
 from flax_mha.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
 from flax_mha.masks.function import check_lookups, with_windows
 
@@ -134,9 +135,7 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
     arguments = dict(locals())
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; create one with KVCache.create.")
-    key = jnp.asarray(key)
-    value = cache.values(key, value)
-    cache.check_fits(key, value)
+    key, value = cache.new_entries(key, value)
     return over_cache(run, **arguments | {"key": key, "value": value})  # type: ignore[return-value]  # of so many
 
 
@@ -170,43 +169,36 @@ def over_cache(
         arguments["scale"] = query.shape[-1] ** -0.5 if arguments.get("scale") is None else arguments["scale"]
         query = latent.absorb(query)
     query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
-    number = query.shape[-3]
-    if key.shape[-3] != number:
+    number, length = shape.query_length, cache.length
+    if (keys := shape.key_length) != number:
         raise ValueError(
-            f"query and key must have the same length (the number of new tokens), but got {number} and {key.shape[-3]}."
+            f"query and key must have the same length (the number of new tokens), but got {number} and {keys}."
         )
     window = check_cache(cache, bias, mask, arguments.get("local_window_size"))
-    appended = cache.append(key, value, lengths)
-    new = appended.cache
+    new, tokens, room = cache.append(key, value, lengths)
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value), platform))
-    step = Step(scoring, shape, key, value, cache, appended, bias, mask, window, lengths is not None)
-
+    step = Step(scoring, shape, key, value, cache, new, tokens, bias, mask, window, lengths is not None)
     if scoring.options.score_mod is not None or isinstance(mask, Mask):
-        appended = step.checked_lookups()
+        room = step.check_lookups(room)
 
-    def of_heads(output: Array) -> Array:
-        return output[..., : cache.value_size] if latent is None else latent.project(output)
+    def compute(is_empty: bool) -> list[Array]:
+        made = step.expand(latent, heads, arguments) if is_empty and latent is not None else step
+        output, _, max_score = run(made.call(is_empty, implementation is None), implementation)
+        if made is step:
+            output = output[..., : cache.value_size] if latent is None else latent.project(output)
+        results = [output] if max_score is None else [output, max_score]
+        return varying_alike((results, new.arrays))[0]  # inside `jax.shard_map`, both calls must return the same types
 
-    length, in_place = cache.key.shape[-3], implementation is None
-    is_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
-    by_slot = not (is_known and number <= length) and any(map(_differs_by_slot, (bias, mask)))
-    if (is_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
-        output, max_score = _without_lse(run(step.call(False, in_place), implementation))
-        output = of_heads(output)
+    are_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
+    by_slot = not (are_known and number <= length) and any(map(_differs_by_slot, (bias, mask)))
+    if (are_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
+        results = compute(False)
+    elif readable(cache.index):
+        results = compute(not np.any(np.asarray(cache.index)))
     else:
-
-        def compute(is_empty: bool) -> list[Array]:
-            made = step.expand(latent, heads, arguments) if is_empty and latent is not None else step
-            output, max_score = _without_lse(run(made.call(is_empty, in_place), implementation))
-            # Inside `jax.shard_map`, all may vary over the same axes of a mesh.
-            return varying_alike(([of_heads(output) if made is step else output, *max_score], new.arrays))[0]
-
-        output, *max_score = _by_emptiness(compute, cache)
-    return appended.checked(output), new, *map(appended.checked, max_score)
-
-
-def _without_lse(result: Result) -> tuple[Array, list[Array]]:
-    return result.output, [] if result.largest is None else [result.largest]
+        results = lax.cond(jnp.all(cache.index == 0), lambda: compute(True), lambda: compute(False))
+    output, *max_score = (nan_without(room, x, cache.batch) for x in results)
+    return output, new, *max_score
 
 
 class Step(NamedTuple):
@@ -217,9 +209,10 @@ class Step(NamedTuple):
     key: Array
     value: Array
     cache: KVCache
-    appended: Appended
-    bias: ArrayLike | None  # with an entry for each slot, or one for all
-    mask: ArrayLike | Mask | None  # as the bias, or a mask object
+    new: KVCache
+    tokens: Int[Array, "..."]  # the number of new tokens without padding, shaped as the index
+    bias: ArrayLike | None
+    mask: ArrayLike | Mask | None
     window: tuple[int | None, int | None] | None
     is_padded: bool  # whether there may be padding among the new tokens
 
@@ -229,27 +222,24 @@ class Step(NamedTuple):
         scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
-    def checked_lookups(self) -> Appended:
-        """Returns `appended`, without room for sequences at positions for which user functions' arrays have no entry.
+    def check_lookups(self, room: Bool[Array, "..."] | bool) -> Bool[Array, "..."] | bool:
+        """Returns `room`, False for sequences at positions for which user functions' arrays have no entry.
 
-        There JAX would clamp the index.
-
-        Raises:
-          ValueError: If there is such a sequence, and its position is known.
+        JAX would clamp the index there. Raises a ValueError if such a position is known.
         """
         masks, score_mod = self.masks(self.mask, self.cache.length), self.scoring.options.score_mod
-        ends = jnp.where(self.appended.tokens > 0, self.cache.index + self.appended.tokens, 0)
+        ends = jnp.where(self.tokens > 0, self.cache.index + self.tokens, 0)
         if readable(ends):
             last = extremes(ends)[1] - 1
             check_lookups(self.shape, score_mod, masks, Offsets.of(last, 0), (1, last + 1))
-            return self.appended
+            return room
         check_lookups(self.shape, score_mod, masks, Offsets.of(ends, 0), (1, 0))  # batch entries and heads
         sizes = []
         for function, window in with_windows(masks, score_mod):
             for name, ahead in (("q_idx", 0), ("kv_idx", 0 if window is None else min(window[1] or 0, 0))):
                 size = None if window is None else function.size(name)
                 sizes += [] if size is None else [size - ahead]
-        return self.appended._replace(room=self.appended.room & (ends <= min(sizes))) if sizes else self.appended
+        return room & (ends <= min(sizes)) if sizes else room
 
     def masks(self, mask: ArrayLike | Mask | None, length: int) -> list[Mask | None]:
         """Lists the masks of a call with `length` keys, other than those of padding and of slots without a token."""
@@ -259,42 +249,44 @@ class Step(NamedTuple):
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
         """Makes a `Call` over the new tokens alone if `is_empty`, else over the cache, read `in_place` if possible."""
-        (query, *_), number, cache, (new, tokens, _) = self.scoring, self.shape.query_length, self.cache, self.appended
-        key, value, bias, mask = self.key, self.value, self.bias, self.mask
-        index: Any = None  # position of the first new token; None means 0
-        first: Any = None  # position of the first key; None means 0
+        cache, query, rank = self.cache, self.scoring.query, len(self.shape.batch)
         is_ring = not is_empty and cache.window is not None
-        in_place, by_one = in_place and not is_empty, is_ring and in_place and number == 1
+        by_one = is_ring and in_place and self.shape.query_length == 1
+        in_place = in_place and not is_empty and (by_one or not is_ring)
+        bias, mask = self.bias, self.mask
+        index: Any = None if is_empty else jnp.maximum(cache.index, 0)  # position of the first new token; None means 0
+        first: Any = index + self.tokens - 1 if by_one else None  # position of the first key; None means 0
         if is_empty:
-            bias, mask = (_of_first_slots(x, number) for x in (bias, mask))
+            key, value = self.key, self.value
+            bias, mask = (_of_first_slots(x, self.shape.query_length) for x in (bias, mask))
+        elif is_ring and not by_one:
+            key, value, first = in_order(cache, self.key, self.value)
         else:
-            key, value = (new.key, new.value) if in_place else new.floats(query.dtype)
-            index = jnp.maximum(cache.index, 0)
-        if by_one:
-            first = index + tokens - 1
-        elif is_ring:
-            (key, value, first), in_place = in_order(cache, self.key, self.value), False
+            key, value = (self.new.key, self.new.value) if in_place else self.new.floats(query.dtype)
         if cache.value_size is not None and not value.shape[-1]:
             # To cut values out of keys would copy a cache that is read in place; so the output is cut instead.
             value = key if in_place else key[..., : cache.value_size]
         if not in_place:
             key, value = key.astype(query.dtype), value.astype(query.dtype)
-        shape, rank = self.shape._replace(key_length=key.shape[-3]), len(self.shape.batch)
-        ends = tokens if index is None else index + tokens
-        masks = [
-            *self.masks(mask, shape.key_length),
-            LengthMask(None, _by_batch(ends, rank)) if self.is_padded else None,
-            WrittenMask() if is_ring else None,
-        ]
+        shape = self.shape._replace(key_length=key.shape[-3])
+        ends = self.tokens if index is None else index + self.tokens
+        padding = LengthMask(None, _by_batch(ends, rank)) if self.is_padded else None
+        masks = [*self.masks(mask, shape.key_length), padding, WrittenMask() if is_ring else None]
         query_offset, key_offset = (None if x is None else _by_batch(x, rank) for x in (index, first))
-        offsets = Offsets(query_offset, key_offset)
-        scale = new.scale if in_place else None
+        scale = self.new.scale if in_place else None
         value_size = None if scale is None else cache.value_size
         options = self.scoring.options._replace(cached=in_place, ring=by_one, value_size=value_size)
-        scoring = self.scoring._replace(options=options)
+        scoring, offsets = self.scoring._replace(options=options), Offsets(query_offset, key_offset)
         call = with_keys(scoring, key, value, shape, bias, masks, offsets, scale)
         # What is read in place is dequantized by blocks; nothing else reads 8 bits.
         return call if scale is None or reads_in_place(call) else self.call(is_empty, False)
+
+
+def nan_without(room: Bool[Array, "..."] | bool, x: Array, batch: tuple[int, ...]) -> Array:
+    """Returns x [B..., ...], NaN for sequences whose new tokens found no room in the cache."""
+    if room is True:
+        return x
+    return jnp.where(jnp.asarray(room)[(..., *(None,) * (x.ndim - len(batch)))], x, jnp.nan)
 
 
 def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:
@@ -311,13 +303,6 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
     slots = (first[..., None] + cache.counted(cache.length)) % cache.length
     old_keys, old_values = cache.floats(key.dtype)
     return entries_at(old_keys, slots, key), entries_at(old_values, slots, value), first
-
-
-def _by_emptiness(compute: Callable[[bool], T], cache: KVCache) -> T:
-    """Returns `compute(is_empty)` for this cache, by `lax.cond` if the index of the cache is traced."""
-    if not readable(cache.index):
-        return lax.cond(jnp.all(cache.index == 0), lambda: compute(True), lambda: compute(False))
-    return compute(not np.any(np.asarray(cache.index)))
 
 
 def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> tuple[int | None, int | None] | None:

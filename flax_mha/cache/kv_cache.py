@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from flax_mha._src.core.eight_bits import dequantize_cache, is_quantized, quanti
 from flax_mha._src.core.integers import extremes, int32, int_at_least, is_int
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.distributed.mesh import place, take_entries
-from flax_mha.cache.write import Kind, by_device, write_entries
+from flax_mha.cache.write import Kind, check_dtype, check_entries, entries_at, write_entries
 
 # Slots of a ring beyond its window; `truncate` can take back this many tokens.
 SPARE = 64
@@ -82,75 +82,61 @@ class KVCache:
           head_size: Head size H of keys and values.
           dtype: Dtype of keys and values: floating point, or `int8` or `float8_e4m3fn` with float32 scales for each
             token and key head; see the attribute `scale`.
-          window: Number of positions before its own that a query attends to, the `left` of `local_window_size`; None
-            means all. If `max_length` is at least window + 1 + 64, the cache is a ring of window + 1 + 64 slots.
+          window: The `left` of `local_window_size`; None means no limit. If `max_length` is at least window + 1 + 64,
+            the cache is a ring of window + 1 + 64 slots.
           per_row: True gives each sequence its own index.
           sharding: How a mesh splits the batch axes and heads of keys and values [B..., S, K, H].
-          value_size: If given, the values are the first `value_size` features of the keys, and are not stored
-            separately, as in multi-head latent attention; pass None as the new values to `update`.
+          value_size: See the attribute, as in multi-head latent attention; pass None as the new values to `update`.
 
         Raises:
           ValueError: If an argument is out of range.
         """
         axes = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-        sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_size": head_size}
-        for name, size in (*(("batch", size) for size in axes), *sizes.items()):
-            int_at_least(name, size, int(name != "batch"))
-        _check_dtype(dtype)
+        for size in axes:
+            int_at_least("batch", size, 0)
+        for name, size in (("max_length", max_length), ("num_kv_heads", num_kv_heads), ("head_size", head_size)):
+            int_at_least(name, size, 1)
+        check_dtype(dtype)
         validation.flag("per_row", per_row)
         if window is not None and (not is_int(window) or window < 0):
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
         if value_size is not None and (not is_int(value_size) or not 1 <= value_size <= head_size):
             raise ValueError(f"value_size must be an int from 1 to head_size ({head_size}), but got {value_size!r}.")
         slots = max_length if window is None else min(max_length, window + 1 + SPARE)
-        sizes_of = head_size, head_size if value_size is None else 0
-        key, value = (place(jnp.zeros((*axes, slots, num_kv_heads, x), dtype), sharding) for x in sizes_of)
+        shape, number = (*axes, slots, num_kv_heads, head_size), 2 if value_size is None else 1
+        entries = [place(jnp.zeros(shape, dtype), sharding) for _ in range(number)]
         index = place(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
-        shape = (*key.shape[:-1], 2)
-        scale = place(jnp.zeros(shape, jnp.float32), sharding) if is_quantized(dtype) else None
-        return cls.of_window(key, value, index, scale, window=window, value_size=value_size)
+        scale = [place(jnp.zeros((*shape[:-1], 2), jnp.float32), sharding)] if is_quantized(dtype) else []
+        return cls.of_arrays(window, value_size, (*entries, index, *scale))
 
     @classmethod
-    def of_window(
-        cls,
-        key: Array,
-        value: Array,
-        index: Array,
-        scale: Array | None = None,
-        *,
-        window: int | None,
-        value_size: int | None = None,
-    ) -> "KVCache":
-        """Makes a cache of existing arrays: a ring if there are as many slots as `create` makes for this window."""
+    def of_arrays(cls, window: int | None, value_size: int | None, arrays: Sequence[Array]) -> "KVCache":
+        """Makes a cache of its `arrays`: a ring if there are as many slots as `create` makes for this window."""
+        key, *others = arrays
+        value, index, *scale = others if value_size is None else (key[..., :0], *others)
         is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
-        return cls(key, value, index, window if is_ring else None, value_size, scale)
+        return cls(key, value, index, window if is_ring else None, value_size, *scale)
 
-    def values(self, key: Float[Array, "*B T K H"], value: ArrayLike | None) -> Array:
-        """Converts the values of new tokens to an array; with a `value_size`, None becomes an array [B..., T, K, 0]."""
+    def new_entries(self, key: ArrayLike, value: ArrayLike | None) -> tuple[Array, Array]:
+        """Returns keys and values of new tokens as arrays that fit; values are [B..., T, K, 0] with a `value_size`."""
+        key = jnp.asarray(key)
         if value is not None and self.value_size is not None:
             raise ValueError("value must be None if the values are part of the cached keys, but got an array.")
-        return key[..., :0] if self.value_size is not None else jnp.asarray(value)
+        value = key[..., :0] if self.value_size is not None else jnp.asarray(value)
+        self.check_fits(key, value)
+        return key, value
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
         """Raises a ValueError unless new keys and values fit; of a given `number` of tokens, in any dtype."""
-        self._check_scale()
+        given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
+        if given != (expected if self.key.dtype.itemsize == 1 else None):
+            raise ValueError(
+                f"scale must have shape {expected} for 8-bit keys and values, and must be None for other dtypes, but "
+                f"got {given} for {self.key.dtype}; use KVCache.create(..., dtype=...)."
+            )
+        any_dtype = number is not None or self.scale is not None
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
-            sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
-            given = (*new.shape[:-3], "T", *new.shape[-2:]) if number is None else new.shape
-            if new.ndim != cached.ndim or given != sizes:
-                raise ValueError(
-                    f"Autoregressive cache shape error, expected {name} shape ({', '.join(map(str, sizes))}) instead "
-                    f"got {new.shape}."
-                )
-            if number is None and self.scale is None and new.dtype != cached.dtype:
-                raise ValueError(
-                    f"{name} must have the cache's dtype, {cached.dtype}, but got {new.dtype}; use .astype."
-                )
-            if jnp.iscomplexobj(new) and not jnp.iscomplexobj(cached):
-                raise ValueError(
-                    f"the cache's dtype, {cached.dtype}, cannot represent {new.dtype} values; create the cache with "
-                    f"dtype={new.dtype}."
-                )
+            check_entries(name, new, cached, number, any_dtype)
         if key.shape[-3] != value.shape[-3]:
             raise ValueError(f"key and value must have the same length, but got {key.shape[-3]} and {value.shape[-3]}.")
 
@@ -171,25 +157,18 @@ class KVCache:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Key, value and index, and the scale if there is one."""
-        return self.key, self.value, self.index, *(() if self.scale is None else (self.scale,))
+        """Key, value unless there is a `value_size`, index, and the scale if there is one."""
+        key, value, *scale = self._entries
+        return key, *([value] if self.value_size is None else []), self.index, *scale
 
     @property
     def _entries(self) -> tuple[Array, ...]:
-        """The arrays [B..., S, K, _] that have an entry for each slot: key, value, and the scale if there is one."""
-        return self.key, self.value, *(() if self.scale is None else (self.scale,))
+        """The arrays with an entry for each slot, [B..., S, K, _]."""
+        return (self.key, self.value) if self.scale is None else (self.key, self.value, self.scale)
 
     def _replace(self, entries: Sequence[Array], index: Array) -> "KVCache":
-        key, value, *scale = entries
-        return dataclasses.replace(self, key=key, value=value, index=index, scale=scale[0] if scale else None)
-
-    def _check_scale(self) -> None:
-        given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
-        if given != (expected if self.key.dtype.itemsize == 1 else None):
-            raise ValueError(
-                f"scale must have shape {expected} for 8-bit keys and values, and must be None for other dtypes, but "
-                f"got {given} for {self.key.dtype}; use KVCache.create(..., dtype=...)."
-            )
+        named: dict[str, Any] = dict(zip(("key", "value", "scale"), entries, strict=False))
+        return dataclasses.replace(self, index=index, **named)
 
     def floats(self, dtype: DTypeLike) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
         """Returns the keys and values of all slots, dequantized if they have 8 bits, in this dtype."""
@@ -199,7 +178,6 @@ class KVCache:
         return key, value[..., : self.value.shape[-1]]
 
     def _tokens(self, number: int, lengths: ArrayLike | None) -> Int[Array, "..."]:
-        """Returns the number of new tokens of each sequence without padding, in the shape of the index."""
         if lengths is None:
             return jnp.full(self.index.shape, number, jnp.int32)
         if not self.is_per_row and self.batch:
@@ -221,13 +199,12 @@ class KVCache:
         """Returns True if there is room for `number` more tokens; under `jit`, an array with the shape of the index.
 
         Raises:
-          ValueError: If there is no room and the index is not traced, if there are more tokens than slots, or if
-            `update` would not accept `lengths`.
+          ValueError: If `update` would raise one.
         """
         return self._fit(number, lengths)[0]
 
     def _fit(self, number: int, lengths: ArrayLike | None) -> tuple[Bool[Array, "..."] | bool, Int[Array, "..."]]:
-        """Returns the result of `has_room`, and the number of new tokens of each sequence without padding."""
+        """Returns the result of `has_room`, and the number of new tokens without padding, shaped as the index."""
         if self.window is None and lengths is None and isinstance(number, int) and number > self.length:
             raise ValueError(
                 f"the cache is too short: got {number} new tokens for {self.length} slots; create a longer cache."
@@ -265,13 +242,12 @@ class KVCache:
         Raises:
           ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is not traced.
         """
-        key = jnp.asarray(key)
-        value = self.values(key, value)
-        self.check_fits(key, value)
-        return self.append(key, value, lengths).cache
+        return self.append(*self.new_entries(key, value), lengths)[0]
 
-    def append(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> "Appended":
-        """Does `update` without checking shapes and dtypes."""
+    def append(
+        self, key: Array, value: Array, lengths: ArrayLike | None = None
+    ) -> tuple["KVCache", Int[Array, "..."], Bool[Array, "..."] | bool]:
+        """Does `update` without checking shapes and dtypes; adds the results of `_fit`: `tokens` and `room`."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind = Kind(self.window is not None, all_or_none=lengths is None)
@@ -279,7 +255,7 @@ class KVCache:
         if self.scale is not None:
             entries = quantize_cache(key, value, self.value_size, self.key.dtype)
         written = write_entries(kind, self._entries, entries, self.index, added)
-        return Appended(self._replace(written, self.index + added), tokens, room)
+        return self._replace(written, self.index + added), tokens, room
 
     def truncate(self, index: ArrayLike) -> "KVCache":
         """Removes all tokens after the first `index`, for speculative decoding.
@@ -294,8 +270,7 @@ class KVCache:
           ValueError: If there are fewer tokens, or if a ring has overwritten tokens that the next query attends to.
             Under `jit`, a negative index marks such a sequence.
         """
-        new = self._for_each("index", index)
-        kept = jnp.zeros_like(self.index)
+        new, kept = self._for_each("index", index), jnp.zeros_like(self.index)
         if self.window is not None:
             nothing_lost = (self.index <= self.length) | (new == 0)  # an empty cache lacks nothing
             kept = jnp.where(nothing_lost, 0, self.index - self.length + self.window)
@@ -392,14 +367,12 @@ class KVCache:
                 f"0 and {number}, but got slots {np.asarray(slots).tolist()} and lengths "
                 f"{np.asarray(lengths).tolist()}."
             )
-        slots = jnp.clip(slots, 0, self.length - 1)
-        moved = tuple(entries_at(x, slots) for x in self._entries)
+        moved = tuple(entries_at(x, jnp.clip(slots, 0, self.length - 1)) for x in self._entries)
         added = jnp.where(fine, lengths, 0)
         written = write_entries(Kind(False, all_or_none=False), self._entries, moved, start, added)
         return self._replace(written, jnp.where(fine, start + lengths, jnp.int32(-1)))
 
     def _for_each(self, name: str, given: ArrayLike) -> Int[Array, "..."]:
-        """Broadcasts integers to the shape of the index, [] or [B...]."""
         numbers = int32(name, given)
         if numbers.shape not in ((), self.index.shape):
             raise ValueError(
@@ -425,40 +398,3 @@ class KVCache:
     def counted(self, number: int) -> Int[Array, "... n"]:
         """Returns 0, 1, ..., `number` - 1, after an axis of length 1 for each axis of the index."""
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))
-
-
-class Appended(NamedTuple):
-    """The result of `KVCache.append`."""
-
-    cache: KVCache
-    tokens: Int[Array, "..."]  # the number of new tokens of each sequence without padding, in the shape of the index
-    room: Bool[Array, "..."] | bool  # whether a sequence had room for them, as in `KVCache.has_room`
-
-    def checked(self, x: Array) -> Array:
-        """Returns x [B..., ...], NaN for sequences whose new tokens found no room in the cache."""
-        if self.room is True:
-            return x
-        own_axes = (None,) * (x.ndim - len(self.cache.batch))
-        return jnp.where(jnp.asarray(self.room)[(..., *own_axes)], x, jnp.nan)
-
-
-def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
-    """Gathers the entries [B..., n, K, H] of these slots [n] or [B..., n], and concatenates new ones after them."""
-
-    def gather(cached: Array, slots: Array, *new: Array) -> Array:
-        slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))[..., None, None]
-        return jnp.concatenate([jnp.take_along_axis(cached, slots, axis=-3), *new], axis=-3)
-
-    axes = "B n" if slots.ndim > 1 else "n"
-    return by_device(gather, cached, (slots, axes), *((x, "B T K H") for x in new))
-
-
-def _check_dtype(dtype: DTypeLike) -> None:
-    try:
-        known = jnp.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"dtype must be floating point, but got {dtype!r}.") from error
-    if dtype is None or not (is_quantized(known) or jnp.issubdtype(known, jnp.inexact)):
-        raise ValueError(f"dtype must be floating point, but got {dtype and known}.")
-    if known.itemsize < 2 and not is_quantized(known):
-        raise ValueError(f"dtype must have at least 16 bits, or be int8 or float8_e4m3fn, but got {known}.")

@@ -1,4 +1,4 @@
-"""Writes new keys and values into a cache, in place if the cache is donated.
+"""Checks new keys and values, and writes them into a cache, in place if the cache is donated.
 
 On a CPU they are written as slices: XLA's scatter copies the new entries there, and up to jax 0.11 converts a whole
 bfloat16 cache to float32 and back.
@@ -13,8 +13,10 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from flax_mha._src.core.eight_bits import is_quantized
 from flax_mha._src.core.tracing import T, by_mapped_axis, target_of, varying_alike, varying_as
 from flax_mha._src.distributed.split import Split, mesh_axes, pad_spec
 
@@ -30,7 +32,36 @@ class Kind(NamedTuple):
     all_or_none: bool  # whether a sequence adds either all of its T new entries or, without room, none
 
 
-def by_device(function: Callable[..., T], cached: Shaped[Array, "*B S K _"], *others: tuple[Array, str]) -> T:
+def check_dtype(dtype: DTypeLike) -> None:
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"dtype must be floating point, but got {dtype!r}.") from error
+    if dtype is None or not (is_quantized(known) or jnp.issubdtype(known, jnp.inexact)):
+        raise ValueError(f"dtype must be floating point, but got {dtype and known}.")
+    if known.itemsize < 2 and not is_quantized(known):
+        raise ValueError(f"dtype must have at least 16 bits, or be int8 or float8_e4m3fn, but got {known}.")
+
+
+def check_entries(name: str, new: Array, cached: Array, number: int | None, any_dtype: bool) -> None:
+    """Raises a ValueError unless new keys or values fit; None is any `number` of tokens."""
+    sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
+    given = (*new.shape[:-3], "T", *new.shape[-2:]) if number is None else new.shape
+    if new.ndim != cached.ndim or given != sizes:
+        raise ValueError(
+            f"Autoregressive cache shape error, expected {name} shape ({', '.join(map(str, sizes))}) instead "
+            f"got {new.shape}."
+        )
+    if not any_dtype and new.dtype != cached.dtype:
+        raise ValueError(f"{name} must have the cache's dtype, {cached.dtype}, but got {new.dtype}; use .astype.")
+    if jnp.iscomplexobj(new) and not jnp.iscomplexobj(cached):
+        raise ValueError(
+            f"the cache's dtype, {cached.dtype}, cannot represent {new.dtype} values; create the cache with "
+            f"dtype={new.dtype}."
+        )
+
+
+def _by_device(function: Callable[..., T], cached: Shaped[Array, "*B S K _"], *others: tuple[Array, str]) -> T:
     """Calls `function(cached, *others)`; on a mesh with Explicit axes, on each device for its part of `cached`.
 
     Each other array is paired with the names of its axes, such as "B T K H".
@@ -61,7 +92,7 @@ def write_entries(
     index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
     axes = "B" if index.ndim else ""
     others = [*((x, "B S K H") for x in rest), *((x, "B T K H") for x in new), (index, axes), (added, axes)]
-    return by_device(functools.partial(_write_on_device, kind), first, *others)
+    return _by_device(functools.partial(_write_on_device, kind), first, *others)
 
 
 def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
@@ -94,6 +125,17 @@ def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) 
     rows = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
     flat = flat.at[rows, places.reshape(-1, places.shape[-1])].set(fresh, mode="drop")
     return flat.reshape(cached.shape)
+
+
+def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
+    """Gathers the entries [B..., n, K, H] of these slots [n] or [B..., n], and concatenates new ones after them."""
+
+    def gather(cached: Array, slots: Array, *new: Array) -> Array:
+        slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))[..., None, None]
+        return jnp.concatenate([jnp.take_along_axis(cached, slots, axis=-3), *new], axis=-3)
+
+    axes = "B n" if slots.ndim > 1 else "n"
+    return _by_device(gather, cached, (slots, axes), *((x, "B T K H") for x in new))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -149,7 +191,7 @@ def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: A
 
 
 def _fills_one_slice(kind: Kind, new: Array) -> bool:
-    """Returns whether a sequence's new entries go to consecutive slots, and either all or none are written."""
+    """Returns whether a sequence's new entries are one slice, of which either all or none are written."""
     return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 

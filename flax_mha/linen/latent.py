@@ -16,7 +16,7 @@ from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
-from flax_mha._src.modules.explain import explaining
+from flax_mha._src.modules.core import explaining
 from flax_mha._src.modules.options import check_has_features, check_latent, yarn_scale
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.cache.latent import Latent, compress
@@ -121,7 +121,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         )
         return call_module(parts, Given(**given, decode=self.decode))
 
-    explain = nn.nowrap(explaining(__call__, AttentionModule._explained))
+    explain = nn.nowrap(explaining(__call__))
 
     def _dense(self, name: str, features: int | tuple[int, int], use_bias: bool = False, **options: Any) -> Any:
         options = {"kernel_init": self.kernel_init, "bias_init": self.bias_init} | options

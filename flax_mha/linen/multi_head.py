@@ -20,14 +20,14 @@ from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, Arrays, FlaxModule, Given, call_module, dot_general, reach
-from flax_mha._src.modules.core import core_of
-from flax_mha._src.modules.explain import ExplainedAttention, explaining
+from flax_mha._src.modules.core import ExplainedAttention, core_of, explaining
 from flax_mha._src.modules.options import NormKind, check_has_features, check_options, norm_of
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.masks import Mask
 from flax_mha.rope import RoPE
 
+CACHED = ("cached_key", "cached_value", "cache_index", "cached_scale")  # variables of `KVCache.arrays`
 STORED = ("cached_key", "cached_value", "cached_lengths")  # variables of the keys that `store_keys` stores
 
 
@@ -93,25 +93,20 @@ class AttentionModule:
     def _cache(
         self: Any, variables: list[nn.Variable], value_size: int | None, query: Array, key: Array
     ) -> Arrays | None:
-        """Returns the arrays of the cache, see `KVCache.of_window`; None if this call makes the cache.
+        """Returns the arrays of the cache, see `KVCache.arrays`, and adds its variables to `variables`.
 
-        Its variables are added to `variables`. With a `value_size` (see `KVCache`), values have no variable.
+        Returns None if this call makes the cache.
         """
-        starting, window = not self.has_variable("cache", "cached_key"), reach(self.local_window_size)
-        *batch, length, num_heads, size = key.shape
-        made: Arrays = ()
-        if starting:
-            dtype = key.dtype if self.cache_dtype is None else self.cache_dtype
+        if not self.has_variable("cache", "cached_key"):
+            *batch, length, num_heads, size = key.shape
+            dtype, window = key.dtype if self.cache_dtype is None else self.cache_dtype, reach(self.local_window_size)
             options = {"per_row": self.per_row, "value_size": value_size}
             made = KVCache.create(batch, length, num_heads, size, dtype, window, **options).arrays
-        names = ["cached_key", "cached_value", "cache_index"]
-        names += ["cached_scale"] if len(made) > 3 or self.has_variable("cache", "cached_scale") else []
-        if value_size is not None:
-            names.remove("cached_value")
-            made = (*made[:1], *made[2:])
-        variables += [self.variable("cache", name, lambda x=None: x, *made[i : i + 1]) for i, name in enumerate(names)]
-        if starting:
+            names = CACHED if value_size is None else (CACHED[0], *CACHED[2:])
+            for name, x in zip(names, made, strict=False):
+                variables.append(self.variable("cache", name, lambda x=x: x))
             return None
+        variables += [self.variable("cache", name, None) for name in CACHED if self.has_variable("cache", name)]
         key, *others = (jnp.asarray(variable.value) for variable in variables)  # NumPy's, of a checkpoint
         size = key.shape[-1] if value_size is None else query.shape[-1]
         expected = (*key.shape[:-3], query.shape[-3], self.num_heads, size)
@@ -119,15 +114,13 @@ class AttentionModule:
             raise ValueError(
                 f"Autoregressive cache shape error, expected query shape {expected} instead got {query.shape}."
             )
-        return (key, *others) if value_size is None else (key, key[..., :0], *others)
+        return key, *others
 
     def _write(self: Any, variables: list[nn.Variable], arrays: Arrays, stored: bool) -> None:
         if stored:
             for name, x in zip(STORED, arrays, strict=True):
                 self.put_variable("cache", name, x)
             return
-        names = [variable.name for variable in variables]
-        arrays = arrays if "cached_value" in names else (arrays[0], *arrays[2:])
         for variable, x in zip(variables, arrays, strict=True):
             variable.value = x
 
@@ -222,15 +215,11 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             `jit`, a full cache is not an error: the output of the sequence is NaN, and its cache does not change.
         """
         check_has_features(inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v, inputs_kv=inputs_kv)
-        may_be_mask = False
-        if inputs_kv is not None:
-            inputs_k = inputs_v = _deprecated_inputs(inputs_k, inputs_v, inputs_kv)
-        elif inputs_k is not None and inputs_v is not None:
-            may_be_mask = _warn_of_values(inputs_v)
+        inputs_k, inputs_v, may_be_mask = _inputs(inputs_k, inputs_v, inputs_kv)
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = self._parts(inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights)
         if may_be_mask:  # its features rarely fit; Flax's error about them comes before those about other axes
-            values = parts.value(inputs_v)  # type: ignore[misc, arg-type]
+            values = parts.value(inputs_v)  # type: ignore[misc]
             parts = parts._replace(value=lambda _: values)
         return call_module(parts, Given(**given, decode=self.decode))
 
@@ -258,12 +247,12 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             arguments=self._flax_arguments(
                 *flax_arguments,
                 force_fp32_for_softmax=self.force_fp32_for_softmax,
-                qk_attn_weights_einsum=_make_einsum(self.qk_attn_weights_einsum_cls),
-                attn_weights_value_einsum=_make_einsum(self.attn_weights_value_einsum_cls),
+                qk_attn_weights_einsum=self.qk_attn_weights_einsum_cls and self.qk_attn_weights_einsum_cls(),
+                attn_weights_value_einsum=self.attn_weights_value_einsum_cls and self.attn_weights_value_einsum_cls(),
             ),
         )
 
-    explain = nn.nowrap(explaining(__call__, AttentionModule._explained))
+    explain = nn.nowrap(explaining(__call__))
 
     def _dense(self, name: str, features: int | tuple[int, int]) -> nn.DenseGeneral:
         """Makes the projection of this name: "query", "key", "value" and "gate" are to heads, "out" to features."""
@@ -338,38 +327,30 @@ class SelfAttention(MultiHeadDotProductAttention):
         del given["self"], given["__class__"]  # `super` puts `__class__` there
         return super().__call__(**given)
 
-    explain = nn.nowrap(explaining(__call__, AttentionModule._explained))  # type: ignore[arg-type]
+    explain = nn.nowrap(explaining(__call__))  # type: ignore[arg-type]
 
 
-def _make_einsum(einsum_cls: Callable[..., Any] | None) -> Any:
-    return einsum_cls() if einsum_cls else None
-
-
-def _deprecated_inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array) -> Array:
-    if inputs_k is not None or inputs_v is not None:
-        raise ValueError(
-            "If either `inputs_k` or `inputs_v` is not None, `inputs_kv` must be None. If `inputs_kv` is not None, "
-            "both `inputs_k` and `inputs_v` must be None."
+def _inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array | None) -> tuple[Any, Any, bool]:
+    """Returns keys, values, and whether the values have the shape of a mask; warns as Flax does."""
+    if inputs_kv is not None:
+        if inputs_k is not None or inputs_v is not None:
+            raise ValueError(
+                "If either `inputs_k` or `inputs_v` is not None, `inputs_kv` must be None. If `inputs_kv` is not None, "
+                "both `inputs_k` and `inputs_v` must be None."
+            )
+        text = (
+            "The inputs_kv arg will be deprecated soon. Use inputs_k and inputs_v instead. See "
+            "https://github.com/google/flax/discussions/3389 for more information."
         )
-    warnings.warn(
-        "The inputs_kv arg will be deprecated soon. Use inputs_k and inputs_v instead. See "
-        "https://github.com/google/flax/discussions/3389 for more information.",
-        DeprecationWarning,
-        stacklevel=3,
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        return inputs_kv, inputs_kv, False
+    if inputs_k is None or inputs_v is None or inputs_v.shape[-1:] != inputs_v.shape[-2:-1]:
+        return inputs_k, inputs_v, False
+    text = (
+        f"You are passing an array of shape {inputs_v.shape} to the `inputs_v` arg, when you may have intended to pass "
+        "it to the `mask` arg. As of Flax version 0.7.4, the function signature of MultiHeadDotProductAttention's "
+        "`__call__` method has changed: use the kwarg `mask` instead. See "
+        "https://github.com/google/flax/discussions/3389 for more information."
     )
-    return inputs_kv
-
-
-def _warn_of_values(inputs_v: Array) -> bool:
-    """Warns of values with the shape of a mask, and returns True for them."""
-    is_square = inputs_v.shape[-1:] == inputs_v.shape[-2:-1]
-    if is_square:
-        warnings.warn(
-            f"You are passing an array of shape {inputs_v.shape} to the `inputs_v` arg, when you may have intended to "
-            "pass it to the `mask` arg. As of Flax version 0.7.4, the function signature of "
-            "MultiHeadDotProductAttention's `__call__` method has changed: use the kwarg `mask` instead. See "
-            "https://github.com/google/flax/discussions/3389 for more information.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-    return is_square
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return inputs_k, inputs_v, True

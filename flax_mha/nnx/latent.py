@@ -12,16 +12,15 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha._src.call.operands import Sharding
-from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
-from flax_mha._src.modules.explain import explaining
+from flax_mha._src.modules.core import explaining
 from flax_mha._src.modules.options import check_features, check_latent, check_rngs, yarn_scale
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.cache.latent import Latent, compress
 from flax_mha.masks import Mask
-from flax_mha.nnx.module import AttentionModule, split_variable
-from flax_mha.nnx.multi_head import NO_METADATA
+from flax_mha.nnx.module import AttentionModule
+from flax_mha.nnx.multi_head import NO_METADATA, OF_LINEAR
 from flax_mha.rope import RoPE
 
 
@@ -113,10 +112,11 @@ class MultiHeadLatentAttention(AttentionModule):
         rope: RoPE | None = None,
         head_axis: str | None = None,
     ) -> None:
+        given = dict(locals())
         check_features(in_features=in_features, out_features=out_features)
-        check_latent(locals())
-        dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
+        check_latent(given)
         check_rngs(rngs, nnx.Rngs)
+        dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
         self.num_heads, self.in_features, self.in_kv_features = num_heads, in_features, in_features
         self.kv_lora_rank, self.q_lora_rank, self.v_head_dim = kv_lora_rank, q_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
@@ -128,40 +128,31 @@ class MultiHeadLatentAttention(AttentionModule):
         self.scale, self.local_window_size, self.logits_soft_cap = scale, local_window_size, logits_soft_cap
         self.rope, self.head_axis = rope, head_axis
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
-        linear = functools.partial(
-            nnx.LinearGeneral,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            dot_general=dot_general,
-            kernel_metadata=kernel_metadata,
-            rngs=rngs,
-        )
+        options = {name: given[name] for name in OF_LINEAR}
+        linear = functools.partial(nnx.LinearGeneral, dot_general=dot_general, **options)
         norm = functools.partial(nnx.RMSNorm, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        query_head, in_of_heads = (num_heads, qk_nope_head_dim + qk_rope_head_dim), in_features
-        self.q_a_proj: Any = nnx.data(None)
-        self.q_a_layernorm: Any = nnx.data(None)
-        if q_lora_rank is not None:
-            self.q_a_proj = linear(in_features, q_lora_rank, use_bias=use_bias)
-            self.q_a_layernorm, in_of_heads = norm(q_lora_rank), q_lora_rank
-        setattr(self, self._query_name, linear(in_of_heads, query_head, use_bias=False))
-        self.kv_a_proj_with_mqa = linear(in_features, kv_lora_rank + qk_rope_head_dim, use_bias=use_bias)
-        self.kv_a_layernorm = norm(kv_lora_rank)
-        self.kv_b_proj = linear(kv_lora_rank, (num_heads, qk_nope_head_dim + v_head_dim), use_bias=False)
-        self.o_proj = linear(
-            (num_heads, v_head_dim),
-            self.out_features,
-            axis=(-2, -1),
-            use_bias=use_bias,
-            kernel_init=out_kernel_init or kernel_init,
-        )
+        self._add_layers(linear, norm, use_bias, out_kernel_init or kernel_init)
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else nnx.data(None)
         self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
         self.cached_lengths = self.cached_scale = nnx.data(None)
         if head_axis is not None:
-            self._split_parameters(tensor_parallel.parameter_names(head_axis, num_heads, num_heads))
+            self._split_heads(num_heads, ((self._query_name, "query"), ("kv_b_proj", "key"), ("o_proj", "out")))
+
+    def _add_layers(self, linear: Any, norm: Any, use_bias: bool, out_kernel_init: Initializer) -> None:
+        in_of_heads = self.in_features
+        self.q_a_proj: Any = nnx.data(None)
+        self.q_a_layernorm: Any = nnx.data(None)
+        if self.q_lora_rank is not None:
+            self.q_a_proj = linear(self.in_features, self.q_lora_rank, use_bias=use_bias)
+            self.q_a_layernorm, in_of_heads = norm(self.q_lora_rank), self.q_lora_rank
+        query_head = (self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
+        setattr(self, self._query_name, linear(in_of_heads, query_head, use_bias=False))
+        self.kv_a_proj_with_mqa = linear(self.in_features, self.kv_lora_rank + self.qk_rope_head_dim, use_bias=use_bias)
+        self.kv_a_layernorm = norm(self.kv_lora_rank)
+        both = (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        self.kv_b_proj = linear(self.kv_lora_rank, both, use_bias=False)
+        of_heads, options = (self.num_heads, self.v_head_dim), {"use_bias": use_bias, "kernel_init": out_kernel_init}
+        self.o_proj = linear(of_heads, self.out_features, axis=(-2, -1), **options)
 
     def __call__(
         self,
@@ -198,7 +189,7 @@ class MultiHeadLatentAttention(AttentionModule):
         )
         return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
 
-    explain = explaining(__call__, AttentionModule._explained)
+    explain = explaining(__call__)
 
     @property
     def _query_name(self) -> str:
@@ -211,10 +202,3 @@ class MultiHeadLatentAttention(AttentionModule):
 
     def _cached_heads(self) -> tuple[int, int, int | None]:
         return 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank
-
-    def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
-        """Splits parameters with an axis of heads; see `MultiHeadAttention`."""
-        for layer, name in ((getattr(self, self._query_name), "query"), (self.kv_b_proj, "key"), (self.o_proj, "out")):
-            layer.kernel = split_variable(layer.kernel, names[name])
-        if self.sinks is not None:
-            self.sinks = split_variable(self.sinks, names["sinks"])

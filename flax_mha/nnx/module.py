@@ -1,7 +1,7 @@
 """`AttentionModule`: the base class of the attention modules for `flax.nnx`."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +16,7 @@ from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.modules.call import Arrays, reach
-from flax_mha._src.modules.explain import ExplainedAttention
+from flax_mha._src.modules.core import ExplainedAttention
 from flax_mha._src.modules.options import check_rngs
 from flax_mha.attention import Explanation
 from flax_mha.cache.kv_cache import KVCache
@@ -59,6 +59,18 @@ class AttentionModule(nnx.Module):
 
         jax.eval_shape(call)
         return explained.explanations[0]
+
+    def _split_heads(self: Any, num_kv_heads: int, layers: Iterable[tuple[str, str]]) -> None:
+        """Splits the parameters of layers over `head_axis`, each by a name of `tensor_parallel.parameter_names`."""
+        names = tensor_parallel.parameter_names(self.head_axis, self.num_heads, num_kv_heads)
+        for attribute, name in layers:
+            layer = getattr(self, attribute)
+            if layer is not None:
+                layer.kernel = _split(layer.kernel, names[name])
+            if layer is not None and layer.bias is not None:
+                layer.bias = _split(layer.bias, names["out_bias"] if name == "out" else names[name][1:])
+        if self.sinks is not None:
+            self.sinks = _split(self.sinks, names["sinks"])
 
     def init_cache(
         self: Any,
@@ -105,7 +117,7 @@ class AttentionModule(nnx.Module):
         def variable(x: Array | None) -> Any:
             if x is None:
                 return nnx.data(None)
-            return nnx.Cache(x) if names is None else split_variable(nnx.Cache(x), names)
+            return nnx.Cache(x) if names is None else _split(nnx.Cache(x), names)
 
         self.cached_key, self.cached_scale = variable(cache.key), variable(cache.scale)
         self.cached_value = variable(cache.value if value_size is None else None)
@@ -149,26 +161,26 @@ class AttentionModule(nnx.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def _cache(self: Any, *_: Array) -> Arrays:
-        """Returns the arrays of the cache; see `KVCache.of_window`."""
+        """Returns the arrays of the cache; see `KVCache.arrays`."""
         if self.cached_key is None or self.cache_index is None:
             raise ValueError(
                 "Autoregressive cache not initialized, call ``init_cache`` first: "
                 f"layer.init_cache((*batch, max_length, {self.in_features}))."
             )
-        key, *others = read(*self._variables())
-        return (key, key[..., :0], *others) if self.cached_value is None else (key, *others)
+        return _read(self._variables())
+
+    def _stored(self: Any) -> Arrays:
+        return _read((self.cached_key, self.cached_value, self.cached_lengths))
 
     def _write(self: Any, arrays: Arrays, stored: bool) -> None:
         if stored:
             self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, arrays)
             self.cache_index = self.cached_scale = None
             return
-        arrays = arrays if self.cached_value is not None else (arrays[0], *arrays[2:])
         for variable, array in zip(self._variables(), arrays, strict=True):
             _own(variable)[...] = array
 
     def _variables(self: Any) -> list[Any]:
-        """Returns key, value (none in latent attention), index, and scale (only of 8 bits)."""
         variables = self.cached_key, self.cached_value, self.cache_index, self.cached_scale
         return [variable for variable in variables if variable is not None]
 
@@ -211,7 +223,7 @@ class AttentionModule(nnx.Module):
         }
 
 
-def read(*variables: Any) -> Arrays:
+def _read(variables: Sequence[Any]) -> Arrays:
     return tuple(jnp.asarray(variable[...]) for variable in variables)
 
 
@@ -222,7 +234,7 @@ def _own(variable: nnx.Variable) -> nnx.Variable:
     return variable
 
 
-def split_variable(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
+def _split(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
     """Returns a copy of the variable, split over the mesh axes `names`: its metadata `out_sharding`."""
     metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
     if "out_sharding" in metadata:

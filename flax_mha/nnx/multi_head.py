@@ -14,18 +14,21 @@ from flax.typing import DotGeneralT, Dtype, Initializer, PrecisionLike, PromoteD
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
-from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
-from flax_mha._src.modules.explain import explaining
+from flax_mha._src.modules.core import explaining
 from flax_mha._src.modules.options import Norm, NormKind, check_features, check_options, check_rngs, norm_of
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.masks import Mask
-from flax_mha.nnx.module import AttentionModule, read, split_variable
+from flax_mha.nnx.module import AttentionModule
 from flax_mha.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+# Arguments of the constructor that are arguments of `nnx.LinearGeneral`.
+OF_LINEAR = ("dtype", "param_dtype", "precision", "kernel_init", "bias_init", "kernel_metadata", "rngs")
+# Layers, and the names of their axes for `AttentionModule._split_heads`.
+OF_HEADS = (("query", "query"), ("key", "key"), ("value", "key"), ("out", "out"), ("gate", "query"))
 FLAX_ARGUMENTS = tuple(inspect.signature(nnx.MultiHeadAttention.__init__).parameters)[1:]
 
 
@@ -154,12 +157,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         given = dict(locals())
         check_options(given, in_features if qkv_features is None else qkv_features)
         check_rngs(rngs, nnx.Rngs)
-        self.implementation = implementation
-        self.scale = scale
-        self.local_window_size = local_window_size
-        self.logits_soft_cap = logits_soft_cap
-        self.rope = rope
-        self.head_axis = head_axis
+        self.implementation, self.scale, self.logits_soft_cap = implementation, scale, logits_soft_cap
+        self.local_window_size, self.rope, self.head_axis = local_window_size, rope, head_axis
         changed = {
             "normalize_qk": bool(normalize_qk),
             "qkv_dot_general": qkv_dot_general or (None if qkv_dot_general_cls else dot_general),
@@ -178,20 +177,16 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.gate: nnx.LinearGeneral | None = nnx.data(None)
         if gate:
-            names = ("kernel_init", "bias_init", "use_bias", "kernel_metadata", "bias_metadata", "rngs")
             self.gate = nnx.LinearGeneral(
                 in_features,
                 (num_heads, self.head_dim),
-                dtype=dtype,
-                param_dtype=param_dtype,
-                precision=precision,
                 promote_dtype=qkv_promote_dtype,
                 dot_general=self.qkv_dot_general,
                 dot_general_cls=qkv_dot_general_cls,
-                **{name: given[name] for name in names},
+                **{name: given[name] for name in (*OF_LINEAR, "use_bias", "bias_metadata")},
             )
         if head_axis is not None:
-            self._split_parameters(tensor_parallel.parameter_names(head_axis, num_heads, self.num_kv_heads))
+            self._split_heads(self.num_kv_heads, OF_HEADS)
 
     def __call__(
         self,
@@ -277,25 +272,13 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             gate=gate,
             cache=self._cache,
             write=self._write,
-            stored=None if (n := self.cached_lengths) is None else read(self.cached_key, self.cached_value, n),
+            stored=None if self.cached_lengths is None else self._stored(),
             arguments=flax_arguments,
             features=(self.in_features, self.in_kv_features),
         )
         return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
 
-    explain = explaining(__call__, AttentionModule._explained)
-
-    def _split_parameters(self, names: Mapping[str, tuple[str | None, ...]]) -> None:
-        """Splits each parameter over the mesh axes in `names` (`tensor_parallel.parameter_names`)."""
-        layers = (self.query, "query"), (self.key, "key"), (self.value, "key"), (self.out, "out"), (self.gate, "query")
-        for layer, name in layers:
-            if layer is None:
-                continue
-            layer.kernel = split_variable(layer.kernel, names[name])
-            if layer.bias is not None:
-                layer.bias = split_variable(layer.bias, names["out_bias"] if layer is self.out else names[name][1:])
-        if self.sinks is not None:
-            self.sinks = split_variable(self.sinks, names["sinks"])
+    explain = explaining(__call__)
 
     def _cached_heads(self) -> tuple[int, int, int | None]:
         return self.num_kv_heads, self.head_dim, None

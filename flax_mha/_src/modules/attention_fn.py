@@ -104,14 +104,13 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     dropout: dict[str, Any] = {"broadcast_dropout": broadcast_dropout}
     dropout |= {} if deterministic else {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
     if jnp.iscomplexobj(query) or any(given[name] for name in EINSUMS):
-        extra |= {"mask": mask if isinstance(mask, Mask) else None, "max_score_module": max_score_module}
-        _check_flax_computes(implementation=implementation, **extra)
+        extra = {"implementation": implementation} | extra | {"max_score_module": max_score_module}
         flax_arguments = {name: given[name] for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)}
-        output = _flax_attention(query, key, value, bias, mask, is_causal, **dropout, **flax_arguments)
+        output = _flax_attention(query, key, value, bias, mask, is_causal, extra, **dropout, **flax_arguments)
         return validation.nan_if(is_no_mask, output)
     scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
     if module is not None:
-        weights = attention_weights(query, key, **scored)
+        weights = _weights(query, key, **scored)
         _sow(module, "attention_weights", weights if force_fp32_for_softmax else weights.astype(query.dtype))
     attend = functools.partial(dot_product_attention, implementation=implementation, **scored, **dropout)
     if max_score_module is None:
@@ -131,18 +130,17 @@ def _sow(module: Any, name: str, x: Array) -> None:
     module.sow(nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x)
 
 
-def _check_flax_computes(**extra: Any) -> None:
-    given = [name for name, value in extra.items() if value is not None and not (isinstance(value, int) and value == 0)]
+def _flax_attention(
+    query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool, extra: dict, **arguments: Any
+) -> Array:
+    """Computes Flax's own attention, which lacks mask objects and the arguments `extra`."""
+    extra["mask"] = mask if isinstance(mask, Mask) else None
+    given = [name for name, x in extra.items() if x is not None and not (isinstance(x, int) and x == 0)]
     if given:
         raise ValueError(
             f"complex inputs and quantized einsums use Flax's own attention, which does not support "
             f"{', '.join(given)}; leave them out, or use real inputs and no custom einsum."
         )
-
-
-def _flax_attention(
-    query: Array, key: Array, value: Array, bias: Array | None, mask: Any, is_causal: bool, **arguments: Any
-) -> Array:
     if is_causal:
         causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[(None,) * (query.ndim - 2)]
         mask = causal if mask is None else mask & causal
@@ -150,21 +148,11 @@ def _flax_attention(
     return linen_attention(query, key, value, bias, mask, **arguments)
 
 
-def attention_weights(
-    query: Array, key: Array, bias: Array | None = None, **arguments: Any
-) -> Float[Array, "*B N T S"]:
+def _weights(query: Array, key: Array, bias: Array | None = None, **arguments: Any) -> Float[Array, "*B N T S"]:
     """Computes the softmax's weights, before dropout, in float32, or in float64 for such inputs.
 
     They are 0 in rows whose keys are all masked, and NaN in rows whose output is NaN. They are computed as the
-    derivative of the log-sum-exp by the scores, so that scores and masks are those of the core. Bias and other
-    arguments are those of `dot_product_attention`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> x = jnp.ones((2, 1, 4))
-      >>> attention_weights(x, x, is_causal=True)
-      Array([[[1. , 0. ],
-              [0.5, 0.5]]], dtype=float32)
+    derivative of the log-sum-exp by the scores, so that scores and masks are those of the core.
     """
     batch, (length, heads, _) = query.shape[:-3], query.shape[-3:]
     dtype = accumulation_dtype(query.dtype)

@@ -18,7 +18,7 @@ from flax_mha._src.core.tracing import multiplies_bfloat16
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import names_of
 from flax_mha._src.modules import sequences
-from flax_mha._src.modules.core import CoreAttention, attend, core_of, decode
+from flax_mha._src.modules.core import CoreAttention, Heads, core_of, decode
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
 from flax_mha.masks import Mask
@@ -98,20 +98,26 @@ def call_module(flax: FlaxModule, given: Given) -> Float[Array, "*B T Dout"]:
         inputs, per_sequence = sequences.per_sequence_arguments(
             inputs, given.segment_ids, given.lengths, self_attention, given.decode, keys == "cache"
         )
-    query, key, value, cache, lengths = _heads(flax, given, keys, inputs, self_attention)
-    if takes_lengths := lengths is not None and core is not None and core.context is None:
+    heads, cache, lengths = _heads(flax, given, keys, inputs, self_attention)
+    takes_lengths = core is not None and core.context is None
+    if lengths is not None and takes_lengths:
         per_sequence["key_value_seq_lengths"] = lengths
-    arguments, is_no_mask = _arguments(flax, core, keys, given, per_sequence, query, decoding=cache is not None)
+    arguments, is_no_mask = _arguments(flax, core, keys, given, per_sequence, heads[0], decoding=cache is not None)
     if lengths is not None and not takes_lengths:
-        arguments["mask"] = sequences.mask_padding(arguments.get("mask"), lengths, key)
+        arguments["mask"] = sequences.mask_padding(arguments.get("mask"), lengths, heads[1])
     arrays: Arrays | None = None
-    if cache is None:
-        x = attend(flax.module.attention_fn, core, query, key, value, arguments, flax.latent)
+    if cache is not None:
+        arguments.pop("is_causal", None)  # decoding is always causal
+        x, new = decode(flax.module.attention_fn, core, heads, cache, given.lengths, flax.latent, arguments)
+        arrays = new.arrays
     else:
-        of_cache = (cache, given.lengths, arguments, flax.latent)
-        x, arrays = decode(flax.module.attention_fn, core, query, key, value, *of_cache)
+        heads = heads if flax.latent is None else (heads[0], *flax.latent.expand(heads[1]))
+        if core is not None and core.computes(heads, arguments):
+            x = core.run(*core.call_of(*heads, **arguments)).output
+        else:
+            x = (flax.module.attention_fn if core is None else core.function)(*heads, **arguments)
     if keys == "to store":
-        arrays = key, value, sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), key)
+        arrays = *heads[1:], sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), heads[1])
     output = flax.output(validation.nan_if(is_no_mask, x), inputs[0])
     if arrays is not None:
         flax.write(arrays, keys == "to store")
@@ -119,7 +125,6 @@ def call_module(flax: FlaxModule, given: Given) -> Float[Array, "*B T Dout"]:
 
 
 def _source_of_keys(given: Given, has_stored: bool) -> KeySource:
-    """Returns where the keys of a call come from, and checks that its inputs fit that."""
     if validation.flag("store_keys", given.store_keys) and not given.decode:
         raise ValueError("store_keys=True requires decode=True; pass decode=True, or leave store_keys out.")
     if given.store_keys and given.inputs_k is None:
@@ -137,7 +142,6 @@ def _source_of_keys(given: Given, has_stored: bool) -> KeySource:
 
 
 def _check_inputs(given: Given, features: tuple[int, int] | None) -> tuple[Array, Array, Array]:
-    """Returns the inputs of queries, of keys, by default the queries', and of values, by default the keys'."""
     inputs_q, inputs_k, inputs_v = given.inputs_q, given.inputs_k, given.inputs_v
     if inputs_k is None and inputs_v is not None:
         raise ValueError(
@@ -166,13 +170,9 @@ def _check_inputs(given: Given, features: tuple[int, int] | None) -> tuple[Array
 
 
 def _heads(
-    flax: FlaxModule,
-    given: Given,
-    keys: KeySource,
-    inputs: tuple[Array, Array, Array],
-    self_attention: bool,
-) -> tuple[Array, Array, Array, KVCache | None, Array | None]:
-    """Projects, normalizes and rotates; returns query, key, value, the cache, and the lengths of stored keys."""
+    flax: FlaxModule, given: Given, keys: KeySource, inputs: tuple[Array, Array, Array], self_attention: bool
+) -> tuple[Heads, KVCache | None, Array | None]:
+    """Projects, normalizes and rotates; returns query, key and value, the cache, and the lengths of stored keys."""
     inputs_q, inputs_k, inputs_v = inputs
     query, cache, lengths = flax.query(inputs_q), None, None
     if keys == "stored":
@@ -191,7 +191,7 @@ def _heads(
         query, key = sequences.rotate(query, key, *by_position)
     if flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
-    return query, key, value, cache, lengths
+    return (query, key, value), cache, lengths
 
 
 def _normalize(flax: FlaxModule, query: Array, key: Array, keys: KeySource) -> tuple[Array, Array]:
@@ -214,7 +214,7 @@ def _cache_of(flax: FlaxModule, query: Array, key: Array, value: Array, is_cross
             "cross-attention, pass store_keys=True in the first call, or decode=False in every call."
         )
     value_size = None if flax.latent is None else flax.latent.size
-    cache = KVCache.of_window(*arrays, window=reach(flax.module.local_window_size), value_size=value_size)
+    cache = KVCache.of_arrays(reach(flax.module.local_window_size), value_size, arrays)
     cache.check_fits(key, value, queries)
     return cache
 

@@ -1,9 +1,10 @@
-"""How modules compute attention: directly, by the `CoreAttention` of a function, or by any function."""
+"""How modules compute or explain attention: by the `CoreAttention` of a function or, if it cannot, by any function."""
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from flax_mha._src import run
 from flax_mha._src.call.arguments import Arguments, canonical, check_sharding
 from flax_mha._src.call.operands import Call, Context, Result
 from flax_mha._src.core import validation
+from flax_mha._src.core.tracing import Platform
+from flax_mha._src.explanation import Explanation
 from flax_mha._src.run import Implementation
-from flax_mha.cache.cached_attention import check_cache, in_order, over_cache
+from flax_mha.cache.cached_attention import check_cache, in_order, nan_without, over_cache
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
 from flax_mha.masks import ArrayMask, CausalMask, Mask
@@ -27,6 +30,8 @@ DIRECT = CORE | {"deterministic", "dtype", "force_fp32_for_softmax"}
 # Arguments that a module sets in every call, so that no `functools.partial` may set them.
 FROM_MODULE = ("query", "key", "value", "dropout_rng", "dropout_rate", "module", "max_score_module")
 EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")  # with which Flax computes
+P = ParamSpec("P")
+Heads = tuple[Array, Array, Array]  # query, key and value
 STATIC = (bool, int, float, str, tuple)  # types of arguments that are compared by their values
 
 
@@ -84,8 +89,8 @@ class CoreAttention:
         given = {name for name, x in arguments.items() if x is not None}
         return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
 
-    def call(self, query: Array, key: Array, value: Array, **arguments: Any) -> Result:
-        """Runs a call with arguments of `attention_fn`; ignores others than the core's, like `module`."""
+    def call_of(self, query: Array, key: Array, value: Array, **arguments: Any) -> tuple[Call, Implementation | None]:
+        """Makes what `run` takes from arguments of `attention_fn`; ignores others than the core's, like `module`."""
         promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
         query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
         known = _core_arguments(arguments)
@@ -93,7 +98,7 @@ class CoreAttention:
         if self.context is not None:
             sharding = check_sharding(known.get("qkv_sharding"), query.ndim)
             known["qkv_sharding"] = self.context.with_sharding(sharding, query.ndim)
-        return self.run(canonical(query, key, value, platform=self.platform, **known), implementation)
+        return canonical(query, key, value, platform=self.platform, **known), implementation
 
 
 def _is_same(x: Any, y: Any) -> bool:
@@ -126,63 +131,45 @@ def core_of(attention_fn: Callable[..., Array]) -> CoreAttention | None:
     return dataclasses.replace(core, preset={**core.preset, **preset}) if preset else core
 
 
-def attend(
-    attention_fn: Callable[..., Array],
-    core: CoreAttention | None,
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    arguments: dict[str, Any],
-    latent: Latent | None,
-) -> Float[Array, "*B T N Hv"]:
-    """Computes attention by the core or, if it cannot, by the attention function."""
-    if latent is not None:
-        key, value = latent.expand(key)
-    if core is not None and core.computes((query, key, value), arguments):
-        return core.call(query, key, value, **arguments).output
-    return (attention_fn if core is None else core.function)(query, key, value, **arguments)
-
-
 def decode(
     attention_fn: Callable[..., Array],
     core: CoreAttention | None,
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B T K H"],
-    value: Float[Array, "*B T K Hv"],
+    heads: Heads,
     cache: KVCache,
     lengths: Any,
-    arguments: dict[str, Any],
     latent: Latent | None,
-) -> tuple[Array, tuple[Array, ...]]:
-    """Computes attention over a cache by the core or, if it cannot, by the attention function; adds the new cache."""
-    arguments.pop("is_causal", None)  # decoding is always causal
+    arguments: dict[str, Any],
+) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
+    """Computes attention over a cache by the core or, if it cannot, by the attention function."""
+    query, key, value = heads
     if cache.scale is None:
         key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
     if core is None or not core.computes((query,), arguments):
-        return _decode_by(attention_fn, core, query, key, value, cache, lengths, arguments, latent)
+        function = attention_fn if core is None else core.function
+        return _decode_by(function, core is not None, (query, key, value), cache, lengths, latent, **arguments)
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments) | {"lengths": lengths, "latent": latent, "platform": core.platform}
     output, new, *_ = over_cache(core.run, query, key, value, cache, **known)
-    return output, new.arrays
+    return output, new
 
 
 def _decode_by(
-    attention_fn: Callable[..., Array],
-    core: CoreAttention | None,
-    query: Array,
-    key: Array,
-    value: Array,
+    function: Callable[..., Array],
+    is_ours: bool,
+    heads: Heads,
     cache: KVCache,
     lengths: Any,
-    arguments: dict[str, Any],
     latent: Latent | None,
-) -> tuple[Array, tuple[Array, ...]]:
+    mask: Any = None,
+    local_window_size: Any = None,
+    **arguments: Any,
+) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
     """Decodes by an attention function, which gets all keys and values, and a mask of the visible ones."""
-    mask, window_size = arguments.pop("mask", None), arguments.pop("local_window_size", None)
-    window = check_cache(cache, arguments.get("bias"), mask, window_size)
-    appended = cache.append(key, value, lengths)
+    query, key, value = heads
+    window = check_cache(cache, arguments.get("bias"), mask, local_window_size)
+    new, tokens, room = cache.append(key, value, lengths)
     index = jnp.maximum(cache.index, 0)
-    (keys, values), first = appended.cache.floats(key.dtype), jnp.zeros_like(index)
+    (keys, values), first = new.floats(key.dtype), jnp.zeros_like(index)
     if cache.window is not None:
         keys, values, first = in_order(cache, key, value)
     if latent is not None:
@@ -190,20 +177,67 @@ def _decode_by(
     steps = cache.counted(query.shape[-3])
     q_idx = (index[..., None] + steps)[..., :, None]
     kv_idx = (first[..., None] + cache.counted(keys.shape[-3]))[..., None, :]
-    visible = (kv_idx >= 0) & (kv_idx <= q_idx) & (steps < appended.tokens[..., None])[..., :, None]
+    visible: Any = (kv_idx >= 0) & (kv_idx <= q_idx) & (steps < tokens[..., None])[..., :, None]
     if window is not None and window[0] is not None:
         visible = visible & (kv_idx >= q_idx - window[0])
     visible = jnp.broadcast_to(visible[..., None, :, :], (*cache.batch, 1, *visible.shape[-2:]))
-    by_score_mod = "score_mod" in arguments
-    flax_computes = core is None or jnp.iscomplexobj(query) or any(map(arguments.get, EINSUMS))
-    if isinstance(mask, Mask) or by_score_mod or not flax_computes:
-        arguments = arguments | {"query_offset": index, "key_value_offset": first}
     if mask is not None and not isinstance(mask, Mask):
         sizes = (query.shape[-3], keys.shape[-3], query.shape[-2], *keys.shape[-2:], values.shape[-1])
         visible, mask = validation.mask(mask, validation.Shape(cache.batch, *sizes)) & visible, None
-    if mask is not None or (core is not None and by_score_mod):
+    is_ours = is_ours and not jnp.iscomplexobj(query) and not any(map(arguments.get, EINSUMS))
+    if is_ours or mask is not None or "score_mod" in arguments:
+        arguments |= {"query_offset": index, "key_value_offset": first}
+    if is_ours or mask is not None:
         # With a causal mask, lookups by position can be checked.
-        mask = CausalMask() & (ArrayMask(visible) if mask is None else mask & ArrayMask(visible))
-    arguments["mask"] = visible if mask is None else mask
-    output = (attention_fn if core is None else core.function)(query, keys, values, **arguments)
-    return appended.checked(output), appended.cache.arrays
+        visible = CausalMask() & (ArrayMask(visible) if mask is None else mask & ArrayMask(visible))
+    return nan_without(room, function(query, keys, values, mask=visible, **arguments), cache.batch), new
+
+
+class ExplainedAttention:
+    """An `attention_fn` that computes nothing: it adds an explanation of each call to a list, and returns zeros."""
+
+    def __init__(self, given: Callable[..., Array], platform: Platform | None):
+        core = core_of(given)
+        if core is None:
+            raise ValueError(f"only attention_fn=flax_mha.attention_fn can be explained, but got {given!r}.")
+        self.core = dataclasses.replace(core, function=self, run=self._explain, platform=platform)
+        self.explanations: list[Explanation] = []
+
+    def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
+        """Records the explanation of a call, and returns zeros; ignores arguments like `module`."""
+        return self.core.run(*self.core.call_of(query, key, value, **arguments)).output
+
+    def _explain(self, call: Call, implementation: Implementation | None) -> Result:
+        self.explanations.append(run.explain(call, implementation))
+        query, value = call.operands.query, call.operands.value
+        return Result(jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), None)
+
+
+class Explain(Protocol[P]):
+    """The type of a module's method `explain`: the arguments `P` of its call, and `platform`."""
+
+    @overload
+    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> Explanation: ...
+    @overload
+    def __call__(self, *arguments: Any, platform: Platform | None, **keywords: Any) -> Explanation: ...
+
+
+def explaining(call: Callable[Concatenate[Any, P], Array]) -> Explain[P]:
+    """Makes the method `explain` of a module: it calls `_explained`, and has the arguments of the method `call`."""
+
+    def explain(self: Any, *arguments: Any, platform: Platform | None = None, **keywords: Any) -> Explanation:
+        """Explains which implementation computes a call with these arguments, and why the others do not.
+
+        Pass the arguments of the call. With `platform`, the call is explained for "cpu", "cuda" or "tpu", even if there
+        is no such device; see `flax_mha.explain_implementation`. Nothing is computed, and the module does not change. A
+        decoding call is explained for the current cache or, under `jit`, for an empty cache.
+
+        Raises:
+          ValueError, NotImplementedError: If the call would raise it under `jit`; ValueError also if `attention_fn` is
+            not `flax_mha.attention_fn`, or if the platform is unknown.
+        """
+        return self._explained(platform, *arguments, **keywords)
+
+    parameters = [*inspect.signature(call).parameters.values(), inspect.signature(explain).parameters["platform"]]
+    explain.__signature__ = inspect.Signature(parameters, return_annotation=Explanation)  # type: ignore[attr-defined]
+    return explain  # type: ignore[return-value]

@@ -56,7 +56,6 @@ def per_sequence_arguments(
 
 
 def _pair(given: Any) -> tuple[Any, Any]:
-    """Returns what queries and keys have of an argument: its two entries, or one array for both."""
     return given if isinstance(given, tuple) else (given, given)
 
 
@@ -67,7 +66,6 @@ def _zero_after(x: Float[Array, "*B T D"], lengths: Any) -> Float[Array, "*B T D
 
 
 def _before(lengths: PerSequence, number: int) -> Bool[Array, "*B n"]:
-    """Returns whether each of `number` places is before the padding of its sequence."""
     return jnp.arange(number, dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,)) < lengths[..., None]
 
 
