@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from flax_mha._src import plan as plans
 from flax_mha._src.call.operands import Call, Context, Operands, Options, Result
 from flax_mha._src.core.tracing import being_traced
-from flax_mha._src.distributed import mesh, ring, split
+from flax_mha._src.distributed import ring, split
 from flax_mha._src.distributed.exchange import allgather, ulysses
 from flax_mha._src.engines.engine import Engine
 from flax_mha._src.engines.kernels.derivatives import with_derivatives
@@ -68,12 +68,12 @@ def run(call: Call, implementation: str | None) -> Result:
     if parts is None and is_linear_in_values(call.operands):
         return as_function_of_values(call, lambda call: run(call, implementation))
     if parts is None:
-        result = on_device(call if call.options.sharding is None else mesh.unsplit(call), implementation)
+        result = on_device(call if call.options.sharding is None else split.unsplit(call), implementation)
     elif call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
         explain(call, implementation)  # raises the errors that computing it would raise
-        result = mesh.empty_result(call, parts)
+        result = split.empty_result(call, parts)
     else:
-        on_mesh = mesh.run_on_mesh if being_traced() else _compiled_on_mesh
+        on_mesh = split.run_on_mesh if being_traced() else _compiled_on_mesh
         result = on_mesh(call.operands, call.options, parts, _run_part(implementation, parts.context))
     if result.largest is None:
         return result
@@ -206,7 +206,7 @@ def _exchanging(context: Context | None, attend: Callable[[Call], Any]) -> Calla
     return functools.partial(strategy, context=context, attend=attend)
 
 
-_compiled_on_mesh = jax.jit(mesh.run_on_mesh, static_argnames=("options", "parts", "run"))
+_compiled_on_mesh = jax.jit(split.run_on_mesh, static_argnames=("options", "parts", "run"))
 
 
 @jax.jit
@@ -222,7 +222,7 @@ def explain(call: Call, implementation: str | None) -> Explanation:
     check_name(implementation)
     parts, target, found = _split_of(call), call.options.target, []
     if parts is None:
-        found.append(_explain_part(call if call.options.sharding is None else mesh.unsplit(call), implementation))
+        found.append(_explain_part(call if call.options.sharding is None else split.unsplit(call), implementation))
     else:
 
         def explain_part(call: Call) -> Result:
@@ -233,7 +233,7 @@ def explain(call: Call, implementation: str | None) -> Explanation:
             return Result(jnp.zeros((*call.operands.query.shape[:-1], call.operands.value.shape[-1])), None)
 
         part = _exchanging(parts.context, explain_part)
-        jax.eval_shape(lambda operands: mesh.run_on_mesh(operands, call.options, parts, part), call.operands)
+        jax.eval_shape(lambda operands: split.run_on_mesh(operands, call.options, parts, part), call.operands)
     return found[0]._replace(note=ASSUMPTIONS[target.platform]) if target.assumed else found[0]
 
 

@@ -73,8 +73,7 @@ def _by_device(function: Callable[..., T], cached: Shaped[Array, "*B S K _"], *o
     manual = frozenset(mesh_axes(sharding.mesh, AxisType.Explicit))
     split = Split(sharding.mesh, manual, tuple(batch), heads, heads)
     arrays, names = zip((cached, "B S K H"), *others, strict=True)
-    mapped, resharded = split.shard_map(function, arrays, names, split.spec(cached, "B S K H"))
-    return mapped(*resharded)
+    return split.shard_map(function, arrays, names, split.spec(cached, "B S K H"))
 
 
 def write_entries(

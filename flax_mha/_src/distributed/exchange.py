@@ -14,23 +14,23 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Call, Context, Result
-from flax_mha._src.distributed import slices
+from flax_mha._src.distributed import split
 
 
 def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
     """Computes a device's queries; `attend` gets some of the heads of the whole sequence."""
     operands, options = call
     axis, is_zigzag = context.axis, context.layout == "zigzag"
-    order = slices.chunk_order(context.layout, lax.axis_size(axis))
+    order = split.chunk_order(context.layout, lax.axis_size(axis))
 
     def to_positions(x: Array, dimension: int) -> Array:
-        x = slices.reorder_chunks(x, order, dimension) if is_zigzag else x
+        x = split.reorder_chunks(x, order, dimension) if is_zigzag else x
         return lax.all_to_all(x, axis, dimension, dimension + 1, tiled=True)
 
     query, key, value = (lax.all_to_all(x, axis, x.ndim - 2, x.ndim - 3, tiled=True) for x in operands[:3])
     operands = operands._replace(query=query, key=key, value=value)
     if is_zigzag:
-        operands = slices.reorder_keys(operands, np.argsort(order), and_queries=True)
+        operands = split.reorder_keys(operands, np.argsort(order), and_queries=True)
     return jax.tree.map(lambda x: to_positions(x, query.ndim - 3), attend(Call(operands, options)))
 
 
@@ -44,11 +44,11 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) ->
     )
     operands, chunks = operands._replace(key=key, value=value), 1
     if context.layout == "zigzag":
-        operands = slices.reorder_keys(operands, np.argsort(slices.chunk_order("zigzag", devices)))
+        operands = split.reorder_keys(operands, np.argsort(split.chunk_order("zigzag", devices)))
         chunks = 2
-    length, axes, results = operands.query.shape[-3] // chunks, slices.sequence_axes(operands), []
+    length, results = operands.query.shape[-3] // chunks, []
     for number in range(chunks):
-        first = slices.chunk_of(rank, number, devices) * length
-        chunk = slices.slice_call(operands, axes, (number * length, length), None, (first, 0))
+        first = split.chunk_of(rank, number, devices) * length
+        chunk = split.slice_call(operands, (number * length, length), None, (first, 0))
         results.append(attend(Call(chunk, options)))
     return jax.tree.map(lambda *x: jnp.concatenate(x, operands.query.ndim - 3), *results)

@@ -24,8 +24,7 @@ from jaxtyping import Array, Float, Int
 from flax_mha._src.call.operands import Call, Context, Operands, Options, Result, accumulation_dtype
 from flax_mha._src.core.tile import Scalar
 from flax_mha._src.core.tracing import T
-from flax_mha._src.distributed import slices
-from flax_mha._src.distributed.slices import SequenceAxes
+from flax_mha._src.distributed import split
 from flax_mha._src.engines.engine import Engine, name_residuals
 from flax_mha._src.guard import guard
 from flax_mha._src.math import online_softmax
@@ -33,61 +32,43 @@ from flax_mha._src.math.derivatives import Function, linear_function
 from flax_mha._src.math.online_softmax import State
 from flax_mha._src.plan import Plan
 
+Cut = Callable[[Operands], Call]  # cuts a pair of chunks out of a device's operands; see `Ring.fold`
+Trainable = dict[str, Any]  # the operands of a call that have derivatives, by name
+
 
 def attention(call: Call, context: Context, engine: Engine, portable: Engine) -> Result:
     """Computes a device's part of a call, inside `jax.shard_map`, with hops by `engine`.
 
     `portable` computes derivatives: it must have those of every order.
     """
-    operands, (ring, step) = call.operands, _ring_of(call, context)
+    operands, options = call
+    ring, step = _ring_of(Call(operands, options._replace(return_residual=True)), context)
     ring = ring._replace(engines=tuple((x, x.plan(step)[0]) for x in (engine, portable)))
-    output, lse, *largest = _results(ring, _without_sinks(operands))
+    output, lse, largest = _results(ring, _of_hops(operands))
     if operands.sinks is not None:
         output, lse = _with_sinks(output, lse, operands.sinks[..., None, :].astype(lse.dtype))
-    return Result(output.astype(operands.query.dtype), lse, *largest)
+    return Result(output.astype(operands.query.dtype), lse, largest)
 
 
 def first_step(call: Call, context: Context) -> Call:
     """Returns the call that the first hop computes for the first of a device's queries."""
-    return _ring_of(call, context)[1]._replace(options=call.options)
+    return _ring_of(call, context)[1]
 
 
-def _without_sinks(operands: Operands) -> Operands:
+def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
+    """Returns the ring, without engines, and its `first_step`."""
+    operands, chunks = _of_hops(call.operands), 2 if context.layout == "zigzag" else 1
+    ring = Ring(context.axis, lax.axis_size(context.axis), chunks, operands.query.ndim - 3, call.options)
+    return ring, ring.slice(operands, lax.axis_index(ring.axis), 0, 0)
+
+
+def _of_hops(operands: Operands) -> Operands:
     """Returns the operands of hops: sinks are added after the last hop, and `head_ids` holds the random words."""
     return operands._replace(sinks=None, dropout_rng=None)
 
 
-def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
-    """Returns the ring, without engines, and the call that its first hop computes."""
-    operands = _without_sinks(call.operands)
-    ring = Ring(
-        axis=context.axis,
-        size=lax.axis_size(context.axis),
-        chunks=2 if context.layout == "zigzag" else 1,
-        axes=slices.sequence_axes(operands),
-        options=call.options._replace(return_residual=True),
-        engines=(),
-    )
-    return ring, ring.slice(operands, lax.axis_index(ring.axis), 0, 0)
-
-
-# Output, log-sum-exp and, with `return_max_score`, the largest scores of rows.
-Rows = tuple[Array, ...]
-
-
-class Trainable(NamedTuple):
-    """The operands of a call that have derivatives."""
-
-    query: Array
-    key: Array
-    value: Array
-    bias: Array | None
-    captured: list[Array]
-    scale: Array | None
-
-
 def trainable_of(operands: Operands) -> Trainable:
-    return Trainable(*(getattr(operands, name) for name in Trainable._fields))
+    return {name: getattr(operands, name) for name in ("query", "key", "value", "bias", "captured", "scale")}
 
 
 class Ring(NamedTuple):
@@ -96,157 +77,145 @@ class Ring(NamedTuple):
     axis: str  # the mesh axis along which the devices form the ring
     size: int  # the number of devices
     chunks: int  # the number of chunks of adjacent positions that each device holds: 1, or 2 for "zigzag"
-    axes: tuple[SequenceAxes, ...]  # the sequence axes of all operands
+    rows_axis: int  # the axis of queries in all results
     options: Options  # the options of the call
-    engines: tuple[tuple[Engine, Plan], ...]  # of the hops and, last, one whose hops have derivatives of every order
+    # The engine of the hops and, last, one whose hops have derivatives of every order, with their plans.
+    engines: tuple[tuple[Engine, Plan], ...] = ()
 
     @property
     def portable(self) -> "Ring":
         """The ring whose hops have derivatives of every order."""
         return self._replace(engines=self.engines[-1:])
 
-    def fold(self, operands: Operands, step: Callable[[Operands, Scalar, T], T], state: T) -> T:
-        """Folds `step(held, source, state)` over all hops, and returns the last state.
+    def fold(
+        self,
+        operands: Operands,
+        step: Callable[[Operands, Cut, Scalar, T], T],
+        state: T,
+        after_hop: Callable[[T], T] = lambda state: state,
+    ) -> T:
+        """Folds `step(held, cut, i, state)` over all pairs of chunks in all hops, and returns the last state.
 
-        `held` are `operands`, but with the keys and values that device `source` had before the first hop.
+        `held` are `operands`, but with the keys and values that another device had before the first hop. `cut` makes
+        the call of the pair from `held`: chunk `i` of the device's queries, and one chunk of these keys.
         """
-        rank = lax.axis_index(self.axis)
+        rank, (leaves, structure) = lax.axis_index(self.axis), jax.tree.flatten(operands)
+        travels = [axes.travels for axes in split.sequence_axes(operands)]
 
         def hop(carry: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
             state, arrays = carry
-            following, source = self.send(arrays), (rank - number) % self.size
-            return (step(slices.replace_travelling(operands, self.axes, arrays), source, state), following), None
+            following, source, arrived = self.send(arrays), (rank - number) % self.size, iter(arrays)
+            held = [next(arrived) if moves else x for x, moves in zip(leaves, travels, strict=True)]
+            held_operands = jax.tree.unflatten(structure, held)
 
-        start = state, slices.travelling_arrays(operands, self.axes)
+            def pair(n: Scalar, state: T) -> T:
+                i, j = n // self.chunks, n % self.chunks
+                return step(held_operands, functools.partial(self.slice, source=source, i=i, j=j), i, state)
+
+            state = pair(0, state) if self.chunks == 1 else lax.fori_loop(0, self.chunks**2, pair, state)
+            return (after_hop(state), following), None
+
+        start = state, [x for x, moves in zip(leaves, travels, strict=True) if moves]
         return lax.scan(hop, start, jnp.arange(self.size, dtype=jnp.int32))[0][0]
-
-    def for_pairs(self, step: Callable[[Scalar, Scalar, T], T]) -> Callable[[T], T]:
-        """Makes the function of `state` that folds `step(i, j, state)` over all chunks i of queries and j of keys."""
-        if self.chunks == 1:
-            return functools.partial(step, 0, 0)
-        pairs, chunks = self.chunks**2, self.chunks
-        return lambda state: lax.fori_loop(0, pairs, lambda n, state: step(n // chunks, n % chunks, state), state)
 
     def slice(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
         """Makes the call of one pair: chunk `i` of a device's queries, and chunk `j` of the keys of device `source`."""
-        queries, keys = operands.query.shape[-3], operands.key.shape[-3]
+        queries, keys = operands.lengths
         height, width = queries // self.chunks, keys // self.chunks
-        first_query = slices.chunk_of(lax.axis_index(self.axis), i, self.size) * height
-        first_key = slices.chunk_of(source, j, self.size) * width
+        first_query = split.chunk_of(lax.axis_index(self.axis), i, self.size) * height
+        first_key = split.chunk_of(source, j, self.size) * width
         key_slice = j * width, source * keys + j * width, width
-        pair = slices.slice_call(operands, self.axes, (i * height, height), key_slice, (first_query, first_key))
-        return Call(pair, self.options)
+        return Call(split.slice_call(operands, (i * height, height), key_slice, (first_query, first_key)), self.options)
 
-    def hop(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar, known: Rows | None = None) -> Rows:
-        """Computes the pair of chunks that `slice` makes, in float32 at least.
+    def hop(self, call: Call, known: Result | None = None) -> Result:
+        """Computes the call of a pair in float32 at least, or returns `known`, with derivatives of `Engine.share`."""
+        operands, (engine, plan) = call.operands, self.engines[0]
+        query, key, value = (x.astype(self.options.dtype) for x in operands[:3])
+        call = guard(call._replace(operands=operands._replace(query=query, key=key, value=value)), plan)
+        return engine.forward(plan, call) if known is None else engine.share(plan, call, known)
 
-        With `known`, the result of query chunk `i` over all keys, returns it; its derivatives are this pair's share.
-        """
-        pair, options = self.slice(operands, source, i, j)
-        query, key, value = (x.astype(options.dtype) for x in pair[:3])
-        engine, plan = self.engines[0]
-        call = guard(Call(pair._replace(query=query, key=key, value=value), options), plan)
-        result = engine.forward(plan, call) if known is None else engine.share(plan, call, Result(*known))
-        return tuple(x for x in result if x is not None)
-
-    def share(
-        self, operands: Operands, source: Scalar, i: Scalar, j: Scalar, known: Rows
-    ) -> Callable[[Trainable], Rows]:
+    def share(self, held: Operands, cut: Cut, known: Result) -> Callable[[Trainable], Result]:
         """Makes a function of the trainable operands that returns `known`; its derivatives are this pair's share."""
-        return lambda trainable: self.hop(operands._replace(**trainable._asdict()), source, i, j, known)
+        return lambda trainable: self.hop(cut(held._replace(**trainable)), known)
 
     def send(self, tree: T) -> T:
         """Sends arrays to the next device, and returns those from the previous device."""
         pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
 
+    def send_keys(self, trainable: Trainable) -> Trainable:
+        return trainable | self.send({name: trainable[name] for name in ("key", "value")})
 
-def _merge_hops(ring: Ring, operands: Operands) -> Rows:
-    """Computes output, log-sum-exp and, if asked for, largest scores over all keys, by merging all hops."""
-    (*rows, _), features, dtype = operands.query.shape, operands.value.shape[-1], ring.options.dtype
+    def rows(self, results: T, chunk: Scalar) -> T:
+        """Cuts the rows of one chunk of queries out of results."""
 
-    def step(held: Operands, source: Scalar, merged: State) -> State:
-        def merge(i: Scalar, j: Scalar, merged: State) -> State:
-            return _merge(merged, i, ring.hop(held, source, i, j))
+        def cut(x: Array) -> Array:
+            size = x.shape[self.rows_axis] // self.chunks
+            return lax.dynamic_slice_in_dim(x, chunk * size, size, self.rows_axis)
 
-        return ring.for_pairs(merge)(merged)
+        return jax.tree.map(cut, results)
 
-    start = online_softmax.start(tuple(rows), features, None, dtype, ring.options.return_max_score)
-    output, lse, largest = online_softmax.finish(ring.fold(operands, step, start))
-    return (output, lse) if largest is None else (output, lse, largest)
+    def put_rows(self, results: T, chunk: Scalar, parts: T) -> T:
+        """Returns `results` with `parts` in place of the rows that `rows` cuts out."""
+
+        def put(x: Array, part: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(x, part, chunk * part.shape[self.rows_axis], self.rows_axis)
+
+        return jax.tree.map(put, results, parts)
 
 
-def _merge(merged: State, chunk: Scalar, result: Rows) -> State:
-    """Merges a hop's result for the queries in `chunk` into their rows in `merged`.
+def _merge_hops(ring: Ring, operands: Operands) -> Result:
+    """Computes output, log-sum-exp and, if asked for, largest scores over all keys, by merging all hops.
 
     In the online softmax, the result over some keys is like one more key: its score is the log-sum-exp and its value is
     the output. The state keeps maximum and sum apart; a merged log-sum-exp would be rounded in every hop.
     """
-    output, lse, *largest = result
-    before = _rows(merged, chunk, lse.shape[-2], lse.ndim - 2)
-    values = output.reshape(lse.size, output.shape[-1])
-    flat = jax.tree.map(lambda x: x.reshape(lse.size, *x.shape[lse.ndim :]), before)  # rows of all heads
-    after = online_softmax.update(flat, lse.reshape(lse.size, 1), lambda weights: weights * values)
-    if before.largest is not None:  # largest scores, not log-sum-exps
-        after = after._replace(largest=lax.max(before.largest, *largest))
-    after = jax.tree.map(lambda rows, old: rows.reshape(old.shape), after, before)
-    return _put_rows(merged, chunk, after, lse.shape[-2], lse.ndim - 2)
+
+    def step(held: Operands, cut: Cut, i: Scalar, merged: State) -> State:
+        result: Any = ring.hop(cut(held))
+        before, count = ring.rows(merged, i), result.lse.size
+        values = result.output.reshape(count, result.output.shape[-1])
+        flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[result.lse.ndim :]), before)  # rows of all heads
+        after = online_softmax.update(flat, result.lse.reshape(count, 1), lambda weights: weights * values)
+        if before.largest is not None:  # largest scores, not log-sum-exps
+            after = after._replace(largest=lax.max(before.largest, result.largest))
+        return ring.put_rows(merged, i, jax.tree.map(lambda rows, old: rows.reshape(old.shape), after, before))
+
+    (*rows, _), features, options = operands.query.shape, operands.value.shape[-1], ring.options
+    start = online_softmax.start(tuple(rows), features, None, options.dtype, options.return_max_score)
+    return Result(*online_softmax.finish(ring.fold(operands, step, start)))
 
 
-def _rows(results: T, chunk: Scalar, size: int, axis: int) -> T:
-    """Cuts the rows of one chunk, of `size` queries, out of arrays with queries along `axis`."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, chunk * size, size, axis), results)
-
-
-def _put_rows(results: T, chunk: Scalar, parts: T, size: int, axis: int) -> T:
-    """Returns `results` with `parts` in place of the rows that `_rows` cuts out."""
-    put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk * size, axis=axis)
-    return jax.tree.map(put, results, parts)
-
-
-def _tangents(ring: Ring, operands: Operands, known: Rows, d_operands: Trainable) -> Rows:
+def _tangents(ring: Ring, operands: Operands, known: Result, d_operands: Trainable) -> Result:
     """Computes the tangents of `known`, output and log-sum-exp over all keys: the sum of the shares of all hops.
 
     The tangents of keys and values travel around the ring with them.
     """
     ring = ring.portable
-    axis = operands.query.ndim - 3
-    height = operands.query.shape[axis] // ring.chunks
 
-    def step(held: Operands, source: Scalar, state: tuple) -> tuple:
+    def step(held: Operands, cut: Cut, i: Scalar, state: tuple) -> tuple:
         sums, d_operands = state
+        share = ring.share(held, cut, ring.rows(known, i))
+        _, more = jax.jvp(share, (trainable_of(held),), (d_operands,))
+        return ring.put_rows(sums, i, jax.tree.map(jnp.add, ring.rows(sums, i), more)), d_operands
 
-        def add(i: Scalar, j: Scalar, sums: Rows) -> Rows:
-            share = ring.share(held, source, i, j, _rows(known, i, height, axis))
-            _, more = jax.jvp(share, (trainable_of(held),), (d_operands,))
-            return _put_rows(sums, i, jax.tree.map(jnp.add, _rows(sums, i, height, axis), more), height, axis)
-
-        key, value = ring.send((d_operands.key, d_operands.value))
-        return ring.for_pairs(add)(sums), d_operands._replace(key=key, value=value)
-
-    return ring.fold(operands, step, (jax.tree.map(jnp.zeros_like, known), d_operands))[0]
+    start = jax.tree.map(jnp.zeros_like, known), d_operands
+    return ring.fold(operands, step, start, lambda state: (state[0], ring.send_keys(state[1])))[0]
 
 
-def _gradients(ring: Ring, operands: Operands, known: Rows, cotangents: Rows) -> Trainable:
+def _gradients(ring: Ring, operands: Operands, known: Result, cotangents: Result) -> Trainable:
     """Computes the gradients of a device's operands from the cotangents of `known`: the transpose of `_tangents`."""
-    axis = operands.query.ndim - 3
-    rows = functools.partial(_rows, size=operands.query.shape[axis] // ring.chunks, axis=axis)
 
-    def step(held: Operands, source: Scalar, sums: Trainable) -> Trainable:
+    def step(held: Operands, cut: Cut, i: Scalar, sums: Trainable) -> Trainable:
         query, key, value = (x.astype(ring.options.dtype) for x in held[:3])
-        trainable = trainable_of(held)._replace(query=query, key=key, value=value)
-
-        def add(i: Scalar, j: Scalar, sums: Trainable) -> Trainable:
-            [more] = jax.vjp(ring.share(held, source, i, j, rows(known, i)), trainable)[1](rows(cotangents, i))
-            return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, more)
-
-        sums = ring.for_pairs(add)(sums)
-        key, value = ring.send((sums.key, sums.value))
-        return sums._replace(key=key, value=value)
+        trainable = trainable_of(held) | {"query": query, "key": key, "value": value}
+        [more] = jax.vjp(ring.share(held, cut, ring.rows(known, i)), trainable)[1](ring.rows(cotangents, i))
+        return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, more)
 
     trainable = trainable_of(operands)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), trainable)
-    return jax.tree.map(lambda d, x: d.astype(x.dtype), ring.fold(operands, step, zeros), trainable)
+    sums = ring.fold(operands, step, zeros, ring.send_keys)
+    return jax.tree.map(lambda d, x: d.astype(x.dtype), sums, trainable)
 
 
 def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> tuple[Array, Array]:
@@ -264,23 +233,23 @@ def _results(ring: Ring, operands: Operands) -> Any:
     rows, dtype = operands.query.shape[:-1], ring.options.dtype
     shapes = (*rows, operands.value.shape[-1]), *(rows for _ in range(1 + ring.options.return_max_score))
 
-    def evaluate(*arguments: Any) -> Rows:
-        return _merge_hops(ring, jax.tree.unflatten(structure, arguments))
+    def evaluate(*arguments: Any) -> list[Array]:
+        return jax.tree.leaves(_merge_hops(ring, jax.tree.unflatten(structure, arguments)))
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         output, lse, *largest = attend(*arguments)
-        result = name_residuals(output, lse)
+        known = name_residuals(output, lse)
         d_arguments = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)]
         operands, d_operands = (jax.tree.unflatten(structure, x) for x in (arguments, d_arguments))
         without_max = ring._replace(options=ring.options._replace(return_max_score=False))  # it has no tangent
-        tangent = _linear(_tangents, without_max, operands, result, trainable_of(d_operands))
-        return [*result, *largest], [*tangent, *(None for _ in largest)]
+        tangent = _linear(_tangents, without_max, operands, Result(*known), trainable_of(d_operands))
+        return [*known, *largest], [*tangent, *(None for _ in largest)]
 
     attend = Function([jax.ShapeDtypeStruct(shape, dtype) for shape in shapes], evaluate, jvp)
-    return attend(*leaves)
+    return Result(*attend(*leaves))
 
 
-def _linear(compute: Callable, ring: Ring, operands: Operands, known: Rows, linear: Any) -> list[Array]:
+def _linear(compute: Callable, ring: Ring, operands: Operands, known: Result, linear: Any) -> list[Array]:
     """Returns the leaves of `compute(ring, operands, known, linear)`, as one operation that JAX can transpose.
 
     `compute` is `_tangents`, or its transpose `_gradients`; `linear` are the tangents or cotangents.

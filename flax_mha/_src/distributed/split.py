@@ -1,7 +1,10 @@
 """How a mesh splits a call: along batch axes and heads, and along the sequence with `context_parallel`.
 
 A split is known if the caller gives it (`qkv_sharding`, `context_parallel`), if the types of the arrays contain it (on
-a mesh with Explicit axes), or if the arrays are concrete. Otherwise, XLA's partitioner splits the call.
+a mesh with Explicit axes), or if the arrays are concrete. Otherwise, XLA's partitioner splits the call. `run_on_mesh`
+computes the parts inside `jax.shard_map`, each as a call of its own. They need no communication unless the sequence is
+split, and any engine can compute them, fused kernels too; `ring.py` and `exchange.py` are the strategies for that case,
+with `slice_call` and `reorder_keys`.
 """
 
 import math
@@ -9,10 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array
 
-from flax_mha._src.call.operands import Axes, Call, Context
-from flax_mha._src.distributed.slices import travels_with_keys
+from flax_mha._src.call.operands import Axes, Call, Context, Layout, Operands, Options, Result, Sharding
+from flax_mha._src.core.integers import int_at_least
+from flax_mha._src.core.tile import Scalar
+from flax_mha._src.math.head import head_ids
 
 
 def mesh_axes(mesh: Any, *kinds: AxisType) -> list[str]:
@@ -93,8 +103,8 @@ class Split(NamedTuple):
 
     def shard_map(
         self, function: Callable[..., Any], arrays: Sequence[Any], axes: Sequence[str], out_spec: PartitionSpec
-    ) -> tuple[Callable[..., Any], list[Any]]:
-        """Returns a `jax.shard_map` of `function`, and the `arrays`, with these names of axes, to call it with."""
+    ) -> Any:
+        """Calls `function` in `jax.shard_map`; `axes` are the names of the axes of each array."""
         specs = tuple(self.spec(x, names) for x, names in zip(arrays, axes, strict=True))
         everything = self.manual == frozenset(self.mesh.axis_names)
         mapped = jax.shard_map(
@@ -105,7 +115,7 @@ class Split(NamedTuple):
             axis_names=frozenset() if everything else self.manual,  # no name: all axes but those of `jax.vmap`
             check_vma=False,  # outputs of kernels do not declare the axes over which they vary
         )
-        return mapped, [self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        return mapped(*(self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)))
 
 
 def by_types(call: Call) -> Split:
@@ -119,13 +129,7 @@ def by_types(call: Call) -> Split:
 def by_caller(call: Call, sharding: Any) -> Split | None:
     """Returns the split by `qkv_sharding`, on the mesh that it has or that of `jax.set_mesh`; None without a mesh."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
-    named = {name for axes in spec for name in names_of(axes)}
-    known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
-    if unknown := named - set(known):
-        have = f"the mesh has {tuple(known)}" if known else "no mesh is set; use jax.set_mesh, or a NamedSharding"
-        raise ValueError(
-            f"qkv_sharding must use axis names of the mesh, but got {', '.join(sorted(unknown))}, and {have}."
-        )
+    known = _known_axes("qkv_sharding", mesh, [name for axes in spec for name in names_of(axes)], "a NamedSharding")
     return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
 
 
@@ -144,16 +148,10 @@ def by_placement(call: Call) -> Split | None:
 def by_context(call: Call, context: Context) -> Split:
     """Returns the split by `context_parallel`; without `batch_axes` or `head_axis`, these are split as in the query."""
     mesh, spec = _mesh_and_spec(call, context)
-    known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
     heads = context.head_axis or spec[-2]
     named = [context.axis, *(name for axes in (*batch, heads) for name in names_of(axes))]
-    if unknown := set(named) - set(known):
-        have = f"the mesh has {tuple(known)}" if known else "no mesh is set; use jax.set_mesh, or mesh="
-        if unknown & set(mesh_axes(mesh, AxisType.Manual)):
-            have = "this axis is already Manual: call it outside jax.shard_map"
-        got = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"context_parallel must use axis names of the mesh, but got {got}, and {have}.")
+    known = _known_axes("context_parallel", mesh, named, "mesh=")
     if len(set(named)) < len(named):
         raise ValueError(f"axis, batch_axes and head_axis must be different mesh axes, but got {tuple(named)}.")
     if context.batch_axes and not batch:
@@ -161,6 +159,18 @@ def by_context(call: Call, context: Context) -> Split:
     split = _split(mesh, known, [PartitionSpec(*batch, None, heads)], call, "context_parallel")
     _check_sequences(call, context, split)
     return split._replace(context=context)
+
+
+def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> list[str]:
+    """Returns the mesh axes that may split arrays; raises a ValueError if the `argument` names others."""
+    known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
+    if unknown := set(named) - set(known):
+        have = f"the mesh has {tuple(known)}" if known else f"no mesh is set; use jax.set_mesh, or {fix}"
+        if unknown & set(mesh_axes(mesh, AxisType.Manual)):
+            have = "this axis is already Manual: call it outside jax.shard_map"
+        got = ", ".join(map(repr, sorted(unknown)))
+        raise ValueError(f"{argument} must use axis names of the mesh, but got {got}, and {have}.")
+    return known
 
 
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
@@ -223,3 +233,156 @@ def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, s
             )
     key_heads = axes_of_key_heads(heads, number_of_parts(mesh, heads), key.shape[-2])
     return Split(mesh, frozenset(manual), tuple(batch), heads, key_heads)
+
+
+def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
+    """Places `x` by a sharding, or by the first `rank` entries of its spec, if there is a sharding."""
+    if sharding is None:
+        return x
+    mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
+    if mesh.empty:
+        raise ValueError(f"sharding must be a NamedSharding if no mesh is set, but got {sharding}.")
+    spec: Any = getattr(sharding, "spec", sharding)
+    target = NamedSharding(mesh, PartitionSpec(*spec[:rank]))
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.reshard(x, target)
+    return lax.with_sharding_constraint(x, target)
+
+
+def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
+    """Gathers the entries of `x` at the indices `numbers` of its first axis; `missing` for indices out of range.
+
+    On a mesh with Explicit axes, the result is split like `x`, but along the first axis only if its length allows it.
+    """
+    x, target = jnp.asarray(x), None
+    if is_explicit(x):
+        sharding = jax.typeof(x).sharding
+        first, *others = pad_spec(sharding.spec, x.ndim)
+        parts = number_of_parts(sharding.mesh, first)
+        target = NamedSharding(sharding.mesh, PartitionSpec(None if numbers.size % parts else first, *others))
+    return x.at[numbers].get(mode="fill", fill_value=missing, out_sharding=target)
+
+
+def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]) -> Any:
+    """Computes `run(call)`, which returns output and log-sum-exp, on each device for its part of the call."""
+    operands = operands._replace(head_ids=head_ids(operands, options))
+    leaves, structure = jax.tree.flatten(operands)
+
+    def part(*leaves: Array) -> Any:
+        held = _shared_key_head(jax.tree.unflatten(structure, leaves), operands, parts)
+        return run(unsplit(Call(held, options)))
+
+    return parts.shard_map(part, leaves, operands.axis_names(), parts.output_spec)
+
+
+def unsplit(call: Call) -> Call:
+    """Returns the call, marked as one whose arrays are on one device."""
+    options = call.options
+    return call._replace(options=options._replace(sharding=None, target=options.target._replace(may_be_split=False)))
+
+
+def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
+    """Returns `part`, a device's part of `whole`; if key heads are not split, with the one that its queries use."""
+    if parts.heads == parts.key_heads:
+        return part
+    group_size = whole.query.shape[-2] // whole.key.shape[-2]
+    first = lax.axis_index(parts.heads) * part.query.shape[-2] // group_size
+    arrays = part.key, part.value, part.cache_scale
+    key, value, scale = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, 1, axis=-2), arrays)
+    return part._replace(key=key, value=value, cache_scale=scale)
+
+
+def empty_result(call: Call, parts: Split) -> Result:
+    """Returns the result of a call without queries: XLA cannot always compile gradients of empty parts."""
+    query, value = call.operands.query, call.operands.value
+    lse = query.sum(-1)  # no constant, so that the results are on the devices of the query
+    output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
+    output, lse = (parts.reshard(x, parts.output_spec) for x in (output, lse))
+    lse = lse.astype(call.options.dtype)
+    return Result(output, lse, lse if call.options.return_max_score else None)
+
+
+class SequenceAxes(NamedTuple):
+    """The sequence axes of one array of a call."""
+
+    queries: int | None  # number of the axis with an entry for each query, or None
+    keys: int | None  # number of the axis with an entry for each key, or None
+    travels: bool  # whether the array is split over devices as keys and values are, and so travels with them in a ring
+
+
+def sequence_axes(operands: Operands) -> list[SequenceAxes]:
+    """Finds the sequence axes of each array, in the order of `jax.tree.leaves`."""
+    batch = ["B"] * (operands.query.ndim - 3)
+    found = []
+    for x, axes in zip(jax.tree.leaves(operands), operands.axis_names(), strict=True):
+        names = [axis for name in axes.split() for axis in (batch if name == "B" else [name])]
+        # An axis "T|1" or "S|1" of length 1 is broadcast.
+        numbers = {name[0]: i for i, name in enumerate(names) if not name.endswith("|1") or x.shape[i] != 1}
+        found.append(SequenceAxes(numbers.get("T"), numbers.get("S"), travels_with_keys(names)))
+    return found
+
+
+def travels_with_keys(names: Sequence[str]) -> bool:
+    """Returns whether an array with these axes is split by keys; one with queries and keys is split by queries."""
+    return "S" in names and not {"T", "T|1"} & set(names)
+
+
+def slice_call(
+    operands: Operands,
+    queries: tuple[Scalar, int],
+    keys: tuple[Scalar, Scalar, int] | None,
+    positions: tuple[Scalar, Scalar],
+) -> Operands:
+    """Cuts some queries and keys out of the operands that a device holds.
+
+    `queries` are the first query and their number. `keys` are the first key in arrays that travel, the first key in
+    arrays with entries for all keys, and their number; None keeps all. `positions` of the first query and the first key
+    are relative to the offsets of `operands`.
+    """
+    first_held, first_of_all, width = (0, 0, operands.lengths[1]) if keys is None else keys
+
+    def cut(x: Array, axes: SequenceAxes) -> Array:
+        first_key = first_held if axes.travels else first_of_all
+        for axis, first, length in ((axes.queries, *queries), (axes.keys, first_key, width)):
+            if axis is not None and x.shape[axis] != length:
+                x = lax.dynamic_slice_in_dim(x, first, length, axis)
+        return x
+
+    shape = (1,) * (operands.query.ndim - 3)
+    offsets = operands.offsets.moved(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in positions))
+    return _map(cut, operands)._replace(offsets=offsets)
+
+
+def _map(change: Callable[[Array, SequenceAxes], Array], operands: Operands) -> Operands:
+    leaves, structure = jax.tree.flatten(operands)
+    return jax.tree.unflatten(structure, map(change, leaves, sequence_axes(operands)))
+
+
+def reorder_keys(operands: Operands, order: np.ndarray, and_queries: bool = False) -> Operands:
+    """Calls `reorder_chunks` on all arrays along their keys and, with `and_queries`, along their queries."""
+
+    def change(x: Array, axes: SequenceAxes) -> Array:
+        x = x if axes.keys is None else reorder_chunks(x, order, axes.keys)
+        return x if axes.queries is None or not and_queries else reorder_chunks(x, order, axes.queries)
+
+    return _map(change, operands)
+
+
+def reorder_chunks(x: Any, order: np.ndarray, axis: int) -> Any:
+    """Cuts an array of NumPy or JAX into `len(order)` chunks, and joins them such that chunk `order[i]` is the i-th."""
+    library = np if isinstance(x, np.ndarray) else jnp
+    chunks = library.split(x, len(order), axis)
+    return library.concatenate([chunks[i] for i in order], axis)
+
+
+def chunk_order(layout: Layout, devices: int) -> np.ndarray:
+    """Lists the chunks of the sequence, by number, in the order in which the devices hold them."""
+    ranks = np.arange(int_at_least("devices", devices, 1), dtype=np.int32)
+    if layout == "contiguous":
+        return ranks
+    return np.stack([chunk_of(ranks, number, devices) for number in range(2)], 1).ravel()
+
+
+def chunk_of(rank: Any, number: Any, devices: int) -> Any:
+    """Returns the index in the sequence of a device's chunk 0, which is `rank`, or of chunk 1 (only in "zigzag")."""
+    return rank + number * (2 * devices - 1 - 2 * rank)
