@@ -1,14 +1,14 @@
 """Masks as functions of positions; only `ArrayMask` holds T x S values."""
 
+from flax_mha.masks.arrays import ArrayMask as ArrayMask
+from flax_mha.masks.arrays import LengthMask as LengthMask
+from flax_mha.masks.arrays import SegmentMask as SegmentMask
 from flax_mha.masks.base import And as And
+from flax_mha.masks.base import CausalMask as CausalMask
+from flax_mha.masks.base import LocalMask as LocalMask
 from flax_mha.masks.base import Mask as Mask
 from flax_mha.masks.base import Not as Not
 from flax_mha.masks.base import Occupancy as Occupancy
 from flax_mha.masks.base import Or as Or
-from flax_mha.masks.basic import ArrayMask as ArrayMask
-from flax_mha.masks.basic import CausalMask as CausalMask
-from flax_mha.masks.basic import LengthMask as LengthMask
-from flax_mha.masks.basic import LocalMask as LocalMask
-from flax_mha.masks.basic import SegmentMask as SegmentMask
-from flax_mha.masks.basic import WrittenMask as WrittenMask
+from flax_mha.masks.base import WrittenMask as WrittenMask
 from flax_mha.masks.function import FunctionMask as FunctionMask

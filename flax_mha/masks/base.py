@@ -1,4 +1,4 @@
-"""The base class of masks, and masks combined by `&`, `|` and `~`.
+"""The base class of masks, windows, and masks combined by `&`, `|` and `~`.
 
 A mask has two methods. `tile` computes which scores of one tile are visible. `occupancy` computes for all tiles of a
 grid whether some scores may be visible, or else the tile is skipped, and whether all are, which needs no masking.
@@ -13,15 +13,17 @@ axes in their metadata. `tile` and `occupancy` are called with the part of each 
 """
 
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from flax_mha._src.core.integers import LARGEST, SMALLEST, is_int
 from flax_mha._src.core.tile import BoolMatrix, Grid, Tile
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.validation import Shape
@@ -181,13 +183,27 @@ class _Combined(Mask):
         return type(self)(*(part.map_arrays(change) for part in self.parts))
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class And(_Combined):
-    """Shows the keys that both masks show."""
+class _Pair(_Combined):
+    """Two masks, combined by a logical operator."""
 
     left: Mask
     right: Mask
+    operator: ClassVar[Callable[[Any, Any], Any]]
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        return type(self).operator(self.left.tile(tile), self.right.tile(tile))
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        return Occupancy(*map(type(self).operator, self.left.occupancy(grid), self.right.occupancy(grid)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class And(_Pair):
+    """Shows the keys that both masks show."""
+
+    operator = operator.and_
 
     @property
     def window(self) -> Window | None:
@@ -196,13 +212,6 @@ class And(_Combined):
             return None
         left, right = (min((x for x in side if x is not None), default=None) for side in zip(*windows, strict=True))
         return left, right
-
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        return self.left.tile(tile) & self.right.tile(tile)
-
-    def occupancy(self, grid: Grid) -> Occupancy:
-        left, right = self.left.occupancy(grid), self.right.occupancy(grid)
-        return Occupancy(left.any_visible & right.any_visible, left.all_visible & right.all_visible)
 
 
 def conjuncts(mask: Mask | None) -> list[Mask]:
@@ -214,18 +223,10 @@ def conjuncts(mask: Mask | None) -> list[Mask]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Or(_Combined):
+class Or(_Pair):
     """Shows the keys that at least one of two masks shows."""
 
-    left: Mask
-    right: Mask
-
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        return self.left.tile(tile) | self.right.tile(tile)
-
-    def occupancy(self, grid: Grid) -> Occupancy:
-        left, right = self.left.occupancy(grid), self.right.occupancy(grid)
-        return Occupancy(left.any_visible | right.any_visible, left.all_visible | right.all_visible)
+    operator = operator.or_
 
 
 @jax.tree_util.register_dataclass
@@ -241,3 +242,113 @@ class Not(_Combined):
     def occupancy(self, grid: Grid) -> Occupancy:
         occupancy = self.mask.occupancy(grid)
         return Occupancy(~occupancy.all_visible, ~occupancy.any_visible)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Window(Mask):
+    """The base class of masks that show the keys in a window."""
+
+    @property
+    def window(self) -> Window:
+        raise NotImplementedError
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        (left, right), visible = self.window, jnp.ones((1, 1), bool)
+        ahead = tile.key_positions - tile.query_positions
+        if left is not None:
+            visible = visible & (ahead >= _int32(-left))
+        if right is not None:
+            visible = visible & (ahead <= _int32(right))
+        return visible
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        (left, right), (least, greatest) = self.window, grid.distance_bounds()
+        first = SMALLEST if left is None else _int32(-left)
+        last = LARGEST if right is None else _int32(right)
+        return Occupancy((greatest >= first) & (least <= last), (least >= first) & (greatest <= last))
+
+
+def _int32(distance: int) -> int:
+    """Clips a distance to the range of int32, which holds all distances between positions."""
+    return int(min(max(distance, SMALLEST), LARGEST))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalMask(_Window):
+    """Shows keys from `left` positions before the query to `right` positions after it, inclusive; None means no limit.
+
+    Raises:
+      ValueError: If `left` or `right` is not an integer, or if the window is empty because left + right < 0.
+
+    Example:
+      >>> from flax_mha import LocalMask
+      >>> print(LocalMask(2, 1))
+      ██······
+      ███·····
+      ████····
+      ·████···
+      ··████··
+      ···████·
+      ····████
+      ·····███
+    """
+
+    left: int | None = dataclasses.field(metadata={"static": True})
+    right: int | None = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        sides = (self.left, self.right)
+        if not all(side is None or type(side) is int or is_int(side) for side in sides):
+            raise ValueError(f"LocalMask(left, right) requires integers or None, but got {sides}.")
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            raise ValueError(
+                f"LocalMask(left, right) requires left + right >= 0, but {sides} is an empty window; left counts "
+                "backward, so pass a positive left to include keys before the query."
+            )
+
+    @property
+    def window(self) -> Window:
+        return self.left, self.right
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class CausalMask(_Window):
+    """Shows keys up to the query's own position plus `offset`.
+
+    Raises:
+      ValueError: If `offset` is not an integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha import CausalMask, dot_product_attention
+      >>> x = jnp.ones((1, 5, 2, 8))
+      >>> dot_product_attention(x, x, x, mask=CausalMask()).shape
+      (1, 5, 2, 8)
+    """
+
+    offset: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if type(self.offset) is not int and not is_int(self.offset):
+            raise ValueError(
+                f"CausalMask(offset) requires an integer, but got {self.offset!r}; pass an array as query_offset=."
+            )
+
+    @property
+    def window(self) -> Window:
+        return None, self.offset
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class WrittenMask(Mask):
+    """Shows keys at positions >= 0: in a ring or with a negative first position, the others were never written."""
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        return tile.key_positions >= 0
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        first, last = grid.bounds(1, positions=True)
+        return Occupancy(last >= 0, first >= 0)

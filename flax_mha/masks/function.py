@@ -17,8 +17,7 @@ from flax_mha._src.core.tile import BoolMatrix, Grid, Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import is_key, readable
 from flax_mha._src.core.user_function import Trace, TracedFunction, trace
 from flax_mha._src.core.validation import Shape
-from flax_mha.masks.base import Mask, Occupancy, Window, conjuncts
-from flax_mha.masks.basic import LocalMask
+from flax_mha.masks.base import LocalMask, Mask, Occupancy, Window, conjuncts
 
 
 @jax.tree_util.register_pytree_node_class
