@@ -23,19 +23,19 @@ Example:
   ████████
 """
 
-from flax_mha.recipes.arguments import combine as combine
-from flax_mha.recipes.branches import block_diffusion as block_diffusion
-from flax_mha.recipes.branches import shared_prefix as shared_prefix
-from flax_mha.recipes.branches import tree_causal as tree_causal
-from flax_mha.recipes.images import neighborhood as neighborhood
-from flax_mha.recipes.images import shifted_windows as shifted_windows
+from flax_mha.recipes.masks import block_diffusion as block_diffusion
 from flax_mha.recipes.masks import block_sparse as block_sparse
 from flax_mha.recipes.masks import causal as causal
 from flax_mha.recipes.masks import dilated as dilated
 from flax_mha.recipes.masks import documents as documents
+from flax_mha.recipes.masks import neighborhood as neighborhood
 from flax_mha.recipes.masks import prefix_lm as prefix_lm
+from flax_mha.recipes.masks import shared_prefix as shared_prefix
+from flax_mha.recipes.masks import shifted_windows as shifted_windows
 from flax_mha.recipes.masks import sliding_window as sliding_window
+from flax_mha.recipes.masks import tree_causal as tree_causal
 from flax_mha.recipes.scores import alibi as alibi
 from flax_mha.recipes.scores import attention_sinks as attention_sinks
+from flax_mha.recipes.scores import combine as combine
 from flax_mha.recipes.scores import soft_cap as soft_cap
 from flax_mha.recipes.scores import t5_bias as t5_bias

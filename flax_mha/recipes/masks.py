@@ -1,20 +1,25 @@
-"""Recipes that are masks over one text."""
+"""Recipes that are masks; `shifted_windows` also adds a bias."""
 
-from jaxtyping import Array, Bool, Int
+from typing import Any
 
-from flax_mha._src.core.integers import int32, int_at_least, is_int
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from flax_mha._src.core.integers import extremes, ids_int32, int32, int_at_least, is_int
+from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.user_function import made_for
 from flax_mha._src.core.validation import as_array
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
-from flax_mha.recipes.arguments import Arguments
 
 
-def causal() -> Arguments:
+def causal() -> dict[str, Any]:
     """Lets each token attend to itself and the tokens before it."""
     return {"mask": CausalMask()}
 
 
-def sliding_window(width: int) -> Arguments:
+def sliding_window(width: int) -> dict[str, Any]:
     """Lets each token attend to itself and `width` tokens before it. Beltagy et al., Longformer, arXiv:2004.05150.
 
     For decoding, pass `local_window_size=(width, 0)` to the constructor of the module instead; its cache is then a ring
@@ -23,24 +28,24 @@ def sliding_window(width: int) -> Arguments:
     return {"mask": LocalMask(width, 0)}
 
 
-def prefix_lm(length: int | Int[Array, ""]) -> Arguments:
+def prefix_lm(length: int | Int[Array, ""]) -> dict[str, Any]:
     """Lets the first `length` tokens attend to each other; causal after them. Raffel et al., T5, arXiv:1910.10683."""
     length = length if is_int(length) else int32("length", length)
     return {"mask": CausalMask() | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < length)}
 
 
-def documents(ids: Int[Array, "*B S"]) -> Arguments:
+def documents(ids: Int[Array, "*B S"]) -> dict[str, Any]:
     """Packs several documents into one sequence: causal among tokens with the same id."""
     return {"mask": CausalMask() & SegmentMask(ids, ids)}
 
 
-def dilated(step: int) -> Arguments:
+def dilated(step: int) -> dict[str, Any]:
     """Lets tokens attend to every `step`-th earlier token. Child et al., Sparse Transformers, arXiv:1904.10509."""
     step = int_at_least("step", step, 1)
     return {"mask": CausalMask() & FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % step == 0)}
 
 
-def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> Arguments:
+def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> dict[str, Any]:
     """Shows blocks of `block` x `block` scores if `table` is True. Zaheer et al., BigBird, arXiv:2007.14062.
 
     For each head, the table must have a row for each block of queries and a column for each block of keys.
@@ -60,3 +65,220 @@ def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> Arguments:
         return table[h, q_idx // block, kv_idx // block]
 
     return {"mask": FunctionMask(visible)}
+
+
+def shared_prefix(ids: Int[Array, "*B S"]) -> dict[str, Any]:
+    """Packs several continuations of one prompt; each attends to the prompt and itself. arXiv:2410.20305.
+
+    Causal: query i attends to key j <= i if ids[j] is 0 (the prompt) or ids[j] = ids[i]. The prompt is computed only
+    once, for example for the chosen and the rejected answer in preference learning, or for all samples of a group. For
+    modules with rotary positions, also pass `positions` in which every continuation starts where the prompt ends.
+
+    Args:
+      ids: 0 for tokens of the prompt, another number for each continuation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha import recipes
+      >>> print(recipes.shared_prefix(jnp.array([0, 0, 0, 1, 1, 2, 2, 2]))["mask"])
+      █·······
+      ██······
+      ███·····
+      ████····
+      █████···
+      ███··█··
+      ███··██·
+      ███··███
+    """
+    ids = ids_int32("ids", ids)
+    return {"mask": CausalMask() & (SegmentMask(ids, ids) | SegmentMask(ids * 0, ids))}
+
+
+def block_diffusion(length: int, block: int) -> dict[str, Any]:
+    """Lets noised blocks attend to earlier clean blocks (block diffusion). BD3-LM, arXiv:2503.09573, 3.3; Fast-dLLM v2.
+
+    The sequence is the noised text followed by the clean text, with `length` tokens each. If i' is the index of token i
+    in its text, and blocks have `block` tokens, query i attends to key j if
+
+        both are noised or both are clean, and i' // block = j' // block, or
+        j is clean, and i' // block > j' // block.
+
+    For modules with rotary positions, also pass `positions`: the positions in the text, twice.
+
+    Raises:
+      ValueError: If `length` or `block` is not an integer of at least 1; in the attention, if there are more than
+        2 x `length` positions.
+
+    Example:
+      >>> from flax_mha import recipes
+      >>> print(recipes.block_diffusion(length=4, block=2)["mask"])
+      ██······
+      ██······
+      ··████··
+      ··████··
+      ····██··
+      ····██··
+      ····████
+      ····████
+    """
+    length, block = int_at_least("length", length, 1), int_at_least("block", block, 1)
+
+    @made_for(q_idx=2 * length, kv_idx=2 * length)
+    def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        q_block, kv_block = (x % length // block for x in (q_idx, kv_idx))
+        same_block = (q_block == kv_block) & ((q_idx < length) == (kv_idx < length))
+        return same_block | ((kv_idx >= length) & (kv_block < q_block))
+
+    return {"mask": FunctionMask(visible)}
+
+
+def tree_causal(parents: Int[Array, "*B T"], index: Int[Array, "*B"] | int = 0) -> dict[str, Any]:
+    """Lets drafted tokens in a tree attend to their own branch and the text before. SpecInfer, arXiv:2305.09781.
+
+    One call over a cache then verifies all branches, and `KVCache.keep` keeps one of them. For modules with rotary
+    positions, also pass `positions`: `index` plus the depth of each token.
+
+    Args:
+      parents: For each token of the tree, the index of its parent, which must be smaller than its own index; -1 for the
+        first token of a branch. [T], or [B, T] if each sequence has its own tree.
+      index: Number of tokens before the tree: [] or [B].
+
+    Raises:
+      ValueError: If a parent does not come before its token and the values are not traced; in the attention, if there
+        are queries after the tree, or more batch entries than trees.
+    """
+    parents, index = int32("parents", parents), int32("index", index)
+    batches = {x.shape[0] for x, rank in ((parents, 2), (index, 1)) if x.ndim == rank}
+    if parents.ndim not in (1, 2) or index.ndim > 1 or not parents.size or len(batches) > 1:
+        raise ValueError(
+            f"parents must have shape [T] or [B, T], and index [] or [B], but got {parents.shape} and {index.shape}."
+        )
+    each = np.arange(parents.shape[-1], dtype=np.int32)
+    if readable(parents) and not np.all((parents >= -1) & (parents < each)):
+        raise ValueError(f"parents must precede their tokens or be -1, but got {np.asarray(parents).tolist()}.")
+    sizes = {"b": max(batches)} if batches else {}
+    if readable(index):
+        sizes["q_idx"] = extremes(index)[1] + each.size
+
+    def move_up(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        seen, node = carry
+        above = jnp.take_along_axis(jnp.asarray(parents), jnp.maximum(node, 0), axis=-1)
+        return seen | jax.nn.one_hot(node, each.size, dtype=bool), jnp.where(node < 0, -1, above)
+
+    start = jnp.zeros((*parents.shape, each.size), bool), jnp.broadcast_to(each, parents.shape)
+    seen, _ = jax.lax.fori_loop(0, each.size, move_up, start)
+
+    @made_for(**sizes)
+    def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        first = jnp.asarray(index) if index.ndim == 0 else jnp.asarray(index)[b]
+        q, kv = (jnp.clip(x - first, 0, each.size - 1) for x in (q_idx, kv_idx))
+        return (kv_idx < first) | (seen[q, kv] if parents.ndim == 1 else seen[b, q, kv])
+
+    return {"mask": CausalMask() & FunctionMask(visible)}
+
+
+def neighborhood(height: int, width: int, size: int) -> dict[str, Any]:
+    """Lets image tokens attend to the `size` x `size` tokens around them. NATTEN; Hassani et al., arXiv:2204.07143.
+
+    At borders the square is moved into the image, as in NATTEN, so that every token attends to size^2 tokens. A query
+    attends to a key, in rows y and columns x, if
+
+        0 <= y_key - clip(y_query - size // 2, 0, height - size) < size, and the same with x and width.
+
+    Raises:
+      ValueError: If `height`, `width` or `size` is not an integer of at least 1, or if the square does not fit into the
+        image; in the attention, if there are more than `height` x `width` positions.
+
+    Example:
+      >>> from flax_mha import recipes
+      >>> print(recipes.neighborhood(height=2, width=4, size=2)["mask"])
+      ██··██··
+      ██··██··
+      ·██··██·
+      ··██··██
+      ██··██··
+      ██··██··
+      ·██··██·
+      ··██··██
+    """
+    height, width, size = (
+        int_at_least(name, x, 1) for name, x in (("height", height), ("width", width), ("size", size))
+    )
+    if size > min(height, width):
+        raise ValueError(f"size must not exceed the image size, {height} x {width}, but got {size}.")
+
+    def is_near(q: Array, kv: Array, length: int) -> Array:
+        first = jnp.clip(q - size // 2, 0, length - size)
+        return (first <= kv) & (kv < first + size)
+
+    @made_for(q_idx=height * width, kv_idx=height * width)
+    def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return is_near(q_idx // width, kv_idx // width, height) & is_near(q_idx % width, kv_idx % width, width)
+
+    return {"mask": FunctionMask(visible)}
+
+
+def shifted_windows(
+    table: Float[Array, "offsets N"], height: int, width: int, window: int, shift: int = 0
+) -> dict[str, Any]:
+    """Cuts an image into windows with a learned relative bias. Liu et al., Swin Transformer, arXiv:2103.14030.
+
+    The image is cut into squares of `window` x `window` tokens, with the first cuts `shift` rows and columns from its
+    corner; the blocks of Swin alternate between shifts of 0 and window // 2. A query attends to the keys in its own
+    square, and the score of tokens in rows y and columns x becomes
+
+        score + table[(y_query - y_key + window - 1) * (2 * window - 1) + x_query - x_key + window - 1, head].
+
+    Swin computes the same result by rolling the image and masking tokens that became neighbors by the roll.
+
+    Args:
+      table: The `relative_position_bias_table` of the model; receives a gradient.
+      height: Rows of the image, a multiple of `window`.
+      width: Columns of the image, a multiple of `window`.
+      window: Rows and columns of a square.
+      shift: From 0 to window - 1.
+
+    Raises:
+      ValueError: If an argument is out of range; in the attention, if the table has another number of heads, or if
+        there are more than `height` x `width` positions.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha import recipes
+      >>> print(recipes.shifted_windows(jnp.zeros((9, 8)), height=2, width=4, window=2, shift=1)["mask"])
+      █·······
+      ·██·····
+      ·██·····
+      ···█····
+      ····█···
+      ·····██·
+      ·····██·
+      ·······█
+    """
+    height, width, window = (
+        int_at_least(name, x, 1) for name, x in (("height", height), ("width", width), ("window", window))
+    )
+    table, side = as_array("table", table, "an array [offsets, heads]"), 2 * window - 1
+    if height % window or width % window:
+        raise ValueError(f"height and width must be multiples of window, {window}, but got {height} and {width}.")
+    if int_at_least("shift", shift, 0) >= window:
+        raise ValueError(f"shift must be less than window, {window}, but got {shift}.")
+    if table.ndim != 2 or table.shape[0] != side**2:
+        raise ValueError(f"table must have shape [(2 * window - 1)^2, heads] = ({side**2}, N), but got {table.shape}.")
+
+    def squares(index: Array) -> tuple[list[Array], list[Array]]:
+        """Returns [row, column] of the square of each token `index`, and [row, column] of the token in its square."""
+        moved = [x + window - shift for x in (index // width, index % width)]
+        return [x // window for x in moved], [x % window for x in moved]
+
+    @made_for(q_idx=height * width, kv_idx=height * width)
+    def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        (q_row, q_column), (kv_row, kv_column) = squares(q_idx)[0], squares(kv_idx)[0]
+        return (q_row == kv_row) & (q_column == kv_column)
+
+    @made_for(h=table.shape[1])
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        down, right = (q - kv + window - 1 for q, kv in zip(squares(q_idx)[1], squares(kv_idx)[1], strict=True))
+        return score + table[down * side + right, h].astype(score.dtype)
+
+    return {"mask": FunctionMask(visible), "score_mod": score_mod}

@@ -10,17 +10,17 @@ Example:
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, integers
+from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, integers, is_int
 from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Scaling, YaRN, check_number
-from flax_mha.rope.sections import SectionLayout, check_sections, coordinates_of_pairs, frequencies_of_pairs
 
+SectionLayout = Literal["contiguous", "interleaved", "axial", "axial_strided"]
 __all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "RoPE", "YaRN", "apply_rope"]
 
 
@@ -93,7 +93,7 @@ class RoPE:
                 "scaling must be None, Linear, NTK, Llama3, YaRN or LongRoPE, but got "
                 f"{self.scaling!r}; for a Hugging Face dict, use RoPE.from_config."
             )
-        object.__setattr__(self, "sections", check_sections(self.sections, self.section_layout))
+        object.__setattr__(self, "sections", _check_sections(self.sections, self.section_layout))
 
     def rotated_size(self, head_size: int) -> int:
         """Returns R, the number of rotated features; raises a ValueError unless R is an even integer >= 2."""
@@ -110,13 +110,31 @@ class RoPE:
     def frequencies(self, head_size: int) -> np.ndarray:
         """Returns the frequency of each pair in radians per position: float64 `[R / 2]`, computed in numpy."""
         of_size = functools.partial(self._scaling.frequencies, float(self.base))
-        size, sections = self.rotated_size(head_size), self.sections
-        return of_size(size) if sections is None else frequencies_of_pairs(sections, self.section_layout, size, of_size)
+        size, sections, layout = self.rotated_size(head_size), self.sections or (), self.section_layout
+        if layout == "axial":
+            return np.concatenate([of_size(2 * pairs) for pairs in sections])
+        found = of_size(size)
+        return found.reshape(-1, len(sections)).T.ravel() if layout == "axial_strided" else found
 
     def coordinates(self, head_size: int) -> np.ndarray:
         """Returns the index of the coordinate that rotates each pair: integers `[R / 2]`, zeros without `sections`."""
-        size = self.rotated_size(head_size)
-        return coordinates_of_pairs(self.sections or (size // 2,), self.section_layout, size)
+        pairs = self.rotated_size(head_size) // 2
+        sections = self.sections or (pairs,)
+        if sum(sections) != pairs:
+            raise ValueError(
+                f"sections must add up to the number of rotated pairs, {pairs} for {2 * pairs} rotated features, but "
+                f"got {sections}, which sum to {sum(sections)}."
+            )
+        if self.section_layout != "interleaved":
+            return np.repeat(np.arange(len(sections)), sections)
+        turn, coordinate = divmod(np.arange(pairs), len(sections))
+        found = np.where(turn < np.asarray(sections)[coordinate], coordinate, 0)
+        if tuple(np.bincount(found, minlength=len(sections))) != sections:
+            raise ValueError(
+                f"sections must interleave the coordinates across {pairs} pairs and give any leftover pairs to the "
+                f"first coordinate, but got {sections}."
+            )
+        return found
 
     @property
     def attention_factor(self) -> float:
@@ -247,3 +265,25 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
             f"{x.shape[-3:-2] + axes} for x of shape {x.shape}, but got {positions.shape}; {fix}."
         )
     return x, jnp.asarray(positions)
+
+
+def _check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
+    """Returns `sections` as a tuple of integers, or None; raises a ValueError unless it is one and fits the layout."""
+    if layout not in get_args(SectionLayout):
+        raise ValueError(f"section_layout must be one of {', '.join(get_args(SectionLayout))}, but got {layout!r}.")
+    if sections is None:
+        if layout != "contiguous":
+            raise ValueError(
+                f"sections must be given for section_layout {layout!r}, but got None; pass the number of pairs per "
+                "coordinate."
+            )
+        return None
+    found = tuple(sections) if isinstance(sections, Iterable) else ()
+    if not found or not all(is_int(pairs) and pairs > 0 for pairs in found):
+        raise ValueError(
+            "sections must be None or positive integers (the number of rotated pairs per coordinate), such as "
+            f"(16, 24, 24), but got {sections!r}."
+        )
+    if layout == "axial_strided" and len({*found}) > 1:
+        raise ValueError(f"sections must all be equal for section_layout 'axial_strided', but got {found}.")
+    return tuple(map(int, found))

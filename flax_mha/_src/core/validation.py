@@ -137,19 +137,17 @@ def segment_ids(
 
 
 def flag(name: str, value: bool) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
     if isinstance(value, jax.core.Tracer):
-        fix = (
-            "; pass mask=flax_mha.CausalMask() instead"
-            if name == "is_causal"
-            else "; make it static with static_argnames in jax.jit, or capture it in a closure"
-        )
+        fix = "; make it static with static_argnames in jax.jit, or capture it in a closure"
+        if name == "is_causal":
+            fix = "; pass mask=flax_mha.CausalMask() instead"
         raise ValueError(
             f"{name} must be a concrete True or False, but got a traced value{fix}. flax.linen's nn.remat traces "
             "keyword arguments."
         )
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} must be True or False, but got {value!r}.")
-    return bool(value)
+    raise ValueError(f"{name} must be True or False, but got {value!r}.")
 
 
 def as_array(name: str, value: Any, expected: str) -> Array:
