@@ -152,7 +152,7 @@ def branches(text: str) -> list[int]:
 
 
 def of_floats(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """All that `flax_mha/_src/engines/pallas/cut.py` accepts of floats."""
+    """All that `flax_mha/_src/engines/pallas/split_function.py` accepts of floats."""
     x = jnp.abs(score) + 1.5
     y = [jnp.exp(-x), jnp.exp2(-x), jnp.log(x), jnp.log1p(x), jnp.tanh(x), jax.lax.logistic(x), jnp.isfinite(x) * 1.0]
     y += [jnp.sqrt(x), jax.lax.rsqrt(x), jnp.sin(x), jnp.cos(x), jnp.floor(x), jnp.ceil(x), jnp.round(x), x**3, x**1.5]

@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from flax_mha._src.engines.pallas.grid import LANES
 from flax_mha._src.engines.pallas.inputs import Inputs, LoadedTile, repeat_lanes
 from flax_mha._src.engines.pallas.launch import Kernel, KernelCall, Result, launch
+from flax_mha._src.engines.pallas.split_function import LANES
 from flax_mha._src.math.scores import times
 
 LOWEST = float(jnp.finfo(jnp.float32).min)

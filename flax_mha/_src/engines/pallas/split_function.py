@@ -18,8 +18,8 @@ from jaxtyping import Array, Int
 
 from flax_mha._src.core.tracing import inner_jaxprs
 from flax_mha._src.core.user_function import TracedFunction
-from flax_mha._src.engines.pallas.grid import LANES
 
+LANES = 128  # numbers in a row of a TPU's registers and memory
 # The most entries of a table; each 128 of them take a gather and a selection per score.
 MOST_ENTRIES = 2048
 
