@@ -6,9 +6,8 @@ import pytest
 from marks import with_core
 
 from flax_mha import convert
-from flax_mha.convert.hf_config.config import ALIASES, COMMON
+from flax_mha.convert.hf_config.config import ALIASES, COMMON, LAYERS
 from flax_mha.convert.hf_config.families import FAMILIES
-from flax_mha.convert.hf_config.types import LAYERS
 from flax_mha.rope import RoPE
 
 WRONG = ("2", "", [], [1], ["x"], {}, {"a": 1}, {1}, None, True, False)

@@ -1,11 +1,13 @@
-"""`read_config`: the model family of a Hugging Face config, and the values that the family reads."""
+"""`read_config`: the model family of a Hugging Face config, and its values, checked by the table `KINDS`."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from flax_mha._src.core.integers import LARGEST, is_finite, is_int
 from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.hf_config.layers import Values
-from flax_mha.convert.hf_config.types import KINDS, NESTED, ROTARY, check_types
 
 # Other keys of the same meaning; of several in one config the first in this order counts.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -30,6 +32,110 @@ PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_t
 PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
 OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read by some families alone
 UNKNOWN = Family({}, refused="it is not known")
+
+
+class Kind(NamedTuple):
+    """What the value under a key must be: in words, and as a function."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def _integer(least: int) -> Kind:
+    return Kind(f"an integer >= {least}", lambda x: is_int(x) and least <= x <= LARGEST)
+
+
+def _list(entries: str, fits: Callable[[Any], bool]) -> Kind:
+    return Kind(f"a list of {entries}", lambda x: isinstance(x, list | tuple) and all(map(fits, x)))
+
+
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def _is_repeated(x: Any) -> bool:
+    """Returns whether `x` is a pair of a list of layer types and how often it is repeated."""
+    return isinstance(x, list | tuple) and len(x) == 2 and TEXTS.fits(x[0]) and COUNT.fits(x[1])
+
+
+def _each(keys: str, kind: Kind) -> dict[str, Kind]:
+    return dict.fromkeys(keys.split(), kind)
+
+
+SIZE, COUNT, WIDTH = _integer(1), _integer(0), _integer(2)
+FLAG = Kind("True or False", lambda x: isinstance(x, bool | np.bool_))
+TEXT = Kind("a string", _is_text)
+TEXTS = _list("strings", _is_text)
+INDICES, INTEGERS = _list("integers", is_int), _list("positive integers", SIZE.fits)
+MAPPING = Kind("a dict", lambda x: isinstance(x, Mapping))
+POSITIVE = Kind("a finite number > 0", lambda x: is_finite(x) and x > 0)
+NUMBER = Kind("a finite number >= 0", lambda x: is_finite(x) and x >= 0)
+FRACTION = Kind("a number in (0, 1]", lambda x: is_finite(x) and 0 < x <= 1)
+
+# The numbers of layers in a config.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
+NESTED = ("rope_scaling", "rope_parameters")
+# Parameters of rotary embeddings, in the config itself or nested in `NESTED`.
+ROTARY: dict[str, Kind] = {
+    **_each("rope_type type", TEXT),
+    **_each("truncate mrope_interleaved interleaved rope_interleave", FLAG),
+    **_each("rope_theta rope_local_base_freq factor alpha low_freq_factor high_freq_factor rotary_dim", POSITIVE),
+    **_each("max_position_embeddings original_max_position_embeddings beta_fast beta_slow", POSITIVE),
+    **_each("attention_factor short_mscale long_mscale", POSITIVE),
+    **_each("mscale mscale_all_dim llama_4_scaling_beta", NUMBER),
+    **_each("partial_rotary_factor rotary_pct", FRACTION),
+    **_each("short_factor long_factor", _list("finite numbers > 0", POSITIVE.fits)),
+    "mrope_section": Kind("a list of positive integers", lambda x: INTEGERS.fits(x) and len(x) > 0),
+}
+KINDS: dict[str, Kind] = {
+    **ROTARY,
+    **dict.fromkeys(NESTED, MAPPING),
+    **dict.fromkeys(LAYERS, COUNT),
+    **_each("num_attention_heads encoder_attention_heads decoder_attention_heads num_key_value_heads", SIZE),
+    **_each("num_kv_heads hidden_size head_dim attention_hidden_size attention_chunk_size", SIZE),
+    **_each("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim", SIZE),
+    **_each("relative_attention_max_distance full_attention_interval no_rope_layer_interval", SIZE),
+    **_each("attn_layer_period prefix_dense_sliding_window_pattern global_attn_every_n_layers", SIZE),
+    **_each("max_window_layers first_k_dense_replace attn_layer_offset", COUNT),
+    "local_attention": WIDTH,
+    "sliding_window": Kind("an integer", is_int),  # configs without windows may have any
+    "sliding_window_pattern": Kind("an integer >= 0", lambda x: COUNT.fits(x) or _is_text(x)),  # text: EXAONE
+    **_each("attention_bias attention_out_bias use_bias bias qkv_bias use_qkv_bias enable_bias", FLAG),
+    **_each("rope_pairs rope_reversed new_decoder_architecture multi_query alibi use_sliding_window", FLAG),
+    **_each("use_bidirectional_attention use_qk_norm qk_layernorm causal attn_temperature_tuning", FLAG),
+    **_each("is_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_mem_rope", FLAG),
+    **_each("use_shared_attention_adapter rotary_value", FLAG),
+    **_each("query_pre_attn_scalar attention_multiplier softmax_scale key_multiplier rms_norm_eps", POSITIVE),
+    **_each("attn_logit_softcapping floor_scale", POSITIVE),
+    **_each("clip_qkv attn_scale", NUMBER),
+    **_each("position_embedding_type attention_type", TEXT),
+    **_each("layer_types mlp_layer_types attention_layers block_types", TEXTS),
+    "hybrid_override_pattern": Kind("a string or a list of strings", lambda x: _is_text(x) or TEXTS.fits(x)),
+    **_each("full_attn_idxs attn_layer_indices cross_attention_layers full_attn_layers", INDICES),
+    "no_rope_layers": _list("0 and 1", lambda x: isinstance(x, int)),
+    "layer_rope_theta": _list("finite numbers >= 0", NUMBER.fits),
+    "attention_types": _list("pairs [layer types, repetitions]", _is_repeated),
+    "linear_attn_config": MAPPING,
+}
+
+
+def check_types(values: Mapping[str, Any], keys: Iterable[str], names: Mapping[str, str]) -> None:
+    """Raises a ValueError for the value of a key that has the wrong type or is out of range; null always fits.
+
+    `names` has the name that a key has in the config, if that is another.
+    """
+    for key in keys:
+        if key not in KINDS or values.get(key) is None:
+            continue
+        value, kind = values[key], KINDS[key]
+        if not kind.fits(value):
+            raise ValueError(f"{names.get(key, key)} must be {kind.expected}, but got {value!r}.")
+        if key in NESTED:
+            check_types(value, ROTARY, {})
+            for inner in value.values():  # by type of layer
+                check_types(inner if isinstance(inner, Mapping) else {}, ROTARY, {})
+        if kind is MAPPING and key not in NESTED:
+            check_types(value, KINDS, {})
 
 
 def read_config(config: Any) -> tuple[Family, Values]:
