@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha._src.call.arguments import (
     CallArguments,
     CommonArguments,
-    Scoring,
     check_inputs,
     check_scoring,
     check_window,
@@ -204,7 +203,7 @@ def over_cache(
 class Step(NamedTuple):
     """The checked arguments of one `cached_attention`, and the cache before and after its tokens were added."""
 
-    scoring: Scoring
+    scoring: Call
     shape: Shape  # of the new tokens alone
     key: Array
     value: Array
@@ -249,7 +248,7 @@ class Step(NamedTuple):
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
         """Makes a `Call` over the new tokens alone if `is_empty`, else over the cache, read `in_place` if possible."""
-        cache, query, rank = self.cache, self.scoring.query, len(self.shape.batch)
+        cache, query, rank = self.cache, self.scoring.operands.query, len(self.shape.batch)
         is_ring = not is_empty and cache.window is not None
         by_one = is_ring and in_place and self.shape.query_length == 1
         in_place = in_place and not is_empty and (by_one or not is_ring)

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -307,22 +307,10 @@ def canonical(
     return with_keys(scoring, key, value, shape, bias, masks, offsets)
 
 
-class Scoring(NamedTuple):
-    """The arguments that need no keys, checked: parts of `Operands`, and `Options`."""
-
-    query: Array
-    sinks: Array | None
-    captured: list[Array]
-    constants: list[Array]
-    scale: Array | None
-    dropout_rng: Array | None
-    options: Options
-
-
 def check_scoring(
     query: Array, shape: Shape, arguments: CallArguments, target: Target, return_residual: bool = False
-) -> Scoring:
-    """Checks the arguments that need no keys, and traces `score_mod`."""
+) -> Call:
+    """Checks the arguments that need no keys, and traces `score_mod`; `with_keys` completes the call."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     score_mod = arguments.get("score_mod")
@@ -343,12 +331,25 @@ def check_scoring(
         dtype=dtype,
         return_max_score=flag("return_max_score", arguments.get("return_max_score", False)),
     )
-    sinks = check_floats("sinks", arguments.get("sinks"), (*shape.batch, shape.num_heads), "[batch..., heads]")
-    return Scoring(query, sinks, captured, constants, scale_array, dropout_rng if rate else None, options)
+    missing: Any = None
+    operands = Operands(
+        query=query,
+        key=missing,
+        value=missing,
+        bias=None,
+        sinks=check_floats("sinks", arguments.get("sinks"), (*shape.batch, shape.num_heads), "[batch..., heads]"),
+        mask=None,
+        captured=captured,
+        constants=constants,
+        offsets=Offsets(),
+        scale=scale_array,
+        dropout_rng=dropout_rng if rate else None,
+    )
+    return Call(operands, options)
 
 
 def with_keys(
-    scoring: Scoring,
+    scoring: Call,
     key: Array,
     value: Array,
     shape: Shape,
@@ -357,23 +358,17 @@ def with_keys(
     offsets: Offsets,
     cache_scale: Array | None = None,
 ) -> Call:
-    """Makes a `Call`; checks the bias and lookups of user functions. `cache_scale` is the `scale` of a `KVCache`."""
+    """Completes a call of `check_scoring`: checks the bias, and lookups of user functions; see `Operands`."""
     present = [mask for mask in masks if mask is not None]
-    operands = Operands(
-        query=scoring.query,
+    operands = scoring.operands._replace(
         key=key,
         value=value,
-        bias=None if bias is None else check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
-        sinks=scoring.sinks,
+        bias=check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
         mask=functools.reduce(operator.and_, present) if present else None,
-        captured=scoring.captured,
-        constants=scoring.constants,
         offsets=offsets,
-        scale=scoring.scale,
-        dropout_rng=scoring.dropout_rng,
         cache_scale=cache_scale,
     )
-    is_known = all(isinstance(n, int) for x in (scoring.query, key, value) for n in x.shape)
+    is_known = all(isinstance(n, int) for x in operands[:3] for n in x.shape)
     options = scoring.options._replace(has_known_sizes=is_known)
     if options.score_mod is not None or jax.tree.leaves(operands.mask):  # masks without arrays call no function
         check_lookups(shape, options.score_mod, present, offsets, operands.lengths)
