@@ -20,7 +20,6 @@ from flax_mha._src.call.operands import Axes, Context, Layout, Sharding, Strateg
 from flax_mha._src.core.integers import is_int
 from flax_mha._src.distributed.split import chunk_order, reorder_chunks
 from flax_mha._src.modules.attention_fn import CoreAttention, attention_fn
-from flax_mha.masks import Mask
 
 
 def context_parallel(
@@ -103,21 +102,11 @@ class _ContextAttention:
         core = dataclasses.replace(attention_fn.core, function=self, context=self.context)  # type: ignore[attr-defined]
         object.__setattr__(self, "core", core)
 
-    def __call__(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        bias: Array | None = None,
-        mask: Array | Mask | None = None,
-        *,
-        qkv_sharding: Sharding | None = None,
-        **arguments: Any,
-    ) -> Array:
+    def __call__(self, query: Array, *others: Any, qkv_sharding: Sharding | None = None, **arguments: Any) -> Array:
         """Computes `attention_fn`; `qkv_sharding`, passed by modules that split heads, is added to the context."""
         _check_computes(query, arguments)
         sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
-        return attention_fn(query, key, value, bias, mask, qkv_sharding=sharding, **arguments)
+        return attention_fn(query, *others, qkv_sharding=sharding, **arguments)
 
 
 # For `help` and editors: the arguments are those of `attention_fn`.
@@ -169,21 +158,14 @@ def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
       >>> import numpy as np
       >>> to_zigzag(np.array([[0, 1, 2, 3, 4, 5, 6, 7]]), devices=4)
       array([[0, 7, 1, 6, 2, 5, 3, 4]])
+      >>> from_zigzag(np.array([[0, 7, 1, 6, 2, 5, 3, 4]]), devices=4)
+      array([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
     return _with_chunks(x, chunk_order("zigzag", devices), axis)
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """Inverts `to_zigzag`.
-
-    Raises:
-      ValueError: If the axis cannot be cut into 2 * `devices` chunks.
-
-    Example:
-      >>> import numpy as np
-      >>> from_zigzag(np.array([[0, 7, 1, 6, 2, 5, 3, 4]]), devices=4)
-      array([[0, 1, 2, 3, 4, 5, 6, 7]])
-    """
+    """Inverts `to_zigzag`, and raises the same errors."""
     return _with_chunks(x, np.argsort(chunk_order("zigzag", devices)), axis)
 
 

@@ -12,15 +12,6 @@ Example:
   >>> query = key = value = jax.random.normal(jax.random.key(0), (1, 1000, 4, 16))
   >>> dot_product_attention(query, key, value, **recipes.alibi(num_heads=4)).shape
   (1, 1000, 4, 16)
-  >>> print(recipes.prefix_lm(3)["mask"])
-  ███·····
-  ███·····
-  ███·····
-  ████····
-  █████···
-  ██████··
-  ███████·
-  ████████
 """
 
 from flax_mha.recipes.masks import block_diffusion as block_diffusion

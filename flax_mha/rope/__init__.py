@@ -1,12 +1,4 @@
-"""Rotary position embeddings: `RoPE` describes the angles, and `apply_rope` rotates queries and keys.
-
-Example:
-  >>> import jax, jax.numpy as jnp
-  >>> from flax_mha.rope import RoPE, apply_rope
-  >>> query = jax.random.normal(jax.random.key(0), (2, 7, 4, 16))  # [batch, length, heads, head size]
-  >>> apply_rope(query, jnp.arange(7), RoPE(base=500_000.0)).shape
-  (2, 7, 4, 16)
-"""
+"""Rotary position embeddings: `RoPE` describes the angles, and `apply_rope` rotates queries and keys."""
 
 import dataclasses
 import functools
