@@ -154,7 +154,8 @@ def check_lookups(
     `lengths` are T and S. Positions are only checked if no mask may hide them but causal masks, windows, and the mask
     whose function makes the lookup.
     """
-    last = {"b": _last_of(math.prod(shape.batch)), "h": _last_of(shape.num_heads)}
+    sizes = {"b": math.prod(shape.batch), "h": shape.num_heads}
+    last = {name: size - 1 if isinstance(size, int) and size else None for name, size in sizes.items()}
     for function, window in with_windows(masks, score_mod):
         query, key = (None, None) if window is None else _last_visible(offsets, lengths, window)
         function.check({**last, "q_idx": query, "kv_idx": key})
@@ -205,11 +206,6 @@ def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | N
     return first, first + length - 1
 
 
-def _last_of(size: Any) -> int | None:
-    """Returns the last index of an axis; None if it is empty or its size is a symbol."""
-    return size - 1 if isinstance(size, int) and size else None
-
-
 def map_functions(change: Callable[[TracedMask], Mask], mask: Any) -> Any:
     """Replaces every part of a canonical mask that calls a user's function by `change(part)`."""
     return jax.tree.map(lambda x: change(x) if _calls_function(x) else x, mask, is_leaf=_calls_function)
@@ -222,20 +218,21 @@ def _calls_function(part: Any) -> bool:
 def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
     """Stores the occupancy of `cell` x `cell` squares in each part of a mask whose captured arrays are known."""
     counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
-    return map_functions(functools.partial(_with_occupancy, Grid(counts, (cell, cell), offsets, lengths)), mask)
+    grid = Grid(counts, (cell, cell), offsets, lengths)
 
+    def with_known(mask: TracedMask) -> TracedMask:
+        if mask.batch is None or mask.head is None:  # made by `_static_mask`
+            return mask
+        if mask.function.has_callback or not all(map(readable, (*mask.captured, mask.batch))):
+            return mask
+        batch, head = np.broadcast_arrays(mask.batch[..., None], mask.head)
+        if not mask.captured and batch.size == 1:
+            return _static_mask(mask.function, grid)
+        heads = dataclasses.replace(mask, batch=batch.ravel(), head=head.ravel())
+        known = Occupancy(*(x.reshape(*batch.shape, *counts) for x in _evaluated(heads, grid)))
+        return dataclasses.replace(mask, known=known, cell=cell)
 
-def _with_occupancy(grid: Grid, mask: TracedMask) -> TracedMask:
-    if mask.batch is None or mask.head is None:  # made by `_static_mask`
-        return mask
-    if mask.function.has_callback or not all(map(readable, (*mask.captured, mask.batch))):
-        return mask
-    batch, head = np.broadcast_arrays(mask.batch[..., None], mask.head)
-    if not mask.captured and batch.size == 1:
-        return _static_mask(mask.function, grid)
-    heads = dataclasses.replace(mask, batch=batch.ravel(), head=head.ravel())
-    known = Occupancy(*(x.reshape(*batch.shape, *grid.counts) for x in _evaluated(heads, grid)))
-    return dataclasses.replace(mask, known=known, cell=grid.tile_shape[0])
+    return map_functions(with_known, mask)
 
 
 def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
