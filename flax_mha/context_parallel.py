@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from flax_mha._src.call.arguments import check_sharding
 from flax_mha._src.call.operands import Axes, Context, Layout, Sharding, Strategy
-from flax_mha._src.core.integers import is_int
+from flax_mha._src.core.validation import is_int
 from flax_mha._src.distributed.split import chunk_order, reorder_chunks
 from flax_mha._src.modules.attention_fn import CoreAttention, attention_fn
 

@@ -19,10 +19,9 @@ from flax_mha._src.call.arguments import (
     with_keys,
 )
 from flax_mha._src.call.operands import Call, Result, ScoreMod, Sharding
-from flax_mha._src.core.integers import extremes
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import readable, target_of, varying_alike
-from flax_mha._src.core.validation import Shape
+from flax_mha._src.core.validation import Shape, extremes
 from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, reads_in_place
 from flax_mha._src.run import Implementation, run
 from flax_mha.cache.kv_cache import KVCache

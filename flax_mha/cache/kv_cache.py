@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.eight_bits import dequantize_cache, is_quantized, quantize_cache
-from flax_mha._src.core.integers import extremes, int32, int_at_least, is_int
 from flax_mha._src.core.tracing import readable
+from flax_mha._src.core.validation import extremes, int32, int_at_least, is_int
 from flax_mha._src.distributed.split import place, take_entries
 from flax_mha.cache.write import Kind, check_dtype, check_entries, entries_at, write_entries
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from flax_mha._src.core.integers import is_int
+from flax_mha._src.core.validation import is_int
 from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha._src.modules.call import dot_general
 from flax_mha.convert.hf_config.config import ALIASES, LAYERS, read_config

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_mha._src.core.integers import is_int
+from flax_mha._src.core.validation import is_int
 from flax_mha._src.modules.options import LATENT_SIZES
 from flax_mha.convert.hf_config.layers import Values
 from flax_mha.convert.layouts import LATENT_KEYS

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flax_mha._src.core.integers import is_int
+from flax_mha._src.core.validation import is_int
 from flax_mha.convert.hf_config.config import read_config
 from flax_mha.convert.hf_config.layers import FULL, SLIDING, Values, sliding_rotate
 from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Reversed, Scaling, YaRN, check_number

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from flax import nnx, traverse_util
 
-from flax_mha._src.core.integers import is_int
+from flax_mha._src.core.validation import is_int
 from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.latent import is_latent, latent_to_torch, read_latent
 from flax_mha.convert.layouts import (

@@ -23,10 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from flax_mha._src.core.integers import LARGEST, SMALLEST, is_int
 from flax_mha._src.core.tile import BoolMatrix, Grid, Tile
 from flax_mha._src.core.tracing import readable
-from flax_mha._src.core.validation import Shape
+from flax_mha._src.core.validation import LARGEST, SMALLEST, Shape, is_int
 
 Window = tuple[int | None, int | None]  # positions (left, right) of a query that are visible; None means no limit
 

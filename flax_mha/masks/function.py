@@ -12,11 +12,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from flax_mha._src.core.integers import LARGEST
 from flax_mha._src.core.tile import BoolMatrix, Grid, Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import is_key, readable
 from flax_mha._src.core.user_function import Trace, TracedFunction, trace
-from flax_mha._src.core.validation import Shape
+from flax_mha._src.core.validation import LARGEST, Shape
 from flax_mha.masks.base import LocalMask, Mask, Occupancy, Window, conjuncts
 
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha._src.core.integers import extremes, ids_int32, int32, int_at_least, is_int
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.user_function import made_for
-from flax_mha._src.core.validation import as_array
+from flax_mha._src.core.validation import as_array, extremes, ids_int32, int32, int_at_least, is_int
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 
 

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from flax_mha._src.core.integers import int_at_least
 from flax_mha._src.core.user_function import NAMES, made_for
-from flax_mha._src.core.validation import as_array
+from flax_mha._src.core.validation import as_array, int_at_least
 from flax_mha.masks import CausalMask, LocalMask
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, integers, is_int
+from flax_mha._src.core.validation import LARGEST, SMALLEST, extremes, integers, is_int
 from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Scaling, YaRN, check_number
 
 SectionLayout = Literal["contiguous", "interleaved", "axial", "axial_strided"]

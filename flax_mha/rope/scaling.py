@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_mha._src.core.integers import is_finite
+from flax_mha._src.core.validation import is_finite
 
 
 def check_number(name: str, value: Any, *, above: float | None = None, at_least: float | None = None) -> None:

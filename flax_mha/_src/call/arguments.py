@@ -16,11 +16,10 @@ from jaxtyping import Array
 
 from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Operands, Options, ScoreMod, Sharding
 from flax_mha._src.core import validation
-from flax_mha._src.core.integers import LARGEST, SMALLEST, extremes, is_finite, is_int, number_in, unwrapped
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target, is_key, target_of
 from flax_mha._src.core.user_function import trace
-from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable, flag, per_sequence
+from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable, flag, is_finite, is_int, number_in
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
 from flax_mha.masks.function import check_lookups
 
@@ -146,15 +145,15 @@ def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) 
     ):
         if value is None:
             raise ValueError(f"{name} must be an integer or an array of integers, but got None; omit it to use 0.")
-        offset: Any = int(value) if is_int(value) else per_sequence(name, value, shape)
-        least, most = (offset, offset) if isinstance(offset, int) else extremes(offset)
+        offset: Any = int(value) if is_int(value) else validation.per_sequence(name, value, shape)
+        least, most = (offset, offset) if isinstance(offset, int) else validation.extremes(offset)
         last = most + max(length, 1) - 1 if isinstance(length, int) else most
-        if least < SMALLEST or last > LARGEST:
+        if least < validation.SMALLEST or last > validation.LARGEST:
             raise ValueError(f"{name} must keep positions within the int32 range, but they run from {least} to {last}.")
         offsets.append(offset)
         ends.append((least, last))
     (q_first, q_last), (k_first, k_last) = ends
-    if max(q_last - k_first, k_last - q_first) > LARGEST:
+    if max(q_last - k_first, k_last - q_first) > validation.LARGEST:
         raise ValueError(
             "query_offset and key_value_offset must keep distances within the int32 range, but queries are at "
             f"positions {q_first} to {q_last} and keys at {k_first} to {k_last}."
@@ -177,7 +176,7 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
     """Checks a scale and returns (number, None), which is static, or (1.0, array) for a JAX array."""
     if value is None:
         return 1 / math.sqrt(shape.head_size), None
-    value = unwrapped(value)
+    value = validation.unwrapped(value)
     if not isinstance(value, jax.Array):
         number = number_in(value)
         if not is_finite(number):

@@ -20,8 +20,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Axes, Call, Context, Layout, Operands, Options, Result, Sharding
-from flax_mha._src.core.integers import int_at_least
 from flax_mha._src.core.tile import Scalar
+from flax_mha._src.core.validation import int_at_least
 from flax_mha._src.math.head import head_ids
 
 

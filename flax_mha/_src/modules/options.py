@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from flax_mha._src.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha._src.core import validation
-from flax_mha._src.core.integers import int_at_least, is_finite, is_int, number_in
+from flax_mha._src.core.validation import int_at_least, is_finite, is_int, number_in
 from flax_mha._src.run import check_name
 from flax_mha.rope import RoPE, YaRN
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mha._src.core.integers import LARGEST, is_finite, is_int
+from flax_mha._src.core.validation import LARGEST, is_finite, is_int
 from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.hf_config.layers import Values
 
