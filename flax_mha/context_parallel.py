@@ -165,7 +165,11 @@ def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """Inverts `to_zigzag`, and raises the same errors."""
+    """Inverts `to_zigzag`.
+
+    Raises:
+      ValueError: As in `to_zigzag`.
+    """
     return _with_chunks(x, np.argsort(chunk_order("zigzag", devices)), axis)
 
 
