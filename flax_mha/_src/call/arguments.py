@@ -19,7 +19,7 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target, is_key, target_of
 from flax_mha._src.core.user_function import trace
-from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable, flag, is_finite, is_int, number_in
+from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable, is_finite, is_int, number_in
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
 from flax_mha.masks.function import check_lookups
 
@@ -297,7 +297,7 @@ def canonical(
     query_ids, key_ids = arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids")
     has_segments = query_ids is not None or key_ids is not None
     masks = [
-        CausalMask() if flag("is_causal", arguments.get("is_causal", False)) else None,
+        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
         None if window is None else LocalMask(*window),
         _length_mask(arguments, shape, is_whole),
         SegmentMask(*validation.segment_ids(query_ids, key_ids, shape)) if has_segments else None,
@@ -315,20 +315,20 @@ def check_scoring(
     score_mod = arguments.get("score_mod")
     function, captured, constants = (None, [], []) if score_mod is None else trace("score_mod", score_mod, dtype)
     dropout_rng = arguments.get("dropout_rng")
-    rate = check_dropout(arguments.get("dropout_rate", 0.0), dropout_rng)
+    rate = check_dropout(arguments["dropout_rate"], dropout_rng) if "dropout_rate" in arguments else 0.0
     options = Options(
         scale=number,
         soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
         score_mod=function,
         dropout_rate=rate,
-        broadcast_dropout=flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
-        return_residual=flag("return_residual", return_residual),
+        broadcast_dropout=_flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
+        return_residual=_flag("return_residual", return_residual),
         precision=check_precision(arguments.get("precision")),
         target=target,
         sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
         has_known_sizes=False,  # set with the keys
         dtype=dtype,
-        return_max_score=flag("return_max_score", arguments.get("return_max_score", False)),
+        return_max_score=_flag("return_max_score", arguments.get("return_max_score", False)),
     )
     missing: Any = None
     operands = Operands(
@@ -372,6 +372,10 @@ def with_keys(
     if options.score_mod is not None or jax.tree.leaves(operands.mask):  # masks without arrays call no function
         check_lookups(shape, options.score_mod, present, offsets, operands.lengths)
     return Call(operands, options)
+
+
+def _flag(name: str, value: Any) -> bool:
+    return value if isinstance(value, bool) else validation.flag(name, value)
 
 
 def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask | None:
