@@ -9,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from flax_mha import dot_product_attention
@@ -167,3 +168,10 @@ def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual
         implementation="xla",
         return_residual=residual,
     )
+
+
+def refused(message, call, *arguments, error=ValueError, **keywords):
+    """Checks that a call is refused, in one line."""
+    with pytest.raises(error, match=message) as raised:
+        call(*arguments, **keywords)
+    assert "\n" not in str(raised.value)
