@@ -432,6 +432,10 @@ def thinned(b, h, q_idx, kv_idx):
     return ((q_idx + 2 * kv_idx + h) % 5 != 1) | (q_idx == kv_idx)
 
 
+def in_segments(queries, slots):
+    return SegmentMask(np.full(queries, IDS[0]), IDS[:slots]) | CausalMask(-3)
+
+
 class Structure(NamedTuple):
     """What is compiled once and met by many splits."""
 
@@ -453,6 +457,11 @@ class Structure(NamedTuple):
     def sizes(self):
         """One token, few, and a prompt: for a ring one that is longer than the ring."""
         return (1, 7, 90) if self.ring else (1, 7, 40)
+
+    def given(self, queries, slots=SLOTS):
+        """The arguments of a call; a mask or a bias of slots is made for so many queries and slots."""
+        made = {name: self.arguments[name] for name in ("mask", "bias") if callable(self.arguments.get(name))}
+        return self.arguments | {name: make(queries, slots) for name, make in made.items()}
 
     def cache(self, garbage=0.0):
         window = WINDOW if self.ring else None
@@ -487,9 +496,7 @@ STRUCTURES = {
         cached="float16",
     ),
     "positions, lengths": Structure({"mask": FunctionMask(thinned), "score_mod": slopes_and_entry}, per_row=True),
-    "segments of slots, bias of heads": Structure(
-        {"mask": SegmentMask(IDS[None, :1], IDS) | CausalMask(-3), "bias": BIAS[:, :, :1]}, per_row=True
-    ),
+    "segments of slots, bias of heads": Structure({"mask": in_segments, "bias": BIAS[:, :, :1]}, per_row=True),
     "two batch axes, dropout, scale, narrow cache": Structure(
         {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5), "scale": jnp.float32(0.7)},
         batch=(2, 1),
@@ -500,24 +507,19 @@ STRUCTURES = {
     "values in a narrow ring": Structure(WINDOWED, cached="bfloat16", ring=True, value_size=4),
     # One rounding of an output of this size, and of each product's operands in 16 bits. (In bfloat16: `test_scan`.)
     "float16, bias and mask of slots": Structure(
-        {"bias": BIAS, "mask": SHOWN}, dtype="float16", cached="float16", tolerance=2**-9
+        {"bias": lambda _, slots: BIAS[..., :slots], "mask": lambda _, slots: SHOWN[..., :slots]},
+        dtype="float16",
+        cached="float16",
+        tolerance=2**-9,
     ),
 }
 
 
 def whole_call(structure, query, key, value=None):
     """One causal call of all tokens."""
-    arguments = dict(structure.arguments)
-    if "bias" in arguments:
-        arguments["bias"] = arguments["bias"][..., : structure.length]
-    mask = arguments.get("mask")
-    if isinstance(mask, np.ndarray):
-        arguments["mask"] = mask[..., : structure.length]
-    elif mask is not None and mask.lengths[1]:
-        ids = IDS[: structure.length]
-        arguments["mask"] = SegmentMask(np.full_like(ids, IDS[0]), ids) | CausalMask(-3)
     value = key[..., : structure.value_size] if value is None else value
     key, value = (jnp.asarray(x).astype(query.dtype) for x in (key, value))
+    arguments = structure.given(structure.length, structure.length)
     return dot_product_attention(query, key, value, is_causal=True, implementation="xla", **arguments)
 
 
@@ -526,12 +528,7 @@ def programs(name):
     structure = STRUCTURES[name]
 
     def step(cache, lengths, query, key, value=None):
-        arguments = dict(structure.arguments)
-        mask = arguments.get("mask")
-        if mask is not None and not isinstance(mask, np.ndarray) and mask.lengths[1]:
-            ids = np.full(query.shape[-3], IDS[0], np.int32)
-            arguments["mask"] = SegmentMask(ids, IDS) | CausalMask(-3)
-        return cached_attention(query, key, value, cache, lengths=lengths, **arguments)
+        return cached_attention(query, key, value, cache, lengths=lengths, **structure.given(query.shape[-3]))
 
     tokens = structure.tokens()
     expected = np.asarray(jax.jit(functools.partial(whole_call, structure))(*tokens), np.float32)
@@ -598,7 +595,7 @@ def test_where_the_index_is_known(name):
     """Without jit, prompts and rings take other ways through the same code."""
     structure = STRUCTURES[name]
     tokens = structure.tokens()
-    attend = functools.partial(cached_attention, **structure.arguments)
+    attend = functools.partial(cached_attention, **structure.given(0))
     got, _ = in_parts(attend, tokens, structure.cache(), EAGER[name])
     np.testing.assert_allclose(got, whole_call(structure, *tokens)[:, : got.shape[1]], rtol=0, atol=structure.tolerance)
 
