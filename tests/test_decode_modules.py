@@ -32,6 +32,9 @@ SIZES = (1, 7, 40)
 CALLS = ((0, 40), (40, 48))
 
 
+assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+
+
 def grown(params):
     """Vectors that start as zeros or ones, where they would show too little, with something added."""
     added = np.linspace(-0.5, 0.5, N)
@@ -50,6 +53,9 @@ class Nnx:
 
     def start(self, slots, per_row):
         self.module.init_cache((B, slots, D), per_row=per_row)
+
+    def set(self, **options):
+        vars(self.module).update(options)
 
     def step(self, x, **arguments):
         return nnx_step(self.module, x, arguments)
@@ -80,6 +86,9 @@ class Linen:
     def full(self, x, deterministic=None, **arguments):
         return linen_full(linen.MultiHeadDotProductAttention(**self.options), self.params, x, arguments, deterministic)
 
+    def set(self, **options):
+        self.layer = self.layer.clone(**options)
+
     def start(self, slots, per_row):
         self.layer = linen.MultiHeadDotProductAttention(**self.options, decode=True, per_row=per_row)
         init = functools.partial(self.layer.init, deterministic=True)
@@ -109,6 +118,17 @@ def linen_step(layer, params, cache, x, arguments):
 APIS = pytest.mark.parametrize("api", [Nnx, Linen])
 
 
+def decoded(module, positions=None, slots="slots", per_row=True, calls=CALLS, options=None, **arguments):
+    """The outputs of calls that follow one another, in a new cache; `options` are set for them alone."""
+    module.start(SLOTS[slots], per_row)
+    module.set(**options or {})
+    outputs = []
+    for first, end in calls:
+        given = {} if positions is None else {"positions": positions[:, first:end]}
+        outputs.append(module.step(X[:, first:end], **given, **arguments))
+    return np.concatenate(outputs, 1)
+
+
 @functools.cache
 def made(api):
     """A module with everything, and its output of the whole sequence."""
@@ -133,7 +153,7 @@ def test_any_split_of_each_sequence(api, kind, data):
         output = np.asarray(module.step(jnp.asarray(new), lengths=jnp.asarray(lengths, jnp.int32)))
         for row in range(B):
             got, wanted = output[row, : lengths[row]], expected[row, at[row] : at[row] + lengths[row]]
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+            assert_close(got, wanted)
         at = at + lengths
         np.testing.assert_array_equal(module.index, at)
 
@@ -141,32 +161,25 @@ def test_any_split_of_each_sequence(api, kind, data):
 def test_positions():
     """Any, for the rotation alone."""
     module, _ = made(Linen)
-    positions = jnp.asarray(np.random.default_rng(1).integers(0, 999, (B, LENGTH)), jnp.int32)
-    expected = module.full(X[:, :48], positions=positions[:, :48])
-    module.start(SLOTS["slots"], per_row=False)
-    outputs = [module.step(X[:, a:b], positions=positions[:, a:b]) for a, b in CALLS]
-    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
+    positions = jnp.asarray(np.random.default_rng(1).integers(0, 999, (B, 48)), jnp.int32)
+    assert_close(decoded(module, positions, per_row=False), module.full(X[:, :48], positions=positions))
 
 
 @pytest.mark.core
 def test_positions_of_several_coordinates():
     """Tokens of an image share a frame, and those after it stand at smaller positions than their slots."""
     module = Nnx(**EVERYTHING | {"rope": RoPE(sections=(1, 1, 1))})
-    np.testing.assert_allclose(module.full(X), made(Nnx)[1], rtol=0, atol=1e-6)  # text alone
+    assert_close(module.full(X), made(Nnx)[1], atol=1e-6)  # text alone
     text, image = np.arange(11), 11 + np.stack([np.zeros(24, int), *np.divmod(np.arange(24), 6)], axis=-1)
     positions = np.concatenate([text[:, None].repeat(3, 1), image, np.arange(17, 30)[:, None].repeat(3, 1)])
     positions = jnp.asarray(np.stack([positions, positions[::-1]]), jnp.int32)
     expected = np.asarray(module.full(X[:, :48], positions=positions))
     assert np.abs(expected - made(Nnx)[1][:, :48]).max() > 1e-2
-    module.start(SLOTS["slots"], per_row=True)
-    outputs = [module.step(X[:, a:b], positions=positions[:, a:b]) for a, b in CALLS]
-    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
+    assert_close(decoded(module, positions), expected)
     # The same for all sequences; and a number of coordinates that does not fit.
-    np.testing.assert_allclose(module.full(X[:, :48], positions=positions[0])[0], expected[0], rtol=0, atol=1e-6)
+    assert_close(module.full(X[:, :48], positions=positions[0])[0], expected[0], atol=1e-6)
     for wrong in (positions[..., :2], positions[..., 0]):
-        with pytest.raises(
-            ValueError, match=r"positions must be \[batch..., length, coordinates\] or .* that is \(2, 48, 3\)"
-        ):
+        with pytest.raises(ValueError, match=r"positions must be \[batch..., length, coordinates\] .* \(2, 48, 3\)"):
             module.full(X[:, :48], positions=wrong)
 
 
@@ -175,15 +188,12 @@ def test_positions_of_several_coordinates():
 def test_masks_and_biases_of_the_call(api, kind):
     """Arrays say something of each slot, objects of positions."""
     module, slots, rng = api(num_kv_heads=K), SLOTS["slots"], np.random.default_rng(1)
+    arguments = {"mask": FunctionMask(jax.tree_util.Partial(lambda b, h, q, k: (q + k) % 3 != 1))}
+    of_48 = arguments
     if kind == "arrays":
         arguments = {"mask": rng.random((B, 1, 1, slots)) < 0.8, "bias": np.float32(rng.standard_normal((N, 1, slots)))}
-        expected = module.full(X[:, :48], **{name: x[..., :48] for name, x in arguments.items()})
-    else:
-        arguments = {"mask": FunctionMask(jax.tree_util.Partial(lambda b, h, q, k: (q + k) % 3 != 1))}
-        expected = module.full(X[:, :48], **arguments)
-    module.start(slots, per_row=True)
-    outputs = [module.step(X[:, a:b], **arguments) for a, b in CALLS]
-    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
+        of_48 = {name: x[..., :48] for name, x in arguments.items()}
+    assert_close(decoded(module, **arguments), module.full(X[:, :48], **of_48))
 
 
 FLAX = {Nnx: nnx.dot_product_attention, Linen: nn.dot_product_attention}
@@ -194,17 +204,10 @@ def test_attention_functions_of_flax(api, window):
     """They get all keys, in a ring in the order of their positions, and a mask of what is visible."""
     module = api(rope=RoPE(), local_window_size=window)
     expected = np.asarray(module.full(X))
-    module.start(SLOTS["ring"], per_row=True)
-    if api is Nnx:
-        module.module.attention_fn = FLAX[api]
-    else:
-        module.layer = module.layer.clone(attention_fn=FLAX[api])
-    at, mask = 0, np.ones((1, 1), bool)
-    for size in (40, 40, 1, 7):
-        with jax.numpy_rank_promotion("allow"):  # Flax's own
-            output = module.step(X[:, at : at + size], mask=mask)
-        np.testing.assert_allclose(output, expected[:, at : at + size], rtol=0, atol=1e-5)
-        at += size
+    given = {"options": {"attention_fn": FLAX[api]}, "mask": np.ones((1, 1), bool)}
+    with jax.numpy_rank_promotion("allow"):  # Flax's own
+        got = decoded(module, slots="ring", calls=((0, 40), (40, 80), (80, 81), (81, 88)), **given)
+    assert_close(got, expected[:, :88])
 
 
 @pytest.mark.parametrize("kind", SLOTS)
@@ -213,29 +216,24 @@ def test_sown_weights(kind):
     module = Linen(**EVERYTHING)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def sowing(layer, x, variables):
-        mutable = [*variables, "intermediates"]
-        sow = {"sow_weights": True, "sow_max_score": True}
-        output, changed = layer.apply({"params": module.params, **variables}, x, **sow, mutable=mutable)
+    def sowing(decode, x, cache):
+        arguments = {} if decode else {"is_causal": True}
+        arguments |= {"sow_weights": True, "sow_max_score": True, "mutable": ["cache", "intermediates"]}
+        layer = module.layer if decode else module.layer.clone(decode=False)
+        output, changed = layer.apply({"params": module.params, **cache}, x, **arguments)
         [weights], [max_score] = (changed["intermediates"][f"attention_{name}"] for name in ("weights", "max_score"))
-        return output, changed.get("cache"), weights, max_score
+        return output, max_score, weights, {"cache": changed["cache"]} if decode else {}
 
     module.start(SLOTS[kind], per_row=False)
-    causal = module.layer.clone(decode=False)
-    sow = {"sow_weights": True, "sow_max_score": True, "mutable": ["intermediates"]}
-    causal = jax.jit(functools.partial(causal.apply, is_causal=True, **sow))
-    expected, sown = causal({"params": module.params}, X[:, :48])
-    whole, outputs, largest, cache = sown["intermediates"]["attention_weights"][0], [], [], module.cache
-    for first, end in ((0, 47), (47, 48)):
-        output, cache, last, max_score = sowing(module.layer, X[:, first:end], {"cache": cache})
-        outputs.append(output)
-        largest.append(max_score)
-    np.testing.assert_allclose(np.max(largest, 0), sown["intermediates"]["attention_max_score"][0], rtol=1e-5)
-    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
-    slots = cache["cached_key"].shape[1]
+    expected, largest, whole, _ = sowing(False, X[:, :48], {})
+    *first, _, cache = sowing(True, X[:, :47], {"cache": module.cache})
+    *then, last, cache = sowing(True, X[:, 47:48], cache)
+    np.testing.assert_allclose(np.maximum(first[1], then[1]), largest, rtol=1e-5)
+    assert_close(np.concatenate([first[0], then[0]], 1), expected)
+    slots = cache["cache"]["cached_key"].shape[1]
     assert last.shape == (B, N, 1, slots + (kind == "ring"))
     end = last.shape[-1] if kind == "ring" else 48  # where the newest token stands
-    np.testing.assert_allclose(last[..., end - 48 : end], whole[:, :, 47:], rtol=0, atol=1e-6)
+    assert_close(last[..., end - 48 : end], whole[:, :, 47:], atol=1e-6)
     np.testing.assert_array_equal(last[..., end:], 0)
     np.testing.assert_array_equal(last[..., : end - 48], 0)
 
@@ -243,21 +241,17 @@ def test_sown_weights(kind):
 @APIS
 def test_dropout_drops_what_the_whole_forward_drops(api):
     """What is dropped depends on key and position, so one key for all calls drops the same."""
-    module, key = api(num_kv_heads=K, dropout_rate=0.4), jax.random.key(3)
+    module = api(num_kv_heads=K, dropout_rate=0.4)
 
-    def dropping():
+    def dropping(seed):
+        key = jax.random.key(seed)
         return {"dropout_rng": key} if api is Linen else {"rngs": nnx.Rngs(dropout=key)}
 
-    expected = module.full(X[:, :48], deterministic=False, **dropping())
+    expected = module.full(X[:, :48], deterministic=False, **dropping(3))
     module.start(SLOTS["slots"], per_row=True)
-    if api is Linen:
-        module.layer = module.layer.clone(deterministic=False)
-    else:
-        module.module.deterministic = False
-    steps = [module.step(X[:, a:b], **dropping()) for a, b in CALLS]
-    np.testing.assert_allclose(np.concatenate(steps, 1), expected, rtol=0, atol=1e-5)
-    key = jax.random.key(4)
-    assert np.abs(module.full(X[:, :48], deterministic=False, **dropping()) - expected).max() > 0.01
+    module.set(deterministic=False)
+    assert_close(np.concatenate([module.step(X[:, a:b], **dropping(3)) for a, b in CALLS], 1), expected)
+    assert np.abs(module.full(X[:, :48], deterministic=False, **dropping(4)) - expected).max() > 0.01
 
 
 def test_sowing_changes_nothing_of_what_is_dropped():
@@ -265,37 +259,29 @@ def test_sowing_changes_nothing_of_what_is_dropped():
     module.deterministic = False
     outputs = []
     for sow_weights in (False, True):
-        module.init_cache((B, SLOTS["ring"], X.shape[-1]))
+        module.init_cache((B, SLOTS["ring"], D))
 
         @nnx.jit
         def step(module, x, sow_weights=sow_weights):
             return nnx.capture(module, nnx.Intermediate)(x, sow_weights=sow_weights, rngs=nnx.Rngs(dropout=3))[0]
 
-        steps = [step(module, X[:, a:b]) for a, b in CALLS]
-        outputs.append(np.concatenate(steps, 1))
-    np.testing.assert_allclose(*outputs, rtol=0, atol=1e-5)
+        outputs.append(np.concatenate([step(module, X[:, a:b]) for a, b in CALLS], 1))
+    assert_close(*outputs)
 
 
 PRESET = {"logits_soft_cap": 0.5, "local_window_size": (WINDOW, 0), "mask": FunctionMask(lambda b, h, q, k: q % 7 != k)}
 
 
-PROMOTING = {"promote_dtype": dtypes.promote_dtype}
-
-
-@pytest.mark.parametrize(("api", "promote"), [(Nnx, PROMOTING), (Linen, {})])
+@pytest.mark.parametrize(("api", "promote"), [(Nnx, {"promote_dtype": dtypes.promote_dtype}), (Linen, {})])
 def test_what_a_partial_sets_counts_as_in_the_call(api, promote):
     """For a prompt and for a token, in place and where the function itself has to be called."""
-    options = {name: PRESET[name] for name in ("logits_soft_cap", "local_window_size")}
-    plain, preset = (
-        api(**options),
-        api(attention_fn=functools.partial(flax_mha.attention_fn, is_causal=True, **promote, **PRESET)),
+    *options, mask = PRESET.items()
+    preset = api(attention_fn=functools.partial(flax_mha.attention_fn, is_causal=True, **promote, **PRESET))
+    got, want = (
+        decoded(module, calls=((0, 9), (9, 10)), **arguments)
+        for module, arguments in ((preset, {}), (api(**dict(options)), dict([mask])))
     )
-    for x in (X[:, :9], X[:, 9:10]):
-        for module in (plain, preset):
-            if x.shape[1] == 9:
-                module.start(LENGTH, per_row=True)
-        want = plain.step(x, mask=PRESET["mask"])
-        np.testing.assert_allclose(preset.step(x), want, rtol=0, atol=1e-5)
+    assert_close(got, want)
 
 
 @pytest.mark.core
@@ -311,24 +297,21 @@ def test_a_partial_that_sets_positions_is_refused(api, name):
 @pytest.mark.core
 def test_views():
     """A cache of its own for each view, with an index for each sequence if that is asked for."""
-    module = Nnx(**EVERYTHING).module
-    expected = nnx_full(module, X, {}, None)
-    view = nnx.view(module, decode=True, batch_size=B, max_length=SLOTS["slots"], per_row=True)
-    assert module.cached_key is None
+    module, expected = made(Nnx)
+    view = nnx.view(module.module, decode=True, batch_size=B, max_length=SLOTS["slots"], per_row=True)
     assert view.cache_index.shape == (B,)
+    assert view.cache_index is not module.module.cache_index
     nnx_step(view, X[:, :40], {"lengths": jnp.array([40, 11])})
     output = nnx_step(view, jnp.stack([X[0, 40:41], X[1, 11:12]]), {"lengths": jnp.array([1, 1])})
-    wanted = jnp.stack([expected[0, 40:41], expected[1, 11:12]])
-    np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-5)
+    assert_close(output, jnp.stack([expected[0, 40:41], expected[1, 11:12]]))
     np.testing.assert_array_equal(view.cache_index[...], [41, 12])
 
 
 def test_a_donated_step():
     """As the documentation of decoding has it: the cache goes in and comes out, and one trace serves all steps."""
-    module = Nnx(**EVERYTHING).module
-    expected = nnx_full(module, X, {}, None)
-    module.init_cache((B, SLOTS["ring"], D), per_row=True)
-    graph, cache, rest = nnx.split(module, nnx.Cache, ...)
+    module, expected = made(Nnx)
+    module.start(SLOTS["ring"], per_row=True)
+    graph, cache, rest = nnx.split(module.module, nnx.Cache, ...)
     traced = []
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -338,11 +321,12 @@ def test_a_donated_step():
         output = module(x)
         return output, nnx.state(module, nnx.Cache)
 
+    cache = jax.tree.map(jnp.copy, cache)
     for t in range(20):
         given = jax.tree.leaves(cache)
         output, cache = step(cache, rest, X[:, t : t + 1])
         assert all(x.is_deleted() for x in given)
-        np.testing.assert_allclose(output, expected[:, t : t + 1], rtol=0, atol=1e-5)
+        assert_close(output, expected[:, t : t + 1])
     assert len(traced) == 1
 
 
@@ -356,19 +340,18 @@ SPLITS = (slice(0, 1), slice(1, 4), slice(4, 7))
 
 def nnx_cross(**options):
     given = {"in_kv_features": 10, "num_kv_heads": 1, "decode": True, "rngs": nnx.Rngs(0)}
-    return flax_mha.MultiHeadAttention(2, 12, **(given | options))
+    return flax_mha.MultiHeadAttention(2, 12, **given | options)
 
 
 class LinenCross:
     """A linen module for cross-attention with its variables, called like one of nnx."""
 
     def __init__(self, **options):
-        given = {"num_heads": 2, "num_kv_heads": 1, "decode": True}
-        self.module = linen.MultiHeadDotProductAttention(**(given | options))
-        positions = (jnp.arange(1), jnp.arange(11)) if "rope" in options else None
-        self.variables = self.module.init(
-            jax.random.key(0), TARGET[:, :1], ENCODED, positions=positions, store_keys=True
+        self.module = linen.MultiHeadDotProductAttention(
+            **{"num_heads": 2, "num_kv_heads": 1, "decode": True} | options
         )
+        given = {"positions": (jnp.arange(1), jnp.arange(11))} if "rope" in options else {}
+        self.variables = self.module.init(jax.random.key(0), TARGET[:, :1], ENCODED, store_keys=True, **given)
 
     def __call__(self, *inputs, decode=True, **arguments):
         if not decode:
@@ -387,11 +370,9 @@ def decode_cross(module, first, positions=None):
     for number, part in enumerate(SPLITS):
         given = {} if positions is None else {"positions": positions[part]}
         if number == 0:
-            if positions is not None:
-                given = {"positions": (positions[part], jnp.arange(11))}
-            outputs.append(module(TARGET[:, part], ENCODED, store_keys=True, **first, **given))
-        else:
-            outputs.append(module(TARGET[:, part], **given))
+            given = {name: (x, jnp.arange(11)) for name, x in given.items()}
+            given |= {"inputs_k": ENCODED, "store_keys": True, **first}
+        outputs.append(module(TARGET[:, part], **given))
     return np.concatenate(outputs, 1)
 
 
@@ -401,25 +382,23 @@ def test_stored_keys_equal_those_of_the_inputs(make):
     module = make()
     want = module(TARGET, ENCODED, decode=False, lengths=(None, LENGTHS))
     for _ in range(2):  # stored keys can be stored anew
-        np.testing.assert_allclose(decode_cross(module, {"lengths": (None, LENGTHS)}), want, rtol=0, atol=1e-6)
+        assert_close(decode_cross(module, {"lengths": (None, LENGTHS)}), want, atol=1e-6)
 
 
 @CROSS
 def test_without_lengths_all_keys_are_used_and_no_call_adds_any(make):
     module = make()
     want = module(TARGET, ENCODED, decode=False)
-    np.testing.assert_allclose(decode_cross(module, {}), want, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(module(TARGET, is_causal=True), want, rtol=0, atol=1e-6)
+    assert_close(decode_cross(module, {}), want, atol=1e-6)
+    assert_close(module(TARGET, is_causal=True), want, atol=1e-6)
 
 
 @CROSS
 def test_rotary_positions(make):
     module, positions = make(rope=RoPE()), jnp.arange(100, 107)
     want = module(TARGET, ENCODED, decode=False, positions=(positions, jnp.arange(11)))
-    np.testing.assert_allclose(decode_cross(module, {}, positions), want, rtol=0, atol=1e-6)
-    with pytest.raises(
-        ValueError, match=r"positions must be a single array \(for the queries\) if rope is used with stored"
-    ):
+    assert_close(decode_cross(module, {}, positions), want, atol=1e-6)
+    with pytest.raises(ValueError, match=r"positions must be a single array .* if rope is used with stored"):
         module(TARGET[:, :1])
 
 
@@ -428,21 +407,14 @@ def test_axial_positions_are_not_counted():
     positions = jnp.stack(jnp.divmod(jnp.arange(7), 3), axis=-1), jnp.stack(jnp.divmod(jnp.arange(11), 4), axis=-1)
     want = module(TARGET, ENCODED, decode=False, positions=positions)
     module(TARGET[:, :2], ENCODED, store_keys=True, positions=(positions[0][:2], positions[1]))
-    np.testing.assert_allclose(module(TARGET[:, 2:], positions=positions[0][2:]), want[:, 2:], rtol=0, atol=1e-6)
+    assert_close(module(TARGET[:, 2:], positions=positions[0][2:]), want[:, 2:], atol=1e-6)
     with pytest.raises(ValueError, match=r"positions must be \[..., T, coordinates\] if rope is axial, but got None"):
         module(TARGET, ENCODED, decode=False)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nnx_cross(num_kv_heads=2, attention_fn=nnx.dot_product_attention),
-        lambda: LinenCross(num_kv_heads=2, attention_fn=nn.dot_product_attention),
-    ],
-    ids=["nnx", "linen"],
-)
+@CROSS
 def test_another_attention_function_gets_the_lengths_as_a_mask(make):
-    module = make()
+    module = make(num_kv_heads=2, attention_fn=FLAX[Nnx if make is nnx_cross else Linen])
     shown = (jnp.arange(11)[None] < LENGTHS[:, None])[:, None, None]
     want = module(TARGET, ENCODED, decode=False, mask=shown)
     module(TARGET[:, :1], ENCODED, store_keys=True)
@@ -450,8 +422,8 @@ def test_another_attention_function_gets_the_lengths_as_a_mask(make):
         module.variables["cache"]["cached_lengths"] = LENGTHS
     else:
         module.cached_lengths[...] = LENGTHS
-    np.testing.assert_allclose(module(TARGET), want, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(module(TARGET, mask=jnp.ones((2, 1, 7, 11), bool)), want, rtol=0, atol=1e-6)
+    assert_close(module(TARGET), want, atol=1e-6)
+    assert_close(module(TARGET, mask=jnp.ones((2, 1, 7, 11), bool)), want, atol=1e-6)
 
 
 @pytest.mark.core
@@ -489,7 +461,7 @@ def test_making_a_cache_forgets_the_stored_keys():
     module(TARGET, TARGET + 1, store_keys=True)
     module.init_cache(TARGET.shape)
     assert module.cached_lengths is None
-    np.testing.assert_allclose(module(TARGET), module(TARGET, decode=False, is_causal=True), rtol=0, atol=1e-6)
+    assert_close(module(TARGET), module(TARGET, decode=False, is_causal=True), atol=1e-6)
 
 
 def test_steps_are_pure_under_jit():
@@ -497,7 +469,7 @@ def test_steps_are_pure_under_jit():
     module(TARGET[:, :1], ENCODED, store_keys=True)
     graph, cache, rest = nnx.split(module, nnx.Cache, ...)
     output = jax.jit(lambda cache, rest, x: nnx.merge(graph, cache, rest)(x))(cache, rest, TARGET)
-    np.testing.assert_allclose(output, module(TARGET), rtol=0, atol=1e-6)
+    assert_close(output, module(TARGET), atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [nnx_cross, LinenCross])
@@ -506,11 +478,11 @@ def test_lengths_of_64_bits_are_kept(make):
     with pytest.raises(ValueError, match="lengths must be at most 11, the length of the array"):
         module(TARGET[:, :1], ENCODED, lengths=(None, np.array([2**40, 4])), store_keys=True)
     stored = module(TARGET[:, :1], ENCODED, lengths=(None, np.array([11, 4], np.int64)), store_keys=True)
-    np.testing.assert_allclose(module(TARGET[:, :1]), stored, rtol=0, atol=1e-6)
+    assert_close(module(TARGET[:, :1]), stored, atol=1e-6)
 
 
 def test_one_length_without_a_batch_axis():
     module = nnx_cross()
     stored = module(TARGET[0, :1], ENCODED[0], lengths=(None, np.array([4])), store_keys=True)
-    np.testing.assert_allclose(module(TARGET[0, :1]), stored, rtol=0, atol=1e-6)
+    assert_close(module(TARGET[0, :1]), stored, atol=1e-6)
     assert module.cached_lengths.shape == ()
