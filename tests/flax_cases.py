@@ -192,24 +192,25 @@ def cut(arguments, t):
     return {name: of_query(x) for name, x in arguments.items()}
 
 
-def assert_same_arguments(ours, flax):
-    """One call each: what Flax hands to an attention function, ours hands on alike."""
-    (ours,), (flax,) = ours, flax
-    assert (ours.get("module") is None) == (flax.get("module") is None)
-    for name, expected in flax.items():
-        given = ours.get(name)
+def attention_arguments(run, ours, flax):
+    """What modules of ours and of Flax's, made with some options, hand to their attention functions is the same."""
+    calls = []
+    for kind in (ours, flax):
+        attention_fn, recorded = recording()
+        options = {"dropout_rate": 0.5, "broadcast_dropout": True, "dtype": jnp.float32, "precision": "highest"}
+        run(kind, options | {"attention_fn": attention_fn})
+        calls += recorded
+    of_ours, of_flax = calls
+    assert (of_ours.get("module") is None) == (of_flax.get("module") is None)
+    for name, expected in of_flax.items():
+        given = of_ours.get(name)
         if isinstance(expected, jax.Array | np.ndarray):
             np.testing.assert_array_equal(raw(given), raw(expected))
         elif name != "module":
             assert given == expected or (given is None and expected is False)
+    return of_ours
 
 
-# What differs from the defaults of both constructors.
-ATTRIBUTES = {"num_heads": 5, "qkv_features": 21, "out_features": 13, "dtype": jnp.float32, "param_dtype": jnp.float16}
-ATTRIBUTES |= {"precision": "highest", "use_bias": False, "normalize_qk": True, "dropout_rate": 0.5}
-ATTRIBUTES |= dict.fromkeys(("kernel_init", "bias_init", "out_bias_init"), jax.nn.initializers.ones)
-ATTRIBUTES |= dict.fromkeys(("qkv_dot_general", "out_dot_general"), jax.lax.dot_general)
-ATTRIBUTES |= dict.fromkeys(("qkv_dot_general_cls", "out_dot_general_cls"), lambda: jax.lax.dot_general)
 # What both modules refuse, when they are made or called: options, inputs and arguments of the call, error and message.
 REFUSED_OPTIONS = [
     ({"num_heads": 0}, "num_heads and num_kv_heads must be at least 1, but got 0"),

@@ -1,7 +1,5 @@
 """flax_mha.linen's modules in the place of flax.linen's."""
 
-import contextlib
-import dataclasses
 import inspect
 
 import flax
@@ -11,16 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax_cases import (
-    ATTRIBUTES,
     BATCH,
     FEATURES,
     HEADS,
-    KEYS,
     QUERIES,
     Case,
     assert_close,
     assert_same,
-    assert_same_arguments,
+    attention_arguments,
     flax_rules,
     normal,
     recording,
@@ -110,67 +106,6 @@ def test_self_attention_takes_what_ours_takes_besides():
         layer.apply(variables, X, inputs_k=Y)
 
 
-@pytest.mark.core
-@NAMES
-def test_attributes_are_those_of_flax(name):
-    """In their order, so that they can be given by position; new ones come after."""
-    ours, theirs = (
-        [(f.name, f.default) for f in dataclasses.fields(getattr(library, name)) if f.name not in ("parent", "name")]
-        for library in (linen, nn)
-    )
-    assert [name for name, _ in ours[: len(theirs)]] == [name for name, _ in theirs]
-    differ = {name for (name, ours), (_, theirs) in zip(ours, theirs, strict=False) if ours != theirs}
-    assert differ == {"broadcast_dropout", "attention_fn"}
-    assert all(default in (None, False) for _, default in ours[len(theirs) :])
-    assert not make(OURS).broadcast_dropout
-
-
-def einsum(*arguments, **options):
-    return jnp.einsum(*arguments, **options)
-
-
-ATTRIBUTES = ATTRIBUTES | {
-    "out_kernel_init": nn.initializers.zeros,
-    "attention_fn": nn.dot_product_attention,
-    "decode": True,
-    "force_fp32_for_softmax": True,
-    "qk_attn_weights_einsum_cls": lambda: einsum,
-    "attn_weights_value_einsum_cls": lambda: einsum,
-}
-
-
-@pytest.mark.parametrize("field", dataclasses.fields(FLAX), ids=lambda field: field.name)
-def test_attributes_do_what_they_do_in_flax(field):
-    if field.name in ("parent", "name"):
-        options = {"name": "attention"}
-    else:
-        options = {field.name: ATTRIBUTES.get(field.name, field.default)}
-    if field.name.endswith("einsum_cls"):  # the two come together
-        options = {name: make for name, make in ATTRIBUTES.items() if name.endswith("einsum_cls")}
-    options = {"deterministic": True} | options
-    results = []
-    for cls in BOTH:
-        with flax_rules():  # for float16 parameters next to float32 inputs
-            call = {"deterministic": True} if options["deterministic"] is None else {}
-            results.append(make(cls, **options).init_with_output(KEY, X, **call))
-    (got, variables), (expected, expected_variables) = results
-    assert_same(variables, expected_variables)
-    assert_close(got, expected)
-
-
-CALL = {"inputs_k": Y, "inputs_v": normal(2, BATCH, KEYS, FEATURES), "inputs_kv": Y, "mask": CAUSAL, "dropout_rng": KEY}
-
-
-@pytest.mark.parametrize("name", [name for name in inspect.signature(FLAX.__call__).parameters if name != "self"])
-def test_call_takes_what_flax_takes(name):
-    default = inspect.signature(FLAX.__call__).parameters[name].default
-    arguments = {} if name == "inputs_q" else {name: CALL.get(name, default)}
-    if name == "inputs_v":
-        arguments["inputs_k"] = Y
-    with pytest.warns(DeprecationWarning, match="inputs_kv arg") if name == "inputs_kv" else contextlib.nullcontext():
-        assert_close(*both(Linen, Case(arguments=arguments)))
-
-
 # Outputs -------------------------------------------------------------------------------------------------------------
 
 
@@ -253,18 +188,15 @@ def test_cache_has_the_dtype_of_the_computation(dtype):
 @pytest.mark.parametrize(("attribute", "call"), [(True, None), (None, True), (False, None), (None, False)])
 def test_attention_fn_gets_the_arguments_of_flax(attribute, call, given):
     """The key of the call comes before that of the collection."""
-    calls = {}
-    for cls in BOTH:
-        attention_fn, calls[cls] = recording()
-        options = {"attention_fn": attention_fn, "dropout_rate": 0.5, "broadcast_dropout": True}
-        options |= {"dtype": jnp.float32, "precision": "highest"}
-        module = make(cls, deterministic=attribute, **options)
-        checkpoint = make(FLAX).init(KEY, X)
-        rng = jax.random.key(5) if given else None
-        module.apply(checkpoint, X, mask=CAUSAL, deterministic=call, dropout_rng=rng, rngs={"dropout": KEY})
-    assert_same_arguments(calls[OURS], calls[FLAX])
+    arguments = {"mask": CAUSAL, "deterministic": call, "dropout_rng": jax.random.key(5) if given else None}
+
+    def run(kind, options):
+        module = make(kind, deterministic=attribute, **options)
+        module.apply(make(FLAX).init(KEY, X), X, **arguments, rngs={"dropout": KEY})
+
+    ours = attention_arguments(run, OURS, FLAX)
     if given:
-        assert_same(calls[OURS][0]["dropout_rng"], jax.random.key(5))
+        assert_same(ours["dropout_rng"], jax.random.key(5))
 
 
 def test_same_key_drops_the_same_and_another_key_other_weights():
@@ -300,16 +232,20 @@ def test_warns_of_a_mask_passed_as_values():
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("inputs", [[X[..., :9]], [X, Y[..., :9]], [X, Y, Y[..., :9]]], ids=["q", "k", "v"])
-def test_other_features_than_the_parameters_get_the_error_of_flax(inputs):
-    checkpoint = make(FLAX).init(KEY, X)
+def same_error(variables, *inputs, **options):
+    """The error of Flax for these inputs."""
     messages = []
     for cls in BOTH:
         with pytest.raises(flax.errors.ScopeParamShapeError) as error:
-            make(cls, qkv_features=FEATURES).apply(checkpoint, *inputs)
+            cls(**options).apply(variables, *inputs)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("inputs", [[X[..., :9]], [X, Y[..., :9]], [X, Y, Y[..., :9]]], ids=["q", "k", "v"])
+def test_other_features_than_the_parameters_get_the_error_of_flax(inputs):
+    same_error(make(FLAX).init(KEY, X), *inputs, num_heads=HEADS, qkv_features=FEATURES)
 
 
 @pytest.mark.core
@@ -317,18 +253,9 @@ def test_other_features_than_the_parameters_get_the_error_of_flax(inputs):
 def test_a_mask_in_the_place_of_values_gets_the_error_of_flax(shape):
     """`test_multihead_mask_warning` of Flax: a mask was its third positional argument once."""
     x = jnp.ones((2, 10, 1))
-    variables = FLAX(1).init(KEY, x)
-    messages = []
-    for cls in BOTH:
-        with (
-            pytest.warns(
-                DeprecationWarning, match="the function signature of MultiHeadDotProductAttention's `__call__`"
-            ),
-            pytest.raises(flax.errors.ScopeParamShapeError) as error,
-        ):
-            cls(1).apply(variables, x, x, jnp.ones(shape))
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
+    with pytest.warns(DeprecationWarning, match="the function signature of MultiHeadDotProductAttention's") as warnings:
+        same_error(FLAX(1).init(KEY, x), x, x, jnp.ones(shape), num_heads=1)
+    assert len(warnings) == 2  # of Flax and of ours
 
 
 @pytest.mark.core
@@ -345,13 +272,3 @@ def test_dropout_without_a_key_is_refused():
     module = make(OURS, dropout_rate=0.5, deterministic=False)
     with pytest.raises(flax.errors.InvalidRngError, match="dropout"):
         module.apply(make(FLAX).init(KEY, X), X)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("x", [X[:1, :1], X[:1]], ids=["a token", "a prompt"])
-def test_decoding_refuses_another_shape(x):
-    module = make(OURS, decode=True)
-    variables = module.init(KEY, X)
-    expected = rf"expected query shape \(2, {x.shape[1]}, 3, 5\) instead got"
-    with pytest.raises(ValueError, match=f"Autoregressive cache shape error, {expected}"):
-        module.apply(variables, x, mutable=["cache"])
