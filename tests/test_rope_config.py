@@ -5,11 +5,13 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import refused
 
 from flax_mha.rope import NTK, Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
 
 H = 16
 FACTORS = [1.0, 1.1, 1.5, 2.0, 4.0, 8.0, 16.0, 16.5]
+THREE, INTERLEAVED = (RoPE(sections=(2, 3, 3), section_layout=layout) for layout in ("contiguous", "interleaved"))
 XS, PS = jnp.zeros((2, 5, 3, H)), jnp.zeros((2, 5), jnp.int32)
 REFUSED = [
     (lambda: apply_rope(XS, PS[:, :4], RoPE()), r"positions must be .* got \(2, 4\)"),
@@ -18,10 +20,7 @@ REFUSED = [
     (lambda: apply_rope(XS, PS[..., None], RoPE()), r"positions must be .* got \(2, 5, 1\)"),
     (lambda: apply_rope(XS, PS.astype(jnp.float32), RoPE()), "positions must have an integer dtype.*float32"),
     (lambda: apply_rope(XS, PS.astype(bool), RoPE()), "positions must have an integer dtype, but got bool"),
-    (
-        lambda: apply_rope(XS, np.arange(PS.shape[-1]) + 2**32, RoPE()),
-        "positions must be in the int32 range, but got 4294967296 to",
-    ),
+    (lambda: apply_rope(XS, np.arange(5) + 2**32, RoPE()), "positions must be in the int32 range, but got 4294967296"),
     (lambda: apply_rope(XS, [2**40] * PS.shape[-1], RoPE()), "positions must be in the int32 range"),
     (lambda: apply_rope(XS, "first", RoPE()), "positions must have an integer dtype, but got <U5"),
     (lambda: apply_rope(XS[0, 0], PS[0], RoPE()), "x must have rank 3 or more"),
@@ -60,28 +59,16 @@ REFUSED = [
     (lambda: apply_rope(XS, PS, RoPE(scaling=LongRoPE(FACTORS[1:]))), "8 for 16 .* but got 7"),
     (lambda: LongRoPE([1.0, 0.0]), r"each factor in LongRoPE\(factors\) must be .* > 0, but got 0"),
     (lambda: LongRoPE(None), r"LongRoPE\(factors\) must be"),
-    (
-        lambda: apply_rope(XS, PS, RoPE(sections=(2, 3, 3))),
-        r"positions must be \[batch..., length, coordinates\] or .* that is \(2, 5, 3\) or \(5, 3\) .* got \(2, 5\)",
-    ),
-    (
-        lambda: apply_rope(XS, PS[..., None].repeat(2, -1), RoPE(sections=(2, 3, 3))),
-        r"positions must be .* that is \(2, 5, 3\) or \(5, 3\) for x .* got \(2, 5, 2\); .* of a text token 3 times",
-    ),
-    (
-        lambda: apply_rope(XS, jnp.zeros((3, 2, 5), jnp.int32), RoPE(sections=(2, 3, 3))),
-        r"positions must be .* got \(3, 2, 5\)",
-    ),
+    (lambda: apply_rope(XS, PS, THREE), r"\[batch..., length, coordinates\] or .* \(2, 5, 3\) .* got \(2, 5\)"),
+    (lambda: apply_rope(XS, PS[..., None].repeat(2, -1), THREE), r"got \(2, 5, 2\); .* of a text token 3 times"),
+    (lambda: apply_rope(XS, jnp.zeros((3, 2, 5), jnp.int32), THREE), r"positions must be .* got \(3, 2, 5\)"),
     (lambda: apply_rope(XS, jnp.zeros((2, 5, 3), int), RoPE()), "positions must be"),
     (lambda: RoPE(sections=(2, 3)).coordinates(H), r"8 for 16 .* \(2, 3\), which sum to 5"),
     (lambda: RoPE(sections=(8, 0)), r"sections must be None or positive .* got \(8, 0\)"),
     (lambda: RoPE(sections=(4.0, 4.0)), "sections must be None or positive"),
     (lambda: RoPE(sections=()), r"sections must be None or positive .* got \(\)"),
     (lambda: RoPE(sections=8), "sections must be None or positive .* got 8"),
-    (
-        lambda: RoPE(sections=(2, 3, 3), section_layout="interleaved").coordinates(H),
-        r"sections must interleave the coordinates across 8 pairs and give any .* to the first .*, but got \(2, 3, 3\)",
-    ),
+    (lambda: INTERLEAVED.coordinates(H), r"sections must interleave the coordinates across 8 pairs.* got \(2, 3, 3\)"),
     (lambda: RoPE(sections=(2, 6), section_layout="axial_strided"), "sections must all be equal"),
     (lambda: RoPE(sections=(4, 4), section_layout="rows"), "section_layout must be one of contig"),
     (lambda: RoPE(section_layout="axial"), "sections must be given .* 'axial', but got None"),
@@ -92,9 +79,7 @@ REFUSED = [
 @pytest.mark.core
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_refused_in_one_line(call, message):
-    with pytest.raises(ValueError, match=message) as error:
-        call()
-    assert "\n" not in str(error.value)
+    refused(message, call)
 
 
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
@@ -117,66 +102,54 @@ LONG = {
         "original_max_position_embeddings": 4096,
     },
 }
+INSIDE = {"text_config": {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}}
 LOCAL, FULL = {"layer_type": "sliding_attention"}, {"layer_type": "full_attention"}
+DEEPSEEK = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def model(model_type, **config):
+    return {"model_type": model_type, **config}
+
+
+def scaled(**scaling):
+    return {"rope_theta": 1e4, "rope_scaling": scaling}
+
+
 # config, what is read and, if there are any, arguments
 CONFIGS = [
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}}, RoPE(5e5, 0.5)),
     (NESTED, RoPE(1e6, scaling=Linear(8.0)), FULL),
     (NESTED, RoPE(1e4), LOCAL),
-    (
-        {"text_config": {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}},
-        RoPE(1e6, scaling=Linear(8.0)),
-        FULL,
-    ),
-    (
-        {"text_config": {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}},
-        RoPE(1e4),
-        LOCAL,
-    ),
-    ({"model_type": "modernbert", "global_rope_theta": 1.6e5, "local_rope_theta": 1e4}, RoPE(1.6e5), FULL),
-    ({"model_type": "olmo3", "rope_theta": 5e5, "rope_scaling": YARN}, RoPE(5e5), LOCAL),
-    ({"model_type": "olmo3", "rope_theta": 5e5, "rope_scaling": YARN}, RoPE(5e5, scaling=YaRN(40, 4096)), FULL),
-    ({"model_type": "qwen3", "rope_theta": 1e6}, RoPE(1e6), LOCAL),
-    ({"model_type": "llama", "rope_scaling": None}, RoPE()),
-    ({"model_type": "gpt_neox"}, RoPE(fraction=0.25)),
-    ({"model_type": "gptj", "n_embd": 4096, "n_head": 16}, RoPE(fraction=0.25, interleaved=True)),
-    ({"model_type": "gpt_oss"}, RoPE(150_000.0, scaling=YaRN(32.0, 4096, truncate=False))),
-    ({"model_type": "falcon"}, RoPE()),
-    ({"model_type": "cohere", "rope_theta": 8e6}, RoPE(8e6, interleaved=True)),
-    ({"model_type": "glm4_moe", "rope_theta": 1e6}, RoPE(1e6, 0.5)),
+    (INSIDE, RoPE(1e6, scaling=Linear(8.0)), FULL),
+    (INSIDE, RoPE(1e4), LOCAL),
+    (model("modernbert", global_rope_theta=1.6e5, local_rope_theta=1e4), RoPE(1.6e5), FULL),
+    (model("olmo3", rope_theta=5e5, rope_scaling=YARN), RoPE(5e5), LOCAL),
+    (model("olmo3", rope_theta=5e5, rope_scaling=YARN), RoPE(5e5, scaling=YaRN(40, 4096)), FULL),
+    (model("qwen3", rope_theta=1e6), RoPE(1e6), LOCAL),
+    (model("llama", rope_scaling=None), RoPE()),
+    (model("gpt_neox"), RoPE(fraction=0.25)),
+    (model("gptj", n_embd=4096, n_head=16), RoPE(fraction=0.25, interleaved=True)),
+    (model("gpt_oss"), RoPE(150_000.0, scaling=YaRN(32.0, 4096, truncate=False))),
+    (model("falcon"), RoPE()),
+    (model("cohere", rope_theta=8e6), RoPE(8e6, interleaved=True)),
+    (model("glm4_moe", rope_theta=1e6), RoPE(1e6, 0.5)),
     ({"rotary_dim": 64, "head_dim": 128, "rope_theta": 5e6}, RoPE(5e6, 0.5)),
+    (model("moonshine", hidden_size=288, decoder_num_attention_heads=8), RoPE(fraction=32 / 36, interleaved=True)),
     (
-        {"model_type": "moonshine", "hidden_size": 288, "decoder_num_attention_heads": 8},
-        RoPE(fraction=32 / 36, interleaved=True),
-    ),
-    (
-        {
-            "model_type": "deepseek_v3",
-            "rope_theta": 1e4,
-            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
+        model("deepseek_v3", rope_theta=1e4, rope_scaling=DEEPSEEK),
         RoPE(interleaved=True, scaling=YaRN(40, 4096, mscale=1.0, mscale_all_dim=1.0)),
     ),
     (
-        {"model_type": "sarvam_mla", "rope_scaling": {**YARN, "rope_type": "deepseek_yarn"}, "head_dim": 576},
+        model("sarvam_mla", rope_scaling={**YARN, "rope_type": "deepseek_yarn"}, head_dim=576),
         RoPE(interleaved=True, scaling=YaRN(40, 4096)),
     ),
-    ({"model_type": "deepseek_v3", "rope_interleave": False}, RoPE()),
-    (
-        {"rope_theta": 1e4, "max_position_embeddings": 8192, "rope_scaling": {**YARN, "factor": None}},
-        RoPE(scaling=YaRN(2.0, 4096)),
-    ),
-    (
-        {
-            "rope_theta": 5e5,
-            "max_position_embeddings": 8192,
-            "rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        },
-        RoPE(5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
-    ),
-    (LONG, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25)), {"max_length": 4096}),
+    (model("deepseek_v3", rope_interleave=False), RoPE()),
+    (scaled(**YARN | {"factor": None}) | {"max_position_embeddings": 8192}, RoPE(scaling=YaRN(2.0, 4096))),
+    (scaled(**LLAMA3) | {"max_position_embeddings": 8192}, RoPE(scaling=Llama3(8.0, 1.0, 4.0, 8192))),
     ({"rope_theta": 1e4, "partial_rotary_factor": np.float32(0.3), "head_dim": 16}, RoPE(1e4, fraction=4 / 16)),
-    ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": np.float32(2)}}, RoPE(1e4, scaling=Linear(2.0))),
+    (scaled(type="linear", factor=np.float32(2)), RoPE(1e4, scaling=Linear(2.0))),
+    (LONG, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25)), {"max_length": 4096}),
     (LONG, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25)), {"max_length": np.int64(100)}),
     (LONG, RoPE(1e6, scaling=LongRoPE(FACTORS[::-1], 1.5)), {"max_length": 4097}),
 ]
@@ -189,11 +162,10 @@ def test_from_config(case):
     assert RoPE.from_config(config, **arguments) == want
 
 
-def scaled(**scaling):
-    return {"rope_theta": 1e4, "rope_scaling": scaling}
-
-
-# name: (config, arguments, message)
+PARTIAL = {"rope_theta": 1e4, "head_dim": 64}
+HEADS = {"hidden_size": 64, "num_attention_heads": [8, 8]}
+TEXT_YARN = scaled(rope_type="yarn", original_max_position_embeddings="4096") | {"max_position_embeddings": 8192}
+# config, message and, if there are any, arguments
 REFUSED_CONFIGS = [
     (None, "config must be a dict, but got NoneType; use config.to_dict"),
     (scaled(type="dynamic", factor=2.0), "rope_type 'dynamic' is not supported.*cached keys"),
@@ -203,69 +175,36 @@ REFUSED_CONFIGS = [
     (scaled(attention=1), "only the base, but got attention"),
     (scaled(mrope_interleaved=True), "but got mrope_interleaved"),
     (scaled(mrope_section="16"), "mrope_section must be a list of positive integers, but got '16'"),
-    (
-        scaled(mrope_section=[22, 22, 20]) | {"model_type": "ernie4_5_vl_moe_text"},
-        "model_type 'ernie4_5_vl_moe_text' is not supported, because RoPE does not support the order",
-    ),
-    (
-        {"model_type": "gemma4_vision", "patch_size": 16, "rope_theta": 100.0},
-        "model_type must be one of qwen2_vl, .* with a patch_size, but got 'gemma4_vision'",
-    ),
-    ({"model_type": "pixtral", "patch_size": 16}, "config must contain head_dim"),
-    (
-        {"model_type": "pixtral", "patch_size": 16, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        "rope_type must be default or axial for pixtral, but got 'linear'",
-    ),
+    (scaled(mrope_section=[22, 22, 20]) | model("ernie4_5_vl_moe_text"), "'ernie4_5_vl_moe_text' is not supported"),
+    (model("gemma4_vision", patch_size=16, rope_theta=1e4), "must be one of qwen2_vl, .* with a patch_size"),
+    (model("pixtral", patch_size=16), "config must contain head_dim"),
+    (model("pixtral", patch_size=16) | scaled(rope_type="linear", factor=2.0), "rope_type must be default or axial"),
     (scaled(rope_type="linear"), "must contain factor, but got no factor"),
     ({"rope_theta": 1e4, "rope_ratio": 500}, "known keys, but got rope_ratio"),
     ({"rope_theta": 1e4, "rope_scaling": "linear"}, "rope_scaling must be a dict, but got 'linear'"),
-    ({"model_type": "bert"}, "config must contain rope_theta.* has model_type 'bert' and neither key"),
+    (model("bert"), "config must contain rope_theta.* has model_type 'bert' and neither key"),
     (scaled(type="longrope", factor="2", short_factor=[1.0], long_factor=[1.0]), "factor must be"),
-    (
-        scaled(rope_type="yarn", original_max_position_embeddings="4096") | {"max_position_embeddings": 8192},
-        "original_max_position_embeddings must be a finite number > 0, but got '4096'",
-    ),
-    ({"model_type": ["llama"]}, "model_type must be a string"),
+    (TEXT_YARN, "original_max_position_embeddings must be a finite number > 0, but got '4096'"),
+    (model(["llama"]), "model_type must be a string"),
     ({"text_config": "x"}, "text_config must be a dict, but got 'x'"),
     ({"rope_theta": "1e4"}, "rope_theta must be a finite number > 0, but got '1e4'"),
     (scaled(rope_type="linear", factor=0.5), r"Linear\(factor\) must be"),
-    (
-        {"rope_theta": 1e4, "partial_rotary_factor": 2.0},
-        r"partial_rotary_factor must be a number in \(0, 1\], but got 2.0",
-    ),
+    (PARTIAL | {"partial_rotary_factor": 2.0}, r"partial_rotary_factor must be a number in \(0, 1\], but got 2.0"),
     (NESTED, "layer_type must be one of .* but got None"),
-    ({"model_type": "gemma3_text"}, "layer_type must be one of .* but got None"),
+    (model("gemma3_text"), "layer_type must be one of .* but got None"),
     (NESTED, "layer_type must be None or one of .* got 'local'", {"layer_type": "local"}),
-    (
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-        "rope_parameters must contain sliding_attention, but got full_attention",
-        LOCAL,
-    ),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "must contain sliding_attention, but got fu", LOCAL),
     ({"rotary_dim": 64, "rope_theta": 1e4}, "config must contain head_dim"),
     (scaled(rope_type="yarn", factor=4.0), "must contain original_max_position_embeddings"),
-    (
-        {"model_type": "cohere2", "rope_theta": 1e4},
-        "layer_type must be sliding_attention, because cohere2 .* rope=None",
-        FULL,
-    ),
+    (model("cohere2", rope_theta=1e4), "layer_type must be sliding_attention, because cohere2 .* rope=None", FULL),
     (scaled(rope_type="yarn", original_max_position_embeddings=4096), "must contain factor or max_position_embeddings"),
-    (
-        {"rope_theta": 1e4, "head_dim": 64, "rotary_pct": "0.5"},
-        r"rotary_pct must be a number in \(0, 1\], but got '0.5'",
-    ),
+    (PARTIAL | {"rotary_pct": "0.5"}, r"rotary_pct must be a number in \(0, 1\], but got '0.5'"),
     (scaled(rope_type=["linear"], factor=2.0), "rope_type must be a string"),
     ({"rope_theta": 1e4, "rope_scaling": {1: 2}}, "but got 1"),
     ({"rope_theta": 1e4, "rotary_pct": 0.5, "head_dim": "64"}, "head_dim must be a finite"),
-    (
-        {"rope_theta": 1e4, "rotary_pct": 0.5, "hidden_size": 64, "num_attention_heads": [8, 8]},
-        "num_attention_heads must be a finite number",
-    ),
-    ({"rope_theta": 1e4, "head_dim": 64, "rotary_dim": "4"}, "rotary_dim must be a finite"),
-    (
-        LONG | {"original_max_position_embeddings": 1},
-        "original_max_position_embeddings must be greater than 1",
-        {"max_length": 5},
-    ),
+    ({"rope_theta": 1e4, "rotary_pct": 0.5, **HEADS}, "num_attention_heads must be a finite number"),
+    (PARTIAL | {"rotary_dim": "4"}, "rotary_dim must be a finite"),
+    (LONG | {"original_max_position_embeddings": 1}, "embeddings must be greater than 1", {"max_length": 5}),
     (LONG, "max_length must be .* got -5", {"max_length": -5}),
     ({"rope_theta": 10**400}, "rope_theta must be a finite number > 0"),
     (LONG, "max_length must be .* got '4k'", {"max_length": "4k"}),
@@ -277,6 +216,4 @@ REFUSED_CONFIGS = [
 @pytest.mark.parametrize("case", REFUSED_CONFIGS)
 def test_refused_configs(case):
     config, message, arguments = (*case, {})[:3]
-    with pytest.raises(ValueError, match=message) as error:
-        RoPE.from_config(config, **arguments)
-    assert "\n" not in str(error.value)
+    refused(message, RoPE.from_config, config, **arguments)
