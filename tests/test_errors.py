@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import refused
 
 from flax_mha import attention_fn, dot_product_attention, explain_implementation
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
@@ -11,6 +12,7 @@ from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, Loca
 B, T, S, N, K, H = 2, 5, 7, 6, 3, 4
 SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
 RNG = jax.random.key(0)
+SWAPPED = {"query": (B, N, T, H), "key": (B, K, S, H), "value": (B, K, S, H)}
 COMPLEX = jnp.ones(S, jnp.complex64)
 
 
@@ -23,13 +25,14 @@ def call(**arguments):
     return dot_product_attention(**arrays, **arguments)
 
 
+def ids(shape, dtype=int):
+    return {"query_segment_ids": np.ones(shape, dtype), "key_value_segment_ids": np.ones((B, S), int)}
+
+
 REFUSED = [
     ({"key": None}, r"key must be an array \[batch..., length, heads, head size\], but got None"),
     ({"value": len}, "value must be an array .*built-in function len"),
-    (
-        {"query": (B, N, T, H), "key": (B, K, S, H), "value": (B, K, S, H)},
-        r"key, value lengths|query heads must be a multiple .*5 and 7 in .*use jnp.swapaxes\(x, -3, -2\)",
-    ),
+    (SWAPPED, r"key, value lengths|query heads must be a multiple .*5 and 7 in .*use jnp.swapaxes\(x, -3, -2\)"),
     ({"query_offset": None}, "query_offset must be an integer or an array of integers, but got None"),
     ({"precision": "lol"}, 'precision must be None, "default", "high".*got \'lol\''),
     ({"mask": ArrayMask(None)}, "mask must be a boolean array or a mask object .*, but got None"),
@@ -38,10 +41,7 @@ REFUSED = [
     ({"bias": {"a": 1}}, "bias must be an array of floats, but got dict"),
     ({"bias": [[1.0, 2.0], [3.0]]}, "bias must be an array of floats, but got list"),
     ({"key_value_seq_lengths": [1, [2]]}, "key_value_seq_lengths must be an integer array, but got"),
-    (
-        {"score_mod": lambda score, b, h, q, k: score + COMPLEX[k].real},
-        r"score_mod must not capture complex arrays, .*capture x.real and x.imag",
-    ),
+    ({"score_mod": lambda score, b, h, q, k: score + COMPLEX[k].real}, "must not capture complex arrays, .*x.real and"),
     ({"key": (S, K, H), "value": (S, K, H)}, r"query, key, value must have same rank, .*\(7, 3, 4\)"),
     ({"query": (T, H), "key": (S, H), "value": (S, H)}, "query must have rank 3 or more"),
     ({"key": (3, S, K, H), "value": (3, S, K, H)}, "query, key, value batch dims must match"),
@@ -52,10 +52,7 @@ REFUSED = [
     ({"key": (B, S, 0, H), "value": (B, S, 0, H)}, "both at least 1, but got 6 and 0"),
     ({"query": (B, T, N, 0), "key": (B, S, K, 0)}, "query head size must be at least 1"),
     ({"dtypes": {"key": jnp.bfloat16}}, r"must have the same dtype, one of .*key bfloat16.*use \.astype"),
-    (
-        {"dtypes": dict.fromkeys(SHAPES, jnp.int32)},
-        "must have the same dtype, one of float16, bfloat16, float32, float64,.*int32",
-    ),
+    ({"dtypes": dict.fromkeys(SHAPES, jnp.int32)}, "must have the same dtype, one of float16, bfloat16, .*int32"),
     ({"dtypes": dict.fromkeys(SHAPES, jnp.complex64)}, "complex64"),
     ({"mask": np.ones((T, S), np.float32)}, r"mask must be bool .*float32; use mask.astype\(bool\)"),
     ({"mask": np.ones((B, N, T, 6), bool)}, r"mask must broadcast to .*\(2, 6, 5, 7\).*\(2, 6, 5, 6\)"),
@@ -77,28 +74,16 @@ REFUSED = [
     ({"query_seq_lengths": jnp.array(-2)}, "query_seq_lengths must be at least 0, but got -2"),
     ({"mask": LengthMask(np.array([1, -5]))}, "key_value_lengths must be at least 0, but got -5"),
     ({"query_segment_ids": np.ones((B, 6), int)}, r"key_value_segment_ids must also be passed"),
-    (
-        {"query_segment_ids": np.ones((B, 6), int), "key_value_segment_ids": np.ones((B, S), int)},
-        r"query_segment_ids must have shape \[batch..., 5\].*got \(2, 6\)",
-    ),
-    (
-        {"query_segment_ids": np.ones((3, T), int), "key_value_segment_ids": np.ones((B, S), int)},
-        "query_segment_ids must broadcast to",
-    ),
-    (
-        {"query_segment_ids": np.ones((B, T)), "key_value_segment_ids": np.ones((B, S), int)},
-        "query_segment_ids must have an integer dtype",
-    ),
+    (ids((B, 6)), r"query_segment_ids must have shape \[batch..., 5\].*got \(2, 6\)"),
+    (ids((3, T)), "query_segment_ids must broadcast to"),
+    (ids((B, T), float), "query_segment_ids must have an integer dtype"),
     ({"key_value_segment_ids": np.ones((B, S), int)}, "query_segment_ids must also be passed"),
     ({"dropout_rate": 1.0, "dropout_rng": RNG}, r"dropout_rate must be a concrete number in \[0, 1\), .*got 1.0"),
     ({"dropout_rate": -0.1, "dropout_rng": RNG}, r"dropout_rate .*got -0.1"),
     ({"dropout_rate": float("nan"), "dropout_rng": RNG}, r"dropout_rate .*got nan"),
     ({"dropout_rate": 0.1}, r"dropout_rng must be a key if dropout_rate > 0, but got None"),
     ({"dropout_rate": 0.1, "dropout_rng": 0}, "dropout_rng must be a single key"),
-    (
-        {"dropout_rate": 0.1, "dropout_rng": np.zeros(3, np.uint32)},
-        r"dropout_rng must be a single key .* or a raw uint32 key of shape \(2,\), but got an array of shape \(3,\)",
-    ),
+    ({"dropout_rate": 0.1, "dropout_rng": np.zeros(3, np.uint32)}, r"raw uint32 key of shape \(2,\), .* shape \(3,\)"),
     ({"dropout_rate": 0.1, "dropout_rng": jax.random.split(RNG)}, "dropout_rng must be a single key"),
     ({"local_window_size": (3, -1)}, r"local_window_size must be an int >= 0, .*got \(3, -1\)"),
     ({"local_window_size": (3, 1, 2)}, "local_window_size must be"),
@@ -126,22 +111,13 @@ REFUSED = [
     ({"mask": FunctionMask(3)}, "mask_mod must be a function of scalars, but got 3"),
     ({"dropout_rate": True, "dropout_rng": RNG}, "dropout_rate .*got True"),
     ({"scale": True}, "scale must be a finite number, but got True"),
-    (
-        {"score_mod": lambda score, b, h, q, k: score[None]},
-        r"score_mod\(score, b, h, q_idx, kv_idx\) must return a float32 scalar .*<lambda>.* returned float32\[1\]",
-    ),
+    ({"score_mod": lambda score, b, h, q, k: score[None]}, r"score_mod\(score, b, h, q.*<lambda>.* float32\[1\]"),
     ({"score_mod": lambda score, b, h, q, k: q}, r"score_mod\(.*returned int32\[\]; use .astype"),
     ({"score_mod": lambda score, b, h, q, k: (score, q)}, r"score_mod\(.*float32\[\], int32\[\]"),
     ({"score_mod": lambda score: score}, r"score_mod\(.*raised TypeError: .*takes 1 positional"),
     ({"score_mod": lambda score, b, h, q, k: 1 / 0}, r"score_mod\(.*raised ZeroDivisionError"),
-    (
-        {"score_mod": lambda score, b, h, q, k: score if q > k else -score},
-        r"score_mod\(.*raised TracerBoolConversionError.*; use jnp.where instead of `if`",
-    ),
-    (
-        {"mask": FunctionMask(lambda b, h, q, k: q - k)},
-        r"mask_mod\(b, h, q_idx, kv_idx\) must return a bool scalar .*returned int32\[\]",
-    ),
+    ({"score_mod": lambda score, b, h, q, k: score if q > k else -score}, "TracerBoolConversionError.*; use jnp.where"),
+    ({"mask": FunctionMask(lambda b, h, q, k: q - k)}, r"mask_mod\(b, h, .*\) must return a bool .*returned int32\[\]"),
     ({"mask": CausalMask() & ~FunctionMask(lambda b, h, q, k: jnp.ones(3, bool))}, r"mask_mod\(.*returned bool\[3\]"),
     ({"mask": LengthMask(np.ones(3, int))}, "key_value_lengths must broadcast to"),
     ({"mask": SegmentMask(np.ones(6, int), np.ones(S, int))}, "query_segment_ids must have shape"),
@@ -153,19 +129,14 @@ REFUSED = [
 @pytest.mark.core
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_refused(arguments, message):
-    with pytest.raises(ValueError, match=message) as error:
-        call(**arguments)
-    assert "\n" not in str(error.value)
+    refused(message, call, **arguments)
 
 
 NO_MASKS = [
     (lambda: LocalMask(-3, 0), r"LocalMask\(left, right\) requires left \+ right >= 0, .*\(-3, 0\)"),
     (lambda: LocalMask(1.5, 0), r"requires integers or None, but got \(1.5, 0\)"),
     (lambda: CausalMask(np.arange(3)), r"CausalMask\(offset\) requires an integer.*query_offset"),
-    (
-        lambda: CausalMask() & np.ones((T, S), bool),
-        r"& must combine two masks, .* an array of shape \(5, 7\); wrap it: flax_mha.masks.ArrayMask\(array\)",
-    ),
+    (lambda: CausalMask() & np.ones((T, S), bool), r"& must combine two masks, .* \(5, 7\); wrap it: .*ArrayMask\(arr"),
     (lambda: np.ones((T, S), bool) | CausalMask(), r"\| must combine two masks"),
     (lambda: jnp.ones((T, S), bool) & CausalMask(), "& must combine two masks"),
     (lambda: CausalMask() & LocalMask, r"the class LocalMask; call it: LocalMask\(\)"),
@@ -176,9 +147,7 @@ NO_MASKS = [
 @pytest.mark.core
 @pytest.mark.parametrize(("make", "message"), NO_MASKS)
 def test_no_masks(make, message):
-    with pytest.raises(ValueError, match=message) as error:
-        make()
-    assert "\n" not in str(error.value)
+    refused(message, make)
 
 
 @pytest.mark.core
@@ -207,11 +176,9 @@ def test_axes_that_a_mesh_cannot_split(split):
     sharding = jax.NamedSharding(mesh, jax.P(*(("data" if i == split else None) for i in range(4))))
     if split in (0, 2):
         call(qkv_sharding=sharding)
-        return
-    with pytest.raises(
-        ValueError, match="the head size .* cannot be split" if split == 3 else "must be split the same way"
-    ):
-        call(qkv_sharding=sharding)
+    else:
+        message = "the head size .* cannot be split" if split == 3 else "must be split the same way"
+        refused(message, call, qkv_sharding=sharding)
 
 
 @pytest.mark.core
@@ -219,9 +186,5 @@ def test_a_rate_in_an_array_counts_if_it_is_known():
     want = call(dropout_rate=0.25, dropout_rng=RNG)
     for rate in (np.array(0.25), jnp.linspace(0, 0.5, 3)[1]):
         np.testing.assert_array_equal(call(dropout_rate=rate, dropout_rng=RNG), want)
-
-
-@pytest.mark.core
-def test_a_traced_rate_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"dropout_rate must be a concrete number in"):
+    with pytest.raises(ValueError, match="dropout_rate must be a concrete number in"):
         jax.jit(lambda rate: call(dropout_rate=rate, dropout_rng=RNG))(0.1)
