@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import refused
 from flax import nnx
 from marks import with_core
 
@@ -19,20 +20,25 @@ TABLE = jnp.asarray(rng.standard_normal(T), jnp.float32)
 BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 LARGEST = 2**31 - 1
 attend = functools.partial(dot_product_attention, QUERY, KEY, VALUE)
+
+
+assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-6)
+
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
+LENGTHS = {"query_seq_lengths": np.array([33, 40]), "key_value_seq_lengths": np.array([22, 37])}
+THINNED = FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx * 3 + kv_idx + h) % 4 != 1)
+
+
+def by_table(score, b, h, q_idx, kv_idx):
+    return score + TABLE[q_idx] * TABLE[kv_idx] * (b + 1).astype(score.dtype)
+
+
 BY_POSITION = {
-    "window, lengths": {
-        "local_window_size": (9, 3),
-        "query_seq_lengths": np.array([33, 40]),
-        "key_value_seq_lengths": np.array([22, 37]),
-    },
+    "window, lengths": {"local_window_size": (9, 3), **LENGTHS},
     "masks, functions": {
-        "mask": ((CausalMask(2) & ~LocalMask(3, 1)) | LengthMask(np.array([5, 9])))
-        & FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx * 3 + kv_idx + h) % 4 != 1),
-        "score_mod": lambda score, b, h, q_idx, kv_idx: (
-            score + TABLE[q_idx] * TABLE[kv_idx] * (b + 1).astype(score.dtype)
-        ),
+        "mask": ((CausalMask(2) & ~LocalMask(3, 1)) | LengthMask(np.array([5, 9]))) & THINNED,
+        "score_mod": by_table,
     },
     "causal, dropout": {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5), "is_causal": True},
 }
@@ -52,34 +58,24 @@ def test_slices_of_queries_and_keys_merge_into_the_whole_call(name, implementati
     arguments = BY_POSITION[name] | {"implementation": implementation}
     output, lse = attention(QUERY, KEY, VALUE, **arguments)
     for q_start, q_stop, middle in SLICES[: len(SLICES) if name == "window, lengths" else -1]:
-        total = np.zeros_like(output[:, q_start:q_stop])
+        total, rows = 0, slice(q_start, q_stop)
         for start, stop in ((0, middle), (middle, T)):
-            part, part_lse = attention(
-                QUERY[:, q_start:q_stop],
-                KEY[:, start:stop],
-                VALUE[:, start:stop],
-                query_offset=np.full(B, q_start) if name == "masks, functions" else q_start,
-                key_value_offset=np.int32(start),
-                **arguments,
-            )
-            share = np.exp(part_lse - np.where(lse == -np.inf, 0, lse)[:, q_start:q_stop])
+            offset = np.full(B, q_start) if name == "masks, functions" else q_start
+            offsets = {"query_offset": offset, "key_value_offset": np.int32(start)}
+            keys = KEY[:, start:stop], VALUE[:, start:stop]
+            part, part_lse = attention(QUERY[:, rows], *keys, **offsets, **arguments)
+            share = np.exp(part_lse - np.where(lse == -np.inf, 0, lse)[:, rows])
             total = total + part * share[..., None]
-        np.testing.assert_allclose(total, output[:, q_start:q_stop], rtol=0, atol=2e-6)
+        assert_close(total, output[:, rows])
 
 
 def kept(query_offset, key_value_offset, t, s, implementation):
     """Which weights are not dropped [B, N, t, s]."""
-    weights = dot_product_attention(
-        np.zeros((B, t, N, 1), np.float32),
-        np.zeros((B, s, N, 1), np.float32),
-        np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (B, s, N, s)),
-        query_offset=query_offset,
-        key_value_offset=key_value_offset,
-        dropout_rate=0.5,
-        dropout_rng=jax.random.key(1),
-        implementation=implementation,
-    )
-    return np.moveaxis(np.asarray(weights), -2, 1) != 0
+    query, key = (np.zeros((B, length, N, 1), np.float32) for length in (t, s))
+    value = np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (B, s, N, s))
+    offsets = {"query_offset": query_offset, "key_value_offset": key_value_offset}
+    dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(1), "implementation": implementation}
+    return np.moveaxis(np.asarray(dot_product_attention(query, key, value, **offsets, **dropout)), -2, 1) != 0
 
 
 @pytest.mark.core
@@ -105,7 +101,7 @@ def test_the_ends_of_int32(traced, implementation):
 
     for offset in (LARGEST - T + 1, -(2**31), 2**30):
         got = jax.jit(at)(jnp.int32(offset)) if traced else at(offset)
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+        assert_close(got, want)
 
 
 @BOTH
@@ -119,7 +115,7 @@ def test_numbers_beyond_int32_are_as_good_as_the_largest(implementation):
         {"key_value_seq_lengths": np.array([2**40, LARGEST]), "key_value_offset": 0},  # a slice of longer sequences
     ):
         got = attend(implementation=implementation, **arguments)
-        np.testing.assert_allclose(got, everything, rtol=0, atol=2e-6)
+        assert_close(got, everything)
     nothing = attend(mask=CausalMask(-(2**40)), implementation=implementation)
     assert (nothing == 0).all()
 
@@ -136,38 +132,25 @@ def test_lengths_and_ids_of_64_bits(implementation):
             return attend(query_segment_ids=ids, key_value_seq_lengths=lengths, **more)
 
         got = call(jnp.asarray(ids, jnp.int64) * 2**32, jnp.array([2**40, 2**33]), jnp.int64(3))
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    assert_close(got, want)
 
 
-REFUSED = {
-    "positions beyond int32": (
-        {"query_offset": 2**31 - T + 1},
-        "query_offset must keep positions within the int32 range",
-    ),
-    "known array": ({"key_value_offset": np.array([0, 2**31 - 3])}, "key_value_offset must keep positions"),
-    "distances beyond int32": (
-        {"query_offset": 2**31 - 100, "key_value_offset": -1000},
-        "must keep distances within the int32 range, but queries are at positions 2147483548",
-    ),
-    "ids equal modulo 2**32": (
-        {"query_segment_ids": np.arange(T) * 2**32},
-        r"query_segment_ids must be in the int32 range.*np.unique\(ids, return_inverse=True\)",
-    ),
-    "ids without sign": (
-        {"query_segment_ids": np.full(T, 2**32 - 1, np.uint32), "key_value_segment_ids": np.full(T, -1)},
-        "query_segment_ids must be in the int32 range",
-    ),
-    "offset a float": ({"key_value_offset": 0.5}, "key_value_offset must have an integer dtype"),
-    "offset of another batch": ({"key_value_offset": np.zeros(3, int)}, "key_value_offset must broadcast to"),
-}
+IDS = {"query_segment_ids": np.full(T, 2**32 - 1, np.uint32), "key_value_segment_ids": np.full(T, -1)}
+REFUSED = [
+    ({"query_offset": 2**31 - T + 1}, "query_offset must keep positions within the int32 range"),
+    ({"key_value_offset": np.array([0, 2**31 - 3])}, "key_value_offset must keep positions"),
+    ({"query_offset": 2**31 - 100, "key_value_offset": -1000}, "must keep distances within .* positions 2147483548"),
+    ({"query_segment_ids": np.arange(T) * 2**32}, r"query_segment_ids must be in the int32 .*ids, return_inverse=True"),
+    (IDS, "query_segment_ids must be in the int32 range"),
+    ({"key_value_offset": 0.5}, "key_value_offset must have an integer dtype"),
+    ({"key_value_offset": np.zeros(3, int)}, "key_value_offset must broadcast to"),
+]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_where_known(name):
-    arguments, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        attend(**arguments)
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_refused_where_known(arguments, message):
+    refused(message, attend, **arguments)
 
 
 def test_variables_and_lists_of_traced_numbers_are_arrays():
@@ -179,16 +162,8 @@ def test_variables_and_lists_of_traced_numbers_are_arrays():
         mask = LengthMask([lengths[0], lengths[1]]) & CausalMask()
         return attend(mask=mask, query_offset=nnx.Variable(offset))
 
-    np.testing.assert_allclose(call(lengths, offset), want, rtol=0, atol=2e-6)
-    got = dot_product_attention(
-        nnx.Variable(jnp.asarray(QUERY)),
-        KEY,
-        VALUE,
-        is_causal=True,
-        key_value_seq_lengths=nnx.Variable(jnp.asarray(lengths)),
-        query_offset=nnx.Variable(jnp.asarray(offset)),
-        scale=nnx.Param(jnp.float32(8**-0.5)),
-        sinks=nnx.Param(jnp.full(N, -jnp.inf)),
-        bias=nnx.Param(jnp.zeros((T, T))),
-    )
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    assert_close(call(lengths, offset), want)
+    numbers = {"key_value_seq_lengths": lengths, "query_offset": offset, "scale": jnp.float32(8**-0.5)}
+    numbers |= {"sinks": jnp.full(N, -jnp.inf), "bias": jnp.zeros((T, T))}
+    variables = {name: nnx.Variable(jnp.asarray(x)) for name, x in numbers.items()}
+    assert_close(dot_product_attention(nnx.Variable(jnp.asarray(QUERY)), KEY, VALUE, is_causal=True, **variables), want)
