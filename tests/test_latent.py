@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import refused
 from flax import nnx
 
 import flax_mha
@@ -18,24 +19,21 @@ C, R = 16, 6
 SIZES = {"kv_lora_rank": C, "qk_nope_head_dim": 5, "qk_rope_head_dim": R, "v_head_dim": 19}
 ROPE = RoPE(interleaved=True, scaling=YaRN(4.0, 16, mscale=0.7, mscale_all_dim=1.3))
 PIECES = (70, 1, 5, 1, 5, 1)  # a prompt, and calls of one and of several tokens
+SCORES = {"sinks": True, "logits_soft_cap": 2.0, "rope": RoPE(fraction=1 / 3), "scale": 0.9}
 OPTIONS = {
     "compressed queries": {"q_lora_rank": 7, "use_bias": True},
-    "scores, dropout": {
-        "sinks": True,
-        "logits_soft_cap": 2.0,
-        "rope": RoPE(fraction=1 / 3),
-        "scale": 0.9,
-        "dropout_rate": 0.3,
-    },
+    "scores, dropout": SCORES | {"dropout_rate": 0.3},
     "ring": {"local_window_size": (7, 0), "q_lora_rank": 7},
     "blockwise": {"implementation": "blockwise", "rope": None},
 }
-CALLS = {
-    "scores, dropout": {
-        "score_mod": lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx).astype(score.dtype)
-    },
-    "blockwise": {"mask": flax_mha.FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 5 != 3)},
-}
+
+
+def by_distance(score, b, h, q_idx, kv_idx):
+    return score - 0.1 * (q_idx - kv_idx).astype(score.dtype)
+
+
+THINNED = flax_mha.FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 5 != 3)
+CALLS = {"scores, dropout": {"score_mod": by_distance}, "blockwise": {"mask": THINNED}}
 
 
 def inputs(seed=0, shape=(B, T, D)):
@@ -71,6 +69,12 @@ def jitted(sows=False, **arguments):
     return call
 
 
+def in_parts(step, x, sizes=PIECES):
+    """The outputs of calls of so many tokens, one after the other."""
+    ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return jnp.concatenate([step(x[:, i:j]) for i, j in ends], axis=1)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["scores, dropout", "ring", "blockwise"])  # the other one decodes in linen, below
 def test_any_split_of_decoding_equals_one_call(name):
@@ -79,9 +83,7 @@ def test_any_split_of_decoding_equals_one_call(name):
     module.init_cache((B, 99, D))
     assert module.cached_key.shape == (B, 7 + 1 + 64 if name == "ring" else 99, 1, C + R)
     step = nnx.jit(lambda module, x: run(name, module, x, decode=True))
-    ends = np.cumsum((0, *PIECES))
-    outputs = [step(module, x[:, i:j]) for i, j in itertools.pairwise(ends)]
-    assert_close(jnp.concatenate(outputs, axis=1), whole)
+    assert_close(in_parts(functools.partial(step, module), x), whole)
 
 
 @pytest.mark.core
@@ -98,15 +100,16 @@ def test_linen_is_the_same(name):
     np.testing.assert_array_equal(in_linen, whole)
     decoding = layer.clone(decode=True)
     shapes = jax.eval_shape(decoding.init, jax.random.key(0), jnp.zeros((B, 99, D)))["cache"]
-    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    assert {*cache} == {"cached_key", "cache_index"}
-    step = jax.jit(lambda cache, x: decoding.apply({"params": params, "cache": cache}, x, mutable="cache"))
-    outputs, end = [], 0
-    for size in PIECES:
-        output, variables = step(cache, x[:, end : end + size])
-        outputs.append(output)
-        cache, end = variables["cache"], end + size
-    assert_close(jnp.concatenate(outputs, axis=1), whole)
+    variables = {"params": params, "cache": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)}
+    assert {*variables["cache"]} == {"cached_key", "cache_index"}
+    apply = jax.jit(functools.partial(decoding.apply, mutable="cache"))
+
+    def step(x):
+        output, changed = apply(variables, x)
+        variables.update(changed)
+        return output
+
+    assert_close(in_parts(step, x), whole)
 
 
 @pytest.mark.core
@@ -132,8 +135,7 @@ def test_caches_of_fewer_bits(dtype, tolerance):
         module.kv_a_proj_with_mqa.kernel[...] *= np.where(np.arange(C + R) < C, 1, np.float32(ratio))[None]
         module.q_proj.kernel[...] /= np.where(np.arange(5 + R) < 5, 1, np.float32(ratio))[None, None]
         module.init_cache((B, 31, D), dtype=dtype)
-        outputs = [step(module, x[:, i:j]) for i, j in ((0, 11), *((i, i + 1) for i in range(11, 23)))]
-        assert_close(jnp.concatenate(outputs, axis=1), whole, tolerance)
+        assert_close(in_parts(functools.partial(step, module), x, (11, *[1] * 12)), whole, tolerance)
 
 
 @pytest.mark.core
@@ -209,16 +211,7 @@ def test_weights_and_largest_scores_are_sown_in_both_ways():
     module.init_cache((B, 11, D))
     module.attention_fn = nnx.dot_product_attention
     assert_close(jitted(is_causal=True)(module, x), whole)
-    step = jitted(decode=True)
-    assert_close(jnp.concatenate([step(module, x[:, :10]), step(module, x[:, 10:])], axis=1), whole)
-
-
-def test_explained_calls():
-    module, x = made(), inputs()
-    assert module.explain(x, is_causal=True).chosen == "blockwise" or module.explain(x).chosen == "xla"
-    module.init_cache((B, 99, D))
-    assert module.explain(x[:, :1], decode=True).chosen == "xla"
-    assert int(module.cache_index[...]) == 0
+    assert_close(in_parts(functools.partial(jitted(decode=True), module), x, (10, 1)), whole)
 
 
 REFUSED = {
@@ -246,16 +239,11 @@ def test_constructors_that_are_refused(message):
 @pytest.mark.core
 def test_calls_that_are_refused():
     module, x = made(), inputs()
-    with pytest.raises(ValueError, match="cache not initialized"):
-        module(x, decode=True)
-    with pytest.raises(ValueError, match=rf"input_shape must be \(batch..., length, {D}\)"):
-        module.init_cache((B, 9, D + 1))
-    with pytest.raises(ValueError, match=f"got 7 but module expects {D}"):
-        module(x[..., :7])
-    with pytest.raises(TypeError, match="positional"):
-        module(x, x)
+    refused("cache not initialized", module, x, decode=True)
+    refused(rf"input_shape must be \(batch..., length, {D}\)", module.init_cache, (B, 9, D + 1))
+    refused(f"got 7 but module expects {D}", module, x[..., :7])
+    refused("positional", module, x, x, error=TypeError)
     module.init_cache((B, 9, D))
-    with pytest.raises(ValueError, match="the cache is too short"):
-        module(x, decode=True)
-    with pytest.raises(ValueError, match="scale must be given only once"):
-        made(attention_fn=functools.partial(flax_mha.attention_fn, scale=0.5))(x)
+    refused("the cache is too short", module, x, decode=True)
+    again = made(attention_fn=functools.partial(flax_mha.attention_fn, scale=0.5))
+    refused("scale must be given only once", again, x)
