@@ -67,9 +67,6 @@ def in_parts(attend, x, cache, sizes):
     return np.concatenate(outputs, 1), cache
 
 
-# Without room ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_sequence_without_room_answers_nan_and_keeps_its_cache():
     cache = empty(per_row=True).update(*tokens(S)[1:], lengths=[S - 19, 11])
     output, new = step(*tokens(20, seed=1), cache)
@@ -139,9 +136,6 @@ def test_a_ring_that_took_back_too_much_answers_nan():
         assert np.isnan(output).all()
 
 
-# NaN and large numbers -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("number", [1, 18])
 def test_what_is_visible_is_seen(number):
     """A NaN in a slot reaches the queries that see the slot, and no others."""
@@ -198,9 +192,6 @@ def test_a_score_mod_with_a_derivative_of_its_own_reads_a_narrow_cache():
     expected = in_full([x.astype(jnp.float32) for x in x], **mod)
     output, _ = in_parts(functools.partial(cached_attention, **mod), x, empty(dtype=jnp.bfloat16), (18, 1, LENGTH - 19))
     assert_close(output, expected)
-
-
-# Transformations -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "dtype"), [(2, jnp.bfloat16), (18, jnp.float32)])
@@ -301,9 +292,6 @@ def test_64_bit_types():
                 np.testing.assert_allclose(last, expected[:, 17:18], rtol=0, atol=1e-12)
 
 
-# Implementations -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("window", with_core([None, WINDOW], WINDOW))
 def test_blockwise(window):
     """Several tokens; one token: test_flax_modules.py."""
@@ -331,8 +319,6 @@ def test_of_nothing(batch, number):
     assert output.shape == query.shape
     np.testing.assert_array_equal(cache.index, np.full(cache.batch, number))
 
-
-# Refused -------------------------------------------------------------------------------------------------------------
 
 NEW, ONE, ROWS = tokens(3), empty(), empty(per_row=True)
 IN_RING = KVCache.create(B, 999, K, H, window=WINDOW)
@@ -406,8 +392,6 @@ def test_masks_that_speak_of_positions_are_fine_in_a_ring():
     output, _ = cached_attention(*cut(x, 2 * RING - 1, 2 * RING), cache, local_window_size=WINDOW, **masks)
     assert_close(output, in_full(x, local_window_size=WINDOW, **masks)[:, -1:])
 
-
-# Any split of a sequence into calls equals one causal call -----------------------------------------------------------
 
 HV, SLOTS, WHOLE = 5, 131, 97  # three blocks of 64 slots
 rng = np.random.default_rng(0)

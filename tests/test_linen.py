@@ -1,6 +1,7 @@
 """flax_mha.linen's modules in the place of flax.linen's."""
 
 import inspect
+import re
 
 import flax
 import flax.linen as nn
@@ -30,9 +31,6 @@ BOTH = (OURS, FLAX)
 CAUSAL = np.tri(QUERIES, dtype=bool)[None, None]
 
 
-# Names, attributes and parameters -----------------------------------------------------------------------------------
-
-
 NAMES = pytest.mark.parametrize("name", ["MultiHeadDotProductAttention", "MultiHeadAttention", "SelfAttention"])
 FLAX_DEPRECATES = pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
 
@@ -40,51 +38,37 @@ FLAX_DEPRECATES = pytest.mark.filterwarnings("ignore:SelfAttention will be depre
 @pytest.mark.core
 @NAMES
 @FLAX_DEPRECATES
-def test_parents_name_and_seed_it_as_flax_does(name):
-    """The name decides the paths of the parameters, their initial values and the keys for dropout."""
-    variables, calls = {}, {}
-    for library in (linen, nn):
-        attention_fn, calls[library] = recording()
-        cls = getattr(library, name)
-        assert cls.__name__ == name
+def test_a_model_names_seeds_and_computes_it_as_flax_does(name):
+    """The name decides the paths of the parameters, their initial values and the keys for dropout.
 
-        class Parent(nn.Module):
-            cls: type
-            attention_fn: object
-
-            @nn.compact
-            def __call__(self, x):
-                x = self.cls(HEADS, dropout_rate=0.5, deterministic=False)(x)
-                return self.cls(HEADS, dropout_rate=0.5, deterministic=False, attention_fn=self.attention_fn)(x)
-
-        keys = dict(zip(("params", "dropout"), jax.random.split(KEY), strict=True))
-        variables[library] = Parent(cls, attention_fn).init(keys, X)
-    assert_same(variables[linen], variables[nn])
-    assert variables[linen]["params"].keys() == {f"{name}_0", f"{name}_1"}
-    assert_same(calls[linen][0]["dropout_rng"], calls[nn][0]["dropout_rng"])
-
-
-@pytest.mark.core
-@NAMES
-@FLAX_DEPRECATES
-def test_a_checkpoint_of_a_whole_model_with_automatic_names_loads(name):
-    """Flax's variables as they are, and equal outputs; the mask of SelfAttention stands in the second place."""
+    So Flax's variables load as they are, with equal outputs; the mask of SelfAttention stands in the second place.
+    """
 
     class Model(nn.Module):
         library: object
+        attention_fn: object
 
         @nn.compact
-        def __call__(self, x, mask):
-            cls = getattr(self.library, name)
-            for _ in range(2):
+        def __call__(self, x, mask, deterministic):
+            for options in ({}, {"attention_fn": self.attention_fn}):
+                layer = getattr(self.library, name)(HEADS, dropout_rate=0.5, deterministic=deterministic, **options)
                 x = nn.LayerNorm()(x)
-                x = x + (cls(HEADS)(x, mask) if name == "SelfAttention" else cls(HEADS)(x, mask=mask))
+                x = x + (layer(x, mask) if name == "SelfAttention" else layer(x, mask=mask))
             return x
 
-    theirs, ours, mask = Model(nn), Model(linen), jnp.asarray(CAUSAL)
-    checkpoint = theirs.init(KEY, X, mask)
-    assert {"LayerNorm_1", f"{name}_0", f"{name}_1"} < checkpoint["params"].keys()
-    assert_close(ours.apply(checkpoint, X, mask), theirs.apply(checkpoint, X, mask))
+    assert getattr(linen, name).__name__ == name
+    variables, outputs, keys = [], [], []
+    for library in (nn, linen):
+        attention_fn, calls = recording()
+        model = Model(library, attention_fn)
+        rngs = dict(zip(("params", "dropout"), jax.random.split(KEY), strict=True))
+        variables.append(model.init(rngs, X, jnp.asarray(CAUSAL), deterministic=False))
+        keys.append(calls[0]["dropout_rng"])
+        outputs.append(model.apply(variables[0], X, jnp.asarray(CAUSAL), deterministic=True))
+    assert_same(*variables)
+    assert variables[0]["params"].keys() == {"LayerNorm_0", "LayerNorm_1", f"{name}_0", f"{name}_1"}
+    assert_same(*keys)
+    assert_close(*outputs)
 
 
 @pytest.mark.core
@@ -104,9 +88,6 @@ def test_self_attention_takes_what_ours_takes_besides():
     assert layer.explain(X, None, True, is_causal=True).chosen == "xla"
     with pytest.raises(TypeError, match="inputs_k"):
         layer.apply(variables, X, inputs_k=Y)
-
-
-# Outputs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [{}, {"mask": CAUSAL}, {"sow_weights": True}])
@@ -135,19 +116,17 @@ def test_quantized_einsums_reach_flax():
 
 
 @pytest.mark.parametrize(("name", "used"), [("qkv_dot_general", 3), ("out_dot_general", 1)])
-@pytest.mark.parametrize("by_class", [True, False])
-def test_dot_generals_are_used(name, used, by_class):
+def test_dot_generals_are_used(name, used):
     calls = []
 
     def counted(*arguments, **options):
         calls.append(arguments)
         return jax.lax.dot_general(*arguments, **options)
 
-    make(OURS, **({f"{name}_cls": lambda: counted} if by_class else {name: counted})).init(KEY, X)
-    assert len(calls) == used
-
-
-# What is sown --------------------------------------------------------------------------------------------------------
+    for options in ({name: counted}, {f"{name}_cls": lambda: counted}):
+        calls.clear()
+        make(OURS, **options).init(KEY, X)
+        assert len(calls) == used, options
 
 
 @pytest.mark.parametrize("force", [True, False])
@@ -164,9 +143,6 @@ def test_sown_weights_have_the_dtype_of_flax(force):
     np.testing.assert_allclose(*(w.astype(jnp.float32) for w in sown), rtol=0, atol=4 * 2**-8)
 
 
-# Decoding ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_cache_has_the_dtype_of_the_computation(dtype):
@@ -178,9 +154,6 @@ def test_cache_has_the_dtype_of_the_computation(dtype):
         "cached_value": (shape, dtype),
         "cache_index": ((), jnp.int32),
     }
-
-
-# Dropout -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.core
@@ -208,9 +181,6 @@ def test_same_key_drops_the_same_and_another_key_other_weights():
     assert not np.allclose(one, make(OURS).apply(checkpoint, X))
 
 
-# inputs_kv, and a mask in the place of values ------------------------------------------------------------------------
-
-
 @pytest.mark.core
 def test_inputs_kv():
     with pytest.warns(DeprecationWarning, match="The inputs_kv arg will be deprecated soon") as warnings:
@@ -219,17 +189,6 @@ def test_inputs_kv():
     for given in ({"inputs_k": Y}, {"inputs_k": Y, "inputs_v": Y}):
         with pytest.raises(ValueError, match="If either `inputs_k` or `inputs_v` is not None, `inputs_kv` must be"):
             make(OURS).init(KEY, X, inputs_kv=Y, **given)
-
-
-@pytest.mark.core
-def test_warns_of_a_mask_passed_as_values():
-    square = jnp.ones((BATCH, QUERIES, QUERIES))
-    for cls in BOTH:
-        with pytest.warns(DeprecationWarning, match=r"array of shape \(2, 7, 7\) to the `inputs_v` arg"):
-            make(cls).init(KEY, X, X, square)
-
-
-# Errors --------------------------------------------------------------------------------------------------------------
 
 
 def same_error(variables, *inputs, **options):
@@ -253,7 +212,8 @@ def test_other_features_than_the_parameters_get_the_error_of_flax(inputs):
 def test_a_mask_in_the_place_of_values_gets_the_error_of_flax(shape):
     """`test_multihead_mask_warning` of Flax: a mask was its third positional argument once."""
     x = jnp.ones((2, 10, 1))
-    with pytest.warns(DeprecationWarning, match="the function signature of MultiHeadDotProductAttention's") as warnings:
+    warned = f"of shape {re.escape(str(shape))} to the `inputs_v` arg.* function signature of MultiHeadDotProductAtt"
+    with pytest.warns(DeprecationWarning, match=warned) as warnings:
         same_error(FLAX(1).init(KEY, x), x, x, jnp.ones(shape), num_heads=1)
     assert len(warnings) == 2  # of Flax and of ours
 

@@ -32,12 +32,6 @@ def params(module):
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-# The constructor and the call ------------------------------------------------------------------------------------
-
-
-# Parameters, checkpoints and outputs --------------------------------------------------------------------------------
-
-
 def test_half_precision_inputs():
     """Without a dtype the inputs and the weights decide, as in Flax."""
     ours, flax = (make(cls, param_dtype=jnp.bfloat16) for cls in (OURS, FLAX))
@@ -64,9 +58,6 @@ def test_complex_inputs_work_as_in_flax(options, arguments):
     params, options = Nnx.params(FLAX, [], **options), options | {"dropout_rate": 0.5, "deterministic": True}
     with flax_rules():
         assert_close(*(Nnx.call(kind, params, [inputs], options, **arguments) for kind in (OURS, FLAX)))
-
-
-# What is sown --------------------------------------------------------------------------------------------------------
 
 
 def capture(module, *inputs, **arguments):
@@ -129,9 +120,6 @@ def test_sown_weights_of_a_row_that_is_nan_are_nan():
     assert np.isnan(result[1, 3]).all()
     assert np.isnan(weights[1, :, 3]).all()
     assert np.isnan(weights).sum() == HEADS * QUERIES
-
-
-# Decoding ------------------------------------------------------------------------------------------------------------
 
 
 def test_decode_of_the_call_comes_first():
@@ -205,9 +193,6 @@ def test_view_wants_the_size_of_the_cache():
             make(OURS).set_view(**arguments)
 
 
-# Dropout -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("keep_rngs", "rngs"),
@@ -253,9 +238,6 @@ def test_each_call_drops_others_and_the_same_rngs_the_same(run):
     assert_same(kept, make(OURS)(X))
 
 
-# attention_fn --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.core
 def test_what_the_call_does_not_know_reaches_attention_fn():
     def attention(query, key, value, *, input_positions=None, **arguments):
@@ -271,18 +253,12 @@ def test_what_the_call_does_not_know_reaches_attention_fn():
         module(X, maks=0)
 
 
-# nnx's transformations -----------------------------------------------------------------------------------------------
-
-
 def test_sharded_projections():
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
     expected = make(OURS)(X)
     with jax.set_mesh(mesh):
         got = make(OURS)(X, qkv_sharding=jax.P(None, None, "heads", None), out_sharding=jax.P())
     assert_close(got, expected)
-
-
-# Errors --------------------------------------------------------------------------------------------------------------
 
 
 def test_another_batch_than_that_of_the_cache_is_not_blamed_on_positions():
