@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import refused
-from marks import pairwise, with_core
+from marks import pairwise, with_core, with_core_tuples
 
 from flax_mha import dot_product_attention
 from flax_mha._src.core.eight_bits import quantize
@@ -100,17 +100,6 @@ def test_every_feature_of_one_key_head(dtype, size, lengths):
     np.testing.assert_array_equal(np.asarray(grown.value, np.float32), -expected)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("window", [None, WINDOW])
-def test_sequences_of_their_own_lengths(window):
-    cache = KVCache.create(B, 4 * RING, K, H, window=window, per_row=True)
-    index = np.zeros(B, int)
-    for lengths in ([5, 0, 2], [7, 7, 7], [0, 1, 6], [3, 7, 0]):
-        cache = updated(cache, *tokens(index, 7), jnp.asarray(lengths))
-        index = index + lengths
-        assert_holds(cache, index)
-
-
 def test_what_is_known_may_be_known_under_jit_too():
     """Arrays that a jitted function closes over."""
     cache, lengths, rows = KVCache.create(B, S, K, H, per_row=True), jnp.array([3, 0, 2]), jnp.array([2, 2])
@@ -134,15 +123,6 @@ def test_one_length_for_all():
     cache = KVCache.create(B, S, K, H, per_row=True)
     assert_holds(cache.update(*tokens(0, 7), lengths=4), [4, 4, 4])
     assert_holds(KVCache.create((), S, K, H).update(*tokens(0, 7, ()), lengths=4), 4)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("chunk", [1, 13, 2 * RING + 3])
-def test_a_ring_keeps_the_last_tokens(chunk):
-    cache = KVCache.create(B, 10 * RING, K, H, window=WINDOW)
-    for at in range(0, 3 * RING if chunk > 1 else 3, chunk):
-        cache = updated(cache, *tokens(at, chunk))
-        assert_holds(cache, at + chunk)
 
 
 @pytest.mark.core
@@ -324,10 +304,12 @@ def test_what_is_written_has_a_gradient(number, per_row, dtype):
         np.testing.assert_array_equal(of_new[0, :, 0, 0], jnp.asarray(places[first : first + number], dtype))
 
 
-@pytest.mark.parametrize(
-    ("ring", "kind", "mapped", "dtype"),
-    pairwise((False, True), ("one index", "an index each", "lengths"), (False, True), (jnp.float32, jnp.bfloat16)),
-)
+# With and without a ring, what gives places, mapped or not, and dtypes.
+WRITES = pairwise((False, True), ("one index", "an index each", "lengths"), (False, True), (jnp.float32, jnp.bfloat16))
+OF_LENGTHS = [case for case in WRITES if case[1] == "lengths"]
+
+
+@pytest.mark.parametrize(("ring", "kind", "mapped", "dtype"), with_core_tuples(WRITES, *OF_LENGTHS))
 def test_every_slot_after_updates_of_any_size(ring, kind, mapped, dtype):
     """Those that are not written keep their bits, also where there is no room, or a ring goes on at its first slot."""
     rng, batch = np.random.default_rng(0), (2, B) if mapped else (B,)

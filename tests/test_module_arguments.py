@@ -52,14 +52,6 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
 
 
 @pytest.mark.core
-@MAKES
-def test_scale(make):
-    default, same, other = (call(make(scale=scale), X) for scale in (None, 0.5, 1.5))
-    np.testing.assert_allclose(same, default, rtol=0, atol=1e-6)  # head size 4
-    assert jnp.abs(other - default).max() > 1e-3
-
-
-@pytest.mark.core
 def test_gate():
     """A sigmoid of the input multiplies heads before they are projected back; the padding's is not asked."""
     options = {"gate": True, "use_bias": False, "num_kv_heads": K}
@@ -140,13 +132,6 @@ def test_norms_of_queries_and_keys(kind):
     nnx.update(module, params)
     for got in (module(X), linen_module(**options).apply({"params": params}, X)):
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
-
-
-@MAKES
-def test_lengths_of_keys_alone(make):
-    lengths = jnp.array([13, 5])
-    want = call(make(), X, Y, mask=(jnp.arange(S)[None] < lengths[:, None])[:, None, None, :])
-    assert_close(call(make(), X, Y, lengths=(None, lengths)), want)
 
 
 @MAKES
@@ -610,28 +595,22 @@ def test_attention_fn_takes_every_argument_of_flax():
 @pytest.mark.core
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_projections_in_bfloat16(tokens, monkeypatch):
-    """Where a CPU multiplies bfloat16, they are rounded float32 sums, also of a single row and of transposed arrays."""
+    """Where a CPU multiplies bfloat16, they are rounded float32 sums, also of a single row and of transposed arrays.
+
+    A product into float32 is not rounded to bfloat16, and a vector is no row.
+    """
     monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})
     x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((2, 31, tokens), (N, 31, 8)))
-    expected = np.einsum("bdt,ndh->btnh", np.asarray(x, np.float64), np.asarray(kernel, np.float64))
+    expected = np.einsum("bdt,ndh->bthn", np.asarray(x, np.float64), np.asarray(kernel, np.float64))
+    kernel = jnp.transpose(kernel, (1, 2, 0))
 
-    def project(x):
-        return dot_general(x.T, jnp.transpose(kernel, (1, 2, 0)), (((1,), (0,)), ((), ())))
+    def project(x, **options):
+        return dot_general(x.T, kernel, (((x.T.ndim - 1,), (0,)), ((), ())), **options)
 
-    for got in (jnp.stack([jax.jit(project)(own) for own in x]), jax.jit(jax.vmap(project))(x)):
+    vector, wide = project(x[0, :, 0]), project(x[0, :, 0], preferred_element_type=jnp.float32)
+    rounded = {"rtol": 2**-8, "atol": 1e-5}
+    for got in (jnp.stack([jax.jit(project)(own) for own in x]), jax.jit(jax.vmap(project))(x), vector[None, None]):
         assert got.dtype == jnp.bfloat16
-        got = np.moveaxis(np.asarray(got, np.float64), -1, -2)
-        np.testing.assert_allclose(got, expected, rtol=2**-8, atol=1e-5)
-
-
-@pytest.mark.core
-def test_projections_of_a_vector_and_into_a_named_dtype(monkeypatch):
-    """A product into float32 is not rounded to bfloat16, and a vector is no row."""
-    monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})
-    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((31,), (31, 8)))
-    expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
-    axes = (((0,), (0,)), ((), ()))
-    got, wide = dot_general(x, kernel, axes), dot_general(x, kernel, axes, preferred_element_type=jnp.float32)
-    assert (got.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2**-8, atol=1e-5)
-    np.testing.assert_allclose(wide, expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(got, np.float64), expected[: len(got), : got.shape[1]], **rounded)
+    assert wide.dtype == jnp.float32
+    np.testing.assert_allclose(wide, expected[0, 0], rtol=0, atol=1e-5)
