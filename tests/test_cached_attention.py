@@ -174,15 +174,6 @@ def test_hidden_slots_reach_nothing(number, filling):
     jax.tree.map(assert_close, got, run(cache.key, cache.value))
 
 
-def test_arrays_of_numpy():
-    """Also of what a checkpoint holds."""
-    at = LENGTH - 3
-    cache = jax.tree.map(np.asarray, after(at))
-    output, cache = cached_attention(*map(np.asarray, cut(X, at, LENGTH)), cache)
-    assert_close(output, FULL[:, at:])
-    assert isinstance(cache.key, jax.Array)
-
-
 def test_a_score_mod_with_a_derivative_of_its_own_reads_a_narrow_cache():
     """It takes another way than all others, by a dense attention."""
     doubled = jax.custom_vjp(lambda x: jnp.sin(x) * 2)
@@ -320,11 +311,8 @@ def test_of_nothing(batch, number):
     np.testing.assert_array_equal(cache.index, np.full(cache.batch, number))
 
 
-NEW, ONE, ROWS = tokens(3), empty(), empty(per_row=True)
+NEW, ONE, ROWS, FULL_CACHE = tokens(3), empty(), empty(per_row=True), empty().update(*tokens(S)[1:])
 IN_RING = KVCache.create(B, 999, K, H, window=WINDOW)
-
-
-FULL_CACHE = empty().update(*tokens(S)[1:])
 
 
 def call(cache=ONE, new=NEW, **arguments):
@@ -465,37 +453,26 @@ class Structure(NamedTuple):
 
 WINDOWED = {"local_window_size": (WINDOW, 0)}
 LOGITS = {"logits_soft_cap": 3.0, "sinks": SINKS}
+DROPOUT = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5)}
+FUNCTIONS = {"mask": FunctionMask(thinned), "score_mod": slopes_and_entry}
+OF_EACH_SLOT = {"bias": lambda _, slots: BIAS[..., :slots], "mask": lambda _, slots: SHOWN[..., :slots]}
 STRUCTURES = {
     "no batch axis, window, soft cap, sinks, dropout": Structure(
-        {"local_window_size": (9, 2), "dropout_rate": 0.4, "dropout_rng": jax.random.key(5)} | LOGITS,
-        batch=(),
-        kv_heads=1,
+        {"local_window_size": (9, 2)} | DROPOUT | LOGITS, batch=(), kv_heads=1
     ),
     "ring, lengths, logits": Structure(WINDOWED | LOGITS, ring=True, per_row=True),
     "narrow ring, positions": Structure(
-        {"local_window_size": 4, "mask": FunctionMask(thinned), "score_mod": slopes_and_entry},
-        ring=True,
-        per_row=True,
-        kv_heads=4,
-        cached="float16",
+        {"local_window_size": 4} | FUNCTIONS, ring=True, per_row=True, kv_heads=4, cached="float16"
     ),
-    "positions, lengths": Structure({"mask": FunctionMask(thinned), "score_mod": slopes_and_entry}, per_row=True),
+    "positions, lengths": Structure(FUNCTIONS, per_row=True),
     "segments of slots, bias of heads": Structure({"mask": in_segments, "bias": BIAS[:, :, :1]}, per_row=True),
     "two batch axes, dropout, scale, narrow cache": Structure(
-        {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5), "scale": jnp.float32(0.7)},
-        batch=(2, 1),
-        per_row=True,
-        cached="bfloat16",
+        DROPOUT | {"scale": jnp.float32(0.7)}, batch=(2, 1), per_row=True, cached="bfloat16"
     ),
     "values in keys": Structure(LOGITS, kv_heads=1, value_size=4, per_row=True),
     "values in a narrow ring": Structure(WINDOWED, cached="bfloat16", ring=True, value_size=4),
     # One rounding of an output of this size, and of each product's operands in 16 bits. (In bfloat16: `test_scan`.)
-    "float16, bias and mask of slots": Structure(
-        {"bias": lambda _, slots: BIAS[..., :slots], "mask": lambda _, slots: SHOWN[..., :slots]},
-        dtype="float16",
-        cached="float16",
-        tolerance=2**-9,
-    ),
+    "float16, bias and mask of slots": Structure(OF_EACH_SLOT, dtype="float16", cached="float16", tolerance=2**-9),
 }
 
 
@@ -509,6 +486,7 @@ def whole_call(structure, query, key, value=None):
 
 @functools.lru_cache(maxsize=1)
 def programs(name):
+    """Tokens and expected outputs, with one batch axis, and the jitted programs."""
     structure = STRUCTURES[name]
 
     def step(cache, lengths, query, key, value=None):
@@ -516,16 +494,16 @@ def programs(name):
 
     tokens = structure.tokens()
     expected = np.asarray(jax.jit(functools.partial(whole_call, structure))(*tokens), np.float32)
-    return tokens, expected, jax.jit(step), jax.jit(KVCache.truncate)
+    flat = [x.reshape(-1, *x.shape[-3:]) for x in (expected, *tokens)]
+    return flat[1:], flat[0], jax.jit(step), jax.jit(KVCache.truncate)
 
 
 def padded(x, first, lengths, size, filling):
     """Of each sequence `lengths` tokens from `first` on, and then padding."""
-    flat, rows = x.reshape(-1, *x.shape[-3:]), []
-    for row, start, length in zip(flat, first.ravel(), lengths.ravel(), strict=True):
-        padding = np.full((size - length, *x.shape[-2:]), filling, np.float32).astype(x.dtype)
-        rows.append(np.concatenate([row[start : start + length], padding]))
-    return np.stack(rows).reshape(*x.shape[:-3], size, *x.shape[-2:])
+    pieces = np.full((len(x), size, *x.shape[2:]), filling, np.float32).astype(x.dtype)
+    for piece, row, start, length in zip(pieces, x, first, lengths, strict=True):
+        piece[:length] = row[start : start + length]
+    return pieces
 
 
 def split(name, seed):
@@ -533,33 +511,32 @@ def split(name, seed):
     structure, rng = STRUCTURES[name], np.random.default_rng(seed)
     tokens, expected, step, truncate = programs(name)
     garbage = rng.choice(GARBAGE) if seed % 2 else 0.0
-    largest = float(jnp.finfo(structure.cached).max)
-    garbage = min(garbage, largest) if garbage == 3e38 else garbage
-    cache = structure.cache(garbage)
-    at, taken_back = np.zeros(structure.batch, int), 0
+    garbage = min(garbage, float(jnp.finfo(structure.cached).max)) if garbage == 3e38 else garbage
+    cache, at, taken_back = structure.cache(garbage), np.zeros(len(expected), int), 0
     got = np.full(expected.shape, np.nan, np.float32)
+
+    def index(numbers):
+        return jnp.asarray(numbers.reshape(structure.batch) if structure.per_row else numbers[0], jnp.int32)
+
     while (at < structure.length).any():
         fits = [size for size in structure.sizes if structure.per_row or size <= structure.length - at.max(initial=0)]
         size = int(rng.choice(fits))
+        lengths = np.full(len(at), size)
         if structure.per_row:
-            lengths = np.minimum(rng.integers(0, size + 1, structure.batch), structure.length - at)
-        else:
-            lengths = np.full(structure.batch, size)
-        pieces = (padded(x, at, lengths, size, garbage) for x in tokens)
-        given = jnp.asarray(lengths, jnp.int32) if structure.per_row else None
-        output, cache = step(cache, given, *pieces)
+            lengths = np.minimum(rng.integers(0, size + 1, len(at)), structure.length - at)
+        pieces = [padded(x, at, lengths, size, garbage).reshape(*structure.batch, size, *x.shape[2:]) for x in tokens]
+        output, cache = step(cache, index(lengths) if structure.per_row else None, *pieces)
         output = np.asarray(output, np.float32).reshape(-1, *output.shape[-3:])
-        rows = got.reshape(-1, *got.shape[-3:])
-        for row, out, start, length in zip(rows, output, at.ravel(), lengths.ravel(), strict=True):
+        for row, out, start, length in zip(got, output, at, lengths, strict=True):
             row[start : start + length] = out[:length]
             np.testing.assert_array_equal(out[length:], 0)
         at = at + lengths
         if rng.random() < 0.3 and taken_back < 3:
             taken_back += 1
             at = at - int(rng.integers(0, min(at.min(), 20) + 1))
-            cache = truncate(cache, jnp.asarray(at if structure.per_row else at.ravel()[0], jnp.int32))
-            got.reshape(-1, *got.shape[-3:])[np.arange(structure.length) >= at.reshape(-1, 1)] = np.nan
-        np.testing.assert_array_equal(cache.index, at if structure.per_row else at.ravel()[0])
+            cache = truncate(cache, index(at))
+            got[np.arange(structure.length) >= at[:, None]] = np.nan
+        np.testing.assert_array_equal(cache.index, index(at))
     np.testing.assert_allclose(got, expected, rtol=0, atol=structure.tolerance)
 
 

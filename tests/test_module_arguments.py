@@ -248,15 +248,6 @@ def test_explain_of_stored_keys_is_not_of_a_mask_array():
     assert not any("mask" in reason for reason in module.explain(X[:1], X[:1], **arguments).refusals["cudnn"])
 
 
-@pytest.mark.core
-@MAKES
-def test_explain_has_the_signature_of_the_call(make):
-    module = make()
-    explained = dict(inspect.signature(module.explain).parameters)
-    assert explained.pop("platform").default is None
-    assert explained == inspect.signature(type(module).__call__.__get__(module)).parameters
-
-
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
 MODULES = {
     "nnx": functools.partial(nnx_module, qkv_features=N * 16),
@@ -517,14 +508,18 @@ def parameters(function):
 @pytest.mark.core
 @pytest.mark.parametrize("name", MODULES)
 def test_help_and_editors_show_the_signature_of_a_module(name):
+    """An instance is shown with its call; `explain` has the signature of the call, and a platform."""
     layer, argument = MODULES[name](), "kv_lora_rank" if "latent" in name else "num_kv_heads"
     kind = type(layer)
     assert argument in parameters(kind)
     assert "self" not in parameters(kind)
     head = pydoc.render_doc(kind, renderer=pydoc.plaintext).partition("\n |  \n")[0]
     assert f"{argument}:" in head
-    for function in (layer, layer.explain, kind.__call__, kind.explain):  # an instance is shown with its call
+    for function in (layer, layer.explain, kind.__call__, kind.explain):
         assert {"inputs_q", "score_mod"} <= parameters(function).keys()
+    explained = dict(parameters(layer.explain))
+    assert explained.pop("platform").default is None
+    assert explained == parameters(kind.__call__.__get__(layer))
     assert "platform" in parameters(kind.explain)
 
 
