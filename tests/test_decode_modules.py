@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import refused
 from flax import nnx
 from flax.nnx.nn import dtypes
 from hypothesis import given, settings
@@ -290,8 +291,7 @@ def test_what_a_partial_sets_counts_as_in_the_call(api, promote):
 def test_a_partial_that_sets_positions_is_refused(api, name):
     module = api(attention_fn=functools.partial(flax_mha.attention_fn, **{name: jnp.array([3, 4])}))
     module.start(LENGTH, per_row=False)
-    with pytest.raises(ValueError, match=f"attention_fn must not set {name} while decoding"):
-        module.step(X[:, :3])
+    refused(f"attention_fn must not set {name} while decoding", module.step, X[:, :3])
 
 
 @pytest.mark.core
@@ -398,8 +398,7 @@ def test_rotary_positions(make):
     module, positions = make(rope=RoPE()), jnp.arange(100, 107)
     want = module(TARGET, ENCODED, decode=False, positions=(positions, jnp.arange(11)))
     assert_close(decode_cross(module, {}, positions), want, atol=1e-6)
-    with pytest.raises(ValueError, match=r"positions must be a single array .* if rope is used with stored"):
-        module(TARGET[:, :1])
+    refused(r"positions must be a single array .* if rope is used with stored", module, TARGET[:, :1])
 
 
 def test_axial_positions_are_not_counted():
@@ -439,8 +438,7 @@ def test_what_does_not_fit_is_refused(make):
         ([TARGET, ENCODED], {"store_keys": True, "decode": False}, "store_keys=True requires decode=True"),
         ([TARGET, ENCODED], {"store_keys": 1}, "store_keys must be True or False"),
     ):
-        with pytest.raises(ValueError, match=expected):
-            module(*inputs, **arguments)
+        refused(expected, module, *inputs, **arguments)
 
 
 @CROSS
@@ -452,8 +450,7 @@ def test_what_depends_on_positions_is_refused(make, name):
     arguments = {} if window else {name: options[name]}
     module = make(**window)
     module(TARGET[:, :1], ENCODED, store_keys=True, **arguments)
-    with pytest.raises(ValueError, match=f"{name} must not depend on positions if keys are stored"):
-        module(TARGET[:, 1:2], **arguments)
+    refused(f"{name} must not depend on positions if keys are stored", module, TARGET[:, 1:2], **arguments)
 
 
 def test_making_a_cache_forgets_the_stored_keys():

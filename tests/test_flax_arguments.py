@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import refused
 from flax import nnx
 from flax_cases import BATCH, FEATURES, KEYS, QUERIES, Case, assert_close, assert_same, flax_rules, normal
 from flax_modules import APIS, KEY, Linen, Nnx, X, Y, both
@@ -137,5 +138,4 @@ def test_call_takes_what_flax_takes(api, name, default):
 )
 def test_decoding_refuses_another_shape(api, shape, message):
     step, _ = api.decoder(api.ours, None, X)
-    with pytest.raises(ValueError, match=f"Autoregressive cache shape error, expected {message}"):
-        step(jnp.ones(shape), {})
+    refused(f"Autoregressive cache shape error, expected {message}", step, jnp.ones(shape), {})

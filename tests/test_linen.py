@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import refused
 from flax_cases import (
     BATCH,
     FEATURES,
@@ -86,8 +87,7 @@ def test_self_attention_takes_what_ours_takes_besides():
     arguments |= {"bias": CAUSAL * 0.5, "score_mod": lambda score, b, h, q_idx, kv_idx: 0.5 * score}
     assert_close(layer.apply(variables, X, **arguments), OURS(HEADS).apply(variables, X, **arguments))
     assert layer.explain(X, None, True, is_causal=True).chosen == "xla"
-    with pytest.raises(TypeError, match="inputs_k"):
-        layer.apply(variables, X, inputs_k=Y)
+    refused("inputs_k", layer.apply, variables, X, inputs_k=Y, error=TypeError)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"mask": CAUSAL}, {"sow_weights": True}])

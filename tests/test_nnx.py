@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import refused
 from flax import nnx
 from flax_cases import (
     BATCH,
@@ -124,15 +125,13 @@ def test_sown_weights_of_a_row_that_is_nan_are_nan():
 
 def test_decode_of_the_call_comes_first():
     x, module = normal(0, BATCH, 1, FEATURES), make(OURS, decode=True)
-    with pytest.raises(ValueError, match=r"call ``init_cache`` first: layer.init_cache\(\(\*batch, max_length,"):
-        module(x)
+    refused(r"call ``init_cache`` first: layer.init_cache\(\(\*batch, max_length,", module, x)
     assert_same(module(x, decode=False), make(OURS)(x))
     module = make(OURS)
     module.init_cache(x.shape)
     module(x, decode=True)
     assert module.cache_index[...] == 1
-    with pytest.raises(ValueError, match="No `decode` argument was provided"):
-        make(OURS, decode=None)(x)
+    refused("No `decode` argument was provided", make(OURS, decode=None), x)
 
 
 @pytest.mark.core
@@ -197,10 +196,9 @@ def test_attention_fn_gets_the_arguments_of_flax(constructor, call, keep_rngs, r
 
 @pytest.mark.core
 def test_dropout_needs_to_know_whether_and_from_what():
-    with pytest.raises(ValueError, match="No `deterministic` argument was provided"):
-        make(OURS, dropout_rate=0.5)(X)
-    with pytest.raises(ValueError, match=r"'rngs' must be provided to __call__.*keep_rngs=False"):
-        make(OURS, dropout_rate=0.5, keep_rngs=False)(X, deterministic=False)
+    refused("No `deterministic` argument was provided", make(OURS, dropout_rate=0.5), X)
+    module = make(OURS, dropout_rate=0.5, keep_rngs=False)
+    refused(r"'rngs' must be provided to __call__.*keep_rngs=False", module, X, deterministic=False)
     make(OURS)(X)  # no dropout, no question
 
 
@@ -246,8 +244,7 @@ def test_another_batch_than_that_of_the_cache_is_not_blamed_on_positions():
 @pytest.mark.parametrize("shape", [(BATCH, KEYS, FEATURES - 1), (BATCH, KEYS, HEADS, 5)])
 def test_init_cache_refuses_what_is_no_shape_of_inputs(shape):
     module = make(OURS, decode=True)
-    with pytest.raises(ValueError, match=rf"input_shape must be \(batch..., length, {FEATURES}\), .*module sets the"):
-        module.init_cache(shape)
+    refused(rf"input_shape must be \(batch..., length, {FEATURES}\), .*module sets the", module.init_cache, shape)
 
 
 def test_an_argument_given_twice_does_not_print_the_module():
