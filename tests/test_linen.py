@@ -172,15 +172,6 @@ def test_attention_fn_gets_the_arguments_of_flax(attribute, call, given):
         assert_same(ours["dropout_rng"], jax.random.key(5))
 
 
-def test_same_key_drops_the_same_and_another_key_other_weights():
-    module = make(OURS, dropout_rate=0.5, deterministic=False)
-    checkpoint = make(FLAX).init(KEY, X)
-    one, again, other = (module.apply(checkpoint, X, rngs={"dropout": jax.random.key(seed)}) for seed in (1, 1, 2))
-    assert_same(one, again)
-    assert not np.allclose(one, other)
-    assert not np.allclose(one, make(OURS).apply(checkpoint, X))
-
-
 @pytest.mark.core
 def test_inputs_kv():
     with pytest.warns(DeprecationWarning, match="The inputs_kv arg will be deprecated soon") as warnings:
