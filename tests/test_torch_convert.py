@@ -1,7 +1,5 @@
 """Every layout of flax_mha.convert against the PyTorch module that writes it."""
 
-from types import SimpleNamespace
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ class HFBert(nn.Module):
 
     def __init__(self):
         super().__init__()
-        port = BertSelfAttention(SimpleNamespace(hidden_size=FEATURES, num_of_attention_heads=HEADS))
+        port = BertSelfAttention(FEATURES, HEADS)
         self.self, self.output, self.forward = nn.Module(), nn.Module(), port.forward
         self.self.query, self.self.key, self.self.value = port.query, port.key, port.value
         self.output.dense, self.output.LayerNorm = port.dense, nn.LayerNorm(FEATURES)
@@ -28,9 +26,9 @@ class HFBert(nn.Module):
 
 def llama(biased=()):
     """Makes a module of the names and sizes of Llama's attention, or with biases on q, k, v of Qwen2's."""
-    module = GroupedQueryAttention(hidden_size=11, num_heads=HEADS, num_kv_heads=1, head_dim=HEAD_DIM)
+    module = GroupedQueryAttention(11, HEADS, num_kv_heads=1, head_dim=HEAD_DIM)
     for name in biased:
-        linear = getattr(module, name)
+        linear = getattr(module, f"{name}_proj")
         linear.bias = nn.Parameter(torch.randn(linear.out_features))
     return module
 
@@ -39,31 +37,21 @@ def torch_mha(**options):
     return nn.MultiheadAttention(FEATURES, HEADS, batch_first=True, **options)
 
 
-SELF = (FEATURES,) * 4
+SELF, KDIM, VDIM = (FEATURES,) * 4, (FEATURES, 17, 19, FEATURES), (FEATURES, FEATURES, 19, FEATURES)
 # name: (layout, module, the features of queries, keys, values and output, key and value heads)
 MODULES = {
     "torch": ("torch", torch_mha, SELF, HEADS),
     "torch without bias": ("torch", lambda: torch_mha(bias=False), SELF, HEADS),
-    "torch kdim": ("torch_separate", lambda: torch_mha(kdim=17, vdim=19), (FEATURES, 17, 19, FEATURES), HEADS),
-    "torch vdim without bias": (
-        "torch_separate",
-        lambda: torch_mha(vdim=19, bias=False),
-        (FEATURES, FEATURES, 19, FEATURES),
-        HEADS,
-    ),
+    "torch kdim": ("torch_separate", lambda: torch_mha(kdim=17, vdim=19), KDIM, HEADS),
+    "torch vdim without bias": ("torch_separate", lambda: torch_mha(vdim=19, bias=False), VDIM, HEADS),
     "note_mha": ("note_mha", lambda: NoteMHA(FEATURES, HEADS), SELF, HEADS),
-    "bert_self_attention": (
-        "bert_self_attention",
-        lambda: BertSelfAttention(SimpleNamespace(hidden_size=FEATURES, num_of_attention_heads=HEADS)),
-        SELF,
-        HEADS,
-    ),
-    "d2l_mha": ("d2l_mha", lambda: D2LMHA(17, 11, 19, FEATURES, HEADS, 0.5), (11, 17, 19, FEATURES), HEADS),
+    "bert_self_attention": ("bert_self_attention", lambda: BertSelfAttention(FEATURES, HEADS), SELF, HEADS),
+    "d2l_mha": ("d2l_mha", lambda: D2LMHA(17, 11, 19, FEATURES, HEADS), (11, 17, 19, FEATURES), HEADS),
     "masked_self_attention": ("masked_self_attention", lambda: MaskedSelfAttention(FEATURES, HEADS), SELF, HEADS),
     "hf_bert": ("hf_bert", HFBert, SELF, HEADS),
     "llama": ("hf_llama", llama, (11,) * 4, 1),
-    "qwen2": ("hf_llama", lambda: llama(["q_proj", "k_proj", "v_proj"]), (11,) * 4, 1),
-    "llama with biases": ("hf_llama", lambda: llama(["q_proj", "k_proj", "v_proj", "o_proj"]), (11,) * 4, 1),
+    "qwen2": ("hf_llama", lambda: llama("qkv"), (11,) * 4, 1),
+    "llama with biases": ("hf_llama", lambda: llama("qkvo"), (11,) * 4, 1),
 }
 SELF_ATTENTION = (BertSelfAttention, MaskedSelfAttention, HFBert, GroupedQueryAttention)
 
@@ -93,29 +81,19 @@ def attend(params, *inputs):
     return out + params["out"].get("bias", 0)
 
 
-def run(module, *inputs):
-    with torch.no_grad():
-        result = module(*(inputs[:1] if isinstance(module, SELF_ATTENTION) else inputs))
-    return (result[0] if isinstance(result, tuple) else result).numpy()
-
-
-def make_inputs(module, features):
-    """Makes the queries, keys and values that the module takes: one and the same, or of one length, or of two."""
-    length = QUERIES if isinstance(module, NoteMHA) else KEYS
-    query, key, value = (
-        torch.randn(BATCH, n, size, dtype=torch.float64)
-        for n, size in zip((QUERIES, length, length), features[:3], strict=True)
-    )
-    return (query,) * 3 if isinstance(module, SELF_ATTENTION) else (query, key, value)
-
-
 @pytest.mark.core
 def test_outputs_agree(case):
     _, module, features, kv_heads = case
-    module.double()
-    inputs = make_inputs(module, features)
+    length = QUERIES if isinstance(module, NoteMHA) else KEYS
+    sizes = zip((QUERIES, length, length), features, strict=False)
+    inputs = [torch.randn(BATCH, *size, dtype=torch.float64) for size in sizes]
+    given = inputs[:1] if isinstance(module, SELF_ATTENTION) else inputs
+    with torch.no_grad():
+        expected = module.double()(*given)
     params = convert.from_torch(module.state_dict(), HEADS, kv_heads)
-    np.testing.assert_allclose(attend(params, *(x.numpy() for x in inputs)), run(module, *inputs), rtol=0, atol=1e-12)
+    got = attend(params, *(x.numpy() for x in (given * 3 if len(given) == 1 else given)))
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-12)
 
 
 def bits(tensor):
@@ -123,34 +101,23 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_round_trip_is_exact(case, dtype):
+def test_modules_load_what_to_torch_gives(case, dtype):
     layout, module, _, kv_heads = case
     original = {key: value.clone() for key, value in module.to(dtype).state_dict().items()}
     params = convert.from_torch(original, HEADS, kv_heads)
-    assert {leaf.dtype for param in params.values() for leaf in param.values()} == {numpy_dtype(dtype)}
-    state_dict = convert.to_torch(params, layout)
-    assert state_dict.keys() == {key for key in original if "LayerNorm" not in key}
-
-    again = convert.from_torch(state_dict, HEADS, kv_heads)
-    assert again.keys() == params.keys()
-    for name, param in params.items():
-        assert {leaf: array.tobytes() for leaf, array in again[name].items()} == {
-            leaf: array.tobytes() for leaf, array in param.items()
-        }
+    narrow = dtype == torch.bfloat16
+    numpy_dtype = np.dtype(ml_dtypes.bfloat16 if narrow else str(dtype).removeprefix("torch."))
+    assert {leaf.dtype for param in params.values() for leaf in param.values()} == {numpy_dtype}
 
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
-    narrow = dtype == torch.bfloat16
-    tensors = {key: torch.from_numpy(array.astype("float32") if narrow else array) for key, array in state_dict.items()}
+    arrays = convert.to_torch(params, layout).items()
+    tensors = {key: torch.from_numpy(array.astype("float32") if narrow else array) for key, array in arrays}
     missing, unexpected = module.load_state_dict(tensors, strict=layout != "hf_bert")
     assert not unexpected
     assert all("LayerNorm" in key for key in missing)
     for key, value in module.state_dict().items():
         assert "LayerNorm" in key or torch.equal(bits(value), bits(original[key]))
-
-
-def numpy_dtype(dtype):
-    return np.dtype(ml_dtypes.bfloat16 if dtype == torch.bfloat16 else str(dtype).removeprefix("torch."))
 
 
 @pytest.mark.core
@@ -164,34 +131,8 @@ def test_every_bfloat16_is_exact():
 def test_parameters_stay_as_they_are():
     module = torch_mha()
     parameters = dict(module.named_parameters())
-    assert all(parameter.requires_grad for parameter in parameters.values())
     params = convert.from_torch(parameters, HEADS)
     before = params["out"]["kernel"].copy()
     nn.init.zeros_(module.out_proj.weight)
     np.testing.assert_array_equal(params["out"]["kernel"], before)
     assert all(parameter.requires_grad for parameter in parameters.values())
-
-
-def test_refuses_extra_key_and_value_bias():
-    with pytest.raises(ValueError, match="must not contain bias_k, bias_v"):
-        convert.from_torch(torch_mha(add_bias_kv=True).state_dict(), HEADS)
-
-
-@pytest.mark.parametrize(
-    ("heads", "message"),
-    [
-        ((2,), "split the 117 features .* got 2 and 2"),
-        ((0,), "got 0 and 0"),
-        ((3, 1), "split the 117 features .* got 3 and 1"),
-    ],
-)
-def test_refuses_heads_that_do_not_fit(heads, message):
-    with pytest.raises(ValueError, match=message):
-        convert.from_torch(torch_mha().state_dict(), *heads)
-
-
-@pytest.mark.core
-def test_refuses_a_prefix():
-    module = nn.ModuleDict({"attention": torch_mha()})
-    with pytest.raises(ValueError, match=r"prefix must select .* as prefixes:\n  'attention\.'$"):
-        convert.from_torch(module.state_dict(), HEADS)
