@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import test_derivatives
 from jax.sharding import AxisType
+from meshes import floats, put
 
 import flax_mha
 from flax_mha import CausalMask, FunctionMask, LengthMask, LocalMask
+from flax_mha.conformance import reference
 from flax_mha.context_parallel import from_zigzag, to_zigzag
 
 B, N, H, T = 2, 8, 8, 48
@@ -23,14 +25,8 @@ def mesh_of(axis_type=AxisType.Auto, **sizes):
 
 
 def arrays(num_kv_heads, length=T, keys=None, dtype=jnp.float32):
-    rng = np.random.default_rng(num_kv_heads)
     shapes = (B, length, N, H), (B, keys or length, num_kv_heads, H), (B, keys or length, num_kv_heads, H)
-    query, key, value = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
-    return {"query": query, "key": key, "value": value}
-
-
-def floats(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return {name: floats(i, *shape, dtype=dtype) for i, (name, shape) in enumerate(zip(QKV, shapes, strict=True))}
 
 
 def plain(x, order):
@@ -65,17 +61,13 @@ def windows(x, order):
     shown = np.random.default_rng(0).random((1, N, T, 2 * T)) < 0.8
     return {
         "mask": (CausalMask(3) | LocalMask(2, 9) | LengthMask(jnp.asarray([9, 30], jnp.int32)))
-        & array_mask(shown, order),
+        & flax_mha.masks.ArrayMask(order(order(jnp.asarray(shown), 2), 3)),
         "query_offset": jnp.asarray([40, 11], jnp.int32),
         "key_value_offset": 5,
         "query_seq_lengths": jnp.asarray([80, 30], jnp.int32),
         "local_window_size": (20, 20),
         "logits_soft_cap": 5.0,
     }
-
-
-def array_mask(shown, order):
-    return flax_mha.masks.ArrayMask(order(order(jnp.asarray(shown), 2), 3))
 
 
 EXTRA = {"bias": floats(1, B, 1, T, T), "of_keys": floats(2, T)[None, None, None], "sinks": floats(3, N)}
@@ -124,6 +116,42 @@ def compare(got, expected):
         np.testing.assert_allclose(gradients[name], value, rtol=0, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
 
+def errors(attention_fn, x):
+    """The errors of a causal call's output and gradients, as parts of their largest values, and the largest lse."""
+    shape = x["query"].shape
+    d_output = jnp.cos(jnp.arange(np.prod(shape), dtype=jnp.float32)).reshape(shape).astype(x["query"].dtype)
+
+    @jax.jit
+    def run(x):
+        output, pull = jax.vjp(lambda x: attention_fn(**x, is_causal=True), x)
+        return output, *(pull(d_output)[0][name] for name in QKV)
+
+    exact = [np.float64(x[name]) for name in QKV]
+    cotangents = np.float64(d_output), np.zeros(shape[:-1])
+    (want, lse), gradients = reference.attention(*exact, is_causal=True, cotangents=cotangents)
+    got = run(x)
+    assert all(answer.dtype == d_output.dtype for answer in got)
+    pairs = zip(got, (want, *gradients), strict=True)
+    return np.array([np.abs(np.float64(x) - truth).max() / np.abs(truth).max() for x, truth in pairs]), lse.max()
+
+
+def compare_not_finite(one, other, x, sinks, lengths, window):
+    """Masked rows are 0 with gradients 0, NaN in masked keys reaches nothing, visible NaN reaches its rows.
+
+    Returns the output.
+    """
+    more = {"key_value_seq_lengths": jnp.asarray(lengths, jnp.int32), "local_window_size": (window, window)}
+
+    def run(attention_fn, x, sinks):
+        output, pull = jax.vjp(lambda x, sinks: attention_fn(**x, sinks=sinks, **more), x, sinks)
+        return output, pull(jnp.isfinite(output).astype(output.dtype))
+
+    want, got = (jax.jit(functools.partial(run, attention_fn))(x, sinks) for attention_fn in (one, other))
+    for answer, value in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(answer, value, rtol=0, atol=1e-5)
+    return want[0]
+
+
 def compare_derivatives(derivatives, attention_fn, case, layout, mesh, dtype=np.float64):
     """Compares derivatives, by a function of `test_derivatives`, with those on one device."""
     with jax.enable_x64(dtype == np.float64):
@@ -148,14 +176,13 @@ def _derivatives(derivatives, attention_fn, case, dtype, order, back):
     exact = {name: jnp.asarray(order(array, 1) if name in QKV else array, dtype) for name, array in x.items()}
     tangents = {name: jnp.cos(2 * array) for name, array in exact.items()}
     results = jax.jit(derivatives(loss))(exact, tangents)
-    return {
-        name: {key: back(array) if key in QKV else array for key, array in result.items()}
-        if isinstance(result, dict)
-        else back(result)
-        if result.ndim
-        else result
-        for name, result in jax.device_get(results).items()
-    }
+
+    def in_place(name, x):
+        if isinstance(x, dict):
+            return {key: in_place(key, array) for key, array in x.items()}
+        return back(x) if x.ndim and name not in EXTRA else x
+
+    return {name: in_place(name, x) for name, x in jax.device_get(results).items()}
 
 
 def moved(text):
@@ -170,7 +197,7 @@ def placed(x, mesh, batch=None, heads=None):
     of_sequences = jax.P(batch, "context", heads)
     specs = dict.fromkeys(("query", "key", "value"), of_sequences)
     specs |= {"bias": jax.P(batch, None, "context"), "sinks": jax.P(heads)}
-    return {name: jax.device_put(x[name], jax.NamedSharding(mesh, specs.get(name, jax.P()))) for name in x}
+    return {name: put(x[name], mesh, *specs.get(name, ())) for name in x}
 
 
 def on_devices(attention_fn, case, layout, mesh):

@@ -3,6 +3,7 @@
 import contextlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
@@ -12,6 +13,15 @@ def mesh_of(kind, sizes=(2, 4)):
     axis_type = AxisType.Explicit if "explicit" in kind else AxisType.Auto
     devices = jax.devices()[: sizes[0] * sizes[1]]
     return jax.make_mesh(sizes, ("data", "model"), axis_types=(axis_type,) * 2, devices=devices)
+
+
+def floats(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def put(x, mesh, *axes):
+    """The array, split over these axes of the mesh."""
+    return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*axes)))
 
 
 def context(mesh, kind):

@@ -3,19 +3,20 @@
 import functools
 import re
 
+import contexts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import compiled_for, forget_programs, interpret
-from contexts import QKV, compare, compare_derivatives, mesh_of, moved, on_devices, on_one_device
+from contexts import QKV, compare, errors, mesh_of, moved, on_devices, on_one_device
 from jax import lax
 from marks import with_core_tuples
+from meshes import floats
 from test_derivatives import hessian_product
 
 import flax_mha
 from flax_mha._src.engines.kernels import tpu as tpu_kernels
-from flax_mha.conformance import reference
 
 
 @pytest.fixture(autouse=True)
@@ -63,53 +64,23 @@ def test_as_on_one_device(strategy, layout, devices, case, interpreted):
 def test_derivatives_of_every_order(interpreted):
     """Of hops by kernels, which have gradients alone."""
     parallel_ring, mesh = parallel(2, "ring", "zigzag"), mesh_of(context=2)
-    compare_derivatives(hessian_product, parallel_ring, "plain", "zigzag", mesh, np.float32)
+    contexts.compare_derivatives(hessian_product, parallel_ring, "plain", "zigzag", mesh, np.float32)
 
 
 def test_not_finite(interpreted):
-    """Masked rows are 0 with gradients 0, NaN in masked keys reaches nothing, visible NaN reaches its rows."""
-    query, key, value = normal(2, 16, 2, 8)
-    key[1, 3], value[1, 15], lengths = np.nan, np.inf, jnp.asarray([0, 14], jnp.int32)
-
-    def run(attention_fn, arrays, sinks):
-        def attend(arrays, sinks):
-            return attention_fn(*arrays, sinks=sinks, key_value_seq_lengths=lengths, local_window_size=(2, 2))
-
-        output, pull = jax.vjp(attend, arrays, sinks)
-        return output, *jax.tree.leaves(pull(jnp.isfinite(output).astype(output.dtype)))
-
+    x = {name: floats(i, 2, 16, 2, 8) for i, name in enumerate(QKV)}
+    x |= {"key": x["key"].at[1, 3].set(np.nan), "value": x["value"].at[1, 15].set(np.inf)}
     dense = functools.partial(flax_mha.attention_fn, implementation="xla")
-    want, got = (jax.jit(functools.partial(run, fn))((query, key, value), SINKS) for fn in (dense, parallel(4)))
-    assert np.isnan(want[0][1, 1:6]).all()
-    assert np.isfinite(want[0]).sum() == 11 * 16 + 16 * 16
-    for answer, value in zip(got, want, strict=True):
-        np.testing.assert_allclose(answer, value, rtol=0, atol=1e-5)
-
-
-SINKS = jnp.float32([0.5, -jnp.inf])
-
-
-def normal(*shape, dtype=np.float32):
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal(shape).astype(dtype) for _ in QKV]
+    output = contexts.compare_not_finite(dense, parallel(4), x, jnp.float32([0.5, -jnp.inf]), lengths=[0, 14], window=2)
+    assert np.isnan(output[1, 1:6]).all()
+    assert np.isfinite(output).sum() == 11 * 16 + 16 * 16
 
 
 def test_bfloat16_is_as_exact_as_on_one_device(interpreted):
     """Parts are merged and added up in float32: eight devices err as one does, but for one rounding."""
-    arrays = normal(1, 160, 2, 16, dtype=jnp.bfloat16)
-    d_output = np.cos(np.arange(arrays[0].size).reshape(arrays[0].shape)).astype(jnp.bfloat16)
-
-    def run(attention_fn, arrays):
-        output, pull = jax.vjp(lambda *x: attention_fn(*x, is_causal=True), *arrays)
-        return output, *pull(d_output)
-
-    one, eight = (jax.jit(functools.partial(run, fn))(arrays) for fn in (parallel(1, "allgather"), parallel(8)))
-    exact, d_exact = [np.float64(x) for x in arrays], (np.float64(d_output), np.zeros((1, 160, 2)))
-    (want, _), gradients = reference.attention(*exact, is_causal=True, cotangents=d_exact)
-    for answer, alone, truth in zip(eight, one, (want, *gradients), strict=True):
-        assert answer.dtype == jnp.bfloat16
-        error, allowed = (np.abs(np.float64(x) - truth).max() for x in (answer, alone))
-        assert error <= allowed + 2**-9 * np.abs(truth).max()
+    x = {name: floats(i, 1, 160, 2, 16, dtype=jnp.bfloat16) for i, name in enumerate(QKV)}
+    (allowed, _), (found, _) = (errors(attention_fn, x) for attention_fn in (parallel(1, "allgather"), parallel(8)))
+    assert (found <= allowed + 2**-9).all()
 
 
 def test_a_tpu_gets_the_kernels():
