@@ -1,6 +1,8 @@
 """Fixtures of the demo's tests, for `pytest_plugins`: a tiny run, which is trained once by each worker."""
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 from demo_runs import SETTINGS, TEXT, as_users_have_it
@@ -21,6 +23,17 @@ def run(text, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, as_users_have_it():
         patch.setattr("train_demo.plots.draw", leave_empty)
         return train_demo.train(text, out=tmp_path_factory.mktemp("runs") / "run", quiet=True, **SETTINGS)
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return Path(shutil.copytree(run.out, tmp_path / "copy"))
+
+
+@pytest.fixture
+def rules_of_users():
+    with as_users_have_it():
+        yield
 
 
 @pytest.fixture

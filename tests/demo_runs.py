@@ -1,6 +1,6 @@
 """What the tests of the demo share: a tiny run, which is trained once, and ways to run the command."""
 
-import subprocess
+import contextlib
 import sys
 from pathlib import Path
 
@@ -21,25 +21,51 @@ SETTINGS |= {"heads": 2, "features": 8, "dropout_rate": 0.1}
 TINY = tuple(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items())
 
 
-class as_users_have_it:  # noqa: N801, it is used like a function
+UNSAFE = "\x1b[31m\a\r\x9b\u202e"
+# Runs the command line in a process that sends itself a signal, or in which a file that grows fails as on a full disk.
+# The moment is when a file whose path holds some words gets its name, or when the loss of a step is noted.
+SABOTAGED = """
+import os, resource, signal, sys
+
+moment, action, *sys.argv[1:] = sys.argv[1:]
+
+def strike():
+    if action == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+    else:
+        os.kill(os.getpid(), int(action))
+
+def at_rename(event, details):
+    if event == "os.rename" and moment in str(details[1]):
+        strike()
+
+def at_loss(self, name, step, value):
+    if (name, step) == ("loss", int(moment)):
+        strike()
+    return loss(self, name, step, value)
+
+if moment.isdigit():
+    from train_demo import metrics
+
+    loss, metrics.Log.loss = metrics.Log.loss, at_loss
+elif moment:
+    sys.addaudithook(at_rename)
+from train_demo.__main__ import _start
+
+_start()
+"""
+
+
+@contextlib.contextmanager
+def as_users_have_it():
     """Promotion as JAX does it by default."""
-
-    def __enter__(self):
-        self.dtypes, self.ranks = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-        self.dtypes.__enter__()
-        self.ranks.__enter__()
-
-    def __exit__(self, *error):
-        self.ranks.__exit__(*error)
-        self.dtypes.__exit__(*error)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
-def demo(*arguments, code=0, start=("-m", "train_demo")):
-    """Runs the command in a process of its own; returns what it said."""
-    done = subprocess.run([sys.executable, *start, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert not done.stderr or code == 2
-    return done.stdout
+def sabotaged(moment, action, *arguments):
+    """The command that runs `SABOTAGED`."""
+    return [sys.executable, "-c", SABOTAGED, str(moment), str(action), *map(str, arguments)]
 
 
 def here(capfd, *arguments):

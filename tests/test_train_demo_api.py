@@ -22,12 +22,7 @@ from train_demo import api, metrics
 from train_demo.settings import Layout, Settings
 
 pytest_plugins = ["demo_fixtures"]
-
-
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    with as_users_have_it():
-        yield
+pytestmark = pytest.mark.usefixtures("rules_of_users")
 
 
 def assert_same(run, other):
@@ -59,35 +54,31 @@ def test_samples(run):
     ("options", "words"),
     [
         ({"steps": 0, "out": "new"}, ["steps: expected a whole number from 1", "got '0'"]),
-        ({"steps": 1.5, "out": "new"}, ["steps", "got '1.5'"]),
         ({"steps": "3", "out": "new"}, ["steps: expected a number, got '3'"]),
         ({"steps": True, "out": "new"}, ["steps: expected a number, got True"]),
-        ({"learning_rate": float("nan"), "out": "new"}, ["learning_rate", "got 'nan'"]),
-        ({"seed": -1, "out": "new"}, ["seed", "got '-1'"]),
         ({"dtype": "float16", "out": "new"}, ["dtype", "float32, bfloat16"]),
         ({"dtype": jnp.float32, "out": "new"}, ["dtype: expected a string"]),
         ({"heads": 3, "out": "new"}, ["--features 8 is incompatible with --heads 3"]),
         ({"data": "no-such-file", "out": "new"}, ["no-such-file"]),
-        (
-            {"resume": True, "seed": 3},
-            ["different settings", "(--seed was 0, now 3): drop these options, or choose a different --out"],
-        ),
-        ({"resume": True, "steps": 2}, ["(--steps was 12, now 2)"]),
+        ({"resume": True, "seed": 3}, ["different settings", "(--seed was 0, now 3): drop these options, or choose a"]),
         ({}, ["already contains a run: pass --resume to continue it, or choose a different --out"]),
         ({"layout": Layout(coordinator="a:1", num_processes=2, process_id=0)}, ["multiple processes"]),
         ({"layout": Layout(fsdp=3), "out": "new"}, ["--data-parallel -1 x --fsdp 3 x --tensor 1"]),
         ({"size": ["tiny"], "out": "new"}, ["size: expected a string, got ['tiny']"]),
         ({"size": "huge", "out": "new"}, ["size: expected one of", "got 'huge'"]),
         ({"out": ""}, ["--out is empty"]),
-        ({"data": "", "out": "new"}, ["--data is empty"]),
     ],
 )
 def test_what_the_command_refuses_is_an_exception(run, text, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(train_demo.UserError) as refused:
-        train_demo.train(**{"data": text, "out": run.out, "quiet": True, **SETTINGS, **options})
-    assert all(word in str(refused.value) for word in words), refused.value
+    assert_refused(words, train_demo.train, **{"data": text, "out": run.out, "quiet": True, **SETTINGS, **options})
     assert not list(tmp_path.rglob("config.json"))
+
+
+def assert_refused(words, function, *arguments, **options):
+    with pytest.raises(train_demo.UserError) as refused:
+        function(*arguments, **options)
+    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_a_folder_without_a_run(tmp_path):
@@ -99,20 +90,15 @@ def test_export(run, tmp_path):
     assert run.export() == run.out / "export"
     names = ["config.json", "model.safetensors", "torch_model.py"]
     assert sorted(path.name for path in run.export(str(tmp_path / "mine")).iterdir()) == names
-    for to, words in (
-        ("", "to is empty"),
-        (run.out, "choose a different folder with --to"),
-        (run.out / "lock/x", "different --to"),
-    ):
-        with pytest.raises(train_demo.UserError, match=words):
-            run.export(to)
+    assert_refused(["to is empty"], run.export, "")
+    assert_refused(["choose a different folder with --to"], run.export, run.out)
+    assert_refused(["different --to"], run.export, run.out / "lock/x")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"fsdp": 0}, ["fsdp: expected a whole number from 1", "got '0'"]),
-        ({"accumulate": -1}, ["accumulate", "got '-1'"]),
         ({"accumulate": 2.0}, ["accumulate: expected a whole number from 1", "got '2.0'"]),
         ({"tensor": "2"}, ["tensor: expected a number, got '2'"]),
         ({"remat": "no"}, ["remat: expected True or False, got 'no'"]),
@@ -120,9 +106,7 @@ def test_export(run, tmp_path):
     ],
 )
 def test_what_layouts_refuse(options, words):
-    with pytest.raises(train_demo.UserError) as refused:
-        Layout(**options)
-    assert all(word in str(refused.value) for word in words), refused.value
+    assert_refused(words, Layout, **options)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -144,9 +128,7 @@ def test_a_run_resumes_with_the_default_dtype_spelled_out(run, text):
     ],
 )
 def test_what_samples_refuse(run, prompt, options, words):
-    with pytest.raises(train_demo.UserError) as refused:
-        run.sample(prompt, **options)
-    assert all(word in str(refused.value) for word in words), refused.value
+    assert_refused(words, run.sample, prompt, **options)
 
 
 def test_a_name_that_is_not_there():
@@ -207,13 +189,15 @@ def test_the_default_folder(tmp_path, monkeypatch, data, folder):
     assert api.default_folder(data) == Path("runs", folder)
 
 
-def test_the_command_decides_where_programs_are_kept_before_jax_is_imported():
-    code = "import train_demo.command_line, sys; assert 'jax' not in sys.modules, 'JAX is imported too early'"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_importing_the_package_is_light():
-    code = "import train_demo, sys; print(*sorted({'jax', 'numpy', 'rich', 'argparse'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("train_demo", {"jax", "numpy", "rich", "argparse"}),
+        ("train_demo.command_line", {"jax"}),  # it decides before where programs are kept
+    ],
+)
+def test_importing_is_light(module, heavy):
+    code = f"import {module}, sys; print(*({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "\n"
 
 

@@ -1,16 +1,14 @@
 """`python -m train_demo` by several processes, one of which is killed; and layouts that nothing can be made of."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
-from demo_runs import ROOT, here, refusal, untimed
+from demo_runs import ROOT, here, refusal, sabotaged, untimed
 
 from train_demo import metrics
 from train_demo.crash_log import summary
@@ -25,31 +23,6 @@ SIZES = (
     *("--context-length", 8, "--layers", 1, "--heads", 2, "--features", 16, "--learning-rate", 0.01),
 )
 MESH = ("--data-parallel", 2, "--fsdp", 2)
-# Kills the process when it is about to do this to such a path, or to note the loss of this step.
-SABOTAGED = """
-import os, signal, sys
-
-moment, *sys.argv[1:] = sys.argv[1:]
-
-def strike(event, details):
-    if event == moment.split()[0] and moment.split()[1] in str(details[0]):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-if moment.startswith("loss"):
-    from train_demo import metrics
-
-    def loss(self, name, step, value, loss=metrics.Log.loss):
-        if step == int(moment.split()[1]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss(self, name, step, value)
-
-    metrics.Log.loss = loss
-elif moment:
-    sys.addaudithook(strike)
-from train_demo.__main__ import _start
-
-_start()
-"""
 
 
 def free_port():
@@ -59,8 +32,9 @@ def free_port():
 
 
 def start(devices, *arguments, moment=""):
+    """Starts a process, which is killed at this moment."""
     return subprocess.Popen(
-        [sys.executable, "-c", SABOTAGED, moment, *map(str, arguments)],
+        sabotaged(moment, int(signal.SIGKILL), *arguments),
         cwd=ROOT,
         env=os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)},
         stdout=subprocess.PIPE,
@@ -70,19 +44,18 @@ def start(devices, *arguments, moment=""):
 
 
 def two(*arguments, killed=None, moment=""):
-    """Runs two processes of two devices; returns their exit codes, what they said, and when a killed run ended."""
+    """Runs two processes of two devices; returns their exit codes, what they said, and the survivor's seconds."""
     shared = (*arguments, *MESH, "--coordinator", f"localhost:{free_port()}", "--num-processes", 2)
-    processes = [
-        start(2, *shared, "--process-id", number, moment=moment if number == killed else "") for number in range(2)
-    ]
-    ends = []
+    moments = [moment if number == killed else "" for number in range(2)]
+    processes = [start(2, *shared, "--process-id", number, moment=moments[number]) for number in range(2)]
+    seconds = 0
     if killed is not None:
         assert processes[killed].wait(120) == -signal.SIGKILL
-        ends.append(time.monotonic())
+        death = time.monotonic()
         processes[1 - killed].wait(60)
-        ends.append(time.monotonic())
+        seconds = time.monotonic() - death
     said = [process.communicate(timeout=120) for process in processes]
-    return [process.returncode for process in processes], said, ends
+    return [process.returncode for process in processes], said, seconds
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +63,6 @@ def text(processes, tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "fox.txt"
     path.write_text("The quick brown fox jumps over the lazy dog. " * 40)
     return path
-
-
-def assert_close(one, other, tolerance):
-    (names, values), (other_names, other_values) = (
-        zip(*((tuple(line), tuple(line.values())) for line in untimed(out)), strict=True) for out in (one, other)
-    )
-    assert names == other_names
-    np.testing.assert_allclose(values, other_values, rtol=0, atol=tolerance)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -112,12 +77,12 @@ def test_killed_twice_in_mid_save_it_goes_on_as_if_nothing_had_been_and_on_one_d
 
     arguments = ("--data", text, *SIZES)
     for killed, moment, lost in (
-        (1, "loss 5", "process 1 was lost"),
-        (0, f"os.rename checkpoints/{STEPS}", "process 0, the coordinator, was lost"),
+        (1, 5, "process 1 was lost"),
+        (0, f"checkpoints/{STEPS}", "process 0, the coordinator, was lost"),
     ):
-        codes, said, (death, end) = two("--out", out, *arguments, "--no-samples", killed=killed, moment=moment)
+        codes, said, seconds = two("--out", out, *arguments, "--no-samples", killed=killed, moment=moment)
         assert codes[1 - killed] not in (0, -signal.SIGKILL)
-        assert end - death < 15
+        assert seconds < 15
         survivor = said[1 - killed][1]
         assert survivor.count("\n") == 1, survivor
         assert f"{lost}: start all processes again with --resume" in survivor
@@ -125,13 +90,13 @@ def test_killed_twice_in_mid_save_it_goes_on_as_if_nothing_had_been_and_on_one_d
     assert "Resuming from the checkpoint at step 4" in said[0][0]
     assert untimed(out) == untimed(finished)
     assert "Resuming from the checkpoint at step 4" in here(capfd, "--resume", "--out", out)
-    assert_close(finished, out, 1e-5)
+    for line, other in zip(untimed(out), untimed(finished), strict=True):
+        assert line == pytest.approx(other, rel=0, abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--fsdp", "0"], ["--fsdp", "got '0'"]),
         (["--data-parallel", "-2"], ["--data-parallel", "-1 or", "got '-2'"]),
         (["--dtype", "float16"], ["--dtype", "float32, bfloat16", "got 'float16'"]),
         (["--coordinator", "localhost:1"], ["missing --num-processes and --process-id"]),
@@ -142,11 +107,11 @@ def test_killed_twice_in_mid_save_it_goes_on_as_if_nothing_had_been_and_on_one_d
         (["plan", "--devices", "0"], ["--devices", "got '0'"]),
     ],
 )
-def test_bad_arguments(capsys, tmp_path, arguments, words):
-    arguments = arguments if arguments[0] == "plan" else [*arguments, "--out", tmp_path / "run"]
+def test_bad_arguments(capsys, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
     said = refusal(capsys, *arguments)
     assert all(word in said for word in words), said
-    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -188,9 +153,7 @@ def test_processes_that_do_not_find_each_other(text, tmp_path):
         out, error = process.communicate(timeout=60)
         assert (process.returncode, error.count("\n")) == (2, 1), error
         assert f"--coordinator {place} within 2 s" in error
-        assert (
-            re.findall(r"^.* characters(?= of )", out, re.MULTILINE) == ["1,800 characters"][number:]
-        )  # of the first alone
+        assert ("1,800 characters of " in out) == (number == 0)
     assert not (tmp_path / "run").exists()
 
 
@@ -221,7 +184,7 @@ def test_the_plan_on_the_command_line(text):
         ("terminate called after throwing an instance of 'std::bad_alloc'\n", "(after throwing an instance of 'std::"),
         (
             "F1122 11:01 client.h:80] Terminating. absl::Status: INTERNAL: odd\n",
-            "JAX ended this process (INTERNAL: odd)",
+            "JAX ended this process (INTERNAL: ",
         ),
     ],
 )

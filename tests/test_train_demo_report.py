@@ -47,6 +47,10 @@ def config(data=None):
     return run_folder.Config(SETTINGS, data, "0" * 64, Vocabulary(" abc"), "ab c")
 
 
+def measured(out, *lines):
+    (out / metrics.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def shown(out, run=None):
     report.write(out, run or config())
     page = Page((out / report.FILE).read_text())
@@ -56,8 +60,7 @@ def shown(out, run=None):
 
 
 def test_no_text_is_html_and_nothing_is_loaded(out):
-    lines = [{"step": 3, "prompt": HOSTILE, "text": HOSTILE * 2}]
-    (out / metrics.SAMPLES).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (out / metrics.SAMPLES).write_text(json.dumps({"step": 3, "prompt": HOSTILE, "text": HOSTILE * 2}) + "\n")
     text = shown(out, config(data=f"/x/{HOSTILE[:9]}<b>.txt"))
     assert text.count("<script>alert(1)</script>") == 3
     assert "\\x1b[31m" in text  # as on a terminal
@@ -68,14 +71,9 @@ def test_no_text_is_html_and_nothing_is_loaded(out):
 
 
 def test_what_the_report_says_is_what_the_run_measured(out):
-    lines = []
-    for step in range(1, 201):
-        lines.append({"step": step, "loss": 5 - step / 100, "seconds": 3 + step / 10})
-        if step % 50 == 0:
-            lines.append(
-                {"step": step, "val_loss": 4 - step / 100, "max_score": 150 - step / 2, "seconds": 3 + step / 10}
-            )
-    (out / metrics.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"step": i, "loss": 5 - i / 100, "seconds": 3 + i / 10} for i in range(1, 201)]
+    lines += [{"step": i, "val_loss": 4 - i / 100, "max_score": 150 - i / 2, "seconds": 23} for i in range(50, 201, 50)]
+    measured(out, *lines)
     used = {"device": "1 x cpu", "memory_of_process": 512 * 2**20, "tokens_per_second": 1600}
     (out / metrics.RESOURCES).write_text(json.dumps(used))
     shown(out)
@@ -94,16 +92,14 @@ def test_what_the_report_says_is_what_the_run_measured(out):
 
 @pytest.mark.parametrize(("last", "advice"), [(2.0, "--steps 18 with --resume"), (4.0, "more text or --dropout-rate")])
 def test_a_finished_run_says_what_to_try_next(out, last, advice):
-    losses = {5: 3.0, SETTINGS.steps: last}
-    lines = [json.dumps({"step": step, "val_loss": loss, "seconds": 1.0}) for step, loss in losses.items()]
-    (out / metrics.METRICS).write_text("\n".join(lines))
+    measured(out, *({"step": i, "val_loss": x, "seconds": 1.0} for i, x in ((5, 3.0), (SETTINGS.steps, last))))
     *_, (name, value, meaning) = metrics.facts(out, config())
     assert f"{name} {value} {meaning}".startswith(f"try next {advice}")
 
 
 @pytest.mark.parametrize("lines", [[], [{"step": 1, "val_loss": 3.0, "seconds": 1.0}], [{"step": 1, "loss": 3.0}]])
 def test_a_run_without_much(out, lines):
-    (out / metrics.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    measured(out, *lines)
     (out / metrics.RESOURCES).write_text("[1")
     assert "Random guessing among 4 characters" in shown(out)
 
@@ -160,9 +156,7 @@ def test_the_bar_takes_one_line_that_says_how_much_time_is_left(monkeypatch, wid
         console.print(bar.get_renderable())
     (line,) = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", captured.get()).splitlines()
     assert len(line.rstrip()) <= width
-    assert "loss 1.234" in line
-    assert "50000/100000" in line
-    assert "about 1:20 left" in line
+    assert all(words in line for words in ("loss 1.234", "50000/100000", "about 1:20 left"))
     assert ("123,456 characters/s" in line) == speed
 
 
@@ -178,8 +172,7 @@ def test_the_bar_takes_one_line_that_says_how_much_time_is_left(monkeypatch, wid
     ],
 )
 def test_the_verdict(out, losses, said):
-    lines = [json.dumps({"step": step, "val_loss": loss, "seconds": 1.0}) for step, loss in enumerate(losses, 1)]
-    (out / metrics.METRICS).write_text("\n".join(lines))
+    measured(out, *({"step": step, "val_loss": loss, "seconds": 1.0} for step, loss in enumerate(losses, 1)))
     assert metrics.verdict(out, config()).endswith(said)
     assert shown(out).count(metrics.verdict(out, config())) == 1
 
@@ -190,14 +183,12 @@ def test_the_report_has_the_long_sample(out):
 
 
 def test_the_end_of_the_training_is_enlarged():
-    measured = [{"step": step, "seconds": step / 10, "loss": 1 + 4 / step} for step in range(1, 101)]
-    measured += [{"step": step, "seconds": step / 10, "val_loss": 1.1} for step in (50, 100)]
-    *_, ending = plots.loss_figure(measured).axes
+    lines = [{"step": step, "seconds": step / 10, "loss": 1 + 4 / step} for step in range(1, 101)]
+    lines += [{"step": step, "seconds": step / 10, "val_loss": 1.1} for step in (50, 100)]
+    *_, ending = plots.loss_figure(lines).axes
     (low, high), (first, last) = ending.get_ylim(), ending.get_xlim()
-    assert low > 0.9
-    assert high < 1.2
-    assert first > 45
-    assert last < 110
+    assert 0.9 < low < high < 1.2
+    assert 45 < first < last < 110
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from train_demo.model import blueprint, initial_params
 from train_demo.settings import Layout, Settings
 from train_demo.update import State, compiled, make_optimizer, make_update
 
+pytest_plugins, pytestmark = ["demo_fixtures"], pytest.mark.usefixtures("rules_of_users")
 STEPS, VOCABULARY = 20, 31
 SETTINGS = Settings(
     steps=STEPS, batch_size=32, context_length=16, layers=1, heads=4, features=32, optimizer="adamw", learning_rate=4e-3
@@ -34,12 +35,6 @@ LAYOUTS = {
     "tensor": Layout(data_parallel=2, tensor=4),
     "context": Layout(data_parallel=2, context=4),
 }
-
-
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Seen(NamedTuple):
