@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,8 @@ from marks import with_core
 from flax_mha.rope import Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
 
 PHI_3 = {"model_type": "phi3", "max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
-PHI_3 |= {"rope_theta": 10000.0}
-PHI_3 |= {
-    "rope_scaling": {
-        "type": "longrope",
-        "short_factor": torch_rope.SHORT_FACTORS,
-        "long_factor": torch_rope.LONG_FACTORS,
-    }
-}
+PHI_3 |= {"rope_theta": 10000.0, "rope_scaling": {"type": "longrope"}}
+PHI_3["rope_scaling"] |= {"short_factor": torch_rope.SHORT_FACTORS, "long_factor": torch_rope.LONG_FACTORS}
 GEMMA_3 = {"model_type": "gemma3_text", "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0}
 GEMMA_3 |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 LLAMA_SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -29,119 +24,87 @@ LLAMA_SCALING |= {"original_max_position_embeddings": 8192}
 OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 OSS_SCALING |= {"original_max_position_embeddings": 4096}
 QWEN_SCALING = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+QWEN_3_VL = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+QWEN_3_VL = {"text_config": {"rope_theta": 5e6, "rope_scaling": QWEN_3_VL}, "vision_config": {"patch_size": 16}}
+OMNI = {"rope_theta": 5e6, "mrope_section": [24, 20, 20], "interleaved": True}
+GLM_4V = {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+QWEN_2_VISION = {"embed_dim": 1280, "hidden_size": 8192, "num_heads": 16, "patch_size": 14}
+PIXTRAL = {"hidden_size": 1024, "num_attention_heads": 16, "patch_size": 16}
+PIXTRAL |= {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}}
+LLAMA_4_VISION = {"hidden_size": 1408, "num_attention_heads": 16, "patch_size": 14}
 PHI_3_FACTOR = 1.1902380714238083  # sqrt(1 + ln(32) / ln(4096)) = sqrt(17 / 12)
-# port: (the line of RoPE's docstring, what from_config reads, the arguments besides, head size)
+LONG, SHORT = (LongRoPE(x, PHI_3_FACTOR) for x in (torch_rope.LONG_FACTORS, torch_rope.SHORT_FACTORS))
+KIMI = YaRN(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0)
+IN_TURNS = {"section_layout": "interleaved"}
+AXIAL = {"section_layout": "axial"}
+
+
+class Model(NamedTuple):
+    """The line of RoPE's docstring, the head size, what from_config reads, and its other arguments."""
+
+    rope: RoPE
+    size: int
+    config: dict[str, Any]
+    arguments: dict[str, Any] = {}  # noqa: RUF012
+
+
+def model(model_type, size, rope, **config):
+    return Model(rope, size, {"model_type": model_type} | config)
+
+
+# By the names of the ports.
 MODELS = {
-    "llama_3_1": (
-        RoPE(500_000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
-        {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA_SCALING},
-        {},
-        128,
+    "llama_3_1": model(
+        "llama", 128, RoPE(5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)), rope_theta=5e5, rope_scaling=LLAMA_SCALING
     ),
-    "qwen_3": (RoPE(1_000_000.0), {"model_type": "qwen3", "rope_theta": 1000000, "rope_scaling": None}, {}, 128),
-    "qwen_3_yarn": (
-        RoPE(1_000_000.0, scaling=YaRN(4.0, 32_768)),
-        {"model_type": "qwen3", "rope_theta": 1000000, "rope_scaling": QWEN_SCALING},
-        {},
-        128,
+    "qwen_3": model("qwen3", 128, RoPE(1e6), rope_theta=1000000, rope_scaling=None),
+    "qwen_3_yarn": model(
+        "qwen3", 128, RoPE(1e6, scaling=YaRN(4.0, 32_768)), rope_theta=1000000, rope_scaling=QWEN_SCALING
     ),
-    "gemma_3_local": (RoPE(10_000.0), GEMMA_3, {"layer_type": "sliding_attention"}, 256),
-    "gemma_3_global": (RoPE(1_000_000.0, scaling=Linear(8.0)), GEMMA_3, {"layer_type": "full_attention"}, 256),
-    "phi_2": (RoPE(fraction=0.4), {"model_type": "phi", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}, {}, 80),
-    "gpt_neox": (RoPE(fraction=0.25), {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000}, {}, 96),
-    "gpt_j": (
-        RoPE(fraction=64 / 256, interleaved=True),
-        {"model_type": "gptj", "rotary_dim": 64, "n_embd": 4096, "n_head": 16},
-        {},
-        256,
+    "gemma_3_local": Model(RoPE(10_000.0), 256, GEMMA_3, {"layer_type": "sliding_attention"}),
+    "gemma_3_global": Model(RoPE(1e6, scaling=Linear(8.0)), 256, GEMMA_3, {"layer_type": "full_attention"}),
+    "phi_2": model("phi", 80, RoPE(fraction=0.4), rope_theta=10000.0, partial_rotary_factor=0.4),
+    "gpt_neox": model("gpt_neox", 96, RoPE(fraction=0.25), rotary_pct=0.25, rotary_emb_base=10000),
+    "gpt_j": model("gptj", 256, RoPE(fraction=64 / 256, interleaved=True), rotary_dim=64, n_embd=4096, n_head=16),
+    "glm_4": model(
+        "glm4", 128, RoPE(fraction=0.5, interleaved=True), rope_theta=1e4, partial_rotary_factor=0.5, head_dim=128
     ),
-    "glm_4": (
-        RoPE(fraction=0.5, interleaved=True),
-        {"model_type": "glm4", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "head_dim": 128},
-        {},
-        128,
-    ),
-    "gpt_oss": (
-        RoPE(150_000.0, scaling=YaRN(32.0, 4096, truncate=False)),
-        {"model_type": "gpt_oss", "rope_theta": 150000, "rope_scaling": OSS_SCALING},
-        {},
+    "gpt_oss": model(
+        "gpt_oss",
         64,
+        RoPE(1.5e5, scaling=YaRN(32.0, 4096, truncate=False)),
+        rope_theta=150000,
+        rope_scaling=OSS_SCALING,
     ),
-    "kimi_k2": (
-        RoPE(50_000.0, interleaved=True, scaling=YaRN(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0)),
-        {"model_type": "kimi_k2", "rope_theta": 50000.0, "rope_scaling": torch_rope.KIMI_SCALING},
-        {},
-        64,
+    "kimi_k2": model(
+        "kimi_k2", 64, RoPE(5e4, interleaved=True, scaling=KIMI), rope_theta=5e4, rope_scaling=torch_rope.KIMI_SCALING
     ),
-    "phi_3_short": (RoPE(scaling=LongRoPE(torch_rope.SHORT_FACTORS, PHI_3_FACTOR)), PHI_3, {"max_length": 4096}, 96),
-    "phi_3_long": (RoPE(scaling=LongRoPE(torch_rope.LONG_FACTORS, PHI_3_FACTOR)), PHI_3, {"max_length": 4097}, 96),
-    "qwen_2_vl": (
-        RoPE(1_000_000.0, sections=(16, 24, 24)),
-        {"model_type": "qwen2_vl", "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
-        {},
+    "phi_3_short": Model(RoPE(scaling=SHORT), 96, PHI_3, {"max_length": 4096}),
+    "phi_3_long": Model(RoPE(scaling=LONG), 96, PHI_3, {"max_length": 4097}),
+    "qwen_2_vl": model(
+        "qwen2_vl",
         128,
+        RoPE(1e6, sections=(16, 24, 24)),
+        rope_theta=1e6,
+        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
     ),
-    "qwen_2_vl_yarn": (
-        RoPE(1_000_000.0, scaling=YaRN(4.0, 32_768), sections=(16, 24, 24)),
-        {"model_type": "qwen2_5_vl_text", "rope_theta": 1e6, "rope_scaling": QWEN_SCALING},
-        {},
+    "qwen_2_vl_yarn": model(
+        "qwen2_5_vl_text",
         128,
+        RoPE(1e6, scaling=YaRN(4.0, 32_768), sections=(16, 24, 24)),
+        rope_theta=1e6,
+        rope_scaling=QWEN_SCALING,
     ),
-    "qwen_3_vl": (
-        RoPE(5_000_000.0, sections=(24, 20, 20), section_layout="interleaved"),
-        {
-            "model_type": "qwen3_vl",
-            "text_config": {
-                "rope_theta": 5e6,
-                "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True},
-            },
-            "vision_config": {"patch_size": 16},
-        },
-        {},
-        128,
+    "qwen_3_vl": model("qwen3_vl", 128, RoPE(5e6, sections=(24, 20, 20), **IN_TURNS), **QWEN_3_VL),
+    "qwen_3_omni": model(
+        "qwen3_omni_moe_text", 128, RoPE(5e6, sections=[24, 20, 20], **IN_TURNS), rope_parameters=OMNI
     ),
-    "qwen_3_omni": (
-        RoPE(5_000_000.0, sections=[24, 20, 20], section_layout="interleaved"),
-        {
-            "model_type": "qwen3_omni_moe_text",
-            "rope_parameters": {"rope_theta": 5e6, "mrope_section": [24, 20, 20], "interleaved": True},
-        },
-        {},
-        128,
+    "glm_4v": model("glm4v", 128, RoPE(fraction=0.5, interleaved=True, sections=(8, 12, 12)), rope_parameters=GLM_4V),
+    "qwen_2_vl_vision": model("qwen2_vl", 80, RoPE(sections=(20, 20), **AXIAL), **QWEN_2_VISION),
+    "llama_4_vision": model(
+        "llama4_vision_model", 88, RoPE(interleaved=True, sections=(22, 22), **AXIAL), **LLAMA_4_VISION
     ),
-    "glm_4v": (
-        RoPE(fraction=0.5, interleaved=True, sections=(8, 12, 12)),
-        {
-            "model_type": "glm4v",
-            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]},
-        },
-        {},
-        128,
-    ),
-    "qwen_2_vl_vision": (
-        RoPE(sections=(20, 20), section_layout="axial"),
-        {"model_type": "qwen2_vl", "embed_dim": 1280, "hidden_size": 8192, "num_heads": 16, "patch_size": 14},
-        {},
-        80,
-    ),
-    "llama_4_vision": (
-        RoPE(interleaved=True, sections=(22, 22), section_layout="axial"),
-        {"model_type": "llama4_vision_model", "hidden_size": 1408, "num_attention_heads": 16, "patch_size": 14},
-        {},
-        88,
-    ),
-    "pixtral": (
-        RoPE(sections=(16, 16), section_layout="axial_strided"),
-        {
-            "model_type": "pixtral",
-            "hidden_size": 1024,
-            "num_attention_heads": 16,
-            "patch_size": 16,
-            "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
-        },
-        {},
-        64,
-    ),
+    "pixtral": model("pixtral", 64, RoPE(sections=(16, 16), section_layout="axial_strided"), **PIXTRAL),
 }
 POSITIONS = np.array([[0, 1, 2, 31, 4095, 4096, 8191], [131_072, 131_071, 100_003, 65_537, 32_768, 17, 0]], np.int32)
 COORDINATES = np.stack([POSITIONS, POSITIONS[:, ::-1], POSITIONS // 2 + 3], axis=-1)
@@ -155,9 +118,9 @@ def positions_of(rope):
 def by_torch(name):
     """Input, output, the gradient of the output, the gradient of the input; all float32."""
     rng = np.random.default_rng(0)
-    x, slope = rng.standard_normal((2, *POSITIONS.shape, 3, MODELS[name][3])).astype(np.float32)
+    x, slope = rng.standard_normal((2, *POSITIONS.shape, 3, MODELS[name].size)).astype(np.float32)
     tensor = torch.from_numpy(x).requires_grad_()
-    output = getattr(torch_rope, name)(tensor, torch.from_numpy(positions_of(MODELS[name][0])))
+    output = getattr(torch_rope, name)(tensor, torch.from_numpy(positions_of(MODELS[name].rope)))
     output.backward(torch.from_numpy(slope))
     return x, output.detach().numpy(), slope, tensor.grad.numpy()
 
@@ -188,7 +151,7 @@ def test_same_as_torch(name):
 @pytest.mark.core
 @pytest.mark.parametrize("name", MODELS)
 def test_configs_give_the_same(name):
-    rope, config, arguments, _ = MODELS[name]
+    rope, _, config, arguments = MODELS[name]
     assert RoPE.from_config(config, **arguments) == rope
     assert hash(RoPE.from_config(config, **arguments)) == hash(rope)
 

@@ -3,7 +3,6 @@
 A layer takes its weights under their real names and x [batch, length, features], and keeps all scores.
 """
 
-import functools
 import math
 
 import torch
@@ -16,12 +15,6 @@ Weights = dict[str, Tensor]
 
 def linear(w: Weights, name: str, x: Tensor) -> Tensor:
     return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
-
-
-def layer_norm(w: Weights, name: str, x: Tensor, epsilon: float = 1e-5) -> Tensor:
-    """Of each head, whose weights may be its own."""
-    normalized = F.layer_norm(x, x.shape[-1:], eps=epsilon) * w[f"{name}.weight"]
-    return normalized + w.get(f"{name}.bias", torch.zeros(()))
 
 
 def conv1d(w: Weights, name: str, x: Tensor) -> Tensor:
@@ -46,252 +39,241 @@ def core(q, k, v, *, scale=None, visible=None, cap=None, sinks=None, bias=None) 
 
 
 def causal(length: int, window: int | None = None) -> Tensor:
-    """Which keys a query sees: of a window its own and window - 1 before it."""
+    """Which keys a query attends to: of a window its own and window - 1 before it."""
     distance = torch.arange(length)[:, None] - torch.arange(length)
     return (distance >= 0) & (distance < (length if window is None else window))
+
+
+def decoder(q, k, v, *, window: int | None = None, rotate=None, visible: Tensor | None = None, **options) -> Tensor:
+    """Rotates, and hides the keys that follow."""
+    q, k = (q, k) if rotate is None else (rotate(q), rotate(k))
+    visible = causal(q.shape[1], window) if visible is None else visible
+    return core(q, k, v, visible=visible, **options)
+
+
+def rotary(x: Tensor, base: float, size: int | None = None, pairing=rotate_halves, divisor: float = 1.0):
+    """Rotates so many features of each head, or all."""
+    places = torch.arange(x.shape[1]).expand(len(x), -1)
+
+    def rotate(y: Tensor) -> Tensor:
+        return partially(pairing, y, angles(places, default_frequencies(base, size or y.shape[-1]) / divisor))
+
+    return rotate
+
+
+def yarn(x: Tensor, *arguments, pairing=rotate_halves, factor: float = 1.0, truncate: bool = True):
+    """As `rotary`, by YaRN; cos and sin grow by the factor."""
+    angle = angles(torch.arange(x.shape[1]).expand(len(x), -1), yarn_frequencies(*arguments, truncate=truncate))
+    return lambda y: pairing(y, angle) * factor
 
 
 def heads(x: Tensor, number: int) -> Tensor:
     return x.unflatten(-1, (number, -1))
 
 
-def positions(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1]).expand(len(x), -1)
+def projected(w: Weights, x: Tensor, number: int, kv_number: int, names: str = "q_proj k_proj v_proj") -> list[Tensor]:
+    return [heads(linear(w, name, x), n) for name, n in zip(names.split(), (number, kv_number, kv_number), strict=True)]
 
 
-def rotated(x: Tensor, base: float, divisor: float = 1.0) -> Tensor:
-    return rotate_halves(x, angles(positions(x), default_frequencies(base, x.shape[-1]) / divisor))
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | float = 1.0, epsilon: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
 
 
-def projected(w: Weights, x: Tensor, number: int, kv_number: int, names: str) -> list[Tensor]:
-    q, k, v = names.split()
-    return [heads(linear(w, q, x), number), heads(linear(w, k, x), kv_number), heads(linear(w, v, x), kv_number)]
+def normed(w: Weights, q: Tensor, k: Tensor, epsilon: float, norm: str = "norm", plus: float = 0.0) -> list[Tensor]:
+    return [rms_norm(y, plus + w[f"{name}_{norm}.weight"], epsilon) for name, y in (("q", q), ("k", k))]
 
 
-def llama(
-    w: Weights, x: Tensor, number: int, kv_number: int, base: float | None, window: int | None = None, scale=None
-) -> Tensor:
+def layer_norm(w: Weights, name: str, x: Tensor) -> Tensor:
+    """Of each head, whose weights may be its own."""
+    normalized = F.layer_norm(x, x.shape[-1:]) * w[f"{name}.weight"]
+    return normalized + w.get(f"{name}.bias", torch.zeros(()))
+
+
+def llama(w, x, number, kv_number, base, window=None, scale=None) -> Tensor:
     """Llama, Mistral, Qwen 2 and Gemma; Granite with its scale; SmolLM 3, of which some layers do not rotate."""
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    q, k = (q, k) if base is None else (rotated(q, base), rotated(k, base))
-    return linear(w, "o_proj", core(q, k, v, scale=scale, visible=causal(x.shape[1], window)))
+    rotate = None if base is None else rotary(x, base)
+    qkv = projected(w, x, number, kv_number)
+    return linear(w, "o_proj", decoder(*qkv, rotate=rotate, scale=scale, window=window))
 
 
-def gemma_2(w: Weights, x: Tensor, number: int, kv_number: int, scalar: int, window: int | None) -> Tensor:
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    q, k = rotated(q, 10_000.0), rotated(k, 10_000.0)
-    out = core(q, k, v, scale=scalar**-0.5, cap=50.0, visible=causal(x.shape[1], window))
-    return linear(w, "o_proj", out)
+def gemma_2(w, x, number, kv_number, scalar, window) -> Tensor:
+    qkv = projected(w, x, number, kv_number)
+    return linear(w, "o_proj", decoder(*qkv, rotate=rotary(x, 1e4), scale=scalar**-0.5, cap=50.0, window=window))
 
 
-def qwen_3(
-    w: Weights, x: Tensor, number: int, kv_number: int, epsilon: float, out: str = "o_proj", norm: str = "norm"
-) -> Tensor:
+def qwen_3(w, x, number, kv_number, epsilon, out="o_proj", norm="norm") -> Tensor:
     """LFM 2 has other names."""
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    q, k = rms_norm(q, w[f"q_{norm}.weight"], epsilon), rms_norm(k, w[f"k_{norm}.weight"], epsilon)
-    return linear(w, out, core(rotated(q, 1e6), rotated(k, 1e6), v, visible=causal(x.shape[1])))
+    q, k, v = projected(w, x, number, kv_number)
+    return linear(w, out, decoder(*normed(w, q, k, epsilon, norm), v, rotate=rotary(x, 1e6)))
 
 
-def qwen_3_next(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
-    """In each head query and gate stand side by side; a quarter rotates; norms multiply by 1 + weight."""
+def qwen_3_next(w, x, number, kv_number) -> Tensor:
+    """In each head query and gate are side by side; a quarter rotates; norms multiply by 1 + weight."""
     q, gate = heads(linear(w, "q_proj", x), number).chunk(2, dim=-1)
     k, v = (heads(linear(w, name, x), kv_number) for name in ("k_proj", "v_proj"))
-    angle = angles(positions(x), default_frequencies(10_000.0, q.shape[-1] // 4))
-    q, k = (
-        partially(rotate_halves, rms_norm(y, 1 + w[f"{name}_norm.weight"], 1e-6), angle)
-        for name, y in (("q", q), ("k", k))
-    )
-    return linear(w, "o_proj", core(q, k, v, visible=causal(x.shape[1])) * torch.sigmoid(gate.flatten(2)))
+    out = decoder(*normed(w, q, k, 1e-6, plus=1.0), v, rotate=rotary(x, 1e4, q.shape[-1] // 4))
+    return linear(w, "o_proj", out * torch.sigmoid(gate.flatten(2)))
 
 
-def afmoe(w: Weights, x: Tensor, number: int, kv_number: int, window: int | None) -> Tensor:
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    q, k = rms_norm(q, w["q_norm.weight"], 1e-5), rms_norm(k, w["k_norm.weight"], 1e-5)
-    q, k = (q, k) if window is None else (rotated(q, 10_000.0), rotated(k, 10_000.0))
-    out = core(q, k, v, visible=causal(x.shape[1], window))
+def afmoe(w, x, number, kv_number, window) -> Tensor:
+    q, k, v = projected(w, x, number, kv_number)
+    rotate = None if window is None else rotary(x, 1e4)
+    out = decoder(*normed(w, q, k, 1e-5), v, rotate=rotate, window=window)
     return linear(w, "o_proj", out * torch.sigmoid(linear(w, "gate_proj", x)))
 
 
-def latent(w: Weights, x: Tensor, number: int, sizes: tuple[int, int, int], rotate, scale: float = 1.0) -> Tensor:
+def latent(w, x, number, sizes: tuple[int, int, int], rotate, scale=1.0) -> Tensor:
     """`sizes` are those of the latent, of a head without its rotary part, and of that part, which all keys share."""
     size, content, rotary = sizes
-    compressed = rms_norm(linear(w, "q_a_proj", x), w["q_a_layernorm.weight"], 1e-6) if "q_a_proj.weight" in w else x
+    compressed = rms_norm(linear(w, "q_a_proj", x), w["q_a_layernorm.weight"]) if "q_a_proj.weight" in w else x
     q = heads(linear(w, "q_b_proj" if "q_a_proj.weight" in w else "q_proj", compressed), number)
     c, r = linear(w, "kv_a_proj_with_mqa", x).split([size, rotary], dim=-1)
-    kv = heads(linear(w, "kv_b_proj", rms_norm(c, w["kv_a_layernorm.weight"], 1e-6)), number)
+    kv = heads(linear(w, "kv_b_proj", rms_norm(c, w["kv_a_layernorm.weight"])), number)
     q = torch.cat([q[..., :content], rotate(q[..., content:])], dim=-1)
     k = torch.cat([kv[..., :content], rotate(r[:, :, None]).expand(-1, -1, number, -1)], dim=-1)
-    scale = scale * (content + rotary) ** -0.5
-    return linear(w, "o_proj", core(q, k, kv[..., content:], scale=scale, visible=causal(x.shape[1])))
+    return linear(w, "o_proj", decoder(q, k, kv[..., content:], scale=scale * (content + rotary) ** -0.5))
 
 
-def deepseek_v3(w: Weights, x: Tensor, number: int, sizes: tuple[int, int, int]) -> Tensor:
-    """With YaRN's factors of 0.7 for the rotary part and 1.3 for all features, which queries and keys have alike."""
-    angle = angles(positions(x), yarn_frequencies(10_000.0, sizes[2], 4.0, 4096, truncate=True))
+def deepseek_v3(w, x, number, sizes) -> Tensor:
+    """With YaRN's factors of 0.7 for the rotary part and 1.3 for all features, both for queries and keys."""
     part, whole = (0.1 * m * math.log(4.0) + 1 for m in (0.7, 1.3))
-    return latent(w, x, number, sizes, lambda y: rotate_every_two(y, angle) * (part / whole), whole**2)
+    rotate = yarn(x, 1e4, sizes[2], 4.0, 4096, pairing=rotate_every_two, factor=part / whole)
+    return latent(w, x, number, sizes, rotate, whole**2)
 
 
-def minicpm_3(w: Weights, x: Tensor, number: int, sizes: tuple[int, int, int]) -> Tensor:
-    return latent(w, x, number, sizes, functools.partial(rotated, base=10_000.0))
+def minicpm_3(w, x, number, sizes) -> Tensor:
+    return latent(w, x, number, sizes, rotary(x, 1e4))
 
 
-def olmo_2(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+def olmo_2(w, x, number, kv_number) -> Tensor:
     """Norms come before the heads."""
-    q, k = (
-        rms_norm(linear(w, "q_proj", x), w["q_norm.weight"], 1e-5),
-        rms_norm(linear(w, "k_proj", x), w["k_norm.weight"], 1e-5),
-    )
+    q, k = normed(w, linear(w, "q_proj", x), linear(w, "k_proj", x), 1e-5)
     q, k, v = heads(q, number), heads(k, kv_number), heads(linear(w, "v_proj", x), kv_number)
-    return linear(w, "o_proj", core(rotated(q, 5e5), rotated(k, 5e5), v, visible=causal(x.shape[1])))
+    return linear(w, "o_proj", decoder(q, k, v, rotate=rotary(x, 5e5)))
 
 
-def gemma_3(w: Weights, x: Tensor, number: int, kv_number: int, scalar: int, window: int | None) -> Tensor:
+def gemma_3(w, x, number, kv_number, scalar, window) -> Tensor:
     """Layers with a window rotate faster; the others divide their angles by 8. Norms multiply by 1 + weight."""
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    q, k = rms_norm(q, 1 + w["q_norm.weight"], 1e-6), rms_norm(k, 1 + w["k_norm.weight"], 1e-6)
-    base, divisor = (1e6, 8.0) if window is None else (1e4, 1.0)
-    q, k = rotated(q, base, divisor), rotated(k, base, divisor)
-    return linear(w, "o_proj", core(q, k, v, scale=scalar**-0.5, visible=causal(x.shape[1], window)))
+    q, k, v = projected(w, x, number, kv_number)
+    rotate = rotary(x, 1e6, divisor=8.0) if window is None else rotary(x, 1e4)
+    qk = normed(w, q, k, 1e-6, plus=1.0)
+    return linear(w, "o_proj", decoder(*qk, v, rotate=rotate, scale=scalar**-0.5, window=window))
 
 
-def gpt_oss(w: Weights, x: Tensor, number: int, kv_number: int, window: int | None) -> Tensor:
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    angle = angles(positions(x), yarn_frequencies(150_000.0, q.shape[-1], 32.0, 4096, truncate=False))
-    q, k = (rotate_halves(y, angle, 0.1 * math.log(32.0) + 1) for y in (q, k))
-    return linear(w, "o_proj", core(q, k, v, sinks=w["sinks"], visible=causal(x.shape[1], window)))
+def gpt_oss(w, x, number, kv_number, window) -> Tensor:
+    q, k, v = projected(w, x, number, kv_number)
+    rotate = yarn(x, 150_000.0, q.shape[-1], 32.0, 4096, truncate=False, factor=0.1 * math.log(32.0) + 1)
+    return linear(w, "o_proj", decoder(q, k, v, rotate=rotate, sinks=w["sinks"], window=window))
 
 
-def phi(w: Weights, x: Tensor, number: int) -> Tensor:
-    q, k, v = projected(w, x, number, number, "q_proj k_proj v_proj")
-    angle = angles(positions(x), default_frequencies(10_000.0, q.shape[-1] // 2))
-    q, k = (partially(rotate_halves, y, angle) for y in (q, k))
-    return linear(w, "dense", core(q, k, v, visible=causal(x.shape[1])))
+def phi(w, x, number) -> Tensor:
+    q, k, v = projected(w, x, number, number)
+    return linear(w, "dense", decoder(q, k, v, rotate=rotary(x, 1e4, q.shape[-1] // 2)))
 
 
-def phi_3(w: Weights, x: Tensor, number: int, kv_number: int, size: int, window: int) -> Tensor:
+def phi_3(w, x, number, kv_number, size, window) -> Tensor:
     q, k, v = linear(w, "qkv_proj", x).split([number * size, kv_number * size, kv_number * size], dim=-1)
-    q, k = rotated(heads(q, number), 10_000.0), rotated(heads(k, kv_number), 10_000.0)
-    return linear(w, "o_proj", core(q, k, heads(v, kv_number), visible=causal(x.shape[1], window)))
+    qkv = heads(q, number), heads(k, kv_number), heads(v, kv_number)
+    return linear(w, "o_proj", decoder(*qkv, rotate=rotary(x, 1e4), window=window))
 
 
-def gptj(w: Weights, x: Tensor, number: int, size: int) -> Tensor:
-    q, k, v = projected(w, x, number, number, "q_proj k_proj v_proj")
-    angle = angles(positions(x), default_frequencies(10_000.0, size))
-    q, k = (partially(rotate_every_two, y, angle) for y in (q, k))
-    return linear(w, "out_proj", core(q, k, v, visible=causal(x.shape[1])))
+def gptj(w, x, number, size) -> Tensor:
+    qkv = projected(w, x, number, number)
+    return linear(w, "out_proj", decoder(*qkv, rotate=rotary(x, 1e4, size, rotate_every_two)))
 
 
-def gpt_neox(w: Weights, x: Tensor, number: int) -> Tensor:
-    """In each head query, key and value stand side by side."""
+def gpt_neox(w, x, number) -> Tensor:
+    """In each head query, key and value are side by side."""
     q, k, v = heads(linear(w, "query_key_value", x), number).chunk(3, dim=-1)
-    angle = angles(positions(x), default_frequencies(10_000.0, q.shape[-1] // 4))
-    q, k = (partially(rotate_halves, y, angle) for y in (q, k))
-    return linear(w, "dense", core(q, k, v, visible=causal(x.shape[1])))
+    return linear(w, "dense", decoder(q, k, v, rotate=rotary(x, 1e4, q.shape[-1] // 4)))
 
 
-def hunyuan(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+def hunyuan(w, x, number, kv_number) -> Tensor:
     """Norms come after the rotation."""
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    q = rms_norm(rotated(q, 10_000.0), w["query_layernorm.weight"], 1e-5)
-    k = rms_norm(rotated(k, 10_000.0), w["key_layernorm.weight"], 1e-5)
-    return linear(w, "o_proj", core(q, k, v, visible=causal(x.shape[1])))
+    (q, k, v), rotate = projected(w, x, number, kv_number), rotary(x, 1e4)
+    q, k = (rms_norm(rotate(y), w[f"{n}_layernorm.weight"], 1e-5) for n, y in (("query", q), ("key", k)))
+    return linear(w, "o_proj", decoder(q, k, v))
 
 
-def nanochat(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
+def nanochat(w, x, number, kv_number) -> Tensor:
     """Rotates the other way; norms have no weights."""
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    angle = angles(-positions(x), default_frequencies(10_000.0, q.shape[-1]))
-    q, k = (rms_norm(rotate_halves(y, angle), torch.ones(()), 1e-6) for y in (q, k))
-    return linear(w, "o_proj", core(q, k, v, visible=causal(x.shape[1])))
+    q, k, v = projected(w, x, number, kv_number)
+    rotate = rotary(x, 1e4, divisor=-1.0)
+    return linear(w, "o_proj", decoder(q, k, v, rotate=lambda y: rms_norm(rotate(y))))
 
 
-def llama_4(w: Weights, x: Tensor, number: int, kv_number: int, chunk: int | None) -> Tensor:
-    """Layers that rotate see their chunk, and normalize; the queries of the others grow by their position."""
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    place = torch.arange(x.shape[1])
+def llama_4(w, x, number, kv_number, chunk) -> Tensor:
+    """Layers that rotate attend to their chunk, and normalize; the queries of the others grow by their position."""
+    q, k, v = projected(w, x, number, kv_number)
+    place, rotate = torch.arange(x.shape[1]), rotary(x, 500_000.0, pairing=rotate_every_two)
     if chunk is None:
-        q = q * (torch.log1p(torch.floor((place + 1.0) / 3)) * 0.5 + 1.0)[:, None, None]
-        return linear(w, "o_proj", core(q, k, v, visible=causal(x.shape[1])))
-    angle = angles(positions(x), default_frequencies(500_000.0, q.shape[-1]))
-    q, k = (rms_norm(rotate_every_two(y, angle), torch.ones(()), 1e-6) for y in (q, k))
+        growth = torch.log1p(torch.floor((place + 1.0) / 3)) * 0.5 + 1.0
+        return linear(w, "o_proj", decoder(q * growth[:, None, None], k, v))
     visible = causal(x.shape[1]) & (place[:, None] // chunk == place // chunk)
-    return linear(w, "o_proj", core(q, k, v, visible=visible))
+    return linear(w, "o_proj", decoder(q, k, v, rotate=lambda y: rms_norm(rotate(y)), visible=visible))
 
 
-def ministral_3(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    q = rotated(q, 1e6) * (1 + 0.5 * torch.log(1 + torch.floor(positions(x) / 3.0)))[..., None, None]
-    return linear(w, "o_proj", core(q, rotated(k, 1e6), v, visible=causal(x.shape[1])))
+def ministral_3(w, x, number, kv_number) -> Tensor:
+    q, k, v = projected(w, x, number, kv_number)
+    growth = 1 + 0.5 * torch.log(1 + torch.floor(torch.arange(x.shape[1]) / 3.0))
+    return linear(w, "o_proj", decoder(q * growth[:, None, None], k, v, rotate=rotary(x, 1e6)))
 
 
-def cohere(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
-    q, k, v = projected(w, x, number, kv_number, "q_proj k_proj v_proj")
-    angle = angles(positions(x), default_frequencies(500_000.0, q.shape[-1]))
-    q, k = rotate_every_two(layer_norm(w, "q_norm", q), angle), rotate_every_two(layer_norm(w, "k_norm", k), angle)
-    return linear(w, "o_proj", core(q, k, v, visible=causal(x.shape[1])))
+def cohere(w, x, number, kv_number) -> Tensor:
+    q, k, v = projected(w, x, number, kv_number)
+    q, k = layer_norm(w, "q_norm", q), layer_norm(w, "k_norm", k)
+    return linear(w, "o_proj", decoder(q, k, v, rotate=rotary(x, 5e5, pairing=rotate_every_two)))
 
 
-def persimmon(w: Weights, x: Tensor, number: int) -> Tensor:
+def persimmon(w, x, number) -> Tensor:
     """As GPT-NeoX, with norms that have biases."""
     q, k, v = linear(w, "query_key_value", x).unflatten(-1, (number, 3, -1)).unbind(-2)
-    angle = angles(positions(x), default_frequencies(10_000.0, q.shape[-1] // 2))
     q, k = layer_norm(w, "q_layernorm", q), layer_norm(w, "k_layernorm", k)
-    q, k = (partially(rotate_halves, y, angle) for y in (q, k))
-    return linear(w, "dense", core(q, k, v, visible=causal(x.shape[1])))
+    return linear(w, "dense", decoder(q, k, v, rotate=rotary(x, 1e4, q.shape[-1] // 2)))
 
 
-def olmo(w: Weights, x: Tensor, number: int, kv_number: int, limit: float) -> Tensor:
-    q, k, v = (y.clamp(-limit, limit) for y in projected(w, x, number, kv_number, "q_proj k_proj v_proj"))
-    return linear(w, "o_proj", core(rotated(q, 10_000.0), rotated(k, 10_000.0), v, visible=causal(x.shape[1])))
+def olmo(w, x, number, kv_number, limit) -> Tensor:
+    qkv = (y.clamp(-limit, limit) for y in projected(w, x, number, kv_number))
+    return linear(w, "o_proj", decoder(*qkv, rotate=rotary(x, 1e4)))
 
 
-def mpt(w: Weights, x: Tensor, number: int, limit: float) -> Tensor:
-    q, k, v = (heads(y, number) for y in linear(w, "Wqkv", x).clamp(-limit, limit).chunk(3, dim=-1))
-    slopes = torch.tensor([2.0 ** (-8 * (i + 1) / number) for i in range(number)])
-    bias = slopes[:, None, None] * torch.arange(1 - x.shape[1], 1)
-    return linear(w, "out_proj", core(q, k, v, bias=bias, visible=causal(x.shape[1])))
+def alibi(number: int, distance: Tensor) -> Tensor:
+    return torch.tensor([2.0 ** (-8 * (i + 1) / number) for i in range(number)])[:, None, None] * distance
 
 
-def codegen(w: Weights, x: Tensor, number: int, size: int) -> Tensor:
+def mpt(w, x, number, limit) -> Tensor:
+    qkv = (heads(y, number) for y in linear(w, "Wqkv", x).clamp(-limit, limit).chunk(3, dim=-1))
+    return linear(w, "out_proj", decoder(*qkv, bias=alibi(number, torch.arange(1 - x.shape[1], 1))))
+
+
+def bloom(w, x, number) -> Tensor:
+    qkv = linear(w, "query_key_value", x).unflatten(-1, (number, 3, -1)).unbind(-2)
+    return linear(w, "dense", decoder(*qkv, bias=alibi(number, torch.arange(x.shape[1]))))
+
+
+def codegen(w, x, number, size) -> Tensor:
     """Four blocks of rows, each with queries, values and keys, in this order."""
     q, v, k = linear(w, "qkv_proj", x).unflatten(-1, (4, -1)).chunk(3, dim=-1)
-    q, k, v = (y.flatten(-2).unflatten(-1, (number, -1)) for y in (q, k, v))
-    angle = angles(positions(x), default_frequencies(10_000.0, size))
-    q, k = (partially(rotate_every_two, y, angle) for y in (q, k))
-    return linear(w, "out_proj", core(q, k, v, visible=causal(x.shape[1])))
+    qkv = (heads(y.flatten(-2), number) for y in (q, k, v))
+    return linear(w, "out_proj", decoder(*qkv, rotate=rotary(x, 1e4, size, rotate_every_two)))
 
 
-def bloom(w: Weights, x: Tensor, number: int) -> Tensor:
-    fused = linear(w, "query_key_value", x).unflatten(-1, (number, 3, -1))
-    slopes = torch.tensor([2.0 ** (-8 * (i + 1) / number) for i in range(number)])
-    bias = slopes[:, None, None] * torch.arange(x.shape[1])
-    return linear(w, "dense", core(*fused.unbind(-2), bias=bias, visible=causal(x.shape[1])))
-
-
-def falcon(w: Weights, x: Tensor, number: int, kv_number: int) -> Tensor:
-    """Each key head stands after its query heads, and before its values."""
+def falcon(w, x, number, kv_number) -> Tensor:
+    """Each key head follows its query heads, and its values follow it."""
     fused = linear(w, "query_key_value", x).unflatten(-1, (kv_number, number // kv_number + 2, -1))
     q, k, v = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
-    q, k = rotated(q, 10_000.0), rotated(k, 10_000.0)
-    return linear(w, "dense", core(q, k, v, visible=causal(x.shape[1])))
+    return linear(w, "dense", decoder(q, k, v, rotate=rotary(x, 1e4)))
 
 
-def gpt_2(w: Weights, x: Tensor, number: int, layer: int = 0) -> Tensor:
+def gpt_2(w, x, number, layer=0) -> Tensor:
     """With `scale_attn_by_inverse_layer_idx`, deeper layers divide by more."""
     q, k, v = (heads(y, number) for y in conv1d(w, "c_attn", x).chunk(3, dim=-1))
-    out = core(q, k, v, scale=q.shape[-1] ** -0.5 / (layer + 1), visible=causal(x.shape[1]))
-    return conv1d(w, "c_proj", out)
+    return conv1d(w, "c_proj", decoder(q, k, v, scale=q.shape[-1] ** -0.5 / (layer + 1)))
 
 
-def nanogpt(w: Weights, x: Tensor, number: int) -> Tensor:
-    q, k, v = (heads(y, number) for y in linear(w, "c_attn", x).chunk(3, dim=-1))
-    return linear(w, "c_proj", core(q, k, v, visible=causal(x.shape[1])))
+def nanogpt(w, x, number) -> Tensor:
+    qkv = (heads(y, number) for y in linear(w, "c_attn", x).chunk(3, dim=-1))
+    return linear(w, "c_proj", decoder(*qkv))
 
 
 def t5_buckets(length: int, buckets: int) -> Tensor:
@@ -302,18 +284,16 @@ def t5_buckets(length: int, buckets: int) -> Tensor:
     return torch.where(distance < exact, distance, (exact + far.floor().long()).clamp(max=buckets - 1))
 
 
-def t5(w: Weights, x: Tensor, number: int, table: Tensor) -> Tensor:
-    q, k, v = projected(w, x, number, number, "q k v")
+def t5(w, x, number, table) -> Tensor:
     bias = table[t5_buckets(x.shape[1], len(table))].permute(2, 0, 1)
-    return linear(w, "o", core(q, k, v, scale=1.0, bias=bias, visible=causal(x.shape[1])))
+    return linear(w, "o", decoder(*projected(w, x, number, number, "q k v"), scale=1.0, bias=bias))
 
 
-def plain(w: Weights, x: Tensor, number: int, names: str, out: str, is_causal: bool = False) -> Tensor:
+def plain(w, x, number, names, out, is_causal=False, scale=None) -> Tensor:
     """BERT, ViT, CLIP, Whisper and their like."""
     visible = causal(x.shape[1]) if is_causal else None
-    return linear(w, out, core(*projected(w, x, number, number, names), visible=visible))
+    return linear(w, out, core(*projected(w, x, number, number, names), visible=visible, scale=scale))
 
 
-def timm(w: Weights, x: Tensor, number: int) -> Tensor:
-    q, k, v = linear(w, "qkv", x).unflatten(-1, (3, number, -1)).unbind(2)
-    return linear(w, "proj", core(q, k, v))
+def timm(w, x, number) -> Tensor:
+    return linear(w, "proj", core(*linear(w, "qkv", x).unflatten(-1, (3, number, -1)).unbind(2)))

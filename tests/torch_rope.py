@@ -4,6 +4,7 @@ Frequencies are computed in float64 and rounded once; angles are float32 positio
 float32, as the models do. (Some compute the frequencies in float32 too, which moves an angle by as much again.)
 """
 
+import functools
 import math
 
 import torch
@@ -53,32 +54,20 @@ def llama_3_1(x: Tensor, positions: Tensor) -> Tensor:
     return rotate_halves(x, angles(positions, torch.tensor(scaled, dtype=torch.float64)))
 
 
-def qwen_3(x: Tensor, positions: Tensor) -> Tensor:
-    return rotate_halves(x, angles(positions, default_frequencies(1_000_000.0, x.shape[-1])))
+def plain(base: float, rotate=rotate_halves, fraction: float = 1.0, divisor: float = 1.0):
+    """A port that turns a part of each head, by angles that are divided."""
+
+    def port(x: Tensor, positions: Tensor) -> Tensor:
+        frequencies = default_frequencies(base, int(fraction * x.shape[-1])) / divisor
+        return partially(rotate, x, angles(positions, frequencies))
+
+    return port
 
 
-def gemma_3_local(x: Tensor, positions: Tensor) -> Tensor:
-    return rotate_halves(x, angles(positions, default_frequencies(10_000.0, x.shape[-1])))
-
-
-def gemma_3_global(x: Tensor, positions: Tensor) -> Tensor:
-    return rotate_halves(x, angles(positions, default_frequencies(1_000_000.0, x.shape[-1]) / 8.0))
-
-
-def phi_2(x: Tensor, positions: Tensor) -> Tensor:
-    return partially(rotate_halves, x, angles(positions, default_frequencies(10_000.0, int(0.4 * x.shape[-1]))))
-
-
-def gpt_neox(x: Tensor, positions: Tensor) -> Tensor:
-    return partially(rotate_halves, x, angles(positions, default_frequencies(10_000.0, int(0.25 * x.shape[-1]))))
-
-
-def gpt_j(x: Tensor, positions: Tensor) -> Tensor:
-    return partially(rotate_every_two, x, angles(positions, default_frequencies(10_000.0, 64)))
-
-
-def glm_4(x: Tensor, positions: Tensor) -> Tensor:
-    return partially(rotate_every_two, x, angles(positions, default_frequencies(10_000.0, x.shape[-1] // 2)))
+qwen_3, gemma_3_local, gemma_3_global = plain(1_000_000.0), plain(10_000.0), plain(1_000_000.0, divisor=8.0)
+phi_2, gpt_neox = plain(10_000.0, fraction=0.4), plain(10_000.0, fraction=0.25)
+gpt_j = plain(10_000.0, rotate_every_two, fraction=0.25)
+glm_4 = plain(10_000.0, rotate_every_two, fraction=0.5)
 
 
 def yarn_frequencies(base: float, size: int, factor: float, length: int, truncate: bool, fast: float = 32.0) -> Tensor:
@@ -125,12 +114,7 @@ def phi_3(x: Tensor, positions: Tensor, factors: list[float]) -> Tensor:
     return rotate_halves(x, angles(positions, frequencies), math.sqrt(1 + math.log(32) / math.log(4096)))
 
 
-def phi_3_short(x: Tensor, positions: Tensor) -> Tensor:
-    return phi_3(x, positions, SHORT_FACTORS)
-
-
-def phi_3_long(x: Tensor, positions: Tensor) -> Tensor:
-    return phi_3(x, positions, LONG_FACTORS)
+phi_3_short, phi_3_long = (functools.partial(phi_3, factors=factors) for factors in (SHORT_FACTORS, LONG_FACTORS))
 
 
 def angles_of_coordinates(positions: Tensor, frequencies: Tensor) -> list[Tensor]:
@@ -163,8 +147,7 @@ def qwen_3_vl(x: Tensor, positions: Tensor) -> Tensor:
     return rotate_halves(x, frame)
 
 
-def qwen_3_omni(x: Tensor, positions: Tensor) -> Tensor:
-    return qwen_3_vl(x, positions)
+qwen_3_omni = qwen_3_vl
 
 
 def glm_4v(x: Tensor, positions: Tensor) -> Tensor:
