@@ -18,22 +18,18 @@ from flax_mha.conformance.checks import check
 PAGE = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text()
 
 
-def rows(table):
-    """The cells of each line, without the rule under the first."""
-    lines = [line.strip("|").split("|") for line in table.strip().splitlines() if not line.startswith("|---")]
-    return [[cell.strip(" `") for cell in line] for line in lines]
+def tables(text):
+    """The cells of each line of each table, without the rule under the first."""
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        lines = [line.strip("|").split("|") for line in table.splitlines() if not line.startswith("|---")]
+        yield [[cell.strip(" `") for cell in line] for line in lines]
 
 
-def answers():
-    """{package: {topic: cell}}, of the tables that compare."""
-    found = {}
-    for table in re.findall(r"(?:^\|.*\n)+", PAGE.partition("## Which one")[0], re.MULTILINE):
-        (_, *packages), *lines = rows(table)
-        found |= {package: {line[0]: line[n] for line in lines} for n, package in enumerate(packages, 1)}
-    return found
-
-
-ANSWERS = answers()
+ANSWERS = {  # {package: {topic: cell}}, of the tables that compare
+    package: {line[0]: line[n] for line in lines}
+    for (_, *packages), *lines in tables(PAGE.partition("## Which one")[0])
+    for n, package in enumerate(packages, 1)
+}
 PEERS = [package for package in ANSWERS if package != "flax_mha"]
 
 
@@ -41,8 +37,8 @@ PEERS = [package for package in ANSWERS if package != "flax_mha"]
 @pytest.mark.parametrize("package", PEERS)
 def test_every_cell_has_a_source(package):
     section = re.search(rf"^### `?{re.escape(package)}`?\n(.*?)(?=^### |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
-    (table,) = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
-    named = [topic for topics, source in rows(table)[1:] if source for topic in topics.split("; ")]
+    (table,) = tables(section)
+    named = [topic for topics, source in table[1:] if source for topic in topics.split("; ")]
     assert len(named) == len(set(named))
     cells = ANSWERS[package] | {'every "no"': ""}
     assert set(named) <= set(cells)
@@ -74,17 +70,9 @@ def test_what_jax_and_flax_compute(package, topic):
 @pytest.mark.core
 def test_what_flax_does_not_take():
     """No argument of its functions and modules speaks of what the page says they lack."""
-    taken = set()
-    for function in (
-        jax.nn.dot_product_attention,
-        nnx.dot_product_attention,
-        nnx.MultiHeadAttention,
-        nnx.MultiHeadAttention.__call__,
-        nn.dot_product_attention,
-        nn.MultiHeadDotProductAttention,
-        nn.MultiHeadDotProductAttention.__call__,
-    ):
-        taken |= set(inspect.signature(function).parameters)
+    modules = [nnx.MultiHeadAttention, nn.MultiHeadDotProductAttention]
+    functions = [*FUNCTIONS.values(), nn.dot_product_attention, *modules, *(module.__call__ for module in modules)]
+    taken = {name for function in functions for name in inspect.signature(function).parameters}
     lacking = "segment_ids|soft_cap|sink|score_mod|mask_mod|max_score|context_parallel|per_row|cache_dtype"
     assert not [name for name in taken if re.search(lacking, name)]
     assert "local_window_size" not in inspect.signature(nnx.MultiHeadAttention).parameters

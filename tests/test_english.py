@@ -47,10 +47,10 @@ def pages() -> Iterator[tuple[str, str]]:
         yield str(path.relative_to(ROOT)), re.sub(NO_PROSE, "{}", path.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def calls_and_raises() -> Iterator[tuple[str, ast.Call | ast.Raise]]:
+def nodes(kind: type) -> Iterator[tuple[str, ast.AST]]:
     for path in files(SOURCES):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call | ast.Raise):
+            if isinstance(node, kind):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
 
 
@@ -70,18 +70,16 @@ def strings(node: ast.AST | None) -> Iterator[str]:
 
 def errors() -> Iterator[tuple[str, str]]:
     """The texts of errors and warnings that are written where they are raised."""
-    for place, node in calls_and_raises():
-        if isinstance(node, ast.Raise):
-            found = [node.exc]
-        else:
-            found = node.args if getattr(node.func, "attr", "") in ("error", "warn") else []
-        yield from ((place, text) for expression in found for text in strings(expression))
+    yield from ((place, text) for place, node in nodes(ast.Raise) for text in strings(node.exc))
+    for place, node in nodes(ast.Call):
+        if getattr(node.func, "attr", "") in ("error", "warn"):
+            yield from ((place, text) for expression in node.args for text in strings(expression))
 
 
 def help_texts() -> Iterator[tuple[str, str]]:
     """The texts that argparse prints with `--help`."""
-    for place, node in calls_and_raises():
-        for keyword in node.keywords if isinstance(node, ast.Call) else ():
+    for place, node in nodes(ast.Call):
+        for keyword in node.keywords:
             if keyword.arg in ("help", "description", "epilog"):
                 yield from ((place, text) for text in strings(keyword.value))
 

@@ -73,19 +73,14 @@ def test_the_sdist_holds_every_file(sdist):
 def test_the_wheel_holds_the_packages_alone(sdist, wheel):
     built = {name for name in files(wheel) if ".dist-info/" not in name}
     assert {f"{package}/py.typed" for package in PACKAGES} <= built
-    assert built == {
-        name
-        for name in files(sdist)
-        if name.startswith(("flax_mha/", "train_demo/")) and not name.startswith("train_demo/example/")
-    }
+    assert built == {name for name in files(sdist) if re.match("flax_mha/|train_demo/(?!example/)", name)}
 
 
 def test_the_wheel_alone_runs(wheel, tmp_path):
     """Without the checkout: imported from elsewhere, and the demo's command line answers."""
-    code = (
-        "import flax_mha, train_demo.command_line; print(flax_mha.__file__, train_demo.__file__, flax_mha.__version__)"
-    )
-    run = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(wheel)!r}); {code}"]
+    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import flax_mha, train_demo.command_line; "
+    code += "print(flax_mha.__file__, train_demo.__file__, flax_mha.__version__)"
+    run = [sys.executable, "-c", code]
     said = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
     assert said == [*(str(wheel / name / "__init__.py") for name in PACKAGES), PROJECT["version"]]
 
@@ -105,15 +100,14 @@ def test_the_description_has_no_relative_links(metadata):
     description = metadata.get_payload()
     links = re.findall(r"\]\(([^)]*)\)", description)
     assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text()))
-    drawn = re.findall(r'src(?:set)?="([^"]*)"', description)
-    links += drawn
-    assert all(link.startswith("https://") for link in links)
+    pictures = re.findall(r'src(?:set)?="([^"]*)"|!\[[^\]]*\]\(([^)]*)\)', description)
+    pictures = [html or markdown for html, markdown in pictures]
     home = re.escape(PROJECT["urls"]["Homepage"])
     raw = home.replace("github", r"raw\.githubusercontent", 1)
-    for link in links:  # what they point to exists
+    for link in links + pictures:  # what they point to exists
+        assert link.startswith("https://")
         page = re.match(rf"(?:{home}/blob|{raw})/main/([^#]+)", link)
         assert page is None or (ROOT / page[1]).exists(), link
-    pictures = drawn + re.findall(r"!\[[^\]]*\]\(([^)]*)\)", description)
     assert pictures
     assert all(re.match(raw, picture) for picture in pictures)
 
@@ -143,11 +137,9 @@ def test_every_address_is_that_of_pyproject():
 def test_the_citation_says_what_pyproject_says():
     citation = (ROOT / "CITATION.cff").read_text()
     stated = dict(re.findall(r"^([a-z-]+): \"?(.*?)\"?$", citation, re.MULTILINE))
-    urls = PROJECT["urls"]
-    assert [PROJECT[name] for name in ("version", "license", "description")] == [
-        stated[name] for name in ("version", "license", "abstract")
-    ]
-    assert stated["repository-code"] == urls["Repository"] == urls["Homepage"]
+    for name, key in {"version": "version", "license": "license", "description": "abstract"}.items():
+        assert PROJECT[name] == stated[key]
+    assert stated["repository-code"] == PROJECT["urls"]["Repository"] == PROJECT["urls"]["Homepage"]
     assert stated["keywords"] == f"[{', '.join(PROJECT['keywords'])}]"
     assert PROJECT["version"] in (ROOT / "CHANGELOG.md").read_text()
 
@@ -155,14 +147,12 @@ def test_the_citation_says_what_pyproject_says():
 @pytest.mark.core
 def test_the_versions_that_the_readme_states():
     """They are those of pyproject.toml, and the tests run with them."""
-    text = (ROOT / "README.md").read_text()
-    stated = {
-        name: re.search(rf"{name} ([\d.]+)\s+to\s+([\d.]+\d)", text).groups() for name in ("Python", "jax", "flax")
-    }
+    text, stated = (ROOT / "README.md").read_text(), {}
     bounds = {Requirement(text).name: str(Requirement(text).specifier) for text in PROJECT["dependencies"]}
     bounds["Python"] = PROJECT["requires-python"]
     running = {"Python": platform.python_version(), "jax": version("jax"), "flax": version("flax")}
-    for name, (lowest, newest) in stated.items():
+    for name in running:
+        lowest, newest = stated[name] = re.search(rf"{name} ([\d.]+)\s+to\s+([\d.]+\d)", text).groups()
         assert bounds[name] == f">={lowest}"
         parts = newest.count(".") + 1
         assert Version(lowest) <= Version(running[name])
