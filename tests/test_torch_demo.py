@@ -59,23 +59,21 @@ def port(run):
     return port
 
 
-def ported(size, settings, params):
-    names = ("layers", "features", "heads", "context_length", "token_shift")
-    port = torch_model.Transformer(size, *(getattr(settings, name) for name in names))
-    port.load_state_dict({name: torch.from_numpy(array) for name, array in export.torch_arrays(params).items()})
-    return port
-
-
-@pytest.mark.parametrize("choices", [{"token_shift": 1}, {"token_shift": 0}])
-def test_a_port_of_every_choice_computes_the_same_logits(choices):
-    settings = Settings(context_length=16, layers=1, heads=2, features=32, **choices)
-    structure, shapes = blueprint(11, settings)
-    params = drawn(shapes)
-    numbers = np.random.default_rng(0).integers(0, 11, (2, 20)).astype(np.int32)
+def assert_same_logits(port, structure, params, numbers):
     ours = np.asarray(jax.jit(lambda params: nnx.merge(structure, params)(numbers))(params))
     with torch.no_grad():
-        theirs = ported(11, settings, params)(torch.tensor(numbers)).numpy()
+        theirs = port(torch.tensor(numbers)).numpy()
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("token_shift", [0, 1])
+def test_a_port_of_every_choice_computes_the_same_logits(token_shift):
+    structure, shapes = blueprint(11, Settings(**SIZES, token_shift=token_shift))
+    params = drawn(shapes)
+    sizes = (SIZES[name] for name in ("layers", "features", "heads", "context_length"))
+    port = torch_model.Transformer(11, *sizes, token_shift)
+    port.load_state_dict({name: torch.from_numpy(array) for name, array in export.torch_arrays(params).items()})
+    assert_same_logits(port, structure, params, np.random.default_rng(0).integers(0, 11, (2, 20)).astype(np.int32))
 
 
 @pytest.mark.parametrize("prompt", ["Pack my box with five", TEXT])
@@ -87,12 +85,7 @@ def test_a_port_continues_a_checkpoint_with_the_same_characters(run, port, promp
 
 
 def test_a_port_computes_the_same_logits(run, port):
-    numbers = run.config.vocabulary.encode(TEXT)[None]
-    structure, params = nnx.split(run.model)
-    ours = np.asarray(jax.jit(lambda params: nnx.merge(structure, params)(numbers))(params))
-    with torch.no_grad():
-        theirs = port(torch.tensor(numbers)).numpy()
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+    assert_same_logits(port, *nnx.split(run.model), run.config.vocabulary.encode(TEXT)[None])
 
 
 def test_the_script_of_the_documentation(run, tmp_path):
@@ -100,10 +93,8 @@ def test_the_script_of_the_documentation(run, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
     (script,) = (block for block in blocks if "load_file" in block)
     shutil.copytree(run.out / "export", tmp_path / "export")
-    environment = {"PATH": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path / "export", env=environment, capture_output=True, text=True
-    )
+    options = {"env": {"PATH": "", "OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path / "export", **options)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "The" + run.sample("The", 200, temperature=0) + "\n"
 

@@ -24,7 +24,7 @@ import pytest
 from demo_runs import ROOT, SETTINGS, STEPS, TEXT, TINY, UNSAFE, as_users_have_it, assert_same_run, here, sabotaged
 from marks import with_core
 
-from train_demo import checkpoint, metrics, run_folder, training
+from train_demo import checkpoint, metrics, report, run_folder, training
 from train_demo.__main__ import main
 from train_demo.errors import UserError
 
@@ -67,7 +67,7 @@ def test_a_finished_run_leaves_what_was_promised(run):
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert json.loads((run.out / run_folder.CONFIG).read_bytes())["settings"]["steps"] == STEPS
     assert steps_saved(run.out) == [4, 8, 12]
-    assert all((run.out / picture).exists() for picture in ("loss.png", "attention.png"))
+    assert all((run.out / picture).exists() for picture in report.PICTURES)
     assert (run.out / "report.html").read_text().startswith("<!doctype html>")
     written = metrics.read_samples(run.out)
     assert [sample["step"] for sample in written] == [3, 6, 9, 12]
@@ -128,15 +128,14 @@ def test_a_damaged_checkpoint_is_passed_over(copy, harm):
     (newest,) = copy.glob(f"checkpoints/{STEPS}-*")
     content = newest.read_bytes()
     half = len(content) // 2
-    newest.write_bytes(content[:half] + (bytes(len(content) - half) if harm == "changed" else b""))
+    newest.unlink()
     if harm == "folder":
-        newest.unlink()
         newest.mkdir()
+    else:
+        newest.write_bytes(content[:half] + (bytes(len(content) - half) if harm == "changed" else b""))
     said = []
-    step, _ = checkpoint.restore_newest(copy, {}, said.append)
-    assert step == STEPS - SETTINGS["save_every"]
-    assert len(said) == 1
-    assert f"Skipped checkpoint {STEPS}: it " in said[0]
+    assert checkpoint.restore_newest(copy, {}, said.append)[0] == STEPS - SETTINGS["save_every"]
+    assert f"Skipped checkpoint {STEPS}: it " in "".join(said)
 
 
 # On a terminal
@@ -144,15 +143,11 @@ def test_a_damaged_checkpoint_is_passed_over(copy, harm):
 
 @pytest.mark.core
 def test_plot(copy, capfd):
-    for name in ("loss.png", "attention.png", "report.html"):
+    for name in (*report.PICTURES, "report.html"):
         (copy / name).unlink()
     assert f"{copy / 'report.html'} is ready" in here(capfd, "plot", "--out", copy)
-    assert drawn(copy)
+    assert all((copy / name).read_bytes().startswith(b"\x89PNG") for name in report.PICTURES)
     assert (copy / "report.html").exists()
-
-
-def drawn(out):
-    return all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "attention.png"))
 
 
 def test_sample(run, capfd):
@@ -172,8 +167,8 @@ def on_terminal(*arguments):
     """Runs the command on a terminal of 80 columns; returns the lines that it wrote, without escapes."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, "-m", "train_demo", *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    command, environment = [sys.executable, "-m", "train_demo", *map(str, arguments)], os.environ | {"TERM": "xterm"}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     written = b""
     with contextlib.suppress(OSError):  # the end
@@ -188,7 +183,7 @@ def test_written_text_does_not_command_the_terminal_and_fits_it(capfd, processes
     (tmp_path / "text").write_text(TEXT.translate(str.maketrans("abcdme\nfg", UNSAFE)))
     out = tmp_path / "run"
     lines = on_terminal("--data", tmp_path / "text", "--out", out, *TINY)
-    assert drawn(out)
+    assert (out / "attention.png").read_bytes().startswith(b"\x89PNG")
     # Only what was written in one word, or is to be copied, may be longer.
     assert not [line for line in lines if len(line) > 80 and "\\x" not in line and str(tmp_path) not in line]
     said = "".join(lines) + here(capfd, "sample", "--out", out, "--prompt", "\x1b[", "--max-new-tokens", 20)
@@ -311,40 +306,36 @@ def test_two_runs_never_share_a_folder(tmp_path):
         pass
 
 
-def spoken(monkeypatch, encoding, *arguments):
+def spoken(encoding, *arguments):
     """Runs the command with output in this encoding, strict as with PYTHONIOENCODING; returns what it said on each."""
-    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding, "strict") for name in ("stdout", "stderr")}
-    with monkeypatch.context() as patch, as_users_have_it():
-        for name, stream in streams.items():
-            patch.setattr(sys, name, stream)
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding, "strict") for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), as_users_have_it():
         with contextlib.suppress(SystemExit):
             main([str(argument) for argument in arguments])
-        for stream in streams.values():
-            assert stream.errors == "strict"  # as before
-            stream.flush()
-    return [stream.buffer.getvalue().decode(encoding) for stream in streams.values()]
+        assert out.errors == err.errors == "strict"  # as before
+    out.flush()
+    err.flush()
+    return [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]
 
 
 @pytest.mark.parametrize("encoding", with_core(["ascii", "latin-1", "cp1252"], "ascii"))
 @pytest.mark.usefixtures("no_pictures")
-def test_output_in_an_encoding_without_these_characters(monkeypatch, tmp_path, encoding):
+def test_output_in_an_encoding_without_these_characters(tmp_path, encoding):
     """They are written as question marks, and all files are in UTF-8."""
     data, out = tmp_path / "Ł → ☃.txt", tmp_path / "Ω"
     data.write_text("Zażółć gęślą jaźń → ☃ 語\n" * 60, "utf-8")
-    said, complaint = spoken(monkeypatch, encoding, "train", "--data", data, "--out", out, *TINY)
-    said = " ".join(said.split())
-    assert all(words in said for words in ("characters of", "? ? ?.txt", "a sample", "report.html"))
-    assert not complaint
-    for command in ("plot", "report", "export", "plan"):
-        given = ("--data", data, *TINY) if command == "plan" else ("--out", out)
-        said, complaint = spoken(monkeypatch, encoding, command, *given)
-        assert said.strip()
+    sample = ("sample", "--out", out, "--prompt")
+    for command, words in [
+        (("train", "--data", data, "--out", out, *TINY), ["characters of", "? ? ?.txt", "a sample", "report.html"]),
+        (("plan", "--data", data, *TINY), [" "]),
+        *(((command, "--out", out), [" "]) for command in ("plot", "report", "export")),
+        ((*sample, "Za→☃"), ["Za??"]),
+        ((*sample, "Za→☃", "--num-samples", "2"), ["Za??"]),
+    ]:
+        said, complaint = spoken(encoding, *command)
+        assert all(word in " ".join(said.split()) for word in words)
         assert not complaint
-    for number in ((), ("--num-samples", "2")):
-        said, complaint = spoken(monkeypatch, encoding, "sample", "--out", out, "--prompt", "Za→☃", *number)
-        assert "Za??" in said
-        assert not complaint
-    said, complaint = spoken(monkeypatch, encoding, "sample", "--out", out, "--prompt", "Ж")
+    _, complaint = spoken(encoding, *sample, "Ж")
     assert re.match(r"python -m train_demo: error: .*\?", complaint)
     for path in (out / "report.html", *out.glob("*.jsonl"), out / run_folder.CONFIG, out / "export" / "config.json"):
         path.read_text("utf-8")

@@ -124,7 +124,7 @@ def test_a_sample_takes_one_line_of_a_terminal(text):
     assert cell_len(line) <= 66
 
 
-@pytest.mark.parametrize("width", [8, 60, 80, 120])
+@pytest.mark.parametrize("width", [8, 80])
 def test_lines_break_only_between_words(width):
     text = "  The quick brown\tfox\n\njumps over 漢字漢字, the lazy dog. " * 9
     pieces = [text[start : start + 7] for start in range(0, len(text), 7)]
