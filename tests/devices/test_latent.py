@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from meshes import compare, mesh_of
+from meshes import compare, mesh_of, put
 from test_tensor_parallel import FEATURES, N, inputs
 
 import flax_mha
@@ -43,7 +43,7 @@ def test_heads(kind):
         split = nnx_layer(decode=False, head_axis="model")
         assert tuple(split.kv_b_proj.kernel[...].sharding.spec) == (None, "model", None)
         graph, state = nnx.split(split)
-        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        x = put(x, mesh, "data")
         found = jax.jit(functools.partial(gradients, lambda s, x: nnx.merge(graph, s)(x, is_causal=True)))(state, x)
         compare(found, expected)
         if kind == "explicit":
@@ -77,7 +77,7 @@ def test_sequences(strategy):
     mesh, x = mesh_of("auto", (4, 2)), inputs()
     attention_fn = flax_mha.context_parallel("data", strategy, mesh=mesh)
     split = nnx_layer(decode=False, attention_fn=attention_fn)
-    compare(RUN(split, jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "data")))), output_on_one_device())
+    compare(RUN(split, put(x, mesh, None, "data")), output_on_one_device())
     split.init_cache((4, 40, FEATURES))
     with pytest.raises(ValueError, match="decode must be False with context_parallel"):
         split(x, decode=True)

@@ -76,21 +76,16 @@ def placed(x, mesh, axes, num_kv_heads):
     return {name: put(x[name], mesh, *specs[name]) for name in x}
 
 
+DENSE = {"batch": ("auto",), "heads": ("explicit",), "both": ("argument", "explicit, set_mesh")}
+DENSE |= {"one device": ("auto, set_mesh", "explicit")}
+TILES = {"batch": "explicit", "heads": "argument", "both": "auto, set_mesh"}
+EACH = [("dense", split, kind) for split, kinds in DENSE.items() for kind in kinds]
+EACH += [("tiles, one key head", split, kind) for split, kind in TILES.items()]
+
+
 @pytest.mark.parametrize(
     ("computed", "split", "kind"),
-    with_core_tuples(
-        [
-            ("dense", "batch", "auto"),
-            ("dense", "heads", "explicit"),
-            *(("dense", "both", kind) for kind in ("argument", "explicit, set_mesh")),
-            ("tiles, one key head", "batch", "explicit"),
-            ("tiles, one key head", "heads", "argument"),
-            ("tiles, one key head", "both", "auto, set_mesh"),
-            *(("dense", "one device", kind) for kind in ("auto, set_mesh", "explicit")),
-        ],
-        ("dense", "heads", "explicit"),
-        ("tiles, one key head", "both", "auto, set_mesh"),
-    ),
+    with_core_tuples(EACH, ("dense", "heads", "explicit"), ("tiles, one key head", "both", "auto, set_mesh")),
 )
 def test_any_mesh(computed, split, kind, small_tiles):
     (length, num_kv_heads), (sizes, axes) = SIZES[computed], (SPLITS | ONE_DEVICE)[split]
@@ -121,23 +116,16 @@ def products_and_tangents(query, key, value):
     return jax.jvp(gradient, arrays, tuple(map(jnp.cos, arrays)))[1], jax.grad(along, (0, 1, 2), has_aux=True)(*arrays)
 
 
-@functools.cache
-def products_and_tangents_on_one_device():
-    x = arrays(96, N)
-    whole = [x[name] for name in ("query", "key", "value")]
-    return whole, jax.device_get(jax.jit(products_and_tangents)(*whole))
-
-
-@pytest.mark.parametrize("kind", ["explicit", "shard_map"])
-def test_derivatives_of_every_order(kind, small_tiles):
-    whole, want = products_and_tangents_on_one_device()
-    mesh, spec = mesh_of(kind, (4, 1)), jax.P("data")
-    split = [put(x, mesh, "data") for x in whole]
-    mapped = jax.shard_map(products_and_tangents, mesh=mesh, in_specs=spec, out_specs=spec)
-    f = mapped if kind == "shard_map" else products_and_tangents
-    program = jax.jit(f).lower(*split).compile()
-    compare(program(*split), want)
-    assert not collectives(program.as_text())
+def test_derivatives_of_every_order(small_tiles):
+    whole = [arrays(96, N)[name] for name in ("query", "key", "value")]
+    expected = jax.device_get(jax.jit(products_and_tangents)(*whole))
+    for kind in ("explicit", "shard_map"):
+        mesh, spec = mesh_of(kind, (4, 1)), jax.P("data")
+        split = [put(x, mesh, "data") for x in whole]
+        mapped = jax.shard_map(products_and_tangents, mesh=mesh, in_specs=spec, out_specs=spec)
+        program = jax.jit(mapped if kind == "shard_map" else products_and_tangents).lower(*split).compile()
+        compare(program(*split), expected)
+        assert not collectives(program.as_text())
 
 
 @pytest.mark.core
@@ -202,21 +190,21 @@ def test_kernels_run_in_every_part(monkeypatch):
     auto, explicit = mesh_of("auto"), mesh_of("explicit")
     spec = jax.P("data", None, "model")
 
-    def kernels(sharding, mesh, gradient):
+    def kernels(sharding, mesh):
+        """Of the forward pass, and with the gradient."""
+
         def loss(*arrays):
             return dot_product_attention(*arrays, is_causal=True, qkv_sharding=sharding).astype(jnp.float32).sum()
 
-        function = jax.jit(jax.grad(loss, (0, 1, 2)) if gradient else loss)
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))] * 3
-        text = jax.export.export(function, platforms=["tpu"])(*types).mlir_module()
-        return len(kernels_in(text, "@tpu_custom_call"))
+        functions = map(jax.jit, (loss, jax.grad(loss, (0, 1, 2))))
+        texts = [jax.export.export(function, platforms=["tpu"])(*types).mlir_module() for function in functions]
+        return [len(kernels_in(text, "@tpu_custom_call")) for text in texts]
 
-    assert kernels(jax.NamedSharding(auto, spec), auto, gradient=False) == 1
-    assert kernels(jax.NamedSharding(auto, spec), auto, gradient=True) == 3
-    assert kernels(None, auto, gradient=True) == 0
+    assert kernels(jax.NamedSharding(auto, spec), auto) == [1, 3]
+    assert kernels(None, auto) == [0, 0]
     with jax.set_mesh(explicit):
-        assert kernels(None, explicit, gradient=False) == 1
-        assert kernels(None, explicit, gradient=True) == 3
+        assert kernels(None, explicit) == [1, 3]
 
 
 @pytest.mark.core
@@ -402,10 +390,8 @@ def test_a_cache_in_8_bits(kind, kv_heads, dtype):
 
     expected, after = jax.jit(decode)(empty(), prompt, token)
     with jax.set_mesh(mesh):
-        split = [
-            [put(query, mesh, "data", None, "model"), *(put(x, mesh, *spec) for x in y)]
-            for query, *y in (prompt, token)
-        ]
+        specs = jax.P("data", None, "model"), spec, spec
+        split = [[put(x, mesh, *axes) for x, axes in zip(y, specs, strict=False)] for y in (prompt, token)]
         got, cache = jax.jit(decode)(empty(sharding=spec), *split)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
     for x, want in zip(cache.arrays, after.arrays, strict=True):

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
 from marks import with_core_tuples
-from meshes import compare, context, mesh_of
+from meshes import compare, context, floats, mesh_of, put
 
 import flax_mha
 from flax_mha import linen
@@ -26,7 +26,7 @@ OPTIONS = {"rope": RoPE(), "normalize_qk": "rms_norm", "sinks": True, "gate": Tr
 
 
 def inputs(length=24):
-    return jnp.asarray(np.random.default_rng(0).standard_normal((4, length, FEATURES)), jnp.float32)
+    return floats(0, 4, length, FEATURES)
 
 
 def collectives(text):
@@ -79,7 +79,7 @@ def linen_on_one_device(num_kv_heads):
 
 def check(function, state, mesh, kind, expected):
     """On the mesh the answer is the same, after one sum in the forward pass."""
-    x = jax.device_put(inputs(), jax.NamedSharding(mesh, jax.P("data")))
+    x = put(inputs(), mesh, "data")
     with context(mesh, kind):
         forward = jax.jit(lambda state, x: function(state, x)[0]).lower(state, x).compile()
         answer = jax.jit(function)(state, x)
@@ -109,7 +109,7 @@ def test_linen(num_kv_heads, kind):
     compare(nn.unbox(boxed), variables)
     specs = nn.get_partition_spec(boxed)
     assert specs["params"]["query"]["kernel"] == jax.P(None, "model", None)
-    placed = jax.tree.map(lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)), variables, specs)
+    placed = jax.tree.map(lambda x, spec: put(x, mesh, *spec), variables, specs)
     check(functools.partial(of_linen, layer), placed, mesh, kind, whole)
 
 
@@ -163,7 +163,7 @@ def test_decoding(num_kv_heads, kind, window):
     with jax.set_mesh(mesh):
         layer = nnx_layer(num_kv_heads, head_axis="model", **options)
         layer.init_cache((4, 120, FEATURES), per_row=True, sharding=spec)
-        x = jax.device_put(inputs(81), jax.NamedSharding(mesh, jax.P("data")))
+        x = put(inputs(81), mesh, "data")
         graph, cache, rest = nnx.split(layer, nnx.Cache, ...)
 
         @jax.jit
@@ -182,20 +182,15 @@ def test_decoding(num_kv_heads, kind, window):
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("heads", "kv_heads", "head_axis", "words"),
     [
-        (lambda: nnx_layer(N, head_axis="heads"), r"head_axis must be an axis of the mesh \('data', 'model'\)"),
-        (lambda: nnx_layer(N, head_axis=3), "head_axis must be the name of a mesh axis"),
-        (
-            lambda: flax_mha.MultiHeadAttention(6, 12, rngs=nnx.Rngs(0), head_axis="model"),
-            "the size of head_axis must divide num_heads",
-        ),
-        (
-            lambda: flax_mha.MultiHeadAttention(12, 24, num_kv_heads=3, rngs=nnx.Rngs(0), head_axis="model"),
-            "the number of key heads must divide 4, the number of devices on mesh axis 'model'",
-        ),
+        (N, N, "heads", r"head_axis must be an axis of the mesh \('data', 'model'\)"),
+        (N, N, 3, "head_axis must be the name of a mesh axis"),
+        (6, 6, "model", "the size of head_axis must divide num_heads"),
+        (12, 3, "model", "the number of key heads must divide 4, the number of devices on mesh axis 'model'"),
     ],
 )
-def test_bad_input(make, words):
+def test_bad_input(heads, kv_heads, head_axis, words):
+    options = {"num_kv_heads": kv_heads, "head_axis": head_axis, "rngs": nnx.Rngs(0)}
     with jax.set_mesh(mesh_of("auto")), pytest.raises(ValueError, match=words):
-        make()
+        flax_mha.MultiHeadAttention(heads, 2 * heads, **options)
