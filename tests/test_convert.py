@@ -44,49 +44,32 @@ def assert_same_bits(got, expected):
     assert bits(got) == bits(expected)
 
 
-UNBIASED, BIASED_OUT, GROUPED = {"biased": ()}, {"biased": ("out",)}, {"kv_heads": 1, "biased": ()}
-NORMED, NARROW = GROUPED | {"norms": True}, {"sizes": (7,) * 4, "kv_heads": 1}
+UNBIASED, BIASED_OUT, NO_OUT = {"biased": ()}, {"biased": ("out",)}, {"biased": convert.ALL[:3]}
+GROUPED, NORMS = {"kv_heads": 1, "biased": ()}, {"norms": True}
+NORMED, NARROW = GROUPED | NORMS, {"sizes": (7,) * 4, "kv_heads": 1}
+SEPARATE = {"sizes": (FEATURES, 7, 11, FEATURES)}
 LAYOUTS = {
     "torch": [{}, UNBIASED],
-    "torch_separate": [{"sizes": (15, 7, 11, 15)}, {"sizes": (15, 7, 11, 15), "biased": ()}],
-    "note_mha": [{}],
-    "bert_self_attention": [{}],
-    "d2l_mha": [{"sizes": (2, 7, 11, FEATURES), "biased": ()}],
-    "masked_self_attention": [{}],
-    "hf_bert": [{}],
-    "hf_llama": [
-        NARROW,
-        NARROW | {"biased": ()},
-        NARROW | {"biased": convert.ALL[:3]},
-        NARROW | {"biased": (), "norms": True},
-        NARROW | {"sinks": True},
-        NARROW | {"gate": True},
-    ],
-    "hf_qwen3_next": [{"kv_heads": 1, "biased": (), "norms": True, "gate": True}, {"kv_heads": 1, "gate": True}],
-    "hf_qwen2": [{"kv_heads": 1, "biased": convert.ALL[:3]}],
+    "torch_separate": [SEPARATE, SEPARATE | UNBIASED],
+    "d2l_mha": [{"sizes": (2, 7, 11, FEATURES)} | UNBIASED],
+    "hf_llama": [NARROW | more for more in ({}, UNBIASED, NO_OUT, UNBIASED | NORMS, {"sinks": True}, {"gate": True})],
+    "hf_qwen3_next": [NORMED | {"gate": True}, {"kv_heads": 1, "gate": True}],
+    "hf_qwen2": [{"kv_heads": 1} | NO_OUT],
     "hf_phi": [{"kv_heads": 1}, {"norms": ("scale", "bias")}],
-    "hf_hunyuan": [NORMED],
-    "hf_lfm2": [NORMED],
-    "hf_modernbert": [UNBIASED],
-    "hf_moshi": [GROUPED],
-    "hf_mpt": [GROUPED],
-    "hf_ctrl": [{}],
-    "hf_phi3": [GROUPED],
     "hf_neox": [{}, GROUPED],
-    "hf_distilbert": [{}],
-    "hf_clip": [{}],
     "hf_whisper": [{"biased": ("query", "value", "out")}],
-    "hf_gpt_neo": [BIASED_OUT],
-    "hf_gptj": [UNBIASED],
-    "hf_gpt2": [{}],
     "nanogpt": [{}, UNBIASED],
-    "hf_vit": [{}],
-    "hf_vit_unbiased": [BIASED_OUT],
-    "hf_vit5_unbiased": [BIASED_OUT],
     "timm": [{}, UNBIASED],
-    "timm_unbiased": [BIASED_OUT],
-    "hf_t5": [{"sizes": (7,) * 4, "biased": ()}],
+    "hf_t5": [{"sizes": (7,) * 4} | UNBIASED],
 }
+ALIKE = {
+    "note_mha bert_self_attention masked_self_attention hf_bert hf_ctrl hf_distilbert hf_clip hf_gpt2 hf_vit": {},
+    "hf_modernbert hf_gptj": UNBIASED,
+    "hf_moshi hf_mpt hf_phi3": GROUPED,
+    "hf_hunyuan hf_lfm2": NORMED,
+    "hf_gpt_neo hf_vit_unbiased hf_vit5_unbiased timm_unbiased": BIASED_OUT,
+}
+LAYOUTS |= {name: [case] for names, case in ALIKE.items() for name in names.split()}
 HOLDS = [(layout, case) for layout, cases in LAYOUTS.items() for case in cases]
 
 
@@ -110,31 +93,6 @@ def test_round_trip_is_exact(layout, case, dtype):
         assert array.flags.c_contiguous
         assert array.flags.owndata
         assert array.flags.writeable
-
-
-def test_special_values_pass():
-    params = make_params()
-    params["query"]["kernel"].flat[:6] = [np.nan, np.inf, -np.inf, -0.0, 1e-45, np.finfo(np.float32).max]
-    assert_same_bits(convert.from_torch(convert.to_torch(params), HEADS), params)
-
-
-@pytest.mark.core
-def test_heads_are_slices_of_the_feature_axis():
-    params = convert.from_torch(convert.to_torch(make_params(), "note_mha"), HEADS)
-    state_dict = convert.to_torch(params, "note_mha")
-    head = slice(HEAD_DIM, 2 * HEAD_DIM)
-    np.testing.assert_array_equal(params["key"]["kernel"][:, 1], state_dict["w_k.weight"][head].T)
-    np.testing.assert_array_equal(params["key"]["bias"][1], state_dict["w_k.bias"][head])
-    np.testing.assert_array_equal(params["out"]["kernel"][1], state_dict["w_out.weight"][:, head].T)
-
-
-@pytest.mark.core
-def test_packed_rows_are_query_key_value():
-    params = make_params()
-    state_dict, separate = convert.to_torch(params), convert.to_torch(params, "torch_separate")
-    weights = [separate[f"{name}_proj_weight"] for name in "qkv"]
-    np.testing.assert_array_equal(state_dict["in_proj_weight"], np.concatenate(weights))
-    np.testing.assert_array_equal(state_dict["in_proj_bias"], separate["in_proj_bias"])
 
 
 @pytest.mark.core

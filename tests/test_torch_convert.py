@@ -8,6 +8,7 @@ from torch import nn
 from torch_port import D2LMHA, BertSelfAttention, GroupedQueryAttention, MaskedSelfAttention, NoteMHA
 
 from flax_mha import convert
+from flax_mha.conformance import reference
 
 BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 5, 7, 3, 13
 FEATURES = HEADS * HEAD_DIM
@@ -68,17 +69,11 @@ def case(request):
 
 
 def attend(params, *inputs):
-    """The equation of attention in float64 for inputs (batch, length, features)."""
-    query, key, value = (
-        np.einsum("btd,dnh->bnth", x, params[name]["kernel"]) + params[name].get("bias", np.zeros((1, 1)))[:, None]
-        for name, x in zip(("query", "key", "value"), inputs, strict=True)
-    )
-    groups = query.shape[1] // key.shape[1]
-    scores = np.einsum("bnth,bnsh->bnts", query, key.repeat(groups, 1)) / np.sqrt(query.shape[-1])
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    out = np.einsum("bnts,bnsh,nho->bto", weights, value.repeat(groups, 1), params["out"]["kernel"])
-    return out + params["out"].get("bias", 0)
+    """In float64, of inputs [batch, length, features]."""
+    names = zip(("query", "key", "value"), inputs, strict=True)
+    arrays = [np.einsum("btd,dnh->btnh", x, params[n]["kernel"]) + params[n].get("bias", 0.0) for n, x in names]
+    output, _ = reference.attention(*arrays)
+    return np.einsum("btnh,nho->bto", output, params["out"]["kernel"]) + params["out"].get("bias", 0.0)
 
 
 @pytest.mark.core

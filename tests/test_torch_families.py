@@ -79,14 +79,10 @@ LLAMA_NAMES, OUT_NAMES = "q_proj k_proj v_proj o_proj", "q_proj k_proj v_proj ou
 QKV_NAMES = "q_proj k_proj v_proj"
 GROUPED = {"num_attention_heads": N, "num_key_value_heads": K, "hidden_size": D, "head_dim": H, "num_hidden_layers": 6}
 SQUARE = {"num_attention_heads": N, "hidden_size": E, "num_hidden_layers": 2}
-GEMMA_3 = GROUPED | {
-    "model_type": "gemma3_text",
-    "query_pre_attn_scalar": 5,
-    "sliding_window": WINDOW,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-}
+NORMS = {"q_norm.weight": (H,), "k_norm.weight": (H,)}
+FULL, LOCAL = {"scalar": 5, "window": None}, {"scalar": 5, "window": WINDOW}
+GEMMA_3 = GROUPED | {"model_type": "gemma3_text", "query_pre_attn_scalar": 5, "sliding_window": WINDOW, "more": NORMS}
+GEMMA_3 |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 OSS_ROPE |= {"original_max_position_embeddings": 4096}
 OSS = GROUPED | {"model_type": "gpt_oss", "sliding_window": WINDOW, "rope_theta": 150000.0, "rope_scaling": OSS_ROPE}
@@ -94,10 +90,7 @@ LLAMA_4 = GROUPED | {"model_type": "llama4_text", "attention_chunk_size": WINDOW
 LLAMA_4 |= {"rms_norm_eps": 1e-6}
 MINISTRAL = {"rope_type": "yarn", "factor": 1.0, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 3}
 GEMMA_2 = GROUPED | {"model_type": "gemma2", "query_pre_attn_scalar": 5, "sliding_window": WINDOW, "rope_theta": 1e4}
-NORMS = {"q_norm.weight": (H,), "k_norm.weight": (H,)}
-OSS_SHAPES = linears(LLAMA_NAMES, D, K, LLAMA_NAMES) | {"sinks": (N,)}
-
-
+OSS |= {"shapes": linears(LLAMA_NAMES, D, K, LLAMA_NAMES) | {"sinks": (N,)}}
 LATENT = {"num_attention_heads": N, "hidden_size": D, "num_hidden_layers": 6, "kv_lora_rank": 10, "v_head_dim": 5}
 LATENT |= {"qk_nope_head_dim": 7, "qk_rope_head_dim": 6, "num_key_value_heads": N}
 LATENT_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale": 0.7}
@@ -126,13 +119,11 @@ def latent(kind, port, **config):
     return Family(shapes=shapes, port=run, layout="hf_deepseek", **split(kind, **config))
 
 
-def encoder(kind, names, biased, layout, prefix, **config):
+def encoder(kind, names, biased, layout, prefix, decodes=False, **config):
     *projections, out = names.split()
-    run = functools.partial(port.plain, number=N, names=" ".join(projections), out=out)
-    shapes = linears(names, biased=biased)
-    return Family(
-        shapes=shapes, port=run, layout=layout, prefix=prefix, decodes=False, **split(kind, **SQUARE | config)
-    )
+    run = functools.partial(port.plain, number=N, names=" ".join(projections), out=out, is_causal=decodes)
+    fields = split(kind, **SQUARE | config) | {"shapes": linears(names, biased=biased)}
+    return Family(port=run, layout=layout, prefix=prefix, decodes=decodes, **fields)
 
 
 def grouped(kind, run, run_options=None, more=None, shapes=None, layout="hf_llama", layer=1, **config):
@@ -180,6 +171,16 @@ LFM_2 |= {"more": {"q_layernorm.weight": (H,), "k_layernorm.weight": (H,)}}
 TIMM_UNBIASED = fused("qkv", "proj", 3 * E, E, biased=False) | {"proj.bias": (E,)}
 IN_VISION, IN_DISTILBERT = "vision_model.encoder.layers.1.self_attn.", "distilbert.transformer.layer.1.attention."
 WHISPER = {"d_model": E, "encoder_attention_heads": N, "decoder_attention_heads": N}
+IN_WHISPER = ("hf_whisper", "model.encoder.layers.1.self_attn.")
+OUT = (OUT_NAMES, OUT_NAMES, "hf_clip")
+IN_DINO, VIT_5 = "dinov2.encoder.layer.1.attention.", ("hf_llama", "vit.layers.1.attention.")
+DINO_5 = ("hf_vit5_unbiased", "layers.1.attention.")
+OF_EACH_HEAD = {"q_norm.weight": (N, H), "k_norm.weight": (K, H)}
+MISTRAL = {"rope_theta": 1e4, "sliding_window": WINDOW}
+QWEN_3_NEXT = {"more": GATED, "layout": "hf_qwen3_next", "full_attention_interval": 2}
+IN_NEOX, IN_BLOOM, IN_FALCON = "gpt_neox.layers.1.attention.", "h.1.self_attention.", ("hf_neox", IN_ATTENTION)
+GPT_2_BY = GPT_2 | {"scale_attn_by_inverse_layer_idx": True}
+NANOGPT, T5_SHAPES = fused("c_attn", "c_proj", 3 * E, E, biased=True), linears("q k v o", D)
 
 
 def t5_bias():
@@ -190,116 +191,61 @@ FAMILIES = {
     "deepseek_v3": latent("deepseek_v3.DeepseekV3Attention", port.deepseek_v3, **COMPRESSED),
     "minicpm3": latent("minicpm3.MiniCPM3Attention", port.minicpm_3, q_lora_rank=None),
     "llama": grouped("llama.LlamaAttention", port.llama, {"base": 5e5}, rope_theta=5e5),
-    "mistral": grouped(
-        "mistral.MistralAttention", port.llama, {"base": 1e4, "window": WINDOW}, rope_theta=1e4, sliding_window=WINDOW
-    ),
+    "mistral": grouped("mistral.MistralAttention", port.llama, {"base": 1e4, "window": WINDOW}, **MISTRAL),
     "qwen2": grouped("qwen2.Qwen2Attention", port.llama, {"base": 1e6}, **QWEN_2),
     "qwen3": grouped("qwen3.Qwen3Attention", port.qwen_3, {"epsilon": 1e-3}, NORMS, rope_theta=1e6, rms_norm_eps=1e-3),
-    "qwen3_next": grouped(
-        "qwen3_next.Qwen3NextAttention", port.qwen_3_next, {}, GATED, layout="hf_qwen3_next", full_attention_interval=2
-    ),
+    "qwen3_next": grouped("qwen3_next.Qwen3NextAttention", port.qwen_3_next, **QWEN_3_NEXT),
     "afmoe": grouped("afmoe.AfmoeAttention", port.afmoe, {"window": WINDOW}, GATE, sliding_window=WINDOW),
     "gemma": grouped("gemma.GemmaAttention", port.llama, {"base": 1e4}, rope_theta=1e4),
-    "gemma2": grouped("gemma2.Gemma2Attention", port.gemma_2, {"scalar": 5, "window": None}, **GEMMA_2),
-    "gemma2 with a window": grouped(
-        "gemma2.Gemma2Attention", port.gemma_2, {"scalar": 5, "window": WINDOW}, layer=2, **GEMMA_2
-    ),
-    "gemma3": grouped("gemma3.Gemma3Attention", port.gemma_3, {"scalar": 5, "window": None}, NORMS, layer=5, **GEMMA_3),
-    "gemma3 with a window": grouped(
-        "gemma3.Gemma3Attention", port.gemma_3, {"scalar": 5, "window": WINDOW}, NORMS, **GEMMA_3
-    ),
+    "gemma2": grouped("gemma2.Gemma2Attention", port.gemma_2, FULL, **GEMMA_2),
+    "gemma2 with a window": grouped("gemma2.Gemma2Attention", port.gemma_2, LOCAL, layer=2, **GEMMA_2),
+    "gemma3": grouped("gemma3.Gemma3Attention", port.gemma_3, FULL, layer=5, **GEMMA_3),
+    "gemma3 with a window": grouped("gemma3.Gemma3Attention", port.gemma_3, LOCAL, **GEMMA_3),
     "olmo2": grouped("olmo2.Olmo2Attention", port.olmo_2, more=OF_ALL_HEADS, **OLMO_2),
-    "gpt_oss": grouped("gpt_oss.GptOssAttention", port.gpt_oss, {"window": None}, shapes=OSS_SHAPES, **OSS),
-    "gpt_oss with a window": grouped(
-        "gpt_oss.GptOssAttention", port.gpt_oss, {"window": WINDOW}, shapes=OSS_SHAPES, layer=2, **OSS
-    ),
+    "gpt_oss": grouped("gpt_oss.GptOssAttention", port.gpt_oss, {"window": None}, **OSS),
+    "gpt_oss with a window": grouped("gpt_oss.GptOssAttention", port.gpt_oss, {"window": WINDOW}, layer=2, **OSS),
     "phi": one_matrix("phi.PhiAttention", port.phi, {}, PHI, "hf_phi", IN_LAYER, rope_theta=1e4, **PHI_ROPE),
     "phi3": grouped("phi3.Phi3Attention", port.phi_3, {"size": H, "window": WINDOW}, **PHI_3),
     "gptj": one_matrix("gptj", port.gptj, {"size": 4}, linears(OUT_NAMES), "hf_gptj", IN_H, GPT, rotary_dim=4),
-    "gpt_neox": one_matrix(
-        "gpt_neox.GPTNeoXAttention", port.gpt_neox, {}, NEOX, "hf_neox", "gpt_neox.layers.1.attention.", **NEOX_ROPE
-    ),
-    "falcon": one_matrix(
-        "falcon.FalconAttention", port.falcon, {"kv_number": K}, FALCON, "hf_neox", IN_ATTENTION, **FALCON_NEW
-    ),
-    "falcon with one key head": one_matrix(
-        "falcon.FalconAttention", port.falcon, {"kv_number": 1}, FALCON_1, "hf_neox", IN_ATTENTION
-    ),
-    "bloom": one_matrix(
-        "bloom.BloomAttention", port.bloom, {}, NEOX, "hf_neox", "h.1.self_attention.", BLOOM, call=ALIBI
-    ),
+    "gpt_neox": one_matrix("gpt_neox.GPTNeoXAttention", port.gpt_neox, {}, NEOX, "hf_neox", IN_NEOX, **NEOX_ROPE),
+    "falcon": one_matrix("falcon.FalconAttention", port.falcon, {"kv_number": K}, FALCON, *IN_FALCON, **FALCON_NEW),
+    "falcon, one key head": one_matrix("falcon.FalconAttention", port.falcon, {"kv_number": 1}, FALCON_1, *IN_FALCON),
+    "bloom": one_matrix("bloom.BloomAttention", port.bloom, {}, NEOX, "hf_neox", IN_BLOOM, BLOOM, call=ALIBI),
     "gpt2": one_matrix("gpt2.GPT2Attention", port.gpt_2, {}, C_ATTN, "hf_gpt2", IN_H, GPT_2),
-    "gpt2 scaled by layer": one_matrix(
-        "gpt2.GPT2Attention",
-        port.gpt_2,
-        {"layer": 1},
-        C_ATTN,
-        "hf_gpt2",
-        IN_H,
-        GPT_2,
-        scale_attn_by_inverse_layer_idx=True,
-    ),
-    "nanogpt": one_matrix(
-        "gpt2", port.nanogpt, {}, fused("c_attn", "c_proj", 3 * E, E, biased=True), "nanogpt", IN_H, GPT_2
-    ),
-    "t5": one_matrix(
-        "t5.T5Attention", port.t5, {"table": TABLE}, linears("q k v o", D), "hf_t5", T5_PREFIX, T5, call=t5_bias
-    ),
+    "gpt2 by layer": one_matrix("gpt2.GPT2Attention", port.gpt_2, {"layer": 1}, C_ATTN, "hf_gpt2", IN_H, GPT_2_BY),
+    "nanogpt": one_matrix("gpt2", port.nanogpt, {}, NANOGPT, "nanogpt", IN_H, GPT_2),
+    "t5": one_matrix("t5.T5Attention", port.t5, {"table": TABLE}, T5_SHAPES, "hf_t5", T5_PREFIX, T5, call=t5_bias),
     "granite": grouped("granite", port.llama, {"base": 1e4, "scale": 0.1}, attention_multiplier=0.1),
     "falcon_h1": grouped("falcon_h1", port.llama, {"base": 1e4, "scale": 0.5 * H**-0.5}, key_multiplier=0.5),
-    "smollm3, a layer without rotary positions": grouped("smollm3", port.llama, {"base": None}, no_rope_layers=[1, 0]),
+    "smollm3 without rotary positions": grouped("smollm3", port.llama, {"base": None}, no_rope_layers=[1, 0]),
     "olmo": grouped("olmo", port.olmo, {"limit": 0.7}, clip_qkv=0.7),
     "llama4": grouped("llama4_text", port.llama_4, {"chunk": WINDOW}, **LLAMA_4),
-    "llama4, a layer without rotary positions": grouped(
-        "llama4_text", port.llama_4, {"chunk": None}, layer=3, **LLAMA_4
-    ),
+    "llama4 without rotary positions": grouped("llama4_text", port.llama_4, {"chunk": None}, layer=3, **LLAMA_4),
     "ministral3": grouped("ministral3", port.ministral_3, rope_parameters=MINISTRAL),
     "hunyuan": grouped("hunyuan_v1_dense", port.hunyuan, more=OF_QUERIES, layout="hf_hunyuan"),
     "nanochat": grouped("nanochat", port.nanochat),
-    "cohere with norms": grouped(
-        "cohere", port.cohere, more={"q_norm.weight": (N, H), "k_norm.weight": (K, H)}, use_qk_norm=True
-    ),
+    "cohere with norms": grouped("cohere", port.cohere, more=OF_EACH_HEAD, use_qk_norm=True),
     "persimmon": one_matrix("persimmon", port.persimmon, {}, NEOX | NORMS_OF_NEOX, "hf_neox", IN_LAYER),
     "mpt": one_matrix("mpt", port.mpt, {"limit": 0.7}, WQKV, "hf_mpt", "transformer.blocks.1.attn.", MPT),
     "codegen": one_matrix("codegen", port.codegen, {"size": 4}, CODEGEN, "hf_codegen", IN_H, GPT, rotary_dim=4),
     "lfm2": grouped("lfm2", port.qwen_3, {"epsilon": 1e-5, "out": "out_proj", "norm": "layernorm"}, **LFM_2),
-    "opt": encoder("opt.OPTAttention", OUT_NAMES, OUT_NAMES, "hf_clip", "model.decoder.layers.1.self_attn.")._replace(
-        port=functools.partial(port.plain, number=N, names=QKV_NAMES, out="out_proj", is_causal=True), decodes=True
-    ),
+    "opt": encoder("opt.OPTAttention", *OUT, "model.decoder.layers.1.self_attn.", decodes=True),
     "bert": encoder("bert.BertAttention", BERT, BERT, "hf_bert", "bert.encoder.layer.1.attention."),
     "distilbert": encoder("distilbert.DistilBertSelfAttention", DISTILBERT, DISTILBERT, "hf_distilbert", IN_DISTILBERT),
     "vit": encoder("vit", VIT, VIT, "hf_vit", "vit.encoder.layer.1.attention."),
-    "dino without biases of queries, keys and values": encoder(
-        "dinov2", VIT, "output.dense", "hf_vit_unbiased", "dinov2.encoder.layer.1.attention.", qkv_bias=False
-    ),
-    "vit of Transformers 5": encoder(
-        "vit.ViTAttention", LLAMA_NAMES, LLAMA_NAMES, "hf_llama", "vit.layers.1.attention."
-    ),
-    "dino of Transformers 5 without biases": encoder(
-        "dinov2.Dinov2Attention", LLAMA_NAMES, "o_proj", "hf_vit5_unbiased", "layers.1.attention.", qkv_bias=False
-    ),
+    "dino without biases": encoder("dinov2", VIT, "output.dense", "hf_vit_unbiased", IN_DINO, qkv_bias=False),
+    "vit of Transformers 5": encoder("vit.ViTAttention", LLAMA_NAMES, LLAMA_NAMES, *VIT_5),
+    "dino of Transformers 5": encoder("dinov2.Dinov2Attention", LLAMA_NAMES, "o_proj", *DINO_5, qkv_bias=False),
     "timm": one_matrix("vit", port.timm, {}, fused("qkv", "proj", 3 * E, E, biased=True), "timm", TIMM, decodes=False),
     "timm without biases": one_matrix("vit", port.timm, {}, TIMM_UNBIASED, "timm_unbiased", TIMM, decodes=False),
-    "clip": encoder("clip.CLIPAttention", OUT_NAMES, OUT_NAMES, "hf_clip", IN_VISION, model_type="clip_vision_model"),
-    "siglip": encoder(
-        "siglip.SiglipAttention", OUT_NAMES, OUT_NAMES, "hf_clip", IN_VISION, model_type="siglip_vision_model"
-    ),
-    "whisper": encoder(
-        "whisper.WhisperAttention",
-        OUT_NAMES,
-        "q_proj v_proj out_proj",
-        "hf_whisper",
-        "model.encoder.layers.1.self_attn.",
-        **WHISPER,
-    ),
-    "bart": encoder("bart.BartAttention", OUT_NAMES, OUT_NAMES, "hf_clip", "encoder.layers.1.self_attn.", d_model=E),
-    "wav2vec2": encoder(
-        "wav2vec2.Wav2Vec2Attention", OUT_NAMES, OUT_NAMES, "hf_clip", "wav2vec2.encoder.layers.1.attention."
-    ),
+    "clip": encoder("clip.CLIPAttention", *OUT, IN_VISION, model_type="clip_vision_model"),
+    "siglip": encoder("siglip.SiglipAttention", *OUT, IN_VISION, model_type="siglip_vision_model"),
+    "whisper": encoder("whisper.WhisperAttention", OUT_NAMES, "q_proj v_proj out_proj", *IN_WHISPER, **WHISPER),
+    "bart": encoder("bart.BartAttention", *OUT, "encoder.layers.1.self_attn.", d_model=E),
+    "wav2vec2": encoder("wav2vec2.Wav2Vec2Attention", *OUT, "wav2vec2.encoder.layers.1.attention."),
 }
 CORE = "llama, deepseek_v3, qwen3_next, gemma2 with a window, gpt_oss, falcon, llama4, cohere with norms"
-# Every option in a cache once; the other families differ from these in numbers and layouts alone.
-# Others have of what a cache has to do with no more than one of these.
+# Every option in a cache once; the other families differ from these only in numbers and layouts.
 DECODED = "llama, deepseek_v3, minicpm3, qwen3, gemma2 with a window, gemma3, gpt_oss with a window, gptj, qwen3_next, "
 DECODED += "bloom, t5, llama4, ministral3, hunyuan, persimmon"
 FROM_HF = "llama, deepseek_v3, qwen3_next, mistral, bloom, t5, bert, gpt2, opt, whisper, llama4, mpt, nanochat"
@@ -417,34 +363,28 @@ def test_round_trip_is_exact(name):
     without_weights = {"query_ln", "key_ln"} if name in ("llama4", "nanochat") else set()
     assert {*arrays} | without_weights == {*nnx.to_pure_dict(nnx.state(module, nnx.Param))}
     again = convert.to_torch(arrays, family.layout)
-    assert {key: array.tobytes() for key, array in again.items()} == {
-        key: tensor.numpy().tobytes() for key, tensor in weights.items()
-    }
+    assert {key: x.tobytes() for key, x in again.items()} == {key: x.numpy().tobytes() for key, x in weights.items()}
 
 
 def test_a_layer_of_gpt_neo_is_not_scaled():
-    shapes = linears(OUT_NAMES, biased="out_proj")
-    family = Family({}, shapes, port.plain, "hf_gpt_neo")
+    weights, x = Family({}, linears(OUT_NAMES, biased="out_proj"), port.plain, "hf_gpt_neo").weights(), inputs(E)[0]
     module = flax_mha.MultiHeadAttention(N, E, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"scale must be 1\.0, but got None"):
-        convert.load_torch(module, family.weights())
+        convert.load_torch(module, weights)
     module = flax_mha.MultiHeadAttention(N, E, scale=1.0, decode=False, rngs=nnx.Rngs(0))
-    convert.load_torch(module, family.weights())
-    x = inputs(E)[0]
-    q, k, v = port.projected(family.weights(), torch.from_numpy(x), N, N, QKV_NAMES)
-    expected = port.linear(family.weights(), "out_proj", port.core(q, k, v, scale=1.0, visible=port.causal(LENGTH)))
+    convert.load_torch(module, weights)
+    expected = port.plain(weights, torch.from_numpy(x), N, QKV_NAMES, "out_proj", is_causal=True, scale=1.0)
     assert_close(module(jnp.asarray(x), is_causal=True), expected.numpy())
 
 
 def test_the_first_layer_of_t5_holds_a_bias_for_all():
-    family = FAMILIES["t5"]
-    module = flax_mha.MultiHeadAttention(**convert.describe(family.config), decode=False, rngs=nnx.Rngs(0))
-    weights = family.weights() | {"relative_attention_bias.weight": TABLE}
+    module = flax_mha.MultiHeadAttention(**convert.describe(FAMILIES["t5"].config), decode=False, rngs=nnx.Rngs(0))
+    weights = FAMILIES["t5"].weights()
     with pytest.raises(ValueError, match=r"got relative_attention_bias\.weight, .*recipes\.t5_bias\(table\)"):
-        convert.load_torch(module, weights)
+        convert.load_torch(module, weights | {"relative_attention_bias.weight": TABLE})
     module = flax_mha.MultiHeadAttention(N, D, N * H, use_bias=False, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"scale must be 1\.0, but got None"):
-        convert.load_torch(module, family.weights())
+        convert.load_torch(module, weights)
 
 
 @each(lambda name, family: family.transformers, "")

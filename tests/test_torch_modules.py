@@ -222,7 +222,7 @@ def test_cross_attention_where_note_mha_fails(api, implementation):
     check(case, api, implementation, peer)
 
 
-# Functions -----------------------------------------------------------------------------------------------------------
+# Accuracy; test_attention.py compares the results of functions with float64 ------------------------------------------
 
 
 def with_grads(function):
@@ -236,85 +236,13 @@ def with_grads(function):
     return run
 
 
-def torch_value_and_grads(function, arrays, cotangent):
-    tensors = [torch.as_tensor(x).clone().requires_grad_() for x in arrays]
-    output = function(*tensors)
-    output.backward(torch.as_tensor(cotangent))
-    return [output.detach(), *(tensor.grad for tensor in tensors)]
-
-
-@pytest.mark.core
-@each_implementation
-def test_known_answer(implementation):
-    """Keys that are all alike: the mean of the values, whatever the query."""
-    values = np.arange(40, dtype=np.float32).reshape(1, 10, 1, 4).repeat(2, axis=0)
-    arrays = normal(0, 2, 1, 1, 2), np.ones((2, 10, 1, 2), np.float32), values
-    got = flax_mha.dot_product_attention(*arrays, implementation=implementation)
-    # A sum of ten terms of at most 39 / 10, each off by one rounding.
-    expected = [[[[18, 19, 20, 21]]]] * 2
-    np.testing.assert_allclose(got, expected, rtol=0, atol=39 * np.finfo(np.float32).eps)
-
-
-def torch_attention(query, key, value, bias=None, **arguments):
-    """F.scaled_dot_product_attention for [B, T, N, H]."""
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    arguments = {"attn_mask": bias} | arguments
-    return F.scaled_dot_product_attention(query, key, value, **arguments).transpose(1, 2)
-
-
-HIDDEN_ROWS = visible(2, 3, 5, 11)
-HIDDEN_ROWS[0, 1, 2] = HIDDEN_ROWS[1, :, 4] = False
-
-
-class Call(NamedTuple):
-    """Other arguments of PyTorch's function and of ours, and sizes."""
-
-    torch_arguments: dict = {}  # noqa: RUF012
-    arguments: dict = {}  # noqa: RUF012
-    queries: int = 5
-    heads: int = 3
-    value_size: int = 13
-    bias: tuple[int, ...] | None = None
-
-    def arrays(self):
-        shapes = (2, self.queries, self.heads, 13), (2, 11, 3, 13), (2, 11, 3, self.value_size), self.bias
-        return [normal(seed, *shape) for seed, shape in enumerate(shapes) if shape is not None]
-
-
-def same(**arguments):
-    return arguments, arguments
-
-
-def masked(mask):
-    return {"attn_mask": torch.tensor(mask)}, {"mask": mask}
-
-
-CALLS = {
-    "values of another size": Call(value_size=7),
-    "causal, fewer queries": Call(*same(is_causal=True)),
-    "causal, more queries": Call(*same(is_causal=True), queries=17),
-    "mask": Call(*masked(visible(2, 1, 5, 11))),
-    "mask that hides all": Call(*masked(HIDDEN_ROWS)),
-    "groups": Call({"enable_gqa": True, "is_causal": True}, {"is_causal": True}, heads=6),
-    "scale": Call(*same(scale=0.37)),
-    # Their gradient is summed where they were broadcast.
-    "bias": Call(bias=(2, 3, 5, 11)),
-    "bias that is broadcast": Call(bias=(3, 1, 11)),
-}
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@each_implementation
-def test_torch_attention(call, implementation):
-    arrays, cotangent = call.arrays(), normal(10, 2, call.queries, call.heads, call.value_size)
-    attend = functools.partial(flax_mha.dot_product_attention, implementation=implementation, **call.arguments)
-    torch_attend = functools.partial(torch_attention, **call.torch_arguments)
-    expected = torch_value_and_grads(torch_attend, arrays, cotangent)
-    for one, other in zip(with_grads(attend)(arrays, cotangent), expected, strict=True):
-        assert_close(one, other.numpy())
-
-
-# Accuracy ------------------------------------------------------------------------------------------------------------
+def torch_results(arrays, cotangent, is_causal):
+    """The same of arrays [T, N, H] by PyTorch."""
+    *tensors, cotangent = (torch.tensor(x).transpose(0, 1) for x in (*arrays, cotangent))
+    tensors = [x.requires_grad_() for x in tensors]
+    output = F.scaled_dot_product_attention(*tensors, is_causal=is_causal)
+    output.backward(cotangent)
+    return [x.detach().transpose(0, 1).numpy() for x in (output, *(tensor.grad for tensor in tensors))]
 
 
 def errors(results, references):
@@ -336,7 +264,6 @@ def test_float32_is_as_accurate_as_torch(queries, keys, is_causal, size):
 
     The queries are `size` times as large.
     """
-    torch_attend = functools.partial(torch_attention, is_causal=is_causal)
     attends = {
         name: with_grads(functools.partial(flax_mha.dot_product_attention, is_causal=is_causal, implementation=name))
         for name in IMPLEMENTATIONS
@@ -347,8 +274,7 @@ def test_float32_is_as_accurate_as_torch(queries, keys, is_causal, size):
         arrays[0] *= size
         cotangents = cotangent, np.zeros((queries, 2))
         (output, _), gradients = reference.attention(*arrays, is_causal=is_causal, cotangents=cotangents)
-        peer = torch_value_and_grads(torch_attend, [x[None] for x in arrays], cotangent[None])
-        allowed = 2 * errors([x[0].numpy() for x in peer], (output, *gradients))
+        allowed = 2 * errors(torch_results(arrays, cotangent, is_causal), (output, *gradients))
         for name, attend in attends.items():
             got = errors(attend(arrays, cotangent), (output, *gradients))
             assert np.all(got <= allowed), (name, seed, got, allowed)

@@ -107,12 +107,6 @@ def test_dispatches_follow_the_clock(monkeypatch):
         assert several.steps == training.IN_STEP
 
 
-@pytest.mark.core
-def test_dispatches_end_where_something_has_to_be_done():
-    stops = [training.next_stop(step, 31, 5, 8) for step in (0, 5, 8, 10, 29, 30)]
-    assert stops == [5, 8, 10, 15, 30, 31]
-
-
 def test_the_model_is_built_once(monkeypatch):
     built, build = [], model.Transformer.__init__
 
