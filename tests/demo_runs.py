@@ -10,6 +10,7 @@ import pytest
 
 from train_demo import checkpoint, metrics, run_folder
 from train_demo.__main__ import main
+from train_demo.errors import UserError
 from train_demo.model import blueprint
 from train_demo.update import State, make_optimizer
 
@@ -89,6 +90,12 @@ def refusal(capsys, *arguments):
     assert said.count("\n") == 1
     assert said.endswith("\n")
     return said
+
+
+def assert_refused(words, function, *arguments, **options):
+    with pytest.raises(UserError) as refused:
+        function(*arguments, **options)
+    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def trees(out):

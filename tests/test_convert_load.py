@@ -132,31 +132,24 @@ def test_loads_what_from_torch_makes(options):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-@pytest.mark.parametrize("norm", ["rms_norm", "rms_norm_all_heads"])
+@pytest.mark.parametrize("norm", ["rms_norm", "rms_norm_all_heads", None])
 def test_linen_takes_the_same_parameters(norm):
-    entries = state_dict(norms=True, sinks=True)
+    """Without norms, also what `describe` says."""
+    described = convert.describe(LLAMA | {"model_type": "gpt_oss", "attention_bias": False})
+    options = {key: value for key, value in described.items() if key not in ("in_features", "kernel_metadata")}
+    if norm:
+        options |= {"rope": RoPE(), "local_window_size": None, "normalize_qk": norm}
+    entries = state_dict(norms=norm is not None, sinks=True)
     if norm == "rms_norm_all_heads":
         entries |= {"q_norm.weight": np.linspace(-1, 2, N * H, dtype=np.float32)}
         entries |= {"k_norm.weight": np.linspace(2, 0, K * H, dtype=np.float32)}
-    options = {"use_bias": False, "rope": RoPE(), "normalize_qk": norm, "sinks": True}
-    layer = linen.MultiHeadDotProductAttention(N, qkv_features=N * H, num_kv_heads=K, **options)
-    x = jnp.ones((1, 3, D)) * jnp.arange(1.0, 4.0).reshape(1, 3, 1)
+    layer = linen.MultiHeadDotProductAttention(**options)
+    x = jnp.linspace(-1, 1, 5 * D).reshape(1, 5, D)
     params = convert.from_torch(entries, N, K)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, layer.init(jax.random.key(0), x)["params"])
-    module = make_module(**options)
-    convert.load_torch(module, entries, qk_norm_offset=0.0)
+    module = flax_mha.MultiHeadAttention(**options, in_features=D, decode=False, rngs=nnx.Rngs(0))
+    convert.load_torch(module, entries, qk_norm_offset=0.0 if norm else None)
     np.testing.assert_array_equal(layer.apply({"params": params}, x, is_causal=True), module(x, is_causal=True))
-
-
-def test_linen_takes_what_describe_says():
-    described = convert.describe(LLAMA | {"model_type": "gpt_oss", "attention_bias": False})
-    module = flax_mha.MultiHeadAttention(**described, decode=False, rngs=nnx.Rngs(0))
-    convert.load_torch(module, state_dict(sinks=True))
-    options = {key: value for key, value in described.items() if key not in ("in_features", "kernel_metadata")}
-    params = convert.from_torch(state_dict(sinks=True), N, K)
-    x = jnp.linspace(-1, 1, 5 * D).reshape(1, 5, D)
-    got = linen.MultiHeadDotProductAttention(**options).apply({"params": params}, x, is_causal=True)
-    np.testing.assert_array_equal(got, module(x, is_causal=True))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

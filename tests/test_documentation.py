@@ -88,18 +88,6 @@ def test_pictures_are_what_the_script_draws(write_pages):
     assert {path.name: path.read_text() for path in (DOCS / "_static").glob("*.svg")} == drawn
 
 
-def test_curves_end_where_nothing_was_measured(write_pages):
-    rows = [
-        {"length": length, "name": name, "seconds": seconds, "mib": None if name == "PyTorch" else 100.0}
-        for name in ("flax_mha", "Flax", "PyTorch")
-        for length, seconds in ((256, 0.01), (16384, None if name == "Flax" else 1.0))
-    ]
-    _, _, shapes = write_pages.pictures.draw_curves(rows)
-    for name, panels in {"flax_mha": 2, "Flax": 2, "PyTorch": 1}.items():
-        assert len([shape for shape in shapes if f">{name}<" in shape or f">{name} " in shape]) == panels
-    assert not any("nan" in shape for shape in shapes)
-
-
 @pytest.fixture
 def write_pages(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from demo_runs import ROOT, SETTINGS, TEXT, as_users_have_it
+from demo_runs import ROOT, SETTINGS, TEXT, as_users_have_it, assert_refused
 
 import train_demo
 from train_demo import api, metrics
@@ -69,12 +69,6 @@ def test_what_the_command_refuses_is_an_exception(run, text, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert_refused(words, train_demo.train, **{"data": text, "out": run.out, "quiet": True, **SETTINGS, **options})
     assert not list(tmp_path.rglob("config.json"))
-
-
-def assert_refused(words, function, *arguments, **options):
-    with pytest.raises(train_demo.UserError) as refused:
-        function(*arguments, **options)
-    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_export(run, tmp_path):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from demo_runs import TEXT, assert_refused
 from flax import nnx
 
 from train_demo import data, run_folder
@@ -13,7 +14,6 @@ from train_demo.settings import Layout, Settings
 from train_demo.update import State, compiled, make_optimizer, make_update, make_validate
 from train_demo.vocabulary import Vocabulary
 
-TEXT = "The quick brown fox jumps over the lazy dog. " * 40 + "\n$_%"
 TEXTS = {f"{name}.txt": f"{name} says: " + word * 30 for name, word in zip("abcdefghijk", "äbcdefghijk", strict=True)}
 
 
@@ -90,9 +90,7 @@ def test_at_most_a_tenth_is_held_out_but_one_document(tmp_path, sizes, held):
 def test_bad_folders(tmp_path, files, words):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as refused:
-        data.load(str(tmp_path), 8)
-    assert all(word in str(refused.value) for word in [str(tmp_path), *words]), refused.value
+    assert_refused([str(tmp_path), *words], data.load, str(tmp_path), 8)
 
 
 def test_a_folder_with_one_text_is_that_text(tmp_path):

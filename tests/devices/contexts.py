@@ -40,20 +40,13 @@ def everything(x, order):
         return score + x["slopes"][h] * (kv_idx - q_idx).astype(score.dtype) * 0.1 * (b + 1).astype(score.dtype)
 
     segments = order(jnp.asarray(np.repeat([[0, 1, 1, 2], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1)
-    return {
-        "bias": order(order(x["bias"], 2), 3) + order(x["of_keys"], 3),
-        "mask": FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b),
-        "is_causal": True,
-        "local_window_size": (30, None),
-        "query_segment_ids": segments,
-        "key_value_segment_ids": segments,
-        "key_value_seq_lengths": jnp.asarray([T, T - 7], jnp.int32),
-        "score_mod": alibi,
-        "sinks": x["sinks"],
-        "scale": x["scale"],
-        "dropout_rate": 0.2,
-        "dropout_rng": jax.random.key(0),
-    }
+    arguments = {name: x[name] for name in ("sinks", "scale")}
+    arguments |= {"bias": order(order(x["bias"], 2), 3) + order(x["of_keys"], 3)}
+    arguments |= {"mask": FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b), "score_mod": alibi}
+    arguments |= {"is_causal": True, "local_window_size": (30, None)}
+    arguments |= {"query_segment_ids": segments, "key_value_segment_ids": segments}
+    arguments |= {"key_value_seq_lengths": jnp.asarray([T, T - 7], jnp.int32)}
+    return arguments | {"dropout_rate": 0.2, "dropout_rng": jax.random.key(0)}
 
 
 def windows(x, order):

@@ -42,19 +42,10 @@ def attend(x, sharding=None, implementation=None):
     def alibi(score, b, h, q_idx, kv_idx):
         return score + x["slopes"][h] * (kv_idx - q_idx).astype(jnp.float32) * 0.01 * (b + 1).astype(jnp.float32)
 
-    return dot_product_attention(
-        x["query"],
-        x["key"],
-        x["value"],
-        mask=FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b),
-        is_causal=True,
-        key_value_seq_lengths=x["lengths"],
-        score_mod=alibi,
-        dropout_rate=0.1,
-        dropout_rng=jax.random.key(0),
-        qkv_sharding=sharding,
-        implementation=implementation,
-    )
+    mask = FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b)
+    more = {"is_causal": True, "key_value_seq_lengths": x["lengths"], "score_mod": alibi, "qkv_sharding": sharding}
+    more |= {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0), "implementation": implementation}
+    return dot_product_attention(x["query"], x["key"], x["value"], mask=mask, **more)
 
 
 def with_gradients(x, sharding=None, implementation=None):
@@ -317,38 +308,28 @@ def test_decoding_in_shard_map(number, dtype, per_row, window, by_head):
         jax.tree.map(np.testing.assert_array_equal, after.arrays, wanted.arrays)
 
 
-def with_all_kinds_of_arrays(implementation, operands, floats, integers):
-    """Captured arrays are the same on all devices or split by heads; positions, lengths and ids are split by batch."""
-    table, slopes, shown = floats["table"], floats["slopes"], integers["shown"]
-    return dot_product_attention(
-        *operands,
-        floats["bias"],
-        mask=CausalMask() & FunctionMask(lambda b, h, i, j: (table[j] <= 0.5) & (j < shown[h])),
-        score_mod=lambda s, b, h, i, j: s + table[i % 24] * table[j] - slopes[h] * jnp.abs(i - j).astype(s.dtype),
-        logits_soft_cap=3.0,
-        sinks=floats["sinks"],
-        query_offset=integers["offsets"],
-        key_value_seq_lengths=integers["lengths"],
-        query_segment_ids=integers["ids"],
-        is_causal=True,
-        implementation=implementation,
-    )
-
-
 def test_inside_shard_map_with_its_default_arguments():
-    """Outputs and gradients, also of arrays that are the same on all devices: captured, a bias."""
+    """Outputs and gradients. Captured arrays and a bias are the same on all devices, or split by heads."""
     mesh, operands = mesh_of("auto", (4, 2)), [floats(i, 4, 24, n, H) for i, n in enumerate((4, 2, 2))]
     table = jnp.linspace(-1, 1, 24)
     reals = {"table": table, "bias": jnp.ones((1, 24, 24)), "sinks": table[:4], "slopes": jnp.arange(1.0, 5.0)}
     ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (4, 24))), jnp.int32)
-    integers = {"lengths": jnp.array([24, 11, 3, 0]), "ids": ids, "offsets": jnp.array([0, 5, 9, 11])}
-    integers["shown"] = jnp.array([3, 9, 17, 24])
+    integers = {"key_value_seq_lengths": jnp.array([24, 11, 3, 0]), "query_segment_ids": ids}
+    integers |= {"query_offset": jnp.array([0, 5, 9, 11]), "shown": jnp.array([3, 9, 17, 24])}
     of_arrays, of_heads = jax.P("data", None, "model"), jax.P("model")
     of_floats = dict.fromkeys(reals, jax.P()) | {"sinks": of_heads, "slopes": of_heads}
     of_integers = dict.fromkeys(integers, jax.P("data")) | {"shown": of_heads}
 
     def loss(implementation, axes, operands, reals, integers):
-        output = with_all_kinds_of_arrays(implementation, operands, reals, integers)
+        table, slopes, shown = reals["table"], reals["slopes"], integers["shown"]
+        more = {name: x for name, x in integers.items() if name != "shown"} | {"sinks": reals["sinks"]}
+        more |= {"implementation": implementation, "is_causal": True, "logits_soft_cap": 3.0}
+        mask = CausalMask() & FunctionMask(lambda b, h, i, j: (table[j] <= 0.5) & (j < shown[h]))
+
+        def score_mod(score, b, h, i, j):
+            return score + table[i % 24] * table[j] - slopes[h] * jnp.abs(i - j).astype(score.dtype)
+
+        output = dot_product_attention(*operands, reals["bias"], mask, score_mod=score_mod, **more)
         return jax.lax.psum(jnp.sin(output).sum(), axes), output
 
     def run(loss):
