@@ -45,11 +45,13 @@ def params_of(module):
 MODELS = state_dict(prefix="model.layers.0.self_attn.") | state_dict(prefix="model.layers.1.self_attn.")
 MODELS |= {"model.embed_tokens.weight": np.ones((3, D)), "model.layers.0.mlp.up_proj.weight": np.ones((3, D))}
 BIASES = {f"{name}_proj__bias": np.ones(size) for name, size in zip("qkvo", (N * H, K * H, K * H, D), strict=True)}
-BYTES, HALVES = np.ones((N * H, D), np.uint8), np.ones((N * H, D), ml_dtypes.float8_e4m3fn)
+BYTES = np.ones((N * H, D), np.uint8)
+FLOAT8 = np.ones((N * H, D), ml_dtypes.float8_e4m3fn)
 NORMED = state_dict(norms=True)
 OF_ALL_HEADS = state_dict(q_norm__weight=np.ones(N * H), k_norm__weight=np.ones(K * H))
 GEMMA_2_LAYER = state_dict(prefix="layers.3.self_attn.") | {"layers.3.pre_feedforward_layernorm.weight": np.ones(D)}
-RMS_NORM, NO_OFFSET = {"normalize_qk": "rms_norm"}, {"qk_norm_offset": 0.0}
+RMS_NORM = {"normalize_qk": "rms_norm"}
+NO_OFFSET = {"qk_norm_offset": 0.0}
 # Message, entries, and, if there are any, options of the module and arguments of `load_torch`.
 WRONG = [
     ("state_dict must map names to tensors, but got a MultiHeadAttention", make_module()),
@@ -64,7 +66,7 @@ WRONG = [
     ("extra .*lora_A.*Merge adapters first", state_dict(q_proj__lora_A__weight=np.ones(1))),
     ("some are quantized \\(\\['q_proj.SCB'\\]\\); dequantize", state_dict(q_proj__SCB=np.ones(3))),
     ("some are quantized .*qweight", {"q_proj.qweight": 1, "q_proj.qzeros": 1, "o_proj.qweight": 2}),
-    ("q_proj.weight must be floating point, but got float8_e4m3fn; dequantize", state_dict(q_proj__weight=HALVES)),
+    ("q_proj.weight must be floating point, but got float8_e4m3fn; dequantize", state_dict(q_proj__weight=FLOAT8)),
     ("a.0.q_proj.weight .* got uint8", state_dict(prefix="a.0.", q_proj__weight=BYTES), {}, {"prefix": "a.0"}),
     ("q_proj.weight must be", state_dict(q_proj__weight="weights")),
     ("32 query and 16 key features into heads .* got 4 and 4", state_dict(), {"num_kv_heads": 4}),
@@ -269,7 +271,9 @@ def like_llama(model_type, **config):
 
 
 GEMMA_2 = like_llama("gemma2", sliding_window=16)
-FULL, NO_WINDOW, WINDOW = ["full_attention"] * 3, {"local_window_size": None}, {"local_window_size": (15, 0)}
+FULL = ["full_attention"] * 3
+NO_WINDOW = {"local_window_size": None}
+WINDOW = {"local_window_size": (15, 0)}
 # config, what is expected of it, and a layer that is not the first
 DESCRIBED = [
     (LLAMA, {"num_heads": 4, "in_features": 24, "qkv_features": 32, "num_kv_heads": 2, "use_bias": False}),

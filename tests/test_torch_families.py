@@ -1,7 +1,7 @@
 """The attention layers of many models: the same weights and config, here and in PyTorch, give the same numbers.
 
-Weights are random, under the names of the model's files. `describe` makes the module from the config, `load_torch`
-loads it. tests/torch_families.py has the layers; where Transformers is installed, its own layers are asked, too.
+Weights are random, under the names of the model's files. tests/torch_families.py has the layers; if Transformers is
+installed, its own are compared, too.
 """
 
 import functools
@@ -149,7 +149,6 @@ OF_QUERIES = {"query_layernorm.weight": (H,), "key_layernorm.weight": (H,)}
 BERT, DISTILBERT = "self.query self.key self.value output.dense", "q_lin k_lin v_lin out_lin"
 VIT = "attention.query attention.key attention.value output.dense"
 IN_LAYER, IN_H = "model.layers.1.self_attn.", "transformer.h.1.attn."
-IN_ATTENTION = "transformer.h.1.self_attention."
 COMPRESSED = {"q_lora_rank": 9, "attention_bias": True, "rope_scaling": LATENT_ROPE}
 QWEN_2 = {"shapes": linears(LLAMA_NAMES, E, K, QKV_NAMES), "layout": "hf_qwen2", "rope_theta": 1e6, "hidden_size": E}
 GATED, GATE = NORMS | {"q_proj.weight": (2 * N * H, D)}, NORMS | {"gate_proj.weight": (N * H, D)}
@@ -178,9 +177,12 @@ DINO_5 = ("hf_vit5_unbiased", "layers.1.attention.")
 OF_EACH_HEAD = {"q_norm.weight": (N, H), "k_norm.weight": (K, H)}
 MISTRAL = {"rope_theta": 1e4, "sliding_window": WINDOW}
 QWEN_3_NEXT = {"more": GATED, "layout": "hf_qwen3_next", "full_attention_interval": 2}
-IN_NEOX, IN_BLOOM, IN_FALCON = "gpt_neox.layers.1.attention.", "h.1.self_attention.", ("hf_neox", IN_ATTENTION)
+IN_NEOX = "gpt_neox.layers.1.attention."
+IN_BLOOM = "h.1.self_attention."
+IN_FALCON = ("hf_neox", "transformer.h.1.self_attention.")
 GPT_2_BY = GPT_2 | {"scale_attn_by_inverse_layer_idx": True}
-NANOGPT, T5_SHAPES = fused("c_attn", "c_proj", 3 * E, E, biased=True), linears("q k v o", D)
+NANOGPT = fused("c_attn", "c_proj", 3 * E, E, biased=True)
+T5_SHAPES = linears("q k v o", D)
 
 
 def t5_bias():
@@ -256,9 +258,6 @@ def each(chosen, core=CORE):
     return pytest.mark.parametrize("name", with_core(names, *(n for n in names if n in core.split(", "))))
 
 
-each_family = each(lambda name, family: True)
-
-
 def test_every_layout_is_tried():
     """Here, in test_torch_convert.py, or, since `describe` does not know it, below."""
     others = {layout for layout, *_ in test_torch_convert.MODULES.values()} | {"hf_gpt_neo"}
@@ -298,7 +297,7 @@ def assert_close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * max(1.0, np.abs(expected).max()))
 
 
-@each_family
+@each(lambda name, family: True)
 def test_outputs_and_gradients_of_inputs(name):
     family = FAMILIES[name]
     described = convert.describe(family.config, family.layer).items()
@@ -348,7 +347,7 @@ def test_from_hf(name):
     assert not [x for x in jax.tree.leaves(nnx.state(module)) if not isinstance(x, jax.Array)]
 
 
-@each_family
+@each(lambda name, family: True)
 def test_round_trip_is_exact(name):
     """Also by way of the module. Norms of Gemma 3 and Qwen3-Next are 1 + weight, which float32 holds to 2^-24."""
     family, module = FAMILIES[name], module_of(name)

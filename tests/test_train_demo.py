@@ -167,8 +167,8 @@ def on_terminal(*arguments):
     """Runs the command on a terminal of 80 columns; returns the lines that it wrote, without escapes."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command, environment = [sys.executable, "-m", "train_demo", *map(str, arguments)], os.environ | {"TERM": "xterm"}
-    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=environment)
+    command = [sys.executable, "-m", "train_demo", *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
     os.close(theirs)
     written = b""
     with contextlib.suppress(OSError):  # the end

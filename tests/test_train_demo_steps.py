@@ -15,7 +15,8 @@ from train_demo.update import NEWTON_SCHULZ, WARM_UP, State, make_optimizer, mak
 
 VOCABULARY = 11
 SMALL = Settings(steps=20, batch_size=2, context_length=8, layers=1, heads=2, features=8, dropout_rate=0.1)
-pytest_plugins, pytestmark = ["demo_fixtures"], pytest.mark.usefixtures("rules_of_users")
+pytest_plugins = ["demo_fixtures"]
+pytestmark = pytest.mark.usefixtures("rules_of_users")
 TEXT = np.random.default_rng(0).integers(0, VOCABULARY, 300).astype(np.int32)
 
 

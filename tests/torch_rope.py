@@ -64,8 +64,11 @@ def plain(base: float, rotate=rotate_halves, fraction: float = 1.0, divisor: flo
     return port
 
 
-qwen_3, gemma_3_local, gemma_3_global = plain(1_000_000.0), plain(10_000.0), plain(1_000_000.0, divisor=8.0)
-phi_2, gpt_neox = plain(10_000.0, fraction=0.4), plain(10_000.0, fraction=0.25)
+qwen_3 = plain(1_000_000.0)
+gemma_3_local = plain(10_000.0)
+gemma_3_global = plain(1_000_000.0, divisor=8.0)
+phi_2 = plain(10_000.0, fraction=0.4)
+gpt_neox = plain(10_000.0, fraction=0.25)
 gpt_j = plain(10_000.0, rotate_every_two, fraction=0.25)
 glm_4 = plain(10_000.0, rotate_every_two, fraction=0.5)
 

@@ -184,8 +184,8 @@ def test_nnx_module_with_rotary_positions():
     options = {"num_kv_heads": 2, "rope": RoPE(), "dropout_rate": 0.1, "decode": False}
 
     def run(attention_fn, order, positions, **head_axis):
-        options_now = options | head_axis | {"attention_fn": attention_fn, "rngs": nnx.Rngs(0)}
-        module = flax_mha.MultiHeadAttention(4, FEATURES, **options_now)
+        more = options | head_axis | {"attention_fn": attention_fn}
+        module = flax_mha.MultiHeadAttention(4, FEATURES, rngs=nnx.Rngs(0), **more)
         graph, params, rest = nnx.split(module, nnx.Param, ...)
         ids = order(jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1)
 

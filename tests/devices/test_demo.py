@@ -16,7 +16,8 @@ from train_demo.model import blueprint, initial_params
 from train_demo.settings import Layout, Settings
 from train_demo.update import State, compiled, make_optimizer, make_update
 
-pytest_plugins, pytestmark = ["demo_fixtures"], pytest.mark.usefixtures("rules_of_users")
+pytest_plugins = ["demo_fixtures"]
+pytestmark = pytest.mark.usefixtures("rules_of_users")
 STEPS, VOCABULARY = 20, 31
 SETTINGS = Settings(
     steps=STEPS, batch_size=32, context_length=16, layers=1, heads=4, features=32, optimizer="adamw", learning_rate=4e-3
