@@ -38,43 +38,31 @@ def partial(score, b, h, q_idx, kv_idx, table):
     return score + table[h]
 
 
+OFFSETS = {"query_offset": [0, 5], "key_value_offset": [0, 5], "is_causal": True}
 REFUSED = {
     "heads": (
         mod(lambda b, h, q, k: HEADS[h]),
-        r"score_mod mod.<lambda> must not index arrays out of bounds, but at h = 7, it uses index 7 on "
-        r"axis 0 of an array with shape \(4,\); extend that axis to at least 8, or clip the index with jnp.clip\(",
+        r"score_mod mod.<lambda> .* h = 7, it uses index 7 on axis 0 .* shape \(4,\); .* at least 8, .* jnp.clip\(",
     ),
     "unsigned": (mod(lambda b, h, q, k: HEADS[h.astype(jnp.uint8)]), "h = 7, it uses index 7"),
-    "alibi": (
-        recipes.alibi(4),
-        "score_mod alibi.score_mod was created for 4 heads, but the call has 8",
-    ),
+    "alibi": (recipes.alibi(4), "score_mod alibi.score_mod was created for 4 heads, but the call has 8"),
     "alibi of more heads": (recipes.alibi(16), "created for 16 heads, but the call has 8"),
     "combined": (recipes.combine(mod(lambda b, h, q, k: 0.0), recipes.alibi(16)), "16 heads, but the call has 8"),
     "t5_bias": (recipes.t5_bias(jnp.zeros((32, 4))), "t5_bias.score_mod .* 4 heads, but the call has 8"),
     "t5_bias of more heads": (recipes.t5_bias(jnp.zeros((32, 16))), "created for 16 heads, but the call has 8"),
-    "block_sparse, heads": (
-        recipes.block_sparse(jnp.ones((16, 7, 7), bool), 8),
-        "mask_mod block_sparse.visible was created for 16 heads, but the call has 8",
-    ),
+    "block_sparse, heads": (recipes.block_sparse(jnp.ones((16, 7, 7), bool), 8), "mask_mod .* for 16 heads, but .* 8"),
     "block_diffusion": (recipes.block_diffusion(27, 3), "created for 54 query positions, but the call has 56"),
     "neighborhood": (recipes.neighborhood(5, 11, 3), "neighborhood.visible .* 55 query positions, but the call has 56"),
     "shifted_windows": (recipes.shifted_windows(jnp.ones((9, 4)), 8, 8, 2), "created for 4 heads, but"),
     "tree_causal": (recipes.tree_causal([-1, 0, 1], 52), "created for 55 query positions, but the call has 56"),
-    "tree_causal, batch": (
-        recipes.tree_causal([[-1, 0, 1]] * 3, 53),
-        "created for 3 batch entries, but the call has 2",
-    ),
+    "tree_causal, batch": (recipes.tree_causal([[-1, 0, 1]] * 3, 53), "for 3 batch entries, but the call has 2"),
     "block_sparse, blocks": (
         recipes.block_sparse(jnp.ones((8, 7, 6), bool), 8),
         "mask_mod block_sparse.visible was created for 48 key positions, but the call has 56",
     ),
     "batch": (mod(lambda b, h, q, k: jnp.ones((1, 8))[b, h]), r"b = 1, .* axis 0 .*\(1, 8\)"),
     "one by one": (mod(lambda b, h, q, k: jnp.ones((8, 40))[h][q]), r"q_idx = 55, .* axis 0 .*\(40,\)"),
-    "partial": (
-        {"score_mod": functools.partial(partial, table=HEADS)},
-        "score_mod partial .*h",
-    ),
+    "partial": ({"score_mod": functools.partial(partial, table=HEADS)}, "score_mod partial .*h"),
     "nested jit": (mod(jax.jit(lambda b, h, q, k: jax.jit(lambda i: HEADS[i])(h))), "h = 7"),
     "dynamic_index": (mod(lambda b, h, q, k: jax.lax.dynamic_index_in_dim(HEADS, h, keepdims=False)), "h = 7"),
     "a condition on others": (mod(lambda b, h, q, k: jnp.where(k < q, HEADS[h], 0.0)), "h = 7"),
@@ -91,11 +79,7 @@ REFUSED = {
     "bias": (mod(lambda b, h, q, k: TABLE[k]) | {"bias": np.where(np.arange(T) < 40, 0.0, -np.inf)}, "kv_idx = 55"),
     "heads, other masks": (recipes.documents(jnp.arange(T) // 28) | mod(lambda b, h, q, k: HEADS[h]), "h = 7"),
     "batch, lengths": (mod(lambda b, h, q, k: TABLE[k] + jnp.ones(1)[b]) | {"key_value_seq_lengths": 40}, "b = 1"),
-    "offsets of each sequence": (
-        mod(lambda b, h, q, k: jnp.ones(60)[q])
-        | {"query_offset": [0, 5], "key_value_offset": [0, 5], "is_causal": True},
-        "q_idx = 60",
-    ),
+    "offsets of each sequence": (mod(lambda b, h, q, k: jnp.ones(60)[q]) | OFFSETS, "q_idx = 60"),
     "offset": (mod(lambda b, h, q, k: jnp.ones(T)[q]) | {"query_offset": 3}, r"q_idx = 58, .* at least 59"),
 }
 
@@ -126,10 +110,7 @@ KEPT = {
     "constant under a condition": mod(
         lambda b, h, q, k: jnp.where(k == 60, TABLE[50], jnp.where(q < LENGTH, TABLE[50], 0.0))
     ),
-    "distance of each sequence": (
-        mod(lambda b, h, q, k: jnp.ones(T)[q - k])
-        | {"query_offset": [0, 99], "key_value_offset": [0, 99], "is_causal": True}
-    ),
+    "distance of each sequence": mod(lambda b, h, q, k: jnp.ones(T)[q - k]) | OFFSETS,
     "limited to a type": mod(lambda b, h, q, k: jnp.ones(256)[(1000 * h + k).astype(jnp.uint8)]),
     "no position itself": mod(lambda b, h, q, k: TABLE[abs(q - k)] + HEADS[-1 - h] + TABLE[h * 40 + k] + TABLE[50]),
     "another position under a condition": mod(lambda b, h, q, k: TABLE[jnp.where(k < 40, k, 0)]),
@@ -144,8 +125,6 @@ KEPT = {
     "vmap": mod(lambda b, h, q, k: jax.vmap(lambda row: row[h])(jnp.ones((3, 8))).sum()),
     "of what was looked up": mod(lambda b, h, q, k: HEADS[jnp.zeros(T, int)[k]]),
 }
-
-
 BEFORE = np.arange(T) < 40
 HIDING = {
     "FunctionMask": mask(lambda b, h, q, k: (q < 40) & (k < 40)),
@@ -185,11 +164,11 @@ def test_missing_entries_of_hidden_positions_change_nothing(name, implementation
 
     run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
     (_, output), (d_x, d_table) = run(x, table[:40])
-    (_, expected), (expected_d_x, expected_d_table) = run(x, table)
+    (_, expected), (want_x, want_table) = run(x, table)
     np.testing.assert_array_equal(output, expected)
-    np.testing.assert_allclose(d_x, expected_d_x, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(d_table, expected_d_table[:40], rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(expected_d_table[40:], 0)
+    for got, want in ((d_x, want_x), (jnp.pad(d_table, (0, T - 40)), want_table)):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(want_table[40:], 0)
     assert np.abs(d_table).max() > 0.01
 
 
@@ -217,9 +196,7 @@ def test_positions_that_are_not_known():
     """Heads are checked all the same."""
 
     def run(of, **arguments):
-        jax.eval_shape(
-            lambda x, offset: dot_product_attention(x, x, x, query_offset=offset, **mod(of), **arguments), X, LENGTH
-        )
+        jax.eval_shape(lambda x, i: dot_product_attention(x, x, x, query_offset=i, **mod(of), **arguments), X, LENGTH)
 
     run(lambda b, h, q, k: TABLE[q] + TABLE[k], is_causal=True)
     with pytest.raises(ValueError, match="kv_idx = 55"):
@@ -297,10 +274,9 @@ def test_a_recipe_of_other_heads_is_refused_by_every_caller():
     ):
         with pytest.raises(ValueError, match="created for 16 heads, but the call has 8"):
             run()
+    attend = jax.vmap(functools.partial(dot_product_attention, **recipes.alibi(N)), 2, 2)
     with pytest.raises(ValueError, match="created for 8 heads, but the call has 1"):
-        jax.eval_shape(
-            jax.vmap(functools.partial(dot_product_attention, **recipes.alibi(N)), 2, 2), *[x[:, :, :, None]] * 3
-        )
+        jax.eval_shape(attend, *[x[:, :, :, None]] * 3)
 
 
 def test_a_mask_with_a_short_table_is_still_drawn():
