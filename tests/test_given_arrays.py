@@ -35,6 +35,17 @@ def module_of(api, kind, **options):
     return params, layer.apply
 
 
+def decoding(slots, cls=flax_mha.MultiHeadAttention, dtype=None, per_row=False, **options):
+    """A module of nnx with an empty cache."""
+    layer = cls(N, D, decode=True, rngs=nnx.Rngs(0), **options)
+    layer.init_cache((B, slots, D), dtype, per_row=per_row)
+    return layer
+
+
+def assert_same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 KINDS = {
     "plain": {},
     "gate": {"gate": True, "sinks": True},
@@ -44,14 +55,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("api", "kind"),
-    [
-        pytest.param(api, kind, marks=[pytest.mark.core] if kind in ("gate", "latent") else [])
-        for api in ("nnx", "linen")
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", with_core(KINDS, "gate", "latent"))
+@pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_padding_reaches_no_gradient(api, kind):
     """With NaN in the padding, gradients of parameters and inputs are those with zeros there."""
     params, call = module_of(api, kind, **KINDS[kind])
@@ -66,8 +71,7 @@ def test_padding_reaches_no_gradient(api, kind):
         (got, gradients), (want, expected) = (
             loss((params, jnp.where(INSIDE, X, x)), LENGTHS) for x in (jnp.float32(filling), jnp.float32(0))
         )
-        np.testing.assert_array_equal(got, want)
-        jax.tree.map(np.testing.assert_array_equal, gradients, expected)
+        assert_same((got, gradients), (want, expected))
         assert (gradients[1][1, 4:] == 0).all()
 
 
@@ -75,23 +79,15 @@ def test_padding_reaches_no_gradient(api, kind):
 def test_padding_of_keys_reaches_no_gradient(api):
     """The same in cross-attention, where queries and keys have lengths of their own."""
     params, call = module_of(api, "plain")
-    given = LENGTHS, jnp.array([2, 5])
-    queries, keys = (
-        (jnp.arange(n)[None] < lengths[:, None])[..., None] for n, lengths in zip((T, S), given, strict=True)
-    )
-    loss = jax.jit(jax.grad(lambda given: jnp.where(queries, call(*given, lengths=lengths), 0).var()))
-    lengths = given
-    got, want = (
-        loss((params, jnp.where(queries, X, x), jnp.where(keys, Y, x))) for x in (jnp.float32(np.nan), jnp.float32(0))
-    )
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    lengths = LENGTHS, jnp.array([2, 5])
+    keys = (jnp.arange(S)[None] < lengths[1][:, None])[..., None]
+    loss = jax.jit(jax.grad(lambda given: jnp.where(INSIDE, call(*given, lengths=lengths), 0).var()))
+    assert_same(*(loss((params, jnp.where(INSIDE, X, x), jnp.where(keys, Y, x))) for x in jnp.float32([np.nan, 0])))
 
 
 def test_padding_of_prompts_reaches_no_gradient():
     """The same in a call that decodes."""
-    layer = flax_mha.MultiHeadAttention(N, D, decode=True, gate=True, rngs=nnx.Rngs(0))
-    layer.init_cache((B, 20, D), per_row=True)
-    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    graph, params, rest = nnx.split(decoding(20, per_row=True, gate=True), nnx.Param, ...)
 
     @jax.jit
     @jax.grad
@@ -100,8 +96,7 @@ def test_padding_of_prompts_reaches_no_gradient():
         layer = nnx.merge(graph, params, jax.tree.map(lambda x: x, rest))
         return jnp.where(INSIDE, layer(x, lengths=LENGTHS), 0).var()
 
-    got, want = (loss((params, jnp.where(INSIDE, X, x))) for x in (jnp.float32(np.nan), jnp.float32(0)))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_same(*(loss((params, jnp.where(INSIDE, X, x))) for x in jnp.float32([np.nan, 0])))
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
@@ -138,9 +133,7 @@ def test_a_mask_of_other_numbers_gives_nan(caller):
         x = jnp.ones((B, T, N, 4))
         call = lambda mask: flax_mha.attention_fn(x, x, x, mask=mask)  # noqa: E731
     elif caller == "decode":
-        layer = flax_mha.MultiHeadAttention(N, D, decode=True, rngs=nnx.Rngs(0))
-        layer.init_cache((B, T, D))
-        graph, state = nnx.split(layer)
+        graph, state = nnx.split(decoding(T))
         call = lambda mask: nnx.merge(graph, jax.tree.map(lambda x: x, state))(X, mask=mask)  # noqa: E731
     else:
         params, apply = module_of(caller, "plain")
@@ -169,31 +162,24 @@ RESTORED = list(itertools.product(("plain", "latent", "int8", "ring"), (np.array
 @pytest.mark.parametrize(("kind", "convert"), with_core_tuples(RESTORED, ("int8", np.array)))
 def test_restored_state_is_not_written_into(kind, convert):
     """Decoding from NumPy arrays leaves them as they are; two modules that were updated from them share nothing."""
-    options = {"decode": True, "dropout_rate": 0.5, "deterministic": False}
-    options |= {"local_window_size": (2, 0)} if kind == "ring" else {}
-    cls = (
-        functools.partial(flax_mha.MultiHeadLatentAttention, **SIZES)
-        if kind == "latent"
-        else flax_mha.MultiHeadAttention
-    )
-
-    def make():
-        layer = cls(N, D, rngs=nnx.Rngs(0), **options)
-        layer.init_cache((B, 80, D), jnp.int8 if kind == "int8" else None)
-        return layer
-
-    layer = make()
+    options = {"slots": 80, "dropout_rate": 0.5, "deterministic": False}
+    options |= {
+        "latent": {"cls": functools.partial(flax_mha.MultiHeadLatentAttention, **SIZES)},
+        "int8": {"dtype": jnp.int8},
+        "ring": {"local_window_size": (2, 0)},
+    }.get(kind, {})
+    layer = decoding(**options)
     layer(X)
     stored = nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey)))
     host = jax.tree.map(convert, stored)
     outputs = []
     for _ in range(2):
-        restored = make()
+        restored = decoding(**options)
         nnx.update(restored, host)
         outputs.append([restored(X[:, i : i + 1]) for i in range(3)])
     np.testing.assert_array_equal(*outputs)
     np.testing.assert_array_equal(outputs[0], [layer(X[:, i : i + 1]) for i in range(3)])
-    jax.tree.map(np.testing.assert_array_equal, host, jax.tree.map(np.array, stored))
+    assert_same(host, jax.tree.map(np.array, stored))
 
 
 @pytest.mark.parametrize("kind", ["plain", "stored"])
@@ -205,8 +191,7 @@ def test_restored_variables_of_linen_are_not_written_into(kind):
     host = jax.tree.map(read_only, variables | stored)
     before = jax.tree.map(np.copy, host)
     got, want = (layer.apply(x, X[:, 2:3], mutable="cache")[0] for x in (host, variables | stored))
-    np.testing.assert_array_equal(got, want)
-    jax.tree.map(np.testing.assert_array_equal, host, before)
+    assert_same((got, host), (want, before))
 
 
 @pytest.mark.core
@@ -214,9 +199,7 @@ def test_restored_variables_of_linen_are_not_written_into(kind):
 def test_cross_attention_is_not_decoded(api):
     """A cache would take the encoder's output for the decoder's own tokens; one token a call is Flax's own use."""
     if api == "nnx":
-        layer = flax_mha.MultiHeadAttention(N, D, decode=True, rngs=nnx.Rngs(0))
-        layer.init_cache((B, T, D))
-        call = layer
+        call = decoding(T)
     else:
         layer = linen.MultiHeadDotProductAttention(num_heads=N, decode=True)
         variables = layer.init(jax.random.key(0), X)
