@@ -44,21 +44,29 @@ def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):
     return [rng.standard_normal(shape).astype(np.float32) for shape in ((batch, t, n, h), *[(batch, s, k, h)] * 2)]
 
 
-def gradients_program(**arguments):
-    """Jitted: every output and the gradients of a loss over those that are finite."""
+def with_gradients(implementation=None, axes=None, **arguments):
+    """A function of query, key, value (and bias), and of other arrays by name: what is returned, and all gradients.
 
-    def loss(arrays):
-        output, lse = dot_product_attention(*arrays, return_residual=True, **arguments)
-        terms = (jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in (output, lse))
-        return sum(terms), (output, lse)
+    Those of a loss over what is finite; with `axes` of the arrays, under `jax.vmap`.
+    """
 
-    run = jax.jit(jax.grad(loss, has_aux=True))
+    def run(*arrays, **learned):
+        def attend(arrays, learned):
+            return dot_product_attention(*arrays, **learned, implementation=implementation, **arguments)
 
-    def numpy(arrays):
-        gradients, answer = jax.device_get(run(arrays))
-        return answer, gradients
+        answers, pull = jax.vjp(jax.vmap(attend, (axes, None)) if axes else attend, arrays, learned)
+        cotangents = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), jnp.cos(x), jnp.zeros_like(x)), answers)
+        return *jax.tree.leaves(answers), *jax.tree.leaves(pull(cotangents))
 
-    return numpy
+    return run
+
+
+def gradients(implementation, arguments, **more):
+    """Jitted `with_gradients`, with arrays of the arguments as data."""
+    data = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
+    static = more | {name: x for name, x in arguments.items() if name not in data}
+    run = jax.jit(lambda arrays, learned, data: with_gradients(implementation, **static, **data)(*arrays, **learned))
+    return lambda arrays, **learned: jax.device_get(run(arrays, learned, data))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -73,6 +81,36 @@ def dense_gradients(arrays, scale=None, logits_soft_cap=None, **masking):
     (*batch, t, n, _), s = arrays[0].shape, arrays[1].shape[-3]
     mask = reference.visible_scores((*batch, n, t, s), **masking)
     return jax.device_get(_dense_gradients(arrays, mask, scale, logits_soft_cap))
+
+
+def naive_attention(query, key, value, visible=True, logits_soft_cap=None, added=0.0, sinks=-np.inf):
+    """The equation as one would write it, with scores and weights in the dtype of the arrays."""
+    dtype, groups = query.dtype, query.shape[-2] // key.shape[-2]
+    key, value = (jnp.repeat(x, groups, -2) for x in (key, value))
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.asarray(np.sqrt(query.shape[-1]), dtype)
+        if logits_soft_cap is not None:
+            scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+        scores = jnp.where(visible, scores + jnp.asarray(added, dtype), -jnp.inf)
+        sinks = jnp.broadcast_to(jnp.asarray(sinks, dtype).reshape(-1, 1, 1), (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
+        return jnp.einsum("bnts,bsnh->btnh", jnp.nan_to_num(weights), value)
+
+
+def close(got, want, tolerance=1e-5, at_least=0.0):
+    """Compares trees, array by array, relative to the largest finite number that is wanted, or to `at_least`."""
+    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        largest = np.abs(np.where(np.isfinite(other), other, 0)).max(initial=at_least)
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * largest, err_msg=name)
+
+
+def by_the_rule_of_flash_attention(answers, naive, truth):
+    """At most twice the error of the naive computation in the same dtype, plus one rounding of the result."""
+    for got, simple, want in zip(answers, naive, truth, strict=True):
+        assert got.dtype == simple.dtype
+        error, naive_error = (np.abs(np.float64(x) - np.float64(want)).max() for x in (got, simple))
+        assert error <= 2 * naive_error + float(jnp.finfo(got.dtype).eps) * np.abs(want).max()
 
 
 # How the reason for which an implementation refuses a call ends: what to change.
@@ -155,19 +193,10 @@ def _without_branches(body):
 
 def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
     """Computes what cuDNN does, by jax.nn's dense implementation."""
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        scale=kernel.scale,
-        is_causal=kernel.is_causal,
-        query_seq_lengths=query_lengths,
-        key_value_seq_lengths=key_lengths,
-        local_window_size=kernel.window,
-        implementation="xla",
-        return_residual=residual,
-    )
+    static = {"scale": kernel.scale, "is_causal": kernel.is_causal, "local_window_size": kernel.window}
+    lengths = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
+    more = {"implementation": "xla", "return_residual": residual}
+    return jax.nn.dot_product_attention(query, key, value, bias, **static, **lengths, **more)
 
 
 def refused(message, call, *arguments, error=ValueError, **keywords):

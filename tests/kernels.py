@@ -2,20 +2,25 @@
 
 import functools
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import REMEDY, compiled_for, equations, forget_programs
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 
-from flax_mha import dot_product_attention, explain_implementation
+from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._src.engines.kernels import cudnn
 from flax_mha._src.engines.kernels import tpu as tpu_kernels
 
 
 def shapes(t=256, s=256, *, batch=(2,), n=2, k=1, h=32, hv=None):
     return (*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, h if hv is None else hv)
+
+
+def call(arrays, **arguments):
+    """A case of a table: arrays or their sizes, and arguments."""
+    return arrays, arguments
 
 
 def abstract(*lengths, dtype=jnp.bfloat16, **sizes):
@@ -27,21 +32,8 @@ def normal(*sizes, dtype=np.float32):
     return [rng.standard_normal(size).astype(dtype) for size in sizes]
 
 
-def close(answers, expected):
-    """Within 1e-5 of the largest value, or of 1."""
-    for got, want in zip(answers, expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.nanmax(np.abs(want), initial=1))
-
-
-def with_gradients(implementation=None, **arguments):
-    """A function of query, key and value: the output, and gradients; rows that are not finite have none."""
-
-    def run(*arrays):
-        attend = functools.partial(dot_product_attention, implementation=implementation, **arguments)
-        output, pull = jax.vjp(attend, *arrays)
-        return output, *pull(jnp.where(jnp.isfinite(output), jnp.cos(output), jnp.zeros_like(output)))
-
-    return run
+# Within 1e-5 of the largest number, or of 1.
+close = functools.partial(cases.close, at_least=1.0)
 
 
 def as_if_cudnn_were_here(patch):
@@ -53,15 +45,22 @@ def as_if_cudnn_were_here(patch):
     patch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
 
 
+def compute_for_cudnn(patch, kernel=cases.dense_kernel):
+    """A dense computation in the place of cuDNN's kernel, of float32 too. `patch` is a pytest.MonkeyPatch."""
+    patch.setattr(cudnn.Kernel, "__call__", kernel)
+    patch.setattr(cudnn, "DTYPES", (jnp.float32,))
+    patch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
+
+
 def as_on_a_tpu():
     """A context for fixtures: as on a TPU, in small tiles."""
     patch = pytest.MonkeyPatch()
-    compiled_for(patch, "tpu")
+    cases.compiled_for(patch, "tpu")
     patch.setattr(tpu_kernels, "TILES", (128,))
-    forget_programs()
+    cases.forget_programs()
     yield patch
     patch.undo()
-    forget_programs()
+    cases.forget_programs()
 
 
 def lowered(arrays, attend=dot_product_attention, platform="tpu", gradient=True, **arguments):
@@ -84,35 +83,62 @@ def explained(arrays, **arguments):
     return explanations[0]
 
 
+# Arguments that cuDNN and "splash" refuse, for 2 x 256 tokens, and the reason.
+REFUSED_BY_BOTH = {
+    "array mask": ({"mask": np.ones((2, 1, 1, 256), bool)}, "ArrayMask"),
+    "function": ({"mask": masks.FunctionMask(lambda b, h, q, k: q > k)}, "not a causal, window, length or"),
+    "either": ({"mask": masks.CausalMask() | masks.LocalMask(3, 3)}, "Or"),
+    "dropout": ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
+    "score_mod": ({"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
+    "residual": ({"return_residual": True}, "return_residual"),
+    "largest score": ({"return_max_score": True}, "return_max_score requires the running maximum"),
+    "offset as data": ({"is_causal": True, "query_offset": np.int32([7, 9])}, "query_offset"),
+    "scale as data": ({"scale": jnp.float32(0.3)}, "scale"),
+    "precision": ({"precision": "highest"}, "precision must be the default, but is highest"),
+}
+PRIMITIVES = {"cudnn": "dot_product_attention_fwd", "splash": "pallas_call", "pallas": "flax_mha_forward"}
+
+
+def assert_refused(name, arrays, arguments, reason):
+    """If the implementation is not named, another one computes the call; each reason says what to change."""
+    attend = functools.partial(dot_product_attention, **arguments)
+    assert PRIMITIVES[name] not in str(jax.make_jaxpr(attend)(*arrays))
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(functools.partial(attend, implementation=name), *arrays)
+    refusals = explained(arrays, **arguments).refusals[name]
+    assert all(map(cases.REMEDY.search, refusals))
+    return refusals
+
+
 def assert_one_reason(arrays, name, reason, setting):
     """Nothing keeps this implementation from computing these arrays but the setting, and what to change is said."""
     assert explained(arrays).refusals[name] == []
     with setting():
         [refusal] = explained(arrays).refusals[name]
     assert reason in refusal
-    assert REMEDY.search(refusal)
+    assert cases.REMEDY.search(refusal)
 
 
-def by_the_rule_of_flash_attention(ours, naive, exact, arrays):
-    """At most twice the error of scores and weights in bfloat16, plus one rounding of the result: all functions."""
+def in_bfloat16_by_the_rule_of_flash_attention(implementation, sizes, visible, **arguments):
+    """The output and the gradients of a kernel; `visible` is what the arguments mask, as an array."""
+    naive = functools.partial(cases.naive_attention, visible=visible, logits_soft_cap=arguments.get("logits_soft_cap"))
+    ours, exact = (
+        functools.partial(dot_product_attention, implementation=x, **arguments) for x in (implementation, "xla")
+    )
 
     @functools.partial(jax.jit, static_argnums=0)
     def answers(attend, arrays):
         output, pull = jax.vjp(attend, *arrays)
         return output, *pull(jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype))
 
+    arrays = normal(*sizes, dtype=jnp.bfloat16)
     truth = answers(exact, [x.astype(jnp.float32) for x in arrays])
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        simple = answers(naive, arrays)
-    for got, plain, want in zip(answers(ours, arrays), simple, truth, strict=True):
-        assert got.dtype == plain.dtype == jnp.bfloat16
-        error, naive_error = (np.abs(np.float64(x) - np.float64(want)).max() for x in (got, plain))
-        assert error <= 2 * naive_error + float(jnp.finfo(jnp.bfloat16).eps) * np.abs(want).max()
+    cases.by_the_rule_of_flash_attention(answers(ours, arrays), answers(naive, arrays), truth)
 
 
-def kernels_of_two_blocks(primitive, x, platform=None, **arguments):
+def kernels_of_two_blocks(primitives, x, platform=None, **arguments):
     """How many kernels a gradient of two blocks runs: with a policy that saves by name, without, and without names."""
-    save = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse")
+    save = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse", "attention_scores")
 
     def count(change):
         def block(x):
@@ -125,6 +151,6 @@ def kernels_of_two_blocks(primitive, x, platform=None, **arguments):
         traced = jax.jit(jax.grad(loss)).trace(x)
         if platform is not None:
             assert "tpu_custom_call" in traced.lower(lowering_platforms=(platform,)).as_text()
-        return sum(x.primitive.name == primitive for x in equations(traced.jaxpr.jaxpr))
+        return sum(x.primitive.name in primitives for x in cases.equations(traced.jaxpr.jaxpr))
 
     return [count(change) for change in (functools.partial(jax.checkpoint, policy=save), lambda f: f, jax.checkpoint)]

@@ -1,13 +1,13 @@
 """Every case of the table x every implementation x {forward, gradients, jit, vmap}, against float64."""
 
+import functools
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, DROPOUT_CASES, Case
+from cases import CASES, DROPOUT_CASES, Case, by_the_rule_of_flash_attention, close, naive_attention
 from marks import named, pairwise, with_core, with_core_tuples
 
 from flax_mha import dot_product_attention
@@ -51,36 +51,30 @@ def gradients(case, implementation, arrays, cotangents, traced, **more):
     return answer, [grads[name] for name in case.shapes]  # jax sorts the names of a dict
 
 
-def assert_close(got, expected, terms, eps=None):
-    """Up to the rounding of sums of `terms` numbers, relative to the largest result."""
-    got, expected = np.asarray(got), np.asarray(expected)
-    eps = np.finfo(got.dtype).eps if eps is None else eps
-    finite = np.isfinite(expected)
-    np.testing.assert_array_equal(np.where(finite, 0, got), np.where(finite, 0, expected))
-    scale = max(1.0, np.abs(expected[finite]).max(initial=0))
-    np.testing.assert_allclose(
-        np.where(finite, got, 0), np.where(finite, expected, 0), rtol=0, atol=terms * eps * scale
+def compare(case, implementation, arrays, cotangents, terms=None, eps=None, keep=None, **more):
+    """Compares what is returned, and all gradients, with the equation in float64. Returns them."""
+    run = jax.jit(
+        lambda arrays, cotangents, traced: gradients(case, implementation, arrays, cotangents, traced, **more)
     )
-
-
-def terms(case):
-    return case.t + case.s
+    answer, grads = run(arrays, cotangents, case.traced)
+    exact, exact_cotangents = jax.tree.map(np.float64, (arrays, cotangents))
+    arguments = case.static | {name: x for name, x in more.items() if name == "return_max_score"}
+    for name in ("dropout_rate", "broadcast_dropout"):
+        arguments.pop(name, None)
+    expected, expected_grads = reference.attention(
+        **exact, **case.traced, **arguments, keep=keep, cotangents=exact_cotangents
+    )
+    for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
+        assert got.shape == want.shape
+        tolerance = (terms or case.t + case.s) * (eps or float(jnp.finfo(got.dtype).eps))
+        close(np.float64(got), want, tolerance, at_least=1.0)
+    return *answer, *grads
 
 
 @pytest.mark.parametrize(("name", "implementation"), with_core_tuples(MET, *(case for case in MET if case[0] in CORE)))
 def test_forward_and_gradients_under_jit(name, implementation):
     case = CASES[name]
-    arrays, cotangents = case.arrays(), case.cotangents()
-    more = {"return_max_score": True}
-    run = jax.jit(lambda a, c, t: gradients(case, implementation, a, c, t, **more))
-    answer, grads = run(arrays, cotangents, case.traced)
-
-    expected, expected_grads = reference.attention(
-        **arrays, **case.traced, **case.static, cotangents=cotangents, **more
-    )
-    for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
-        assert got.shape == want.shape
-        assert_close(got, want, terms(case))
+    compare(case, implementation, case.arrays(), case.cotangents(), return_max_score=True)
 
 
 MAPPED = named("""no batch axis; a sequence of length 0; segment ids; mask per sequence and head; bias per head and key;
@@ -99,7 +93,7 @@ def test_vmap_is_a_loop(name, implementation):
     for i, arrays in enumerate(each):
         alone = reference.attention(**arrays, **case.traced, **case.static)
         for got, want in zip(together, alone, strict=True):
-            assert_close(got[i], want, terms(case))
+            close(got[i], want, (case.t + case.s) * np.finfo(np.float32).eps, at_least=1.0)
 
 
 @pytest.mark.parametrize(
@@ -113,20 +107,13 @@ def test_vmap_is_a_loop(name, implementation):
 def test_dropout_and_its_gradient(name, implementation):
     """The weights that are kept show in the output when the values are the identity matrix."""
     case = DROPOUT_CASES[name]
-    arrays, cotangents = case.arrays(), case.cotangents()
+    arrays, rate = case.arrays(), case.static["dropout_rate"]
     keys = case.shapes["key"][-2]
     identity = np.broadcast_to(np.eye(case.s, dtype=np.float32)[:, None], (*case.batch, case.s, keys, case.s))
     shown, _ = call(case, "xla", arrays | {"value": identity}, case.traced, dropout_rng=KEY)
-    keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - case.static["dropout_rate"])
-
-    run = jax.jit(lambda a, c: gradients(case, implementation, a, c, case.traced, dropout_rng=KEY))
-    answer, grads = run(arrays, cotangents)
-    arguments = {k: v for k, v in case.static.items() if k not in ("dropout_rate", "broadcast_dropout")}
-    expected, expected_grads = reference.attention(
-        **arrays, **arguments, **case.traced, keep=keep, cotangents=cotangents
-    )
-    for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
-        assert_close(got, want, terms(case) / (1 - case.static["dropout_rate"]))
+    keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - rate)
+    terms = (case.t + case.s) / (1 - rate)
+    compare(case, implementation, arrays, case.cotangents(), terms, keep=keep, dropout_rng=KEY)
 
 
 @pytest.mark.core
@@ -135,11 +122,7 @@ def test_float64(implementation):
     with jax.enable_x64(True):
         case = CASES["all arguments at once"]
         arrays, cotangents = case.arrays(dtype=np.float64), case.cotangents(dtype=np.float64)
-        answer, grads = jax.jit(lambda a, c: gradients(case, implementation, a, c, case.traced))(arrays, cotangents)
-        expected, expected_grads = reference.attention(**arrays, **case.traced, **case.static, cotangents=cotangents)
-        for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
-            assert got.dtype == jnp.float64
-            assert_close(got, want, terms(case))
+        assert all(x.dtype == jnp.float64 for x in compare(case, implementation, arrays, cotangents))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -167,32 +150,7 @@ def test_narrow_products(name, implementation):
     case = CASES[name]
     arrays = {name: jnp.asarray(x, jnp.bfloat16) for name, x in case.arrays().items()}
     cotangents = case.cotangents(dtype=jnp.bfloat16)[0], case.cotangents()[1]
-    answer, grads = jax.jit(lambda a, c, t: gradients(case, implementation, a, c, t))(arrays, cotangents, case.traced)
-    exact, exact_cotangents = jax.tree.map(lambda x: np.asarray(x, np.float64), (arrays, cotangents))
-    expected, expected_grads = reference.attention(**exact, **case.traced, **case.static, cotangents=exact_cotangents)
-    for got, want in zip((*answer, *grads), (*expected, *expected_grads), strict=True):
-        assert_close(np.asarray(got, np.float64), want, 4, eps=float(jnp.finfo(jnp.bfloat16).eps))
-
-
-@pytest.mark.core
-@pytest.mark.usefixtures("narrow_products")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_narrow_products_are_what_xla_gets(implementation):
-    """All of them take bfloat16, and give float32."""
-    x = jnp.zeros((1, 70, 2, 8), jnp.bfloat16)
-
-    def attend(*arrays):
-        return dot_product_attention(*arrays, is_causal=True, implementation=implementation)
-
-    def both(*arrays):
-        output, pull = jax.vjp(attend, *arrays)
-        return output, pull(output)
-
-    # The gradient of "xla" is jax's own, which multiplies float32 by what is float32 already.
-    for f, count in ((attend, 2), (both, 7))[: 2 if implementation == "blockwise" else 1]:
-        products = re.findall(r"stablehlo.dot_general.*: (.*)", jax.jit(f).lower(x, x, x).as_text())
-        assert len(products) >= count
-        assert all(types.count("bf16") == 2 and types.count("f32") == 1 for types in products)
+    compare(case, implementation, arrays, cotangents, terms=4, eps=float(jnp.finfo(jnp.bfloat16).eps))
 
 
 LOW_PRECISION = pairwise(IMPLEMENTATIONS, ("bfloat16", "float16"), ("narrow", "float32"))
@@ -210,22 +168,9 @@ def test_low_precision_by_the_rule_of_flash_attention(implementation, dtype, ope
     arrays = {name: jnp.asarray(x, dtype) for name, x in case.arrays().items()}
     d_output, d_lse = jnp.asarray(case.cotangents()[0], dtype), np.zeros(case.output_shapes[1], np.float32)
 
-    def naive(arrays):
-        query, key, value = (arrays[name] for name in case.shapes)
-        key, value = (jnp.repeat(x, 3, axis=-2) for x in (key, value))
-        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.asarray(np.sqrt(query.shape[-1]), dtype)
-        scores = jnp.where(jnp.tril(jnp.ones((67, 67), bool)), scores, jnp.asarray(-jnp.inf, dtype))
-        output = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
-        return jnp.sum(output * d_output), output
-
-    with jax.numpy_rank_promotion("allow"):
-        naive_grads, naive_output = jax.grad(naive, has_aux=True)(arrays)
+    naive, pull = jax.vjp(functools.partial(naive_attention, visible=np.tri(67, dtype=bool)), *arrays.values())
     (output, lse), grads = jax.jit(lambda a, c: gradients(case, implementation, a, c, {}))(arrays, (d_output, d_lse))
     exact = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
     (want, _), want_grads = reference.attention(**exact, is_causal=True, cotangents=(np.float64(d_output), d_lse))
     assert lse.dtype == jnp.float32
-    ours, simple = (output, *grads), (naive_output, *(naive_grads[name] for name in case.shapes))
-    for got, naive_got, truth in zip(ours, simple, (want, *want_grads), strict=True):
-        assert got.dtype == dtype
-        error, naive_error = (np.abs(np.float64(x) - truth).max() for x in (got, naive_got))
-        assert error <= 2 * naive_error + float(jnp.finfo(dtype).eps) * np.abs(truth).max()
+    by_the_rule_of_flash_attention((output, *grads), (naive, *pull(d_output)), (want, *want_grads))

@@ -4,13 +4,15 @@ import functools
 import inspect
 import re
 
+import cases
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
 import pytest
-from cases import REMEDY, compiled_for, dense_gradients, dense_kernel, forget_programs, kernels_in
+from cases import REMEDY, close, compiled_for, dense_gradients, forget_programs, kernels_in, with_gradients
 from jax import lax
-from kernels import abstract, as_if_cudnn_were_here, explained, kernels_of_two_blocks, lowered
+from kernels import call, explained, normal
 from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation, masks
@@ -27,14 +29,14 @@ IDS = jnp.zeros((B, T), jnp.int32)
 def hopper(monkeypatch):
     """As on a GPU of this kind, whose plans all compile."""
     compiled_for(monkeypatch, "gpu")
-    as_if_cudnn_were_here(monkeypatch)
+    kernels.as_if_cudnn_were_here(monkeypatch)
     forget_programs()
     yield
     forget_programs()
 
 
-inputs = functools.partial(abstract, n=N, k=K, h=H)
-lowered = functools.partial(lowered, platform="cuda", gradient=False)
+inputs = functools.partial(kernels.abstract, n=N, k=K, h=H)
+lowered = functools.partial(kernels.lowered, platform="cuda", gradient=False)
 
 
 def bias_of(*shape, masked=False):
@@ -45,80 +47,56 @@ def bias_of(*shape, masked=False):
     return jnp.asarray(bias, jnp.bfloat16)
 
 
+LENGTHS = {"query_seq_lengths": jnp.array([100, 256]), "key_value_seq_lengths": jnp.array([200, 0])}
+BOTH_LENGTHS = {"query_seq_lengths": jnp.array([100, 300]), "key_value_seq_lengths": jnp.array([200, 30])}
+OFFSETS = {"query_offset": jnp.array([-20, 30]), "key_value_offset": jnp.array([5])}
+OFFSETS |= LENGTHS | {"key_value_seq_lengths": jnp.array([250, 300])}
+KEY_LENGTHS = {"key_value_seq_lengths": jnp.array([200, 0])}
+SHIFTED = {"query_seq_lengths": jnp.array([130, 286]), "key_value_seq_lengths": jnp.array([280, 300])}
 FUSED = {
-    "plain": (inputs(), {}),
-    "float16": (inputs(dtype=jnp.float16), {}),
-    "causal": (inputs(), {"is_causal": True}),
-    "no batch": (inputs(batch=()), {"is_causal": True}),
-    "two batch axes": (inputs(batch=(2, 3)), {}),
-    "lengths": (inputs(), {"key_value_seq_lengths": jnp.array([200, 0]), "query_seq_lengths": jnp.array([100, 256])}),
-    "causal, lengths": (inputs(), {"is_causal": True, "key_value_seq_lengths": jnp.array([200, 0])}),
-    "causal, more keys": (inputs(s=384), {"is_causal": True}),
-    "causal, more queries": (inputs(301, 200), {"is_causal": True}),
-    "causal, more queries, lengths": (
-        inputs(301, 200),
-        {"is_causal": True, "key_value_seq_lengths": jnp.array([200, 30]), "query_seq_lengths": jnp.array([100, 300])},
+    "plain": call(inputs()),
+    "float16": call(inputs(dtype=jnp.float16)),
+    "causal": call(inputs(), is_causal=True),
+    "no batch": call(inputs(batch=()), is_causal=True),
+    "two batch axes": call(inputs(batch=(2, 3))),
+    "lengths": (inputs(), LENGTHS),
+    "causal, lengths": call(inputs(), is_causal=True, **KEY_LENGTHS),
+    "causal, more keys": call(inputs(s=384), is_causal=True),
+    "causal, more queries": call(inputs(301, 200), is_causal=True),
+    "causal, more queries, lengths": call(inputs(301, 200), is_causal=True, **BOTH_LENGTHS),
+    "causal window": call(inputs(), is_causal=True, local_window_size=100),
+    "causal window, more queries, some see nothing": call(inputs(301, 170), is_causal=True, local_window_size=60),
+    "window backwards": call(inputs(), local_window_size=(100, 0)),
+    "odd lengths": call(inputs(301, 517)),
+    "mask objects": call(inputs(), mask=masks.CausalMask() & masks.LocalMask(100, 5)),
+    "window wider than the keys": call(inputs(), local_window_size=(1000, 1000)),
+    "offsets of each sequence, lengths": (inputs(), OFFSETS),
+    "offsets, causal, lengths": call(inputs(), query_offset=30, key_value_offset=30, is_causal=True, **SHIFTED),
+    "head size 256": call(inputs(h=256), scale=0.5),
+    "as many heads": call(inputs(k=N), is_causal=True),
+    "bias": call(inputs(), bias=bias_of(B, N, T, T)),
+    "bias of all, causal": call(inputs(), bias=bias_of(1, 1, T, T, masked=True), is_causal=True),
+    "bias that masks": call(inputs(), bias=bias_of(B, 1, T, T, masked=True)),
+    "bias, two batch axes, fewer keys": call(
+        inputs(301, 170, batch=(1, 2)), bias=bias_of(N, 301, 170, masked=True), is_causal=True
     ),
-    "causal window": (inputs(), {"is_causal": True, "local_window_size": 100}),
-    "causal window, more queries, some see nothing": (inputs(301, 170), {"is_causal": True, "local_window_size": 60}),
-    "window backwards": (inputs(), {"local_window_size": (100, 0)}),
-    "odd lengths": (inputs(301, 517), {}),
-    "mask objects": (inputs(), {"mask": masks.CausalMask() & masks.LocalMask(100, 5)}),
-    "window wider than the keys": (inputs(), {"local_window_size": (1000, 1000)}),
-    "offsets of each sequence, lengths": (
-        inputs(),
-        {
-            "query_offset": jnp.array([-20, 30]),
-            "key_value_offset": jnp.array([5]),
-            "query_seq_lengths": jnp.array([100, 256]),
-            "key_value_seq_lengths": jnp.array([250, 300]),
-        },
-    ),
-    "offsets, causal, lengths": (
-        inputs(),
-        {
-            "query_offset": 30,
-            "key_value_offset": 30,
-            "is_causal": True,
-            "query_seq_lengths": jnp.array([130, 286]),
-            "key_value_seq_lengths": jnp.array([280, 300]),
-        },
-    ),
-    "head size 256": (inputs(h=256), {"scale": 0.5}),
-    "as many heads": (inputs(k=N), {"is_causal": True}),
-    "bias": (inputs(), {"bias": bias_of(B, N, T, T)}),
-    "bias of all, causal": (inputs(), {"bias": bias_of(1, 1, T, T, masked=True), "is_causal": True}),
-    "bias that masks": (inputs(), {"bias": bias_of(B, 1, T, T, masked=True)}),
-    "bias, two batch axes, fewer keys": (
-        inputs(301, 170, batch=(1, 2)),
-        {"bias": bias_of(N, 301, 170, masked=True), "is_causal": True},
-    ),
-    "bias, lengths": (inputs(), {"bias": bias_of(N, T, T, masked=True), "key_value_seq_lengths": jnp.array([200, 0])}),
+    "bias, lengths": call(inputs(), bias=bias_of(N, T, T, masked=True), **KEY_LENGTHS),
 }
 NOT_FUSED = {
-    "float32": (inputs(dtype=jnp.float32), {}, "float16 and bfloat16"),
+    "float32": (inputs(dtype=jnp.float32), {}, "are float32: pass dtype=jnp.bfloat16 to the module, or cast"),
     "head size": (inputs(h=60), {}, "multiple of 8"),
     "large head size": (inputs(h=264), {}, "multiple of 8"),
     "value head size": (inputs(hv=32), {}, "value head size"),
     "bias, float32": (inputs(), {"bias": jnp.zeros((1, T, T))}, "bias and query must be bfloat16"),
     "bias of keys": (inputs(), {"bias": bias_of(N, 1, T)}, r"the last two axes of bias must be \(256, 256\)"),
     "bias of some batch axes": (inputs(batch=(2, 3)), {"bias": bias_of(3, 1, T, T)}, "batch axes of bias"),
-    "array mask": (inputs(), {"mask": jnp.ones((B, 1, 1, T), bool)}, "ArrayMask"),
+    **{name: (inputs(), *given) for name, given in kernels.REFUSED_BY_BOTH.items()},
     "segments": (inputs(), {"query_segment_ids": IDS}, "segment ids"),
-    "dropout": (inputs(), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
     "soft cap": (inputs(), {"logits_soft_cap": 30.0}, "logits_soft_cap"),
     "sinks": (inputs(), {"sinks": jnp.zeros(N)}, "sinks"),
-    "score_mod": (inputs(), {"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
-    "residual": (inputs(), {"return_residual": True}, "return_residual"),
-    "largest score": (inputs(), {"return_max_score": True}, "return_max_score requires the running maximum"),
     "window ahead": (inputs(), {"local_window_size": (100, 5)}, "window must end"),
     "window ahead only": (inputs(), {"local_window_size": (None, 5)}, "window must end"),
     "offset": (inputs(), {"is_causal": True, "query_offset": 7}, "window must end"),
-    "offset as data": (inputs(), {"is_causal": True, "query_offset": jnp.array([7, 9])}, "query_offset"),
-    "scale as data": (inputs(), {"scale": jnp.float32(0.3)}, "scale"),
-    "precision": (inputs(), {"precision": "highest"}, "precision must be the default"),
-    "function": (inputs(), {"mask": masks.FunctionMask(lambda b, h, q, k: q > k)}, "not a causal, window, length or"),
-    "either": (inputs(), {"mask": masks.CausalMask() | masks.LocalMask(3, 3)}, "Or"),
 }
 
 
@@ -144,13 +122,17 @@ def test_a_gpu_gets_the_fused_kernel(name):
     assert kind or "ScaleBias" not in text
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", NOT_FUSED)
 def test_a_gpu_gets_the_portable_one_where_the_kernel_would_answer_something_else(name):
     arrays, arguments, reason = NOT_FUSED[name]
-    assert "__cudnn" not in lowered(arrays, **arguments)
-    with pytest.raises(NotImplementedError, match=reason):
-        lowered(arrays, implementation="cudnn", **arguments)
+    kernels.assert_refused("cudnn", arrays, arguments, reason)
+    for platform in ("cpu", "cuda", "tpu"):
+        explanation = explained(arrays, platform=platform, **arguments)
+        reasons = [x for reasons in explanation.refusals.values() for x in reasons]
+        assert [x for x in reasons if not REMEDY.search(x)] == []
+        assert max(map(len, str(explanation).splitlines())) <= 100
 
 
 @pytest.mark.core
@@ -170,25 +152,16 @@ def test_one_query_and_short_sequences():
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ["plain", "bias of all, causal"])
-def test_vmap_over_some_of_the_inputs(name):
-    (query, key, value), arguments = FUSED[name]
-    queries = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
-
-    def loss(*arrays):
-        return dot_product_attention(*arrays, implementation="cudnn", **arguments).astype(jnp.float32).sum()
-
-    attend = jax.vmap(jax.grad(loss), (0, None, None))
-    text = jax.jit(attend).trace(queries, key, value).lower(lowering_platforms=("cuda",)).as_text()
-    assert "SoftmaxBackward" in text
-
-
-@pytest.mark.usefixtures("hopper")
 def test_a_plan_that_fails_is_a_reason(monkeypatch):
+    """Also for arrays on a CPU, if the platform that is named is here."""
     monkeypatch.setattr(cudnn, "failure", lambda kernel: ["cuDNN has no execution plan for it: out of luck"])
     assert "__cudnn" not in lowered(inputs())
     with pytest.raises(NotImplementedError, match="out of luck"):
         lowered(inputs(), implementation="cudnn")
+    explanation = explain_implementation(*half(), platform="cuda")
+    assert explanation.chosen == explain_implementation(*half(), platform="cpu").chosen == "xla"
+    assert "out of luck" in explanation.refusals["cudnn"][0]
+    assert "did not run" not in str(explanation)
 
 
 @pytest.mark.core
@@ -200,56 +173,64 @@ def test_what_fails_to_compile_has_no_plan():
 
 
 # More queries than keys, or lengths, are among the others together with what these have.
-MET_BY_OTHERS = ("causal", "causal window", "causal, lengths", "float16", "head size 256")
+MET_BY_OTHERS = ("causal", "causal window", "causal, lengths", "float16", "head size 256", "bias")
+CORE = ("lengths", "causal, more queries, lengths", "causal window, more queries, some see nothing")
+# What does not reach the output and what does: in a key and a value; in a key and its value that the bias masks for all
+# queries; in the bias itself, where row 60 comes before key 100.
+FINITE, SPOILT = {"finite": ()}, {"key and value": ((1, (150, 0), np.nan), (2, (20, 1), np.inf))}
+SPOILT_BIAS = {
+    "masked key and value": ((1, (30, 0), np.nan), (2, (30, 0), np.nan)),
+    "masked bias": ((3, (60, 100), np.nan),),
+    "visible bias": ((3, (200, 100), np.nan),),
+    "infinite bias": ((3, (200, 100), np.inf),),
+}
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("name", "devices"),
     with_core_tuples(
-        [(name, 1) for name in FUSED if name not in MET_BY_OTHERS and "bias" not in name]
+        [(name, 1) for name in FUSED if name not in MET_BY_OTHERS]
         + [(name, 2) for name in ("causal, more queries, lengths", "offsets of each sequence, lengths")],
-        *(
-            (name, 1)
-            for name in ("lengths", "causal, more queries, lengths", "causal window, more queries, some see nothing")
-        ),
+        *((name, 1) for name in (*CORE, "bias of all, causal")),
     ),
 )
 def test_around_the_kernel_our_meanings_are_kept(name, devices, monkeypatch):
-    """With a dense computation in the kernel's place: rows that see nothing, NaN in hidden and in visible keys.
+    """With a dense computation in the kernel's place: rows that see nothing, NaN in hidden and in visible places.
 
-    Of several devices no one knows what all arrays hold.
+    With a bias, under vmap. Of several devices no one knows what all arrays hold.
     """
     monkeypatch.setattr(jax, "device_count", lambda: devices)
-    monkeypatch.setattr(cudnn.Kernel, "__call__", dense_kernel)
-    monkeypatch.setattr(cudnn, "DTYPES", (jnp.float32,))
+    kernels.compute_for_cudnn(monkeypatch)
     shapes, arguments = FUSED[name]
-    rng = np.random.default_rng(0)
-    finite, spoilt = ([rng.standard_normal(x.shape).astype(np.float32) for x in shapes] for _ in range(2))
-    spoilt[1][..., 150, 0, :], spoilt[2][..., 20, 1, :] = np.nan, np.inf
-    masked = arguments and name != "window wider than the keys"  # else NaN reaches what the kernel lets it reach
-
-    def run(implementation):
-        def gradients(arrays):
-            attend = functools.partial(dot_product_attention, implementation=implementation, **arguments)
-            output, pull = jax.vjp(attend, *arrays)
-            return output, *pull(jnp.where(jnp.isfinite(output), jnp.cos(output), 0))
-
-        return jax.jit(gradients)
-
-    ours, dense = run("cudnn"), run("xla") if "mask" in arguments else functools.partial(dense_gradients, **arguments)
-    for arrays in (finite, spoilt) if masked else (finite,):
+    others = {name: x for name, x in arguments.items() if name != "bias"}
+    arrays = normal(*(x.shape for x in shapes))
+    if "bias" in arguments:
+        arrays = [*(np.stack([x, x[::-1]]) for x in arrays), np.array(arguments["bias"], np.float32)]
+        fillings = FINITE | (SPOILT_BIAS if name == "bias of all, causal" else {})
+    else:  # without a mask, NaN reaches what the kernel lets it reach
+        fillings = FINITE | (SPOILT if arguments and name != "window wider than the keys" else {})
+    axes = (0, 0, 0, None) if "bias" in arguments else None
+    ours, dense = (jax.jit(with_gradients(x, axes, **others)) for x in ("cudnn", "xla"))
+    if not {"bias", "mask"} & set(arguments):
+        dense = lambda *arrays: dense_gradients(arrays, **arguments)  # noqa: E731
+    for filling, places in fillings.items():
+        given = [x.copy() for x in arrays]
+        for which, place, number in places:
+            given[which][(..., *place) if which == 3 else (..., *place, slice(None))] = number
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            answers = ours(arrays), dense(arrays)
-        for answer, expected in zip(*answers, strict=True):
-            np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-4)
+            got, want = ours(*given), dense(*given)
+        for answer, expected in zip(got, want, strict=True):
+            np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-4, err_msg=filling)
+        if axes:
+            assert np.isnan(got[0]).any() == (filling in ("visible bias", "infinite bias")), filling
 
 
 def kernel_with_a_gradient(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
     """`dense_kernel` with what cuDNN's has: a gradient of first order, in reverse mode alone."""
 
     def run(arrays):
-        return dense_kernel(kernel, *arrays[:3], query_lengths, key_lengths, residual, *arrays[3:])
+        return cases.dense_kernel(kernel, *arrays[:3], query_lengths, key_lengths, residual, *arrays[3:])
 
     def forward(arrays):
         results, pull = jax.vjp(run, arrays)
@@ -263,13 +244,8 @@ def kernel_with_a_gradient(kernel, query, key, value, query_lengths, key_lengths
 @pytest.mark.usefixtures("hopper")
 def test_derivatives_of_every_order_around_a_kernel(monkeypatch):
     """Also under vmap; of the rule's parts each is used: tangent, gradient, and the tangents of both."""
-    monkeypatch.setattr(cudnn.Kernel, "__call__", kernel_with_a_gradient)
-    monkeypatch.setattr(cudnn, "DTYPES", (jnp.float32,))
-    monkeypatch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
-    rng = np.random.default_rng(0)
-    query, key, value, bias = (
-        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in (*[(2, 1, 64, 2, 16)] * 3, (1, 2, 64, 64))
-    )
+    kernels.compute_for_cudnn(monkeypatch, kernel_with_a_gradient)
+    arrays = normal(*[(2, 1, 64, 2, 16)] * 3, (1, 2, 64, 64))
 
     @functools.partial(jax.jit, static_argnums=0)
     def derivatives(implementation, arrays):
@@ -284,12 +260,10 @@ def test_derivatives_of_every_order_around_a_kernel(monkeypatch):
         squares = jax.grad(lambda x: sum((y**2).sum() for y in gradient(x)))(arrays)
         return jax.jvp(loss, (arrays,), (tangents,)), gradient(arrays), products, across, squares
 
-    arrays = (query, key, value, bias)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        expected, *answers = (jax.tree.leaves(derivatives(name, arrays)) for name in ("xla", None, "cudnn"))
+        expected, *answers = (derivatives(name, arrays) for name in ("xla", None, "cudnn"))
     for got in answers:
-        for x, y in zip(got, expected, strict=True):
-            np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+        close(got, expected)
 
 
 @pytest.mark.core
@@ -299,53 +273,11 @@ def test_derivatives_of_every_order_around_a_kernel(monkeypatch):
 def test_what_a_policy_saves_by_name_does_not_run_the_kernel_again(implementation, arguments):
     """As many kernels as without `jax.checkpoint`; without names each block runs one more, as cuDNN or on a CPU."""
     x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
-    saved, without, anew = kernels_of_two_blocks(
-        "dot_product_attention_fwd_wrapper", x, implementation=implementation, **arguments
+    saved, without, anew = kernels.kernels_of_two_blocks(
+        ["dot_product_attention_fwd_wrapper"], x, implementation=implementation, **arguments
     )
     in_forward = 2 if arguments else 1  # with masks also the branch for NaN has one
     assert 0 < saved == without == anew - 2 * in_forward
-
-
-# NaN in a key and its value that the bias masks for all queries, and in the bias itself: row 60 stands before key 100.
-SPOILT = {
-    "masked key and value": ((1, (..., 30, 0, slice(None)), np.nan), (2, (..., 30, 0, slice(None)), np.nan)),
-    "masked bias": ((3, (..., 60, 100), np.nan),),
-    "visible bias": ((3, (..., 200, 100), np.nan),),
-    "infinite bias": ((3, (..., 200, 100), np.inf),),
-}
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", with_core([x for x in FUSED if "bias" in x and x != "bias"], "bias of all, causal"))
-def test_around_the_kernel_a_bias_keeps_our_meanings(name, monkeypatch):
-    """With a dense computation in the kernel's place, under vmap: a bias of -inf masks, NaN is seen where visible."""
-    monkeypatch.setattr(cudnn.Kernel, "__call__", dense_kernel)
-    monkeypatch.setattr(cudnn, "DTYPES", (jnp.float32,))
-    monkeypatch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
-    shapes, arguments = FUSED[name]
-    others = {name: x for name, x in arguments.items() if name != "bias"}
-    rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(x.shape).astype(np.float32) for x in shapes]
-    arrays.append(np.array(arguments["bias"], np.float32))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(implementation, *arrays):
-        def attend(*arrays):
-            return dot_product_attention(*arrays, implementation=implementation, **others)
-
-        output, pull = jax.vjp(jax.vmap(attend, (0, 0, 0, None)), *arrays)
-        return output, pull(jnp.where(jnp.isfinite(output), jnp.cos(output), 0))
-
-    for spoilt in ("finite", *(SPOILT if name == "bias of all, causal" else ())):
-        given = [x.copy() for x in arrays]
-        for which, place, filling in SPOILT.get(spoilt, ()):
-            given[which][place] = filling
-        pairs = [*(np.stack([x, x[::-1]]) for x in given[:3]), given[3]]
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            (got, got_grads), (want, want_grads) = run("cudnn", *pairs), run("xla", *pairs)
-        assert np.isnan(got).any() == (spoilt in ("visible bias", "infinite bias")), spoilt
-        for answer, expected in zip((got, *got_grads), (want, *want_grads), strict=True):
-            np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-4, err_msg=spoilt)
 
 
 def test_a_large_bias_is_not_copied(hopper, monkeypatch):
@@ -356,8 +288,7 @@ def test_a_large_bias_is_not_copied(hopper, monkeypatch):
 
 
 def half(dtype=jnp.bfloat16):
-    rng = np.random.default_rng(3)
-    return [jnp.asarray(rng.standard_normal(x.shape), dtype) for x in inputs()]
+    return [jnp.asarray(x, dtype) for x in normal(*(x.shape for x in inputs()))]
 
 
 def near(got, expected):
@@ -389,26 +320,22 @@ def test_on_a_gpu_host_a_program_for_a_cpu_is_right():
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")])
-def test_exported_for_other_platforms(platforms):
+def test_exported_for_two_platforms():
     """With lengths that are data, gradients and a batch axis of vmap."""
 
-    def with_gradients(lengths, *arrays):
+    def run(lengths, *arrays):
         attend = functools.partial(dot_product_attention, is_causal=True, key_value_seq_lengths=lengths)
         output, pull = jax.vjp(attend, *arrays)
         return output, *pull(output)
 
-    program = jax.jit(jax.vmap(with_gradients, (0, None, None, None)))
-    lengths = jnp.array([[200, 3], [7, 256]], jnp.int32)
-    exported = jax.export.export(program, platforms=platforms, disabled_checks=CUDNN_CALLS)(lengths, *inputs())
-    for name in CUDNN_CALLS:
-        assert (name.is_custom_call() in exported.mlir_module()) == ("cuda" in platforms)
-    if "cpu" in platforms:
-        arrays = half()
-        expected = program(lengths, *(x.astype(jnp.float32) for x in arrays))
-        for got, want in zip(exported.call(lengths, *arrays), expected, strict=True):
-            scale = jnp.abs(want).max()
-            near(got.astype(jnp.float32) / scale, want / scale)
+    program = jax.jit(jax.vmap(run, (0, None, None, None)))
+    lengths, arrays = jnp.array([[200, 3], [7, 256]], jnp.int32), half()
+    exported = jax.export.export(program, platforms=("cpu", "cuda"), disabled_checks=CUDNN_CALLS)(lengths, *inputs())
+    assert all(name.is_custom_call() in exported.mlir_module() for name in CUDNN_CALLS)
+    expected = program(lengths, *(x.astype(jnp.float32) for x in arrays))
+    for got, want in zip(exported.call(lengths, *arrays), expected, strict=True):
+        scale = jnp.abs(want).max()
+        near(got.astype(jnp.float32) / scale, want / scale)
 
 
 @pytest.mark.core
@@ -419,9 +346,7 @@ def test_on_this_machine():
     assert explanation.refusals["xla"] == explanation.refusals["blockwise"] == []
     assert not explanation.refusals[explanation.chosen]
     assert explanation.chosen in str(explanation)
-    with pytest.raises(
-        ValueError, match='implementation must be "xla", "blockwise", "cudnn", "splash", "pallas" or None'
-    ):
+    with pytest.raises(ValueError, match='must be "xla", "blockwise", "cudnn", "splash", "pallas" or None'):
         dot_product_attention(x, x, x, implementation="flash")
 
 
@@ -430,11 +355,8 @@ def test_on_this_machine():
 def test_on_a_cpu():
     x = jnp.ones((1, 8, 2, 64))
     assert explain_implementation(x, x, x).chosen == "xla"
-    for name, words in (
-        ("cudnn", "runs only on NVIDIA GPUs, but this call runs on cpu"),
-        ("splash", "runs only on TPUs"),
-    ):
-        with pytest.raises(NotImplementedError, match=words):
+    for name, device in {"cudnn": "NVIDIA GPUs", "splash": "TPUs", "pallas": "TPUs"}.items():
+        with pytest.raises(NotImplementedError, match=f"runs only on {device}, but this call runs on cpu"):
             dot_product_attention(x, x, x, implementation=name)
 
 
@@ -471,16 +393,21 @@ def test_a_prompt_that_meets_an_empty_cache_reaches_the_kernel(hopper, lengths, 
     ],
 )
 def test_where_products_have_16_bits(platform, dtype, arguments, operands, monkeypatch, request):
-    """Unless the precision asked for, here or as JAX's default, is that of float32."""
+    """Unless the precision asked for, here or as JAX's default, is that of float32; results have 32."""
     compiled_for(monkeypatch, platform)
     request.addfinalizer(forget_programs)
     target = "cuda" if platform == "gpu" else platform
 
     def products():
         forget_programs()
-        text = lowered(inputs(dtype=jnp.dtype(dtype)), platform=target, **arguments)
-        found = re.findall(r"stablehlo.dot_general.*: \(tensor<\S+x(\w+)>, tensor<\S+x(\w+)>\)", text)
-        return {x for pair in found for x in pair}
+        # JAX's own gradient of "xla" multiplies float32, and so do ours of scores in float16, which may overflow.
+        gradient = arguments["implementation"] == "blockwise" and dtype != "float16"
+        text = lowered(inputs(dtype=jnp.dtype(dtype)), platform=target, gradient=gradient, **arguments)
+        tensors = r"\(tensor<\S+x(\w+)>, tensor<\S+x(\w+)>\) -> tensor<\S+x(\w+)>"
+        found = re.findall(rf"stablehlo.dot_general.*: {tensors}", text)
+        assert len(found) >= (7 if gradient else 2)
+        assert {types[2] for types in found} == {"f32"}
+        return {x for types in found for x in types[:2]}
 
     assert products() == {operands}
     with jax.default_matmul_precision("float32"):
@@ -514,45 +441,12 @@ def test_what_another_platform_would_choose(name):
         assert explain_implementation(*concrete, **arguments) == explanation
 
 
-@pytest.mark.usefixtures("hopper")
-def test_a_platform_that_is_here_is_asked(monkeypatch):
-    monkeypatch.setattr(cudnn, "failure", lambda kernel: ["cuDNN has no execution plan for it: out of luck"])
-    arrays = half()  # on a CPU of a host with a GPU
-    explanation = explain_implementation(*arrays, platform="cuda")
-    assert explanation.chosen == "xla"
-    assert "out of luck" in explanation.refusals["cudnn"][0]
-    assert "did not run" not in str(explanation)
-    assert explain_implementation(*arrays, platform="cpu").chosen == "xla"
-
-
 @pytest.mark.core
 def test_only_platforms_that_are_known():
     x = jnp.ones((1, 8, 2, 4))
     for platform in ("rocm", "CUDA", "", 3, ["tpu"]):
         with pytest.raises(ValueError, match='platform must be "cpu", "cuda", "tpu" or None, but got'):
             explain_implementation(x, x, x, platform=platform)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("name", NOT_FUSED)
-def test_every_reason_ends_with_a_remedy(name):
-    arrays, arguments, reason = NOT_FUSED[name]
-    for platform in ("cpu", "cuda", "tpu"):
-        explanation = explained(arrays, platform=platform, **arguments)
-        reasons = [x for reasons in explanation.refusals.values() for x in reasons]
-        assert re.search(reason, " ".join(explanation.refusals["cudnn"]))
-        assert [x for x in reasons if not REMEDY.search(x)] == []
-        assert max(map(len, str(explanation).splitlines())) <= 100
-
-
-@pytest.mark.core
-def test_float32_is_told_to_become_bfloat16():
-    x = jnp.ones((1, 1024, 2, 64))
-    explanation = explain_implementation(x, x, x, platform="cuda")
-    assert explanation.refusals["cudnn"] == [
-        "it supports only float16 and bfloat16, but the inputs are float32: pass dtype=jnp.bfloat16 to the module, "
-        "or cast query, key and value"
-    ]
 
 
 def test_explain_takes_the_arguments_of_the_attention():

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import close
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,35 +28,44 @@ DRAWS = int(os.environ.get("FUZZ_DRAWS", "40"))
 KEY = jax.random.key(11)
 
 
+def structure_of(one_of, broadcast, groups, batches, lengths, windows):
+    """Sizes, static arguments, and which arrays there are with which axes: `one_of` draws one of its arguments.
+
+    `broadcast` draws a shape that broadcasts to its arguments.
+    """
+    (k, g), batch, (t, s) = one_of(*groups), one_of(*batches), one_of(*lengths)
+    scores = (*batch, k * g, t, s)
+    structure = {
+        "sizes": (batch, t, s, k * g, k, one_of(3, 8), one_of(3, 8)),
+        "static": {
+            "is_causal": one_of(True, False),
+            "local_window_size": one_of(None, None, *windows),
+            "logits_soft_cap": one_of(None, None, 1.3),
+            "scale": one_of(None, 0.2),
+        },
+        "rate": one_of(0.0, 0.0, 0.3),
+        "bias": one_of(None, broadcast(*scores)),
+        "mask": one_of(None, broadcast(*scores)),
+        "sinks": one_of(None, None, broadcast(*batch, k * g)),
+        "mask_object": one_of(None, None, "function", "combined"),
+    }
+    return structure | {name: one_of(True, False) for name in ("lengths", "ids", "offset", "key_offset", "score_mod")}
+
+
 @st.composite
 def structures(draw):
-    """Sizes, static arguments, and which arrays there are with which axes."""
-    flip = functools.partial(draw, st.booleans())
-    k, g = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2)]))
-    batch = draw(st.sampled_from([(), (2,), (2, 1)]))
-    t, s = draw(st.sampled_from([(1, 19), (21, 21), (37, 5), (19, 40)]))
+    def one_of(*options):
+        return draw(st.sampled_from(options))
 
     def broadcast(*shape):
-        return tuple(n if flip() else 1 for n in shape)[draw(st.integers(0, len(shape))) :]
+        return tuple(one_of(size, 1) for size in shape)[draw(st.integers(0, len(shape))) :]
 
-    scores = (*batch, k * g, t, s)
-    return {
-        "sizes": (batch, t, s, k * g, k, draw(st.sampled_from([3, 8])), draw(st.sampled_from([3, 8]))),
-        "is_causal": flip(),
-        "window": draw(st.sampled_from([None, None, (3, 1), (None, 4), (7, None)])),
-        "soft_cap": draw(st.sampled_from([None, None, 1.3])),
-        "scale": draw(st.sampled_from([None, 0.2])),
-        "rate": draw(st.sampled_from([0.0, 0.0, 0.3])),
-        "bias": broadcast(*scores) if flip() else None,
-        "mask": broadcast(*scores) if flip() else None,
-        "sinks": broadcast(*batch, k * g) if draw(st.integers(0, 2)) == 0 else None,
-        "lengths": flip(),
-        "ids": flip(),
-        "offset": flip(),
-        "key_offset": flip(),
-        "score_mod": flip(),
-        "mask_object": draw(st.sampled_from([None, None, "function", "combined"])),
-    }
+    groups, batches, lengths = (
+        ((1, 1), (1, 3), (2, 1), (2, 2)),
+        ((), (2,), (2, 1)),
+        ((1, 19), (21, 21), (37, 5), (19, 40)),
+    )
+    return structure_of(one_of, broadcast, groups, batches, lengths, windows=((3, 1), (None, 4), (7, None)))
 
 
 def data(structure, seed):
@@ -97,34 +107,21 @@ def ours(structure, implementation, learned, fixed, return_residual=True):
         fixed["mask"] = mask if structure["mask_object"] == "function" else ~(CausalMask(-4) & mask) | LocalMask(0, 0)
     if slopes is not None:
         fixed["score_mod"] = lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k).astype(score.dtype)
-    return dot_product_attention(
-        **learned,
-        **fixed,
-        is_causal=structure["is_causal"],
-        local_window_size=structure["window"],
-        logits_soft_cap=structure["soft_cap"],
-        scale=structure["scale"],
-        dropout_rate=structure["rate"],
-        dropout_rng=KEY,
-        implementation=implementation,
-        return_residual=return_residual,
-    )
+    more = {"implementation": implementation, "return_residual": return_residual}
+    drop = {"dropout_rate": structure["rate"], "dropout_rng": KEY}
+    return dot_product_attention(**learned, **fixed, **structure["static"], **drop, **more)
 
 
-def with_gradients(structure, implementation, learned, fixed, cotangents):
+def everything(structure, implementation, learned, fixed, cotangents):
+    """The output alone; output and log-sum-exp, and gradients."""
+
     def loss(learned):
         output, lse = ours(structure, implementation, learned, fixed)
         total = jnp.sum(output * cotangents[0]) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) * cotangents[1])
         return total, (output, lse)
 
     grads, answer = jax.grad(loss, has_aux=True)(learned)
-    return answer, grads
-
-
-def everything(structure, implementation, learned, fixed, cotangents):
-    """The output alone; output and log-sum-exp with gradients."""
-    output = ours(structure, implementation, learned, fixed, return_residual=False)
-    return output, with_gradients(structure, implementation, learned, fixed, cotangents)
+    return ours(structure, implementation, learned, fixed, return_residual=False), answer, grads
 
 
 def positions(structure, fixed):
@@ -151,9 +148,8 @@ def with_fillings(structure, learned, fixed, rng):
     marks = others.pop("marks", None)
     if marks is not None:
         others["mask"] = masked_by_object(structure, fixed, marks)
-    visible = reference.visible_scores(
-        (*batch, n, t, s), **others, is_causal=structure["is_causal"], local_window_size=structure["window"]
-    )
+    masking = {name: structure["static"][name] for name in ("is_causal", "local_window_size")}
+    visible = reference.visible_scores((*batch, n, t, s), **others, **masking)
     filling = rng.choice(np.array([np.nan, np.inf, -np.inf, 3e38, -3e38], np.float32))
     clean, spoilt = dict(learned), dict(learned)
     if "bias" in learned:
@@ -182,16 +178,8 @@ def exact(structure, learned, fixed, cotangents, keep):
     distance = abs(position - column)
     if slopes is not None:
         fixed["added"] = -slopes[:, None, None] * distance
-    answer, grads = reference.attention(
-        **learned,
-        **fixed,
-        is_causal=structure["is_causal"],
-        local_window_size=structure["window"],
-        logits_soft_cap=structure["soft_cap"],
-        scale=structure["scale"],
-        keep=keep,
-        cotangents=cotangents,
-    )
+    more = {"keep": keep, "cotangents": cotangents}
+    answer, grads = reference.attention(**learned, **fixed, **structure["static"], **more)
     sizes = {}
     named = dict(zip((["slopes"] if slopes is not None else []) + list(learned), grads, strict=True))
     if slopes is not None:
@@ -240,26 +228,10 @@ def check(structure, first_seed, draws):
         if seed == first_seed:  # masks that are known while tracing
             known = {"fixed": jax.tree.map(jnp.asarray, fixed), "cotangents": cotangents}
             results.append(jax.jit(functools.partial(everything, structure, "blockwise", **known))(learned))
-        for output, answer_and_gradients in results:
-            compare_all([output], want[0][:1], t + s, structure["rate"])
-            compare(answer_and_gradients, want, t + s, structure["rate"])
-
-
-def compare(got, want, terms, rate):
-    answer, grads = got
-    want_answer, want_grads, sizes = want
-    assert len(grads) == len(want_grads)
-    compare_all(answer, want_answer, terms, rate)
-    for name, x in want_grads.items():
-        compare_all([grads[name]], [x], terms, rate, sizes.get(name, 1.0))
-
-
-def compare_all(got, want, terms, rate, size=1.0):
-    for got_one, want_one in zip(got, want, strict=True):
-        finite = np.isfinite(want_one)
-        np.testing.assert_array_equal(np.where(finite, 0, got_one), np.where(finite, 0, want_one))
-        tolerance = 4 * terms * np.finfo(np.float32).eps / (1 - rate)
-        largest = max(1.0, size, np.abs(want_one, where=finite, out=np.zeros(np.shape(want_one))).max(initial=0))
-        np.testing.assert_allclose(
-            np.where(finite, got_one, 0), np.where(finite, want_one, 0), rtol=0, atol=tolerance * largest
-        )
+        (want_output, want_lse), want_grads, sizes = want
+        tolerance = 4 * (t + s) * np.finfo(np.float32).eps / (1 - structure["rate"])
+        for output, answer, grads in results:
+            close([output, *answer], [want_output, want_output, want_lse], tolerance, at_least=1.0)
+            assert len(grads) == len(want_grads)
+            for name, x in want_grads.items():
+                close({name: grads[name]}, {name: x}, tolerance, at_least=max(1.0, sizes.get(name, 1.0)))

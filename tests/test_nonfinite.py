@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import S as KEYS
-from cases import gradients_program, inputs
+from cases import inputs, with_gradients
 from marks import with_core_tuples
 
 from flax_mha import dot_product_attention
@@ -17,7 +17,6 @@ from flax_mha.masks import FunctionMask
 B, T, S, N, K, H = 2, 37, 45, 4, 2, 8
 FILLINGS = (np.nan, np.inf, -np.inf, 3e38, -3e38)
 BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-ALL = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 pytestmark = pytest.mark.usefixtures("small_tiles")
 # Rows from 30 on and keys from 33 on are masked, and here and there a score.
 MASK = np.ones((B, 1, T, S), bool)
@@ -33,30 +32,28 @@ SCORE_MODS = {
         lambda score, b, h, q, k: jnp.where(k < 33, jnp.exp(0.1 * score) * slopes[h], -jnp.inf)
     ),
 }
+CAP_SINKS = {"logits_soft_cap": 2.0, "sinks": np.ones(N, np.float32)}
+BIAS_WINDOW = {"bias": np.zeros((B, N, T, S), np.float32), "local_window_size": (40, 30)}
 ARGUMENTS = {
     "plain": {},
-    "soft cap, sinks": {"logits_soft_cap": 2.0, "sinks": np.ones(N, np.float32)},
-    "bias, window": {"bias": np.zeros((B, N, T, S), np.float32), "local_window_size": (40, 30)},
-    "all": {
-        "bias": np.zeros((B, N, T, S), np.float32),
-        "local_window_size": (40, 30),
-        "logits_soft_cap": 2.0,
-        "sinks": np.ones(N, np.float32),
-        "scale": np.float32(1.5),
-    },
+    "soft cap, sinks": CAP_SINKS,
+    "bias, window": BIAS_WINDOW,
+    "all": BIAS_WINDOW | CAP_SINKS | {"scale": np.float32(1.5)},
 }
 
 
-def arrays(**others):
+def arrays(score_mod="no score_mod", arguments="plain"):
     rng = np.random.default_rng(0)
     shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
-    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} | others
+    drawn = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    slopes = {} if SCORE_MODS[score_mod] is None else {"slopes": np.linspace(0.1, 0.4, N, dtype=np.float32)}
+    return drawn | slopes | {n: x for n, x in ARGUMENTS[arguments].items() if not isinstance(x, tuple | float)}
 
 
 @functools.lru_cache(maxsize=1)
 def program(score_mod, arguments, implementation, causal, mask):
     """Jitted: outputs, and the gradients of a loss over those that are finite."""
-    static = {name: x for name, x in ARGUMENTS[arguments].items() if isinstance(x, tuple | float) and name != "scale"}
+    static = {name: x for name, x in ARGUMENTS[arguments].items() if isinstance(x, tuple | float)}
     if mask:
         static["mask"] = MASK
 
@@ -65,7 +62,7 @@ def program(score_mod, arguments, implementation, causal, mask):
         slopes = given.pop("slopes", None)
         mod = {} if slopes is None else {"score_mod": SCORE_MODS[score_mod](slopes)}
         more = {"is_causal": causal, "return_residual": True, "return_max_score": True}
-        outputs = dot_product_attention(**given, **static, **mod, **more, implementation=implementation.split()[0])
+        outputs = dot_product_attention(**given, **static, **mod, **more, implementation=implementation)
         return sum(jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in outputs), outputs
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -78,57 +75,41 @@ def run(given, **which):
     }
 
 
-def given_arrays(score_mod, arguments):
-    others = {n: x for n, x in ARGUMENTS[arguments].items() if isinstance(x, np.ndarray) or n == "scale"}
-    if SCORE_MODS[score_mod] is not None:
-        others["slopes"] = np.linspace(0.1, 0.4, N, dtype=np.float32)
-    return arrays(**others)
+MASKED = [("no score_mod", "all"), ("slopes", "bias, window"), ("logarithm", "all"), ("masks itself", "plain")]
 
 
 @pytest.mark.parametrize(
     ("score_mod", "arguments"),
-    with_core_tuples(
-        [
-            *(("no score_mod", arguments) for arguments in ("plain", "all")),
-            ("slopes", "bias, window"),
-            ("logarithm", "all"),
-            *((score_mod, "plain") for score_mod in ("root", "masks itself")),
-        ],
-        ("no score_mod", "all"),
-        ("slopes", "bias, window"),
-        ("logarithm", "all"),
-        ("masks itself", "plain"),
-    ),
+    with_core_tuples([("no score_mod", "plain"), ("root", "plain"), *MASKED], *MASKED),
 )
-@ALL
+@BOTH
 def test_what_is_masked_reaches_nothing_and_what_is_visible_is_seen(score_mod, arguments, implementation):
     """The second where the `score_mod` masks nothing itself, and has a value and a derivative everywhere."""
-    which = {
-        "score_mod": score_mod,
-        "arguments": arguments,
-        "implementation": implementation,
-        "causal": score_mod in ("logarithm", "root"),
-    }
+    causal = score_mod in ("logarithm", "root")
+    which = {"score_mod": score_mod, "arguments": arguments, "implementation": implementation, "causal": causal}
     masked_reaches_nothing(**which)
     if score_mod in ("no score_mod", "slopes"):
         visible_is_seen(**which)
 
 
 @pytest.mark.parametrize("arguments", ["plain", "soft cap, sinks"])
-@ALL
+@BOTH
 def test_what_is_visible_is_seen_without_a_mask(arguments, implementation):
-    visible_is_seen(
-        score_mod="no score_mod", arguments=arguments, implementation=implementation, causal=False, mask=False
-    )
+    which = {"score_mod": "no score_mod", "arguments": arguments, "implementation": implementation, "causal": False}
+    visible_is_seen(**which, mask=False)
 
 
 def masked_reaches_nothing(**which):
     """In one feature of queries, keys and values, and in the bias: outputs and all gradients keep every bit."""
-    clean = given_arrays(which["score_mod"], which["arguments"])
+    clean = arrays(which["score_mod"], which["arguments"])
     clean["query"][:, 30:], clean["key"][:, 33:], clean["value"][:, 33:] = 0, 0, 0
     want = run(clean, **which)
     assert all(np.isfinite(x).all() for name, x in want.items() if name != "lse")
-    assert (want["output"][:, 30:] == 0).all()
+    rows = ~MASK.any(-1)[:, 0]
+    assert (want["output"][rows] == 0).all()
+    assert (want["d_query"][rows] == 0).all()
+    assert "d_sinks" in want or (want["lse"][rows] == -np.inf).all()
+    assert all((want[name][:, 33:] == 0).all() for name in ("d_key", "d_value"))
     for filling in FILLINGS:
         spoilt = {name: np.array(x) for name, x in clean.items()}
         spoilt["query"][:, 30:, :, 1], spoilt["query"][1, 25] = filling, filling
@@ -143,7 +124,7 @@ def masked_reaches_nothing(**which):
 def visible_is_seen(*, mask=True, **which):
     """In whichever feature it stands; rows that do not see it keep their values, and send back what they did."""
     which |= {"mask": mask}
-    clean = given_arrays(which["score_mod"], which["arguments"])
+    clean = arrays(which["score_mod"], which["arguments"])
     want = run(clean, **which)
     visible = np.broadcast_to(MASK if mask else True, (B, N, T, S))
     if "local_window_size" in ARGUMENTS[which["arguments"]]:
@@ -199,40 +180,35 @@ def test_padding_is_never_asked_about(implementation):
         return np.zeros(np.broadcast_shapes(np.shape(b), np.shape(h), np.shape(q_idx), np.shape(kv_idx)), np.float32)
 
     def score_mod(score, b, h, q_idx, kv_idx):
-        zero = jax.pure_callback(
-            note, jax.ShapeDtypeStruct((), jnp.float32), b, h, q_idx, kv_idx, vmap_method="broadcast_all"
-        )
-        return score + zero
+        result = jax.ShapeDtypeStruct((), jnp.float32)
+        return score + jax.pure_callback(note, result, b, h, q_idx, kv_idx, vmap_method="broadcast_all")
 
     def mask_mod(b, h, q_idx, kv_idx):
         return score_mod(jnp.float32(0), b, h, q_idx, kv_idx) == 0
 
-    query, key, value = arrays().values()
-    dot_product_attention(
-        query, key, value, score_mod=score_mod, mask=FunctionMask(mask_mod), query_offset=3, key_value_offset=5,
-        implementation=implementation,
-    ).block_until_ready()  # fmt: skip
+    given = arrays() | {"score_mod": score_mod, "mask": FunctionMask(mask_mod)}
+    given |= {"query_offset": 3, "key_value_offset": 5, "implementation": implementation}
+    dot_product_attention(**given).block_until_ready()
     highest, lowest = np.max(asked, 0), np.min(asked, 0)
     assert tuple(highest[:2]) == (3 + T - 1, 5 + S - 1)
     assert tuple(lowest[2:]) == (3, 5)
 
 
-@ALL
+@BOTH
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q, k: jnp.where(score > 0, score, 0)])
 def test_infinity_is_seen_although_all_products_with_it_are_minus_infinity(implementation, which, score_mod):
     """And although the `score_mod` loses it. Without jit the scale is an array, which takes another way."""
     arrays = [np.abs(np.random.default_rng(0).standard_normal((1, 70, 1, 8), np.float32)) for _ in range(3)]
     arrays[which][0, 40, 0, 5] = -np.inf
-    attend = functools.partial(
-        dot_product_attention, is_causal=True, score_mod=score_mod, implementation=implementation.split()[0]
-    )
+    more = {"score_mod": score_mod, "implementation": implementation}
+    attend = functools.partial(dot_product_attention, is_causal=True, **more)
     sees = np.arange(70) == 40 if which == 0 else np.arange(70) >= 40
     for run in (attend, jax.jit(attend)):
         np.testing.assert_array_equal(np.isnan(run(*arrays)[0, :, 0, 0]), sees)
 
 
-@ALL
+@BOTH
 @pytest.mark.parametrize("place", ["query", "key", "query beside large values"])
 def test_a_product_that_overflows_reaches_only_the_gradients_of_those_who_read_its_row(place, implementation):
     """All that is given is finite; one row of causal scores is not."""
@@ -243,7 +219,7 @@ def test_a_product_that_overflows_reaches_only_the_gradients_of_those_who_read_i
         given["query"][0, 30], given["key"][0, 30 if place == "key" else 0, :, 0] = 1e20, 1e20
 
     def loss(given, hidden):
-        output = dot_product_attention(**given, is_causal=True, implementation=implementation.split()[0])
+        output = dot_product_attention(**given, is_causal=True, implementation=implementation)
         return jnp.where(hidden, 0, output).sum()
 
     rows = np.zeros((B, T, N, H), bool)
@@ -254,23 +230,6 @@ def test_a_product_that_overflows_reaches_only_the_gradients_of_those_who_read_i
 
 # The same by all that hides, in the future, and for many scores -----------------------------------------------------
 
-
-@pytest.mark.core
-@BOTH
-def test_a_query_that_sees_nothing_answers_zero_with_zero_gradients(implementation):
-    arrays = inputs()
-    mask = np.ones((2, 1, T, KEYS), bool)
-    mask[0, :, 3], mask[1] = False, False
-    (output, lse), (d_query, d_key, d_value) = gradients_program(mask=mask, implementation=implementation)(arrays)
-    hidden = ~mask.any(-1)[:, 0]
-    assert (output[hidden] == 0).all()
-    assert (lse[hidden] == -jnp.inf).all()
-    assert (d_query[hidden] == 0).all()
-    assert (d_key[1] == 0).all()
-    assert (d_value[1] == 0).all()
-    assert all(np.isfinite(x).all() for x in (output, d_query, d_key, d_value))
-
-
 HIDERS = {
     "mask": {"mask": np.broadcast_to(np.arange(KEYS) < 40, (1, 1, 1, KEYS))},
     "lengths": {"key_value_seq_lengths": np.array([40, 40], np.int32)},
@@ -279,8 +238,6 @@ HIDERS = {
     "causal": {"is_causal": True, "query_offset": 39 - (T - 1)},
     "window": {"local_window_size": (None, 39 - (T - 1))},
 }
-
-
 # Tiles are skipped by each in its own way; the dense computation makes the same array of all.
 HIDDEN = [*((hider, "blockwise") for hider in HIDERS), ("lengths", "xla"), ("bias of -inf", "xla")]
 
@@ -290,24 +247,24 @@ HIDDEN = [*((hider, "blockwise") for hider in HIDERS), ("lengths", "xla"), ("bia
     with_core_tuples(HIDDEN, ("lengths", "blockwise"), ("lengths", "xla"), ("window", "blockwise")),
 )
 def test_what_hidden_keys_and_values_hold_reaches_nothing(hider, implementation):
-    run = gradients_program(**HIDERS[hider], implementation=implementation)
+    run = jax.jit(with_gradients(implementation, return_residual=True, **HIDERS[hider]))
     query, key, value = inputs()
     key[:, 40:], value[:, 40:] = 0, 0
-    want = run([query, key, value])
+    want = run(query, key, value)
     for filling in (np.nan, np.inf, -np.inf, 3e38):
         key[:, 40:], value[:, 40:] = filling, filling
-        jax.tree.map(np.testing.assert_array_equal, run([query, key, value]), want)
+        jax.tree.map(np.testing.assert_array_equal, run(query, key, value), want)
 
 
 @pytest.mark.core
 @BOTH
 def test_the_future_changes_nothing_and_who_sees_nan_answers_nan(implementation):
-    run = gradients_program(is_causal=True, implementation=implementation)
+    run = jax.jit(with_gradients(implementation, is_causal=True))
     query, key, value = inputs(t=KEYS)
-    (want, _), want_grads = run([x[:, :40] for x in (query, key, value)])
+    want, *want_grads = run(*(x[:, :40] for x in (query, key, value)))
     for filling in (np.nan, np.inf):
         key[:, 40], value[:, 45, 0, 3] = filling, filling
-        (output, _), grads = run([query, key, value])
+        output, *grads = run(query, key, value)
         # Another length is another order of sums.
         np.testing.assert_allclose(output[:, :40], want, rtol=0, atol=2 * KEYS * np.finfo(np.float32).eps)
         assert np.isnan(output[:, 40:]).all()

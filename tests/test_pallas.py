@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import kernels
 import numpy as np
 import pytest
-from cases import forget_programs, interpret
+from cases import close, forget_programs, gradients, interpret
 from jax.experimental.pallas import tpu as pltpu
-from kernels import as_on_a_tpu, by_the_rule_of_flash_attention, normal
+from kernels import as_on_a_tpu, call, in_bfloat16_by_the_rule_of_flash_attention, normal
 from marks import with_core
 
 from flax_mha import dot_product_attention, masks, recipes
@@ -39,97 +39,73 @@ def masked_share(*shape, share=0.6):
     return np.random.default_rng(2).random(shape) < share
 
 
+N, S = 4, 300
+SQUARE = shapes(S, S, n=N, k=2, h=8)
 IDS = np.sort(np.random.default_rng(1).integers(-2, 3, (2, 300)).astype(np.int32))
 KEY = jax.random.key(3)
-# sizes, arguments, and shapes of arguments that get gradients
 CASES = {
-    "one of each": (shapes(1, 1), {}, {}),
-    "one query, offset": (shapes(1, 300, n=4, k=2, h=80, hv=32), {"is_causal": True, "query_offset": 200}, {}),
-    "no batch, odd lengths": (shapes(127, 333, batch=(), n=3, k=3, h=80), {"scale": -0.3}, {}),
-    "causal window, soft cap": (
-        shapes(300, 333, n=4, k=2, h=128, hv=64),
-        {"is_causal": True, "local_window_size": (150, 0), "logits_soft_cap": 2.0},
-        {},
+    "one of each": call(shapes(1, 1)),
+    "one query, offset": call(shapes(1, 300, n=4, k=2, h=80, hv=32), is_causal=True, query_offset=200),
+    "no batch, odd lengths": call(shapes(127, 333, batch=(), n=3, k=3, h=80), scale=-0.3),
+    "causal window, soft cap": call(
+        shapes(300, 333, n=4, k=2, h=128, hv=64), is_causal=True, local_window_size=(150, 0), logits_soft_cap=2.0
     ),
-    "large heads, key offset, nobody visible in whole tiles": (
-        shapes(300, 127, h=256),
-        {"is_causal": True, "key_value_offset": 140},
-        {},
+    "large heads, key offset, nobody visible in whole tiles": call(
+        shapes(300, 127, h=256), is_causal=True, key_value_offset=140
     ),
-    "lengths, segments, sinks": (
+    "lengths, segments, sinks": call(
         shapes(300, 300, n=4, k=2),
-        {"query_seq_lengths": ints(270, 300), "key_value_seq_lengths": ints(140, 0), "query_segment_ids": IDS},
-        {"sinks": (4,)},
+        query_seq_lengths=ints(270, 300),
+        key_value_seq_lengths=ints(140, 0),
+        query_segment_ids=IDS,
     ),
-    "offsets as data": (
-        shapes(127, 300),
-        {"is_causal": True, "query_offset": ints(20, -30), "key_value_offset": ints(3)},
-        {},
+    "offsets as data": call(shapes(127, 300), is_causal=True, query_offset=ints(20, -30), key_value_offset=ints(3)),
+    "array mask and bias, per head": call(shapes(127, 333, n=4, k=2), mask=masked_share(2, 1, 127, 333)),
+    "a function of one head's number": call(
+        shapes(150, 150, batch=(1,), n=1, k=1), mask=masks.FunctionMask(lambda b, h, q, k: (q >= k) | (h > 0) | (b > 0))
     ),
-    "array mask and bias, per head": (
-        shapes(127, 333, n=4, k=2),
-        {"mask": masked_share(2, 1, 127, 333)},
-        {"bias": (1, 4, 127, 333)},
+    "bias of keys, mask of queries": call(
+        shapes(127, 300, n=2, k=1), is_causal=True, query_offset=150, mask=masked_share(2, 1, 127, 1)
     ),
-    "a function of one head's number": (
-        shapes(150, 150, batch=(1,), n=1, k=1),
-        {"mask": masks.FunctionMask(lambda b, h, q, k: (q >= k) | (h > 0) | (b > 0))},
-        {},
-    ),
-    "bias of keys, mask of queries": (
-        shapes(127, 300, n=2, k=1),
-        {"is_causal": True, "query_offset": 150, "mask": masked_share(2, 1, 127, 1)},
-        {"bias": (2, 1, 300)},
-    ),
-    "bias of queries, mask of keys": (shapes(300, 127), {"mask": masked_share(2, 1, 1, 127)}, {"bias": (2, 1, 300, 1)}),
-    "dropout": (
-        shapes(300, 127, n=4, k=2),
-        {"dropout_rate": 0.3, "dropout_rng": KEY, "query_offset": 5, "is_causal": True},
-        {},
-    ),
-    "combined masks, a bias of one number": (
+    "bias of queries, mask of keys": call(shapes(300, 127), mask=masked_share(2, 1, 1, 127)),
+    "dropout": call(shapes(300, 127, n=4, k=2), dropout_rate=0.3, dropout_rng=KEY, query_offset=5, is_causal=True),
+    "combined masks, a bias of one number": call(
         shapes(300, 300),
-        {"mask": masks.LocalMask(100, -20) | ~masks.CausalMask() & masks.FunctionMask(lambda b, h, q, k: k % 3 == b)},
-        {"bias": ()},
+        mask=masks.LocalMask(100, -20) | ~masks.CausalMask() & masks.FunctionMask(lambda b, h, q, k: k % 3 == b),
     ),
-    "two batch axes, everything": (
+    "block-sparse": (SQUARE, recipes.block_sparse(jnp.asarray(masked_share(N, 10, 10, share=0.3)), 32)),
+    "captured ids": call(
+        SQUARE, mask=masks.FunctionMask(lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k])
+    ),
+    "two batch axes, everything": call(
         shapes(150, 140, batch=(2, 2), n=4, k=2, h=16, hv=24),
-        {
-            "is_causal": True,
-            "local_window_size": (130, 1),
-            "scale": jnp.float32(0.4),
-            "logits_soft_cap": 2.0,
-            "query_offset": ints(8, 9),
-            "query_seq_lengths": np.array([[150, 30], [158, 1]], np.int32),
-            "key_value_seq_lengths": np.array([[140, 20], [130, 140]], np.int32),
-            "query_segment_ids": IDS[:1, None, :150],
-            "key_value_segment_ids": IDS[0, :140],
-            "mask": masked_share(1, 4, 150, 140, share=0.9),
-            "score_mod": recipes.alibi(4)["score_mod"],
-            "dropout_rate": 0.2,
-            "dropout_rng": KEY,
-        },
-        {"bias": (2, 1, 4, 1, 140), "sinks": (1, 2, 4)},
+        is_causal=True,
+        local_window_size=(130, 1),
+        scale=jnp.float32(0.4),
+        logits_soft_cap=2.0,
+        query_offset=ints(8, 9),
+        query_seq_lengths=np.array([[150, 30], [158, 1]], np.int32),
+        key_value_seq_lengths=np.array([[140, 20], [130, 140]], np.int32),
+        query_segment_ids=IDS[:1, None, :150],
+        key_value_segment_ids=IDS[0, :140],
+        mask=masked_share(1, 4, 150, 140, share=0.9),
+        score_mod=recipes.alibi(4)["score_mod"],
+        dropout_rate=0.2,
+        dropout_rng=KEY,
     ),
 }
+# Shapes of arguments that get gradients.
+LEARNED = {
+    "lengths, segments, sinks": {"sinks": (4,)},
+    "array mask and bias, per head": {"bias": (1, 4, 127, 333)},
+    "bias of keys, mask of queries": {"bias": (2, 1, 300)},
+    "bias of queries, mask of keys": {"bias": (2, 1, 300, 1)},
+    "combined masks, a bias of one number": {"bias": ()},
+    "two batch axes, everything": {"bias": (2, 1, 4, 1, 140), "sinks": (1, 2, 4)},
+}
 
-
-def results(implementation, arguments):
-    """Jitted: output, log-sum-exp, largest scores and the gradients of all arrays; none of rows that are not finite."""
-    data = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
-    static = {name: x for name, x in arguments.items() if name not in data}
-
-    @jax.jit
-    def run(arrays, learned, data):
-        def attend(arrays, learned):
-            more = static | data | learned | {"return_residual": True, "return_max_score": True}
-            return dot_product_attention(*arrays, implementation=implementation, **more)
-
-        answers, pull = jax.vjp(attend, arrays, learned)
-        cotangents = (jnp.where(jnp.isfinite(x), jnp.cos(x), jnp.zeros_like(x)) for x in answers)
-        return *answers, *jax.tree.leaves(pull(tuple(cotangents)))
-
-    return lambda arrays, learned: jax.device_get(run(arrays, learned, data))
+# Output, log-sum-exp, largest scores and the gradients of all arrays.
+results = functools.partial(gradients, return_residual=True, return_max_score=True)
 
 
 def assert_close(answers, expected):
@@ -151,33 +127,18 @@ def in_float64(arrays, **arguments):
 @pytest.mark.parametrize("name", with_core(CASES, "causal window, soft cap", "lengths, segments, sinks", "dropout"))
 def test_output_residual_and_gradients(name):
     """Against the equation in float64, or where functions or dropout take part, the dense computation."""
-    sizes, arguments, learned_sizes = CASES[name]
-    arrays = normal(*sizes)
+    sizes, arguments = CASES[name]
+    arrays, learned_sizes = normal(*sizes), LEARNED.get(name, {})
     learned = dict(zip(learned_sizes, normal(*learned_sizes.values()), strict=True))
     if "dropout_rate" in arguments or isinstance(arguments.get("mask"), masks.Mask):
-        expected = results("xla", arguments)(arrays, learned)
+        expected = results("xla", arguments)(arrays, **learned)
     else:
         expected = in_float64(arrays, **arguments, **learned)
-    assert_close(results("pallas", arguments)(arrays, learned), expected)
+    assert_close(results("pallas", arguments)(arrays, **learned), expected)
 
 
-B, N, S = 2, 4, 300
-SLOPES = jnp.float32([0.5, 0.25])
 TABLE = np.random.default_rng(5).standard_normal((32, N)).astype(np.float32)
-RECIPES = {
-    "block-sparse": recipes.block_sparse(jnp.asarray(masked_share(N, 10, 10, share=0.3)), 32),
-    "captured ids": {"mask": masks.FunctionMask(lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k])},
-}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes(name):
-    """Masks that look arrays up; causal masks, windows, functions and soft caps are among the cases above."""
-    arrays = normal(*shapes(S, S, n=N, k=2, h=8))
-    assert_close(results("pallas", RECIPES[name])(arrays, {}), results("xla", RECIPES[name])(arrays, {}))
-
-
-LEARNED = {
+CAPTURED = {
     "table of T5": (lambda table: recipes.t5_bias(table)["score_mod"], TABLE),
     "numbers without derivative at masked places": (
         lambda x: lambda score, b, h, q, k: jnp.tanh(score) * x[h] + jnp.log1p(x[b] * (q - k)),
@@ -186,26 +147,23 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize("name", with_core(LEARNED, "table of T5"))
+@pytest.mark.parametrize("name", with_core(CAPTURED, "table of T5"))
 def test_gradients_of_captured_arrays(name):
-    make, learned = LEARNED[name]
-    with jax.numpy_dtype_promotion("standard"):
-        answers = [_gradients_of_captured(make, implementation, learned) for implementation in ("pallas", "xla")]
-    assert np.abs(answers[1][-1]).max() > 1e-2
-    assert_close(*answers)
+    make, captured = CAPTURED[name]
 
-
-def _gradients_of_captured(make, implementation, learned):
-    @jax.jit
-    def run(arrays, learned):
-        def attend(arrays, learned):
-            more = {"score_mod": make(learned), "implementation": implementation, "return_max_score": True}
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, arrays, captured):
+        def attend(arrays, captured):
+            more = {"score_mod": make(captured), "implementation": implementation, "return_max_score": True}
             return dot_product_attention(*arrays, is_causal=True, return_residual=True, **more)
 
-        results, pull = jax.vjp(attend, arrays, learned)
+        results, pull = jax.vjp(attend, arrays, captured)
         return *results, *jax.tree.leaves(pull(jax.tree.map(jnp.cos, results)))
 
-    return jax.device_get(run(normal(*shapes(S, S, n=N, k=2, h=8)), learned))
+    with jax.numpy_dtype_promotion("standard"):
+        got, want = (jax.device_get(run(name, normal(*SQUARE), captured)) for name in ("pallas", "xla"))
+    assert np.abs(want[-1]).max() > 1e-2
+    assert_close(got, want)
 
 
 @pytest.mark.core
@@ -216,15 +174,15 @@ def test_not_finite():
     query, key, value = arrays = normal(*shapes(S, S, n=2, k=2, h=8))
     key[0, 290:], value[0, 295], key[1, 150], value[1, 200] = 3e38, np.nan, np.inf, -np.inf
     query[1, 295] = np.nan
-    expected = dense(arrays, {})
+    expected = dense(arrays)
     assert all(np.isfinite(x).all() for x in (expected[0], *expected[2:]))
-    assert_close(ours(arrays, {}), expected)
+    assert_close(ours(arrays), expected)
     key[0, 140, 0], value[1, 20, 1, 3], query[0, 7, 1] = np.nan, np.inf, np.inf
-    expected = dense(arrays, {})
+    expected = dense(arrays)
     assert np.isnan(expected[0][0, 140:, 0]).all()
     assert np.isnan(expected[0][0, 7, 1]).all()
     assert np.isfinite(expected[0][0, :140, 0]).all()
-    assert_close(ours(arrays, {}), expected)
+    assert_close(ours(arrays), expected)
 
 
 def test_a_product_that_overflows_gives_nobody_a_gradient_that_is_not_finite():
@@ -233,22 +191,15 @@ def test_a_product_that_overflows_gives_nobody_a_gradient_that_is_not_finite():
     for place in (0, 30):  # the first key, which all see, or the query's own
         query, key, _ = arrays = normal(*shapes(S, S, n=2, k=2, h=8))
         query[0, 30], key[0, place, :, 0] = 1e20, 1e20
-        expected, got = dense(arrays, {}), ours(arrays, {})
+        expected, got = dense(arrays), ours(arrays)
         assert np.isfinite(expected[0]).all(-1).sum() == 2 * S * 2 - 2
         np.testing.assert_array_equal(np.isnan(got[0]), np.isnan(expected[0]))
         assert all(np.isfinite(x).all() for x in (*expected[3:], *got[3:]))
 
 
 def test_bfloat16_by_the_rule_of_flash_attention():
-    def naive(query, key, value):
-        scores = jnp.einsum("btnh,bsnh->bnts", query, jnp.repeat(key, 2, 2)) * jnp.bfloat16(64**-0.5)
-        weights = jax.nn.softmax(jnp.where(np.tri(S, dtype=bool), scores, -jnp.inf))
-        return jnp.einsum("bnts,bsnh->btnh", weights, jnp.repeat(value, 2, 2))
-
-    ours, exact = (
-        functools.partial(dot_product_attention, implementation=x, is_causal=True) for x in ("pallas", "xla")
-    )
-    by_the_rule_of_flash_attention(ours, naive, exact, normal(*shapes(S, S, batch=(1,)), dtype=jnp.bfloat16))
+    sizes = shapes(S, S, batch=(1,))
+    in_bfloat16_by_the_rule_of_flash_attention("pallas", sizes, np.tri(S, dtype=bool), is_causal=True)
 
 
 def test_vmap_over_some_of_the_inputs():
@@ -266,12 +217,11 @@ def test_vmap_over_some_of_the_inputs():
         gradients = jax.value_and_grad(loss, (0, 1, 2, 3))
         return jax.jit(jax.vmap(gradients, (0, None, 0, 0, 0)))
 
-    (ours, our_gradients), (dense, gradients) = (
-        mapped(implementation)(queries, key, sinks, slopes, lengths) for implementation in ("pallas", "xla")
+    (ours, our_gradients), (dense, dense_gradients) = (
+        mapped(name)(queries, key, sinks, slopes, lengths) for name in ("pallas", "xla")
     )
     np.testing.assert_allclose(ours, dense, rtol=1e-5)
-    for got, want in zip(our_gradients, gradients, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    close(our_gradients, dense_gradients)
 
 
 def test_a_cache():
@@ -294,14 +244,14 @@ def test_races(order, races, monkeypatch, capfd):
     monkeypatch.setitem(run.ENGINES, "pallas", Pallas())
     interpret(monkeypatch, "pallas", params)
     forget_programs()  # programs are kept whatever this is
-    arguments = {"is_causal": True, "score_mod": lambda score, b, h, q, k: score * SLOPES[h]}
+    arguments = {"is_causal": True, "score_mod": lambda score, b, h, q, k: score * jnp.float32([0.5, 0.25])[h]}
     arrays, learned = normal(*shapes(256, 256, batch=(), n=1, k=1, h=8)), {"bias": normal((1, 1, 256))[0]}
     found = ""
     try:
-        answers = results("pallas", arguments)(arrays, learned)
+        answers = results("pallas", arguments)(arrays, **learned)
     except Exception as error:  # newer jax raises
         found = str(error)
     found += "".join(capfd.readouterr())
     assert ("RACE" in found.upper()) == races, found[:500]
     if not races:
-        assert_close(answers, results("xla", arguments)(arrays, learned))
+        assert_close(answers, results("xla", arguments)(arrays, **learned))

@@ -1,11 +1,10 @@
 """The gallery: each recipe equals its dense formula, in output and every gradient, those of captured arrays too."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import by_the_rule_of_flash_attention, close, naive_attention
 
 from flax_mha import dot_product_attention, recipes
 from flax_mha.conformance import reference
@@ -18,7 +17,10 @@ IDS = np.sort(rng.integers(0, 4, (B, S)), -1)
 BLOCKS = rng.random((N, 9, 9)) < 0.4
 TABLE = rng.standard_normal((12, N)).astype(np.float32)
 SINKS = rng.standard_normal(N).astype(np.float32)
-SLOPES = 2.0 ** -np.array([2, 4, 6, 8, 1, 3])  # of six heads: those of four, and every second one of eight
+DOCUMENTS = CAUSAL & (IDS[:, None, :, None] == IDS[:, None, None, :])
+SLOPES = (
+    2.0 ** -np.array([2, 4, 6, 8, 1, 3])[:, None, None]
+)  # of six heads: those of four, and every second one of eight
 
 
 def t5_buckets(distance, buckets=12):
@@ -65,30 +67,43 @@ for tree, parents in zip(TREES, PARENTS + S - 7, strict=True):
     for i, parent in enumerate(parents, S - 7):
         tree[i] |= (column[0] == i) | (tree[parent] if parent >= S - 7 else False)
 
-# how to make it (of what is learned), what is learned, and the arguments of the dense formula
-RECIPES = {
-    "causal": (recipes.causal, None, {"mask": CAUSAL}),
-    "sliding window": (lambda: recipes.sliding_window(9), None, {"mask": CAUSAL & (column >= row - 9)}),
-    "prefix-LM": (lambda: recipes.prefix_lm(20), None, {"mask": CAUSAL | (column < 20)}),
-    "documents": (
-        lambda: recipes.documents(jnp.asarray(IDS)),
-        None,
-        {"mask": CAUSAL & (IDS[:, None, :, None] == IDS[:, None, None, :])},
+# How to make it, and what is visible.
+MASKS = {
+    "causal": (recipes.causal, CAUSAL),
+    "sliding window": (lambda: recipes.sliding_window(9), CAUSAL & (column >= row - 9)),
+    "prefix-LM": (lambda: recipes.prefix_lm(20), CAUSAL | (column < 20)),
+    "documents": (lambda: recipes.documents(jnp.asarray(IDS)), DOCUMENTS),
+    "dilated": (lambda: recipes.dilated(3), CAUSAL & ((row - column) % 3 == 0)),
+    "block-sparse": (lambda: recipes.block_sparse(jnp.asarray(BLOCKS), 8), BLOCKS[:, row // 8, column // 8]),
+    "shared prefix": (
+        lambda: recipes.shared_prefix(jnp.asarray(CONTINUATIONS)),
+        CAUSAL & ((KEY_IDS == 0) | (KEY_IDS == QUERY_IDS)),
     ),
-    "ALiBi": (
-        lambda: recipes.alibi(np.int64(N)),
-        None,
-        {"mask": CAUSAL, "added": -SLOPES[:, None, None] * (row - column)},
+    "block diffusion": (
+        lambda: recipes.block_diffusion(34, 5),
+        np.where(NOISED[:, None], np.where(NOISED, BEHIND == 0, BEHIND > 0), ~NOISED & (BEHIND >= 0)),
     ),
+    "neighborhood": (lambda: recipes.neighborhood(7, 10, 4), np.kron(natten(7, 4), natten(10, 4))[:S, :S]),
+    "tree": (lambda: recipes.tree_causal(jnp.asarray(PARENTS), [S - 7, S - 7]), TREES[:, None]),
+}
+
+
+def looked_up(name, table):
+    return np.moveaxis(table[BUCKETS[name]], -1, 0)
+
+
+# How to make it of what is learned, what that is, and the arguments of the dense formula.
+RECIPES = {name: (make, None, {"mask": mask}) for name, (make, mask) in MASKS.items()} | {
+    "ALiBi": (lambda: recipes.alibi(np.int64(N)), None, {"mask": CAUSAL, "added": SLOPES * (column - row)}),
     "T5 bias": (
         lambda table: recipes.t5_bias(table, max_distance=40),
         TABLE,
-        {"mask": CAUSAL, "added": np.moveaxis(TABLE[BUCKETS["T5 bias"]], -1, 0)},
+        {"mask": CAUSAL, "added": looked_up("T5 bias", TABLE)},
     ),
     "T5 bias of an encoder": (
         lambda table: recipes.t5_bias(table, max_distance=40, bidirectional=True),
         TABLE,
-        {"mask": np.ones_like(CAUSAL), "added": np.moveaxis(TABLE[BUCKETS["T5 bias of an encoder"]], -1, 0)},
+        {"mask": np.ones_like(CAUSAL), "added": looked_up("T5 bias of an encoder", TABLE)},
     ),
     "soft cap": (lambda: recipes.soft_cap(1.5), None, {"mask": CAUSAL, "logits_soft_cap": 1.5}),
     "attention sinks": (
@@ -96,33 +111,11 @@ RECIPES = {
         SINKS,
         {"mask": CAUSAL & (column >= row - 9), "sinks": SINKS},
     ),
-    "dilated": (lambda: recipes.dilated(3), None, {"mask": CAUSAL & ((row - column) % 3 == 0)}),
-    "block-sparse": (
-        lambda: recipes.block_sparse(jnp.asarray(BLOCKS), 8),
-        None,
-        {"mask": BLOCKS[:, row // 8, column // 8]},
-    ),
-    "shared prefix": (
-        lambda: recipes.shared_prefix(jnp.asarray(CONTINUATIONS)),
-        None,
-        {"mask": CAUSAL & ((KEY_IDS == 0) | (KEY_IDS == QUERY_IDS))},
-    ),
-    "block diffusion": (
-        lambda: recipes.block_diffusion(34, 5),
-        None,
-        {"mask": np.where(NOISED[:, None], np.where(NOISED, BEHIND == 0, BEHIND > 0), ~NOISED & (BEHIND >= 0))},
-    ),
-    "neighborhood": (
-        lambda: recipes.neighborhood(7, 10, 4),
-        None,
-        {"mask": np.kron(natten(7, 4), natten(10, 4))[:S, :S]},
-    ),
     "shifted windows": (
         lambda table: recipes.shifted_windows(table, 8, 12, window=4, shift=1),
         OFFSETS,
-        {"mask": SWIN_MASK, "added": np.moveaxis(OFFSETS[SWIN_OFFSETS], -1, 0)},
+        {"mask": SWIN_MASK, "added": looked_up("shifted windows", OFFSETS)},
     ),
-    "tree": (lambda: recipes.tree_causal(jnp.asarray(PARENTS), [S - 7, S - 7]), None, {"mask": TREES[:, None]}),
 }
 
 
@@ -130,13 +123,6 @@ def inputs(dtype=np.float32):
     shapes = {"query": (B, S, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
     generator = np.random.default_rng(1)
     return {name: generator.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
-
-
-def run(name, implementation, inputs, cotangent, **more):
-    """Output, and the gradients of query, key, value and what is learned."""
-    (d_inputs, d_learned), output = jax.jit(graded(name, implementation, cotangent, **more))(inputs, RECIPES[name][1])
-    grads = [d_inputs[n] for n in ("query", "key", "value")]
-    return output, grads if d_learned is None else [*grads, d_learned]
 
 
 def graded(name, implementation, cotangent, **more):
@@ -168,16 +154,12 @@ def dense(name, inputs, cotangent, keep=None):
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@functools.cache
 def kept(rate):
     """What dropout multiplies the weights with: it shows in the output when the values are the identity."""
     flat = {name: np.zeros_like(x) for name, x in inputs().items()}
     flat["value"] = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, K, S))
     shown = dot_product_attention(**flat, dropout_rate=rate, dropout_rng=jax.random.key(0), implementation="xla")
     return (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - rate)
-
-
-IN_TURNS = [(name, ("xla", "blockwise")[i % 2]) for i, name in enumerate(RECIPES)]
 
 
 @pytest.mark.parametrize(
@@ -191,22 +173,18 @@ def test_equals_its_dense_formula(name, implementation, rate):
     """To 1e-5 relative; in tiles in turns with dropout and without."""
     arrays, cotangent = inputs(), rng.standard_normal((B, S, N, H)).astype(np.float32)
     drop = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}
-    output, grads = run(name, implementation, arrays, cotangent, **drop)
+    (grads, learned), output = jax.jit(graded(name, implementation, cotangent, **drop))(arrays, RECIPES[name][1])
     want, want_grads = dense(name, arrays, cotangent, kept(rate) if rate else None)
-    for got, expected in zip((output, *grads), (want, *want_grads), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    close((output, [grads[name] for name in arrays], learned), (want, want_grads))
 
 
 def test_recipes_combine():
     """Masks by &, score functions in order, all else as it is."""
-    mods = [
-        lambda score, b, h, q_idx, kv_idx: score * 2,
-        lambda score, b, h, q_idx, kv_idx: score + kv_idx.astype(score.dtype),
-    ]
+    mods = [lambda score, *place: score * 2, lambda score, b, h, q, k: score + k.astype(score.dtype)]
     parts = [{"score_mod": mods[0]}, recipes.sliding_window(9), recipes.alibi(N), recipes.soft_cap(1.5)]
     parts += [recipes.documents(jnp.asarray(IDS)), {"score_mod": mods[1]}]
     got = dot_product_attention(**inputs(), **recipes.combine(*parts))
-    mask = CAUSAL & (column >= row - 9) & (IDS[:, None, :, None] == IDS[:, None, None, :])
+    mask = DOCUMENTS & (column >= row - 9)
     alibi = recipes.alibi(N)["score_mod"]
     score_mod = lambda score, *place: mods[1](alibi(mods[0](score, *place), *place), *place)  # noqa: E731
     want = dot_product_attention(**inputs(), mask=mask, logits_soft_cap=1.5, score_mod=score_mod)
@@ -217,26 +195,19 @@ def test_recipes_combine():
     assert both == {"score_mod": mods[0], "logits_soft_cap": 3.0}
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        (
-            [recipes.soft_cap(3.0), recipes.soft_cap(5.0)],
-            "logits_soft_cap must be set by only one recipe, but 2 set it",
-        ),
-        (
-            [recipes.alibi(4), recipes.t5_bias(TABLE)],
-            "recipes must be created for the same number of heads, but got 4 and 6",
-        ),
-        ([recipes.causal(), recipes.causal()["mask"]], r'a recipe must be a dict of arguments, such as {"mask": mask}'),
-    ],
-)
-def test_what_does_not_combine(parts, message):
-    with pytest.raises(ValueError, match=message):
-        recipes.combine(*parts)
-
-
 BAD = {
+    "two soft caps": (
+        lambda: recipes.combine(recipes.soft_cap(3.0), recipes.soft_cap(5.0)),
+        "logits_soft_cap must be set by only one recipe, but 2 set it",
+    ),
+    "numbers of heads": (
+        lambda: recipes.combine(recipes.alibi(4), recipes.t5_bias(TABLE)),
+        "recipes must be created for the same number of heads, but got 4 and 6",
+    ),
+    "no recipe": (
+        lambda: recipes.combine(recipes.causal(), recipes.causal()["mask"]),
+        r'a recipe must be a dict of arguments, such as {"mask": mask}',
+    ),
     "tree, order": (lambda: recipes.tree_causal([-1, 2, 0]), r"parents must precede their tokens.* \[-1, 2, 0\]"),
     "tree, below -1": (lambda: recipes.tree_causal([-2]), r"parents must precede their tokens or be -1"),
     "tree, a number": (
@@ -258,16 +229,10 @@ BAD = {
     "T5, buckets": (lambda: recipes.t5_bias(TABLE[:3], bidirectional=True), r"with at least 4 buckets, .* \(3, 6\)"),
     "T5, distance": (lambda: recipes.t5_bias(TABLE, max_distance=6), "max_distance must be an int >= 7, but got 6"),
     "diffusion": (lambda: recipes.block_diffusion(8, 2.0), r"block must be an int >= 1, but got 2\.0"),
-    "neighborhood": (
-        lambda: recipes.neighborhood(3, 9, 5),
-        "size must not exceed the image size, 3 x 9, but got 5",
-    ),
+    "neighborhood": (lambda: recipes.neighborhood(3, 9, 5), "size must not exceed the image size, 3 x 9, but got 5"),
     "windows": (lambda: recipes.shifted_windows(OFFSETS, 8, 10, 4), "multiples of window, 4, but got 8 and 10"),
     "windows, shift": (lambda: recipes.shifted_windows(OFFSETS, 8, 8, 4, 4), "shift must be less than window, 4, but"),
-    "windows, table": (
-        lambda: recipes.shifted_windows(TABLE, 8, 8, 4),
-        r"heads\] = \(49, N\), but got \(12, 6\)",
-    ),
+    "windows, table": (lambda: recipes.shifted_windows(TABLE, 8, 8, 4), r"heads\] = \(49, N\), but got \(12, 6\)"),
 }
 
 
@@ -280,81 +245,46 @@ def test_bad_arguments(name):
 
 
 # What masks alone show does not depend on the dtype.
-OF_SCORES = [(name, how) for name, how in IN_TURNS if name == "causal" or {*RECIPES[name][2]} != {"mask"}]
+OF_SCORES = ["causal", *(name for name in RECIPES if name not in MASKS)]
 
 
-@pytest.mark.parametrize(("name", "implementation"), OF_SCORES)
+@pytest.mark.parametrize(
+    ("name", "implementation"), [(name, ("xla", "blockwise")[i % 2]) for i, name in enumerate(OF_SCORES)]
+)
 def test_bfloat16_by_the_rule_of_flash_attention(name, implementation):
     """At most twice the error of the dense formula with its scores and weights in bfloat16, plus one rounding."""
     arrays = inputs(jnp.bfloat16)
-    arguments = RECIPES[name][2]
-
-    def naive(query, key, value):
-        key, value = (jnp.repeat(x, N // K, 2) for x in (key, value))
-        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.asarray(np.sqrt(H), jnp.bfloat16)
-        if cap := arguments.get("logits_soft_cap"):
-            scores = cap * jnp.tanh(scores / cap)
-        scores = jnp.where(arguments["mask"], scores + jnp.asarray(arguments.get("added", 0.0), jnp.bfloat16), -jnp.inf)
-        sink = jnp.asarray(arguments.get("sinks", np.full(N, -np.inf)), jnp.bfloat16)
-        scores = jnp.concatenate([scores, jnp.broadcast_to(sink[:, None, None], (B, N, S, 1))], -1)
-        weights = jnp.nan_to_num(jax.nn.softmax(scores))[..., :-1]
-        return jnp.einsum("bnts,bsnh->btnh", weights, value)
-
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        simple = naive(**jax.tree.map(jnp.asarray, arrays))
+    formula = {"visible" if name == "mask" else name: x for name, x in RECIPES[name][2].items()}
+    simple = naive_attention(**jax.tree.map(jnp.asarray, arrays), **formula)
     gradient = graded(name, implementation, jnp.ones((B, S, N, H), jnp.bfloat16))
     output = jax.jit(lambda *arguments: gradient(*arguments)[1])(arrays, RECIPES[name][1])  # traced, but not compiled
     truth, _ = dense(name, arrays, np.ones((B, S, N, H)))
-    error, naive_error = (np.abs(np.float64(x) - truth).max() for x in (output, simple))
-    assert error <= 2 * naive_error + float(jnp.finfo(jnp.bfloat16).eps) * np.abs(truth).max()
+    by_the_rule_of_flash_attention([output], [simple], [truth])
 
 
-@pytest.mark.parametrize("name", ["T5 bias", "block-sparse"])
-def test_under_vmap_and_remat(name):
-    make, learned, _ = RECIPES[name]
-    arrays = inputs()
-
-    def loss(attend, inputs):
-        output = attend(inputs, learned)
-        return jnp.sum(jnp.sin(output)), output
-
-    attend = lambda inputs, learned: dot_product_attention(  # noqa: E731
-        **inputs, **(make() if learned is None else make(learned)), implementation="blockwise"
-    )
-    plain, again = (jax.grad(functools.partial(loss, f), has_aux=True) for f in (attend, jax.checkpoint(attend)))
-    want = jax.jit(plain)(arrays)
-    pair = jax.tree.map(lambda x: np.stack([x, x[::-1]]), arrays)
-    got = jax.jit(jax.vmap(again))(pair)
-    for i, order in enumerate((1, -1)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b[::order], rtol=0, atol=1e-5), got, want)  # noqa: B023
+LONG, HEADS = 8192, 4
+# test_memory.py has windows, soft caps and sinks; the others are further functions of positions and ids.
+AT_8K = {
+    "documents": lambda: recipes.documents(jnp.arange(LONG) // 1024),
+    "ALiBi": lambda: recipes.alibi(HEADS),
+    "T5 bias": lambda: recipes.t5_bias(jnp.ones((32, HEADS))),
+    "block-sparse": lambda: recipes.block_sparse(jnp.asarray(rng.random((HEADS, 32, 32)) < 0.2), 512),
+    "block diffusion": lambda: recipes.block_diffusion(LONG // 2, 32),
+    "shifted windows": lambda: recipes.shifted_windows(jnp.ones((225, HEADS)), 64, 128, window=8, shift=4),
+    "tree": lambda: recipes.tree_causal(PARENTS[0], LONG - 7),
+}
 
 
-# Windows, soft caps and sinks, whose memory test_memory.py has, and further functions of positions and ids.
-OTHERWISE_TESTED = ("causal", "sliding window", "prefix-LM", "soft cap", "attention sinks", "T5 bias of an encoder")
-OTHERWISE_TESTED += ("dilated", "neighborhood", "shared prefix")
-
-
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in OTHERWISE_TESTED])
+@pytest.mark.parametrize("name", AT_8K)
 def test_memory_at_8k(name, monkeypatch):
     """Of the gradient: at most 1/16 of the dense computation's temporaries, and no array that has both lengths."""
     monkeypatch.undo()
-    length, heads = 8192, 4
-    x = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32)
-    fixed = {
-        "documents": lambda: recipes.documents(jnp.arange(length) // 1024),
-        "ALiBi": lambda: recipes.alibi(heads),
-        "T5 bias": lambda: recipes.t5_bias(jnp.ones((32, heads))),
-        "block-sparse": lambda: recipes.block_sparse(jnp.asarray(rng.random((heads, 32, 32)) < 0.2), 512),
-        "block diffusion": lambda: recipes.block_diffusion(length // 2, 32),
-        "shifted windows": lambda: recipes.shifted_windows(jnp.ones((225, heads)), 64, 128, window=8, shift=4),
-        "tree": lambda: recipes.tree_causal(PARENTS[0], length - 7),
-    }
-    make = fixed.get(name, RECIPES[name][0])
+    x = jax.ShapeDtypeStruct((1, LONG, HEADS, 64), jnp.float32)
 
     def loss(query, key, value):
-        return dot_product_attention(query, key, value, **make()).sum()
+        return dot_product_attention(query, key, value, **AT_8K[name]()).sum()
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x)
-    assert f"{length}x{length}" not in lowered.as_text()
-    dense_bytes = heads * length**2 * 4 * 2  # scores, and the weights' cotangent
+    assert f"{LONG}x{LONG}" not in lowered.as_text()
+    dense_bytes = HEADS * LONG**2 * 4 * 2  # scores, and the weights' cotangent
     assert lowered.compile().memory_analysis().temp_size_in_bytes <= dense_bytes / 16

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for, equations
+from cases import close, compiled_for, with_gradients
 from jax import export
+from kernels import kernels_of_two_blocks
 from marks import pairwise, with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation
@@ -69,20 +70,25 @@ def test_vmap_over_arguments_equals_a_loop_over_them(name, implementation):
 
 @BOTH
 def test_vmap_over_keys_of_dropout_masks_and_captured_arrays(implementation):
+    """Also of gradients of a function that `jax.checkpoint` computes again."""
     attend = functools.partial(dot_product_attention, *(x[:1] for x in ARRAYS), implementation=implementation)
-    keys, lengths, tables = jax.random.split(jax.random.key(0), 3), jnp.array([3, 20, 40]), jnp.outer(lengths3(), TABLE)
+    keys, lengths = jax.random.split(jax.random.key(0), 3), jnp.array([3, 20, 40])
+    tables = jnp.outer(jnp.arange(1.0, 4), TABLE)
 
     def call(key, mask, table):
         mod = lambda score, b, h, q_idx, kv_idx: score + table[kv_idx]  # noqa: E731
         return attend(dropout_rng=key, dropout_rate=0.5, mask=mask, score_mod=mod)
 
-    got = jax.vmap(call)(keys, LengthMask(lengths), tables)
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=2, has_aux=True)
+    def run(key, mask, table):
+        output = jax.checkpoint(call)(key, mask, table)
+        return jnp.sin(output).sum(), output
+
+    got = jax.vmap(run)(keys, LengthMask(lengths), tables)
     for i in range(3):
-        np.testing.assert_allclose(got[i], call(keys[i], LengthMask(lengths[i]), tables[i]), rtol=0, atol=2e-6)
-
-
-def lengths3():
-    return jnp.array([1.0, 2.0, 3.0])
+        want = run(keys[i], LengthMask(lengths[i]), tables[i])
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=2e-6), got, want)
 
 
 EXPORTED = {
@@ -101,38 +107,23 @@ def test_export_with_symbolic_sizes(name):
     """One program for every batch size and length; nobody has to name an implementation."""
     batch, queries, keys = export.symbolic_shape("batch, queries, keys")
 
-    def call(query, key, value, lengths, ids, key_ids):
-        arguments = {"key_value_seq_lengths": lengths, "query_segment_ids": ids, "key_value_segment_ids": key_ids}
-        assert explain_implementation(query, key, value, **EXPORTED[name], **arguments).chosen == "xla"
-        return dot_product_attention(query, key, value, **EXPORTED[name], **arguments)
+    def call(*arrays, implementation=None):
+        names = ("key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids")
+        arguments = EXPORTED[name] | dict(zip(names, arrays[3:], strict=True))
+        assert explain_implementation(*arrays[:3], implementation=implementation, **arguments).chosen == "xla"
+        return dot_product_attention(*arrays[:3], implementation=implementation, **arguments)
 
-    shapes = (
-        jax.ShapeDtypeStruct((batch, queries, N, H), jnp.float32),
-        *[jax.ShapeDtypeStruct((batch, keys, K, H), jnp.float32)] * 2,
-        jax.ShapeDtypeStruct((batch,), jnp.int32),
-        jax.ShapeDtypeStruct((batch, queries), jnp.int32),
-        jax.ShapeDtypeStruct((batch, keys), jnp.int32),
-    )
-    exported = export.export(jax.jit(call))(*shapes)
+    def shapes(b, t, s):
+        floats, ints = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.int32))
+        return floats((b, t, N, H)), *[floats((b, s, K, H))] * 2, *map(ints, ((b,), (b, t), (b, s)))
+
+    exported = export.export(jax.jit(call))(*shapes(batch, queries, keys))
     for b, t, s in ((3, 40, 40), (1, 1, 7)):
-        query, key, value = normal(b, t, N, H), normal(b, s, K, H), normal(b, s, K, H)
-        data = (np.full(b, s - 1, np.int32), np.zeros((b, t), np.int32), np.arange(s, dtype=np.int32)[None] // 9)
-        data = (*data[:2], np.broadcast_to(data[2], (b, s)))
-        got, want = exported.call(query, key, value, *data), call_known(name, query, key, value, *data)
+        arrays = [normal(*x.shape) for x in shapes(b, t, s)[:3]]
+        key_ids = np.broadcast_to(np.arange(s, dtype=np.int32) // 9, (b, s))
+        arrays += [np.full(b, s - 1, np.int32), np.zeros((b, t), np.int32), key_ids]
+        got, want = exported.call(*arrays), call(*arrays, implementation="xla")
         np.testing.assert_allclose(got, want, rtol=0, atol=5e-6)
-
-
-def call_known(name, query, key, value, lengths, ids, key_ids):
-    return dot_product_attention(
-        query,
-        key,
-        value,
-        **EXPORTED[name],
-        key_value_seq_lengths=lengths,
-        query_segment_ids=ids,
-        key_value_segment_ids=key_ids,
-        implementation="xla",
-    )
 
 
 @pytest.mark.core
@@ -148,17 +139,16 @@ def test_blockwise_refuses_symbolic_sizes():
     ("empty", "name", "implementation"), pairwise(("B", "T", "S", "Hv"), ("nothing", "all"), ("xla", "blockwise"))
 )
 def test_empty_axes(empty, name, implementation):
-    sizes = {"B": B, "T": T, "S": T, "Hv": H} | {empty: 0}
-    shapes = [(sizes["B"], sizes["T"], N, H), (sizes["B"], sizes["S"], K, H), (sizes["B"], sizes["S"], K, sizes["Hv"])]
-    arrays = [np.ones(shape, np.float32) for shape in shapes]
+    b, t, s, hv = (0 if name == empty else size for name, size in {"B": B, "T": T, "S": T, "Hv": H}.items())
+    arrays = [np.ones(shape, np.float32) for shape in ((b, t, N, H), (b, s, K, H), (b, s, K, hv))]
     arguments = {}
     if name == "all":
         table = jnp.ones(())
         arguments = {
-            "bias": np.ones((N, sizes["T"], sizes["S"]), np.float32),
+            "bias": np.ones((N, t, s), np.float32),
             "is_causal": True,
-            "query_segment_ids": np.zeros(sizes["T"], np.int32),
-            "key_value_segment_ids": np.zeros(sizes["S"], np.int32),
+            "query_segment_ids": np.zeros(t, np.int32),
+            "key_value_segment_ids": np.zeros(s, np.int32),
             "score_mod": lambda score, b, h, q_idx, kv_idx: score * table,
             "dropout_rate": 0.5,
             "dropout_rng": jax.random.key(0),
@@ -166,12 +156,9 @@ def test_empty_axes(empty, name, implementation):
             "mask": FunctionMask(lambda b, h, q_idx, kv_idx: q_idx != kv_idx),
         }
 
-    def loss(arrays):
-        output, lse = dot_product_attention(*arrays, return_residual=True, implementation=implementation, **arguments)
-        return output.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (output, lse)
-
-    gradients, (output, lse) = jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(arrays))
-    assert output.shape == (sizes["B"], sizes["T"], N, sizes["Hv"])
+    run = jax.jit(with_gradients(implementation, return_residual=True, **arguments))
+    output, lse, *gradients = jax.device_get(run(*arrays))
+    assert output.shape == (b, t, N, hv)
     assert np.isfinite(output).all()
     assert empty != "S" or ((output == 0) & (lse == arguments.get("sinks", -np.inf))[..., None]).all()
     assert all(np.isfinite(x).all() and x.shape == y.shape for x, y in zip(gradients, arrays, strict=True))
@@ -179,61 +166,24 @@ def test_empty_axes(empty, name, implementation):
 
 
 @BOTH
-def test_x64(implementation):
-    with jax.enable_x64(True):
-        arrays = [x.astype(jnp.float64) for x in ARRAYS]
-        arguments = {
-            "is_causal": True,
-            "score_mod": lambda score, b, h, q_idx, kv_idx: score * 0.5 + TABLE[kv_idx].astype(score.dtype),
-            "mask": FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % 5 != 3),
-            "query_offset": 3,
-            "key_value_seq_lengths": np.array([40, 17, 0]),
-            "dropout_rate": 0.25,
-            "dropout_rng": jax.random.key(0),
-        }
-        attend = functools.partial(dot_product_attention, implementation=implementation, **arguments)
-
-        def answers(attend):
-            output, pull = jax.vjp(attend, *arrays)
-            return output, *pull(jnp.cos(output))
-
-        ours = jax.jit(answers, static_argnums=0)(attend)
-        assert ours[0].dtype == jnp.float64
-        # One by one, not in one program
-        dense = answers(functools.partial(attend, implementation="xla"))
-        for got, expected in zip(ours, dense, strict=True):
-            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
-
-
-@BOTH
 def test_groups_of_heads_change_nothing(implementation, monkeypatch):
     """As on a TPU: loops over groups of batch entries or heads, which may share keys and lengths."""
     rng = np.random.default_rng(0)
-    query, key, value = (rng.standard_normal((3, 20, n, 8), np.float32) for n in (4, 2, 2))
+    arrays = [rng.standard_normal((3, 20, n, 8), np.float32) for n in (4, 2, 2)]
+    arrays.append(np.ones((1, 4, 1, 20), np.float32))
 
     def answers():
-        def attend(*arrays):
-            return dot_product_attention(
-                *arrays,
-                jnp.ones((1, 4, 1, 20)),
-                key_value_seq_lengths=jnp.array([20, 7, 0]),
-                sinks=jnp.zeros((3, 4)),
-                implementation=implementation,
-            )
+        more = {"key_value_seq_lengths": jnp.array([20, 7, 0]), "sinks": jnp.zeros((3, 4))}
+        return jax.jit(with_gradients(implementation, **more))(*arrays)
 
-        output, pull = jax.vjp(attend, query, key, value)
-        return output, *pull(output)
-
-    want = jax.jit(lambda: answers())()
+    want = answers()
     monkeypatch.setattr(schedule, "_looped_axes", lambda call, scores: None)
     for together in (1, 2, 6):
         monkeypatch.setattr(schedule, "_max_heads_on_tpu", lambda call, scores, together=together: together)
-        for got, expected in zip(jax.jit(lambda: answers())(), want, strict=True):
-            atol = 20 * np.finfo(np.float32).eps * np.abs(expected).max()  # sums of 20 terms, in another order
-            np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
+        close(answers(), want, 20 * np.finfo(np.float32).eps)  # sums of 20 terms, in another order
 
 
-@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@BOTH
 @pytest.mark.parametrize("size", [(1e-3, 100, 1e3), (1, 1, 1e4)])
 def test_gradients_of_float16_overflow_only_where_the_result_does(implementation, size, monkeypatch):
     """As on an accelerator; gradients of scores are larger than those of queries and keys, and than float16 goes."""
@@ -243,14 +193,12 @@ def test_gradients_of_float16_overflow_only_where_the_result_does(implementation
     *arrays, cotangent = (jnp.asarray(x, jnp.float16) for x in arrays)
 
     def gradients(*arrays):
-        attend = functools.partial(
-            dot_product_attention, is_causal=True, local_window_size=4, implementation=implementation
-        )
+        more = {"is_causal": True, "local_window_size": 4, "implementation": implementation}
+        attend = functools.partial(dot_product_attention, **more)
         return jax.vjp(attend, *arrays)[1](cotangent.astype(arrays[0].dtype))
 
     exact = jax.jit(gradients)(*(x.astype(jnp.float32) for x in arrays))
-    for got, want in zip(jax.jit(gradients)(*arrays), exact, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=4e-3 * jnp.abs(want).max())
+    close(jax.jit(gradients)(*arrays), exact, 4e-3)
 
 
 def test_export_of_decoding_with_symbolic_sizes():
@@ -273,23 +221,12 @@ def test_export_of_decoding_with_symbolic_sizes():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@BOTH
 def test_what_a_policy_saves_by_name_is_not_computed_again(implementation):
     """The attention's products, or for tiles its forward pass, are as many as without `jax.checkpoint`."""
-    save = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse", "attention_scores")
-
-    def count(change):
-        def block(x):
-            return jnp.sin(dot_product_attention(x, x, x, is_causal=True, implementation=implementation))
-
-        def loss(x):
-            return change(block)(change(block)(x)).sum()
-
-        jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((40, 1, 4))).jaxpr
-        return sum(x.primitive.name in ("dot_general", "function") for x in equations(jaxpr))
-
-    saved, without = count(functools.partial(jax.checkpoint, policy=save)), count(lambda block: block)
-    assert saved == without < count(jax.checkpoint)
+    x, primitives = jax.ShapeDtypeStruct((40, 1, 4), jnp.float32), ("dot_general", "function")
+    saved, without, anew = kernels_of_two_blocks(primitives, x, is_causal=True, implementation=implementation)
+    assert 0 < saved == without < anew
 
 
 KEYS = jnp.array([5, 9])
