@@ -2,13 +2,13 @@
 
 import functools
 import gc
-import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import nothing_is_compiled
+from marks import with_core
 
 from flax_mha import dot_product_attention
 from flax_mha.masks import FunctionMask
@@ -32,6 +32,12 @@ def added(table, implementation="xla"):
 
 def close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def loss_of(score_mod, implementation="xla"):
+    """A loss as a function of the query."""
+    more = {"score_mod": score_mod, "implementation": implementation}
+    return lambda query: jnp.sin(dot_product_attention(query, *ARRAYS[1:], **more)).sum()
 
 
 def jitted_helper(table):
@@ -66,138 +72,34 @@ def custom_vjp(table):
     return lambda score, b, h, q_idx, kv_idx: helper(score, kv_idx)
 
 
+class OnHost:
+    """A callback of whose array nothing is printed."""
+
+    def __init__(self, table):
+        self.table = np.asarray(table)
+
+    def __repr__(self):
+        return "OnHost"
+
+    def __call__(self, kv_idx):
+        return self.table[kv_idx]
+
+
 def callback(table):
-    table = np.asarray(table)
-    result = jax.ShapeDtypeStruct((), jnp.float32)
-
-    def on_host(kv_idx):
-        return table[kv_idx]
-
+    on_host, result = OnHost(table), jax.ShapeDtypeStruct((), jnp.float32)
     return lambda score, b, h, q_idx, kv_idx: (
         score + jax.pure_callback(on_host, result, kv_idx, vmap_method="broadcast_all")
     )
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("make", [jitted_helper, custom_jvp, custom_vjp, callback])
-def test_functions_whose_code_reads_alike_are_told_apart(make):
-    for table in (FIRST, SECOND, FIRST):
-        close(attend(make(table)), added(table))
+def helpers_of_several_modules(table):
+    def helper(table):
+        names = {"TABLE": table}
+        exec("def look_up(index): return TABLE[index]", names)
+        return names["look_up"]
 
-
-@pytest.mark.parametrize("make", [custom_jvp, custom_vjp])
-def test_rules_of_custom_derivatives_are_told_apart(make):
-    def gradient(table):
-        helper = make(table)
-        zeros = jnp.zeros(T)
-        forward = lambda score, b, h, q_idx, kv_idx: (  # noqa: E731
-            helper(score, b, h, q_idx, kv_idx) - table[kv_idx] + zeros[kv_idx]
-        )
-        loss = lambda query: jnp.sum(jnp.sin(dot_product_attention(query, *ARRAYS[1:], score_mod=forward)))  # noqa: E731
-        return jax.grad(loss)(ARRAYS[0])
-
-    first, second = gradient(FIRST), gradient(SECOND)
-    assert jnp.abs(first - second).max() > 1e-3
-    close(gradient(FIRST), first)
-
-
-@BOTH
-def test_a_custom_vjp_has_gradients_but_no_forward_mode(implementation):
-    """Refused in a line that names the function, traced or not."""
-
-    def loss(query):
-        output = dot_product_attention(query, *ARRAYS[1:], score_mod=custom_vjp(FIRST), implementation=implementation)
-        return jnp.sin(output).sum()
-
-    for change in (lambda f: f, jax.jit):
-        with pytest.raises(NotImplementedError, match=r"^score_mod .* must support forward mode.*custom_jvp") as error:
-            change(lambda x: jax.jvp(loss, (x,), (x,)))(ARRAYS[0])
-        assert "\n" not in str(error.value)
-    assert jnp.isfinite(jax.jit(jax.grad(loss))(ARRAYS[0])).all()
-
-
-@pytest.mark.core
-@BOTH
-def test_what_a_function_closes_over_counts_as_it_is_now(implementation):
-    """Rebound numbers, changed lists and NumPy arrays, a rebound array: always the same function object."""
-    number, numbers, array, table = 0.5, [1.0], np.full(T, 0.25, np.float32), FIRST
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return score + (number + numbers[0] + jnp.asarray(array)[kv_idx]) * table[kv_idx]
-
-    def check():
-        close(
-            attend(score_mod, implementation), added((number + numbers[0] + array) * np.asarray(table), implementation)
-        )
-
-    check()
-    number = -3.0
-    check()
-    numbers[0] = 4.0
-    check()
-    array[:] = np.arange(T)
-    check()
-    table = SECOND
-    check()
-
-
-def test_sixty_random_edits_of_what_is_closed_over():
-    draw = random.Random(0)
-    state = {"slope": 0.5, "table": np.zeros(T, np.float32), "window": 5, "values": [1.0, 2.0]}
-    array = FIRST
-
-    @jax.jit
-    def helper(score, kv_idx):
-        return score + array[kv_idx] * state["slope"]
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return helper(score, kv_idx) + jnp.asarray(state["table"])[kv_idx] + jnp.asarray(state["values"])[kv_idx % 2]
-
-    def mask_mod(b, h, q_idx, kv_idx):
-        return abs(q_idx - kv_idx) <= state["window"]
-
-    for _ in range(60):
-        match draw.randrange(5):
-            case 0:
-                state["slope"] = draw.uniform(-2, 2)
-            case 1:
-                state["table"][draw.randrange(T)] = draw.uniform(-2, 2)
-            case 2:
-                state["window"] = draw.randrange(1, 9)
-            case 3:
-                state["values"][draw.randrange(2)] = draw.uniform(-2, 2)
-            case 4:
-                array = jnp.asarray(array).at[draw.randrange(T)].set(draw.uniform(-2, 2))
-        implementation = draw.choice(["xla", "blockwise"])
-        got = attend(score_mod, implementation, mask=FunctionMask(mask_mod))
-        bias = np.asarray(array) * state["slope"] + state["table"] + np.resize(state["values"], T)
-        distance = abs(np.arange(T)[:, None] - np.arange(T))
-        want = dot_product_attention(
-            *ARRAYS, np.float32(bias)[None, None], distance <= state["window"], implementation="xla"
-        )
-        close(got, want)
-
-
-def test_a_rebound_tracer_does_not_leak():
-    table = None
-    score_mod = lambda score, b, h, q_idx, kv_idx: score + table[kv_idx]  # noqa: E731
-    for values in (FIRST, SECOND):
-
-        @jax.jit
-        def call(values):
-            nonlocal table
-            table = 2 * values
-            return attend(score_mod)
-
-        close(call(values), added(2 * values))
-
-
-@pytest.mark.core
-@BOTH
-def test_arrays_captured_by_a_jitted_helper_get_gradients(implementation):
-    loss = lambda table: jnp.sum(jnp.sin(attend(jitted_helper(table), implementation)))  # noqa: E731
-    want = jax.grad(lambda table: jnp.sum(jnp.sin(added(table))))(FIRST)
-    close(jax.grad(loss)(FIRST), want)
+    one, other = helper(2 * table), helper(-table)
+    return lambda score, b, h, q_idx, kv_idx: score + one(kv_idx) + other(kv_idx)
 
 
 class Model:
@@ -223,12 +125,82 @@ CAPTURING = {
     "object": Model,
     "partial": lambda table: functools.partial(_of_keywords, table=table),
 }
+ADDING = {x.__name__: x for x in (jitted_helper, custom_jvp, custom_vjp, callback, helpers_of_several_modules)}
 
 
-@pytest.mark.parametrize("capture", CAPTURING.values(), ids=CAPTURING)
-def test_arrays_may_be_captured_in_every_way_of_python(capture):
-    for table in (FIRST, SECOND):
-        close(attend(capture(table)), added(table))
+@pytest.mark.parametrize("name", with_core([*ADDING, *CAPTURING], *[*ADDING][:4]))
+def test_functions_whose_code_reads_alike_are_told_apart(name):
+    """However an array is captured."""
+    make = (ADDING | CAPTURING)[name]
+    for table in (FIRST, SECOND, FIRST):
+        close(attend(make(table)), added(table))
+
+
+@pytest.mark.parametrize("make", [custom_jvp, custom_vjp])
+def test_rules_of_custom_derivatives_are_told_apart(make):
+    def gradient(table):
+        helper, zeros = make(table), jnp.zeros(T)
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return helper(score, b, h, q_idx, kv_idx) - table[kv_idx] + zeros[kv_idx]
+
+        return jax.grad(loss_of(score_mod))(ARRAYS[0])
+
+    first, second = gradient(FIRST), gradient(SECOND)
+    assert jnp.abs(first - second).max() > 1e-3
+    close(gradient(FIRST), first)
+
+
+@BOTH
+def test_a_custom_vjp_has_gradients_but_no_forward_mode(implementation):
+    """Refused in a line that names the function, traced or not."""
+    loss = loss_of(custom_vjp(FIRST), implementation)
+    for change in (lambda f: f, jax.jit):
+        with pytest.raises(NotImplementedError, match=r"^score_mod .* must support forward mode.*custom_jvp") as error:
+            change(lambda x: jax.jvp(loss, (x,), (x,)))(ARRAYS[0])
+        assert "\n" not in str(error.value)
+    assert jnp.isfinite(jax.jit(jax.grad(loss))(ARRAYS[0])).all()
+
+
+@pytest.mark.core
+@BOTH
+def test_what_a_function_closes_over_counts_as_it_is_now(implementation):
+    """Rebound numbers, changed lists and NumPy arrays, a rebound array: always the same function objects."""
+    number, numbers, array, table, count = 0.5, [1.0], np.full(T, 0.25, np.float32), FIRST, 20
+
+    @jax.jit
+    def looked_up(kv_idx):
+        return number * table[kv_idx]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + (numbers[0] + jnp.asarray(array)[kv_idx]) * looked_up(kv_idx)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return kv_idx < count
+
+    def check():
+        bias = jnp.where(np.arange(T) < count, (numbers[0] + array) * number * table, -jnp.inf)
+        close(attend(score_mod, implementation, mask=FunctionMask(mask_mod)), added(bias, implementation))
+
+    check()
+    number = -3.0
+    check()
+    numbers[0] = 4.0
+    check()
+    array[:] = np.arange(T)
+    check()
+    table = SECOND
+    check()
+    count = 9
+    check()
+
+
+@pytest.mark.core
+@BOTH
+def test_arrays_captured_by_a_jitted_helper_get_gradients(implementation):
+    loss = lambda table: jnp.sum(jnp.sin(attend(jitted_helper(table), implementation)))  # noqa: E731
+    want = jax.grad(lambda table: jnp.sum(jnp.sin(added(table))))(FIRST)
+    close(jax.grad(loss)(FIRST), want)
 
 
 @pytest.mark.core
@@ -239,17 +211,6 @@ def test_what_positions_cannot_index_is_refused_with_the_fix(capture, convert):
     with pytest.raises(ValueError, match=message) as error:
         attend(capture(convert(np.asarray(FIRST))))
     assert "\n" not in str(error.value)
-
-
-def test_helpers_of_several_modules_keep_their_own_arrays():
-    def helper(table):
-        names = {"TABLE": table}
-        exec("def look_up(index): return TABLE[index]", names)
-        return names["look_up"]
-
-    one, other, last = helper(FIRST), helper(SECOND), helper(FIRST**2)
-    got = attend(lambda score, b, h, q_idx, kv_idx: score + one(kv_idx) + other(kv_idx) + last(kv_idx))
-    close(got, added(FIRST + SECOND + FIRST**2))
 
 
 def test_a_key_of_jax_random_may_be_captured():
@@ -285,10 +246,7 @@ def test_rules_of_rules_are_told_apart():
         return lambda score, b, h, q_idx, kv_idx: outer(score)
 
     def product(factor):
-        def loss(query):
-            return jnp.sin(dot_product_attention(query, *ARRAYS[1:], score_mod=nested(factor))).sum()
-
-        return jax.jvp(jax.grad(loss), (ARRAYS[0],), (ARRAYS[0],))[1]
+        return jax.jvp(jax.grad(loss_of(nested(factor))), (ARRAYS[0],), (ARRAYS[0],))[1]
 
     first = product(1.0)
     assert jnp.abs(product(-3.0) - first).max() > 1e-3
@@ -297,18 +255,15 @@ def test_rules_of_rules_are_told_apart():
 
 @BOTH
 def test_a_mask_mod_that_calls_back_is_asked_in_every_call(implementation):
-    table = np.ones(T, bool)
-
-    def on_host(kv_idx):
-        return table[kv_idx]
+    on_host, result = OnHost(np.ones(T, bool)), jax.ShapeDtypeStruct((), bool)
 
     def mask_mod(b, h, q_idx, kv_idx):
-        return jax.pure_callback(on_host, jax.ShapeDtypeStruct((), bool), kv_idx, vmap_method="broadcast_all")
+        return jax.pure_callback(on_host, result, kv_idx, vmap_method="broadcast_all")
 
     for count in (T, 7):
-        table[:] = np.arange(T) < count
+        on_host.table[:] = np.arange(T) < count
         got = attend(None, implementation, mask=FunctionMask(mask_mod))
-        close(got, dot_product_attention(*ARRAYS, mask=table[None, None, None]))
+        close(got, dot_product_attention(*ARRAYS, mask=on_host.table[None, None, None]))
 
 
 def test_a_mask_made_anew_is_an_equal_argument_of_jit_until_what_it_captures_changes():
@@ -421,40 +376,15 @@ def test_a_rule_whose_closure_has_changed_counts_as_it_is_now(implementation):
 
     scaled.defjvp(lambda primals, tangents: (primals[0], tangents[0] * factor))
 
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return scaled(score)
-
     def gradient():
-        loss = lambda query: jnp.sin(dot_product_attention(query, *ARRAYS[1:], **arguments)).sum()  # noqa: E731
         return jax.grad(loss)(ARRAYS[0])
 
-    arguments = {"score_mod": score_mod, "implementation": implementation}
+    loss = loss_of(lambda score, *_: scaled(score), implementation)
     first = gradient()
     factor = 3.0
     close(gradient(), 3 * first)
     factor = 1.0
     close(gradient(), first)
-
-
-def test_a_callback_is_not_known_by_what_it_prints():
-    class OnHost:
-        def __init__(self, table):
-            self.table = np.asarray(table)
-
-        def __repr__(self):
-            return "OnHost"
-
-        def __call__(self, kv_idx):
-            return self.table[kv_idx]
-
-    def made(table):
-        on_host, result = OnHost(table), jax.ShapeDtypeStruct((), jnp.float32)
-        return lambda score, b, h, q_idx, kv_idx: (
-            score + jax.pure_callback(on_host, result, kv_idx, vmap_method="broadcast_all")
-        )
-
-    for table in (FIRST, SECOND, FIRST):
-        close(attend(made(table)), added(table))
 
 
 def test_a_function_whose_rule_refuses_has_no_derivative_but_a_value():
@@ -466,12 +396,9 @@ def test_a_function_whose_rule_refuses_has_no_derivative_but_a_value():
         raise NotImplementedError("no gradient")
 
     doubled.defvjp(lambda x: (2 * x, None), refuse)
-    got = attend(lambda score, b, h, q_idx, kv_idx: doubled(score))
-    close(got, attend(lambda score, b, h, q_idx, kv_idx: 2 * score))
+    close(attend(lambda score, *_: doubled(score)), attend(lambda score, *_: 2 * score))
     with pytest.raises(NotImplementedError, match="no gradient"):
-        jax.grad(lambda query: dot_product_attention(query, *ARRAYS[1:], score_mod=lambda s, *_: doubled(s)).sum())(
-            ARRAYS[0]
-        )
+        jax.grad(loss_of(lambda score, *_: doubled(score)))(ARRAYS[0])
 
 
 @BOTH
@@ -486,8 +413,7 @@ def test_scores_that_the_function_masks_itself_have_safe_derivatives(transform, 
                 distance = of_distance(q_idx - kv_idx).astype(score.dtype)
                 return jnp.where(q_idx >= kv_idx, (score + jnp.log1p(distance)) * slopes[h], -jnp.inf)
 
-            arguments = {"score_mod": score_mod, "implementation": implementation}
-            return jnp.sin(dot_product_attention(query, *ARRAYS[1:], **arguments)).sum()
+            return loss_of(score_mod, implementation)(query)
 
         first = jax.jacfwd(loss, (0, 1)) if transform == "jacfwd" else jax.grad(loss, (0, 1))
         if transform != "grad of grad":
