@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-def compiled(t, gradient, arguments, attend=dot_product_attention):
+def lowered(t, gradient, arguments, attend=dot_product_attention):
     x = jax.ShapeDtypeStruct((1, t, N, H), jnp.float32)
     arrays = {name: a for name, a in arguments.items() if isinstance(a, jax.ShapeDtypeStruct)}
     static = {name: a for name, a in arguments.items() if name not in arrays}
@@ -42,20 +42,20 @@ def compiled(t, gradient, arguments, attend=dot_product_attention):
     return jax.jit(f).lower((x, x, x), bias, arrays)
 
 
-def temporaries(*call, **more):
-    return compiled(*call, **more).compile().memory_analysis().temp_size_in_bytes
+def temporaries(lowered):
+    return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
 @functools.cache
 def dense_temporaries(t, gradient):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return temporaries(t, gradient, {}, attend=jax.nn.dot_product_attention)
+        return temporaries(lowered(t, gradient, {}, jax.nn.dot_product_attention))
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 @pytest.mark.parametrize("name", with_core(CASES, "causal window, segments, lengths, soft cap, sinks"))
 def test_four_times_the_length_takes_at_most_five_times_the_memory(name, gradient):
-    short, long = (temporaries(t, gradient, CASES[name](t)) for t in (2048, 8192))
+    short, long = (temporaries(lowered(t, gradient, CASES[name](t))) for t in (2048, 8192))
     assert long <= 5 * short
     assert long <= dense_temporaries(8192, gradient) / 10
 
@@ -63,36 +63,30 @@ def test_four_times_the_length_takes_at_most_five_times_the_memory(name, gradien
 @pytest.mark.parametrize("name", with_core(CASES, "dropout"))
 def test_no_array_has_both_lengths(name):
     """Not even as a shape that XLA might fuse away."""
-    text = compiled(8192, True, CASES[name](8192)).as_text()
+    text = lowered(8192, True, CASES[name](8192)).as_text()
     assert "8192x" in text
     assert "8192x8192" not in text
 
 
-def _tangents(loss, x):
-    return jax.jvp(loss, (x,), (x,))
+DERIVATIVES = {
+    "tangents": lambda loss, x: jax.jvp(loss, (x,), (x,)),
+    "linearized": lambda loss, x: jax.linearize(loss, x)[1](x),
+    "Hessian product": lambda loss, x: jax.jvp(jax.grad(loss), (x,), (x,))[1],
+}
 
 
-def _linearized(loss, x):
-    return jax.linearize(loss, x)[1](x)
-
-
-def _hessian_product(loss, x):
-    return jax.jvp(jax.grad(loss), (x,), (x,))[1]
-
-
-@pytest.mark.parametrize("derivative", with_core([_tangents, _linearized, _hessian_product], _hessian_product))
+@pytest.mark.parametrize("derivative", with_core(DERIVATIVES, "Hessian product"))
 def test_derivatives_of_other_orders_take_memory_linear_in_the_length(derivative):
     def size(t, implementation):
         def loss(qkv):
             return jnp.sin(dot_product_attention(*qkv, is_causal=True, implementation=implementation)).sum()
 
         x = jax.ShapeDtypeStruct((1, t, 1, H), jnp.float32)
-        lowered = jax.jit(functools.partial(derivative, loss)).lower((x, x, x))
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        return temporaries(jax.jit(functools.partial(DERIVATIVES[derivative], loss)).lower((x, x, x)))
 
     long = size(8192, "blockwise")
     assert long <= 5 * size(2048, "blockwise")
-    if derivative is _hessian_product:
+    if derivative == "Hessian product":
         assert long <= size(8192, "xla") / 20
 
 
@@ -100,10 +94,9 @@ def test_heads_of_a_group_share_their_keys():
     """Repeating keys and values for the heads of a group would show in the temporaries."""
 
     def gradient(n, k):
-        query = jax.ShapeDtypeStruct((1, 4096, n, H), jnp.float32)
-        key = jax.ShapeDtypeStruct((1, 4096, k, H), jnp.float32)
+        query, key = (jax.ShapeDtypeStruct((1, 4096, heads, H), jnp.float32) for heads in (n, k))
         f = jax.grad(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True).sum(), (0, 1, 2))
-        return jax.jit(f).lower(query, key, key).compile().memory_analysis().temp_size_in_bytes
+        return temporaries(jax.jit(f).lower(query, key, key))
 
     saved = gradient(8, 8) - gradient(8, 1)
     one_head = np.float32(0).nbytes * 4096 * H
