@@ -73,11 +73,13 @@ def zero_keys(
 
 def restore_nan(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Array, "n F"]:
     """Replaces flagged vectors, which are zeros, by NaN, for engines that replace masked scores."""
-    return x + jnp.expand_dims(flags * 0, 1).astype(x.dtype)
+    return x + jnp.expand_dims(flags * 0, -1).astype(x.dtype)
 
 
 def poison_of_scores(rows: Rows) -> Float[Array, "T S"]:
     """Returns what is added to visible scores: infinity if the query or the key was replaced, else 0."""
+    if rows.key.ndim == 2:  # each query has keys of its own
+        return rows.query[:, None] + rows.key
     shape = (*rows.query.shape, *rows.key.shape)
     return lax.add(lax.broadcast_in_dim(rows.query, shape, (0,)), lax.broadcast_in_dim(rows.key, shape, (1,)))
 

@@ -125,6 +125,7 @@ class Plan(NamedTuple):
       fuses_rows: Whether XLA's CPU backend compiles `dense.rows_of`, for a head or a tile, to one fast kernel.
       tiling: The tiles of one head; None for engines without tiles.
       in_place: The blocks of keys that "xla" reads in place; None computes all scores at once.
+      gathered: The number of queries whose keys "xla" gathers at a time, if each query lists its keys; else None.
     """
 
     dtype: jnp.dtype
@@ -134,17 +135,22 @@ class Plan(NamedTuple):
     fuses_rows: bool = False
     tiling: Tiling | None = None
     in_place: KeyBlocks | None = None
+    gathered: int | None = None
 
     @property
     def variant(self) -> str | None:
         """The algorithm in words, for engines that have several."""
         if self.tiling is not None:
             return None
+        if self.gathered is not None:
+            return "keys gathered for each query"
         return "all scores at once" if self.in_place is None else "keys read in place"
 
 
 def plan_xla(call: Call) -> Plan:
     """Plans a call by "xla": keys are read in place if blocks are chosen for them, else all scores computed at once."""
+    if call.operands.key_indices is not None:
+        return _plan_gathered(call, call.operands.key_indices.shape[-1])
     blocks = blocks_in_place(call)
     if blocks is not None:
         return Plan(blocks.dtype, guard=False, in_place=blocks)
@@ -152,6 +158,21 @@ def plan_xla(call: Call) -> Plan:
     looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
     dtype, fuses = product_dtype(call, tiles=False), _fuses_rows(call, scores)
     return Plan(dtype, True, looped, _max_heads_on_tpu(call, scores), fuses)
+
+
+def _plan_gathered(call: Call, count: int) -> Plan:
+    """Plans a call whose queries list `count` keys each.
+
+    A block of queries gathers about as many keys as there are. Then the gradients of keys that a block adds to those of
+    other blocks take no longer than the gathered keys themselves, and memory stays linear.
+    """
+    queries, keys = call.operands.lengths
+    if not call.options.has_known_sizes:
+        return Plan(product_dtype(call, tiles=False), False, None, gathered=queries)
+    queries = min(queries, max(keys // count, MAX_QUERIES_IN_PLACE))
+    scores = queries * count
+    looped, together = _looped_axes(call, scores), _max_heads_on_tpu(call, scores)
+    return Plan(product_dtype(call, tiles=False), False, looped, together, gathered=queries)
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Call]:
@@ -219,7 +240,7 @@ def reads_in_place(call: Call) -> bool:
     It does for a cache, and for few queries over many keys on a CPU.
     """
     operands, options = call
-    if not options.has_known_sizes or not all(x.size for x in operands[:3]):
+    if not options.has_known_sizes or not all(x.size for x in operands[:3]) or operands.key_indices is not None:
         return False
     if options.score_mod is not None and options.score_mod.has_custom_vjp:
         return False  # the derivative of what is read in place is that of a dense attention, by a rule for jax.jvp

@@ -125,7 +125,7 @@ def _compute(engine: Engine, plan: Plan, operands: Operands, options: Options) -
 
 def choose(call: Call) -> str:
     """Returns the name of the engine that `implementation=None` selects on one device."""
-    if plans.is_memory_bound(call):
+    if plans.is_memory_bound(call) or call.operands.key_indices is not None:
         return "xla"  # a fused kernel gains nothing
     for name in PREFERRED.get(call.options.target.platform, ()):
         if not refusals(name, call):
@@ -142,6 +142,8 @@ def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
         return [f'only {names} can differentiate a single step of strategy="ring": {remedy}']
     if name != "xla" and not call.options.has_known_sizes:
         return ["it needs static shapes, but some dimensions are symbolic: export with static shapes"]
+    if name != "xla" and call.operands.key_indices is not None:
+        return ['key_indices is not supported: pass implementation=None or "xla"']
     return engine.supports(call)
 
 

@@ -116,8 +116,7 @@ class TracedMask(Mask):
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         batch, head = (jnp.asarray(0 if x is None else x, jnp.int32) for x in (self.batch, self.head))
         one = functools.partial(self.function, self.captured, batch, head)
-        each = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
-        return each(tile.query_positions[:, 0], tile.key_positions[0])
+        return tile.map_positions(one)
 
     def occupancy(self, grid: Grid) -> Occupancy:
         """Evaluates the function for one row of tiles at a time, unless the occupancy is known."""

@@ -75,6 +75,7 @@ class Arguments(CommonArguments, total=False):
     key_value_offset: int | ArrayLike
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
+    key_indices: ArrayLike | None
 
 
 class CallArguments(Arguments, total=False):
@@ -303,7 +304,8 @@ def canonical(
         SegmentMask(*validation.segment_ids(query_ids, key_ids, shape)) if has_segments else None,
         given_mask(mask, shape),
     ]
-    return with_keys(scoring, key, value, shape, bias, masks, offsets)
+    indices = validation.key_indices(arguments.get("key_indices"), shape)
+    return with_keys(scoring, key, value, shape, bias, masks, offsets, key_indices=indices)
 
 
 def check_scoring(
@@ -356,6 +358,7 @@ def with_keys(
     masks: Sequence[Mask | None],
     offsets: Offsets,
     cache_scale: Array | None = None,
+    key_indices: Array | None = None,
 ) -> Call:
     """Completes a call of `check_scoring`: checks the bias, and lookups of user functions; see `Operands`."""
     present = [mask for mask in masks if mask is not None]
@@ -366,6 +369,7 @@ def with_keys(
         mask=functools.reduce(operator.and_, present) if present else None,
         offsets=offsets,
         cache_scale=cache_scale,
+        key_indices=key_indices,
     )
     is_known = all(isinstance(n, int) for x in operands[:3] for n in x.shape)
     options = scoring.options._replace(has_known_sizes=is_known)

@@ -96,6 +96,8 @@ class Operands(NamedTuple):
     dropout_rng: Array | None
     head_ids: "HeadIds | None" = None  # indices and random words, if these operands are a slice of a larger call
     cache_scale: Float[Array, "*B S K 2"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
+    # The keys that each query attends to, of which a key counts once; -1 stands for none. None: all keys.
+    key_indices: Int[Array, "*B T #K k"] | None = None
     rows: Rows | None = None  # which queries and keys `guard` replaced by zeros; None before, and if it does nothing
     tiles: Any = None  # the tiles to visit (`BlockMask`), if they are known before the call is computed
 
@@ -124,6 +126,7 @@ class Operands(NamedTuple):
             (self.dropout_rng, ""),
             *zip(self.head_ids or (), ("B", "N", "B N words"), strict=False),
             (self.cache_scale, "B S K H"),
+            (self.key_indices, "B T K k"),
         ]
         return [axes for tree, axes in named for _ in jax.tree.leaves(tree)]
 

@@ -6,13 +6,14 @@ place in the sequence: query i has position `offsets[0] + i`, and key j has posi
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Scalar = int | Int[Array, ""]
 BoolMatrix = Bool[Array, "rows columns"] | np.ndarray
@@ -64,13 +65,17 @@ class Tile(NamedTuple):
     # Number S of slots of a ring cache: the key at position p is in column p mod S, and slots that were never written
     # have negative positions. `offsets` then holds the position of the newest key, not of key 0.
     ring: int | None = None
+    # The keys that each row lists, if columns are not consecutive keys; -1 stands for none.
+    indices: Int[Array, "t s"] | None = None
 
     @property
     def rows(self) -> Int[Array, "t 1"]:
         return self.row + lax.broadcasted_iota(jnp.int32, (self.shape[0], 1), 0)
 
     @property
-    def columns(self) -> Int[Array, "1 s"]:
+    def columns(self) -> Int[Array, "#t s"]:
+        if self.indices is not None:
+            return jnp.maximum(self.indices, 0)
         return self.column + lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
 
     @property
@@ -93,6 +98,8 @@ class Tile(NamedTuple):
         """Cuts the tile's part out of `x` [T | 1, S | 1]; an axis of length 1 is broadcast and stays whole."""
         if x.shape[0] != 1:
             x = lax.dynamic_slice_in_dim(x, self.row, self.shape[0], 0, allow_negative_indices=False)
+        if self.indices is not None and x.shape[1] != 1:
+            return jnp.take_along_axis(jnp.asarray(x), self.columns, axis=1, mode="clip")
         return jnp.asarray(x) if x.shape[1] == 1 else self.cut_columns(x, 1)
 
     def cut_queries(self, x: Array | np.ndarray) -> Array:
@@ -102,6 +109,15 @@ class Tile(NamedTuple):
     def cut_keys(self, x: Array | np.ndarray) -> Array:
         """Cuts the tile's part out of `x` [S], in the shape of `key_positions`."""
         return self.cut(x[None, :])
+
+    def map_positions(self, function: Callable[..., Array], *scores: Float[Array, "t s"]) -> Array:
+        """Maps `function(*scores, query position, key position)` over the tile, one score after another."""
+        if self.indices is not None:
+            positions = jnp.broadcast_arrays(self.query_positions, self.key_positions)
+            return jax.vmap(jax.vmap(function))(*scores, *positions)
+        by_score = [0] * len(scores)
+        by_row = jax.vmap(jax.vmap(function, (*by_score, None, 0)), (*by_score, 0, None))
+        return by_row(*scores, self.query_positions[:, 0], self.key_positions[0])
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
         """Cuts the tile's columns out of `x`, whose axis `axis` has length S."""

@@ -139,6 +139,29 @@ def segment_ids(
     return checked[0].astype(dtype), checked[1].astype(dtype)
 
 
+def key_indices(value: ArrayLike | None, shape: Shape) -> Array | None:
+    """Checks indices of keys [B..., T, k] or [B..., T, K, k], and adds the axis of key heads."""
+    if value is None:
+        return None
+    indices, keys, each = int32("key_indices", value), shape.key_length, (*shape.batch, shape.query_length)
+    if indices.ndim == len(each) + 1:
+        indices = indices[..., None, :]
+    if indices.ndim != len(each) + 2 or indices.shape[:-2] != each or indices.shape[-2] not in (1, shape.num_kv_heads):
+        raise ValueError(
+            f"key_indices must have shape [batch..., queries, k] = {(*each, 'k')} or [batch..., queries, key heads, k] = "
+            f"{(*each, shape.num_kv_heads, 'k')}, but got {np.shape(value)}."
+        )
+    if not indices.shape[-1]:
+        raise ValueError("key_indices must list at least 1 key per query, but got 0; use -1 for no key.")
+    least, greatest = extremes(indices)
+    if least < -1 or (isinstance(keys, int) and greatest >= max(keys, 1)):
+        raise ValueError(
+            f"key_indices must be from 0 to {keys - 1}, the last key, or -1 for none, but got values from {least} to "
+            f"{greatest}; replace others by -1."
+        )
+    return indices
+
+
 def flag(name: str, value: bool) -> bool:
     if isinstance(value, bool | np.bool_):
         return bool(value)

@@ -188,6 +188,11 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
     """Checks that lengths, and heads for "ulysses", can be split over the devices."""
     if call.options.cached:
         raise ValueError("context_parallel does not support decoding, but got a cache; decode without it.")
+    if call.operands.key_indices is not None:
+        raise ValueError(
+            "context_parallel does not support key_indices, whose keys may be on any device; split batch axes and "
+            "heads with qkv_sharding instead."
+        )
     (query, key), axis = call.operands[:2], context.axis
     devices, is_zigzag = number_of_parts(split.mesh, axis), context.layout == "zigzag"
     parts = devices * (2 if is_zigzag else 1)
@@ -289,7 +294,10 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
     first = lax.axis_index(parts.heads) * part.query.shape[-2] // group_size
     arrays = part.key, part.value, part.cache_scale
     key, value, scale = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, 1, axis=-2), arrays)
-    return part._replace(key=key, value=value, cache_scale=scale)
+    indices = part.key_indices
+    if indices is not None and indices.shape[-2] > 1:
+        indices = lax.dynamic_slice_in_dim(indices, first, 1, axis=-2)
+    return part._replace(key=key, value=value, cache_scale=scale, key_indices=indices)
 
 
 def empty_result(call: Call, parts: Split) -> Result:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.operands import Call, HeadIds, Operands, Options, Result, Rows
 from flax_mha._src.core.tile import Offsets, Tile
@@ -38,12 +38,14 @@ class Head:
     inputs: ScoreInputs
     rule: ScoreRule
     rows: Rows | None  # the queries and keys that were not finite; None if nothing can be masked
+    # The keys that each query lists, -1 for none; `key` and `value` are then [T, k, H]. None if all queries share keys.
+    indices: Int[Array, "... T k"] | None = None
 
     @property
     def whole(self) -> Tile:
         """The tile that holds all scores of the head."""
-        shape = (self.query.shape[0], self.key.shape[0])
-        return Tile(0, 0, shape, self.rule.offsets.values, ring=self.rule.ring)
+        shape = (self.query.shape[0], self.key.shape[-2])
+        return Tile(0, 0, shape, self.rule.offsets.values, ring=self.rule.ring, indices=self.indices)
 
 
 def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> Head:

@@ -71,13 +71,17 @@ class ScoreRule:
         return products if self.scale == 1.0 else products * self.scale
 
     def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
-        """Computes a @ b, or a @ b.T, from operands in the narrower of their dtypes, summed in float32 at least."""
+        """Computes a @ b, or a @ b.T, from operands in the narrower of their dtypes, summed in float32 at least.
+
+        If `b` has three axes, each row of `a` has a matrix of its own.
+        """
         narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
-        contract = ((1,), (1 if transpose_b else 0,))
+        contract = ((1,), (b.ndim - 1 if transpose_b else b.ndim - 2,))
+        batch = ((0,), (0,)) if b.ndim == 3 else ((), ())
         return lax.dot_general(
             a.astype(narrow),
             b.astype(narrow),
-            (contract, ((), ())),
+            (contract, batch),
             precision=self.precision,
             preferred_element_type=self.dtype,
         )
@@ -141,8 +145,7 @@ class ScoreRule:
         return jnp.where(visible, products, jnp.zeros_like(products))
 
     def apply_score_mod(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
-        one = jax.vmap(jax.vmap(self._one_score(inputs.captured), (0, None, 0)), (0, 0, None))
-        return one(scores, tile.query_positions[:, 0], tile.key_positions[0])
+        return tile.map_positions(self._one_score(inputs.captured), scores)
 
     def differentiable_tile(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
@@ -178,7 +181,8 @@ class ScoreRule:
             row = jnp.argmax(visible.any(axis=1))  # XLA's CPU is slow at an argmax over the whole tile
             column = jnp.argmax(visible[row])
             rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
-            columns = jnp.where(visible, tile.key_positions, tile.key_positions[0, column])
+            key_positions = jnp.broadcast_to(tile.key_positions, visible.shape)
+            columns = jnp.where(visible, key_positions, key_positions[row, column])
             products = jnp.where(visible, products, lax.stop_gradient(products[row, column]))
             captured = [jnp.where(visible[row, column], x, lax.stop_gradient(x)) for x in inputs.captured]
             scores = jax.vmap(jax.vmap(self._one_score(captured)))(self._cap(products), rows, columns)
@@ -212,7 +216,7 @@ class ScoreRule:
         Threefry maps a counter, made of query position // 2 and key position, to two random words: the first is for
         the query at the even position, the second for the one at the odd position. None without dropout.
         """
-        if self.on_gpu:
+        if self.on_gpu or tile.indices is not None:
             return self.dropout_by_query(tile, dtype)
         return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
 

@@ -1,11 +1,11 @@
-"""`implementation="xla"`: all scores of a head at once, or keys read in place. It supports every call."""
+"""`implementation="xla"`: all scores of a head at once, or keys read in place or gathered. It supports every call."""
 
 import dataclasses
 
 from flax_mha._src import plan as plans
 from flax_mha._src.call.operands import Call, Result
 from flax_mha._src.engines.engine import Engine
-from flax_mha._src.engines.xla import dense, in_place
+from flax_mha._src.engines.xla import dense, gathered, in_place
 from flax_mha._src.math.head import numbers_as_arrays
 from flax_mha._src.plan import Plan
 
@@ -21,4 +21,6 @@ class XLA(Engine):
         return plans.plan_xla(call), call
 
     def forward(self, plan: Plan, call: Call) -> Result:
+        if plan.gathered is not None:
+            return gathered.attention(plan, call)
         return dense.attention(plan, call) if plan.in_place is None else in_place.attention(plan, call)

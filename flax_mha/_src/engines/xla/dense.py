@@ -105,7 +105,7 @@ _raise_masked.defjvp(lambda primals, tangents: (_raise_masked(*primals), *tangen
 
 def _softmax(
     s: Float[Array, "t s"],
-    value: Float[Array, "s Hv"],
+    value: Float[Array, "*t s Hv"],
     inputs: ScoreInputs,
     rule: ScoreRule,
     tile: Tile,

@@ -1,0 +1,177 @@
+"""Queries that list their keys: against the same keys shown by a mask, in float64, and as much memory as they need."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import with_core
+
+from flax_mha import dot_product_attention, explain_implementation
+
+# Batch, T, S, N, K, H, Hv, k, and whether each key head has a list of its own.
+SIZES = {
+    "few queries": (2, 3, 40, 2, 2, 8, 8, 5, True),
+    "blocks of queries": (2, 67, 31, 4, 2, 8, 5, 7, False),
+    "one key a query": (1, 40, 9, 2, 1, 4, 4, 1, False),
+    "one key head of many features": (1, 33, 50, 6, 1, 24, 16, 9, False),
+}
+SLOPES = jnp.array([0.3, -0.2, 0.1, 0.4, 0.5, -0.6])
+CALLS = {
+    "plain": lambda sizes: {},
+    "causal, lengths, sinks": lambda sizes: {
+        "is_causal": True,
+        "query_offset": 4,
+        "key_value_seq_lengths": jnp.arange(sizes[0]) * 7 + 9,
+        "sinks": jnp.linspace(-1, 1, sizes[3]),
+    },
+    "window, segments, soft cap, dropout": lambda sizes: {
+        "local_window_size": (20, 5),
+        "query_segment_ids": jnp.arange(sizes[1])[None].repeat(sizes[0], 0) // 30,
+        "key_value_segment_ids": jnp.arange(sizes[2])[None].repeat(sizes[0], 0) // 30,
+        "logits_soft_cap": 1.5,
+        "dropout_rate": 0.3,
+        "dropout_rng": jax.random.key(3),
+    },
+    "score_mod, bias, mask": lambda sizes: {
+        "score_mod": lambda s, b, h, i, j: s + SLOPES[h].astype(s.dtype) * (i - j).astype(s.dtype),
+        "bias": jnp.cos(jnp.arange(sizes[3] * sizes[1] * sizes[2])).reshape(1, sizes[3], sizes[1], sizes[2]),
+        "mask": (jnp.arange(sizes[1] * sizes[2]) % 5 > 0).reshape(1, 1, sizes[1], sizes[2]),
+    },
+}
+
+
+def drawn(sizes, seed, dtype=np.float64):
+    """Query, key, value and lists of keys, some of which are repeated or -1."""
+    rng = np.random.default_rng(seed)
+    batch, t, s, n, k, h, hv, count, by_head = sizes
+    arrays = [
+        rng.standard_normal(shape).astype(dtype) for shape in ((batch, t, n, h), (batch, s, k, h), (batch, s, k, hv))
+    ]
+    return arrays, rng.integers(-1, s, (batch, t, k, count) if by_head else (batch, t, count), np.int32)
+
+
+def shown(indices, sizes):
+    """The mask [B, N, T, S] that shows the listed keys."""
+    s, n = sizes[2:4]
+    by_head = indices if indices.ndim == 4 else indices[:, :, None]
+    visible = (by_head[..., None] == np.arange(s)).any(-2)
+    return jnp.asarray(np.repeat(np.moveaxis(visible, 2, 1), n // visible.shape[2], axis=1))
+
+
+def everything(attend, *arrays):
+    """Output and log-sum-exp, gradients, a tangent and a tangent of the gradients."""
+
+    def loss(*arrays):
+        output = attend(*arrays)[0]
+        return (output * jnp.cos(jnp.arange(output.size, dtype=output.dtype)).reshape(output.shape)).sum()
+
+    gradient, tangents = jax.grad(loss, (0, 1, 2)), tuple(jnp.sin(x) for x in arrays)
+    tangent = jax.jvp(lambda *arrays: attend(*arrays)[0], arrays, tangents)
+    return attend(*arrays), tangent, jax.jvp(gradient, arrays, tangents)
+
+
+@pytest.mark.parametrize("dtype", with_core(["float64", "float32"], "float32"))
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", with_core(SIZES, "blocks of queries"))
+def test_the_same_as_a_mask_that_shows_these_keys(name, call, dtype):
+    sizes = SIZES[name]
+    with jax.enable_x64(dtype == "float64"):
+        options = jax.tree.map(
+            lambda x: x.astype(dtype) if hasattr(x, "dtype") and x.dtype == jnp.float32 else x, CALLS[call](sizes)
+        )
+        given = options.pop("mask", True)
+
+        def attend(way, indices, *arrays):
+            shows = {"key_indices": indices, "mask": None if given is True else given}
+            shows = shows if way == "indices" else {"mask": shows_by_mask & given, "implementation": "xla"}
+            return dot_product_attention(*arrays, return_residual=True, **shows, **options)
+
+        for seed in range(2):
+            arrays, indices = drawn(sizes, seed, dtype)
+            shows_by_mask = shown(indices, sizes)
+            got, want = (
+                jax.jit(functools.partial(everything, functools.partial(attend, way, indices)))(*arrays)
+                for way in ("indices", "mask")
+            )
+            for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                atol = (1e-9 if dtype == "float64" else 1e-5) * max(
+                    1, np.abs(np.where(np.isfinite(y), y, 0)).max(initial=0)
+                )
+                np.testing.assert_allclose(x, y, rtol=0, atol=atol)
+
+
+@pytest.mark.core
+def test_memory_is_linear_and_a_tenth_of_that_of_all_scores():
+    def temporaries(length, attend):
+        x = jax.ShapeDtypeStruct((1, length, 4, 32), jnp.float32)
+        indices = jax.ShapeDtypeStruct((1, length, 64), jnp.int32)
+        loss = jax.grad(lambda arrays, indices: attend(*arrays, indices).sum())
+        return jax.jit(loss).lower((x, x, x), indices).compile().memory_analysis().temp_size_in_bytes
+
+    def listed(query, key, value, indices):
+        return dot_product_attention(query, key, value, key_indices=indices, is_causal=True)
+
+    def dense(query, key, value, indices):
+        return dot_product_attention(query, key, value, is_causal=True, implementation="xla")
+
+    short, long = (temporaries(length, listed) for length in (2048, 8192))
+    assert long <= 5 * short
+    assert long <= temporaries(8192, dense) / 10
+
+
+@pytest.mark.core
+def test_lists_without_keys_masked_numbers_and_unknown_indices():
+    (query, key, value), indices = drawn((1, 20, 9, 2, 1, 4, 4, 3, False), 0, np.float32)
+    indices[0, 3], indices[0, 4] = -1, (2, 2, -1)
+    indices[indices == 5] = -1
+    indices[0, 7, 1] = 5
+    dirty = key.copy()
+    dirty[0, 5] = np.nan
+    attend = jax.jit(lambda *arrays, indices=indices: dot_product_attention(*arrays, key_indices=indices))
+    clean, with_nan = attend(query, key, value), attend(query, dirty, value)
+    np.testing.assert_array_equal(clean[0, 3], 0)
+    np.testing.assert_allclose(clean[0, 4], value[0, 2].repeat(2, 0), rtol=1e-6)  # a repeated key counts once
+    np.testing.assert_array_equal(np.isnan(with_nan).any((0, 2, 3)), np.arange(20) == 7)
+    np.testing.assert_array_equal(np.delete(with_nan, 7, 1), np.delete(clean, 7, 1))
+    gradient = jax.grad(lambda key: jnp.where(jnp.arange(20)[:, None, None] == 7, 0, attend(query, key, value)).sum())
+    assert np.isfinite(gradient(dirty)).all()
+    beyond = jax.jit(lambda indices: attend(query, key, value, indices=indices))(
+        jnp.asarray(indices).at[0, 8, 0].set(9)
+    )
+    np.testing.assert_array_equal(np.isnan(beyond).any((0, 2, 3)), np.arange(20) == 8)
+
+
+@pytest.mark.core
+def test_errors_and_explanation():
+    (query, key, value), indices = drawn(SIZES["blocks of queries"], 0, np.float32)
+    call = functools.partial(dot_product_attention, query, key, value)
+    for wrong, error in (
+        (indices[:, :-1], r"key_indices must have shape .* but got \(2, 66, 7\)"),
+        (indices[..., :0], "at least 1 key per query, but got 0"),
+        (indices[:, :, None].repeat(3, 2), "key heads"),
+        (np.where(indices == 3, 31, indices), "key_indices must be from 0 to 30, .* replace others by -1"),
+        (indices - 1, "got values from -2 to"),
+        (indices.astype(float), "integer dtype"),
+        (0, "key_indices must have shape"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            call(key_indices=wrong)
+    with pytest.raises(NotImplementedError, match="key_indices is not supported: pass implementation=None"):
+        call(key_indices=indices, implementation="blockwise")
+    explanation = explain_implementation(query, key, value, key_indices=indices, platform="cuda")
+    assert (explanation.chosen, explanation.variant) == ("xla", "keys gathered for each query")
+
+
+def test_vmap_and_16_bits():
+    (query, key, value), indices = drawn((3, 20, 30, 4, 2, 8, 8, 5, True), 0, np.float32)
+
+    def attend(*arrays):
+        return dot_product_attention(*arrays[:3], key_indices=arrays[3], is_causal=True)
+
+    want = attend(query, key, value, indices)
+    np.testing.assert_allclose(jax.vmap(attend)(query, key, value, indices), want, rtol=0, atol=1e-6)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        got = attend(*(x.astype(dtype) for x in (query, key, value)), indices)
+        np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=0.05)
