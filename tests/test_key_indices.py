@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from marks import with_core
 
-from flax_mha import dot_product_attention, explain_implementation
+from flax_mha import dot_product_attention, explain_implementation, recipes
 
 # Batch, T, S, N, K, H, Hv, k, and whether each key head has a list of its own.
 SIZES = {
@@ -175,3 +175,22 @@ def test_vmap_and_16_bits():
     for dtype in (jnp.bfloat16, jnp.float16):
         got = attend(*(x.astype(dtype) for x in (query, key, value)), indices)
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=0.05)
+
+
+def test_top_blocks_equal_the_definition():
+    """MoBA: of the blocks before its own, those whose mean key fits best, and its own."""
+    (query, key, value), _ = drawn((2, 23, 30, 4, 2, 8, 8, 1, False), 0, np.float32)
+    offset, block, count = 7, 4, 3
+    means = [key[:, i : i + block].mean(1) for i in range(0, 30, block)]
+    visible = np.zeros((2, 2, 23, 30), bool)
+    for b, h, t in np.ndindex(2, 2, 23):
+        own = (t + offset) // block
+        fit = [float((query[b, t, 2 * h : 2 * h + 2].sum(0) * mean[b, h]).sum()) for mean in means[:own]]
+        for chosen in (*np.argsort(fit)[::-1][: count - 1], own):
+            visible[b, h, t, chosen * block : (chosen + 1) * block] = True
+    want = dot_product_attention(query, key, value, mask=visible.repeat(2, 1), is_causal=True, query_offset=offset)
+    blocks = recipes.top_blocks(query, key, block, count, query_offset=offset)
+    got = dot_product_attention(query, key, value, **blocks, query_offset=offset)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="block must be an int >= 1"):
+        recipes.top_blocks(query, key, 0, 3)

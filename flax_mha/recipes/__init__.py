@@ -1,4 +1,4 @@
-"""Fifteen kinds of attention in plain Python: each function returns arguments for `dot_product_attention`.
+"""Sixteen kinds of attention in plain Python: each function returns arguments for `dot_product_attention`.
 
 You can also pass the masks and score functions to the call of a module. For `soft_cap` and `attention_sinks`, modules
 take constructor arguments instead; see these recipes. `combine` joins several recipes.
@@ -30,3 +30,4 @@ from flax_mha.recipes.scores import attention_sinks as attention_sinks
 from flax_mha.recipes.scores import combine as combine
 from flax_mha.recipes.scores import soft_cap as soft_cap
 from flax_mha.recipes.scores import t5_bias as t5_bias
+from flax_mha.recipes.selection import top_blocks as top_blocks
